@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ottava.accumulator import ACCUMULATORS, lost_share
-from ottava.casts import quantize
-from ottava.debug.measure import measure
-from ottava.debug.statistics import STATISTICS
-from ottava.formats import E4M3, E5M2, Format
-from ottava.ops import gemm
-from ottava.pages.charts import Chart, Line, standalone
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.text import columns
+from ottava.base.text import columns
+from ottava.measure.statistics import STATISTICS
+from ottava.measure.walk import measure
+from ottava.numerics.accumulator import ACCUMULATORS, lost_share
+from ottava.numerics.formats import E4M3, E5M2, Format
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.gemm import gemm
+from ottava.ops.quantize import quantize
+from ottava.report.charts import Chart, Line, standalone
 
 PICTURE = Path(__file__).parents[1] / "docs" / "accumulation.svg"
 OCTAVES = range(5, 17)

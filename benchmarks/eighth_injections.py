@@ -18,7 +18,7 @@ from second_lab import MODELS, Lab
 from sixth_injections import with_rate
 from torch import Tensor, nn
 
-from ottava.quantizer import Quantizer
+from ottava.engine.quantizer import Quantizer
 from ottava.recipe import get_recipe
 
 WIDE, ITEMS, LENGTH, PAST, FUTURE, KINDS, HEADS = 64, 64, 16, 48, 16, 16, 4

@@ -13,11 +13,10 @@ from fault_lab import STEPS, Fault, Lab
 from torch import Tensor
 
 import ottava
-from ottava.debug.watch.checks import check_master
-from ottava.gemm_recipe import GemmRecipe
-from ottava.quantized_tensor import QuantizedTensor
-from ottava.quantizer import Quantizer
-from ottava.recipe import Recipe, get_recipe
+from ottava.engine.quantizer import Quantizer
+from ottava.numerics.tensor import QuantizedTensor
+from ottava.recipe import GemmRecipe, Recipe, get_recipe
+from ottava.watching.checks import check_master
 
 NOT_INJECTED: Mapping[str, str] = {
     "B8": "two models sharing state: ours cannot share; the rule asks a person",

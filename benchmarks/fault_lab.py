@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.bench.models import PlainByteTransformer
-from ottava.debug.run.reader import Run
-from ottava.debug.watch import watch
-from ottava.debug.watch.checks import Checks
-from ottava.quantizer import Quantizer
+from ottava.engine.quantizer import Quantizer
 from ottava.recipe import Recipe, get_recipe
+from ottava.record.reader import Run
 from ottava.train.config import ModelConfig
+from ottava.watching import watch
+from ottava.watching.checks import Checks
 
 SIZES: Mapping[str, tuple[int, int]] = {"small": (64, 4), "medium": (128, 4)}
 """Width and blocks."""

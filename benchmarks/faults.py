@@ -38,9 +38,9 @@ import torch
 from fault_injections import FAULTS, NOT_INJECTED
 from fault_lab import SIZES, Fault, run
 
-from ottava.debug.analysis.diagnose import Diagnosis, diagnose
-from ottava.debug.run.reader import Run
+from ottava.diagnose.diagnose import Diagnosis, diagnose
 from ottava.recipe import get_recipe
+from ottava.record.reader import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 CLEAN_RECIPES = (

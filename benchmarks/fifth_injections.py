@@ -16,7 +16,7 @@ from second_lab import Lab
 from torch import Tensor, nn
 
 import ottava
-from ottava.quantizer import Quantizer
+from ottava.engine.quantizer import Quantizer
 from ottava.recipe import get_recipe
 
 

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import torch
 
-from ottava.casts import quantize
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.ops.quantize import quantize
 from ottava.recipe import RECIPES
 
 

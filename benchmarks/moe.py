@@ -54,7 +54,7 @@ def kept(model: nn.Module, x: Tensor) -> float:
         y = model(x)
     for parameter in model.parameters():
         seen.pop(parameter.untyped_storage().data_ptr(), None)
-    for door in (m for m in model.modules() if isinstance(m, ottava.quantizer.WeightQuantizer)):
+    for door in (m for m in model.modules() if isinstance(m, ottava.engine.quantizer.WeightQuantizer)):
         for operand in (door.cached or ())[2:]:
             if operand is not None:
                 seen.pop(operand.data.untyped_storage().data_ptr(), None)

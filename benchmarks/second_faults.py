@@ -37,10 +37,10 @@ from second_injections import CASES, Case
 from second_lab import run
 
 import ottava
-from ottava.debug import limits
-from ottava.debug.analysis.diagnose import Diagnosis, diagnose
-from ottava.debug.run.reader import Run
-from ottava.formats import get_format
+from ottava.diagnose.diagnose import Diagnosis, diagnose
+from ottava.measure import limits
+from ottava.numerics.formats import get_format
+from ottava.record.reader import Run
 
 FAMILIES: Mapping[str, str] = {
     "N1": "token row outlier", "N3": "token row outlier", "N19": "channel", "N8": "boundary", "G1": "noisy",

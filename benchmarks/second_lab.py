@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ottava
-from ottava.debug.watch import watch
 from ottava.recipe import Recipe, get_recipe
+from ottava.watching import watch
 
 WIDTH, BLOCKS, VOCABULARY, TOKENS, BATCH, CLASSES = 48, 3, 64, 16, 8, 10
 

@@ -16,7 +16,7 @@ from second_injections import case, clean, later
 from second_lab import BATCH, CLASSES, MODELS, TOKENS, VOCABULARY, WIDTH, Lab, make_batch
 from torch import Tensor, nn
 
-from ottava.quantizer import Quantizer
+from ottava.engine.quantizer import Quantizer
 from ottava.recipe import get_recipe
 
 SPAN, FRAMES, MELS = 6, 24, 32

@@ -18,7 +18,7 @@ from sixth_lab import SEPARATOR, preferred  # registers its models, too
 from torch import Tensor
 
 import ottava
-from ottava.quantizer import Quantizer
+from ottava.engine.quantizer import Quantizer
 from ottava.recipe import get_recipe
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ottava
-from ottava.files import replacing
+from ottava.base.files import replacing
 from ottava.train.config import DataConfig
 from ottava.train.data import ByteCorpus
 

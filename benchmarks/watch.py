@@ -22,18 +22,18 @@ from typing import Any
 import torch
 
 import ottava
-import ottava.debug.measure
-from ottava.debug.analysis.diagnose import diagnose
-from ottava.debug.run.reader import Run
-from ottava.debug.run.schema import SlotKey, cast_key
-from ottava.debug.run.writer import RunWriter
-from ottava.debug.tally import Tallies, Tally
-from ottava.debug.watch import watch
+import ottava.measure.walk
+from ottava.diagnose.diagnose import diagnose
+from ottava.measure.tally import Tallies, Tally
 from ottava.nn import convert
 from ottava.recipe import CELL_OF, get_recipe
+from ottava.record.reader import Run
+from ottava.record.schema import SlotKey, cast_key
+from ottava.record.writer import RunWriter
 from ottava.train.config import load_config
 from ottava.train.data import ByteCorpus
 from ottava.train.model import ByteTransformer, loss
+from ottava.watching import watch
 
 MODES: Mapping[str, dict[str, Any] | None] = MappingProxyType(
     {
@@ -132,7 +132,7 @@ def write_run(folder: Path, steps: int = 1000, layers: int = 40, every: int = 1)
                         spec = getattr(getattr(recipe, gemm), side)
                         x = torch.randn(64, 128, generator=generator) * (1 + step / steps)
                         key = cast_key(name, tensor, direction, recipe.name, spec, "door")
-                        casts[key] = ottava.debug.measure.measure(x, ottava.quantize(x, spec))
+                        casts[key] = ottava.measure.walk.measure(x, ottava.quantize(x, spec))
                 tallies = Tallies.of(casts)
             writer.tallies(step, tallies)
         writer.flush()

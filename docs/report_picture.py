@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ottava.debug.report import make_report
-from ottava.debug.run.reader import Run
+from ottava.record.reader import Run
+from ottava.report.page import make_report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WIDTH, HEIGHT = 1520, 1040

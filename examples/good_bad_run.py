@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 import ottava
-from ottava.debug.analysis.compare import compare
-from ottava.debug.analysis.diagnose import diagnose
-from ottava.debug.run.reader import Run
-from ottava.debug.run.schema import SYMBOLS
+from ottava.diagnose.compare import compare
+from ottava.diagnose.diagnose import diagnose
+from ottava.measure.layer_names import SYMBOLS
+from ottava.record.reader import Run
 from ottava.train.config import load_config
 from ottava.train.data import ByteCorpus
 from ottava.train.model import ByteTransformer, loss

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import ottava
-from ottava.scaling import PER_ROW
+from ottava.numerics.scaling import PER_ROW
 
 
 def smollm2(folder: Path) -> None:

@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from layout_samples import LAYOUTS
-from ottava.formats import Format
 from ottava.kernels import scaled_mm
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.formats import Format
+from ottava.numerics.rounding import decode
+from ottava.numerics.scaling import Granularity, ScaleFormat
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe
-from ottava.rounding import decode
-from ottava.scaling import Granularity, ScaleFormat
 from published import hold
 from sweep import AXES, PAIRS
 from witnesses import GFLOAT, ML_DTYPES

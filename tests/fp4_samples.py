@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from ml_dtypes import bfloat16, float4_e2m1fn, float8_e4m3fn
 
-from ottava.rounding import random_bits
+from ottava.numerics.rounding import random_bits
 
 f32 = np.float32
 Array = np.ndarray

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.quantizer import LinearQuantizers, Quantizer
+from ottava.engine.quantizer import LinearQuantizers, Quantizer
+from ottava.engine.windows import roll_windows
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import GEMMS, Recipe
-from ottava.windows import roll_windows
 
 BUFFERS = ("amax_history", "scale", "nonfinite_count", "guard_count")
 ROLES = ("input", "weight", "grad_output")

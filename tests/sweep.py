@@ -21,11 +21,11 @@ import pytest
 import torch
 
 from layout_samples import LAYOUTS
-from ottava import scaling
-from ottava.formats import E4M3, FORMATS
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.numerics import scaling
+from ottava.numerics.formats import E4M3, FORMATS
+from ottava.numerics.scaling import Granularity, ScaleFormat
+from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES
-from ottava.scaling import Granularity, ScaleFormat
 from witnesses import GFLOAT, ML_DTYPES
 
 EMPTY = ((0, 5, 16), (5, 0, 16), (5, 3, 0), (0, 0, 0))
@@ -44,7 +44,7 @@ PAIRS = {
     f"{gemm.lhs} x {gemm.rhs}": (gemm.lhs, gemm.rhs)
     for recipe in RECIPES.values()
     for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)
-    if gemm.quantized and not (gemm.lhs.transform or gemm.rhs.transform)  # tests/test_transforms.py has those
+    if gemm.quantized and not (gemm.lhs.transform or gemm.rhs.transform)  # tests/numerics/test_transforms.py has those
 }
 
 CELLS = {

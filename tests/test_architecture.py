@@ -22,15 +22,15 @@ import ottava
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
-OBSERVES = ("debug",)
+OBSERVES = ("measure", "record", "interop", "watching", "diagnose", "remedy", "debug")
 """Rooms that look at a run, from outside: what they look at must work, and give the same bits, without them."""
 
-MAY_OBSERVE = ("ottava", "compat", "train", "bench", "lab", "cli")
+MAY_OBSERVE = ("ottava", "report", "compat", "train", "bench", "lab", "cli")
 """Other rooms that may import those."""
 
 MUTABLE_ON_PURPOSE = {
-    "ottava.ambient._COMPILED_VIEW": "what a compiled graph may read: torch.compile cannot trace a ContextVar",
-    "ottava.state._STEPS": "weak references to the states that optimizer steps are told to; no state of its own",
+    "ottava.engine.autocast._COMPILED_VIEW": "what a compiled graph may read: torch.compile cannot trace a ContextVar",
+    "ottava.engine.state._STEPS": "weak references to the states that optimizer steps are told to; no state of its own",
 }
 DEVICE_CODE = tuple(f"ottava.kernels.triton.{name}device_code" for name in ("", "adamw_", "gemm_", "rows_"))
 """Modules that are Triton's: they may import it, and nobody imports them before a kernel is launched."""
@@ -38,18 +38,19 @@ DEVICE_CODE = tuple(f"ottava.kernels.triton.{name}device_code" for name in ("", 
 PURE_CALLS = frozenset(
     {"MappingProxyType", "frozenset", "tuple", "TypeVar", "ParamSpec", "get_args", "compile", "ConfigDict", "Path"}
     | {"replace", "finfo", "len", "log", "sqrt", "version", "getLogger", "sum", "Struct", "staticmethod"}
-    | {"_histogram"}  # debug.tally: a dataclass `field` with a factory, made where nine fields want the same
+    | {"_histogram"}  # measure.tally: a dataclass `field` with a factory, made where nine fields want the same
 )
 """Calls whose result may stand at module level: immutable, or (ConfigDict) declarative."""
 
 READS_ENVIRONMENT = {
     "ottava.compat.transformer_engine.pytorch": "to warn of variables that TransformerEngine would obey",
-    "ottava.debug.watch.session": "RANK and WORLD_SIZE: a watch may begin before torch.distributed does",
+    "ottava.watching.session": "RANK and WORLD_SIZE: a watch may begin before torch.distributed does",
     "ottava.kernels.native.build": "CXX, and whether and where libraries are built: kernels have no entry point",
 }
 """Modules that may, outside the command line, with the reason."""
 
 NO_MIRROR = {
+    "ottava.debug": "a table of public names, tested with that of `ottava` in base/test_first_use.py",
     "ottava.compat.transformer_engine.pytorch.fp8": "other names of what `quantization` has, tested there",
     "ottava.__main__": "three lines, run by every test of the command line",
 }
@@ -249,7 +250,7 @@ def mutable_parts(value: ast.expr, pure: frozenset[str]) -> Iterator[ast.expr]:
 def nothing_mutable_on_import(module: Module) -> list[str]:
     """No list, dict, set or unknown object bound when a module is imported; the one ContextVar is autocast's."""
     pure = PURE_CALLS | makers_of_frozen()
-    pure |= {"ContextVar"} if module.name == "ottava.ambient" else frozenset()
+    pure |= {"ContextVar"} if module.name == "ottava.engine.autocast" else frozenset()
     pure |= {"Typer", "Option", "Argument", "Console"} if module.room == "cli" else frozenset()
     complaints = []
     for node in module_level(module.tree.body):
@@ -301,16 +302,16 @@ def public_things_are_explained(module: Module) -> list[str]:
 
 Rule = Callable[[Module], list[str]]
 RULES: tuple[tuple[Rule, str, str], ...] = (  # the rule, and a module that breaks it: its name, its source
-    (front_door_is_for_users, "ottava.ops", "from ottava import quantize"),
+    (front_door_is_for_users, "ottava.ops.gemm", "from ottava import quantize"),
     (front_door_is_for_users, "ottava.nn.linear", "def late():\n    import ottava"),
     (observation_stays_outside, "ottava.nn.linear", "from ottava.debug import observe"),
     (observation_stays_outside, "ottava.kernels.reference", "def late():\n    from ..debug import observe"),
     (files_are_short, "ottava.long", "x = 1\n" * (MAX_FILE_LINES + 1)),
     (functions_are_short, "ottava.long", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
     (names_say_something, "ottava.nn.utils", ""),
-    (nothing_is_global, "ottava.ops", "def f():\n    global x\n    x = 1"),
-    (environment_stays_outside, "ottava.ops", "import os\nx = os.environ.get('X')"),
-    (environment_stays_outside, "ottava.ops", "from os import getenv"),
+    (nothing_is_global, "ottava.ops.gemm", "def f():\n    global x\n    x = 1"),
+    (environment_stays_outside, "ottava.ops.gemm", "import os\nx = os.environ.get('X')"),
+    (environment_stays_outside, "ottava.ops.gemm", "from os import getenv"),
     (triton_is_late, "ottava.kernels.quantize", "import triton.language as tl"),
     (triton_is_late, "ottava.kernels.quantize", "from ottava.kernels.triton import device_code"),
     (triton_is_late, "ottava.kernels.quantize", "from ottava.kernels.triton.device_code import cast_kernel"),
@@ -323,10 +324,10 @@ RULES: tuple[tuple[Rule, str, str], ...] = (  # the rule, and a module that brea
     (nothing_mutable_on_import, "ottava.recipe", "from typing import Any\nCACHE: Any = dict()"),
     (nothing_mutable_on_import, "ottava.recipe", "PAIRS = (1, [2])"),
     (nothing_mutable_on_import, "ottava.recipe", "class Registry:\n    known = []"),
-    (nothing_mutable_on_import, "ottava.ops", "CURRENT = ContextVar('current')"),
-    (nothing_mutable_on_import, "ottava.ops", "APP = typer.Typer()"),
-    (public_things_are_explained, "ottava.ops", "def gemm(): ..."),
-    (public_things_are_explained, "ottava.ops", "'doc'\nclass A:\n    'doc'\n    def b(self): ..."),
+    (nothing_mutable_on_import, "ottava.ops.gemm", "CURRENT = ContextVar('current')"),
+    (nothing_mutable_on_import, "ottava.ops.gemm", "APP = typer.Typer()"),
+    (public_things_are_explained, "ottava.ops.gemm", "def gemm(): ..."),
+    (public_things_are_explained, "ottava.ops.gemm", "'doc'\nclass A:\n    'doc'\n    def b(self): ..."),
 )
 
 
@@ -346,7 +347,7 @@ def test_allowed_state_is_allowed() -> None:
     """Immutable values, one whitelisted exception, and the command line's own objects pass."""
     accepted = {
         "ottava.recipe": "A = (1, 'x')\nB = MappingProxyType({'a': 1})\nC = Format(name='E4M3')\nD = Literal['a']",
-        "ottava.ambient": "V = ContextVar('v', default=None)\n_COMPILED_VIEW = View()",
+        "ottava.engine.autocast": "V = ContextVar('v', default=None)\n_COMPILED_VIEW = View()",
         "ottava.cli.app": "app = typer.Typer()",
     }
     for name, source in accepted.items():
@@ -382,14 +383,14 @@ def test_every_listed_room_exists() -> None:
 
 
 def test_one_context_variable() -> None:
-    """All run-time state of the package hangs on one ContextVar, in ambient.py."""
+    """All run-time state of the package hangs on one ContextVar, in engine/autocast.py."""
     calls = [
         name
         for name, module in MODULES.items()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call) and called(node) == "ContextVar"
     ]
-    assert calls == ["ottava.ambient"]
+    assert calls == ["ottava.engine.autocast"]
 
 
 def test_public_names_are_a_decision() -> None:
@@ -414,7 +415,7 @@ def test_tests_mirror_the_source(tmp_path: Path) -> None:
     """Know a module, know its tests."""
     assert without_mirror(MODULES, ROOT / "tests") == []
     assert set(NO_MIRROR) <= set(MODULES)
-    assert "ottava.formats" in without_mirror(MODULES, tmp_path)
+    assert "ottava.numerics.formats" in without_mirror(MODULES, tmp_path)
 
 
 def missing_files(text: str, root: Path) -> list[str]:

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ottava.attention_recipe import ATTENTION_TENSORS, AttentionRecipe
-from ottava.formats import E4M3, E5M2
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import Recipe, get_recipe
-from ottava.scaling import BLOCK_1X128
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.scaling import BLOCK_1X128
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.recipe import ATTENTION_TENSORS, AttentionRecipe, Recipe, get_recipe
 
 ON = replace(get_recipe("tensorwise"), name="fp8_attention", attention=AttentionRecipe())
 

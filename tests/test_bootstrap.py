@@ -299,7 +299,7 @@ def test_words_choose_the_tests() -> None:
     assert fast[:1] == everything[:1] == ("-n",)
     assert fast[-2:] == ("-m", "not slow")
     assert everything == (*fast[:-2], "-x")
-    assert chosen(("tests/test_files.py", "--all")) == ("tests/test_files.py", "--all")
+    assert chosen(("tests/base/test_files.py", "--all")) == ("tests/base/test_files.py", "--all")
 
 
 def test_help_needs_no_set_up() -> None:

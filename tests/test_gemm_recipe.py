@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ottava.formats import E4M3, E5M2
-from ottava.gemm_recipe import HIGH_PRECISION, GemmRecipe
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.recipe import HIGH_PRECISION, GemmRecipe
 
 E4, E5 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
 

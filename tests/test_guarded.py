@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ottava
-from ottava.formats import Format
-from ottava.quantizer import Quantizer
+from ottava.engine.quantizer import Quantizer
+from ottava.numerics.formats import Format
 from scaling_samples import (
     GUARDED,
     amax_of,

@@ -25,21 +25,21 @@ import torch
 from safetensors.torch import save_file
 
 import ottava
+from ottava.base.untrusted import parse_json, parse_yaml
 from ottava.cli.app import app, exit_code
-from ottava.debug.analysis.conditions import Condition
-from ottava.debug.analysis.rules import _Sections
-from ottava.debug.event_file import EventWriter, masked_crc, read_scalars
-from ottava.debug.importers import import_run
-from ottava.debug.measure import measure
-from ottava.debug.recording import FILE_NAME, read_series
-from ottava.debug.run.reader import Run
-from ottava.debug.run.schema import RunError, SlotKey
-from ottava.debug.run.writer import RunWriter
-from ottava.debug.safe_pickle import DamagedError, load_pickle
-from ottava.debug.state_file import StateFileError, read_scaling_state
-from ottava.debug.watch.dumps import read_dump, save_batch
+from ottava.diagnose.conditions import Condition
+from ottava.diagnose.rules import _Sections
+from ottava.interop.event_file import EventWriter, masked_crc, read_scalars
+from ottava.interop.importers import import_run
+from ottava.interop.safe_pickle import DamagedError, load_pickle
+from ottava.interop.state_file import StateFileError, read_scaling_state
+from ottava.measure.walk import measure
 from ottava.nn.plan import Device
-from ottava.untrusted import parse_json, parse_yaml
+from ottava.record.amaxes import FILE_NAME, read_series
+from ottava.record.dumps import read_dump, save_batch
+from ottava.record.reader import Run
+from ottava.record.schema import RunError, SlotKey
+from ottava.record.writer import RunWriter
 
 JUNK = (
     None,

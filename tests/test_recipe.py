@@ -10,22 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from ottava.accumulator import ACCUMULATORS, Accumulator
-from ottava.formats import E4M3, E5M2
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import (
-    CELL_OF,
-    CELLS,
-    GEMMS,
-    HIGH_PRECISION,
-    RECIPES,
-    GemmRecipe,
-    Override,
-    Recipe,
-    get_recipe,
-)
-from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, PER_ROW
-from ottava.transforms import TRANSFORMS
+from ottava.numerics.accumulator import ACCUMULATORS, Accumulator
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, PER_ROW
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.numerics.transforms import TRANSFORMS
+from ottava.recipe import CELL_OF, CELLS, GEMMS, HIGH_PRECISION, RECIPES, GemmRecipe, Override, Recipe, get_recipe
 from sweep import sweep
 
 HP = "high precision"

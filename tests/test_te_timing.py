@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava.quantizer import Quantizer
+from ottava.engine.quantizer import Quantizer
 from ottava.recipe import Recipe
 from scaling_samples import (
     BUFFERS,

@@ -24,11 +24,11 @@ from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_dtyp
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 
 import ottava
-from ottava import dispatch
-from ottava.formats import BF16, E2M1, E4M3, E5M2, Format
 from ottava.kernels import reference
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_1X16, BLOCK_1X32, amax, compute_scale, exponent_bytes
+from ottava.numerics.formats import BF16, E2M1, E4M3, E5M2, Format
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, amax, compute_scale, exponent_bytes
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops import dispatch
 
 
 @pytest.fixture(autouse=True)

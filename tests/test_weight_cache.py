@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava import quantizer
-from ottava.gemm_recipe import GemmRecipe
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.quantizer import WeightQuantizer
-from ottava.recipe import Recipe
+from ottava.engine import quantizer
+from ottava.engine.quantizer import WeightQuantizer
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.recipe import GemmRecipe, Recipe
 from scaling_samples import (
     WIDTH,
     differences,

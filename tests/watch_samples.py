@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ottava.debug.watch.modules import ModuleTap
+from ottava.watching.modules import ModuleTap
 
 ALL = ("input", "weight", "grad_output", "output", "grad_input", "grad_weight")  # of a linear layer
 

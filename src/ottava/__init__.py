@@ -13,43 +13,41 @@ from importlib.metadata import version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ottava.first_use import first_use
+from ottava.base.first_use import first_use
 
 if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava import debug, distributed, nn, optim
-    from ottava.accumulator import Accumulator
-    from ottava.ambient import autocast
-    from ottava.casts import quantize
-    from ottava.debug.watch import watch
-    from ottava.footprint import memory
-    from ottava.formats import E2M1, E4M3, E5M2, E8M0
-    from ottava.gemm_recipe import GemmRecipe
+    from ottava.engine.autocast import autocast
+    from ottava.engine.state import ScalingState
     from ottava.nn import assert_fp8, calibrate, convert, graphed_step, load_fp8, model_init, receipt
-    from ottava.ops import gemm
-    from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-    from ottava.recipe import RECIPES, Recipe, get_recipe
-    from ottava.scaling import Granularity
+    from ottava.numerics.accumulator import Accumulator
+    from ottava.numerics.formats import E2M1, E4M3, E5M2, E8M0
+    from ottava.numerics.scaling import Granularity
+    from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+    from ottava.ops.gemm import gemm
+    from ottava.ops.quantize import quantize
+    from ottava.plan.memory import memory
+    from ottava.recipe import RECIPES, GemmRecipe, Recipe, get_recipe
     from ottava.serving.export import export
-    from ottava.state import ScalingState
+    from ottava.watching import watch
 
 __version__ = version("ottava")
 
 _HOMES = MappingProxyType(
     {
-        "ottava.accumulator": ("Accumulator",),
-        "ottava.ambient": ("autocast",),
-        "ottava.casts": ("quantize",),
-        "ottava.debug.watch": ("watch",),
-        "ottava.footprint": ("memory",),
-        "ottava.formats": ("E2M1", "E4M3", "E5M2", "E8M0"),
+        "ottava.engine.autocast": ("autocast",),
+        "ottava.engine.state": ("ScalingState",),
         "ottava.nn": ("assert_fp8", "calibrate", "convert", "graphed_step", "load_fp8", "model_init", "receipt"),
-        "ottava.ops": ("gemm",),
-        "ottava.quantized_tensor": ("QuantizationSpec", "QuantizedTensor"),
-        "ottava.gemm_recipe": ("GemmRecipe",),
-        "ottava.recipe": ("RECIPES", "Recipe", "get_recipe"),
-        "ottava.scaling": ("Granularity",),
+        "ottava.numerics.accumulator": ("Accumulator",),
+        "ottava.numerics.formats": ("E2M1", "E4M3", "E5M2", "E8M0"),
+        "ottava.numerics.scaling": ("Granularity",),
+        "ottava.numerics.tensor": ("QuantizationSpec", "QuantizedTensor"),
+        "ottava.ops.gemm": ("gemm",),
+        "ottava.ops.quantize": ("quantize",),
+        "ottava.plan.memory": ("memory",),
+        "ottava.recipe": ("RECIPES", "GemmRecipe", "Recipe", "get_recipe"),
         "ottava.serving.export": ("export",),
-        "ottava.state": ("ScalingState",),
+        "ottava.watching": ("watch",),
     }
 )
 

@@ -7,6 +7,12 @@
 A cell is a `QuantizationSpec`, or None for high precision. Blocks always run along the last dimension, which the GEMM
 contracts, so "column-wise" is row-wise of the transpose. Overrides give single layers other cells. A new recipe is one
 entry in `RECIPES`. `nn.layer` decides which recipe a layer runs at a given moment.
+
+The two cells of one GEMM and the way to compute it: a row of a recipe's table.
+
+The casts of FP8 attention, as data: the part of a recipe besides the GEMMs of linear layers.
+
+Six tensors, the same as in cuDNN and TransformerEngine: three of the forward, three of the backward.
 """
 
 from __future__ import annotations
@@ -15,23 +21,151 @@ import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
-from ottava.accumulator import ACCUMULATORS, Accumulator, get_accumulator
-from ottava.attention_recipe import AttentionRecipe
-from ottava.errors import RefusesUnknownFields, need_type, unknown_name
-from ottava.formats import E2M1, E4M3, E5M2
-from ottava.gemm_recipe import HIGH_PRECISION, GemmRecipe
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.scaling import (
-    BLOCK_1X16,
-    BLOCK_1X32,
-    BLOCK_1X128,
-    BLOCK_16X16,
-    BLOCK_128X128,
-    PER_ROW,
-)
-from ottava.transforms import Hadamard, Mean, Transform
+from ottava.base.errors import RefusesUnknownFields, need_type, unknown_name
+from ottava.numerics.accumulator import ACCUMULATORS, Accumulator, get_accumulator
+from ottava.numerics.formats import E2M1, E4M3, E5M2
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.numerics.tensor import QuantizationSpec, refuse_pair
+from ottava.numerics.transforms import Hadamard, Mean, Transform
+
+Compute = Literal["native", "bf16"]
+
+
+@dataclass(frozen=True)
+class GemmRecipe(RefusesUnknownFields):
+    """The two cells of one GEMM, and the way to compute it.
+
+    Raises:
+        ValueError: no hardware multiplies these two operands (see `numerics.tensor.refuse_pair`).
+    """
+
+    lhs: QuantizationSpec | None = None
+    """Left operand; None stays in high precision."""
+    rhs: QuantizationSpec | None = None
+    """Right operand."""
+    fast_accum: bool = False
+    """Let Hopper keep partial sums in its short accumulator. The field does so in fprop only."""
+    compute: Compute = "native"
+    """"bf16": decode the operands and multiply in BF16, to tell damage by quantization from damage by accumulation."""
+    accumulator: Accumulator | None = None
+    """The profile that quantized operands are summed under, on any device, or its name; None: the device's own sums."""
+    batch_invariant: bool = False
+    """Multiply by the one kernel whose bits of a row do not depend on the other rows; see `batch_invariance`."""
+
+    def __post_init__(self) -> None:
+        if self.compute not in get_args(Compute):
+            raise ValueError(f"GemmRecipe: {unknown_name('compute', self.compute, get_args(Compute))}")
+        for name in ("fast_accum", "batch_invariant"):
+            need_type(f"GemmRecipe: {name}", getattr(self, name), bool)
+        if self.accumulator is not None:
+            object.__setattr__(self, "accumulator", get_accumulator(self.accumulator))
+            if self.compute != "native":
+                name = self.accumulator.name
+                raise ValueError(f"GemmRecipe: accumulator {name!r} with compute 'bf16', which multiplies no codes")
+        if reason := refuse_pair(self.lhs, self.rhs, self.accumulator):
+            raise ValueError(f"GemmRecipe(lhs={self.lhs}, rhs={self.rhs}): {reason}")
+
+    @property
+    def quantized(self) -> bool:
+        """Whether this GEMM's operands are quantized."""
+        return self.lhs is not None
+
+    def __str__(self) -> str:
+        suffix = " in BF16" if self.compute == "bf16" and self.quantized else ""
+        suffix += f" under {self.accumulator.name}" if self.accumulator and self.quantized else ""
+        return f"{self.lhs or 'high precision'} x {self.rhs or 'high precision'}{suffix}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; an empty mapping is high precision."""
+        values: dict[str, Any] = {}
+        if self.lhs is not None and self.rhs is not None:
+            values |= {"lhs": self.lhs.to_dict(), "rhs": self.rhs.to_dict()}
+        if self.fast_accum:
+            values["fast_accum"] = True
+        if self.compute != "native":
+            values["compute"] = self.compute
+        if self.accumulator is not None:
+            values["accumulator"] = self.accumulator.to_dict()
+        if self.batch_invariant:
+            values["batch_invariant"] = True
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GemmRecipe:
+        """The inverse of `to_dict`."""
+        need_type("GemmRecipe", values, Mapping)
+        cells = {side: QuantizationSpec.from_dict(values[side]) for side in ("lhs", "rhs") if values.get(side)}
+        return cls(**{**values, "lhs": cells.get("lhs"), "rhs": cells.get("rhs")})
+
+
+HIGH_PRECISION = GemmRecipe()
+
+
+ATTENTION_TENSORS = ("qkv", "s", "o", "do", "dp", "dqkv")
+"""The tensors that FP8 attention casts, forward and backward; see `AttentionRecipe`."""
+_FORWARD, _BACKWARD = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
+
+
+@dataclass(frozen=True)
+class AttentionRecipe(RefusesUnknownFields):
+    """The spec of each tensor that FP8 attention casts: one scale for each tensor, and one for q, k and v together.
+
+    Raises:
+        TypeError: a field needs a spec and has none.
+        ValueError: a spec is not per tensor, or predicts its scale; or no tensor core multiplies a pair.
+
+    Example:
+        >>> str(AttentionRecipe())
+        'qkv E4M3[tensor], s E4M3[tensor], o E4M3[tensor], do E5M2[tensor], dp E5M2[tensor], dqkv E5M2[tensor]'
+    """
+
+    qkv: QuantizationSpec = _FORWARD
+    """Queries, keys and values."""
+    s: QuantizationSpec = _FORWARD
+    """Softmax's probabilities."""
+    o: QuantizationSpec | None = _FORWARD
+    """The result; None leaves it in high precision."""
+    do: QuantizationSpec = _BACKWARD
+    """Its gradient."""
+    dp: QuantizationSpec = _BACKWARD
+    """The gradient of the scores."""
+    dqkv: QuantizationSpec | None = _BACKWARD
+    """Gradients of queries, keys and values; None leaves them in high precision."""
+
+    def __post_init__(self) -> None:
+        for tensor in ATTENTION_TENSORS:
+            spec = getattr(self, tensor)
+            if spec is None and tensor in ("o", "dqkv"):  # no GEMM of attention's own reads them
+                continue
+            need_type(f"AttentionRecipe: {tensor}", spec, QuantizationSpec)
+            if spec.transform is not None:
+                raise ValueError(f"AttentionRecipe: {tensor} is {spec}; transforms are for the GEMMs of linear layers")
+            if spec.granularity != PER_TENSOR or spec.predicted:
+                raise ValueError(
+                    f"AttentionRecipe: {tensor} is {spec}; needs one current scale for the tensor: each GEMM would "
+                    "need blocks along another dimension, and only linear layers keep histories"
+                )
+        for lhs, rhs in (("qkv", "qkv"), ("s", "qkv"), ("do", "qkv"), ("s", "do"), ("dp", "qkv")):
+            if reason := refuse_pair(getattr(self, lhs), getattr(self, rhs)):
+                raise ValueError(f"AttentionRecipe: {lhs} meets {rhs}: {reason}")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{tensor} {getattr(self, tensor) or 'high precision'}" for tensor in ATTENTION_TENSORS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; None is high precision."""
+        specs = {tensor: getattr(self, tensor) for tensor in ATTENTION_TENSORS}
+        return {tensor: None if spec is None else spec.to_dict() for tensor, spec in specs.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AttentionRecipe:
+        """The inverse of `to_dict`; a missing field takes its default."""
+        need_type("AttentionRecipe", values, Mapping)
+        specs: dict[str, Any] = {name: QuantizationSpec.from_dict(v) if v else None for name, v in values.items()}
+        return cls(**specs)
+
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 CELLS = tuple(f"{gemm}.{side}" for gemm in GEMMS for side in ("lhs", "rhs"))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ottava.bench import cpu
 from ottava.bench.cpu import Settings
-from ottava.quantizer import WeightQuantizer
+from ottava.engine.quantizer import WeightQuantizer
 from ottava.train.config import ModelConfig, TrainConfig
 
 NAMES = ["BF16", *(f"ottava {recipe}" for recipe in cpu.RECIPES)]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ottava
+from ottava.base.settings import ConfigError
 from ottava.cli.app import app, exit_code, main
-from ottava.settings import ConfigError
 from ottava.train.checkpoint import CheckpointError
 from ottava.train.data import DataError
 from ottava.train.requirements import DeviceError

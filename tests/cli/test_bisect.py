@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ottava.cli.bisect import bisect
-from ottava.debug.run.writer import RunWriter
-from ottava.debug.watch.dumps import Dumper, DumpError, save_batch
 from ottava.recipe import RECIPES
+from ottava.record.dumps import Dumper, DumpError, save_batch
+from ottava.record.writer import RunWriter
 from ottava.train import Trainer, load_config
 from ottava.train.checkpoint import CheckpointError, _digest
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import ottava
 from ottava.cli.consolidate import consolidate
-from ottava.debug.state_file import read_scaling_state
+from ottava.interop.state_file import read_scaling_state
 
 
 def test_a_folder_becomes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 import ottava
 from ottava.cli.app import app, exit_code
-from ottava.debug.measure import measure
-from ottava.debug.run.schema import SlotKey
-from ottava.debug.run.writer import RunWriter
+from ottava.measure.walk import measure
+from ottava.record.schema import SlotKey
+from ottava.record.writer import RunWriter
 
 
 def record(folder: Path, *, massive: bool) -> Path:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 import ottava
-from ottava import casts, dispatch, ops
 from ottava.cli.doctor import MISSING, WRONG, Facts, doctor, facts, traps
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.build import BuildSettings, Built
+from ottava.ops import dispatch, quantize
+from ottava.ops import gemm as ops
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +126,10 @@ def test_a_wrong_cast_is_found(
     name: str, wrong: Any, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One code of 16,384, in one sign; a scale."""
-    real, calls = casts.quantize, count()
-    monkeypatch.setattr(casts, "quantize", lambda *a, **k: wrong(real(*a, **k)) if next(calls) == 1 else real(*a, **k))
+    real, calls = quantize.quantize, count()
+    monkeypatch.setattr(
+        quantize, "quantize", lambda *a, **k: wrong(real(*a, **k)) if next(calls) == 1 else real(*a, **k)
+    )
     assert doctor() == WRONG
     shown = capsys.readouterr().out
     assert "Wrong results:" in shown

@@ -11,8 +11,8 @@ import pytest
 
 from ottava.cli.app import main
 from ottava.cli.formats import list_codes
-from ottava.formats import E4M3, FORMATS, Format
-from ottava.rounding import code_values
+from ottava.numerics.formats import E4M3, FORMATS, Format
+from ottava.numerics.rounding import code_values
 
 LISTED = [fmt for fmt in FORMATS.values() if fmt.bits <= 8]
 

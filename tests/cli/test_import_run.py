@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ottava.cli.app import main
-from ottava.debug.run.reader import Run
+from ottava.record.reader import Run
 
 LINES = "".join(
     f"2025-11-03 10:15:01,123 - INFO - layers.{i}.mlp.fc2_activation_{name} \t iteration=000100 \t value=12.5000\n"

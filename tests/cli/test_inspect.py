@@ -1,4 +1,4 @@
-"""`ottava inspect` on checkpoints; what it reads is tested in tests/debug/test_state_file.py."""
+"""`ottava inspect` on checkpoints; what it reads is tested in tests/interop/test_state_file.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 import ottava
 from ottava.cli.inspect import inspect
-from ottava.debug.state_file import StateFileError
+from ottava.interop.state_file import StateFileError
 
 
 def run(*arguments: str | Path) -> int:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ottava.base.untrusted import UntrustedError
 from ottava.cli.app import app
-from ottava.untrusted import UntrustedError
 
 
 def run(*arguments: object) -> int:

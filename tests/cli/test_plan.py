@@ -11,7 +11,7 @@ import typer
 
 import ottava
 from ottava.cli.plan import plan
-from ottava.debug.recording import AmaxLog, RecordingError
+from ottava.record.amaxes import AmaxLog, RecordingError
 
 
 def run(*arguments: str | Path) -> int:

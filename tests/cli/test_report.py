@@ -8,10 +8,10 @@ import torch
 
 import ottava
 from ottava.cli.app import app
-from ottava.debug.measure import measure
-from ottava.debug.run.reader import Run
-from ottava.debug.run.schema import RunError, SlotKey
-from ottava.debug.run.writer import RunWriter
+from ottava.measure.walk import measure
+from ottava.record.reader import Run
+from ottava.record.schema import RunError, SlotKey
+from ottava.record.writer import RunWriter
 
 
 def run(*arguments: object) -> int:

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from ottava.cli.app import app, exit_code
-from ottava.debug.run.schema import RunError, SlotKey
-from ottava.debug.run.writer import RunWriter
-from ottava.debug.tally import Tally
+from ottava.measure.tally import Tally
+from ottava.record.schema import RunError, SlotKey
+from ottava.record.writer import RunWriter
 
 
 def run(*arguments: object) -> int:

@@ -10,10 +10,10 @@ import pytest
 import typer
 
 import warm
+from ottava.base.settings import ConfigError
 from ottava.cli.watch import watch
-from ottava.debug.run.reader import Run
-from ottava.debug.watch.launch import LaunchError
-from ottava.settings import ConfigError
+from ottava.record.reader import Run
+from ottava.watching.launch import LaunchError
 
 SCRIPT = """
 import argparse, sys, torch

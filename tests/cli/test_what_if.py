@@ -11,11 +11,11 @@ import typer
 
 import ottava
 from ottava.cli.what_if import what_if
-from ottava.debug.analysis.what_if import FLOORS
-from ottava.debug.measure import measure, measure_packed
-from ottava.debug.run.reader import Run
-from ottava.debug.run.schema import RunError, SlotKey
-from ottava.debug.run.writer import RunWriter
+from ottava.diagnose.what_if import FLOORS
+from ottava.measure.walk import measure, measure_packed
+from ottava.record.reader import Run
+from ottava.record.schema import RunError, SlotKey
+from ottava.record.writer import RunWriter
 
 
 def run(*arguments: str | Path) -> int:

@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ottava
+from ottava.base.untrusted import UntrustedError
 from ottava.cli.app import app
 from ottava.compat.checkpoints import import_checkpoint, read_state
-from ottava.formats import E4M3
-from ottava.nn.weight_state import dequantize_state_dict
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.quantized_weight import QuantizedWeight
-from ottava.scaling import BLOCK_1X32, BLOCK_128X128, PER_TENSOR
-from ottava.untrusted import UntrustedError
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_128X128, PER_TENSOR
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.weights.checkpoint import dequantize_state_dict
+from ottava.weights.parameter import QuantizedWeight
 
 TE = "transformer_engine.pytorch.tensor"
 

@@ -24,7 +24,7 @@ import ottava
 from ottava.distributed import ColwiseParallel, ContextParallel, ExpertParallel, RowwiseParallel, tensor_parallel_plan
 from ottava.distributed.styles import GatheredKeys
 from ottava.nn.rope import RotaryTable
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.numerics.tensor import QuantizedTensor
 
 
 def encoder(recipe: Any) -> ottava.nn.TransformerLayer:

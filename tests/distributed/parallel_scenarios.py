@@ -25,10 +25,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava.agreement import AgreedCast
 from ottava.distributed import ColwiseParallel, PrepareInput, RowwiseParallel, verify
 from ottava.nn.sharding import Tokens
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.numerics.tensor import QuantizedTensor
+from ottava.ops.agreed import AgreedCast
 from scaling_samples import doors, with_cells
 from sweep import FIXED
 

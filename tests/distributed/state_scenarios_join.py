@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ottava
-from ottava import groups
+from ottava.engine import groups
 from scaling_samples import WIDTH, loss_of, network, sgd, windows
 
 

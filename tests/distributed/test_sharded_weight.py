@@ -8,7 +8,7 @@ import torch
 import ottava
 from ottava.distributed import fully_shard
 from ottava.distributed.sharded_weight import Gathering, ShardedWeight
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.numerics.tensor import QuantizationSpec
 
 
 def test_what_is_no_module_is_refused() -> None:

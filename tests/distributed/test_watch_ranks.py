@@ -8,7 +8,7 @@ import pytest
 from ranks import failures, scenarios_of, start
 
 import warm
-from ottava.debug.run.reader import Run
+from ottava.record.reader import Run
 
 SCENARIOS = scenarios_of("watch_scenarios")
 

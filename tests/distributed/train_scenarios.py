@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
-from ottava.debug.run.reader import Run
-from ottava.fleet import Mesh, predict
-from ottava.settings import ConfigError
+from ottava.base.settings import ConfigError
+from ottava.base.untrusted import read_text
+from ottava.plan.fleet import Mesh, predict
+from ottava.record.reader import Run
 from ottava.train import TrainConfig, Trainer, faults, load_config
 from ottava.train.model import ByteTransformer
 from ottava.train.newest import newest_checkpoint
 from ottava.train.ranks import RankError, local
 from ottava.train.shards import consolidate, read_whole
-from ottava.untrusted import read_text
 
 TINY = (
     "model={d_model: 32, layers: 2, heads: 4, kv_heads: 4, ffn: 64}",
@@ -314,7 +314,8 @@ def a_rank_that_drifted_is_named(world: World) -> None:
 
 
 def the_plan_counts_what_is_sent_and_held(world: World) -> None:
-    """Bytes of a step and of a rank, against `ottava.fleet`, to 2 %. Collectives of a few bytes are not in the plan."""
+    """Bytes of a step and of a rank, against `ottava.plan.fleet`, to 2 %. Collectives of a few bytes are not in the
+    plan."""
     own = ("batch_size=8", "sequence_length=64", "evaluation={every: 0, batches: 1}", "checkpoint.every=0")
     meshes = [{name: world.size} for name in ("dp", "shard", "tp", "pp")]
     meshes += [{"shard": 2, "tp": 2}, {"dp": 2, "shard": 2}] if world.size == 4 else []
@@ -346,7 +347,7 @@ def the_plan_counts_what_is_sent_and_held(world: World) -> None:
 
 
 def prediction(config: TrainConfig, mesh: Mesh, tokens: int) -> Any:
-    """What `ottava.fleet` says of that run."""
+    """What `ottava.plan.fleet` says of that run."""
     with torch.device("meta"):
         whole = ByteTransformer(config.model, config.sequence_length)
         ottava.convert(whole, "tensorwise")

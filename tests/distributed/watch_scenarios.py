@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ottava.debug.watch.modules import ModuleTap
+from ottava.watching.modules import ModuleTap
 
 TENSORS = ("input", "weight", "grad_output", "grad_input", "grad_weight")
 

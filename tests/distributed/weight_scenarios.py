@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, f
 from torch.nn.parallel import DistributedDataParallel
 
 import ottava
-from ottava.quantized_weight import is_quantized_weight
+from ottava.weights.parameter import is_quantized_weight
 
 SIZE, STEPS = 2, 3
 RECIPES = ("tensorwise", "blockwise", "mxfp8")

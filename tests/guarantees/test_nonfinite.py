@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava import casts
 from ottava.kernels import reference
+from ottava.ops import quantize
 from ottava.recipe import RECIPES
 from sweep import sweep
 
@@ -78,7 +78,7 @@ def test_what_bf16_loses_no_recipe_hides(table: Callable[..., None]) -> None:
 @sweep(recipe=SMALL, tensor=list(PLACE))
 def test_the_reference_hides_nothing(recipe: str, tensor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Casts in plain torch, of the formats whose codes have no NaN."""
-    monkeypatch.setattr(casts, "_CPU_CASTS", (reference,))
+    monkeypatch.setattr(quantize, "_CPU_CASTS", (reference,))
     for word, value in VALUES.items():
         assert_hides_nothing(recipe, tensor, word, lost(recipe, tensor, value))
 

@@ -20,7 +20,7 @@ from torch.nn.utils import vector_to_parameters
 import ottava
 from ottava.optim import SGD, AdamW, Lion, Muon
 from ottava.optim.weights import join
-from ottava.quantized_weight import is_quantized_weight
+from ottava.weights.parameter import is_quantized_weight
 from sweep import sweep
 
 LR = 1e-4

@@ -18,16 +18,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.accumulator import ACCUMULATORS, Accumulator
-from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from ottava.kernels import accumulate as in_torch
 from ottava.kernels import scaled_mm
 from ottava.kernels.native import accumulate as native
 from ottava.kernels.native import build as native_build
 from ottava.kernels.triton import gemm as triton_gemm
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.rounding import decode
-from ottava.scaling import (
+from ottava.numerics.accumulator import ACCUMULATORS, Accumulator
+from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
+from ottava.numerics.rounding import decode
+from ottava.numerics.scaling import (
     BLOCK_1X16,
     BLOCK_1X32,
     BLOCK_1X128,
@@ -37,6 +36,7 @@ from ottava.scaling import (
     Granularity,
     read_scales,
 )
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 CARDS = np.load(Path(__file__).parent / "tensor_core_fp8.npz")
 MMA_SIM = np.load(Path(__file__).parent / "tcgen05_mma_sim.npz")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.formats import BF16, E2M1, E4M3, E5M2, Format
 from ottava.kernels import bf16_mm, reference
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, PER_ROW
+from ottava.numerics.formats import BF16, E2M1, E4M3, E5M2, Format
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, PER_ROW
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from sweep import sweep
 
 Pair = tuple[QuantizationSpec, QuantizationSpec]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ottava.kernels import cpu_choice, reference
 from ottava.kernels.cpu_choice import SIZES, Way, cpu_seconds, operands, ordered, rank
 from ottava.kernels.gemm_choice import Store
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.numerics.tensor import QuantizedTensor
 
 DEVICE = "a CPU, torch 2.13, a key"
 

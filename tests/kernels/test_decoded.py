@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ottava.casts import quantize
-from ottava.dispatch import ACCELERATOR_KERNELS
-from ottava.formats import BF16, FP16
 from ottava.kernels import decoded, reference
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.formats import BF16, FP16
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.dispatch import ACCELERATOR_KERNELS
+from ottava.ops.quantize import quantize
 from sweep import sweep
 
 Pair = tuple[QuantizationSpec, QuantizationSpec]

@@ -18,11 +18,11 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ottava
-from ottava.formats import E4M3
 from ottava.kernels import gate
 from ottava.kernels.gate import launched, pointer, refusal
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native import sums as native_sums
+from ottava.numerics.formats import E4M3
 
 SPEC = ottava.QuantizationSpec(E4M3)
 

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava import casts, dispatch, ops
-from ottava.accumulator import ACCUMULATORS
-from ottava.formats import E4M3
 from ottava.kernels import accumulate, gemm_choice, reference, scaled_mm
 from ottava.kernels.gemm_choice import Choice, Store, call_name, measure
 from ottava.kernels.triton import gemm as triton_gemm
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import PER_ROW
+from ottava.numerics.accumulator import ACCUMULATORS
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import PER_ROW
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops import dispatch, quantize
+from ottava.ops import gemm as ops
 
 CHOICE = Choice({"triton_gemm 128x256": 1.5, "scaled_mm": 2.0}, {"broken": "no"})
 CALL, DEVICE = "E4M3[tensor] x E4M3[tensor] 4x4x4 bfloat16", "H200, 9.0, torch 2.13"
@@ -27,7 +28,7 @@ CALL, DEVICE = "E4M3[tensor] x E4M3[tensor] 4x4x4 bfloat16", "H200, 9.0, torch 2
 
 def operands(rows: int = 32, granularity: object = None) -> tuple[QuantizedTensor, QuantizedTensor]:
     spec = QuantizationSpec(E4M3) if granularity is None else QuantizationSpec(E4M3, PER_ROW)
-    return casts.quantize(torch.randn(rows, 64), spec), casts.quantize(torch.randn(48, 64), spec)
+    return quantize.quantize(torch.randn(rows, 64), spec), quantize.quantize(torch.randn(48, 64), spec)
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -269,7 +270,7 @@ def test_wrong_results_are_no_way(tuned: Store, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.scaled_mm_on_cpu
 def test_biased_operands_judge_every_way(tuned: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right on normal numbers and not on magnitudes: out, unless fast accumulation may lose so much; that is told."""
-    a, b = (casts.quantize(torch.randn(32, 16384), QuantizationSpec(E4M3)) for _ in range(2))
+    a, b = (quantize.quantize(torch.randn(32, 16384), QuantizationSpec(E4M3)) for _ in range(2))
 
     def short(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: None, config: object) -> Tensor:
         return accumulate.gemm(a, b, dtype, bias, ACCUMULATORS["hopper"])
@@ -347,7 +348,7 @@ def test_times_are_taken_on_a_device() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_measures(tmp_path: Path) -> None:
     """Every way is timed or says why not, and the choice names a kernel that takes the call."""
-    a, b = (casts.quantize(torch.randn(2048, 2048, device="cuda"), QuantizationSpec(E4M3)) for _ in range(2))
+    a, b = (quantize.quantize(torch.randn(2048, 2048, device="cuda"), QuantizationSpec(E4M3)) for _ in range(2))
     store = Store(tmp_path, gemm_choice.device_name(a.device))
     choice = ops.tune_gemm(a, b, out_dtype=torch.bfloat16, fast_accum=True, store=store)
     assert choice.failed == {}

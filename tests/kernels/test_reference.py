@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, Format
 from ottava.kernels import reference
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.rounding import encode
-from ottava.scaling import PER_ROW, PER_TENSOR, Granularity, amax, compute_scale
+from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, Format
+from ottava.numerics.rounding import encode
+from ottava.numerics.scaling import PER_ROW, PER_TENSOR, Granularity, amax, compute_scale
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from sweep import sweep
 
 Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]

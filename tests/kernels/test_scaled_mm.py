@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ottava.formats import BF16, E2M1, E2M3, E4M3, E5M2, E8M0
 from ottava.kernels import reference, scaled_mm
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.formats import BF16, E2M1, E2M3, E4M3, E5M2, E8M0
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import RECIPES
-from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
 from sweep import sweep
 
 TENSOR, ROW, E5 = QuantizationSpec(E4M3), QuantizationSpec(E4M3, PER_ROW, "pow2"), QuantizationSpec(E5M2)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import ottava
-from ottava.debug.tally import PARTS
-from ottava.formats import E4M3, E5M2
 from ottava.lab.casts import DISTRIBUTIONS, FEATURES, TOKENS, compared, drawn, measured
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.measure.tally import PARTS
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.scaling import BLOCK_1X32
+from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import GEMMS, RECIPES, GemmRecipe, Recipe
-from ottava.scaling import BLOCK_1X32
 
 
 def test_distributions_are_what_their_names_say() -> None:

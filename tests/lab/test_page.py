@@ -9,11 +9,11 @@ from html.parser import HTMLParser
 import pytest
 
 from lab_samples import study
+from ottava.base.text import to_json
 from ottava.lab.casts import DISTRIBUTIONS
 from ottava.lab.page import write_page
 from ottava.lab.result import LabResult, parts
 from ottava.recipe import GEMMS
-from ottava.text import to_json
 
 
 def test_the_page_holds_every_finding_and_no_number_that_is_none() -> None:

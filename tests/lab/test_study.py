@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ottava.base.settings import ConfigError
 from ottava.lab.study import LabSettings, Study, bits, operand_bits, read_recipe
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES, Recipe
-from ottava.settings import ConfigError
 
 YAML = """
 fprop:

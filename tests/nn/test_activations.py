@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ottava
-from ottava.functional import produced
+from ottava.engine.functional import produced
 from ottava.nn.activations import (
     ACTIVATIONS,
     KEPT,

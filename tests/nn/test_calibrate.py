@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava.quantizer import Quantizer
+from ottava.engine.quantizer import Quantizer
 from scaling_samples import (
     DELAYED,
     WIDTH,

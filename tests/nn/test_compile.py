@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava import casts, casts_in_graph
 from ottava.bench.models import Block
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
+from ottava.ops import quantize as casts
+from ottava.ops import quantize as casts_in_graph
 from ottava.recipe import Recipe
 from scaling_samples import with_cells
 from sweep import FIXED

@@ -14,14 +14,13 @@ from attention_samples import formula, seen, within
 from torch import Tensor
 
 import ottava
-from ottava.attention_recipe import ATTENTION_TENSORS, AttentionRecipe
-from ottava.debug.analysis.diagnose import diagnose
-from ottava.debug.run.reader import Run
-from ottava.formats import E4M3, E5M2
+from ottava.diagnose.diagnose import diagnose
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.transformer import TransformerLayer
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import get_recipe
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.recipe import ATTENTION_TENSORS, AttentionRecipe, get_recipe
+from ottava.record.reader import Run
 
 ON = replace(get_recipe("tensorwise"), name="fp8_attention", attention=AttentionRecipe())
 CODES = {E4M3: (ml_dtypes.float8_e4m3fn, 448.0), E5M2: (ml_dtypes.float8_e5m2, 57344.0)}

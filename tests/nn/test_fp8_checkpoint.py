@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ottava
+from ottava.base.untrusted import UntrustedError
 from ottava.nn import load_fp8
-from ottava.quantized_weight import is_quantized_weight
-from ottava.scaling import BLOCK_1X32, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
-from ottava.untrusted import UntrustedError
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
+from ottava.weights.parameter import is_quantized_weight
 
 HF = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava import quantizer
+from ottava.engine import quantizer
+from ottava.engine.quantizer import WeightQuantizer
 from ottava.nn import graphed
 from ottava.nn.graphed import GraphedStep, graphed_step
-from ottava.quantizer import WeightQuantizer
 from scaling_samples import (
     WIDTH,
     differences,

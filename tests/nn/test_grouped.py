@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
+from ottava.engine.layer import quantized_layers
 from ottava.nn import GroupedLinear, Linear, sort_by_expert
 from ottava.nn.plan import plan_model
-from ottava.quantized_layer import quantized_layers
+from ottava.ops.turn import refuse_turn
 from ottava.recipe import RECIPES, Recipe
-from ottava.turn import refuse_turn
 
 K, N = 48, 40
 DTYPES = {"bf16": torch.float32}  # torch's own GEMM in BF16 is compiled anew for every shape

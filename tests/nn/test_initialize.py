@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.quantized_weight import is_quantized_weight
 from ottava.recipe import get_recipe
+from ottava.weights.parameter import is_quantized_weight
 
 K, N = 160, 96
 

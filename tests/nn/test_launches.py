@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
-from ottava import casts, dispatch, quantizer
+from ottava.engine import quantizer
 from ottava.kernels import scaled_mm
 from ottava.kernels.native import sums as native_sums
 from ottava.kernels.triton import quantize as triton_quantize
+from ottava.ops import dispatch
+from ottava.ops import quantize as casts
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 ON_GPU = torch.cuda.is_available()

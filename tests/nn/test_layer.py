@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import ottava
+from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.nn.layer import Layer
 from ottava.nn.linear import Linear
-from ottava.quantized_layer import QuantizedLayer, quantized_layers
 
 
 class SquaredReLU:

@@ -19,9 +19,9 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava import dispatch
 from ottava.kernels import reference
 from ottava.kernels.native import gemm as native_gemm
+from ottava.ops import dispatch
 
 FIRST = reference if native_gemm.fastest().built.reason else native_gemm
 
@@ -147,7 +147,7 @@ def test_a_calibration_sees_what_is_evaluated(emulated: None) -> None:
 
 PROGRAM = """
 import json, torch, ottava
-from ottava import dispatch
+from ottava.ops import dispatch
 layer = ottava.nn.Linear(64, 64, recipe="bf16", dtype=torch.bfloat16)
 x = torch.randn(32, 64).bfloat16().requires_grad_()
 y = layer(x)

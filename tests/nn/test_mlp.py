@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.bench.cpu import saved_bytes
-from ottava.functional import produced
+from ottava.engine.functional import produced
 from ottava.nn import ACTIVATIONS, ActivatedLinear, Linear, NormMLP
 from ottava.recipe import Recipe
 

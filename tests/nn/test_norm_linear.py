@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
+from ottava.engine.layer import quantized_layers
 from ottava.nn import ActivatedLinear, Linear, NormLinear
-from ottava.quantized_layer import quantized_layers
 from ottava.recipe import Recipe
 
 NORMS = ("layernorm", "rmsnorm")

@@ -93,10 +93,12 @@ def test_formulas_pass_gradcheck_also_without_weights() -> None:
         norm, rms = LayerNormFormula(1e-5, centred), RMSNormFormula(1e-5, centred)
         for parameters in ((g, b), (g, None), (None, b), (None, None)):
             assert torch.autograd.gradcheck(
-                lambda x, *p, f=norm: ottava.functional.produced(f, x, *p), (leaf[0], *parameters)
+                lambda x, *p, f=norm: ottava.engine.functional.produced(f, x, *p), (leaf[0], *parameters)
             )
         for weight in (g, None):
-            assert torch.autograd.gradcheck(lambda x, w, f=rms: ottava.functional.produced(f, x, w), (leaf[0], weight))
+            assert torch.autograd.gradcheck(
+                lambda x, w, f=rms: ottava.engine.functional.produced(f, x, w), (leaf[0], weight)
+            )
 
 
 def test_a_norm_keeps_its_input_and_a_number_or_two_a_row() -> None:

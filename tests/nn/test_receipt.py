@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava import dispatch
 from ottava.kernels import scaled_mm
 from ottava.nn.receipt import Receipt, ReceiptRow, grouped
+from ottava.ops import dispatch
 from ottava.recipe import GEMMS, Recipe
 
 ENGINES = ("native_gemm", "bf16_mm", "native_decoded", "reference")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import ottava
 from ottava.nn import sharding
 from ottava.nn.sharding import Tokens, refuse_split
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.scaling import Granularity
+from ottava.numerics.scaling import Granularity
+from ottava.numerics.tensor import QuantizationSpec
 
 RANKS = 3
 

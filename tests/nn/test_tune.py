@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava import dispatch
 from ottava.kernels import gemm_choice, reference, scaled_mm
 from ottava.kernels.gemm_choice import Store, call_name
 from ottava.kernels.native import gemm as native_gemm
+from ottava.ops import dispatch
 
 
 def model(recipe: str, bias: bool = True) -> nn.Sequential:

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from ottava.nn import GroupedLinear, NormLinear, NormMLP
 from ottava.nn.plan import plan_model
-from ottava.quantized_weight import is_quantized_weight
 from ottava.recipe import RECIPES, Recipe, get_recipe
-from ottava.weight_operands import refuse_weight
+from ottava.weights.operands import refuse_weight
+from ottava.weights.parameter import is_quantized_weight
 from sweep import sweep
 
 K, N = 160, 96

@@ -14,7 +14,7 @@ from ottava.optim import AdamW
 from ottava.optim.adamw import update_adamw
 from ottava.optim.bound import BOUND, grow, measure, outer_amax
 from ottava.optim.engine import Work
-from ottava.quantized_weight import QuantizedWeight, quantized_weight
+from ottava.weights.parameter import QuantizedWeight, quantized_weight
 
 STEPS, ELEMENTS = 10_000, 8
 

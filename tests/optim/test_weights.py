@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ottava.formats import E4M3, E5M2
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.scaling import BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.numerics.tensor import QuantizationSpec
 from ottava.optim import SGD, AdamW
 from ottava.optim.weights import _joined, _restored, _split
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.quantized_weight import quantized_weight
-from ottava.scaling import BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.weights.parameter import quantized_weight
 from sweep import sweep
 
 SHAPES = ((33, 17), (5,), (), (0, 3), (300, 70))

@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ottava.formats import E4M3
-from ottava.gemm_recipe import GemmRecipe
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import Recipe, get_recipe
-from ottava.scaling import PER_ROW
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import PER_ROW
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.recipe import GemmRecipe, Recipe, get_recipe
 from ottava.serving.export import export
 from ottava.serving.sides import under
 from ottava.serving.source import Source, Weight
@@ -120,7 +119,7 @@ def _like_joined(weight: Weight) -> Weight:
     """Its cast with a scale that is the same everywhere."""
     if weight.cast is None:
         return weight
-    from ottava.casts import quantize
+    from ottava.ops.quantize import quantize
 
     spec = replace(weight.cast.spec, scaling="current")
     return replace(weight, codes=quantize(weight.tensor, spec, scale=torch.tensor(448.0)))

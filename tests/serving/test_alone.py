@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ottava.scaling import PER_ROW
+from ottava.numerics.scaling import PER_ROW
 from ottava.serving.alone import FAMILIES, Text, kl_alone, logits, made_up, multiply
 from ottava.serving.sides import Cast, Model, Side, served, trained
 from ottava.train.config import ModelConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ottava.formats import E4M3
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR
+from ottava.numerics.tensor import QuantizationSpec
 from ottava.serving.causes import activation_cause, layer_set, spec_of
 from ottava.serving.engines import Decision
 from ottava.serving.sides import Cast, Side

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ottava.casts import quantize
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.numerics.tensor import QuantizedTensor
+from ottava.ops.quantize import quantize
 from ottava.recipe import RECIPES
 from ottava.serving.difference import compare, differences
 from ottava.serving.source import Source, Weight

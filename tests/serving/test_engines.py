@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ottava.base.untrusted import UntrustedError
 from ottava.serving.engines import ENGINES, bounded, contains, decide, dotted, exact, regex, shell, units, whole_regex
-from ottava.untrusted import UntrustedError
 
 MLP = [f"model.layers.{i}.mlp.{n}_proj" for i in range(12) for n in ("gate", "up", "down")]
 ATTENTION = [f"model.layers.{i}.self_attn.{n}_proj" for i in range(12) for n in "qkvo"]

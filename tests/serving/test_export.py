@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ottava
-from ottava.formats import E4M3
+from ottava.numerics.formats import E4M3
 from ottava.serving.export import ExportError, export
 from ottava.serving.layouts import LAYOUTS
 from ottava.serving.source import Source, Weight, of_model

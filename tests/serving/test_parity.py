@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.gemm_recipe import GemmRecipe
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import Recipe
-from ottava.scaling import PER_ROW
+from ottava.numerics.scaling import PER_ROW
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.recipe import GemmRecipe, Recipe
 from ottava.serving.alone import made_up
 from ottava.serving.causes import CAUSES
 from ottava.serving.parity import parity, place

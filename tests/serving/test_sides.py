@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ottava.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.base.untrusted import UntrustedError
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
 from ottava.serving.sides import digest, read_config, served, trained, weight_blocks
-from ottava.untrusted import UntrustedError
 
 
 def test_a_digest_is_of_bits_dtype_and_shape() -> None:

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ottava
-from ottava.formats import E4M3
-from ottava.scaling import BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.base.untrusted import UntrustedError
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import BLOCK_128X128, PER_ROW, PER_TENSOR
 from ottava.serving.export import export
 from ottava.serving.source import Unread, cast_of, input_scale_of, of_folder, of_model, rows_of_cast
-from ottava.untrusted import UntrustedError
 
 
 def test_the_cast_is_that_of_the_last_forward() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ottava.casts import quantize
-from ottava.formats import E4M3
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.ops.quantize import quantize
 from ottava.serving.evaluate import evaluate
 from ottava.serving.source import Source, Weight
 from ottava.serving.view import bytes_only, decode_bytes, encode_bytes, engine_recipe, of_hugging_face

@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ottava
-from ottava.formats import E4M3
-from ottava.gemm_recipe import GemmRecipe
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import RECIPES, Recipe
-from ottava.scaling import PER_ROW
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import PER_ROW
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.recipe import RECIPES, GemmRecipe, Recipe
 from ottava.serving.difference import differences
 from ottava.serving.export import ExportError, export
 from ottava.serving.layouts import LAYOUTS

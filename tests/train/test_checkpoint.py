@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ottava.bench.models import PlainByteTransformer
+from ottava.engine.state import ScalingState
 from ottava.nn.convert import convert
-from ottava.state import ScalingState
 from ottava.train.checkpoint import (
     _FORMAT,
     CheckpointError,

@@ -13,8 +13,8 @@ import torch
 from pydantic import ValidationError
 
 import ottava
+from ottava.base.settings import ConfigError
 from ottava.recipe import RECIPES
-from ottava.settings import ConfigError
 from ottava.train.config import ScheduleConfig, TrainConfig, load_config
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.yaml"

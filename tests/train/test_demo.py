@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ottava.formats import E4M3
+from ottava.numerics.formats import E4M3
 from ottava.train import Trainer
 from ottava.train.demo import Demo
 from ottava.train.demo_folder import RESULTS, DemoFolder, DemoSettings

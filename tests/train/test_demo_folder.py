@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ottava.settings import ConfigError
+from ottava.base.settings import ConfigError
 from ottava.train.demo_folder import RESULTS, DemoFolder, DemoSettings
 
 GIVEN = {"recipes": ("rowwise",), "steps": 20}

@@ -7,15 +7,7 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from ottava.train.display import (
-    LiveDisplay,
-    PlainDisplay,
-    RunView,
-    live_table,
-    open_display,
-    plain_line,
-    sparkline,
-)
+from ottava.train.display import LiveDisplay, PlainDisplay, RunView, live_table, open_display, plain_line, sparkline
 
 
 def view(recipe: str = "bf16", seed: int = 0, step: int = 50, **changes: object) -> RunView:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from ottava.settings import ConfigError
+from ottava.base.settings import ConfigError
 from ottava.train.folder_lock import FolderLock
 
 HOLD = """

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import warm
+from ottava.base.settings import ConfigError
 from ottava.recipe import RECIPES, Recipe
-from ottava.settings import ConfigError
 from ottava.train import StepRecord, TrainConfig, Trainer, load_config
 from ottava.train.checkpoint import CheckpointError, read_checkpoint
 from ottava.train.data import DataError

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import warm
-from ottava.debug.run.reader import Run
-from ottava.settings import ConfigError
+from ottava.base.settings import ConfigError
+from ottava.record.reader import Run
 from ottava.train import Trainer
 
 from .test_loop import curve, saved_curve, tiny

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ottava.optim import AdamW, Muon
-from ottava.quantized_weight import is_quantized_weight
 from ottava.train import StepRecord, TrainConfig, Trainer, load_config
 from ottava.train.newest import newest_checkpoint
+from ottava.weights.parameter import is_quantized_weight
 
 TINY = (
     "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ottava.settings import ConfigError
+from ottava.base.settings import ConfigError
 from ottava.train import load_config
 from ottava.train.config import ParallelConfig
 from ottava.train.ranks import Ranks

@@ -11,14 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ottava.train.report import (
-    Strip,
-    difference_chart,
-    heat_grids,
-    loss_chart,
-    render_picture,
-    render_report,
-)
+from ottava.train.report import Strip, difference_chart, heat_grids, loss_chart, render_picture, render_report
 from ottava.train.summary import DemoResult, RunResult
 
 VOID = {"meta", "br", "link", "input", "img"}

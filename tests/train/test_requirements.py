@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ottava.settings import ConfigError
+from ottava.base.settings import ConfigError
 from ottava.train.config import load_config
 from ottava.train.model import ByteTransformer
 from ottava.train.requirements import DeviceError, find_device, refuse_oversized

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ottava.settings import ConfigError
+from ottava.base.settings import ConfigError
 from ottava.train.checkpoint import CheckpointError
 from ottava.train.config import TrainConfig
 from ottava.train.run_folder import RunFolder, StepRecord

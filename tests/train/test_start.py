@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ottava.settings import ConfigError
+from ottava.base.settings import ConfigError
 from ottava.train import StepRecord, TrainConfig, Trainer, load_config
 from ottava.train.checkpoint import CheckpointError, high_precision_weights, read_checkpoint
 

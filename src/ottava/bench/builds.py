@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ottava.formats import dtype_name
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native import quantize as native_quantize
+from ottava.numerics.formats import dtype_name
 
 Library = tuple[str, str]
 """Name of a C++ file, and the macro of its variant, or ""."""

@@ -24,21 +24,21 @@ from ottava.bench.builds import FIRST_STEP, build_all, build_time, compiled_by, 
 from ottava.bench.models import Block, PlainByteTransformer, SmolLM2
 from ottava.bench.rivals import EMULATORS, emulated
 from ottava.bench.rounds import Timing, interleaved, versions
-from ottava.casts import quantize
-from ottava.debug.measure import Packed, found_by, measure_all, survey
-from ottava.debug.sample import sampled
-from ottava.debug.tally import DETAILS, Detail
-from ottava.debug.watch import watch
-from ottava.formats import E4M3
+from ottava.engine.quantizer import WeightQuantizer
 from ottava.kernels import reference
 from ottava.kernels.native.measure import Look
+from ottava.measure.sample import sampled
+from ottava.measure.tally import DETAILS, Detail
+from ottava.measure.walk import Packed, found_by, measure_all, survey
 from ottava.nn.convert import convert
-from ottava.ops import gemm
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.quantizer import WeightQuantizer
-from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_TENSOR, Granularity, ScaleFormat
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_TENSOR, Granularity, ScaleFormat
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.gemm import gemm
+from ottava.ops.quantize import quantize
 from ottava.train.config import TrainConfig
 from ottava.train.model import ByteTransformer, loss
+from ottava.watching import watch
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 """The recipes with a speed goal."""

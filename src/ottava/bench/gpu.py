@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from ottava.base.errors import unknown_name
 from ottava.bench.gpu_kernels import cast, ceilings, gemms
 from ottava.bench.gpu_models import block, host, linear, seed_layer, train
 from ottava.bench.method import Run
 from ottava.bench.rivals import missing
 from ottava.bench.rounds import versions
-from ottava.errors import unknown_name
 from ottava.nn.plan import Device
 
 SUITES: Mapping[str, Callable[[Run], dict[str, Any]]] = MappingProxyType(

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.accumulator import lost_share
 from ottava.bench.method import Run, WrongResultError, check, normal, race, replayed, rotating
-from ottava.casts import quantize
-from ottava.dispatch import gemm_ways
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
-from ottava.ops import explain, gemm, tune_gemm
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.numerics.accumulator import lost_share
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.ops.dispatch import gemm_ways
+from ottava.ops.gemm import explain, gemm, tune_gemm
+from ottava.ops.quantize import quantize
 from ottava.recipe import RECIPES
 
 _TINY = 64  # launches in the graph that measures one launch

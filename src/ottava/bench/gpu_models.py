@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from ottava.bench.method import Run, check, host_seconds, launches, normal, race, replayed, step, step_bytes
 from ottava.bench.models import PlainByteTransformer
 from ottava.bench.rivals import Contender, contenders
+from ottava.engine.state import ScalingState
 from ottava.nn.convert import convert
 from ottava.nn.graphed import graphed_step
 from ottava.nn.plan import Device, plan_layer
 from ottava.recipe import RECIPES
-from ottava.state import ScalingState
 from ottava.train.config import ModelConfig
 from ottava.train.model import VOCABULARY, ByteTransformer, loss
 

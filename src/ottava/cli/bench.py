@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ottava.text import to_json
+from ottava.base.text import to_json
 
 if TYPE_CHECKING:
     from ottava.bench.method import Run

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ottava.text import to_json
+from ottava.base.text import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor, nn
 
-    from ottava.debug.watch.dumps import GemmDump
+    from ottava.record.dumps import GemmDump
     from ottava.train.checkpoint import Checkpoint
     from ottava.train.config import TrainConfig
 
@@ -53,8 +53,8 @@ def bisect(
     Exit code 0 if the error is spread over the layers, or there is none; 1 if one layer has most of it; 4 if there is
     no checkpoint or it is damaged.
     """
-    from ottava.debug.remedy.bisect import Probe
-    from ottava.debug.remedy.bisect import bisect as search
+    from ottava.remedy.bisect import Probe
+    from ottava.remedy.bisect import bisect as search
 
     if path.is_file() and path.parent.name != "checkpoints":
         return _operands(path, accumulator, as_json=as_json)
@@ -106,8 +106,8 @@ def _load(
     """The model of a checkpoint, its loss, a batch, the random states of the checkpoint, and the step of the batch."""
     import torch
 
-    from ottava.debug.watch.dumps import BatchDump, DumpError, read_dump
     from ottava.nn.convert import convert
+    from ottava.record.dumps import BatchDump, DumpError, read_dump
     from ottava.train.checkpoint import CheckpointError
     from ottava.train.data import ByteCorpus
     from ottava.train.model import ByteTransformer
@@ -156,8 +156,8 @@ def _load(
 
 def _operands(path: Path, accumulator: str | None, *, as_json: bool) -> int:
     """Prints the error of each GEMM of a dump, with one operand cast and with both."""
-    from ottava.debug.remedy.probe import probe_gemms
-    from ottava.debug.watch.dumps import DumpError, GemmDump, read_dump
+    from ottava.record.dumps import DumpError, GemmDump, read_dump
+    from ottava.remedy.probe import probe_gemms
 
     dump = read_dump(path)
     if not isinstance(dump, GemmDump):

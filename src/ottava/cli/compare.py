@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ottava.text import columns, to_json
+from ottava.base.text import columns, to_json
 
 if TYPE_CHECKING:
-    from ottava.debug.analysis.compare import Comparison
+    from ottava.diagnose.compare import Comparison
 
 SCHEMA_VERSION = 1
 
@@ -35,8 +35,8 @@ def compare(
 
     Exit code 1 if the loss or a tensor of the bad run left the band of the good one.
     """
-    from ottava.debug.analysis.compare import compare as compare_runs
-    from ottava.debug.run.reader import Run
+    from ottava.diagnose.compare import compare as compare_runs
+    from ottava.record.reader import Run
 
     runs = [Run.open(path) for path in (good, bad, *(control or ()))]
     result = compare_runs(runs[0], runs[1], align=align, controls=runs[2:])
@@ -46,7 +46,7 @@ def compare(
 
 
 def _text(result: Comparison, top: int) -> str:
-    from ottava.debug.run.schema import symbol
+    from ottava.measure.layer_names import symbol
 
     lines = [result.verdict, "", "Settings that differ" if result.config else "Settings: none differ"]
     if result.config:

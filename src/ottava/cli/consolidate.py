@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ottava.text import to_json
+from ottava.base.text import to_json
 
 SCHEMA_VERSION = 1
 

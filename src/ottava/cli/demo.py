@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ottava.text import fixed, listed, signed, to_json
+from ottava.base.text import fixed, listed, signed, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console

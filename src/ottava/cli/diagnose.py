@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ottava.text import to_json
+from ottava.base.text import to_json
 
 if TYPE_CHECKING:
-    from ottava.debug.analysis.diagnose import Diagnosis, Finding
-    from ottava.debug.analysis.rules import Rulebook
-    from ottava.debug.run.reader import Run
+    from ottava.diagnose.diagnose import Diagnosis, Finding
+    from ottava.diagnose.rules import Rulebook
+    from ottava.record.reader import Run
 
 SCHEMA_VERSION = 1
 _SEVERITIES = ("critical", "warning", "never")
@@ -55,10 +55,10 @@ def diagnose(
 
     Exit code 1 if a finding is at least as severe as --fail-on.
     """
-    from ottava.debug.analysis.diagnose import diagnose as explain
-    from ottava.debug.analysis.rules import load_rules
-    from ottava.debug.run.reader import Run
-    from ottava.errors import unknown_name
+    from ottava.base.errors import unknown_name
+    from ottava.diagnose.diagnose import diagnose as explain
+    from ottava.diagnose.rules import load_rules
+    from ottava.record.reader import Run
 
     for option, value, choices in (("--fail-on", fail_on, _SEVERITIES), ("--for", framework, _FRAMEWORKS)):
         if value not in choices:
@@ -90,7 +90,7 @@ def _answers(options: list[str] | tuple[()]) -> dict[str, str]:
 
 def _interview(run: Run, baseline: Run | None, book: Rulebook, answers: dict[str, str]) -> dict[str, str]:
     """Asks the questions of the triage tree until it has no new one. Enter leaves a question open."""
-    from ottava.debug.analysis.diagnose import diagnose as explain
+    from ottava.diagnose.diagnose import diagnose as explain
 
     done: set[str] = set(answers)
     while True:
@@ -145,7 +145,7 @@ def _count_needs(result: Diagnosis) -> list[str]:
 
 
 def _finding(number: int, finding: Finding, framework: str) -> list[str]:
-    from ottava.debug.run.schema import symbol
+    from ottava.measure.layer_names import symbol
 
     steps = f", steps {finding.steps[0]} to {finding.steps[1]}" if finding.steps else ""
     lines = [

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ottava.text import columns, to_json
+from ottava.base.text import columns, to_json
 
 SCHEMA_VERSION = 1
 WRONG, MISSING = 1, 3
@@ -45,9 +45,9 @@ def examine() -> dict[str, Any]:
     import torch
 
     import ottava
-    from ottava import dispatch
     from ottava.kernels.native import build as native_build
     from ottava.kernels.native import gemm as native_gemm
+    from ottava.ops import dispatch
 
     settings = native_build.from_environment()
     compiler = native_build.find_compiler(settings)
@@ -154,8 +154,8 @@ def _kernels(recipe: Any, device: str) -> list[dict[str, str]]:
     """One row per quantized GEMM: its kernels for a matrix that fits all kernels, and the check of their result."""
     import torch
 
-    from ottava.casts import explain_quantize, quantize
-    from ottava.ops import explain
+    from ottava.ops.gemm import explain
+    from ottava.ops.quantize import explain_quantize, quantize
 
     numbers = torch.Generator().manual_seed(0)
     x, w = (torch.randn(SIZE, SIZE, generator=numbers).to(device, torch.bfloat16) for _ in range(2))
@@ -178,8 +178,8 @@ def _check(cells: Any, tensors: Any, operands: Any) -> str:
     import torch
 
     from ottava.kernels import reference
-    from ottava.ops import gemm
-    from ottava.parts import rests
+    from ottava.ops.gemm import gemm
+    from ottava.ops.parts import rests
 
     for side, x, got in zip(("left", "right"), tensors, operands, strict=True):
         if got.spec.rounding == "stochastic" or got.spec.block_scale == "ms_eden":  # draws other codes each time

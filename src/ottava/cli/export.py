@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ottava.text import to_json
+from ottava.base.text import to_json
 
 if TYPE_CHECKING:
     from ottava.serving.source import Source

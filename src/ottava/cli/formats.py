@@ -1,7 +1,7 @@
 """`ottava formats`: every number format, its derived numbers, and the value of each code.
 
-All numbers come from `ottava.formats`; the values of codes come from the definition in `ottava.rounding`. The upper
-bits of a code choose the row of the grid, and the lowest bits the column.
+All numbers come from `ottava.numerics.formats`; the values of codes come from the definition in
+`ottava.numerics.rounding`. The upper bits of a code choose the row of the grid, and the lowest bits the column.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ottava.text import to_json
+from ottava.base.text import to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ottava.formats import Format
+    from ottava.numerics.formats import Format
 
 SCHEMA_VERSION = 1
 _LISTED_BITS = 8  # codes of wider formats only on request: 16 bits are 4,096 lines
@@ -56,7 +56,7 @@ def formats(
     """
     from rich.console import Console
 
-    from ottava.formats import FORMATS, get_format
+    from ottava.numerics.formats import FORMATS, get_format
 
     if name is None and all_codes:
         raise ValueError("formats --all: lists the codes of one format; give its name, such as BF16")
@@ -90,11 +90,11 @@ def list_codes(fmt: Format) -> list[Code]:
         ValueError: the format has more bits.
 
     Example:
-        >>> from ottava.formats import E2M1
+        >>> from ottava.numerics.formats import E2M1
         >>> list_codes(E2M1)[13]
         Code(code=13, sign=1, exponent=2, mantissa=1, value=-3.0, kind='normal')
     """
-    from ottava.rounding import code_values
+    from ottava.numerics.rounding import code_values
 
     codes = []
     for code, value in enumerate(code_values(fmt).tolist()):
@@ -117,7 +117,7 @@ def _kind(value: float, fmt: Format) -> str:
 
 def _describe(fmt: Format) -> dict[str, Any]:
     """All numbers of a format as JSON values."""
-    from ottava.formats import dtype_name
+    from ottava.numerics.formats import dtype_name
 
     names = (
         *("name", "bits", "signed", "exponent_bits", "mantissa_bits", "bias", "max", "lowest", "min_normal"),
@@ -168,7 +168,7 @@ def _widest(console: Console, tables: Iterable[Table]) -> Table:
 
 def _overview(every: list[Format], *, storage: bool) -> Table:
     """One line per format, with the torch type last."""
-    from ottava.formats import dtype_name
+    from ottava.numerics.formats import dtype_name
 
     table = _table()
     table.add_column("format", style="bold", overflow="fold")
@@ -210,7 +210,7 @@ def _show(console: Console, fmt: Format, codes: list[Code]) -> None:
 
 
 def _facts(fmt: Format) -> list[tuple[str, str]]:
-    from ottava.formats import dtype_name
+    from ottava.numerics.formats import dtype_name
 
     sign = "1 sign bit" if fmt.signed else "no sign"
     mantissa = f"{fmt.mantissa_bits} mantissa bit{'' if fmt.mantissa_bits == 1 else 's'}"

@@ -43,7 +43,7 @@ def import_run(
     """
     if kind is None and _is_checkpoint(source):
         return _import_checkpoint(source, target, config, as_json=as_json)
-    from ottava.debug.importers import import_run as read
+    from ottava.interop.importers import import_run as read
     from ottava.recipe import get_recipe
 
     tags = dict(_pair(text) for text in tag or ())

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ottava.text import to_json
+from ottava.base.text import to_json
 
 SCHEMA_VERSION = 1
 
@@ -25,7 +25,7 @@ def inspect(
 
     Exit code 0; 1 if a state contradicts itself; 4 if the file is damaged, refused or holds no scaling state.
     """
-    from ottava.debug.state_file import read_scaling_state
+    from ottava.interop.state_file import read_scaling_state
 
     state = read_scaling_state(file)
     typer.echo(to_json({"schema_version": SCHEMA_VERSION, **state.to_dict()}) if as_json else str(state))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ottava.text import duration, to_json
+from ottava.base.text import duration, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -45,7 +45,7 @@ def parity(
 
     Exit code 0 if they are equal; 1 if not; 2 for a wrong engine or recipe; 4 for a folder that cannot be read.
     """
-    from ottava.files import replacing
+    from ottava.base.files import replacing
     from ottava.serving.parity import parity as compare
 
     source, found = _source(train)
@@ -78,7 +78,7 @@ def _source(folder: Path) -> tuple[Source, Path | None]:
 
 
 def _object(path: Path | None) -> dict[str, Any] | None:
-    from ottava.untrusted import UntrustedError, parse_json, read_text
+    from ottava.base.untrusted import UntrustedError, parse_json, read_text
 
     if path is None:
         return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ottava.text import to_json
+from ottava.base.text import to_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -109,10 +109,10 @@ def _plan_fleet(
 ) -> int:
     import torch
 
-    from ottava.fleet import Mesh, predict
-    from ottava.footprint import memory
     from ottava.nn.convert import convert
     from ottava.optim import AdamW
+    from ottava.plan.fleet import Mesh, predict
+    from ottava.plan.memory import memory
 
     shape = Mesh.parse(mesh, microbatches)
     if shape.world != world:
@@ -137,10 +137,10 @@ def _device(name: Path | None) -> Device | None:
 def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str], as_json: bool) -> int:
     import torch
 
-    from ottava.footprint import memory
+    from ottava.base.settings import apply_override
     from ottava.optim import AdamW
+    from ottava.plan.memory import memory
     from ottava.recipe import get_recipe
-    from ottava.settings import apply_override
     from ottava.train.config import OptimizerConfig
     from ottava.train.optimizers import make_optimizer, store
 
@@ -197,8 +197,8 @@ def _build(name: str, *, whole: bool = False) -> nn.Module:
 
 
 def _plan_history(history: Path, as_json: bool) -> int:
-    from ottava.debug.history import replay
-    from ottava.debug.recording import RecordingError, read_series
+    from ottava.diagnose.history import replay
+    from ottava.record.amaxes import RecordingError, read_series
 
     recording = read_series(history)
     if not bool(recording.amax.any()):

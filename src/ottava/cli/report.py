@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ottava.text import to_json
+from ottava.base.text import to_json
 
 SCHEMA_VERSION = 1
 
@@ -29,8 +29,8 @@ def report(
 
     Exit code 1 if the verdict is critical, 4 if RUN is not the folder of a watched run.
     """
-    from ottava.debug.report import make_report
-    from ottava.debug.run.reader import Run
+    from ottava.record.reader import Run
+    from ottava.report.page import make_report
 
     page = make_report(Run.open(run), baseline=None if baseline is None else Run.open(baseline))
     path = page.write(out or run / "report.html")

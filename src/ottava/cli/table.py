@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from ottava.debug.run.reader import Table
+    from ottava.record.reader import Table
 
 _Layers = Annotated[
     list[str] | None,
@@ -43,10 +43,10 @@ def table(
 
     Exit code 0; 2 for an unknown tensor, statistic or format; 4 if the run has no such numbers.
     """
-    from ottava.debug.analysis.series import COLUMNS, select, tensor_table
-    from ottava.debug.run.reader import Run
-    from ottava.debug.statistics import STATISTICS
-    from ottava.errors import unknown_name
+    from ottava.base.errors import unknown_name
+    from ottava.measure.statistics import STATISTICS
+    from ottava.record.reader import Run
+    from ottava.report.series import COLUMNS, select, tensor_table
 
     form = form or (out.suffix[1:].replace("txt", "text") if out is not None else "text")
     if form not in _FORMS:
@@ -57,7 +57,7 @@ def table(
     chosen = select(Run.open(run), layers=layers or ["*"], tensors=_words(tensors), steps=steps, merge_ranks=not ranks)
     data = _FORMS[form](tensor_table(chosen, names, ranks=ranks))
     if out is not None:
-        from ottava.files import replacing
+        from ottava.base.files import replacing
 
         _check_folder(out)
         with replacing(out) as scratch:
@@ -87,10 +87,10 @@ def plot(
 
     Exit code 0; 2 for an unknown tensor, statistic or suffix; 3 without the package; 4 if a run has no such numbers.
     """
-    from ottava.debug.analysis.series import CURVES, curves, known_statistics, run_names, select
-    from ottava.debug.run.reader import Run
-    from ottava.files import replacing
-    from ottava.pages.charts import standalone, to_png
+    from ottava.base.files import replacing
+    from ottava.record.reader import Run
+    from ottava.report.charts import standalone, to_png
+    from ottava.report.series import CURVES, curves, known_statistics, run_names, select
 
     if out.suffix not in (".svg", ".png"):
         raise ValueError(f"--out {out}: needs a name that ends in .svg or .png")
@@ -113,8 +113,8 @@ def _need_numbers(path: Path, chosen: Table, names: Iterable[str]) -> None:
     """Raises RunError if a run recorded no number of a statistic for the chosen tensors."""
     import numpy as np
 
-    from ottava.debug.run.schema import RunError
-    from ottava.debug.statistics import STATISTICS
+    from ottava.measure.statistics import STATISTICS
+    from ottava.record.schema import RunError
 
     recorded = [name for name in STATISTICS if not np.isnan(chosen.metric(name)).all()]
     if missing := [name for name in names if name not in recorded]:
@@ -131,8 +131,8 @@ def _words(text: str | None) -> tuple[str, ...]:
 
 
 def _as_text(table: pa.Table) -> bytes:
-    from ottava.debug.statistics import STATISTICS
-    from ottava.text import columns, number
+    from ottava.base.text import columns, number
+    from ottava.measure.statistics import STATISTICS
 
     def cell(name: str, value: Any) -> str:
         if name == "cosine" and value == value:  # with three digits 0.9997 would be 1.00
@@ -158,7 +158,7 @@ def _as_csv(table: pa.Table) -> bytes:
 
 
 def _as_json(table: pa.Table) -> bytes:
-    from ottava.text import to_json
+    from ottava.base.text import to_json
 
     return (to_json({"schema_version": 1, "rows": table.to_pylist()}, indent=None) + "\n").encode()
 

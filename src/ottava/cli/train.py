@@ -118,7 +118,7 @@ def _run(
 
 def _view(trainer: Trainer, config: TrainConfig) -> RunView:
     """The state of the run for the display."""
-    from ottava.pages.charts import smooth
+    from ottava.report.charts import smooth
     from ottava.train.display import RunView
 
     curve = smooth([record.loss for record in trainer.history])

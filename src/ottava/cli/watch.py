@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ottava.debug.watch import Watch
+    from ottava.watching import Watch
 
 SCHEMA_VERSION = 1
 _FAILED, _INTERRUPTED = 1, 130
@@ -77,8 +77,8 @@ def watch(
 
     Then `ottava diagnose DIR` explains the run, and `ottava report DIR` shows it. The exit code is the script's.
     """
-    from ottava.debug.watch import watch as start
-    from ottava.debug.watch.launch import LaunchError, check_script
+    from ottava.watching import watch as start
+    from ottava.watching.launch import LaunchError, check_script
 
     check_script(command)
     if out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -102,8 +102,8 @@ def watch(
 
 def _run(session: Watch, command: list[str]) -> int:
     """Runs the script and returns its exit code. Prints an exception of the script as Python would."""
-    from ottava.debug.watch.launch import LaunchError, own_traceback, run_script
-    from ottava.settings import ConfigError
+    from ottava.base.settings import ConfigError
+    from ottava.watching.launch import LaunchError, own_traceback, run_script
 
     try:
         with session:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ottava.text import to_json
+from ottava.base.text import to_json
 
 if TYPE_CHECKING:
-    from ottava.debug.analysis.what_if import Prediction
+    from ottava.diagnose.what_if import Prediction
 
 SCHEMA_VERSION = 1
 
@@ -41,12 +41,12 @@ def what_if(
     Exit code 0; 1 if no recipe clears some layer; 2 for an unknown recipe or a pattern that matches no layer; 4 if the
     folder has no histograms.
     """
-    from ottava.debug.analysis.recast import recast
-    from ottava.debug.analysis.what_if import cheapest, default_recipes, predict, summary
-    from ottava.debug.recording import recorded
-    from ottava.debug.run.reader import Run
-    from ottava.debug.run.schema import RunError
+    from ottava.diagnose.recast import recast
+    from ottava.diagnose.what_if import cheapest, default_recipes, predict, summary
     from ottava.recipe import get_recipe
+    from ottava.record.amaxes import recorded
+    from ottava.record.reader import Run
+    from ottava.record.schema import RunError
 
     candidates = [get_recipe(name.strip()) for name in recipes.split(",")] if recipes else list(default_recipes())
     opened = Run.open(run)
@@ -73,8 +73,8 @@ def what_if(
 
 
 def _text(run: Path, predictions: list[Prediction], best: dict[str, str | None], *, detailed: bool) -> str:
-    from ottava.debug.analysis.what_if import HIGH_PRECISION, summary
-    from ottava.debug.run.schema import symbol
+    from ottava.diagnose.what_if import HIGH_PRECISION, summary
+    from ottava.measure.layer_names import symbol
 
     steps = max(prediction.steps for prediction in predictions)
     lines = [f"{run}: {steps:,} recorded steps, {len(best)} layers; predicted from histograms", ""]
@@ -104,7 +104,7 @@ def _text(run: Path, predictions: list[Prediction], best: dict[str, str | None],
 
 
 def _row(p: Prediction) -> str:
-    from ottava.debug.run.schema import symbol
+    from ottava.measure.layer_names import symbol
 
     mark = "ok" if p.clears else p.why
     numbers = _numbers(p.underflow_pct, p.sqnr_db, p.element_sqnr_db)

@@ -19,21 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.debug.safe_pickle import (
-    DamagedError,
-    RefusedError,
-    StandIn,
-    StandInTensor,
-    check_tensors,
-    load_torch,
-)
-from ottava.nn.weight_state import SCALE_SUFFIX, infer_spec
-from ottava.quantized_tensor import QuantizedTensor
-from ottava.scaling import BLOCK_1X32, BLOCK_128X128, read_scales
+from ottava.base.untrusted import UntrustedError, parse_json, read_text, regular_size
+from ottava.interop.safe_pickle import DamagedError, RefusedError, StandIn, StandInTensor, check_tensors, load_torch
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_128X128, read_scales
+from ottava.numerics.tensor import QuantizedTensor
 from ottava.serving.export import beside, export, write_tensors
 from ottava.serving.source import Source, Weight
-from ottava.untrusted import UntrustedError, parse_json, read_text, regular_size
-from ottava.weight_storage import adopt_scales
+from ottava.weights.checkpoint import SCALE_SUFFIX, infer_spec
+from ottava.weights.parameter import adopt_scales
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 """What files of checkpoints are called."""

@@ -1,44 +1,44 @@
-"""The debugger: measures every tensor where it is cast, finds which cast hurts the run, and helps to repair it."""
+"""The debugger's public names: measure every cast, find which one hurts the run, repair it."""
 
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ottava.first_use import first_use
+from ottava.base.first_use import first_use
 
 if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
-    from ottava.debug.analysis.compare import compare
-    from ottava.debug.analysis.diagnose import diagnose
-    from ottava.debug.analysis.what_if import predict
-    from ottava.debug.history import replay
-    from ottava.debug.observer import Observation, observe
-    from ottava.debug.recording import read_series
-    from ottava.debug.remedy.bisect import bisect
-    from ottava.debug.remedy.fallback import Fallback, by_fork, by_gradient
-    from ottava.debug.remedy.guard import SpikeGuard
-    from ottava.debug.run.reader import Run
-    from ottava.debug.slots import Slots
-    from ottava.debug.state_file import read_scaling_state
-    from ottava.debug.statistics import STATISTICS, Statistic
-    from ottava.debug.watch.config import WatchConfig
-    from ottava.debug.watch.dumps import read_dump, save_batch
+    from ottava.diagnose.compare import compare
+    from ottava.diagnose.diagnose import diagnose
+    from ottava.diagnose.history import replay
+    from ottava.diagnose.what_if import predict
+    from ottava.interop.state_file import read_scaling_state
+    from ottava.measure.observer import Observation, observe
+    from ottava.measure.slots import Slots
+    from ottava.measure.statistics import STATISTICS, Statistic
+    from ottava.record.amaxes import read_series
+    from ottava.record.dumps import read_dump, save_batch
+    from ottava.record.reader import Run
+    from ottava.remedy.bisect import bisect
+    from ottava.remedy.fallback import Fallback, by_fork, by_gradient
+    from ottava.remedy.guard import SpikeGuard
+    from ottava.watching.config import WatchConfig
 
 _HOMES = MappingProxyType(
     {
-        "ottava.debug.analysis.compare": ("compare",),
-        "ottava.debug.analysis.diagnose": ("diagnose",),
-        "ottava.debug.analysis.what_if": ("predict",),
-        "ottava.debug.history": ("replay",),
-        "ottava.debug.observer": ("Observation", "observe"),
-        "ottava.debug.recording": ("read_series",),
-        "ottava.debug.remedy.bisect": ("bisect",),
-        "ottava.debug.remedy.fallback": ("Fallback", "by_fork", "by_gradient"),
-        "ottava.debug.remedy.guard": ("SpikeGuard",),
-        "ottava.debug.run.reader": ("Run",),
-        "ottava.debug.slots": ("Slots",),
-        "ottava.debug.state_file": ("read_scaling_state",),
-        "ottava.debug.statistics": ("STATISTICS", "Statistic"),
-        "ottava.debug.watch.config": ("WatchConfig",),
-        "ottava.debug.watch.dumps": ("read_dump", "save_batch"),
+        "ottava.diagnose.compare": ("compare",),
+        "ottava.diagnose.diagnose": ("diagnose",),
+        "ottava.diagnose.history": ("replay",),
+        "ottava.diagnose.what_if": ("predict",),
+        "ottava.interop.state_file": ("read_scaling_state",),
+        "ottava.measure.observer": ("Observation", "observe"),
+        "ottava.measure.slots": ("Slots",),
+        "ottava.measure.statistics": ("STATISTICS", "Statistic"),
+        "ottava.record.amaxes": ("read_series",),
+        "ottava.record.dumps": ("read_dump", "save_batch"),
+        "ottava.record.reader": ("Run",),
+        "ottava.remedy.bisect": ("bisect",),
+        "ottava.remedy.fallback": ("Fallback", "by_fork", "by_gradient"),
+        "ottava.remedy.guard": ("SpikeGuard",),
+        "ottava.watching.config": ("WatchConfig",),
     }
 )
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ottava.casts import dequantize, quantize
-from ottava.formats import E4M3
 from ottava.nn.sharding import all_gather
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_1X128, exponent_bytes, read_scales
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import BLOCK_1X128, exponent_bytes, read_scales
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.quantize import dequantize, quantize
 
 _SPEC = QuantizationSpec(E4M3, BLOCK_1X128, scale_format="e8m0")
 _BLOCK = 128

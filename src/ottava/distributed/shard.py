@@ -13,12 +13,12 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from ottava.base.errors import need
 from ottava.distributed.sharded_weight import Gathering, ShardedWeight, agree, refuse_cells
-from ottava.errors import need
+from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.engine.state import after_steps
 from ottava.nn.part import Part
-from ottava.quantized_layer import QuantizedLayer, quantized_layers
-from ottava.quantized_weight import is_quantized_weight
-from ottava.state import after_steps
+from ottava.weights.parameter import is_quantized_weight
 
 
 def fully_shard(module: nn.Module | Sequence[nn.Module], **settings: Any) -> Any:

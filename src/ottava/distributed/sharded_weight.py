@@ -1,8 +1,8 @@
 """`ShardedWeight`: ranks hold shards of a weight in BF16 or FP32, and FSDP2 gathers its FP8 codes.
 
 Each rank casts its rows with the scales that the whole weight has and sends codes, a byte a number. What the layer gets
-is a weight stored as codes (`quantized_weight.QuantizedWeight`), whose bits are those of a cast after a gather in BF16.
-Where W and W.T have other scales (rows, MX blocks), a forward gets the codes of W and a backward those of W.T.
+is a weight stored as codes (`weights.parameter.QuantizedWeight`), whose bits are those of a cast after a gather in
+BF16. Where W and W.T have other scales (rows, MX blocks), a forward gets the codes of W and a backward those of W.T.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ottava.agreement import AgreedCast
-from ottava.casts import quantize
 from ottava.nn.sharding import all_gather
-from ottava.quantized_tensor import Lent, QuantizationSpec, QuantizedTensor
-from ottava.quantized_weight import QuantizedWeight
-from ottava.scaling import PER_TENSOR, amax, read_scales
-from ottava.weight_storage import scale_dtype, store_scales, stored_spec
+from ottava.numerics.scaling import PER_TENSOR, amax, read_scales
+from ottava.numerics.tensor import Lent, QuantizationSpec, QuantizedTensor
+from ottava.ops.agreed import AgreedCast
+from ottava.ops.quantize import quantize
+from ottava.weights.parameter import QuantizedWeight, scale_dtype, store_scales, stored_spec
 
 Cells = tuple[QuantizationSpec, QuantizationSpec]
 """Of W (N, K) and of W.T (K, N)."""

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 
-from ottava.agreement import AgreedCast
+from ottava.engine.layer import quantized_layers
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.convert import convert
 from ottava.nn.cross_entropy import LinearCrossEntropy
@@ -39,7 +39,7 @@ from ottava.nn.pieces import Piece
 from ottava.nn.sharding import GatheredOnce, Sharding, TokenSharding, all_gather, reduce_scatter
 from ottava.nn.transformer import TransformerLayer
 from ottava.nn.vocabulary import VocabularySharding
-from ottava.quantized_layer import quantized_layers
+from ottava.ops.agreed import AgreedCast
 
 
 class ColwiseParallel(TorchColwise):

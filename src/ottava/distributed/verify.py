@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ottava.errors import need
-from ottava.groups import mesh_group
-from ottava.quantized_layer import quantized_layers
-from ottava.quantized_weight import is_quantized_weight
+from ottava.base.errors import need
+from ottava.engine.groups import mesh_group
+from ottava.engine.layer import quantized_layers
+from ottava.weights.parameter import is_quantized_weight
 
 
 def verify(model: nn.Module, group: dist.ProcessGroup | None = None) -> str:

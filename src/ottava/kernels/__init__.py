@@ -13,7 +13,7 @@ kernel that multiplies is a module with these names:
 and with these optional ones:
 
     plan_gemm               (a, b, out_dtype, bias, fast_accum) -> (a, b, bias) -> Tensor, for all operands like these
-    ways                    (a, b, out_dtype, bias, fast_accum) -> {its configurations: calls}, for `ops.tune_gemm`
+    ways                    (a, b, out_dtype, bias, fast_accum) -> {its configurations: calls}, for `ops.gemm.tune_gemm`
     SOURCES                 names of its files, if it has more than one
     reads_scales            (a, b) -> whether the answer of `supports_gemm` depends on numbers among the scales
 
@@ -28,5 +28,5 @@ A kernel that casts has NAME and these:
     quantize                (x, spec, scale) -> reference.Cast: codes, scale_inv, amax
     plan_quantize           optional: (x, spec) -> ((x, scale, staged) -> reference.Cast), for all x like this one
 
-`ottava.dispatch` chooses the kernel of a GEMM and `ottava.casts` that of a cast, from explicit tables.
+`ottava.ops.dispatch` chooses the kernel of a GEMM and `ottava.ops.quantize` that of a cast, from explicit tables.
 """

@@ -19,11 +19,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ottava.accumulator import Accumulator
-from ottava.formats import E4M3, E8M0, Format
 from ottava.kernels.reference import block_columns, scale_of_block
-from ottava.quantized_tensor import QuantizedTensor, instruction, refuse_instruction
-from ottava.rounding import code_values, decode, floor_log2, power_of_two, round_to_format
+from ottava.numerics.accumulator import Accumulator
+from ottava.numerics.formats import E4M3, E8M0, Format
+from ottava.numerics.rounding import code_values, decode, floor_log2, power_of_two, round_to_format
+from ottava.numerics.tensor import QuantizedTensor, instruction, refuse_instruction
 
 NAME = "accumulator_reference"
 NATIVE = False

@@ -15,10 +15,10 @@ import math
 import torch
 from torch import Tensor
 
-from ottava.formats import E4M3, E5M2, Format
 from ottava.kernels.gate import refusal
-from ottava.quantized_tensor import QuantizedTensor
-from ottava.scaling import PER_TENSOR
+from ottava.numerics.formats import E4M3, E5M2, Format
+from ottava.numerics.scaling import PER_TENSOR
+from ottava.numerics.tensor import QuantizedTensor
 
 NAME = "bf16_mm"
 NATIVE = False

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.formats import E4M3
 from ottava.kernels import gemm_choice
 from ottava.kernels.gemm_choice import Choice, Store, Timer
 from ottava.kernels.native import build as native_build
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.formats import E4M3
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 _LOGGER = logging.getLogger(__name__)
 

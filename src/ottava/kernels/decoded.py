@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ottava.quantized_tensor import QuantizedTensor
-from ottava.rounding import decode
+from ottava.numerics.rounding import decode
+from ottava.numerics.tensor import QuantizedTensor
 
 NAME = "decoded_bf16"
 NATIVE = False

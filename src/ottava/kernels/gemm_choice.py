@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.formats import dtype_name
 from ottava.kernels.native import build as native_build
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.numerics.formats import dtype_name
+from ottava.numerics.tensor import QuantizedTensor
 
 _LOGGER = logging.getLogger(__name__)
 _ROUNDS = 9

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.block_scales import BLOCK_SCALES
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.rounding import check_input_dtype, decode, encode_, infinities_to_nan_
-from ottava.scaling import Granularity, Scale, amax, column_major, compute_scale, with_nan
+from ottava.numerics.block_scales import BLOCK_SCALES
+from ottava.numerics.rounding import check_input_dtype, decode, encode_, infinities_to_nan_
+from ottava.numerics.scaling import Granularity, Scale, amax, column_major, compute_scale, with_nan
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 NAME = "reference"
 NATIVE = False

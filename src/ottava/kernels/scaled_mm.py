@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
-from ottava.formats import E4M3, E5M2
-from ottava.quantized_tensor import QuantizedTensor, RunGemm
-from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.numerics.tensor import QuantizedTensor, RunGemm
 
 NAME = "scaled_mm"
 NATIVE = True

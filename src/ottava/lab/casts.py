@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.debug.observer import observe
-from ottava.debug.run.schema import symbol
-from ottava.debug.tally import PARTS
+from ottava.measure.layer_names import symbol
+from ottava.measure.observer import observe
+from ottava.measure.tally import PARTS
 from ottava.nn.convert import convert
 from ottava.recipe import GEMMS, Recipe
 

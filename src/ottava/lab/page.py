@@ -9,14 +9,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ottava.debug.tally import PARTS
 from ottava.lab.casts import DISTRIBUTIONS, OPERAND
 from ottava.lab.result import UNBIASED, LabResult, finite, parts
-from ottava.pages.charts import Chart, Line, color, smooth
-from ottava.pages.charts import render as curves
-from ottava.pages.frame import render
-from ottava.pages.intervals import Bars, Estimate, Forest, bars, forest
+from ottava.measure.tally import PARTS
 from ottava.recipe import CELLS, GEMMS
+from ottava.report.charts import Chart, Line, color, smooth
+from ottava.report.charts import render as curves
+from ottava.report.frame import render
+from ottava.report.intervals import Bars, Estimate, Forest, bars, forest
 from ottava.train.summary import REFERENCE
 from ottava.train.verdict import Interval
 

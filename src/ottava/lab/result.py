@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from ottava.debug.tally import PARTS
+from ottava.base.text import listed
 from ottava.lab.casts import DISTRIBUTIONS
 from ottava.lab.study import LabSettings, Measurement, operand_bits
+from ottava.measure.tally import PARTS
 from ottava.recipe import CELLS, GEMMS, Recipe
-from ottava.text import listed
 from ottava.train.summary import REFERENCE
 from ottava.train.verdict import Interval
 

@@ -24,12 +24,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ottava.files import replacing
+from ottava.base.files import replacing
+from ottava.base.settings import ConfigError, read_yaml
+from ottava.base.text import to_json
 from ottava.lab.casts import measured
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES, Recipe, get_recipe
-from ottava.settings import ConfigError, read_yaml
-from ottava.text import to_json
 from ottava.train.config import TrainConfig, load_config
 from ottava.train.demo_folder import DEMO_SETTINGS
 from ottava.train.folder_lock import FolderLock

@@ -23,8 +23,8 @@ from ottava.nn.router import Router, Routing
 from ottava.nn.smoothing import fold_smooth_swiglu, smooth_swiglu
 from ottava.nn.transformer import TransformerLayer
 from ottava.nn.tune import tune
-from ottava.nn.weight_state import dequantize_state_dict
-from ottava.quantized_weight import QuantizedWeight
+from ottava.weights.checkpoint import dequantize_state_dict
+from ottava.weights.parameter import QuantizedWeight
 
 __all__ = [
     "ACTIVATIONS",

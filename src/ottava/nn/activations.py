@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ottava.batch_invariance import in_tiles
-from ottava.casts import quantize
-from ottava.errors import unknown_name
-from ottava.formats import E4M3
+from ottava.base.errors import unknown_name
+from ottava.engine.batch_invariance import in_tiles
 from ottava.kernels.native import pointwise
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import supports_gradient, supports_rows
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_1X128
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import BLOCK_1X128
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.quantize import quantize
 
 KEPT = QuantizationSpec(E4M3, BLOCK_1X128, "pow2")
 """How `save="fp8"` keeps an activation's input: as DeepSeek-V3 caches inputs of SwiGLU (arXiv 2412.19437, 3.3.3)."""

@@ -20,16 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ottava.ambient import ambient
-from ottava.attention_recipe import AttentionRecipe
-from ottava.errors import unknown_name
+from ottava.base.errors import unknown_name
+from ottava.engine.autocast import ambient
+from ottava.engine.quantizer import AttentionQuantizers
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.nn.fp8_attention import fp8_attention
 from ottava.nn.invariant import BACKEND, invariant_attention
 from ottava.nn.masks import MaskRule, build_mask, mask_rule
 from ottava.nn.pieces import local
-from ottava.quantizer import AttentionQuantizers
-from ottava.recipe import Recipe, get_recipe
+from ottava.recipe import AttentionRecipe, Recipe, get_recipe
 
 LAYOUTS: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
     {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}

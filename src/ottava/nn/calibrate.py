@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.ambient import autocast
-from ottava.errors import need
-from ottava.quantized_layer import QuantizedLayer, quantized_layers
-from ottava.quantizer import Quantizer
+from ottava.base.errors import need
+from ottava.engine.autocast import autocast
+from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.engine.quantizer import Quantizer
 from ottava.recipe import Recipe, get_recipe
 
 Loss = Callable[[nn.Module, Any], Tensor]

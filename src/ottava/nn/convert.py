@@ -18,7 +18,9 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from ottava.errors import need, unknown_name
+from ottava.base.errors import need, unknown_name
+from ottava.engine.layer import QuantizedLayer
+from ottava.engine.state import ScalingState
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.foreign import layers_of, parts_of, take
 from ottava.nn.grouped import Stack
@@ -28,9 +30,7 @@ from ottava.nn.part import Part, rows_of
 from ottava.nn.plan import TOKENS, Device, plan_layer
 from ottava.nn.torch_attention import MultiheadAttention, without_fused_layers
 from ottava.nn.weights import Weights, check_weights, move_weights, stored_text
-from ottava.quantized_layer import QuantizedLayer
 from ottava.recipe import Recipe, get_recipe
-from ottava.state import ScalingState
 
 Filter = Callable[[str, nn.Linear], bool | str | None]
 """(full name, layer) -> True or None: convert it; False or a reason: do not. True also converts a head that is tied to

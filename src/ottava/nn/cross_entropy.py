@@ -18,13 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ottava.ambient import Ambient
-from ottava.dispatch import no_autocast
-from ottava.functional import Call, refuse_second_derivative
+from ottava.engine.autocast import Ambient
+from ottava.engine.functional import Call, refuse_second_derivative
+from ottava.engine.quantizer import LinearQuantizers, Notes, Record
 from ottava.nn.layer import Layer, autocast_dtype
-from ottava.ops import multiply
-from ottava.quantized_tensor import Operand
-from ottava.quantizer import LinearQuantizers, Notes, Record
+from ottava.numerics.tensor import Operand
+from ottava.ops.dispatch import no_autocast
+from ottava.ops.gemm import multiply
 from ottava.recipe import Recipe, get_recipe
 
 Reduction = Literal["mean", "sum", "none"]

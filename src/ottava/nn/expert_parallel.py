@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ottava.agreement import largest_of_all, scaled_by_hand
-from ottava.casts import CastPlan, cast_both
 from ottava.kernels.reference import factors
 from ottava.nn.moe import MoE
 from ottava.nn.permutation import Permutation
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.quantized_weight import is_quantized_weight
-from ottava.scaling import amax
+from ottava.numerics.scaling import amax
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.agreed import largest_of_all, scaled_by_hand
+from ottava.ops.quantize import CastPlan, cast_both
+from ottava.weights.parameter import is_quantized_weight
 
 
 def all_to_all(rows: Tensor, to: list[int], come: list[int], group: dist.ProcessGroup) -> Tensor:

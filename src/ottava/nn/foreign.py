@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.engine.layer import QuantizedLayer
 from ottava.nn.grouped import Stack, grouped_linear, stack
 from ottava.nn.layer import Layer
 from ottava.nn.part import Owner, Part
 from ottava.nn.permutation import sort_by_expert, unpermute
 from ottava.nn.torch_attention import MultiheadAttention, attention_parts
-from ottava.quantized_layer import QuantizedLayer
 
 
 def parts_of(module: nn.Module) -> Mapping[str, Part | Stack]:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.attention_recipe import AttentionRecipe
-from ottava.dispatch import no_autocast
-from ottava.functional import refuse_second_derivative
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.quantizer import AttentionQuantizers, Quantizer
-from ottava.rounding import decode
+from ottava.engine.functional import refuse_second_derivative
+from ottava.engine.quantizer import AttentionQuantizers, Quantizer
+from ottava.numerics.rounding import decode
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.dispatch import no_autocast
+from ottava.recipe import AttentionRecipe
 
 
 def fp8_attention(

@@ -20,19 +20,18 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from ottava.errors import need, unknown_name
-from ottava.formats import E2M1, E4M3
+from ottava.base.errors import need, unknown_name
+from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text, regular_size
+from ottava.engine.quantizer import Quantizer
 from ottava.nn.convert import convert
-from ottava.nn.weight_state import keep_in_state_dict
 from ottava.nn.weights import put_weight
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.quantized_weight import QuantizedWeight
-from ottava.quantizer import Quantizer
+from ottava.numerics.formats import E2M1, E4M3
+from ottava.numerics.scaling import BLOCK_1X32, PER_ROW, PER_TENSOR, Granularity, ScaleFormat
+from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import Recipe, get_recipe
-from ottava.scaling import BLOCK_1X32, PER_ROW, PER_TENSOR, Granularity, ScaleFormat
-from ottava.untrusted import UntrustedError, misfit, parse_json, read_text, regular_size
-from ottava.weight_operands import refuse_weight
-from ottava.weight_storage import FLOATS, fit_bytes, powers_only, store_scales
+from ottava.weights.checkpoint import keep_in_state_dict
+from ottava.weights.operands import refuse_weight
+from ottava.weights.parameter import FLOATS, QuantizedWeight, fit_bytes, powers_only, store_scales
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale", "output_scale")

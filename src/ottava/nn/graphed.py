@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from ottava.ambient import ambient
-from ottava.quantizer import Quantizer
-from ottava.state import Boundaries, ScalingState, living_states
-from ottava.windows import roll_windows
+from ottava.engine.autocast import ambient
+from ottava.engine.quantizer import Quantizer
+from ottava.engine.state import Boundaries, ScalingState, living_states
+from ottava.engine.windows import roll_windows
 
 Work = Callable[[], Any]
 _REASONS = (

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ottava.ambient import AMBIENT
-from ottava.casts import cast_both
-from ottava.errors import need_type
-from ottava.functional import (
+from ottava.base.errors import need_type
+from ottava.engine.autocast import AMBIENT
+from ottava.engine.functional import (
     Call,
     backward_gemms,
     flattened,
@@ -27,17 +26,18 @@ from ottava.functional import (
     refuse_second_derivative,
     unflattened,
 )
+from ottava.engine.quantizer import Notes, Record
 from ottava.nn.layer import ready_input
 from ottava.nn.part import Owner, Part, unstacked
 from ottava.nn.permutation import Permutation, permute
 from ottava.nn.pieces import local
-from ottava.nn.weight_state import decode_codes
-from ottava.quantized_tensor import Operand, QuantizedTensor
-from ottava.quantizer import Notes, Record
+from ottava.numerics.scaling import PER_TENSOR
+from ottava.numerics.tensor import Operand, QuantizedTensor
+from ottava.ops.quantize import cast_both
+from ottava.ops.turn import refuse_turn, turn
 from ottava.recipe import Recipe, get_recipe
-from ottava.scaling import PER_TENSOR
-from ottava.turn import refuse_turn, turn
-from ottava.weight_operands import in_high_precision, shared_bytes
+from ottava.weights.checkpoint import decode_codes
+from ottava.weights.operands import in_high_precision, shared_bytes
 
 Splits = Sequence[int] | Tensor
 """Rows of each group, in order; they add up to the rows of x."""

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ottava.batch_invariance import LANES, in_tiles
-from ottava.functional import Producer, refuse_second_derivative
+from ottava.engine.batch_invariance import LANES, in_tiles
+from ottava.engine.functional import Producer, refuse_second_derivative
 from ottava.kernels.native.invariant_gemm import multiply_bf16, supports_dense
 
 BACKEND = "batch_invariant"

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.ambient import AMBIENT, TORCHS_OWN, Ambient, ambient, traced_ambient
-from ottava.dispatch import torch_is_beaten
-from ottava.functional import Call, Exchange, Producer, build_ahead, linear, observe_grad_output, produced
-from ottava.groups import ddp_around
+from ottava.engine.autocast import AMBIENT, TORCHS_OWN, Ambient, ambient, traced_ambient
+from ottava.engine.functional import Call, Exchange, Producer, build_ahead, linear, observe_grad_output, produced
+from ottava.engine.groups import ddp_around
+from ottava.engine.layer import QuantizedLayer
+from ottava.engine.quantizer import LinearQuantizers
+from ottava.engine.state import ScalingState
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.kernels.gate import is_plain
 from ottava.nn.invariant import invariant_producer
 from ottava.nn.pieces import Piece, joined_form
-from ottava.nn.weight_state import decode_codes
-from ottava.quantized_layer import QuantizedLayer
-from ottava.quantized_weight import QuantizedWeight
-from ottava.quantizer import LinearQuantizers
+from ottava.ops.dispatch import torch_is_beaten
 from ottava.recipe import Recipe
-from ottava.state import ScalingState
-from ottava.weight_operands import in_high_precision
+from ottava.weights.checkpoint import decode_codes
+from ottava.weights.operands import in_high_precision
+from ottava.weights.parameter import QuantizedWeight
 
 
 class Layer(QuantizedLayer):

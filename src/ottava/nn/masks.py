@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.errors import unknown_name
+from ottava.base.errors import unknown_name
 
 
 class MaskRule(NamedTuple):

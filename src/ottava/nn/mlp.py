@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ottava.ambient import ambient
-from ottava.functional import produced
+from ottava.engine.autocast import ambient
+from ottava.engine.functional import produced
 from ottava.nn.activations import Activation, ActivationFormula, get_activation
 from ottava.nn.layer import Layer
 from ottava.nn.norm_linear import NormLinear

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.functional import produced
+from ottava.engine.functional import produced
 from ottava.nn.activations import Activation, ActivationFormula, get_activation
 from ottava.nn.grouped import GroupedLinear
 from ottava.nn.mlp import NormMLP

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ottava.errors import unknown_name
-from ottava.functional import produced
+from ottava.base.errors import unknown_name
+from ottava.engine.functional import produced
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import normed, supports_rows
 

@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ottava.quantized_layer import quantized_layers
+from ottava.engine.layer import quantized_layers
 
 _NO_GEMM = (
     nn.Linear,  # counted as a layer

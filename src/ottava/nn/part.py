@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ottava.groups import ddp_around
+from ottava.engine.groups import ddp_around
+from ottava.engine.state import ScalingState
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.nn.layer import Layer
 from ottava.nn.pieces import local
-from ottava.state import ScalingState
 
 
 class Part(Layer):

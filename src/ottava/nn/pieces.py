@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ottava.quantized_weight import is_quantized_weight
+from ottava.weights.parameter import is_quantized_weight
 
 
 class Piece(NamedTuple):

@@ -18,15 +18,14 @@ from typing import Any
 
 from torch import nn
 
-from ottava.errors import need
-from ottava.gemm_recipe import GemmRecipe
+from ottava.base.errors import need
+from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text
 from ottava.nn.foreign import layers_of
 from ottava.nn.part import rows_of
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import GEMMS, Recipe, get_recipe
-from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
-from ottava.untrusted import UntrustedError, misfit, parse_json, read_text
-from ottava.weight_operands import stored_as
+from ottava.numerics.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
+from ottava.weights.operands import stored_as
 
 TOKENS = 16384
 """Default number of tokens of one forward, batch x sequence on one GPU."""

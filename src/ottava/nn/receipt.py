@@ -14,15 +14,14 @@ from typing import Any
 
 from torch import nn
 
-from ottava.errors import need
-from ottava.gemm_recipe import GemmRecipe
+from ottava.base.errors import need
+from ottava.base.text import columns
+from ottava.engine.layer import QuantizedLayer
 from ottava.nn.attention import FP8_EMULATION, DotProductAttention
 from ottava.nn.outside import weights_outside
-from ottava.ops import GemmRecord
-from ottava.quantized_layer import QuantizedLayer
-from ottava.recipe import GEMMS
-from ottava.text import columns
-from ottava.weight_operands import stored_as
+from ottava.ops.gemm import GemmRecord
+from ottava.recipe import GEMMS, GemmRecipe
+from ottava.weights.operands import stored_as
 
 
 @dataclass(frozen=True, slots=True)

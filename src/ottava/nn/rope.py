@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ottava.ambient import ambient
-from ottava.batch_invariance import in_tiles
-from ottava.errors import RefusesUnknownFields, unknown_name
+from ottava.base.errors import RefusesUnknownFields, unknown_name
+from ottava.engine.autocast import ambient
+from ottava.engine.batch_invariance import in_tiles
 from ottava.kernels.gate import is_plain
 from ottava.kernels.native import pointwise
 

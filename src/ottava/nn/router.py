@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ottava.dispatch import no_autocast
-from ottava.errors import need_type, unknown_name
+from ottava.base.errors import need_type, unknown_name
+from ottava.ops.dispatch import no_autocast
 
 Score = Literal["softmax", "sigmoid", "softmax_of_top_k"]
 GroupScore = Literal["top2", "max"]

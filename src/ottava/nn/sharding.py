@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from ottava.agreement import AgreedCast
-from ottava.casts import cast_both
-from ottava.functional import produced
+from ottava.engine.functional import produced
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.nn.pieces import local, split_pieces
-from ottava.quantized_tensor import Operand, QuantizedTensor
-from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
+from ottava.numerics.tensor import Operand, QuantizedTensor
+from ottava.ops.agreed import AgreedCast
+from ottava.ops.quantize import cast_both
+from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
 
 
 def all_gather(everything: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:

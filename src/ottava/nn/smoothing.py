@@ -18,11 +18,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ottava.ambient import autocast
+from ottava.engine.autocast import autocast
+from ottava.engine.quantizer import Quantizer
 from ottava.nn.activations import Activation
 from ottava.nn.mlp import NormMLP
-from ottava.quantized_weight import is_quantized_weight
-from ottava.quantizer import Quantizer
+from ottava.weights.parameter import is_quantized_weight
 
 
 def smooth_swiglu(mlp: NormMLP, batches: Tensor | Iterable[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ottava.errors import unknown_name
+from ottava.base.errors import unknown_name
 from ottava.nn.activations import Activation
 from ottava.nn.attention import Sink
 from ottava.nn.mlp import NormMLP, Save

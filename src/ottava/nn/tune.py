@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ottava.casts import quantize
-from ottava.errors import need
+from ottava.base.errors import need
+from ottava.engine.layer import quantized_layers
 from ottava.kernels.gemm_choice import Choice, Store, Timer, call_name
-from ottava.ops import tune_gemm
-from ottava.quantized_layer import quantized_layers
+from ottava.ops.gemm import tune_gemm
+from ottava.ops.quantize import quantize
 
 
 def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = None) -> dict[str, Choice]:
@@ -20,7 +20,7 @@ def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = 
 
     Args:
         model: converted, and run once, forward and backward, at the sizes it will train with.
-        timer, store: as for `ops.tune_gemm`.
+        timer, store: as for `ops.gemm.tune_gemm`.
     Returns:
         call -> its measurement; each distinct call once. str() of a measurement is one line.
     Raises:

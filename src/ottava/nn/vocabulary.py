@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from ottava.nn.cross_entropy import _BLOCK, Vocabulary
 from ottava.nn.pieces import local
 from ottava.nn.sharding import Replicated, Sharding, Tokens, all_gather
-from ottava.quantized_tensor import Operand
+from ottava.numerics.tensor import Operand
 
 
 class SharedVocabulary(Vocabulary):

@@ -11,15 +11,14 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from ottava.errors import unknown_name
+from ottava.base.errors import unknown_name
+from ottava.engine.layer import QuantizedLayer
 from ottava.nn.part import Part
-from ottava.nn.weight_state import keep_in_state_dict
-from ottava.quantized_layer import QuantizedLayer
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.quantized_weight import QuantizedWeight, quantized_weight
+from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import Recipe
-from ottava.weight_operands import refuse_weight, stored_as
-from ottava.weight_storage import stored_spec
+from ottava.weights.checkpoint import keep_in_state_dict
+from ottava.weights.operands import refuse_weight, stored_as
+from ottava.weights.parameter import QuantizedWeight, quantized_weight, stored_spec
 
 Weights = Literal["fp8", "bf16"]
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ottava.errors import need_type
+from ottava.base.errors import need_type
 from ottava.kernels.triton import adamw
+from ottava.numerics.scaling import PER_TENSOR
 from ottava.optim.bound import BOUND, SMALLEST_EPS, grow, measure, outer_amax
 from ottava.optim.engine import Engine, State, Work
 from ottava.optim.storage import Moments
 from ottava.optim.weights import Master, Piece, WeightStore
-from ottava.quantized_weight import is_quantized_weight
-from ottava.scaling import PER_TENSOR
+from ottava.weights.parameter import is_quantized_weight
 
 ADAMW_STATES = (State("exp_avg"), State("exp_avg_sq"))
 

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ottava.errors import need, need_type, unknown_name
+from ottava.base.errors import need, need_type, unknown_name
 from ottava.optim.bound import BOUND
 from ottava.optim.storage import STORAGES, Storage
 from ottava.optim.weights import Piece, WeightStore, choose
-from ottava.quantized_weight import is_quantized_weight
+from ottava.weights.parameter import is_quantized_weight
 
 STORAGE_OPTIONS = ("master", "moments", "stochastic_rounding", "capturable", "amax_every")
 """Options of an optimizer, not of its state: they stay when a state is loaded."""

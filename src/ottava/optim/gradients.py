@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ottava.errors import need
+from ottava.base.errors import need
 
 
 def accumulate_fp32(parameters: Iterable[Tensor]) -> None:

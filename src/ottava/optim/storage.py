@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ottava.formats import E4M3
-from ottava.rounding import decode, encode_
+from ottava.numerics.formats import E4M3
+from ottava.numerics.rounding import decode, encode_
 
 Moments = Literal["fp32", "bf16", "fp8", "int8"]
 """Names of the storages."""

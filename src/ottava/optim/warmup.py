@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ottava.errors import need, need_type
+from ottava.base.errors import need, need_type
 
 
 def rewarm_factor(done: int, steps: int) -> float:

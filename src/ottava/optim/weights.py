@@ -25,11 +25,11 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor
 
-from ottava.errors import unknown_name
+from ottava.base.errors import unknown_name
+from ottava.numerics.rounding import decode, encode_, random_bits, random_bits_at
+from ottava.numerics.scaling import amax
 from ottava.optim.storage import Stored
-from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
-from ottava.rounding import decode, encode_, random_bits, random_bits_at
-from ottava.scaling import amax
+from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
 
 Master = Literal["fp32", "remainder"]
 """The choices of `master`."""

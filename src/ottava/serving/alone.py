@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ottava.casts import quantize
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.rope import RotaryEmbedding, RotaryScaling, RotaryTable, rotate
+from ottava.ops.quantize import quantize
 from ottava.serving.causes import spec_of
 from ottava.serving.sides import Model, Side
 

@@ -13,9 +13,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ottava.casts import quantize
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import PER_TENSOR
+from ottava.numerics.scaling import PER_TENSOR
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.quantize import quantize
 from ottava.serving.engines import REGEX, Decision, units
 from ottava.serving.sides import Cast, Model, Side
 from ottava.serving.source import same_numbers

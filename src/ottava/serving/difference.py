@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.quantized_tensor import QuantizedTensor
-from ottava.scaling import PER_ROW, amax
+from ottava.numerics.scaling import PER_ROW, amax
+from ottava.numerics.tensor import QuantizedTensor
 from ottava.serving.source import Source, Weight, same_numbers
 
 _BF16 = 2.0**-8  # half a step of BF16, relative to the number

@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ottava.scaling import BLOCK_1X32, PER_ROW, PER_TENSOR, Granularity
-from ottava.untrusted import UntrustedError
+from ottava.base.untrusted import UntrustedError
+from ottava.numerics.scaling import BLOCK_1X32, PER_ROW, PER_TENSOR, Granularity
 
 Match = Callable[[str, str], bool]
 """(pattern, name of a module) -> whether the pattern is meant for it."""

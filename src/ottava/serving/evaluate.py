@@ -8,20 +8,11 @@ from typing import Any
 
 import torch
 
-from ottava.serving.answers import (
-    Answers,
-    BlockError,
-    block_errors,
-    chunks_of,
-    greedy,
-    logit_error,
-    sums_of,
-    total,
-)
+from ottava.base.text import columns
+from ottava.serving.answers import Answers, BlockError, block_errors, chunks_of, greedy, logit_error, sums_of, total
 from ottava.serving.difference import Differences, differences
 from ottava.serving.judge import TOLERANCE, Case, Verdict, judge
 from ottava.serving.view import View
-from ottava.text import columns
 
 _PROMPTS = 3
 _PROMPT_SHARE = 2  # half of a chunk is the prompt

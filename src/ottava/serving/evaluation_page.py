@@ -6,10 +6,10 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from ottava.files import replacing
-from ottava.pages.charts import Chart, Line
-from ottava.pages.charts import render as drawn
-from ottava.pages.frame import render
+from ottava.base.files import replacing
+from ottava.report.charts import Chart, Line
+from ottava.report.charts import render as drawn
+from ottava.report.frame import render
 from ottava.serving.evaluate import Evaluation
 
 

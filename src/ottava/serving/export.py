@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.casts import quantize
-from ottava.errors import unknown_name
-from ottava.formats import E4M3
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.base.errors import unknown_name
+from ottava.numerics.formats import E4M3
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.quantize import quantize
 from ottava.serving.engines import ENGINES
 from ottava.serving.layouts import DEFAULT, LAYOUTS, Facts, Layout
 from ottava.serving.source import Source, Weight, copy_files, of_folder, of_model, rows_of_cast, same_numbers

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ottava.base.text import listed
 from ottava.serving.answers import Answers, BlockError
 from ottava.serving.difference import Difference, Differences
-from ottava.text import listed
 
 TOLERANCE = 0.01
 """Nats a token, of loss and of KL, that count as nothing: 1 % of perplexity."""

@@ -14,10 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ottava.formats import E2M1, E4M3
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.rounding import code_values, round_to_format
-from ottava.scaling import (
+from ottava.numerics.formats import E2M1, E4M3
+from ottava.numerics.rounding import code_values, round_to_format
+from ottava.numerics.scaling import (
     BLOCK_1X16,
     BLOCK_1X32,
     BLOCK_16X16,
@@ -27,6 +26,7 @@ from ottava.scaling import (
     Granularity,
     amax,
 )
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 ScaleDtype = Literal["fp32", "e8m0", "uint8", "e4m3"]
 
@@ -133,7 +133,7 @@ def tensor_scale(casts: Sequence[QuantizedTensor]) -> Tensor | None:
     numbers gives it. Blocks of zeros have no scale.
 
     Example:
-        >>> from ottava.casts import quantize
+        >>> from ottava.ops.quantize import quantize
         >>> float(tensor_scale([quantize(torch.eye(4, 32), QuantizationSpec(E2M1, BLOCK_1X16, "e4m3"))]))
         2688.0
     """

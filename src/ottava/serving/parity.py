@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ottava.base.text import columns
 from ottava.nn.receipt import Receipt, receipt
 from ottava.recipe import Recipe, get_recipe
 from ottava.serving.alone import Text, kl_alone
 from ottava.serving.causes import CAUSES, activation_cause, layer_set, plain_causes, weight_cause
 from ottava.serving.sides import Model, Side, digest, served, trained, under
 from ottava.serving.source import Source, of_folder, of_model
-from ottava.text import columns
 
 SCHEMA_VERSION = 1
 

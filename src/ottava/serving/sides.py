@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.casts import quantize
-from ottava.errors import unknown_name
-from ottava.formats import E2M1, E4M3, E5M2, Format
+from ottava.base.errors import unknown_name
+from ottava.base.untrusted import UntrustedError, parse_json, read_text
 from ottava.nn.fp8_checkpoint import open_tensors
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.formats import E2M1, E4M3, E5M2, Format
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity, ScaleFormat
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.quantize import quantize
 from ottava.recipe import Recipe
-from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity, ScaleFormat
 from ottava.serving.engines import (
     ENGINES,
     STRATEGIES,
@@ -33,7 +34,6 @@ from ottava.serving.engines import (
     weight_blocks,
 )
 from ottava.serving.source import Source, Weight
-from ottava.untrusted import UntrustedError, parse_json, read_text
 
 SCALE_KEYS = ("weight_scale_inv", "weight_scale")
 INPUT_KEYS = ("input_scale", "activation_scale")

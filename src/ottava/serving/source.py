@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ottava.errors import need
+from ottava.base.errors import need
+from ottava.base.untrusted import UntrustedError, parse_json, read_text
+from ottava.engine.layer import QuantizedLayer
 from ottava.nn.convert import default_filter
 from ottava.nn.foreign import TurnedLinear, parts_of
 from ottava.nn.fp8_checkpoint import block_sizes, is_codes, is_scale, open_tensors, read_codes, scales_of
-from ottava.quantized_layer import QuantizedLayer
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
-from ottava.scaling import Granularity
-from ottava.untrusted import UntrustedError, parse_json, read_text
+from ottava.numerics.scaling import Granularity
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
 
 _EXPERT = re.compile(r"\.experts\.(?P<number>\d+)\.")
 _TURNED = "it is a Conv1D, which holds W.T, and engines cast nn.Linear only"
@@ -194,10 +194,10 @@ def rows_of_cast(cast: QuantizedTensor, rows: slice) -> QuantizedTensor | None:
     """The cast of some rows of a matrix; None if a block reaches beyond them.
 
     Example:
-        >>> from ottava.casts import quantize
-        >>> from ottava.formats import E4M3
-        >>> from ottava.quantized_tensor import QuantizationSpec
-        >>> from ottava.scaling import PER_ROW
+        >>> from ottava.ops.quantize import quantize
+        >>> from ottava.numerics.formats import E4M3
+        >>> from ottava.numerics.tensor import QuantizationSpec
+        >>> from ottava.numerics.scaling import PER_ROW
         >>> whole = quantize(torch.randn(6, 8), QuantizationSpec(E4M3, PER_ROW))
         >>> part = rows_of_cast(whole, slice(2, 4))
         >>> torch.equal(part.dequantize(), whole.dequantize()[2:4])
@@ -219,9 +219,9 @@ def same_numbers(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     down to a power of two times 448, the block gets half of its scale, and other codes.
 
     Example:
-        >>> from ottava.casts import quantize
-        >>> from ottava.formats import E4M3
-        >>> from ottava.scaling import BLOCK_1X32
+        >>> from ottava.ops.quantize import quantize
+        >>> from ottava.numerics.formats import E4M3
+        >>> from ottava.numerics.scaling import BLOCK_1X32
         >>> spec = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
         >>> one = quantize(torch.full((1, 32), 450.0), spec)
         >>> two = quantize(one.dequantize(), spec)

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.gemm_recipe import GemmRecipe
+from ottava.base.untrusted import UntrustedError, parse_json, read_text
 from ottava.nn.convert import convert
 from ottava.nn.fp8_checkpoint import load_fp8
-from ottava.recipe import Recipe, get_recipe
-from ottava.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.recipe import GemmRecipe, Recipe, get_recipe
 from ottava.serving.source import Source, of_folder, of_model
-from ottava.untrusted import UntrustedError, parse_json, read_text
 
 ENGINE = "engine"
 """In place of a recipe: activations cast as an inference engine casts them beside these codes."""
@@ -96,9 +95,9 @@ def engine_recipe(source: Source) -> Recipe:
         ValueError: the checkpoint has no codes, or codes that no recipe multiplies.
 
     Example:
-        >>> from ottava.casts import quantize
-        >>> from ottava.formats import E4M3
-        >>> from ottava.quantized_tensor import QuantizationSpec
+        >>> from ottava.ops.quantize import quantize
+        >>> from ottava.numerics.formats import E4M3
+        >>> from ottava.numerics.tensor import QuantizationSpec
         >>> from ottava.serving.source import Weight
         >>> cast = quantize(torch.randn(4, 64), QuantizationSpec(E4M3, PER_ROW))
         >>> source = Source((Weight("q.weight", cast.data, True, codes=cast),), {})

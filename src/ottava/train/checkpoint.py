@@ -29,12 +29,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ottava.nn.weight_state import infer_spec
 from ottava.optim.adamw import ADAMW_STATES
 from ottava.optim.engine import Engine, widened
 from ottava.optim.weights import join
-from ottava.quantized_weight import QuantizedWeight
-from ottava.weight_storage import adopt_scales
+from ottava.weights.checkpoint import infer_spec
+from ottava.weights.parameter import QuantizedWeight, adopt_scales
 
 _FORMAT, _BEFORE = "ottava.train.checkpoint/3", "ottava.train.checkpoint/2"
 _MOVED = MappingProxyType(

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from ottava.accumulator import get_accumulator
-from ottava.debug.watch import WatchConfig
+from ottava.base.settings import Positive, Section, apply_override, read_yaml
+from ottava.numerics.accumulator import get_accumulator
 from ottava.recipe import Recipe, get_recipe
-from ottava.settings import Positive, Section, apply_override, read_yaml
+from ottava.watching import WatchConfig
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 

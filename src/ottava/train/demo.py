@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
+from ottava.base.text import to_json
 from ottava.debug import observe
-from ottava.pages.charts import smooth
-from ottava.text import to_json
+from ottava.report.charts import smooth
 from ottava.train.demo_folder import DemoFolder
 from ottava.train.display import Display, RunView
 from ottava.train.loop import Trainer

@@ -27,14 +27,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+from ottava.base.settings import ConfigError
+from ottava.base.untrusted import parse_json, read_text
 from ottava.recipe import get_recipe
-from ottava.settings import ConfigError
 from ottava.train.checkpoint import atomic_write
 from ottava.train.config import TrainConfig, load_config
 from ottava.train.folder_lock import FolderLock
 from ottava.train.requirements import gather
 from ottava.train.verdict import MAX_SEEDS
-from ottava.untrusted import parse_json, read_text
 
 DEMO_VERSION = 1
 RESULTS = ("report.html", "loss.svg", "summary.json")

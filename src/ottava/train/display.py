@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ottava.text import duration, signed
+from ottava.base.text import duration, signed
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 22

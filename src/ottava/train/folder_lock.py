@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from ottava.settings import ConfigError
+from ottava.base.settings import ConfigError
 
 _log = logging.getLogger(__name__)
 _NAME = ".lock"

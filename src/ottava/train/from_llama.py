@@ -11,21 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.base.untrusted import UntrustedError
 from ottava.nn.convert import convert
 from ottava.nn.fp8_checkpoint import open_tensors
-from ottava.nn.weight_state import dequantize_state_dict, keep_in_state_dict
 from ottava.nn.weights import put_weight
-from ottava.quantized_tensor import QuantizedTensor
-from ottava.quantized_weight import QuantizedWeight
+from ottava.numerics.scaling import PER_TENSOR
+from ottava.numerics.tensor import QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
-from ottava.scaling import PER_TENSOR
 from ottava.serving.source import Source, Weight, of_folder
 from ottava.train.checkpoint import Checkpoint, CheckpointError
 from ottava.train.config import ModelConfig
 from ottava.train.llama import table
 from ottava.train.model import VOCABULARY, ByteTransformer
-from ottava.untrusted import UntrustedError
-from ottava.weight_storage import store_scales
+from ottava.weights.checkpoint import dequantize_state_dict, keep_in_state_dict
+from ottava.weights.parameter import QuantizedWeight, store_scales
 
 _FIXED: Mapping[str, Any] = MappingProxyType(
     {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
@@ -181,10 +180,10 @@ def joined(casts: Sequence[QuantizedTensor | None]) -> QuantizedTensor | None:
     """The cast of matrices that stand one below the other; None if one has no cast, or blocks would be cut.
 
     Example:
-        >>> from ottava.casts import quantize
-        >>> from ottava.formats import E4M3
-        >>> from ottava.quantized_tensor import QuantizationSpec
-        >>> from ottava.scaling import PER_ROW
+        >>> from ottava.ops.quantize import quantize
+        >>> from ottava.numerics.formats import E4M3
+        >>> from ottava.numerics.tensor import QuantizationSpec
+        >>> from ottava.numerics.scaling import PER_ROW
         >>> one = quantize(torch.randn(3, 32), QuantizationSpec(E4M3, PER_ROW))
         >>> joined([one, one]).shape
         torch.Size([6, 32])

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.nn.convert import default_filter
-from ottava.quantized_layer import QuantizedLayer, quantized_layers
 from ottava.serving.source import Source, Weight, cast_of, input_scale_of, numbers, rows_of_cast
 from ottava.train.checkpoint import Checkpoint, CheckpointError, high_precision_weights
 from ottava.train.config import ModelConfig, TrainConfig, load_config

@@ -25,16 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.ambient import autocast
-from ottava.debug.recording import AmaxLog
-from ottava.debug.remedy.fallback import Fallback, Proposal, Verdict, by_gradient
-from ottava.debug.remedy.guard import SpikeGuard
-from ottava.debug.watch import Watch, watch
+from ottava.base.settings import flatten
+from ottava.engine.autocast import autocast
+from ottava.engine.state import ScalingState
 from ottava.nn.convert import ConversionReport
 from ottava.nn.receipt import receipt
 from ottava.optim.warmup import rewarm_factor
-from ottava.settings import flatten
-from ottava.state import ScalingState
+from ottava.record.amaxes import AmaxLog
+from ottava.remedy.fallback import Fallback, Proposal, Verdict, by_gradient
+from ottava.remedy.guard import SpikeGuard
 from ottava.train.checkpoint import (
     Checkpoint,
     as_checkpoint_error,
@@ -55,6 +54,7 @@ from ottava.train.requirements import find_device, gather
 from ottava.train.run_folder import FollowerFolder, RunFolder, StepRecord
 from ottava.train.shards import ShardWriter, collect_shards, restore_shards
 from ottava.train.start import Start, start_from
+from ottava.watching import Watch, watch
 
 RECEIPT_VERSION = 1
 _log = logging.getLogger(__name__)

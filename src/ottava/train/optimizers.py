@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ottava.base.settings import ConfigError
 from ottava.nn.convert import ConversionReport, convert
 from ottava.optim import SGD, AdamW, Lion, Muon
 from ottava.optim.storage import Moments
-from ottava.quantized_weight import is_quantized_weight
 from ottava.recipe import Recipe
-from ottava.settings import ConfigError
 from ottava.train.config import OptimizerConfig
+from ottava.weights.parameter import is_quantized_weight
 
 
 def store(model: nn.Module, recipe: Recipe, config: OptimizerConfig) -> ConversionReport:

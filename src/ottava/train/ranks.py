@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from ottava.base.settings import ConfigError
 from ottava.distributed import verify
-from ottava.settings import ConfigError
 from ottava.train.config import ParallelConfig
 
 T = TypeVar("T")

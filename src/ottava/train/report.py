@@ -13,11 +13,11 @@ from types import MappingProxyType
 
 from markupsafe import Markup
 
-from ottava.debug.layer_names import starred
+from ottava.measure.layer_names import starred
 from ottava.nn.receipt import ReceiptRow, grouped
-from ottava.pages.charts import Band, Chart, Line, color, nice_ticks, smooth, standalone
-from ottava.pages.charts import render as drawn
-from ottava.pages.frame import render
+from ottava.report.charts import Band, Chart, Line, color, nice_ticks, smooth, standalone
+from ottava.report.charts import render as drawn
+from ottava.report.frame import render
 from ottava.train.summary import REFERENCE, DemoResult, RunResult
 
 # The three tensors that a Linear casts, with their names in the report.

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from ottava.settings import ConfigError
+from ottava.base.settings import ConfigError
 from ottava.train.config import TrainConfig
 from ottava.train.data import ByteCorpus
 

@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from ottava.settings import ConfigError, flatten
-from ottava.text import to_json
+from ottava.base.settings import ConfigError, flatten
+from ottava.base.text import to_json
+from ottava.base.untrusted import parse_json, read_text
 from ottava.train.checkpoint import CheckpointError, as_checkpoint_error, atomic_write
 from ottava.train.config import FREE, TrainConfig, load_config
 from ottava.train.folder_lock import FolderLock, NoLock
-from ottava.untrusted import parse_json, read_text
 
 MANIFEST_VERSION = 1
 _log = logging.getLogger(__name__)

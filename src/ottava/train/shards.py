@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ottava.files import replacing
+from ottava.base.files import replacing
+from ottava.base.untrusted import parse_json, read_text
 from ottava.train.checkpoint import Checkpoint, CheckpointError, atomic_write, load_optimizer, prune
 from ottava.train.parallel import Orders
 from ottava.train.ranks import Ranks, local
-from ottava.untrusted import parse_json, read_text
 
 HEADER = "ottava.json"
 _FORMAT = "ottava.train.shards/1"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.base.settings import ConfigError
+from ottava.engine.state import ScalingState
 from ottava.nn.calibrate import calibrate
-from ottava.settings import ConfigError
-from ottava.state import ScalingState
 from ottava.train.checkpoint import Checkpoint, restore_optimizer, restore_weights
 from ottava.train.config import TrainConfig
 from ottava.train.from_llama import is_weights, read_weights

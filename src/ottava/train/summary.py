@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from ottava.text import finite, listed
+from ottava.base.text import finite, listed
 from ottava.train.verdict import Noise, Verdict, has_diverged, judge
 
 SCHEMA_VERSION = 1

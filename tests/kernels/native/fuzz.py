@@ -24,12 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.native.test_measure import assert_same as assert_same_tally
-from ottava import scaling
-from ottava.block_scales import TE_FOUR_OVER_SIX
-from ottava.debug.measure import measure_all, survey
-from ottava.debug.sample import squares_of
-from ottava.debug.tally import DETAILS
-from ottava.formats import E2M1, FORMATS
+from ottava.engine.quantizer import Quantizer
 from ottava.kernels import reference
 from ottava.kernels.native import block_scales as native_block_scales
 from ottava.kernels.native import gemm as native_gemm
@@ -40,11 +35,16 @@ from ottava.kernels.native import sample as native_sample
 from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.native import sums as native_sums
 from ottava.kernels.native.measure import Look
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor, refuse_pair
-from ottava.quantizer import Quantizer
-from ottava.rounding import decode
-from ottava.scaling import BLOCK_1X16, Granularity, ScaleFormat
-from ottava.transforms import Hadamard
+from ottava.measure.sample import squares_of
+from ottava.measure.tally import DETAILS
+from ottava.measure.walk import measure_all, survey
+from ottava.numerics import scaling
+from ottava.numerics.block_scales import TE_FOUR_OVER_SIX
+from ottava.numerics.formats import E2M1, FORMATS
+from ottava.numerics.rounding import decode
+from ottava.numerics.scaling import BLOCK_1X16, Granularity, ScaleFormat
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor, refuse_pair
+from ottava.numerics.transforms import Hadamard
 
 NATIVE = (native_quantize, native_gemm, native_measure, native_sample, native_stochastic, native_sums)
 NATIVE += (native_block_scales, native_rotate)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from kernels.test_accumulate import GRIDS, NEAREST, coded, operand, same
-from ottava.accumulator import ACCUMULATORS, Accumulator
-from ottava.casts import quantize
-from ottava.formats import E4M3, E5M2
 from ottava.kernels import accumulate as in_torch
 from ottava.kernels.native import accumulate as native
 from ottava.kernels.native import build as native_build
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.accumulator import ACCUMULATORS, Accumulator
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.quantize import quantize
 
 BUILT = native_build.load("accumulate")
 pytestmark = pytest.mark.skipif(BUILT.library is None, reason=BUILT.reason)

@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels.native.older_builds import for_each_older_build, use_older_build
 from layout_samples import LAYOUTS, tiles
-from ottava.block_scales import TE_FOUR_OVER_SIX
-from ottava.casts import explain_quantize, quantize
-from ottava.formats import E2M1
 from ottava.kernels import reference
 from ottava.kernels.native import block_scales as native_block_scales
 from ottava.kernels.native.build import Built
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.scaling import BLOCK_1X16, BLOCK_16X16, Granularity
-from ottava.transforms import Hadamard
+from ottava.numerics.block_scales import TE_FOUR_OVER_SIX
+from ottava.numerics.formats import E2M1
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_16X16, Granularity
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.numerics.transforms import Hadamard
+from ottava.ops.quantize import explain_quantize, quantize
 from sweep import sweep
 
 FOUR, FOUR_WEIGHT = (

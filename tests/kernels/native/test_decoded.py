@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import ottava
-from ottava.casts import quantize
 from ottava.kernels import reference
 from ottava.kernels.native import decoded
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.build import Built
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.numerics.scaling import BLOCK_1X16
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.ops.quantize import quantize
 from ottava.recipe import RECIPES
-from ottava.scaling import BLOCK_1X16
 from sweep import sweep
 
 pytestmark = pytest.mark.skipif(

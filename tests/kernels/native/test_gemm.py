@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0
 from ottava.kernels import reference
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from sweep import sweep
 
 Pair = tuple[QuantizationSpec, QuantizationSpec]

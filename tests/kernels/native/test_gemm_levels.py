@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.formats import E4M3
 from ottava.kernels import cpu_choice, reference
 from ottava.kernels.cpu_choice import Ranking
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.build import Built
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_1X32, Granularity
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import BLOCK_1X32, Granularity
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 SOURCE = native_build.SOURCES / "gemm.cpp"
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"

@@ -1,4 +1,4 @@
-"""The sums of debug.measure from C++: counts, histograms and extremes exactly those of the torch walk, sums to 1e-6."""
+"""The sums of measure.walk from C++: counts, histograms and extremes exactly those of the torch walk, sums to 1e-6."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from layout_samples import LAYOUTS, tiles
 from ottava import quantize
-from ottava.debug.measure import Packed, measure_all, measure_packed, survey
-from ottava.debug.sample import sampled
-from ottava.debug.tally import DETAIL_WIDTHS, DETAILS, Detail, Tally, tally_fields
-from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
 from ottava.kernels.native import measure as native_measure
 from ottava.kernels.native.measure import Look
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, Granularity
+from ottava.measure.sample import sampled
+from ottava.measure.tally import DETAIL_WIDTHS, DETAILS, Detail, Tally, tally_fields
+from ottava.measure.walk import Packed, measure_all, measure_packed, survey
+from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, Granularity
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from sweep import sweep
 
 pytestmark = pytest.mark.skipif(bool(native_measure.built().reason), reason=native_measure.built().reason)

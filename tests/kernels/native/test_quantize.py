@@ -14,17 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels.native.older_builds import for_each_older_build, use_older_build
 from layout_samples import LAYOUTS, tiles
-from ottava import casts
-from ottava.casts import cast_both, explain_quantize, quantize
-from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
+from ottava.engine.quantizer import Quantizer
 from ottava.kernels import reference
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native import sums as native_sums
 from ottava.kernels.native.build import Built
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.quantizer import Quantizer
-from ottava.rounding import decode
-from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity
+from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
+from ottava.numerics.rounding import decode
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops import quantize as casts
+from ottava.ops.quantize import cast_both, explain_quantize, quantize
 from sweep import sweep
 
 SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2, E4M3FNUZ, E5M2FNUZ)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kernels.native.older_builds import for_each_older_build, use_older_build
 from layout_samples import LAYOUTS, tiles
-from ottava.casts import explain_quantize, quantize
 from ottava.kernels.native import rotate
 from ottava.kernels.native.build import Built
+from ottava.numerics.transforms import Hadamard, Mean
+from ottava.ops.quantize import explain_quantize, quantize
 from ottava.recipe import RECIPES
-from ottava.transforms import Hadamard, Mean
 from sweep import sweep
 
 ROTATIONS = (

@@ -9,11 +9,11 @@ import torch
 
 from layout_samples import LAYOUTS, tiles
 from ottava import quantize
-from ottava.debug.measure import survey
-from ottava.debug.sample import squares_of, take_bands
-from ottava.formats import E5M2
 from ottava.kernels.native import sample as native_sample
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.measure.sample import squares_of, take_bands
+from ottava.measure.walk import survey
+from ottava.numerics.formats import E5M2
+from ottava.numerics.tensor import QuantizationSpec
 
 pytestmark = pytest.mark.skipif(bool(native_sample.built().reason), reason=native_sample.built().reason)
 

@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.native.older_builds import for_each_older_build, use_older_build
 from layout_samples import LAYOUTS, tiles
-from ottava.casts import explain_quantize, quantize
-from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 from ottava.kernels import reference
 from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.native.build import Built
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.rounding import decode
-from ottava.scaling import BLOCK_1X16, Granularity
+from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
+from ottava.numerics.rounding import decode
+from ottava.numerics.scaling import BLOCK_1X16, Granularity
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.ops.quantize import explain_quantize, quantize
 from sweep import sweep
 
 SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2, E4M3FNUZ, E5M2FNUZ)

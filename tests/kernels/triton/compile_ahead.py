@@ -20,14 +20,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ottava.debug.tally import EXPONENT_BINS
-from ottava.formats import E4M3, E5M2
 from ottava.kernels.triton import adamw_device_code, device_code, rows_device_code
 from ottava.kernels.triton.adamw import LAUNCH as adamw_launch
 from ottava.kernels.triton.quantize import GRADIENT_LAUNCH, amax_launch, cast_launch, predicted_launch
 from ottava.kernels.triton.roll import roll_launch
 from ottava.kernels.triton.statistics import statistics_launch
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.measure.tally import EXPONENT_BINS
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES
 
 TYPES = {"given_ptr": "*fp32", "scale_inv_ptr": "*fp32", "scale_inv_t_ptr": "*fp32", "q_ptr": "*u8", "qt_ptr": "*u8"}

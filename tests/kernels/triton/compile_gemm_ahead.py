@@ -18,11 +18,11 @@ from compile_ahead import facts
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ottava.formats import E4M3, E5M2, Format
 from ottava.kernels.triton.gemm import CONFIGS, Config, configs, gemm_launch
 from ottava.kernels.triton.gemm_device_code import gemm_kernel
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
+from ottava.numerics.formats import E4M3, E5M2, Format
+from ottava.numerics.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 FORMATS = {E4M3: "fp8e4nv", E5M2: "fp8e5"}
 OUTPUTS = {torch.bfloat16: "bf16", torch.float32: "fp32"}

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ottava import casts, dispatch, ops
-from ottava.formats import BF16, E4M3, E5M2
 from ottava.kernels import reference
 from ottava.kernels.triton import gemm as triton_gemm
 from ottava.kernels.triton.gemm import CONFIGS, Config, configs, run
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
+from ottava.numerics.formats import BF16, E4M3, E5M2
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops import dispatch, quantize
+from ottava.ops import gemm as ops
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 ON_GPU = torch.cuda.is_available()
@@ -54,7 +55,7 @@ def integers(rows: int, cols: int, granularity: Granularity) -> QuantizedTensor:
 
 
 def cast(rows: int, cols: int, granularity: Granularity, scale_format: str = "fp32") -> QuantizedTensor:
-    return casts.quantize(torch.randn(rows, cols), QuantizationSpec(E4M3, granularity, scale_format))
+    return quantize.quantize(torch.randn(rows, cols), QuantizationSpec(E4M3, granularity, scale_format))
 
 
 def on_device(x: QuantizedTensor) -> QuantizedTensor:
@@ -166,7 +167,7 @@ def test_random_operands_are_within_the_bound(sides: Sides, with_bias: bool, flo
 @pytest.mark.parametrize("formats", [(E5M2, E4M3), (E4M3, E5M2)], ids=str)
 def test_gradients_in_e5m2(formats: tuple[object, object], float64_gemm: Float64Gemm) -> None:
     """Either side may be E5M2."""
-    a, b = (casts.quantize(torch.randn(33, 200), QuantizationSpec(fmt)) for fmt in formats)
+    a, b = (quantize.quantize(torch.randn(33, 200), QuantizationSpec(fmt)) for fmt in formats)
     exact, bound = float64_gemm(a, b, None)
     y = triton(a, b, torch.float32, None, CONFIGS[-1])
     assert ((y.double() - exact).abs() <= bound + short_accumulator(200) * bound).all()
@@ -264,9 +265,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("spec, dtype, message", REFUSED.values(), ids=REFUSED)
 def test_refusals_say_why(spec: QuantizationSpec, dtype: torch.dtype, message: str) -> None:
-    x = casts.quantize(torch.ones(8, 64), spec)
+    x = quantize.quantize(torch.ones(8, 64), spec)
     assert triton_gemm.supports_gemm(x, x, dtype, None) == message
-    empty = casts.quantize(torch.ones(0, 64), QuantizationSpec(E4M3))
+    empty = quantize.quantize(torch.ones(0, 64), QuantizationSpec(E4M3))
     assert triton_gemm.supports_gemm(empty, empty, torch.bfloat16, None) == "triton_gemm: an empty operand"
 
 

@@ -16,15 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ottava
 from layout_samples import tiles
-from ottava import casts as dispatch
-from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, Format
+from ottava.engine.quantizer import Quantizer
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.quantizer import Quantizer
+from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, Format
+from ottava.numerics.rounding import decode
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.ops import quantize as dispatch
 from ottava.recipe import RECIPES, Recipe
-from ottava.rounding import decode
-from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
 from sweep import sweep
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ottava
-from ottava.formats import E4M3, E5M2
+from ottava.engine.quantizer import Quantizer
+from ottava.engine.windows import roll_windows
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton import roll as triton_roll
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.quantizer import Quantizer
-from ottava.windows import roll_windows
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.tensor import QuantizationSpec
 from scaling_samples import BUFFERS, network, noise, sgd
 from sweep import sweep
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.formats import E4M3
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import make_rows, normed, supports_gradient, supports_rows
 from ottava.nn.activations import ACTIVATIONS
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW
+from ottava.numerics.tensor import QuantizationSpec
 from sweep import sweep
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ottava
-from ottava.debug.measure import measure
-from ottava.debug.tally import EXPONENT_BINS, Tally, tile_fields
-from ottava.formats import BF16, E2M1, E4M3, E5M2
 from ottava.kernels.triton.statistics import fill_slot, new_slot, read_slot, supports_statistics
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW
+from ottava.measure.tally import EXPONENT_BINS, Tally, tile_fields
+from ottava.measure.walk import measure
+from ottava.numerics.formats import BF16, E2M1, E4M3, E5M2
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 ON_GPU = torch.cuda.is_available()

@@ -12,14 +12,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ottava.accumulator import Accumulator
-from ottava.formats import E4M3, E8M0, Format
 from ottava.kernels import accumulate as reference
 from ottava.kernels.gate import pointer, refusal
 from ottava.kernels.native import build as native_build
 from ottava.kernels.reference import block_columns
-from ottava.quantized_tensor import QuantizedTensor, instruction
-from ottava.rounding import code_values
+from ottava.numerics.accumulator import Accumulator
+from ottava.numerics.formats import E4M3, E8M0, Format
+from ottava.numerics.rounding import code_values
+from ottava.numerics.tensor import QuantizedTensor, instruction
 
 NAME = "native_accumulator"
 NATIVE = False

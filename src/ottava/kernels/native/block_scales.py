@@ -13,16 +13,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ottava.block_scales import FOUR_OVER_SIX_TOPS, MS_EDEN_TOPS, TE_FOUR_OVER_SIX
-from ottava.formats import E2M1
 from ottava.kernels import reference
 from ottava.kernels.gate import address, refusal
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.build import Built, load
 from ottava.kernels.native.quantize import RunCast
 from ottava.kernels.reference import Cast
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.rounding import check_input_dtype, draw_seed
+from ottava.numerics.block_scales import FOUR_OVER_SIX_TOPS, MS_EDEN_TOPS, TE_FOUR_OVER_SIX
+from ottava.numerics.formats import E2M1
+from ottava.numerics.rounding import check_input_dtype, draw_seed
+from ottava.numerics.tensor import QuantizationSpec
 
 NAME = "native_block_scales"
 
@@ -53,7 +53,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     """Why this kernel does not take such a cast; None if it does.
 
     Example:
-        >>> from ottava.formats import E4M3
+        >>> from ottava.numerics.formats import E4M3
         >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
         'native_block_scales: chooses scales by a rule for FP4; got amax'
     """
@@ -77,8 +77,8 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     """As `reference.quantize`, bit for bit, from the same seed of torch's generator; call `supports_quantize` first.
 
     Example:
-        >>> from ottava.formats import E2M1
-        >>> from ottava.scaling import BLOCK_1X16
+        >>> from ottava.numerics.formats import E2M1
+        >>> from ottava.numerics.scaling import BLOCK_1X16
         >>> x, spec = torch.randn(4, 40), QuantizationSpec(E2M1, BLOCK_1X16, "e4m3", block_scale="four_over_six")
         >>> supports_quantize(x, spec) is not None or all(map(torch.equal, quantize(x, spec),
         ...                                                   reference.quantize(x, spec)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ottava.kernels.gate import refusal
 from ottava.kernels.native import quantize as native_quantize
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.numerics.tensor import QuantizedTensor
 
 NAME = "native_decoded"
 NATIVE = False

@@ -23,14 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.formats import Format
 from ottava.kernels import cpu_choice
 from ottava.kernels.cpu_choice import Ranking
 from ottava.kernels.gate import address, pointer, refusal
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native.build import Built
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.rounding import code_values
+from ottava.numerics.formats import Format
+from ottava.numerics.rounding import code_values
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 NAME = "native_gemm"
 NATIVE = False

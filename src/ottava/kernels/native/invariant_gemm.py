@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels.native import gemm as native_gemm
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.numerics.tensor import QuantizedTensor
 
 NAME = "native_gemm batch_invariant"
 NATIVE = native_gemm.NATIVE

@@ -1,4 +1,4 @@
-"""Sums about casts in C++ (src/measure.cpp), for `debug.measure`: one walk, with the requested histograms, and with the
+"""Sums about casts in C++ (src/measure.cpp), for `measure.walk`: one walk, with the requested histograms, and with the
 casts themselves if the caller has none.
 
 The caller gives the library the name and place of each sum, and the library names the sums that it computes. This file
@@ -18,14 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.errors import refuse_other_sums
-from ottava.formats import Format
+from ottava.base.errors import refuse_other_sums
 from ottava.kernels.gate import pointer, refusal
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.build import Built, load
 from ottava.kernels.native.sample import not_a_matrix, steps
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import PER_TENSOR
+from ottava.numerics.formats import Format
+from ottava.numerics.scaling import PER_TENSOR
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 NAME = "native_measure"
 
@@ -96,7 +96,7 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
     Example:
         >>> import ottava
         >>> x = torch.ones(2, 2)
-        >>> supports_measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.formats.BF16)))
+        >>> supports_measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.numerics.formats.BF16)))
         'native_measure: takes signed formats of at most 8 bits; got BF16'
     """
     spec = cast if isinstance(cast, QuantizationSpec) else cast.spec
@@ -116,7 +116,7 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
 
 
 class Layout(NamedTuple):
-    """The requested sums and their places: the table of `debug.tally`."""
+    """The requested sums and their places: the table of `measure.tally`."""
 
     sums: tuple[tuple[str, int], ...]
     """Name and bins (0 for a number) of each sum, in the order of a vector of sums."""
@@ -143,7 +143,7 @@ def _places(layout: Layout, dtype: torch.dtype) -> ctypes.Array[ctypes.c_int64]:
     refuse_other_sums(NAME, dict(layout.sums), sums)
     refuse_other_sums(NAME, dict(layout.extremes), extremes)
     if list(extremes) != list(dict(layout.extremes)):
-        raise ValueError(f"{NAME}: extremes are {', '.join(extremes)}; debug/tally.py needs them in its own order")
+        raise ValueError(f"{NAME}: extremes are {', '.join(extremes)}; measure/tally.py needs them in its own order")
     begins = dict(zip(dict(layout.sums), layout.places, strict=False))
     return (_SIZES * len(sums))(*(begins[name] for name in sums))
 

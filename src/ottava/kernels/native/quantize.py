@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.formats import E4M3, Format
 from ottava.kernels import reference
 from ottava.kernels.gate import address, pointer, refusal
 from ottava.kernels.native.build import Built, load
 from ottava.kernels.reference import Cast
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.rounding import check_input_dtype
-from ottava.scaling import Granularity, column_major
+from ottava.numerics.formats import E4M3, Format
+from ottava.numerics.rounding import check_input_dtype
+from ottava.numerics.scaling import Granularity, column_major
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 NAME = "native_quantize"
 
@@ -193,7 +193,7 @@ def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -
 
     Example:
         >>> from ottava.kernels import reference
-        >>> from ottava.scaling import BLOCK_1X128
+        >>> from ottava.numerics.scaling import BLOCK_1X128
         >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3, BLOCK_1X128)
         >>> supports_quantize_both(x, spec, spec) is not None or all(map(torch.equal,
         ...     quantize_both(x, spec, spec)[1][1:], reference.quantize(x.t(), spec)[1:]))
@@ -263,7 +263,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
         TypeError: the codes are not in fmt.storage_dtype, or another dtype is asked for.
 
     Example:
-        >>> from ottava.formats import E2M1
+        >>> from ottava.numerics.formats import E2M1
         >>> codes = torch.tensor([1, 15, 7], dtype=torch.uint8)
         >>> supports_decode(codes, E2M1) is not None or decode(codes, E2M1).tolist() == [0.5, -6.0, 6.0]
         True
@@ -323,7 +323,7 @@ def nan_code(fmt: Format) -> int:
     """The code that C++ writes for NaN, of either sign; -1 for a format without one.
 
     Example:
-        >>> from ottava.formats import E2M1, E4M3FNUZ
+        >>> from ottava.numerics.formats import E2M1, E4M3FNUZ
         >>> nan_code(E4M3), nan_code(E4M3FNUZ), nan_code(E2M1)
         (127, 128, -1)
     """

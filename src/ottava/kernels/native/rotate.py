@@ -12,7 +12,7 @@ from torch import Tensor
 from ottava.kernels.gate import address, refusal
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.build import Built, load
-from ottava.transforms import Hadamard, Transform
+from ottava.numerics.transforms import Hadamard, Transform
 
 NAME = "native_rotate"
 

@@ -1,5 +1,5 @@
-"""The facts of one reading of a tensor, and copies of some of its rows, in C++ (src/sample.cpp), for `debug.measure`
-and `debug.sample`.
+"""The facts of one reading of a tensor, and copies of some of its rows, in C++ (src/sample.cpp), for `measure.walk`
+and `measure.sample`.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.build import Built, load
 from ottava.kernels.native.quantize import RunCast
 from ottava.kernels.reference import Cast
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.rounding import check_input_dtype, draw_seed
-from ottava.scaling import amax
+from ottava.numerics.rounding import check_input_dtype, draw_seed
+from ottava.numerics.scaling import amax
+from ottava.numerics.tensor import QuantizationSpec
 
 NAME = "native_stochastic"
 
@@ -41,7 +41,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     """Why this kernel does not take such a cast; None if it does.
 
     Example:
-        >>> from ottava.formats import E4M3
+        >>> from ottava.numerics.formats import E4M3
         >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
         'native_stochastic: rounds stochastically; got nearest_even'
     """
@@ -63,7 +63,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     """As `reference.quantize`, bit for bit, from the same seed of torch's generator; call `supports_quantize` first.
 
     Example:
-        >>> from ottava.formats import E4M3
+        >>> from ottava.numerics.formats import E4M3
         >>> x, spec = torch.rand(4, 40), QuantizationSpec(E4M3, rounding="stochastic")
         >>> def cast(kernel):
         ...     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ottava.kernels.custom_operator import custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address, pointer
 from ottava.kernels.native import build as native_build
-from ottava.scaling import column_major
+from ottava.numerics.scaling import column_major
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SEGMENT = 1 << 18  # bytes of one hash

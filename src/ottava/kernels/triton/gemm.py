@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ottava.formats import E4M3, E5M2
 from ottava.kernels import gemm_choice
 from ottava.kernels.gate import aligned, launched
 from ottava.kernels.triton.quantize import has_triton
-from ottava.quantized_tensor import QuantizedTensor, RunGemm
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.tensor import QuantizedTensor, RunGemm
 
 NAME = "triton_gemm"
 NATIVE = True

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from ottava.kernels.gate import launched, refusal
 from ottava.kernels.reference import Cast
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.rounding import check_input_dtype
-from ottava.scaling import PER_TENSOR, Granularity, column_major
+from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from ottava.numerics.rounding import check_input_dtype
+from ottava.numerics.scaling import PER_TENSOR, Granularity, column_major
+from ottava.numerics.tensor import QuantizationSpec
 
 Casts = tuple[Cast | None, Cast | None]
 """Of x and of x.T."""

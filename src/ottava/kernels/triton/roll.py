@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ottava.kernels.gate import launched
 from ottava.kernels.triton.quantize import refuse_device
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.numerics.tensor import QuantizationSpec
 
 NAME = "triton"
 
@@ -28,7 +28,7 @@ def supports_roll(spec: QuantizationSpec, history: Tensor, lanes: Tensor) -> str
     """Why this kernel does not roll these windows; None if it does.
 
     Example:
-        >>> from ottava.formats import E4M3
+        >>> from ottava.numerics.formats import E4M3
         >>> supports_roll(QuantizationSpec(E4M3, scaling="delayed"), torch.zeros(3, 16), torch.zeros(4, 3))
         'triton: runs on cuda; got cpu'
     """

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.errors import refuse_other_sums
-from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from ottava.base.errors import refuse_other_sums
 from ottava.kernels.gate import launched, refusal
 from ottava.kernels.triton.quantize import refuse_device
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 NAME = "triton"
 
@@ -32,7 +32,7 @@ _NUMBERS = (
     *("n", "n_nonfinite", "n_nonzero", "n_underflow", "n_subnormal", "n_overflow"),
     *("sx", "sabs", "sxx", "sx4", "see", "sxe", "srel", "amax", "max_error", "amin", "n_total", "n_casts"),
 )
-"""The sums of `statistics_kernel`, in its order, by names of debug/tally.py; then, optionally, `exponents`."""
+"""The sums of `statistics_kernel`, in its order, by names of measure/tally.py; then, optionally, `exponents`."""
 
 _FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
 _TILE = MappingProxyType({"TR": 16, "TC": 128, "num_warps": 8, "enable_fp_fusion": False})  # x - q rounds q, as it is

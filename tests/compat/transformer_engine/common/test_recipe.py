@@ -19,9 +19,8 @@ from ottava.compat.transformer_engine.common.recipe import (
     QParams,
     Recipe,
 )
-from ottava.gemm_recipe import HIGH_PRECISION
-from ottava.recipe import GEMMS, RECIPES, get_recipe
-from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, Granularity
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, Granularity
+from ottava.recipe import GEMMS, HIGH_PRECISION, RECIPES, get_recipe
 
 
 def cells(recipe: Recipe | ottava.Recipe) -> tuple[object, ...]:

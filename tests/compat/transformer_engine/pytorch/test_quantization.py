@@ -11,7 +11,7 @@ import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from ottava.compat.transformer_engine.pytorch.fp8 import FP8GlobalStateManager, get_default_fp8_recipe
 from ottava.compat.transformer_engine.pytorch.optimizers import FusedAdam
-from ottava.quantized_weight import is_quantized_weight
+from ottava.weights.parameter import is_quantized_weight
 
 
 def run(layer: nn.Module, x: Tensor) -> str:

@@ -14,15 +14,13 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
-from ottava import formats
-from ottava.attention_recipe import AttentionRecipe
-from ottava.block_scales import TE_FOUR_OVER_SIX
-from ottava.errors import RefusesUnknownFields, unknown_name
-from ottava.gemm_recipe import HIGH_PRECISION, GemmRecipe
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import GEMMS, TENSOR_OF, get_recipe
+from ottava.base.errors import RefusesUnknownFields, unknown_name
+from ottava.numerics import formats
+from ottava.numerics.block_scales import TE_FOUR_OVER_SIX
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, Granularity, ScaleFormat
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.recipe import GEMMS, HIGH_PRECISION, TENSOR_OF, AttentionRecipe, GemmRecipe, get_recipe
 from ottava.recipe import Recipe as OttavaRecipe
-from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, Granularity, ScaleFormat
 
 
 class Maxima(NamedTuple):
@@ -203,7 +201,7 @@ class DelayedScaling(Recipe):
 class Float8CurrentScaling(Recipe):
     """ottava's "tensorwise": one scale a tensor, from its own amax.
 
-    fp8_dpa: attention runs under an `ottava.attention_recipe.AttentionRecipe`, emulated on every device. QKV, dO, S and
+    fp8_dpa: attention runs under an `ottava.recipe.AttentionRecipe`, emulated on every device. QKV, dO, S and
     dP are cast; O and dQKV stay in high precision, as in TransformerEngine. ottava scales S and dP by their own amax,
     TransformerEngine by that of the step before.
     """

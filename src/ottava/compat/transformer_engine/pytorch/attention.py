@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ottava import nn as ours
+from ottava.base.errors import unknown_name
 from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
 from ottava.compat.transformer_engine.pytorch.module import Init, device_for, in_amp, norm_name, start
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.rope import RotaryPositionEmbedding, rotary_table
 from ottava.compat.transformer_engine.pytorch.state import Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, shards_for
-from ottava.errors import unknown_name
+from ottava.engine.layer import quantized_layers
 from ottava.nn.attention import Sink
-from ottava.quantized_layer import quantized_layers
 
 Window = tuple[int | None, int | None] | None
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import torch
 from torch.distributed import ProcessGroup
 
-from ottava.ambient import AMBIENT, Autocast
-from ottava.ambient import autocast as our_autocast
+from ottava.base.errors import need
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling, Recipe
-from ottava.errors import need
+from ottava.engine.autocast import AMBIENT, Autocast
+from ottava.engine.autocast import autocast as our_autocast
 from ottava.nn.initialize import model_init
 
 _HIGH_PRECISION = "bf16"

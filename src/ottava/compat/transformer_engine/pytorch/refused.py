@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ottava.errors import unknown_name
+from ottava.base.errors import unknown_name
 
 _TENSORS = "ottava.quantize(x, spec) gives codes and scale_inv as plain tensors"
 _CASTS = "a cell of a recipe, an ottava.QuantizationSpec, sets the cast of a tensor"

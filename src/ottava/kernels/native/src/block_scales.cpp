@@ -1,4 +1,4 @@
-// NVFP4's casts by rules for block scales, to nearest, bit for bit those of block_scales.py and `reference`:
+// NVFP4's casts by rules for block scales, to nearest, bit for bit those of numerics/block_scales.py and `reference`:
 //
 //   FOUR_OVER_SIX  a block's amax goes to 6 or to 4, whichever gives the smaller squared error
 //   TE_MAE, TE_MSE the same by TransformerEngine's sums of errors in fp32

@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr double DEAD = 0x1p-80;  // of the energy of the largest channel, as in debug/measure.py
+constexpr double DEAD = 0x1p-80;  // of the energy of the largest channel, as in measure/walk.py
 constexpr int64_t CHANNELS = 64;  // of a thread at a time
 
 // Returns false if there is no memory.

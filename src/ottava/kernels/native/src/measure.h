@@ -1,5 +1,5 @@
 // The walk of measure.cpp over bands of 128 rows. It computes in registers, element by element, the sums that
-// debug/measure.py computes with tensors. This file has the histograms, numbers.h the sums of a row.
+// measure/walk.py computes with tensors. This file has the histograms, numbers.h the sums of a row.
 //
 // Counts and histograms are exact. Each band has its own sums, which are added in the order of the bands, so the number
 // of threads changes no bit.

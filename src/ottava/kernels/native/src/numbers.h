@@ -37,7 +37,7 @@ extern "C" struct Job {  // native.measure._Job
 namespace {
 
 enum Detail { NUMBERS, EXPONENTS, BLOCKS };  // native.measure.DETAILS: each includes those before it
-// The sums, by their names in debug/tally.py, and the bins of histograms. The library exports this list.
+// The sums, by their names in measure/tally.py, and the bins of histograms. The library exports this list.
 #define OTTAVA_SUMS(X) \
   X(n, 0) X(n_nonzero, 0) X(n_underflow, 0) X(n_subnormal, 0) X(n_overflow, 0) X(n_rows, 0) \
   X(sx, 0) X(sabs, 0) X(sxx, 0) X(sx4, 0) X(see, 0) X(sxe, 0) X(srel, 0) \
@@ -46,7 +46,7 @@ enum Detail { NUMBERS, EXPONENTS, BLOCKS };  // native.measure.DETAILS: each inc
   X(below_1x32, 164) X(energy_below_1x32, 164) X(below_128x128, 164) X(energy_below_128x128, 164) \
   X(n_scales, 0) X(scale_log2, 0) X(scale_log2_squared, 0) \
   X(n_total, 0) X(n_casts, 0) X(n_nonfinite, 0) X(n_predicted, 0) X(scale_error, 0)
-// The extremes, merged by the largest, with minima negated, in the order of debug/tally.py.
+// The extremes, merged by the largest, with minima negated, in the order of measure/tally.py.
 #define OTTAVA_EXTREMES(X) \
   X(amax, 0) X(amin, 0) X(max_error, 0) X(scale_max, 0) X(scale_min, 0) X(scale_error_max, 0) X(scale_error_min, 0) \
   X(top_channel, 0)

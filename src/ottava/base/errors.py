@@ -1,0 +1,101 @@
+"""How ottava refuses: every message gives the wrong value, the needed one and the next step.
+
+All rooms share these functions. `unknown_name` writes the sentence for an unknown name, with the nearest known one.
+`need` refuses an argument of another type, and `need_type` a setting. `RefusesUnknownFields` gives a frozen dataclass a
+constructor that refuses typos; TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and keeps 1024.
+`refuse_other_sums` stops a kernel that does not sum the requested fields.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, Self
+
+
+def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
+    """The sentence for an unknown name: the name, the nearest known one, and all known ones.
+
+    Example:
+        >>> unknown_name("recipe", "rowise", ("bf16", "rowwise"))
+        "unknown recipe 'rowise'; did you mean 'rowwise'? known: bf16, rowwise"
+    """
+    by_folded = {name.casefold(): name for name in known}  # Rowwise is nearer to rowwise than to any other name
+    word = str(got).casefold()
+
+    def closeness(name: str) -> tuple[float, bool]:
+        # the first letter decides between equally near names: mes is mse rather than rms
+        return difflib.SequenceMatcher(None, name, word).ratio(), name[:1] == word[:1]
+
+    nearest = max(by_folded, key=closeness, default="")
+    hint = f"; did you mean {by_folded[nearest]!r}?" if nearest and closeness(nearest)[0] >= 0.5 else ";"
+    return f"unknown {kind} {got!r}{hint} known: {', '.join(by_folded.values())}"
+
+
+def need(caller: str, got: object, kind: type, needed: str = "a torch.nn.Module: the model itself") -> None:
+    """Refuses an argument of another type.
+
+    Raises:
+        TypeError: the message names the caller, the argument's type, and the needed one.
+
+    Example:
+        >>> need("convert", None, list, "a list of layers")
+        Traceback (most recent call last):
+        TypeError: convert: got None; needs a list of layers
+    """
+    if isinstance(got, kind):
+        return
+    what = f"the class {got.__name__}, no object of it" if isinstance(got, type) else f"a {type(got).__name__}"
+    raise TypeError(f"{caller}: got {'None' if got is None else what}; needs {needed}")
+
+
+_WORDS = MappingProxyType(
+    {Mapping: "a mapping", Sequence: "a list", str: "a text", int: "a whole number", bool: "true or false"}
+)
+
+
+def need_type(what: str, got: object, kind: type) -> None:
+    """Raises TypeError if `got` has another type. A bool is no whole number here, and a text is no list.
+
+    Example:
+        >>> need_type("margin", True, int)
+        Traceback (most recent call last):
+        TypeError: margin is True; needs a whole number
+    """
+    mistaken = (bool, int) if kind is int else (str, Sequence)
+    if not isinstance(got, kind) or (kind is mistaken[1] and isinstance(got, mistaken[0])):
+        raise TypeError(f"{what} is {got!r}; needs {_WORDS.get(kind, kind.__name__)}")
+
+
+def refuse_other_sums(kernel: str, asked: Mapping[str, int], summed: Mapping[str, int]) -> None:
+    """Raises ValueError unless a kernel sums exactly the requested fields. Field -> bins, 0 for a number.
+
+    Example:
+        >>> refuse_other_sums("measure", {"sx": 0, "sx3": 0}, {"sx": 0})
+        Traceback (most recent call last):
+        ValueError: measure: the field 'sx3' is a number in measure/tally.py, but missing in the kernel; make them agree
+    """
+    for name in {**asked, **summed}:
+        there, here = (
+            {None: "missing", 0: "a number"}.get(bins, f"of {bins} bins")
+            for bins in (asked.get(name), summed.get(name))
+        )
+        if there != here:
+            raise ValueError(
+                f"{kernel}: the field {name!r} is {there} in measure/tally.py, "
+                f"but {here} in the kernel; make them agree"
+            )
+
+
+class RefusesUnknownFields:
+    """Mixin for dataclasses: an unknown keyword raises TypeError that names the nearest field."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # __new__ sees the keywords before the dataclass's __init__, whose message names no field
+        known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]  # every user is a dataclass
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(f"{cls.__name__}: {unknown_name('field', name, known)}")
+        return super().__new__(cls)

@@ -1,1 +1,0 @@
-"""The folder of a watched run: its files (`schema`), `writer` and `reader`."""

@@ -1,0 +1,241 @@
+"""Reads a loss curve: when it first left a band, from when it stays outside, its spikes, and its gap to another curve.
+
+All limits are relative to the curve's noise, the distances of losses to their running median, so units and batch sizes
+do not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ottava.diagnose.conditions import Values
+from ottava.measure.limits import GAUSSIAN, LEAST, WINDOW, robust_z
+
+_SPIKE = 6.0  # standard deviations
+_BEFORE = 5  # losses before a jump
+_RISE = 0.02  # of the lowest loss: a smaller rise is no divergence
+_RISE_NOISE = 4.0
+_ONSET = 1 / 3
+_AROUND = 2  # losses on either side that make the band of a good run
+_GAP = 0.01  # of the loss
+
+
+def robust_distance(values: Values) -> Values:
+    """`robust_z` of each value over the 64 values before it; NaN for the first 16.
+
+    Example:
+        >>> curve = np.array([2.0 + 0.01 * (i % 3) for i in range(40)] + [3.0])
+        >>> bool(robust_distance(curve)[-1] > 50), int(np.isnan(robust_distance(curve)).sum())
+        (True, 16)
+    """
+    values = np.asarray(values, dtype=np.float64)
+    distances = np.full(len(values), np.nan)
+    for i in range(LEAST, len(values)):
+        window = values[max(0, i - WINDOW) : i]
+        window = window[np.isfinite(window)]
+        if len(window) >= LEAST:
+            distances[i] = robust_z(values[i], window)
+    return distances
+
+
+class LossCurve:
+    """A loss over steps.
+
+    Args:
+        steps: ascending.
+        loss: same length; NaN if unknown.
+
+    Example:
+        >>> steps = np.arange(200)
+        >>> LossCurve(steps, 5.0 - 0.01 * steps).diverged, LossCurve(steps, 3.0 + abs(steps - 100) / 50).diverged_at
+        ('no', 107.0)
+    """
+
+    def __init__(self, steps: Values, loss: Values) -> None:
+        self.steps = np.asarray(steps, dtype=np.float64)
+        self.loss = np.asarray(loss, dtype=np.float64)
+
+    @cached_property
+    def broken(self) -> Values:
+        """Where the loss is infinite, or NaN although it was due: a run that logs every tenth loss lacks the others."""
+        finite, at = np.isfinite(self.loss), np.arange(len(self.loss))
+        last = np.maximum.accumulate(np.where(finite, at, -1)) if len(at) else at
+        gap = float(np.median(np.diff(at[finite]))) if finite.sum() > 1 else 1.0
+        return np.isinf(self.loss) | (np.isnan(self.loss) & (last >= 0) & (at - last >= gap))
+
+    @cached_property
+    def smooth(self) -> Values:
+        """The running median over a twentieth of the run, at least 5 steps; broken losses are infinite."""
+        width = max(5, len(self.loss) // 20) | 1
+        filled = np.where(self.broken, np.inf, self.loss)
+        return np.array([_median(filled[max(0, i - width // 2) : i + width // 2 + 1]) for i in range(len(filled))])
+
+    @cached_property
+    def noise(self) -> float:
+        """Standard deviation of losses around the running median."""
+        distance = self.loss - self.smooth
+        distance = distance[np.isfinite(distance)]
+        return GAUSSIAN * float(np.median(np.abs(distance))) if len(distance) else 0.0
+
+    @cached_property
+    def _known(self) -> bool:
+        return bool(np.isfinite(self.loss).any())
+
+    @cached_property
+    def diverged_at(self) -> float:
+        """The step from which the loss stays above its lowest, or is not finite; inf if it did not diverge."""
+        if not self._known:
+            return math.inf
+        first = int(np.flatnonzero(np.isfinite(self.loss))[0])
+        broken = np.flatnonzero(~np.isfinite(self.loss[first:]))
+        # missing lines are NaN too, so the run must end without a finite loss
+        if len(broken) and not np.isfinite(self.loss[-min(3, len(self.loss)) :]).any():
+            last = int(np.flatnonzero(np.isfinite(self.loss))[-1])
+            return float(self.steps[min(last + 1, len(self.steps) - 1)])
+        if len(self.loss) < 20:
+            return math.inf
+        lowest = int(np.argmin(self.smooth))
+        low = abs(self.smooth[lowest])
+        # divergence adds noise: twice the lowest loss is divergence at any noise
+        limit = self.smooth[lowest] + max(min(_RISE_NOISE * self.noise, low), _RISE * low)
+        above = self.smooth > limit
+        if not above[-1]:
+            return math.inf
+        under = np.flatnonzero(~above)
+        start = int(under[-1]) + 1 if len(under) else 0
+        return float(self.steps[start]) if start > lowest else math.inf
+
+    @cached_property
+    def onset(self) -> float:
+        """The first step whose loss is not finite or far above all earlier ones; inf without one.
+
+        Far is a third of the lowest loss so far and five times the usual change from step to step until then.
+        """
+        low, changes, last = math.inf, list[float](), math.nan
+        for step, loss, broken in zip(self.steps, self.loss, self.broken, strict=True):
+            if not math.isfinite(loss):
+                if broken:
+                    return float(step)
+                continue
+            above = loss - low
+            if above > _ONSET * abs(low) and above > 5 * (float(np.median(changes)) if changes else 0.0):
+                return float(step)
+            changes += [abs(loss - last)] if math.isfinite(last) else []
+            low, last = min(low, loss), loss
+        return math.inf
+
+    def exits(self, *good: LossCurve) -> tuple[float, float]:
+        """The first step outside the band, and the step from which the loss stays outside; inf for what never happens.
+
+        Args:
+            good: curves of good runs, which make the band; none: the band is that of the curve's own noise.
+
+        A good run's band ends a hundredth, or four times the noise of the first, above the losses nearby. The loss
+        leaves it when two losses in a row are outside, or one at twice that distance: single batches of another seed
+        reach six times the noise. Smoothed losses stay outside.
+
+        Example:
+            >>> steps = np.arange(40)
+            >>> loss = np.where(steps == 9, 4.0, np.where(steps >= 20, 3.0, 2.0))
+            >>> LossCurve(steps, loss).exits(LossCurve(steps, np.full(40, 2.0)))
+            (9.0, 20.0)
+        """
+        good = tuple(curve for curve in good if curve._known)
+        if not good:
+            return min([self.onset, self.diverged_at, *(at for at, _ in self.spikes[:1])]), self.diverged_at
+        shared = np.flatnonzero(np.isin(self.steps, good[0].steps))
+        step = self.steps[shared]
+        highest, margin = _band(step, good, smooth=False)
+        above = self.loss[shared] > highest + margin
+        left = (above & np.append(above[1:], False)) | (self.loss[shared] > highest + 2 * margin) | self.broken[shared]
+        highest, margin = _band(step, good, smooth=True)
+        outside = (self.smooth[shared] > highest + margin) | self.broken[shared]
+        inside = np.flatnonzero(~outside)
+        start = int(inside[-1]) + 1 if len(inside) else 0
+        stays = float(step[start]) if start < len(step) else math.inf
+        # smoothing may see a lasting rise that no single loss shows
+        return min([stays, *(float(at) for at in step[left][:1])]), stays
+
+    @property
+    def diverged(self) -> str:
+        """ "yes" or "no"."""
+        return "yes" if math.isfinite(self.diverged_at) else "no"
+
+    @cached_property
+    def spikes(self) -> list[tuple[float, float]]:
+        """(first step, number of steps until the loss was back) of each spike."""
+        spikes: list[tuple[float, float]] = []
+        at = 0
+        while at < len(self.loss):
+            before = _median(self.loss[max(0, at - _BEFORE) : at])
+            if not (self.jumps[at] > _SPIKE and self.loss[at] - before > _RISE * abs(before)):
+                at += 1
+                continue
+            limit = before + 3 * max(self.noise, 1e-3 * abs(before))
+            back = next((j for j in range(at + 1, len(self.loss)) if self.loss[j] <= limit), len(self.loss))
+            spikes.append((float(self.steps[at]), float(back - at)))
+            at = back + 1
+        return spikes
+
+    @cached_property
+    def jumps(self) -> Values:
+        """Each loss above the median of the 5 before it, in standard deviations of the noise; NaN at first."""
+        jumps = np.full(len(self.loss), np.nan)
+        for i in range(1, len(self.loss)):
+            before = _median(self.loss[max(0, i - _BEFORE) : i])
+            jumps[i] = (self.loss[i] - before) / max(self.noise, 1e-3 * abs(before), 1e-12)
+        return jumps
+
+    @property
+    def spike_rate(self) -> float:
+        """Spikes per 1000 steps."""
+        return 1000.0 * len(self.spikes) / max(len(self.loss), 1)
+
+    @property
+    def recovery(self) -> float:
+        """Median number of steps until a spike is over; 0 without spikes."""
+        return float(np.median([length for _, length in self.spikes])) if self.spikes else 0.0
+
+    def gap(self, other: LossCurve) -> tuple[float, float, float]:
+        """The gap of this curve above another one at the same steps.
+
+        Returns:
+            The gap in the last quarter, in percent of the other loss; its change from the quarter before; and its
+            standard error. NaN without common steps.
+        """
+        common, mine, theirs = np.intersect1d(self.steps, other.steps, return_indices=True)
+        if len(common) < 8:
+            return math.nan, math.nan, math.nan
+        a, b = self.loss[mine], other.loss[theirs]
+        with np.errstate(all="ignore"):  # a loss of 0 has no percent
+            percent = 100 * (a - b) / np.abs(b)
+        quarter = max(len(common) // 4, 2)
+        last, earlier = percent[-quarter:], percent[-2 * quarter : -quarter]
+        last, earlier = last[np.isfinite(last)], earlier[np.isfinite(earlier)]
+        if not len(last) or not len(earlier):
+            return math.nan, math.nan, math.nan
+        late = float(np.median(last))
+        spread = GAUSSIAN * float(np.median(np.abs(last - late)))
+        return late, late - float(np.median(earlier)), spread / math.sqrt(len(last))
+
+
+def _band(steps: Values, good: tuple[LossCurve, ...], *, smooth: bool) -> tuple[Values, Values]:
+    """The highest good loss near each step, infinite if there is none, and how far above it the band ends."""
+    highest = np.full(len(steps), -math.inf)
+    for curve in good:
+        values = curve.smooth if smooth else curve.loss
+        padded = np.pad(np.where(np.isfinite(values), values, -math.inf), _AROUND, constant_values=-math.inf)
+        near = np.lib.stride_tricks.sliding_window_view(padded, 2 * _AROUND + 1).max(1)
+        highest = np.maximum(highest, near[np.abs(curve.steps[:, None] - steps).argmin(0)])
+    known = np.isfinite(highest)
+    margin = np.maximum(_GAP * np.abs(np.where(known, highest, 0.0)), 4 * good[0].noise)
+    return np.where(known, highest, math.inf), margin
+
+
+def _median(values: Any) -> float:
+    numbers = values[~np.isnan(values)]
+    return float(np.median(numbers)) if len(numbers) else math.nan

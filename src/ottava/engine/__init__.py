@@ -1,0 +1,1 @@
+"""What runs a recipe: autocast, quantizers, the formulas of forward and backward, predicted scales."""

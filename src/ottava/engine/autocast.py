@@ -1,0 +1,374 @@
+"""The recipe of the moment: the one ContextVar of ottava.
+
+A recipe is run-time state, not a module type. Each ottava Linear carries the recipe of its conversion. `autocast`
+overrules it for a while, in this thread or task only; autocasts may be nested. The forward of a layer reads the recipe
+once and hands it to its backward.
+
+torch.compile cannot trace a ContextVar, and a constant in its place would silently go stale. So `autocast` also writes
+its settings into `_COMPILED_VIEW`, a plain object on which Dynamo guards: entering or leaving an autocast recompiles.
+The price: compiled code sees the autocast that any thread entered or left last (docs/design.md, decision 9).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ottava.base.errors import unknown_name
+from ottava.engine.batch_invariance import made_invariant
+from ottava.kernels.custom_operator import constant_in_graph
+from ottava.numerics.accumulator import Accumulator, get_accumulator
+from ottava.recipe import GEMMS, Recipe, get_recipe
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Update = Literal["step", "autocast"]
+Part = Literal["all", "forward", "backward"]
+"""The doors of a boundary: all, input and weight ("forward"), or grad_output ("backward")."""
+
+
+class Rolls(Protocol):
+    """The part of `state.ScalingState` that an autocast uses."""
+
+    def update(self, part: Part = "all") -> None:
+        """Makes a boundary of all doors, or of the doors of the forward or the backward."""
+
+    def stage(self, notes: list[Any]) -> None:
+        """Stages what casts have seen."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a door has a predicted scale, so that a calibration has an effect."""
+
+
+class Session:
+    """The states that ran inside an autocast that makes boundaries: calibration, and TransformerEngine's timing.
+
+    A boundary covers whole models, so a rank on which a layer was idle agrees with one on which it ran.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, Rolls] = {}
+        self._claimed = False
+        self._notes: list[Any] = []
+
+    def touch(self, state: Rolls) -> None:
+        """Notes that a layer of this state ran."""
+        self._states[id(state)] = state
+
+    def note(self, notes: list[Any]) -> None:
+        """Keeps what casts have seen until the boundary; an exception that ends the autocast drops it."""
+        self._notes += notes
+
+    def claim_backward(self) -> bool:
+        """True for the first caller, because the backward of the first layer ends last."""
+        first, self._claimed = not self._claimed, True
+        return first
+
+    def close(self, part: Part) -> None:
+        """Makes the boundary."""
+        notes, self._notes = self._notes, []
+        for state in self._states.values():
+            state.stage(notes)  # the doors of all states, once
+            notes = []
+            state.update(part)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a model that ran here has predicted scales."""
+        return any(state.predicts for state in self._states.values())
+
+
+class Ear:
+    """Notes whether a layer has read an autocast."""
+
+    __slots__ = ("heard",)
+
+    def __init__(self) -> None:
+        self.heard = False
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """The settings of the innermost `autocast`."""
+
+    recipe: Recipe | None = None
+    """For every layer, under the accumulator below; None: each layer keeps its recipe."""
+    enabled: bool = True
+    """False: torch's linear everywhere."""
+    calibrating: bool = False
+    """High precision, but every door stages the amax of its tensor."""
+    accumulator: Accumulator | None = None
+    """The profile that an autocast has named, this one or one around it."""
+    group: ProcessGroup | None = None
+    """The ranks that share amaxes."""
+    session: Session | None = None
+    """Set if this autocast, or an autocast around it, makes boundaries."""
+    batch_invariant: bool = False
+    """Whether the bits of a row may not depend on the other rows."""
+    ear: Ear = field(default_factory=Ear, repr=False, compare=False)
+    """Notes that a layer has read these settings."""
+
+    def recipe_for(self, layer: str, own: Recipe) -> Recipe:
+        """The resolved recipe that the layer of that full name runs; `own` is the layer's resolved recipe."""
+        return self.asked_of(layer, own) if self.enabled else TORCHS_OWN
+
+    def asked_of(self, layer: str, own: Recipe) -> Recipe:
+        """The same, but of a disabled autocast too: a calibration prepares for it."""
+        if self.batch_invariant and not torch.compiler.is_compiling():
+            return made_invariant(replace(self, batch_invariant=False).asked_of(layer, own))
+        if self.recipe is None:
+            # compiled code takes no recipe that is made while it is traced: its layers run uncompiled then
+            plain = self.accumulator is None or torch.compiler.is_compiling()
+            return own if plain else _under(own, self.accumulator)
+        if not self.recipe.overrides:
+            return self.recipe
+        if torch.compiler.is_compiling():
+            return getattr(_COMPILED_VIEW, _view_name(id(self.recipe), layer))  # type: ignore[no-any-return]
+        return self.recipe.for_layer(layer)
+
+
+@constant_in_graph  # Dynamo traces no fnmatch; both arguments are guarded on
+def _view_name(ambient_recipe: int, layer: str) -> str:
+    """Makes the resolved recipe an attribute of `_COMPILED_VIEW`, because Dynamo reads objects only from attributes.
+
+    The argument is the id of the ambient recipe: torch 2.11's Dynamo passes no frozen dataclass, but guards on an id.
+    """
+    recipe = _COMPILED_VIEW.ambient.recipe
+    assert recipe is not None
+    assert id(recipe) == ambient_recipe
+    name = f"{hash(recipe)}:{layer.replace('.', '/')}"  # Dynamo takes no dot in an attribute's name
+    setattr(_COMPILED_VIEW, name, recipe.for_layer(layer))
+    return name
+
+
+TORCHS_OWN = replace(get_recipe("bf16"), name="autocast(enabled=False)")
+"""Layers under autocast(enabled=False) run torch's own linear, with all its derivatives, and no GEMM of ottava."""
+_NO_AUTOCAST = Ambient()
+AMBIENT: contextvars.ContextVar[Ambient] = contextvars.ContextVar("ottava_autocast", default=_NO_AUTOCAST)
+
+
+class _CompiledView:
+    """torch.compile's guards read the ambient recipe here."""
+
+    def __init__(self) -> None:
+        self.ambient = _NO_AUTOCAST
+        self.traced = False
+        """Whether torch has compiled a layer. A compiled layer reads no autocast when it runs."""
+
+
+_COMPILED_VIEW = _CompiledView()
+
+
+def ambient() -> Ambient:
+    """The settings of the innermost `autocast` of this thread or task."""
+    if torch.compiler.is_compiling():
+        return _COMPILED_VIEW.ambient
+    innermost = AMBIENT.get()
+    innermost.ear.heard = True
+    return innermost
+
+
+def traced_ambient() -> Ambient:
+    """The same for a layer under compilation. Code calls it while tracing; the graph does not."""
+    _COMPILED_VIEW.traced = True
+    return _COMPILED_VIEW.ambient
+
+
+@functools.lru_cache(maxsize=256)
+def _interned(recipe: Recipe) -> Recipe:
+    """One object for all equal recipes: Dynamo guards on identity, so a new object in each step would recompile."""
+    return recipe
+
+
+@functools.lru_cache(maxsize=256)
+def _under(recipe: Recipe, accumulator: Accumulator) -> Recipe:
+    return recipe.under(accumulator)
+
+
+class Autocast(AbstractContextManager[None]):
+    """The result of `autocast`: a context, and a decorator of functions. Code may enter it again."""
+
+    def __init__(
+        self,
+        recipe: Recipe | None,
+        *,
+        enabled: bool,
+        calibrating: bool,
+        update: Update,
+        group: ProcessGroup | None,
+        accumulator: Accumulator | None = None,
+        batch_invariant: bool | None = None,
+    ) -> None:
+        self._settings = (recipe, enabled, calibrating, update, group, accumulator, batch_invariant)
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = _entering(*self._settings)
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, trace)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """The function; each call enters this autocast.
+
+        Raises:
+            TypeError: a generator or coroutine function: a call runs nothing of its body.
+        """
+        lazy = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_lazy(function) for is_lazy in lazy):
+            name = getattr(function, "__qualname__", repr(function))
+            raise TypeError(
+                f"@ottava.autocast: {name} is a generator or coroutine function: its body runs after the call has "
+                "returned, and so after the autocast has ended. Write `with ottava.autocast(...):` inside its body"
+            )
+
+        @functools.wraps(function)
+        def under(*args: P.args, **kwargs: P.kwargs) -> R:
+            with _entering(*self._settings):
+                return function(*args, **kwargs)
+
+        return under
+
+
+def autocast(
+    recipe: Recipe | str | None = None,
+    *,
+    enabled: bool = True,
+    calibrating: bool = False,
+    update: Update = "step",
+    group: ProcessGroup | None = None,
+    accumulator: Accumulator | str | None = None,
+    batch_invariant: bool | None = None,
+) -> Autocast:
+    """Runs ottava layers under another recipe, or in high precision, or calibrates them; a context or a decorator.
+
+    Autocasts nest: what is None in the inner one is as in the autocast around it.
+
+    Args:
+        recipe: a Recipe or its name, for every layer; None, and no autocast around it names one: each layer keeps the
+            recipe of its conversion.
+        enabled: False runs torch's own linear in every layer, for a BF16 evaluation of the unchanged model.
+        calibrating: layers run torch's own linear in high precision. Meanwhile the doors of predicted scales (delayed,
+            guarded) stage every amax of the forward and of a backward inside the context. If the context ends without
+            an exception, their histories take one step.
+        update: "step" changes predicted scales at optimizer steps. "autocast" is TransformerEngine's timing: forward
+            scales change when the outermost autocast ends, gradient scales when the backward ends.
+        group: the ranks that share amaxes; None: ottava finds them, see `ScalingState`.
+        accumulator: a profile or its name; every GEMM on codes is then emulated as that tensor core sums it, on any
+            device; see `Accumulator`. None: the recipe's own, else that of an autocast around it, else the device's.
+        batch_invariant: the bits of a row, in the forward and in the gradient of the input, depend on neither the batch
+            nor its padding nor the cuts of a sequence; recipes with one scale for all rows are refused
+            (docs/serving.md). False ends it inside of an autocast with True. On a CPU, in ottava's linears,
+            norms, activations and attention.
+    Raises:
+        ValueError: unknown recipe, update or accumulator; batch_invariant with enabled=False or calibrating=True. In a
+            forward: a recipe or a kernel that cannot be batch invariant.
+        TypeError: it decorates a generator or coroutine function, whose body runs after the autocast has ended.
+    Warns: if it ends without an exception and had no effect: no ottava layer ran in it, or it calibrated and no layer
+        that ran has predicted scales. enabled=False and recipes like bf16 do not warn, because unconverted layers run
+        in high precision anyway. A compiled layer does not read the autocast when it runs. So once torch has compiled
+        one in this process, only a calibration and update="autocast" can warn.
+    Edge cases: unconverted layers ignore it. A thread that is started inside it sees no autocast; it does with
+        `threading.Thread(target=contextvars.copy_context().run, args=(function,))`; tasks of asyncio see it.
+        A backward uses the recipe of its forward, even if torch.utils.checkpoint recomputes that forward after the
+        context has ended. In a torch.compile'd model calibrating, update="autocast", and an accumulator without a
+        recipe run the layers uncompiled; fullgraph=True refuses that.
+
+    Example:
+        >>> import ottava
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16()
+        >>> report = ottava.convert(model, "tensorwise")
+        >>> x = torch.randn(4, 64, dtype=torch.bfloat16)
+        >>> with ottava.autocast(ottava.RECIPES["tensorwise"].override("0", wgrad=None)):
+        ...     model(x).sum().backward()                  # one GEMM of one layer in BF16
+        >>> with torch.no_grad(), ottava.autocast(enabled=False):
+        ...     y = model(x)                               # BF16 evaluation
+    """
+    if update not in get_args(Update):
+        raise ValueError(f"autocast: {unknown_name('update', update, get_args(Update))}")
+    if batch_invariant and (calibrating or not enabled):
+        raise ValueError(
+            "autocast: batch_invariant=True holds for ottava's GEMMs; needs enabled=True, calibrating=False"
+        )
+    profile = None if accumulator is None else get_accumulator(accumulator)
+    return Autocast(
+        None if recipe is None else get_recipe(recipe),
+        enabled=enabled,
+        calibrating=calibrating,
+        update=update,
+        group=group,
+        accumulator=profile,
+        batch_invariant=batch_invariant,
+    )
+
+
+@contextmanager
+def _entering(
+    asked: Recipe | None,
+    enabled: bool,
+    calibrating: bool,
+    update: Update,
+    group: ProcessGroup | None,
+    accumulator: Accumulator | None = None,
+    batch_invariant: bool | None = None,
+) -> Iterator[None]:
+    """One entering of an `autocast`."""
+    outer = AMBIENT.get()
+    recipe = asked or outer.recipe
+    own = asked is not None and any(getattr(asked, gemm).accumulator is not None for gemm in GEMMS)
+    profile = accumulator or (None if own else outer.accumulator)
+    if recipe is not None:
+        recipe = _interned(recipe if profile is None else _under(recipe, profile))
+    session = Session() if calibrating or (update == "autocast" and outer.session is None) else None
+    on, around = enabled and not calibrating, session or outer.session
+    invariant = on and (outer.batch_invariant if batch_invariant is None else batch_invariant)
+    entered = Ambient(recipe, on, calibrating, profile, group or outer.group, around, invariant)
+    token = AMBIENT.set(entered)
+    _COMPILED_VIEW.ambient = entered
+    try:
+        yield
+        if session is not None and calibrating:
+            session.close("all")
+        elif session is not None and torch.is_grad_enabled():
+            session.close("forward")
+        if reason := _did_nothing(entered, session):
+            warnings.warn(reason, stacklevel=4)  # this, contextlib, Autocast, and the user's line
+    finally:
+        outer.ear.heard |= entered.ear.heard
+        AMBIENT.reset(token)
+        _COMPILED_VIEW.ambient = AMBIENT.get()  # not the one at the start: another thread may have left that one
+
+
+def _did_nothing(ended: Ambient, session: Session | None) -> str | None:
+    """Why an autocast had no effect; None if it had one."""
+    name = ended.recipe.name if ended.recipe is not None else None
+    if ended.ear.heard:
+        if not ended.calibrating or session is None or session.predicts:
+            return None
+        return (
+            "ottava.autocast(calibrating=True) filled no history: no layer that ran has predicted scales. Name a "
+            'recipe that has some: ottava.autocast("delayed", calibrating=True)'
+        )
+    wanted = ended.calibrating or (ended.enabled and (ended.recipe is None or ended.recipe.quantized))
+    if not wanted or (_COMPILED_VIEW.traced and ended.session is None):
+        return None
+    effect = "it filled no history" if ended.calibrating else "nothing ran in FP8 by it"
+    line = f'ottava.convert(model, "{name or ("delayed" if ended.calibrating else "tensorwise")}")'
+    return (
+        f"ottava.autocast: no ottava layer ran in it, so {effect}. Before it, convert the model that runs in it: {line}"
+    )

@@ -1,0 +1,178 @@
+"""Finds the ranks that share the amaxes of a model, compares their recipes, and lets a rank without batches take part.
+
+Ranks compare their recipes through the store of their process group, not by a collective: a rank with another recipe
+would not enter the collective. They compare when a wrapper takes the model, and at a boundary if specs have changed.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ottava.numerics.tensor import QuantizationSpec
+
+PATIENCE = 300.0
+"""Seconds for which a rank waits for the recipe of another: both come from one backward."""
+_WRAPS = ("module", "_fsdp_wrapped_module")
+"""The names under which DistributedDataParallel and FullyShardedDataParallel keep the wrapped model."""
+
+
+def when_wrapped(tell: Callable[[nn.Module, nn.Module], None]) -> None:
+    """Registers tell(wrapper, model), to be called whenever a DistributedDataParallel or a FullyShardedDataParallel
+    takes a model."""
+
+    def hook(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if name in _WRAPS and submodule is not None and vars(module).get("process_group") is not None:
+            tell(module, submodule)
+
+    register_module_module_registration_hook(hook)
+
+
+def refusal(wrapper: nn.Module) -> str:
+    """Why predicted scales do not work in a wrapper, with the line to write; "" if they do."""
+    if vars(wrapper).get("_inter_node_pg") is not None:
+        return (
+            "several groups hold this model (FullyShardedDataParallel, HYBRID_SHARD): name the ranks that share "
+            "amaxes: ottava.ScalingState(model, group=torch.distributed.group.WORLD)"
+        )
+    if vars(wrapper).get("_use_orig_params", True):
+        return ""
+    return (
+        "FullyShardedDataParallel has put the weights into flat parameters, so ottava cannot see which optimizer steps "
+        "them: write FullyShardedDataParallel(model, use_orig_params=True), or use "
+        "torch.distributed.fsdp.fully_shard(model)"
+    )
+
+
+def need_plain(wrapper: nn.Module, model: nn.Module) -> None:
+    """Refuses a model that tensor parallelism has split, whose weights DistributedDataParallel cannot send.
+
+    Raises:
+        TypeError: with the name of such a parameter, and what to call instead.
+    """
+    split = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), None)
+    if split is not None and isinstance(wrapper, DistributedDataParallel):
+        raise TypeError(
+            f"DistributedDataParallel: {split} is a DTensor, split over ranks; torch's DistributedDataParallel sends "
+            "plain tensors. Give the model a mesh of two dimensions and call "
+            "ottava.distributed.fully_shard(model, mesh=mesh['dp']) in its place"
+        )
+
+
+def mesh_group(model: nn.Module | None) -> dist.ProcessGroup | None:
+    """The group of the largest mesh over which parameters of a model are sharded; a part of it may hold others."""
+    meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")] if model else []
+    shardings: list[Any] = [vars(module).get("sharding") for module in model.modules()] if model else []
+    meshes += [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
+    if not meshes:
+        return None
+    mesh = max(meshes, key=lambda mesh: mesh.size())
+    group: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    return group
+
+
+def ddp_around(layers: Iterable[nn.Module]) -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward is running, if it contains one of these layers.
+
+    torch notes one for the process, not for each thread: another thread may run the wrapper of another model.
+    """
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    inside = {id(module) for module in wrapper.modules()} if wrapper is not None else set()
+    return wrapper if any(id(layer) in inside for layer in layers) else None
+
+
+def agree(
+    group: dist.ProcessGroup,
+    names: Sequence[str],
+    specs: Sequence[QuantizationSpec | None],
+    patience: float = PATIENCE,
+) -> None:
+    """Returns if all ranks of a group have the same specs. Rank 0 compares itself with all, the others with rank 0.
+
+    Args:
+        names: of the doors; a rank without doors reports that, and does not wait for others.
+        specs: the predicted spec of each door, or None.
+    Raises:
+        RuntimeError: ranks differ, and the message names the ranks and the first different door; or a rank is silent.
+    """
+    entry = dist.distributed_c10d._world.pg_map.get(group)  # None: other code than torch.distributed made the group
+    if entry is None or (size := dist.get_world_size(group)) < 2:
+        return
+    store, rank = entry[1], dist.get_rank(group)
+    table = list(dict.fromkeys("none" if s is None else json.dumps(s.to_dict(), sort_keys=True) for s in specs))
+    places = {text: i for i, text in enumerate(table)}
+    doors = [places["none" if s is None else json.dumps(s.to_dict(), sort_keys=True)] for s in specs]
+    mine = {"names": list(names), "table": table, "doors": doors}
+    turn = store.add(f"ottava/turn of {rank}", 1)  # the calls of all ranks have one order, as those of collectives
+    store.set(f"ottava/{turn}/{rank}", json.dumps(mine))
+    for other in () if not names else range(1, size) if rank == 0 else (0,):
+        key = f"ottava/{turn}/{other}"
+        try:
+            store.wait([key], timedelta(seconds=patience))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"delayed scaling: rank {other} did not say within {patience:g} s which scales it predicts; rank "
+                f"{rank} runs {_in_words(mine, 0)} in {names[0] if names else 'no layer'!r}. Give all ranks one recipe"
+            ) from error
+        theirs = json.loads(store.get(key))
+        if theirs != mine:
+            raise RuntimeError(_difference(rank, mine, other, theirs))
+
+
+def _difference(rank: int, mine: dict[str, Any], other: int, theirs: dict[str, Any]) -> str:
+    here, there = ({name: _in_words(table, i) for i, name in enumerate(table["names"])} for table in (mine, theirs))
+    for name in dict.fromkeys((*here, *there)):
+        ours, others = (specs.get(name, "no ottava layer") for specs in (here, there))
+        if ours != others:
+            return (
+                f"delayed scaling: ranks differ in {name!r}: rank {rank} runs {ours}, rank {other} runs {others}. "
+                "Their scales would differ: give all ranks the same recipe, in convert and in autocast"
+            )
+    return f"delayed scaling: ranks {rank} and {other} have their layers in different orders; build one model on all"
+
+
+def _in_words(table: dict[str, Any], place: int) -> str:
+    text = table["table"][table["doors"][place]] if table["doors"] else "none"
+    return "no predicted scale" if text == "none" else ", ".join(f"{k} {v}" for k, v in json.loads(text).items())
+
+
+def joining(wrapper: nn.Module | None) -> bool:
+    """Whether a model runs inside DistributedDataParallel.join, where a rank may have run out of batches."""
+    config = getattr(wrapper, "_join_config", None)
+    return config is not None and bool(config.enable)
+
+
+def take_part_in_join(wrapper: nn.Module, shadow: Callable[[nn.Module], None]) -> None:
+    """From the next `join` on, a rank without batches calls shadow(wrapper) after each reduction of gradients in which
+    it takes part."""
+    if isinstance(wrapper, DistributedDataParallel):
+        wrapper.join_hook = partial(_Join, wrapper, shadow)  # type: ignore[method-assign]
+
+
+class _Join(JoinHook):
+    """torch's hook, and then ours."""
+
+    def __init__(self, wrapper: DistributedDataParallel, shadow: Callable[[nn.Module], None], **settings: Any) -> None:
+        self._theirs = DistributedDataParallel.join_hook(wrapper, **settings)
+        self._wrapper, self._shadow = weakref.ref(wrapper), shadow
+
+    def main_hook(self) -> None:
+        """torch calls this for each iteration of the other ranks."""
+        self._theirs.main_hook()
+        wrapper = self._wrapper()
+        if wrapper is not None and wrapper.require_forward_param_sync:  # torch's hook sets it if it reduced gradients
+            self._shadow(wrapper)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """torch calls this after the last rank; it broadcasts parameters and buffers, so histories and scales."""
+        self._theirs.post_hook(is_last_joiner)

@@ -1,0 +1,87 @@
+"""The values at which a statistic of a cast is bad, by format; rules, floors, marks, triggers and colours use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ottava.numerics.formats import Format
+
+DECIBELS_A_BIT = 6.02
+"""One more mantissa bit halves the error: so many dB of SQNR."""
+PERCENT: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {"underflow_pct": (1.0, 10.0), "overflow_pct": (1e-3, 1e-1)}
+)
+"""Shares of elements: above the first a cast deserves a look, above the second it is broken."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A statistic of a cast and the value at which it becomes bad."""
+
+    metric: str
+    """Name of the statistic."""
+    unit: str
+    limit: Callable[[Format], float]
+    """The worst value that is still good."""
+    above: bool
+    """True: good values are at least the limit. False: at most."""
+
+    def fails(self, values: Any, fmt: Format) -> Any:
+        """Whether each value is bad; NaN, which means unknown, is not."""
+        return values < self.limit(fmt) if self.above else values > self.limit(fmt)
+
+
+def healthy_db(fmt: Format) -> float:
+    """SQNR of a bell-shaped tensor that fits the range of the format, so that only rounding costs accuracy.
+
+    Example:
+        >>> from ottava.numerics.formats import E4M3, E5M2
+        >>> round(healthy_db(E4M3), 2), round(healthy_db(E5M2), 2)
+        (31.56, 25.54)
+    """
+    return 13.5 + DECIBELS_A_BIT * fmt.mantissa_bits
+
+
+def warn_db(fmt: Format) -> float:
+    """SQNR below which a cast deserves a look, about 6 dB below a healthy one: 25 dB in E4M3, 20 dB in E5M2."""
+    return 10.0 + 5 * fmt.mantissa_bits
+
+
+def critical_db(fmt: Format) -> float:
+    """SQNR below which a cast is broken: 15 dB in E4M3, 12 dB in E5M2."""
+    return 6.0 + 3 * fmt.mantissa_bits
+
+
+def element_db(fmt: Format) -> float:
+    """`warn_db` for an SQNR in which all elements weigh the same: there, 1 % of flushed elements alone gives 20 dB."""
+    return warn_db(fmt) - 5
+
+
+NOISE_DB = 12.0
+"""SQNR below which a cast of any format is mostly noise: `critical_db` of E5M2."""
+
+
+GAUSSIAN = 1.4826  # standard deviation over median absolute deviation
+
+WINDOW, LEAST = 64, 16  # losses to compare a new one with, and the fewest that are enough
+
+
+def robust_z(value: float, earlier: Iterable[float]) -> float:
+    """The distance of `value` above the median of earlier values, in standard deviations.
+
+    The deviation comes from the median distance to the median, so one earlier spike does not hide the next.
+
+    Example:
+        >>> round(robust_z(5.0, [1.0, 2.0, 3.0]), 2)
+        2.02
+    """
+    window = np.asarray([*earlier])
+    median = float(np.median(window))
+    spread = GAUSSIAN * float(np.median(np.abs(window - median)))
+    # a spread below a thousandth of the loss is ignored: after a flat start any loss would be a spike
+    return float((value - median) / max(spread, 1e-3 * abs(median), 1e-12))

@@ -1,0 +1,140 @@
+"""Watches the doors of a model: measures every cast of the input, weight and grad_output of every layer.
+
+A forward hook on each Quantizer sees the very tensor and operands that the GEMMs get, so nothing is simulated and the
+training step has the same bits with and without. Outside the context there are no hooks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ottava.base.errors import need
+from ottava.base.text import columns, number
+from ottava.engine.quantizer import Doors
+from ottava.measure.layer_names import symbol
+from ottava.measure.statistics import STATISTICS
+from ottava.measure.tally import Detail, Tally
+from ottava.measure.walk import measure_packed
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.weights.parameter import is_quantized_weight
+
+Key = tuple[str, str, str, QuantizationSpec]
+"""(layer, tensor, direction, spec)."""
+Take = Callable[[Key, Tensor, QuantizedTensor], None]
+"""A function that gets one cast: its key, the tensor, and the operand made of it."""
+_SHOWN = ("row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax")
+"""Statistics that a printed observation shows; `table` has all of them."""
+
+
+class Observation:
+    """The tallies of all casts, merged over calls. It prints the table of `_SHOWN`, the worst cast first."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[Key, Tally] = {}
+
+    def __repr__(self) -> str:
+        casts = sorted(self.table(), key=lambda row: known_or_last(row["row_sqnr_p50_db"]))
+        rows = [("layer", "tensor", "cast", *_SHOWN)]
+        for row in casts:
+            numbers = (number(row[name], STATISTICS[name].unit) for name in _SHOWN)
+            cast = f"{row['format']}[{row['granularity']}]"
+            rows.append((row["layer"], symbol(row["tensor"], row["direction"]), cast, *numbers))
+        return "\n".join(columns(*rows)) if casts else "no casts: no ottava layer ran in FP8 in this context"
+
+    def add(self, key: Key, tally: Tally) -> None:
+        """Merges one cast."""
+        self.tallies[key] = self.tallies.get(key, Tally()) + tally
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per layer x tensor x direction: format, granularity and every statistic.
+
+        direction "row" is x as fprop (for grad_output: dgrad) contracts it; "col" is x.T if it has a cast of its own.
+        """
+        rows = []
+        for (layer, tensor, direction, spec), tally in self.tallies.items():
+            place = {"layer": layer, "tensor": tensor, "direction": direction}
+            cast = {"format": spec.format.name, "granularity": str(spec.granularity)}
+            rows.append({**place, **cast, **{s.name: s.finish(tally) for s in STATISTICS.values()}})
+        return rows
+
+
+@contextmanager
+def observe(model: nn.Module, *, detail: Detail = "blocks") -> Iterator[Observation]:
+    """Collects statistics of every cast in the ottava layers of a model while the context lasts.
+
+    Args:
+        detail: "anatomy" adds the parts of each error, see `measure.anatomy`; the others leave histograms out.
+
+    Edge cases: layers in high precision cast nothing and have no rows. Every cast waits for the GPU, so observe a few
+    steps only. Compiled models run eagerly in the context, because compiled code calls no hooks.
+
+    Example:
+        >>> import torch, ottava
+        >>> model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+        >>> report = ottava.convert(model, "tensorwise")
+        >>> with ottava.debug.observe(model) as seen:
+        ...     model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
+        >>> [(row["tensor"], row["format"], row["underflow_pct"]) for row in seen.table()]
+        [('input', 'E4M3', 0.0), ('weight', 'E4M3', 0.0), ('grad_output', 'E5M2', 0.0)]
+    """
+    seen = Observation()
+    handles = watch_doors(model, lambda key, x, x_q: seen.add(key, measure_packed(x, x_q, detail=detail).tally()))
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def watch_doors(model: nn.Module, take: Take) -> list[RemovableHandle]:
+    """Calls `take` with every cast at the doors of a model until the handles are removed."""
+    need("observe", model, nn.Module)
+    handles = []
+    for name, module in model.named_modules():
+        if not isinstance(module, Doors):
+            continue
+        layer = name.removesuffix("quantizers").removesuffix(".")
+        for tensor, door in module.named_children():
+            handles.append(door.register_forward_hook(partial(_report, take, layer, tensor)))
+    return handles
+
+
+def _report(take: Take, layer: str, tensor: str, door: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if not (args := in_numbers(args)):
+        return
+    for direction, x, x_q in casts_of(args[0], *output):
+        take((layer, tensor, direction, x_q.spec), x, x_q)
+
+
+def known_or_last(value: float) -> float:
+    """A key to sort by, smallest first: NaN comes last."""
+    return math.inf if math.isnan(value) else value
+
+
+def in_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a door, with an FP8 weight decoded exactly; () if the recipe decodes such a weight, because it
+    casts nothing then."""
+    weight, cell, *rest = args
+    if not is_quantized_weight(weight):
+        return args
+    with torch.no_grad():
+        return () if cell is None else (weight.dequantize(torch.float32), cell, *rest)
+
+
+def casts_of(x: Tensor, row: Any, col: Any) -> Iterator[tuple[str, Tensor, QuantizedTensor]]:
+    """The casts of x at a door: ("row", x, cast of x), and ("col", x.T, cast of x.T) if that has its own codes. A
+    matrix that was transformed before its cast is given as it was cast."""
+    memory = row.data.data_ptr() if isinstance(row, QuantizedTensor) else None
+    if memory is not None:
+        yield "row", row.transformed(x), row
+    if isinstance(col, QuantizedTensor) and col.data.data_ptr() != memory:
+        yield "col", col.transformed(x.t()), col

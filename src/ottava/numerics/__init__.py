@@ -1,0 +1,1 @@
+"""Numbers as data: formats, rounding, scales, transforms, accumulators, and the quantized tensor."""

@@ -1,0 +1,1 @@
+"""The two operations, quantize and gemm: their plans, and the kernels that run them."""

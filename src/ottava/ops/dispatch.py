@@ -1,0 +1,389 @@
+"""Chooses the kernel of a GEMM, from tables of kernels and from measurements.
+
+The first kernel that supports a call runs it, unless a measurement found a faster one: `ops.gemm.tune_gemm` measures on
+a GPU, `cpu_ranking` once a machine on a CPU. A new kernel is one file in `kernels` and one entry in a table here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ottava.base.errors import unknown_name
+from ottava.kernels import accumulate, bf16_mm, cpu_choice, decoded, gemm_choice, reference, scaled_mm, torch_mm
+from ottava.kernels.native import accumulate as native_accumulate
+from ottava.kernels.native import decoded as native_decoded
+from ottava.kernels.native import gemm as native_gemm
+from ottava.kernels.native import invariant_gemm
+from ottava.kernels.native.build import Built
+from ottava.kernels.triton import gemm as triton_gemm
+from ottava.numerics.accumulator import Accumulator
+from ottava.numerics.tensor import QuantizedTensor, RunGemm
+
+
+class GemmKernel(Protocol):
+    """The interface of a kernel file for GEMMs; see `kernels`. Optional: `plan_gemm`, `ways`, `SOURCES`,
+    `reads_scales`."""
+
+    NAME: str
+    NATIVE: bool
+
+    def supports_gemm(
+        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None
+    ) -> str | None:
+        """None, or the reason why not."""
+
+    def padding(self, a: QuantizedTensor, b: QuantizedTensor) -> str:
+        """The zero-padded sizes; "": none."""
+
+    def gemm(
+        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+    ) -> Tensor:
+        """(M, K), (N, K) -> (M, N)."""
+
+
+# The order of capability; `cpu_ranking` moves a kernel that is clearly faster. On a CPU torch's scaled GEMM rounds more
+# often than the others. It is an oracle there, not an engine, and keeps its place.
+CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, native_decoded, reference, scaled_mm)
+# Triton's runs if `tune_gemm` measured it to be the fastest; without a measurement torch's come first.
+ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
+
+
+BATCH_INVARIANT = invariant_gemm
+"""The one kernel whose bits of a row do not depend on the other rows; it runs where it is asked for by name."""
+
+
+class AccumulatingKernel(Protocol):
+    """The interface of a kernel file for GEMMs under an `Accumulator`."""
+
+    NAME: str
+    NATIVE: bool
+
+    def supports_accumulate(
+        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, accumulator: Accumulator
+    ) -> str | None:
+        """None, or the reason why not."""
+
+    def plan_accumulate(
+        self,
+        a: QuantizedTensor,
+        b: QuantizedTensor,
+        out_dtype: torch.dtype,
+        bias: Tensor | None,
+        accumulator: Accumulator,
+    ) -> Callable[..., Tensor]:
+        """A function (a, b, bias, c=None) -> (M, N) for all operands like these; c starts the accumulator."""
+
+
+ACCUMULATING_KERNELS: tuple[AccumulatingKernel, ...] = (native_accumulate, accumulate)
+"""For a named accumulator, on any device: emulations, all with the same bits. A device's own sums have no name."""
+
+
+class DenseKernel(Protocol):
+    """The interface of a kernel file for matrices in high precision."""
+
+    NAME: str
+
+    def supports_dense(self, a: Tensor, b: Tensor) -> str | None:
+        """None, or the reason why not."""
+
+    def plan_dense(
+        self, a: Tensor, b: Tensor, bias: Tensor | None
+    ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        """A function (a (M, K), b (N, K), bias) -> (M, N) in their dtype, for all matrices like these."""
+
+
+DENSE_KERNELS: tuple[DenseKernel, ...] = (torch_mm, native_gemm, reference)
+"""For BF16 on a CPU, in the order of capability; everywhere else torch's runs."""
+
+
+def choose_accumulating(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, accumulator: Accumulator, backend: str | None = None
+) -> tuple[AccumulatingKernel, tuple[str, ...]]:
+    """The kernel for a call under a profile, and why those before it do not run; `backend` names one.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not take the call; or no kernel takes it.
+    """
+    # each of them sums an element alone, so all are batch invariant
+    kernels = [kernel for kernel in ACCUMULATING_KERNELS if backend in (None, kernel.NAME, BATCH_INVARIANT.NAME)]
+    if not kernels:
+        names = [kernel.NAME for kernel in ACCUMULATING_KERNELS]
+        raise ValueError(f"gemm: {unknown_name(f'backend under accumulator {accumulator.name!r}', backend, names)}")
+    refusals: list[str] = []
+    for kernel in kernels:
+        if (reason := kernel.supports_accumulate(a, b, out_dtype, accumulator)) is None:
+            return kernel, tuple(refusals)
+        refusals.append(reason)
+    raise ValueError("gemm: no kernel takes this call. " + "; ".join(refusals))
+
+
+def explain_accumulating(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, profile: Accumulator) -> str:
+    """Which kernel emulates a profile, and why not the others; as `ops.gemm.explain`."""
+    chosen = choose_accumulating(a, b, out_dtype, profile)[0]
+    lines = [
+        f"{kernel.NAME}: runs"
+        if kernel is chosen
+        else kernel.supports_accumulate(a, b, out_dtype, profile)
+        or f"{kernel.NAME}: supported, but {chosen.NAME} comes first"
+        for kernel in ACCUMULATING_KERNELS
+    ]
+    return "\n".join([*lines, f"accumulator: {profile}{'' if profile.confirmed else ', unconfirmed'}"])
+
+
+class Chosen(NamedTuple):
+    """The kernel of a call."""
+
+    kernel: GemmKernel
+    """The kernel."""
+    refusals: tuple[str, ...]
+    """Why those before it do not."""
+    lasting: bool
+    """Whether it runs all calls with such operands; False: the choice depends on numbers among the scales."""
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Turns torch.autocast off for operations with explicit dtypes: it must not make fp32 accumulation BF16."""
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def gemm_kernels(device: torch.device) -> tuple[GemmKernel, ...]:
+    """The kernels of a device, in the order in which dispatch asks them."""
+    if device.type != "cpu":
+        return ACCELERATOR_KERNELS
+    return _in_order(CPU_KERNELS, native_gemm.built())
+
+
+@functools.lru_cache(maxsize=8)
+def _in_order(kernels: tuple[GemmKernel, ...], native: Built) -> tuple[GemmKernel, ...]:
+    """The measured kernels change places among themselves; `native_decoded` makes the reference's bits before it."""
+    order = [way.split()[0] for way in _cpu_ranking(kernels, native).order]
+    fastest = iter(sorted((kernel for kernel in kernels if kernel.NAME in order), key=lambda k: order.index(k.NAME)))
+    placed = [next(fastest) if kernel.NAME in order else kernel for kernel in kernels if kernel is not native_decoded]
+    if native_decoded in kernels:
+        placed.insert(placed.index(reference), native_decoded)
+    return tuple(placed)
+
+
+def cpu_ranking() -> cpu_choice.Ranking:
+    """The order of kernels on this CPU, measured once a machine; it builds the native kernel.
+
+    Example:
+        >>> cpu_ranking().order[-1].split()[0] in ("native_gemm", "bf16_mm", "reference")
+        True
+    """
+    return _cpu_ranking(CPU_KERNELS, native_gemm.built())
+
+
+@functools.lru_cache(maxsize=8)
+def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> cpu_choice.Ranking:
+    def way(kernel: GemmKernel, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+        return kernel.gemm(a, b, torch.bfloat16, None, False)
+
+    a, b = cpu_choice.operands(2, 2, 2)
+    ways = {}
+    for kernel in kernels:
+        if kernel is not scaled_mm and kernel.supports_gemm(a, b, torch.bfloat16, None) is None:
+            level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
+            ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
+    return cpu_choice.rank("kernels", ways, native.key)
+
+
+def dense_kernels(device: torch.device, dtype: torch.dtype) -> tuple[DenseKernel, ...]:
+    """The kernels for high precision, in the order in which dispatch asks them."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return (torch_mm,)
+    return _dense_in_order(DENSE_KERNELS, native_gemm.built())
+
+
+@functools.lru_cache(maxsize=8)
+def _dense_in_order(kernels: tuple[DenseKernel, ...], native: Built) -> tuple[DenseKernel, ...]:
+    order = [way.split()[0] for way in _dense_ranking(kernels, native).order]
+    return tuple(sorted((k for k in kernels if k.NAME in order), key=lambda k: order.index(k.NAME)))
+
+
+def dense_ranking() -> cpu_choice.Ranking:
+    """The order of kernels for BF16 operands on this CPU, measured once a machine.
+
+    torch emulates BF16 on a CPU without BF16 units, which takes longer than fp32.
+
+    Example:
+        >>> sorted(way.split()[0] for way in dense_ranking().order)[-1]
+        'torch.mm'
+    """
+    return _dense_ranking(DENSE_KERNELS, native_gemm.built())
+
+
+@functools.lru_cache(maxsize=8)
+def _dense_ranking(kernels: tuple[DenseKernel, ...], native: Built) -> cpu_choice.Ranking:
+    def way(kernel: DenseKernel, a: Tensor, b: Tensor) -> Tensor:
+        return kernel.plan_dense(a, b, None)(a, b, None)
+
+    a, b = cpu_choice.dense_operands(2, 2, 2)
+    ways = {}
+    for kernel in kernels:
+        if kernel.supports_dense(a, b) is None:
+            level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
+            ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
+    return cpu_choice.rank("kernels of BF16 operands", ways, native.key, make=cpu_choice.dense_operands)
+
+
+def choose_dense(a: Tensor, b: Tensor, backend: str | None = None) -> tuple[DenseKernel, tuple[str, ...]]:
+    """The kernel for two matrices in high precision, and why the kernels before it do not run.
+
+    Raises:
+        ValueError: the batch invariant kernel was asked for, and does not take the call.
+    """
+    if backend == BATCH_INVARIANT.NAME:
+        if reason := BATCH_INVARIANT.supports_dense(a, b):
+            raise ValueError(f"gemm: backend {backend!r} was asked for, but {reason}")
+        return BATCH_INVARIANT, ()
+    refusals: list[str] = []
+    for kernel in dense_kernels(a.device, a.dtype):
+        if (reason := kernel.supports_dense(a, b)) is None:
+            return kernel, tuple(refusals)
+        refusals.append(reason)
+    return torch_mm, tuple(refusals)
+
+
+def explain_dense(a: Tensor, b: Tensor) -> str:
+    """Which kernel multiplies two matrices in high precision, and why not the others; as `ops.gemm.explain`."""
+    chosen, kernels = choose_dense(a, b)[0], dense_kernels(a.device, a.dtype)
+    lines = [
+        f"{kernel.NAME}: runs"
+        if kernel is chosen
+        else kernel.supports_dense(a, b) or f"{kernel.NAME}: supported, but {chosen.NAME} comes first"
+        for kernel in kernels
+    ]
+    if len(kernels) > 1:
+        lines.append(f"measured: {dense_ranking()}")
+    return "\n".join(lines)
+
+
+@functools.cache
+def torch_is_beaten() -> bool:
+    """Whether another kernel than torch's GEMM comes first for BF16 operands on this CPU.
+
+    Example:
+        >>> torch_is_beaten() == (dense_ranking().order[0] != "torch.mm")
+        True
+    """
+    return dense_kernels(torch.device("cpu"), torch.bfloat16)[0] is not torch_mm
+
+
+def choose_gemm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accum: bool,
+    backend: str | None = None,
+) -> Chosen:
+    """The kernel for a call; `backend` names one.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not take the call; or no kernel takes it.
+    """
+    kernels = gemm_kernels(a.device)
+    if backend is not None:
+        named = [kernel for kernel in (*kernels, BATCH_INVARIANT) if backend == kernel.NAME]
+        if not named:
+            raise ValueError(f"gemm: {unknown_name('backend', backend, [kernel.NAME for kernel in kernels])}")
+        if reason := named[0].supports_gemm(a, b, out_dtype, bias):
+            raise ValueError(f"gemm: backend {backend!r} was asked for, but {reason}")
+        return Chosen(named[0], (), False)
+    if (choice := measured(a, b, out_dtype, bias, fast_accum)) is not None:
+        fastest = choice.kernel
+        kernels = tuple(sorted(kernels, key=lambda kernel: fastest != kernel.NAME))
+    refusals: list[str] = []
+    lasting = True
+    for kernel in kernels:
+        reason = kernel.supports_gemm(a, b, out_dtype, bias)
+        reads_scales = getattr(kernel, "reads_scales", None)
+        lasting = lasting and not (reads_scales is not None and reads_scales(a, b))
+        if reason is None:
+            return Chosen(kernel, tuple(refusals), lasting)
+        refusals.append(reason)
+    raise ValueError("gemm: no kernel takes this call. " + "; ".join(refusals))
+
+
+def made_of(device: torch.device) -> dict[str, str]:
+    """Name of each kernel of a device -> a hash of its sources.
+
+    Example:
+        >>> "reference" in made_of(torch.device("cpu"))
+        True
+    """
+    return {kernel.NAME: gemm_choice.hash_of_sources(cast(ModuleType, kernel)) for kernel in gemm_kernels(device)}
+
+
+def measured(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+) -> gemm_choice.Choice | None:
+    """The measurement of a call on its device; None: there is none, or a kernel has changed since."""
+    choice = gemm_choice.known(a, b, out_dtype, bias, fast_accum)
+    if choice is not None and choice.made_of != made_of(a.device):
+        return None
+    return choice
+
+
+def runner(
+    kernel: GemmKernel,
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accum: bool,
+) -> RunGemm:
+    """A function that runs a kernel on all operands like these: from its `plan_gemm`, else its `gemm`."""
+    plan = getattr(kernel, "plan_gemm", None)
+    if plan is not None:
+        run: RunGemm = plan(a, b, out_dtype, bias, fast_accum)
+        return run
+
+    def call(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        if a.data.is_cpu and not torch.is_autocast_enabled("cpu"):
+            return kernel.gemm(a, b, out_dtype, bias, fast_accum)
+        with no_autocast(a.data.device):
+            return kernel.gemm(a, b, out_dtype, bias, fast_accum)
+
+    return call
+
+
+def gemm_ways(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> dict[str, Callable[[], Tensor]]:
+    """Name of each kernel and configuration that takes this call here -> the call; without the reference.
+
+    Example:
+        >>> from ottava import QuantizationSpec, quantize
+        >>> from ottava.numerics.formats import E4M3
+        >>> a = quantize(torch.ones(16, 16), QuantizationSpec(E4M3))
+        >>> ways = gemm_ways(a, a, out_dtype=torch.bfloat16)  # they depend on torch and on the machine
+        >>> all(float(run()[0, 0]) == 16 for run in ways.values())
+        True
+    """
+    ways: dict[str, Callable[[], Tensor]] = {}
+    for kernel in gemm_kernels(a.device):
+        if kernel is reference or kernel.supports_gemm(a, b, out_dtype, bias) is not None:
+            continue
+        several = getattr(kernel, "ways", None)
+        if several is not None:
+            ways |= several(a, b, out_dtype, bias, fast_accum)
+        else:
+            ways[kernel.NAME] = partial(kernel.gemm, a, b, out_dtype, bias, fast_accum)
+    return ways

@@ -1,1 +1,0 @@
-"""The parts that all HTML pages of ottava share: frame, style, line charts and tooltips."""

@@ -1,0 +1,1 @@
+"""The folder of a watched run: its files (`schema`), `writer` and `reader`, and what else it keeps."""

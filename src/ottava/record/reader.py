@@ -1,0 +1,381 @@
+"""Reads a run folder: `Run`, its steps and events, and its statistics as a `Table` of tallies.
+
+Reading merges ranks: it adds sums and takes the larger extreme. It ignores a torn last line or part, as kill -9 leaves
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ottava.base.errors import unknown_name
+from ottava.base.untrusted import MAX_STEP, LimitError, UntrustedError, parse_json, read_lines
+from ottava.measure.layer_names import layer_kind
+from ottava.measure.statistics import STATISTICS
+from ottava.measure.tally import Tallies, Tally, row_of
+from ottava.record.columns import NUMBERS, DenseColumns, LazyTally, MergedColumns, Part, StoredColumns, merged
+from ottava.record.schema import (
+    EVENTS,
+    IDENTITY,
+    MANIFEST,
+    REPORTED,
+    STATS,
+    STEPS,
+    TRAINING,
+    RunError,
+    SlotKey,
+    read_manifest,
+)
+
+_LOG = logging.getLogger(__name__)
+_TRAINER_STEPS = "metrics.jsonl"  # of `ottava train`, with the same names
+_KNOWN_WITHOUT_SUMS = (
+    *("amax", "nonfinite", "scale_max", "scale_min", "scale_error_max", "scale_error_min"),
+    *("scale_current", "scale_delayed"),
+)
+"""Statistics that light rows have too."""
+_PART = re.compile(r"part-(?P<rank>\d{1,9})-(?P<number>\d{1,9})\.parquet", re.ASCII)
+_MOST_NUMBERS = 1000
+_LARGEST_KEY = 1 << 62
+_GROUP = ("step", "phase", "kind", *SlotKey._fields)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Rows of statistics, column by column.
+
+    Example: see `RunWriter`.
+    """
+
+    columns: Mapping[str, Any]
+    """Name -> array (rows,) for the names of `schema.IDENTITY`; no rank if ranks are merged."""
+    tallies: Tally
+    """Every field is an array (rows,), a histogram (rows, bins)."""
+    reported: Sequence[Mapping[str, float]]
+    """For each row, statistics that another tool computed."""
+
+    @classmethod
+    def of(cls, step: int, tallies: Mapping[SlotKey, Tally], *, phase: str = "full") -> Table:
+        """A table of one step's tallies, one row each.
+
+        Example:
+            >>> key = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+            >>> Table.of(3, {key: Tally(n=8, n_nonzero=8, n_underflow=2)}).metric("underflow_pct").tolist()
+            [25.0]
+        """
+        count = len(tallies)
+        columns: dict[str, Any] = {"step": np.full(count, step), "rank": np.zeros(count, dtype=np.int64)}
+        named = {"phase": [phase] * count, "kind": [layer_kind(key.layer) for key in tallies]}
+        named |= {name: [getattr(key, name) for key in tallies] for name in SlotKey._fields}
+        columns |= {name: np.array(values, dtype=object) for name, values in named.items()}
+        return cls(columns, Tallies.of(tallies).rows, [{}] * count)
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def __getitem__(self, column: str) -> Any:
+        if column not in self.columns:
+            raise RunError(unknown_name("column", column, list(self.columns)))
+        return self.columns[column]
+
+    def metric(self, name: str) -> Any:
+        """A statistic of every row, float64 (rows,); NaN if unknown.
+
+        Raises:
+            RunError: the statistic is unknown.
+        """
+        if name not in STATISTICS:
+            raise RunError(unknown_name("statistic", name, list(STATISTICS)))
+        values = np.array(np.broadcast_to(STATISTICS[name].finish(self.tallies), (len(self),)), dtype=np.float64)
+        if name not in _KNOWN_WITHOUT_SUMS:
+            values[self.tallies.n == 0] = math.nan
+        for i in self._with_reported:
+            if name in self.reported[i]:
+                values[i] = self.reported[i][name]
+        return values
+
+    @cached_property
+    def _with_reported(self) -> list[int]:
+        return [i for i, numbers in enumerate(self.reported) if numbers]
+
+    def where(self, **wanted: Any) -> Table:
+        """The rows whose columns have these values; a list, tuple or set means any of them.
+
+        Raises:
+            RunError: the column is unknown.
+        """
+        keep = np.ones(len(self), dtype=bool)
+        for name, value in wanted.items():
+            several = isinstance(value, (list, tuple, set, frozenset))
+            keep &= np.isin(self[name], list(value)) if several else self[name] == value
+        return self.take(np.flatnonzero(keep))
+
+    def take(self, index: Any) -> Table:
+        """The rows with these numbers, in this order."""
+        index = np.asarray(index, dtype=np.int64)
+        whole = self.tallies
+        if not isinstance(whole, LazyTally):
+            whole = LazyTally(DenseColumns(whole), np.arange(len(self)))
+        columns = {name: values[index] for name, values in self.columns.items()}
+        reported = [self.reported[i] for i in index] if self._with_reported else [{}] * len(index)
+        return Table(columns, whole.take(index), reported)
+
+    def has_histograms(self, name: str = "exponents") -> Any:
+        """bool (rows,): whether a row has this histogram. Light rows and imported numbers have none; a watch's
+        `detail` decides which histograms full rows have."""
+        whole = self.tallies
+        return whole.filled(name) if isinstance(whole, LazyTally) else np.asarray(getattr(whole, name)).any(axis=1)
+
+    def not_recorded(self) -> str:
+        """The reason why no row has a histogram of elements; "" if a row has one.
+
+        Example:
+            >>> Table.of(1, {}).not_recorded()
+            'no step had a full look; run until the watch takes one'
+        """
+        if self.has_histograms().any():
+            return ""
+        looked = (self["phase"] == "full") & (np.asarray(self.tallies.n_nonzero) > 0)
+        if looked.any():
+            return 'this run was watched with detail="numbers"; watch with detail="blocks"'
+        return "no step had a full look; run until the watch takes one"
+
+    def slots(self) -> list[SlotKey]:
+        """Every cast with a row, in the order of first rows: forward, then backward."""
+        return self.casts[1]
+
+    def groups(self) -> Iterator[tuple[SlotKey, Table]]:
+        """Each cast with its rows, in the order of steps."""
+        for key, rows in self.series().items():
+            yield key, self.take(rows)
+
+    def series(self) -> dict[SlotKey, Any]:
+        """The row numbers of each cast in the order of steps; casts in the order of first rows."""
+        casts, keys = self.casts
+        order = np.lexsort((self["step"], casts))  # stable
+        ends = np.cumsum(np.bincount(casts, minlength=len(keys)))[:-1]
+        return dict(zip(keys, np.split(order, ends), strict=True)) if keys else {}
+
+    @cached_property
+    def casts(self) -> tuple[Any, list[SlotKey]]:
+        """The cast of every row as a number, int64 (rows,), and the casts of these numbers, in the order of first
+        rows."""
+        numbers, first = self.grouped(SlotKey._fields)
+        columns = [self[name][first].tolist() for name in SlotKey._fields]
+        return numbers, [SlotKey(*values) for values in zip(*columns, strict=True)]
+
+    def grouped(self, names: Sequence[str]) -> tuple[Any, Any]:
+        """Groups rows that are equal in these columns, in the order of first rows.
+
+        Returns:
+            The group number of every row, int64 (rows,), and the first row of each group, int64 (groups,).
+        """
+        key, size = np.zeros(len(self), dtype=np.int64), 1
+        for name in names:
+            values = self[name]
+            if values.dtype == object:  # words
+                codes = pa.array(values, pa.string()).dictionary_encode().indices.to_numpy(zero_copy_only=False)
+            else:
+                codes = np.unique(values, return_inverse=True)[1]
+            count = int(codes.max(initial=0)) + 1
+            if size > _LARGEST_KEY // count:
+                key = np.unique(key, return_inverse=True)[1]
+                size = int(key.max(initial=0)) + 1
+            key, size = key * count + codes, size * count
+        _, first, group = np.unique(key, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        rank = np.empty(len(first), dtype=np.int64)
+        rank[order] = np.arange(len(first))
+        return rank[group], first[order]
+
+    def tally(self, row: int) -> Tally:
+        """The tally of one row."""
+        return row_of(self.tallies, row)
+
+    def merged(self) -> Tally:
+        """All rows as one tally."""
+        return merged(self.tallies, len(self))
+
+    def dicts(self, *metrics: str) -> list[dict[str, Any]]:
+        """Rows as plain values: the identity and these statistics (by default all)."""
+        names = metrics or tuple(STATISTICS)
+        columns = {**self.columns, **{name: self.metric(name) for name in names}}
+        return [{name: _python(values[i]) for name, values in columns.items()} for i in range(len(self))]
+
+    def keys(self) -> list[SlotKey]:
+        """The cast of every row."""
+        casts, keys = self.casts
+        return [keys[cast] for cast in casts.tolist()]
+
+
+class Run:
+    """A run folder.
+
+    Example: see `RunWriter`.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path, self.manifest = path, manifest
+
+    @classmethod
+    def open(cls, path: Path | str) -> Run:
+        """Reads the manifest; the rest is read when it is needed.
+
+        Raises:
+            RunError: the folder is missing, has no run, or has one of another schema version.
+        """
+        path = Path(path)
+        manifest = path / MANIFEST
+        if not manifest.is_file():
+            why = "is a file" if path.exists() else "does not exist"
+            why = "has no watch.json: nobody watched this run" if path.is_dir() else why
+            raise RunError(f"{path} {why}; needs a folder of `ottava watch` or `ottava train --watch`")
+        return cls(path, read_manifest(manifest))
+
+    @cached_property
+    def steps(self) -> dict[str, Any]:
+        """Columns of steps.jsonl as float64 arrays of one length, "step" as int64; NaN for a missing number. If a step
+        has two lines, because the run was resumed, the later line counts."""
+        name = STEPS if (self.path / STEPS).exists() else _TRAINER_STEPS
+        lines = {line["step"]: line for line in _lines(self.path / name)}
+        ordered = [lines[step] for step in sorted(lines)]
+        names = dict.fromkeys(["step", "loss", *(key for line in ordered for key in line)])
+        if len(names) > _MOST_NUMBERS:
+            raise RunError(
+                f"{self.path / name}: has {len(names):,} different names of numbers; needs at most {_MOST_NUMBERS}"
+            )
+        columns = {key: np.array([number_of(line.get(key)) for line in ordered], dtype=np.float64) for key in names}
+        return columns | {"step": columns["step"].astype(np.int64)}
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """Lines of events.jsonl."""
+        return list(_lines(self.path / EVENTS))
+
+    @cached_property
+    def training(self) -> list[dict[str, Any]]:
+        """Lines of training.jsonl."""
+        return list(_lines(self.path / TRAINING))
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """Ranks that wrote statistics."""
+        return sorted({rank for _, rank, _ in self._parts})
+
+    def table(self, *, phase: str | None = "full", merge_ranks: bool = True) -> Table:
+        """The statistics, in the order in which they were written.
+
+        Args:
+            phase: "full", "light", or None for both.
+            merge_ranks: True: one row per step and cast. False: one per rank, with a column "rank".
+        """
+        table = self._raw
+        if phase is not None:
+            table = table.where(phase=phase)
+        return _merge(table, list(_GROUP)) if merge_ranks and len(self.ranks) > 1 else table
+
+    @cached_property
+    def _raw(self) -> Table:
+        parts, tables = [], []
+        for _, _, path in self._parts:
+            try:
+                part = Part(path)
+                tables.append(part.read(NUMBERS))
+                parts.append(part)
+            except (pa.ArrowInvalid, OSError) as error:
+                _LOG.warning("%s is torn, so its rows are missing (%s)", path, str(error).partition("\n")[0])
+        return _latest(_table(pa.concat_tables(tables, promote_options="permissive") if tables else None, parts))
+
+    @property
+    def _parts(self) -> list[tuple[int, int, Path]]:
+        """(number, rank, file) of every part, in the order in which they were written."""
+        parts = []
+        for path in (self.path / STATS).glob("part-*.parquet"):
+            if (match := _PART.fullmatch(path.name)) is None:
+                raise RunError(f"{path}: is no part of a watch (part-RANK-NUMBER.parquet); move it away")
+            parts.append((int(match["number"]), int(match["rank"]), path))
+        return sorted(parts)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    try:
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                values = parse_json(line)
+            except LimitError as error:
+                raise RunError(f"{path}: line {number} {error}") from error
+            except UntrustedError:
+                continue  # a torn line
+            if isinstance(values, dict) and "step" in values:
+                step = values["step"]
+                if type(step) is not int or abs(step) > MAX_STEP:
+                    raise RunError(f"{path}: line {number} has step {str(step)[:40]!r}; needs a whole number")
+                yield values
+    except UntrustedError as error:
+        raise RunError(f"{path}: {error}") from error
+
+
+def number_of(value: Any) -> float:
+    """A number, or a text of a number, as a float; NaN for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _python(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _table(stored: pa.Table | None, parts: Sequence[Part]) -> Table:
+    count = 0 if stored is None else stored.num_rows
+    columns: dict[str, Any] = {}
+    for name in IDENTITY:
+        kind: Any = np.int64 if name in ("step", "rank") else object
+        columns[name] = np.array([] if stored is None else stored[name], dtype=kind)
+    reported: list[dict[str, float]] = [{}] * count
+    if stored is not None and stored[REPORTED].null_count < count:
+        reported = [dict(entry or ()) for entry in stored[REPORTED].to_pylist()]
+    return Table(columns, LazyTally(StoredColumns(stored, parts), np.arange(count)), reported)
+
+
+def _latest(table: Table) -> Table:
+    """Keeps the later of two rows with one key, as a resumed or rewound run writes them."""
+    group, first = table.grouped(("rank", *_GROUP))
+    if len(first) == len(table):
+        return table
+    last = np.zeros(len(first), dtype=np.int64)
+    last[group] = np.arange(len(table))  # the last assignment to a place wins
+    return table.take(np.sort(last))
+
+
+def _merge(table: Table, names: list[str]) -> Table:
+    """Merges rows that are equal in these columns."""
+    group, first = table.grouped(names)
+    assert isinstance(table.tallies, LazyTally)
+    tallies = LazyTally(MergedColumns(table.tallies, group), np.arange(len(first)))
+    return Table({name: table[name][first] for name in names}, tallies, _worst(table.reported, group, len(first)))
+
+
+def _worst(reported: Sequence[Mapping[str, float]], group: Any, count: int) -> list[Mapping[str, float]]:
+    """Takes the worst of each reported statistic over ranks, which cannot be averaged; the largest if none is bad."""
+    result: list[dict[str, float]] = [{} for _ in range(count)]
+    for number, values in zip(group, reported, strict=True):
+        worst = result[int(number)]
+        for name, value in values.items():
+            low = (name in STATISTICS and STATISTICS[name].worse == "low") or name.endswith("_min") or name == "amin"
+            worse = np.fmin if low else np.fmax  # a number beats NaN
+            worst[name] = float(worse(worst[name], value)) if name in worst else value
+    return list(result)

@@ -1,0 +1,361 @@
+"""Line charts as SVG text: inline in a report, with the colours of its CSS, or as a separate file.
+
+A chart is data (`Chart`: lines, bands, axes). `render` turns it into one <svg> with nice ticks, a legend, a title and a
+description for screen readers. Tooltips read its numbers as JSON. Colour-blind readers can tell Okabe and Ito's colours
+apart. Lines also differ by dash and marker, so a black-and-white print works.
+
+Python draws the charts: a report must open offline, in ten years, in any browser, and its picture in a README.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from importlib import resources
+from types import MappingProxyType
+
+from ottava.base.text import to_json
+
+Point = tuple[float, float]
+
+# Okabe and Ito, "Color Universal Design" (2008); without yellow (unreadable on white). The first is for BF16.
+LIGHT_PALETTE = ("#1f2328", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9")
+DARK_PALETTE = ("#e6edf3", "#4aa8e0", "#f08a4b", "#2fc79b", "#e3a3c6", "#e6b84d", "#8fd0f5")
+LIGHT: Mapping[str, str] = MappingProxyType(
+    {f"s{i}": color for i, color in enumerate(LIGHT_PALETTE)}
+    | {"ink": "#1f2328", "muted": "#59636e", "grid": "#e4e7eb", "paper": "#ffffff", "raised": "#f6f8fa"}
+    | {"line": "#d1d9e0", "good": "#1a7f37", "warn": "#9a6700", "bad": "#cf222e", "heat": "213, 94, 0"}
+)
+"""Every colour that pages share; curves have s0, s1, ..."""
+DARK: Mapping[str, str] = MappingProxyType(
+    {f"s{i}": color for i, color in enumerate(DARK_PALETTE)}
+    | {"ink": "#e6edf3", "muted": "#9198a1", "grid": "#262c36", "paper": "#0d1117", "raised": "#151b23"}
+    | {"line": "#3d444d", "good": "#3fb950", "warn": "#d29922", "bad": "#f85149", "heat": "240, 138, 75"}
+)
+_DASHES = ("", "", "7 3", "2 3", "9 3 2 3", "12 4", "4 4")
+_MARKERS = ("circle", "square", "triangle", "diamond")
+_MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 52, 14, 30, 40
+_MAX_POINTS = 240  # more than the pixels can show; more points would only make the report larger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A named series. `style` is the number of its colour, dash and marker; it is the same in every chart."""
+
+    name: str
+    points: Sequence[Point]
+    style: int
+    markers: bool = False
+    """Draw a marker at every point (measured values) instead of a plain line (a smoothed curve)."""
+    faint: bool = False
+    """A thin line in the background, without a legend entry."""
+    dashed: bool | None = None
+    """True or False replaces the dashes of `style`: one run solid, another run dashed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """A named area between two curves."""
+
+    name: str
+    points: Sequence[tuple[float, float, float]]
+    """x, lower, upper."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """The data of a chart. A range of None is computed from the data; any other range clips points outside."""
+
+    title: str
+    description: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    bands: Sequence[Band] = field(default=())
+    x_range: tuple[float, float] | None = None
+    y_range: tuple[float, float] | None = None
+    log: bool = False
+    """The y axis is logarithmic; numbers that are not positive leave a gap."""
+    signed: bool = False
+    """Write + before positive ticks: the y axis is a difference."""
+    width: int = 560
+    height: int = 340
+
+
+def smooth(losses: Sequence[float], span: int = 10) -> list[float]:
+    """Exponential moving average over about `span` steps, without the bias of its first value.
+
+    A value that is not finite passes through and stays out of the average.
+
+    Example:
+        >>> smooth([2.0, 2.0, 2.0])
+        [2.0, 2.0, 2.0]
+    """
+    keep = 1 - 2 / (span + 1)
+    total = weight = 0.0
+    smoothed = []
+    for loss in losses:
+        if math.isfinite(loss):
+            total, weight = keep * total + loss, keep * weight + 1
+        smoothed.append(total / weight if math.isfinite(loss) else loss)
+    return smoothed
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten within [low, high], about `count` of them.
+
+    Raises:
+        ValueError: the range is empty or not finite.
+
+    Example:
+        >>> nice_ticks(0, 9.3)
+        [0.0, 2.0, 4.0, 6.0, 8.0]
+    """
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"nice_ticks: needs finite low < high, got {low} and {high}")
+    power = 10.0 ** math.floor(math.log10((high - low) / count))
+    step = next((m * power for m in (1, 2, 5) if (high - low) / (m * power) <= count), 10 * power)
+    # multiples, not a running sum: 0.1 + 0.1 + 0.1 prints as 0.30000000000000004
+    return [round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def css_variables(colors: Mapping[str, str]) -> str:
+    """The colours as CSS variables --s0, --ink, ..."""
+    return " ".join(f"--{name}: {color};" for name, color in colors.items())
+
+
+def color(style: int) -> str:
+    """The CSS colour of a style. s0 is for BF16; the other colours repeat."""
+    return f"var(--s{0 if style == 0 else 1 + (style - 1) % (len(LIGHT_PALETTE) - 1)})"
+
+
+def render(chart: Chart, *, chart_id: str, tooltips: bool = False) -> str:
+    """One inline <svg>. The page must define the colours of `LIGHT` and include chart.css.
+
+    Args:
+        chart: the data. Points that are not finite leave a gap.
+        chart_id: unique in the page; begins with a letter.
+        tooltips: add the measured points as JSON in `data-chart`, for draw.js.
+    """
+    if chart.log:
+        chart = _logarithmic(chart)
+    frame = _Frame.of(chart)
+    title_id, desc_id, clip_id = f"{chart_id}-title", f"{chart_id}-desc", f"{chart_id}-clip"
+    data = f' data-chart="{escape(_tooltip_data(chart, frame), quote=True)}"' if tooltips else ""
+    return "".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" id="{chart_id}" role="img" '
+            f'viewBox="0 0 {chart.width} {chart.height}" aria-labelledby="{title_id} {desc_id}"{data}>',
+            f'<title id="{title_id}">{escape(chart.title)}</title>',
+            f'<desc id="{desc_id}">{escape(chart.description)}</desc>',
+            f'<clipPath id="{clip_id}"><rect x="{frame.left - 5}" y="{frame.top}" '  # 5: half a marker
+            f'width="{frame.right - frame.left + 10}" height="{frame.bottom - frame.top}"/></clipPath>',
+            _axes(chart, frame),
+            f'<g clip-path="url(#{clip_id})">',
+            *(_band(band, frame) for band in chart.bands),
+            *(_line(line, frame) for line in chart.lines),
+            "</g>",
+            _legend(chart, frame),
+            "</svg>",
+        ]
+    )
+
+
+def standalone(charts: Sequence[Chart], *, title: str, captions: Sequence[str]) -> str:
+    """Charts side by side in one SVG file. It has its own background, for READMEs on light and dark pages."""
+    width = sum(chart.width for chart in charts) + 24 * (len(charts) + 1)
+    bottom = max(chart.height for chart in charts) + 62
+    height = bottom + 22 * len(captions) + 14
+    panels, x = [], 24
+    for i, chart in enumerate(charts):
+        inner = render(chart, chart_id=f"panel{i}")
+        panels.append(f'<svg x="{x}" y="56" width="{chart.width}" height="{chart.height}">{inner}</svg>')
+        x += chart.width + 24
+    lines = [
+        f'<text x="24" y="{bottom + 18 + 22 * i}" class="figure-caption">{escape(caption)}</text>'
+        for i, caption in enumerate(captions)
+    ]
+    css = resources.files(__package__).joinpath("chart.css").read_text(encoding="utf-8")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(title, quote=True)}"><style>svg {{ {css_variables(LIGHT)} }} {css}</style>'
+        f'<rect width="{width}" height="{height}" rx="10" fill="var(--paper)" stroke="var(--grid)"/>'
+        f'<text x="24" y="36" class="figure-title">{escape(title)}</text>'
+        f"{''.join(panels)}"
+        f"{''.join(lines)}</svg>\n"
+    )
+
+
+def _logarithmic(chart: Chart) -> Chart:
+    """The chart with log10(y) for y; the labels of the axis show y."""
+
+    def log10(y: float) -> float:
+        return math.log10(y) if y > 0 and math.isfinite(y) else math.nan
+
+    lines = [replace(line, points=[(x, log10(y)) for x, y in line.points]) for line in chart.lines]
+    bands = [replace(b, points=[(x, log10(low), log10(high)) for x, low, high in b.points]) for b in chart.bands]
+    y_range = chart.y_range and (log10(chart.y_range[0]), log10(chart.y_range[1]))
+    return replace(chart, lines=lines, bands=bands, y_range=y_range)
+
+
+def to_png(picture: str, *, zoom: int = 2) -> bytes:
+    """Converts a picture of `standalone` to PNG, with `zoom` times its pixels.
+
+    Raises:
+        ImportError: the package resvg-py is not installed.
+    """
+    try:
+        import resvg_py
+    except ImportError as error:
+        raise ImportError("a PNG needs the package resvg-py; pip install 'ottava[png]', or write a .svg") from error
+    for name, value in sorted(LIGHT.items(), reverse=True):  # resvg does not support CSS variables
+        picture = picture.replace(f"var(--{name})", value)
+    return bytes(resvg_py.svg_to_bytes(svg_string=picture, zoom=zoom, font_family="DejaVu Sans"))
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The plot's box in pixels and the data range that fills it."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+
+    @classmethod
+    def of(cls, chart: Chart) -> _Frame:
+        points = [point for line in chart.lines for point in line.points]
+        areas = [area for band in chart.bands for area in band.points]
+        xs = [x for x, _ in points] + [x for x, _, _ in areas]
+        ys = [y for _, y in points] + [y for _, low, high in areas for y in (low, high)]
+        return cls(
+            left=_MARGIN_LEFT,
+            right=chart.width - _MARGIN_RIGHT,
+            top=_MARGIN_TOP + 18 * max((row + 1 for _, _, row in _legend_layout(chart)), default=0),
+            bottom=chart.height - _MARGIN_BOTTOM,
+            x_range=chart.x_range or _extent(xs, padding=0),
+            y_range=chart.y_range or _extent(ys, padding=0.04),
+        )
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return round(self.left + (value - low) / (high - low) * (self.right - self.left), 1)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        # the chart clips huge values; renderers cannot parse their coordinates
+        return round(max(-1e4, min(1e4, self.bottom - (value - low) / (high - low) * (self.bottom - self.top))), 1)
+
+
+def _extent(values: Iterable[float], *, padding: float) -> tuple[float, float]:
+    numbers = [value for value in values if math.isfinite(value)]
+    low, high = (min(numbers), max(numbers)) if numbers else (0.0, 1.0)
+    if low == high:
+        return low - 0.5, high + 0.5
+    return low - padding * (high - low), high + padding * (high - low)
+
+
+def _axes(chart: Chart, frame: _Frame) -> str:
+    parts = [f'<text x="0" y="12" class="heading">{escape(chart.title)}</text>']
+    ticks = nice_ticks(*frame.y_range, count=6)
+    decimals = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9)) if len(ticks) > 1 else 2
+    for tick in ticks:
+        y = frame.y(tick)
+        css = "zero" if chart.signed and tick == 0 else "grid"
+        parts.append(f'<line class="{css}" x1="{frame.left}" x2="{frame.right}" y1="{y}" y2="{y}"/>')
+        sign = "+" if chart.signed and tick > 0 else ""
+        label = f"{10**tick:.3g}" if chart.log else f"{sign}{tick:.{decimals}f}".replace("-", "\N{MINUS SIGN}")
+        parts.append(f'<text x="{frame.left - 8}" y="{y + 4}" text-anchor="end">{label}</text>')
+    for tick in nice_ticks(*frame.x_range, count=6):
+        parts.append(f'<text x="{frame.x(tick)}" y="{frame.bottom + 18}" text-anchor="middle">{tick:g}</text>')
+    middle = (frame.left + frame.right) / 2
+    parts.append(f'<text x="{middle}" y="{chart.height - 6}" text-anchor="middle">{escape(chart.x_label)}</text>')
+    parts.append(f'<text x="{frame.right}" y="12" text-anchor="end">{escape(chart.y_label)}</text>')
+    return "".join(parts)
+
+
+def _legend_layout(chart: Chart) -> list[tuple[Line | Band, float, int]]:
+    """Each legend entry with its x and its row. Text widths are estimates: no font is measured here."""
+    positions: list[tuple[Line | Band, float, int]] = []
+    entries: list[Line | Band] = [*(line for line in chart.lines if not line.faint), *chart.bands]
+    x, row = 0.0, 0
+    for entry in entries:
+        width = 46 + 6.4 * len(entry.name)
+        if x and x + width > chart.width:
+            x, row = 0.0, row + 1
+        positions.append((entry, x, row))
+        x += width
+    return positions
+
+
+def _legend(chart: Chart, frame: _Frame) -> str:
+    parts = []
+    for entry, x, row in _legend_layout(chart):
+        y = 30 + 18 * row
+        if isinstance(entry, Band):
+            parts.append(f'<rect class="band" x="{x}" y="{y - 5}" width="26" height="10"/>')
+        else:
+            parts.append(f'<path class="curve" {_stroke(entry)} d="M{x} {y}h26"/>')
+            parts.append(marker(x + 13, y, entry.style) if entry.markers else "")
+        parts.append(f'<text class="name" x="{x + 32}" y="{y + 4}">{escape(entry.name)}</text>')
+    return "".join(parts)
+
+
+def _stroke(line: Line) -> str:
+    dash = _DASHES[line.style % len(_DASHES)] if line.dashed is None else "5 4" * line.dashed
+    dashes = f' stroke-dasharray="{dash}"' if dash and not line.faint else ""
+    width, opacity = (1, 0.45) if line.faint else (2, 1)
+    return f'stroke="{color(line.style)}" stroke-width="{width}" opacity="{opacity}"{dashes}'
+
+
+def _line(line: Line, frame: _Frame) -> str:
+    every = max(1, math.ceil(len(line.points) / _MAX_POINTS))
+    points = [p for i, p in enumerate(line.points) if i % every == 0 or i == len(line.points) - 1]
+    commands, pen_down = [], False
+    for x, y in points:
+        if math.isfinite(y):
+            commands.append(f"{'L' if pen_down else 'M'}{frame.x(x)} {frame.y(y)}")
+        pen_down = math.isfinite(y)
+    curve = f'<path class="curve" {_stroke(line)} d="{"".join(commands)}"/>' if commands else ""
+    marks = (marker(frame.x(x), frame.y(y), line.style) for x, y in points if line.markers and math.isfinite(y))
+    return curve + "".join(marks)
+
+
+def marker(x: float, y: float, style: int) -> str:
+    """The marker of a style as a path."""
+    r, up, out = 3.2, 4.4, 4.0
+    shapes = {
+        "circle": f"M{x - r} {y}a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0z",
+        "square": f"M{x - r:.1f} {y - r:.1f}h{2 * r}v{2 * r}h{-2 * r}z",
+        "triangle": f"M{x} {y - up:.1f}l{out} {1.7 * up:.1f}h{-2 * out}z",
+        "diamond": f"M{x} {y - up:.1f}l{out} {up}l{-out} {up}l{-out} {-up}z",
+    }
+    shape = shapes[_MARKERS[style % len(_MARKERS)]]
+    return f'<path d="{shape}" fill="{color(style)}" stroke="var(--paper)" stroke-width="1"/>'
+
+
+def _band(band: Band, frame: _Frame) -> str:
+    points = [p for p in band.points if all(map(math.isfinite, p))]
+    if not points:
+        return ""
+    upper = "L".join(f"{frame.x(x)} {frame.y(high)}" for x, _, high in points)
+    lower = "L".join(f"{frame.x(x)} {frame.y(low)}" for x, low, _ in reversed(points))
+    return f'<path class="band" d="M{upper}L{lower}z"/>'
+
+
+def _tooltip_data(chart: Chart, frame: _Frame) -> str:
+    """The measured points of each named line, for `follow` in draw.js."""
+    named = (line for line in chart.lines if not line.faint)
+    return to_json(
+        {
+            "x_label": chart.x_label,
+            "box": {"left": frame.left, "right": frame.right, "top": frame.top, "bottom": frame.bottom},
+            "x_range": frame.x_range,
+            "signed": chart.signed,
+            "series": [{"name": line.name, "color": color(line.style), "points": line.points} for line in named],
+        }
+    )

@@ -1,0 +1,69 @@
+"""Renders a page: one HTML file that needs no other file and no network.
+
+The template of a room extends frame.html.j2. The frame holds the head, the colours, the shared style (frame.css,
+chart.css) and the shared drawing code (draw.js). A template may include files from its own folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from importlib import resources
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+
+from ottava.base import text
+from ottava.report.charts import DARK, LIGHT, css_variables
+
+
+def render(
+    package: str, template: str, *, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any
+) -> str:
+    """Renders a template to a page.
+
+    Args:
+        package: the package of the template and of its included files.
+        template: the name of its file.
+        filters: further filters, beside number, elide, listed, duration, signed, fixed and breakable.
+        values: the values for the template. A missing name is an error.
+    """
+    environment = jinja2.Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(functools.partial(_source, package)),
+    )
+    shared = (text.number, text.elide, text.listed, text.duration, text.signed, text.fixed, breakable)
+    environment.filters |= {function.__name__: function for function in shared} | dict(filters or {})
+    colors = {"light": css_variables(LIGHT), "dark": css_variables(DARK)}
+    return environment.get_template(template).render(colors | values).lstrip()
+
+
+def _source(package: str, name: str) -> str | None:
+    """The text of a file in the template's package, or else in this package."""
+    files = (resources.files(room).joinpath(name) for room in (package, __package__))
+    return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), None)
+
+
+def breakable(name: str) -> Markup:
+    """A dotted name that may break after a dot.
+
+    Example:
+        >>> breakable("layers.0")
+        Markup('layers.<wbr>0')
+    """
+    return escape(name).replace(".", Markup(".<wbr>"))
+
+
+def script_json(values: Any) -> Markup:
+    """JSON for a script element; infinities and NaNs become null.
+
+    Example:
+        >>> script_json({"name": "</script>"})
+        Markup('{"name":"\\\\u003c/script>"}')
+    """
+    return Markup(json.dumps(text.finite(values), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))

@@ -1,0 +1,172 @@
+"""Arranges a table of statistics as a grid: casts down, looks across. Every cell is one real row of the table.
+
+Thousands of looks do not fit on a page. Neighbouring looks then share a column, and the cell shows the worst of them
+(`scales`), never a mean, so that no spike is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ottava.measure.layer_names import KINDS, SYMBOLS, layer_kind, starred
+from ottava.measure.limits import healthy_db
+from ottava.measure.statistics import STATISTICS
+from ottava.numerics.formats import FORMATS
+from ottava.record.reader import Table
+from ottava.record.schema import SlotKey
+from ottava.report.scales import SCALES, Values
+
+Index = npt.NDArray[np.int64]
+_KIND_ORDER = ("qkv", "proj", "fc1", "fc2", "router", "linear", "lm_head")
+
+
+class Worst(NamedTuple):
+    """The most alarming cell of a look, or of a run."""
+
+    slot: int
+    look: int
+    metric: str
+    value: float
+    level: float
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Casts x looks.
+
+    Example:
+        >>> from ottava.measure.tally import Tally
+        >>> key = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+        >>> columns = {"step": np.array([5]), **{f: np.array([v], dtype=object) for f, v in key._asdict().items()}}
+        >>> table = Table(columns, Tally(n=np.ones(1)), [{"underflow_pct": 12.0}])
+        >>> grid = Grid.of(table, most=100)
+        >>> grid.worst()
+        Worst(slot=0, look=0, metric='underflow_pct', value=12.0, level=0.885...)
+    """
+
+    slots: list[SlotKey]
+    """Casts in the order of the page: by tensor, kind of layer, layer."""
+    looks: list[tuple[int, int]]
+    """First and last step of each column."""
+    row: Index
+    """(slots, looks): number of the table's row behind each cell; -1 for an empty cell."""
+    step: Index
+    """(slots, looks): step of that row."""
+    values: Mapping[str, Values]
+    """Statistic -> (slots, looks), for statistics with a known value."""
+    floor: Values
+    """(slots,): SQNR of a bell-shaped tensor in the cast's format, dB; NaN for an unknown format."""
+
+    @classmethod
+    def of(cls, table: Table, most: int, metrics: tuple[str, ...] = tuple(STATISTICS), by: str = "") -> Grid:
+        """The grid of a table.
+
+        Args:
+            most: largest number of columns.
+            metrics: statistics to include.
+            by: if rows share a cell, it shows the row with the largest value of this statistic; by default the most
+                alarming row.
+        """
+        slots = _ordered(table.slots())
+        steps = np.unique(table["step"]) if len(table) else np.array([], dtype=np.int64)
+        chunks = [chunk for chunk in np.array_split(steps, max(1, min(most, len(steps)))) if len(chunk)]
+        edges = np.array([chunk[0] for chunk in chunks], dtype=np.int64)
+        number = {slot: i for i, slot in enumerate(slots)}
+        fields = zip(*(table[name] for name in SlotKey._fields), strict=True)
+        down = np.array([number[SlotKey(*key)] for key in fields], dtype=np.int64)
+        across = np.searchsorted(edges, table["step"], side="right") - 1
+        floor = np.array([healthy_db(FORMATS[s.format]) if s.format in FORMATS else math.nan for s in slots])
+        columns = {name: table.metric(name) for name in metrics}
+        alarm = columns[by] if by else _alarm(columns, floor[down])[0] if len(table) else np.array([])
+        order = np.argsort(np.nan_to_num(alarm, nan=-1e9), kind="stable")  # the last row written to a cell wins
+        row = np.full((len(slots), len(chunks)), -1, dtype=np.int64)
+        row[down[order], across[order]] = order
+        values = {}
+        for name, column in columns.items():
+            if np.isfinite(column).any() or np.isinf(column).any():
+                values[name] = np.where(row >= 0, column[row], np.nan)
+        step = np.where(row >= 0, table["step"][row], -1) if len(table) else row
+        looks = [(int(chunk[0]), int(chunk[-1])) for chunk in chunks]
+        return cls(slots, looks, row, step, values, floor)
+
+    def alarm(self) -> tuple[Values, npt.NDArray[np.object_]]:
+        """(slots, looks): the highest level among the health statistics, and the name of that statistic."""
+        return _alarm(self.values, self.floor[:, None], self.row.shape)
+
+    def worst(self) -> Worst | None:
+        """The most alarming cell; None without health statistics."""
+        cells = (worst for worst in self.worst_of_looks() if worst is not None)
+        return max(cells, key=lambda worst: worst.level, default=None)
+
+    def worst_of_looks(self) -> list[Worst | None]:
+        """The most alarming cell of each column; None without health statistics, or if nothing was lost."""
+        if not self.slots:
+            return []
+        level, metric = self.alarm()
+        slots = np.argmax(np.nan_to_num(level, nan=-np.inf, posinf=1e9), axis=0)
+        cells: list[Worst | None] = []
+        for look, slot in enumerate(slots.tolist()):
+            name = metric[slot, look]
+            if name is None or level[slot, look] == -np.inf:
+                cells.append(None)
+                continue
+            value = float(self.values[name][slot, look])
+            cells.append(Worst(slot, look, name, value, float(level[slot, look])))
+        return cells
+
+    def groups(self) -> list[dict[str, object]]:
+        """Groups of casts that a picture shows together: one tensor, and layers whose names differ only in a number.
+
+        Returns:
+            title, kind, tensor, and members: pairs (number of the cast, label within the group).
+        """
+        patterns = [starred(slot.layer) for slot in self.slots]
+        layers: dict[tuple[str, str], set[str]] = {}
+        for slot, (pattern, _) in zip(self.slots, patterns, strict=True):
+            layers.setdefault((slot.tensor, pattern), set()).add(slot.layer)
+        groups: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+        for i, (slot, (pattern, block)) in enumerate(zip(self.slots, patterns, strict=True)):
+            kind = layer_kind(slot.layer)
+            alone = len(layers[slot.tensor, pattern]) == 1
+            key = (slot.tensor, kind, "" if alone else pattern)
+            groups.setdefault(key, []).append((i, slot.layer if alone else str(block)))
+        return [
+            {"tensor": tensor, "kind": kind, "title": pattern, "members": members}
+            for (tensor, kind, pattern), members in groups.items()
+        ]
+
+
+def _alarm(
+    values: Mapping[str, Values], floor: Values, shape: tuple[int, ...] | None = None
+) -> tuple[Values, npt.NDArray[np.object_]]:
+    shape = shape or floor.shape
+    level = np.full(shape, np.nan)
+    metric = np.full(shape, None, dtype=object)
+    for name, scale in SCALES.items():
+        if not scale.health or name not in values:
+            continue
+        danger = scale.levels(values[name], floor)
+        higher = (danger > level) | (np.isnan(level) & ~np.isnan(danger))
+        level, metric = np.where(higher, danger, level), np.where(higher, name, metric)
+    return level, metric
+
+
+def _ordered(slots: list[SlotKey]) -> list[SlotKey]:
+    """Casts by tensor, kind and number of the layer; otherwise in the order of the forward, as they came."""
+    tensors, kinds = list(SYMBOLS), [*_KIND_ORDER, *KINDS]
+    patterns = list(dict.fromkeys(starred(slot.layer)[0] for slot in slots))
+    rank = {pattern: i for i, pattern in enumerate(patterns)}
+
+    def place(numbered: tuple[int, SlotKey]) -> tuple[int, int, int, int, int]:
+        came, slot = numbered
+        tensor = tensors.index(slot.tensor) if slot.tensor in tensors else len(tensors)
+        pattern, block = starred(slot.layer)
+        return tensor, kinds.index(layer_kind(slot.layer)), rank[pattern], block or 0, came
+
+    return [slot for _, slot in sorted(enumerate(slots), key=place)]

@@ -1,0 +1,352 @@
+"""The words and tables of the page: findings, what-if, difference, coverage, and how to run it again.
+
+These functions turn the plain dicts of the analysis functions and of the manifest into rows. They leave out a row whose
+keys are missing, because imported runs have fewer facts.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from ottava.base.text import duration, listed, number, steps_text
+from ottava.diagnose.compare import said_of_lead
+from ottava.diagnose.what_if import Prediction, cheapest, summary
+from ottava.measure.layer_names import symbol
+from ottava.measure.statistics import STATISTICS
+from ottava.report.grid import Grid
+from ottava.report.scales import SCALES
+
+Json = Mapping[str, Any]
+
+FRAMEWORKS = MappingProxyType(
+    {"ottava": "ottava", "megatron": "Megatron", "te": "TransformerEngine", "torchao": "torchao"}
+)
+"""Key in a remedy's patch -> name on the tab."""
+WORST_COLUMNS = (
+    *("row_sqnr_p50_db", "underflow_pct", "underflow_pct_numel", "overflow_pct"),
+    *("scale_error_max", "sqnr_db", "kurtosis", "amax"),
+)
+"""Statistics in the table of all tensors, if the run has them."""
+WHAT_IF_ROWS = 40
+
+
+def finding(entry: Json, grid: Grid) -> dict[str, Any]:
+    """A finding of a Diagnosis, as the page shows it."""
+    evidence = [_evidence(item, grid) for item in entry.get("evidence") or []]
+    first, last = (*(entry.get("steps") or ()), None, None)[:2]
+    layers = list(entry.get("layers") or [])
+    where = listed(layers, most=4)
+    if tensors := [symbol(t) for t in entry.get("tensors") or []]:
+        where = f"{', '.join(tensors)} of {where}" if where else ", ".join(tensors)
+    return {
+        "id": str(entry.get("id", "")),
+        "title": str(entry.get("title", entry.get("id", ""))),
+        "severity": str(entry.get("severity", "warning")),
+        "where": where,
+        "all_layers": layers if len(layers) > 4 else [],
+        "when": steps_text(int(first), int(last)) if first is not None and last is not None else "",
+        "cause": _sentence(entry.get("cause")),
+        "confidence": entry.get("confidence"),
+        "refute_by": str(entry.get("refute_by") or ""),
+        "evidence": evidence,
+        "also": [str(name) for name in entry.get("also") or []],
+        "remedies": [_remedy(item) for item in entry.get("remedies") or []],
+        "source": listed(map(str, entry.get("source") or []), most=6),
+    }
+
+
+def _evidence(item: Json, grid: Grid) -> dict[str, Any]:
+    metric = str(item.get("metric", ""))
+    statistic = STATISTICS.get(metric)
+    unit = str(item.get("unit") or (statistic.unit if statistic else ""))
+    return {
+        "layer": str(item.get("layer") or ""),
+        "tensor": symbol(str(item.get("tensor") or "")),
+        "metric": metric,
+        "meaning": statistic.meaning if statistic else "",
+        "value": _value(item.get("value"), unit),
+        "threshold": _value(item.get("threshold"), unit) if item.get("threshold") is not None else "",
+        "step": item.get("step"),
+        "link": _link(item, grid),
+    }
+
+
+def _sentence(text: Any) -> str:
+    words = str(text or "").strip()
+    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".") if words else ""
+
+
+def _value(value: Any, unit: str) -> str:
+    if not unit and isinstance(value, (int, float)) and math.isfinite(value) and value == int(value):
+        return f"{int(value):,}"  # a count
+    return number(float(value), unit) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+
+
+def _link(item: Json, grid: Grid) -> str:
+    """The fragment that selects the cell of an evidence; "" if the page does not have it."""
+    metric, step = item.get("metric"), item.get("step")
+    for i, slot in enumerate(grid.slots):
+        if slot.layer == item.get("layer") and slot.tensor == item.get("tensor"):
+            parts = [f"slot={i}"]
+            parts += [f"metric={metric}"] if metric in grid.values else []
+            parts += [f"step={int(step)}"] if isinstance(step, (int, float)) else []
+            return "#" + "&".join(parts)
+    return ""
+
+
+def _remedy(item: Json) -> dict[str, Any]:
+    patch = item.get("patch") or {}
+    patches = [(FRAMEWORKS.get(key, key), str(text)) for key, text in patch.items() if text]
+    cost = item.get("cost")
+    return {
+        "text": str(item.get("text", "")),
+        "cost": "" if cost is None else str(cost),
+        "patches": patches,
+        "predicted": str(item.get("predicted") or ""),
+        "notes": [str(note) for note in item.get("notes") or []],
+    }
+
+
+def headline(diagnosis: Json) -> str:
+    """The verdict's sentence without the word on its badge."""
+    sentence = str(diagnosis["sentence"])
+    rest = sentence.removeprefix(f"{diagnosis['verdict']}: ")
+    return rest[:1].upper() + rest[1:]
+
+
+def questions(diagnosis: Json) -> list[tuple[str, str, str]]:
+    """The path through the triage tree: number, question, answer with its meaning."""
+    rows = []
+    for entry in diagnosis.get("questions") or []:
+        words = [str(entry.get("answer") or "unknown"), str(entry.get("say") or "")]
+        words += map(str, entry.get("needs") or [])
+        rows.append((str(entry.get("id") or ""), str(entry.get("question") or ""), "; ".join(filter(None, words))))
+    return rows
+
+
+def untested(diagnosis: Json) -> list[tuple[str, str, str]]:
+    """Rules that lack data: name, title, needs."""
+    keys = ("id", "title", "needs")
+    return [(*(_plain(entry.get(key)) for key in keys),) for entry in diagnosis.get("untested") or []]  # type: ignore[misc]
+
+
+def worst_table(grid: Grid) -> dict[str, Any]:
+    """Every cast at its most alarming look, worst first.
+
+    Returns:
+        columns: statistics; rows: slot, layer, tensor, cast, step, and for each column a text and a level 0 to 3.
+    """
+    columns = [name for name in WORST_COLUMNS if name in grid.values]
+    if "underflow_pct" in columns and "underflow_pct_numel" in columns:
+        columns.remove("underflow_pct_numel")  # only for runs of tools that have no other
+    level = grid.alarm()[0]
+    rows: list[dict[str, Any]] = []
+    for i, slot in enumerate(grid.slots):
+        looks = [k for k in range(len(grid.looks)) if grid.row[i, k] >= 0]
+        at = max(looks, key=lambda k: -math.inf if math.isnan(level[i, k]) else float(level[i, k]))
+        cells = []
+        for name in columns:
+            value = float(grid.values[name][i, at])
+            danger = float(SCALES[name].levels(value, grid.floor[i])) if name in SCALES else 0.0
+            shade = 0 if math.isnan(danger) else int(min(3, max(0, 4 * danger)))
+            cells.append((number(value, STATISTICS[name].unit), shade))
+        rows.append(
+            {
+                "slot": i,
+                "layer": slot.layer,
+                "tensor": symbol(slot.tensor),
+                "cast": cast_text(slot._asdict()),
+                "step": int(grid.step[i, at]),
+                "alarm": float(level[i, at]),
+                "cells": cells,
+            }
+        )
+    rows.sort(key=lambda row: -row["alarm"] if not math.isnan(row["alarm"]) else math.inf)
+    return {"columns": [STATISTICS[name] for name in columns], "rows": rows}
+
+
+def cast_text(slot: Json) -> str:
+    """A cast in a few words: E4M3[tensor, delayed], and "of the transpose" if it is."""
+    facts = [slot["granularity"], *(slot[key] for key in ("scale_format", "scaling") if slot[key] not in _PLAIN)]
+    inside = ", ".join(fact for fact in facts if fact)
+    turned = " of the transpose" if slot["direction"] == "col" else ""
+    return f"{slot['format']}[{inside}]{turned}" if inside else f"{slot['format']}{turned}"
+
+
+_PLAIN = frozenset({"fp32", "current", ""})
+
+
+def what_if(predictions: Sequence[Prediction]) -> dict[str, Any] | None:
+    """Predictions by recipe, and by tensor if a recipe fails for it; None without predictions.
+
+    Returns:
+        recipes: rows of `what_if.summary`; cheapest: (recipe, number and names of its layers); columns and rows: the
+        tensors for which some recipe fails; more: number of rows left out; unharmed: tensors that every recipe clears.
+    """
+    if not predictions:
+        return None
+    recipes = list(dict.fromkeys(p.recipe for p in predictions))
+    tensors: dict[tuple[str, str], dict[str, Prediction]] = {}
+    for p in predictions:
+        cells = tensors.setdefault((p.layer, p.tensor), {})
+        other = cells.get(p.recipe)
+        if other is None or (p.clears, _or(p.element_sqnr_db)) < (other.clears, _or(other.element_sqnr_db)):
+            cells[p.recipe] = p  # the worse of both directions
+    failing = {key: cells for key, cells in tensors.items() if not all(p.clears for p in cells.values())}
+    order = sorted(failing, key=lambda key: -sum(not p.clears for p in failing[key].values()))
+    layers: dict[str, list[str]] = {}
+    for layer, name in cheapest(predictions).items():
+        layers.setdefault(name or "none of these", []).append(layer)
+    return {
+        "recipes": summary(predictions),
+        "cheapest": [(name, len(names), listed(names, most=3)) for name, names in layers.items()],
+        "columns": recipes,
+        "rows": [
+            (key[0], symbol(key[1]), [failing[key].get(name) for name in recipes]) for key in order[:WHAT_IF_ROWS]
+        ],
+        "more": max(0, len(order) - WHAT_IF_ROWS),
+        "unharmed": len(tensors) - len(failing),
+    }
+
+
+def _or(value: float | None, other: float = 0.0) -> float:
+    return other if value is None or math.isnan(value) else value
+
+
+def difference(comparison: Json) -> dict[str, Any]:
+    """A Comparison, as the page shows it."""
+    ranked = []
+    # effects of all statistics are ranked in bits
+    effects = [abs(_or(item.get("bits", item.get("effect")))) for item in comparison.get("ranked") or []]
+    top = max((e for e in effects if math.isfinite(e)), default=0.0) or 1.0
+    for item, effect in zip((comparison.get("ranked") or [])[:25], effects, strict=False):
+        statistic = STATISTICS.get(item["metric"])
+        unit = statistic.unit if statistic else ""
+        ranked.append(
+            {
+                "layer": item["layer"],
+                "tensor": symbol(item["tensor"]),
+                "metric": item["metric"],
+                "good": _value(item.get("good"), unit),
+                "bad": _value(item.get("bad"), unit),
+                "effect": _value(item.get("effect"), str(item.get("unit") or "")),
+                "bar": round(100 * min(1.0, effect / top), 1),
+                "step": item.get("step"),
+            }
+        )
+    return {
+        "verdict": str(comparison.get("verdict") or ""),
+        "config": [{k: str(row.get(k)) for k in ("key", "good", "bad")} for row in comparison.get("config") or []],
+        "first": _first(comparison.get("first")),
+        "loss": _loss_facts(comparison.get("loss") or {}),
+        "ranked": ranked,
+        "more": max(0, len(comparison.get("ranked") or []) - len(ranked)),
+        "unmatched": listed(map(str, comparison.get("unmatched") or []), most=6),
+    }
+
+
+def _first(first: Json | None) -> str:
+    if not first:
+        return ""
+    unit = STATISTICS[first["metric"]].unit if first.get("metric") in STATISTICS else ""
+    low, high = (*(first.get("good_band") or ()), None, None)[:2]
+    text = (
+        f"Step {int(first['step']):,}: {symbol(str(first['tensor']))} of {first['layer']}, {first['metric']} is "
+        f"{_value(first.get('value'), unit)}"
+    )
+    if low is not None and high is not None:
+        text += f"; the good run stays between {number(float(low), unit)} and {number(float(high), unit)}"
+    lead = said_of_lead({"lead_steps": None, "look_before": None, **first})
+    text += lead and f". It leaves{lead.removeprefix(',')}"
+    spread = first.get("direction")
+    return text + (f". It spreads through the {spread}." if spread else ".")
+
+
+def _loss_facts(loss: Json) -> str:
+    parts = []
+    for key, words in (("left_at", "first outside at step"), ("diverged_at", "stays outside from step")):
+        if loss.get(key) is not None:
+            parts.append(f"{words} {int(loss[key]):,}")
+    for key, unit in (("good", ""), ("bad", ""), ("gap", "%")):
+        if isinstance(loss.get(key), (int, float)):
+            parts.append(f"{key} {number(float(loss[key]), unit)}")
+    return ", ".join(parts)
+
+
+def facts_of_run(manifest: Json) -> list[tuple[str, str]]:
+    """Versions and machine, one line each."""
+    versions, host = manifest.get("versions") or {}, manifest.get("host") or {}
+    lines = [
+        ("started", str(manifest.get("started") or "")),
+        ("versions", ", ".join(f"{name} {value}" for name, value in versions.items())),
+        ("machine", ", ".join(_plain(host.get(key)) for key in ("device", "platform") if host.get(key))),
+        ("processes", _plain(host.get("world_size"))),
+    ]
+    return [(name, text) for name, text in lines if text]
+
+
+def settings_of_run(manifest: Json) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The settings of the training and of the watch, as pairs."""
+    sections = (("training", manifest.get("config")), ("watch", manifest.get("settings")))
+    return [(title, [(k, _plain(v)) for k, v in values.items()]) for title, values in sections if values]
+
+
+def command(manifest: Json) -> str:
+    """The command line of the run; "" if unknown."""
+    words = manifest.get("command") or []
+    return words if isinstance(words, str) else shlex.join(map(str, words))
+
+
+def coverage(manifest: Json, grid: Grid) -> dict[str, Any]:
+    """The layers that the watch saw, those that it missed with the reason, and its cost."""
+    noted, cost = manifest.get("coverage") or {}, manifest.get("overhead") or {}
+    layers = len({slot.layer for slot in grid.slots})
+    sentence = f"The run has statistics of {layers:,} layer{'s' * (layers != 1)}"
+    if isinstance(noted.get("linear"), int):
+        sentence = f"The watch saw {noted.get('seen', layers):,} of {noted['linear']:,} linear layers"
+    share = cost.get("share")
+    costs = "" if share is None else f"Watching took {number(100 * float(share), '%')} of the run's time"
+    if costs and all(isinstance(cost.get(key), (int, float)) for key in ("watching_s", "total_s")):
+        costs += f", {duration(float(cost['watching_s']))} of {duration(float(cost['total_s']))}"
+    if costs and isinstance(cost.get("looks"), int):
+        costs += f", in {cost['looks']:,} look{'s' * (cost['looks'] != 1)}"
+    skipped = [(str(item.get("name", "")), str(item.get("why", ""))) for item in noted.get("skipped") or []]
+    sources = sorted({slot.source for slot in grid.slots})
+    return {"sentence": sentence, "skipped": skipped, "cost": costs, "sources": [_SOURCES.get(s, s) for s in sources]}
+
+
+_SOURCES = MappingProxyType(
+    {
+        "door": "the operands of the GEMMs",
+        "hook": "casts simulated beside the GEMMs, which ran in the model's own precision",
+    }
+)
+
+
+def layer_rows(manifest: Json) -> list[dict[str, str]]:
+    """The layers of the model, from the manifest."""
+    return [
+        {
+            "name": str(layer.get("name", "")),
+            "kind": str(layer.get("kind", "")),
+            "type": str(layer.get("type", "")),
+            "shape": " × ".join(str(n) for n in layer.get("shape") or []),
+            "source": str(layer.get("source", "")),
+            "recipe": _plain(layer.get("recipe")),
+        }
+        for layer in manifest.get("layers") or []
+    ]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_plain(item)}" for key, item in value.items())
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return ", ".join(_plain(item) for item in value)
+    return "" if value is None else str(value)

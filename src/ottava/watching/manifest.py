@@ -1,0 +1,77 @@
+"""The parts of watch.json that tell what ran where, and which layers the watch saw."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+import weakref
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import nn
+
+from ottava.recipe import Recipe
+from ottava.watching.doors import DoorTap
+from ottava.watching.modules import ModuleTap
+
+
+def start_of_run(world_size: int) -> dict[str, Any]:
+    """Versions, command, time and host."""
+    cuda = torch.cuda.is_available()
+    return {
+        "ended": "",  # until `close` says why
+        "versions": {
+            "ottava": importlib.metadata.version("ottava"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "command": list(sys.argv),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": {
+            "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
+            "platform": platform.platform(),
+            "world_size": world_size,
+        },
+    }
+
+
+def coverage(doors: DoorTap, modules: ModuleTap) -> dict[str, Any]:
+    """All layers, and how many of them the watch saw; with the reason for each that it did not see."""
+    layers = [
+        {
+            "name": name,
+            "source": "door",
+            "seen": name in doors.seen,
+            **_facts(ref()),
+            "dtypes": doors.dtypes.get(name, {}),
+        }
+        for name, ref in doors.expected().items()
+    ]
+    layers += [{**layer, "source": "hook"} for layer in modules.coverage() if layer["name"] not in doors.layers]
+    layers = [{**layer, "before": modules.before.get(layer["name"], "")} for layer in layers]
+    skipped = [{"name": x["name"], "why": x.get("why") or "never ran"} for x in layers if not x["seen"]]
+    return {
+        "layers": layers,
+        "coverage": {"linear": len(layers), "seen": len(layers) - len(skipped), "skipped": skipped},
+        "recipes": {recipe.name: recipe.to_dict() for recipe in recipes_of(doors.layers.values())},
+    }
+
+
+def recipes_of(layers: Iterable[weakref.ref[nn.Module]]) -> list[Recipe]:
+    """The recipes of ottava layers as they were given, overrides included; of several with one name the first."""
+    found: dict[str, Recipe] = {}
+    for ref in layers:
+        recipe = getattr(ref(), "recipe", None)
+        if isinstance(recipe, Recipe):
+            found.setdefault(recipe.name, recipe)
+    return list(found.values())
+
+
+def _facts(layer: Any) -> dict[str, Any]:
+    if layer is None:
+        return {"type": "gone", "shape": None, "recipe": ""}
+    shape = [layer.out_features, layer.in_features] if hasattr(layer, "weight") else None
+    return {"type": type(layer).__name__, "shape": shape, "recipe": layer.resolved.name}

@@ -1,0 +1,487 @@
+"""Watches the linear layers of any PyTorch model from outside: the tensors that go in and out of their GEMMs.
+
+torch's global forward hooks see every module, also those made later; a hook on the output gets its gradient. The tap
+adds no node to the graph and replaces no output, so in-place operations and views after a layer work as usual. It
+passes each tensor on as the GEMM gets it, detached and (rows, columns), and keeps none.
+
+A forward counts once even if it is computed twice. A forward under no_grad does not count: it is evaluation, or the
+first pass of reentrant checkpointing, whose recomputation counts. A recomputation of non-reentrant checkpointing does
+not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.measure.layer_names import SYMBOLS, layer_kind
+from ottava.watching.adapters import Adapter, Part, adapter_of
+from ottava.watching.functional import GATHERED, FunctionalTap, Origin, Owner, owns_a_matrix, weights_of_gemms
+from ottava.watching.hooks import GlobalHooks
+from ottava.watching.names import ModuleNames
+from ottava.watching.operands import autocast_dtype, edges_to, made_by, plain, repeats_a_forward, unobserved, whole
+
+See = Callable[..., None]
+"""Called with (layer, tensor, matrix): the full name, a long name such as "grad_output", and the tensor. The dtype of
+the GEMM is the fourth argument if torch.autocast changes it."""
+
+LOOKS_BEFORE_WARNING = 2
+_AT_DOORS = frozenset({"input", "weight", "grad_output"})
+_COMPILED = "runs in a compiled region, which calls no hooks; watch with compiled='eager'"
+_COMPILED_QUIETLY = (
+    "called no forward hooks: it is compiled (then watch with compiled='eager'), runs in a CUDA graph, is called as a "
+    "function, or did not run"
+)
+_NOT_ASKED = "the settings do not ask for it"
+_WITHOUT_GRAD = "ran without gradients only"
+_NO_GEMM = (
+    "the watch saw no GEMM with it: an unknown operation or an autograd.Function uses it, a GEMM outside of its module "
+    "does, or it is no weight"
+)
+_ELSEWHERE = "a GEMM outside of its module uses it, where the watch sees no calls"
+_CALLS_COMPILED = "its module calls compiled functions, which the watch cannot see into"
+_OTHER_ROWS = (
+    "X has {} rows and Y {}: one of them is this rank's part, and the layer gathers or scatters it (sequence "
+    "parallelism)"
+)
+_TORCH_GRUMBLES = r"Using `torch\.compile\(module\)` when there are global hooks"
+
+
+class _Linear:
+    """A layer, or a part of one, with what the coverage says about it."""
+
+    __slots__ = ("adapter", "found_at", "module", "name", "seen", "shape", "type", "whys", "without_grad")
+
+    def __init__(
+        self, name: str, module: nn.Module, adapter: Adapter | None, weight: Tensor | None, looks: int
+    ) -> None:
+        self.name, self.module = name, weakref.ref(module)
+        self.adapter = adapter
+        """None: a parameter that a GEMM may use without a layer."""
+        self.type = type(module).__name__
+        self.shape = None if weight is None or weight.numel() == 0 else _shape(weight, adapter)
+        self.found_at = looks
+        self.seen: dict[str, int] = {}
+        self.whys: dict[str, None] = {adapter.why: None} if adapter is not None and adapter.why else {}
+        self.without_grad = False
+
+
+class ModuleTap:
+    """Calls `see` with the tensors of every linear layer.
+
+    Args:
+        see: called with (layer, tensor, matrix), and the dtype of the GEMM if autocast changes it; tensor is one of
+            `tensors`, matrix is detached and (R, C).
+        tensors: long names. The tap passes the weight on once between `attach` and `detach`. grad_input and
+            grad_weight are the gradients that this call of the layer adds.
+        model: the only model to watch; None: every model of the process.
+        wants: whether (layer, tensor) is wanted; called before the tensor is prepared.
+        asked: whether the settings ask for a layer; the tap never warns about other layers.
+        own: True watches ottava's layers completely. False leaves X, W and dY to their doors.
+        timed: a context around the work for a tensor.
+
+    Edge cases: the weight has the parameter's dtype, also under autocast. Of a DTensor the tap sees the local shard. It
+        skips weights in packed or foreign formats and tensors of the wrong shape; `coverage` gives the reason.
+
+    Example:
+        >>> seen = []
+        >>> tap = ModuleTap(lambda layer, tensor, x: seen.append((layer, tensor, tuple(x.shape))))
+        >>> tap.attach()
+        >>> nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True))(torch.ones(2, 3, 4)).sum().backward()
+        >>> tap.detach()
+        >>> seen
+        [('0', 'input', (6, 4)), ('0', 'weight', (8, 4)), ('0', 'grad_output', (6, 8))]
+    """
+
+    def __init__(
+        self,
+        see: See,
+        *,
+        tensors: Collection[str] = ("input", "weight", "grad_output"),
+        model: nn.Module | None = None,
+        wants: Callable[[str, str], bool] = lambda layer, tensor: True,
+        asked: Callable[[str], bool] = lambda layer: True,
+        own: bool = False,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._timed = timed
+        self._see, self._wants, self._asked, self._own = see, wants, asked, own
+        self._tensors = frozenset(tensors)
+        self._lock = threading.RLock()
+        self._sites: dict[int, tuple[weakref.ref[nn.Module], str, Adapter]] = {}
+        self._linears: dict[str, _Linear] = {}
+        self._weights: set[str] = set()
+        self._owners: dict[int, Owner] = {}
+        self._functional = FunctionalTap(self._took)
+        self._looked_back = False
+        self.before: dict[str, str] = {}
+        """Layer -> the operation that made its input."""
+        self._hooks = GlobalHooks(self._before, self._after, self._left)
+        self._period = 0
+        self._looks = 0
+        self._warned = False
+        self.names = ModuleNames(model, self._found)
+
+    # --- on and off -----------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Starts watching. A new step begins, in which the tap passes each weight on again."""
+        if self._hooks.attached:
+            return
+        if not self._period:  # only once: a new filter makes Python repeat earlier warnings
+            warnings.filterwarnings("ignore", message=_TORCH_GRUMBLES, category=UserWarning)
+        self._period += 1
+        self._weights.clear()
+        self._hooks.attach()
+
+    def detach(self) -> None:
+        """Stops watching; ignores the gradients of forwards that already ran."""
+        self._hooks.detach()
+        self._period += 1
+
+    def looked(self) -> str | None:
+        """Ends a watched step; warns once if layers never show up, and returns that warning."""
+        self._looks += 1
+        if self._warned or self._looks < LOOKS_BEFORE_WARNING:
+            return None
+        text = self._complaint()
+        if text is not None:
+            self._warned = True
+            warnings.warn(text, stacklevel=2)
+        return text
+
+    def look_back(self, root: Tensor) -> None:
+        """Searches the graph of a loss once for GEMMs that the hooks missed, so that `coverage` can name them."""
+        if self._looked_back or not self._hooks.attached:
+            return
+        self._looked_back = True
+        with self._timed(), self._lock:
+            for parameter in weights_of_gemms(root):
+                if (holder := self.names.holder(parameter)) is None or adapter_of(holder[0]) is not None:
+                    continue
+                layer = _layer_of(holder)
+                if not any(name == layer or name.startswith(f"{layer}.") for name in self._linears):
+                    linear = _Linear(layer, holder[0], None, parameter, self._looks)
+                    linear.whys[_ELSEWHERE] = None
+                    self._linears[layer] = linear
+
+    def coverage(self) -> list[dict[str, Any]]:
+        """Every linear layer: name, type (its class), kind, shape [N, K], seen, tensors, and why some are missing."""
+        with self._lock:
+            return [self._entry(linear) for linear in self._linears.values() if self._listed(linear)]
+
+    # --- layers -------------------------------------------------------------------------------------------
+
+    def _found(self, name: str, module: nn.Module) -> None:
+        adapter = adapter_of(module)
+        if getattr(module, "_is_replica", False) or _in_layers(module):
+            return
+        if adapter is None:
+            if owns_a_matrix(module):
+                self._found_owner(name, module)
+            return
+        self._sites[id(module)] = (weakref.ref(module), name, adapter)
+        for suffix, weight in adapter.weights(module):
+            linear = self._linears.get(name + suffix)
+            if linear is None or linear.module() is None:
+                self._linears[name + suffix] = _Linear(name + suffix, module, adapter, weight, self._looks)
+
+    def _found_owner(self, name: str, module: nn.Module) -> None:
+        """Adds a module that may use its parameters itself; those of three dimensions are almost surely weights."""
+        self._owners[id(module)] = Owner(module)
+        if "Conv" in type(module).__name__:
+            return
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() == 3 and min(parameter.shape) > 1:
+                full = f"{name}.{key}" if name else key
+                self._linears.setdefault(full, _Linear(full, module, None, parameter, self._looks))
+
+    def _listed(self, linear: _Linear) -> bool:
+        module = linear.module()
+        if linear.adapter is None and not linear.seen:  # if its matrices were seen one by one, list those
+            return not any(name.startswith(f"{linear.name}.") and x.seen for name, x in self._linears.items())
+        return bool(linear.seen) or (module is not None and (self._own or not _has_doors(module)))
+
+    def _entry(self, linear: _Linear) -> dict[str, Any]:
+        whys = list(linear.whys)
+        if not linear.seen:
+            whys = whys or [self._why_unseen(linear)] if linear.adapter is None else [*whys, self._why_unseen(linear)]
+        return {
+            "name": linear.name,
+            "type": linear.type,
+            "kind": layer_kind(linear.name),
+            "shape": linear.shape,
+            "seen": bool(linear.seen),
+            "tensors": list(linear.seen),
+            "why": "; ".join(whys),
+        }
+
+    def _why_unseen(self, linear: _Linear) -> str:
+        if not self._asked(linear.name):
+            return _NOT_ASKED
+        if linear.without_grad:
+            return _WITHOUT_GRAD if linear.adapter is not None else f"{_WITHOUT_GRAD}, or inside an autograd.Function"
+        module = linear.module()
+        if module is None:
+            return "was deleted before it ran in a watched step"
+        if any(module is inner for outer in self.names.compiled() for inner in outer.modules()):
+            return _COMPILED
+        if linear.adapter is None:
+            owner = self._owners.get(id(module))
+            return _CALLS_COMPILED if owner is not None and owner.compiled else _NO_GEMM
+        return _COMPILED_QUIETLY
+
+    def _complaint(self) -> str | None:
+        with self._lock:
+            mute = [
+                entry
+                for linear in self._linears.values()
+                if not linear.seen and self._looks - linear.found_at >= LOOKS_BEFORE_WARNING and self._listed(linear)
+                for entry in [self._entry(linear)]
+                if entry["why"] != _NOT_ASKED and not entry["why"].startswith(_WITHOUT_GRAD)
+            ]
+            nothing = not self._linears
+        if nothing and (living := _living_linears()):
+            return (
+                f"watch: saw no layer in {self._looks} steps, though this process has {living} linear layers: the code "
+                f"that runs them {_COMPILED_QUIETLY}"
+            )
+        if not mute:
+            return None
+        shown = [f"  {entry['name']} ({entry['type']}): {entry['why']}" for entry in mute[:8]]
+        more = [f"  ... and {len(mute) - len(shown)} more"] if len(mute) > len(shown) else []
+        head = (
+            f"watch: {len(mute)} of {len(self._linears)} linear layers gave no sample in {self._looks} watched steps:"
+        )
+        return "\n".join([head, *shown, *more])
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+    # Dynamo traces hooks that exist while it compiles. Each hook must ask is_compiling first, so that nothing of a tap
+    # gets into a graph or its guards.
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not self.names.knows(module):
+            self.names.learn(module)
+        owner = self._owners.get(id(module))
+        self._functional.enter(module, looks=owner is not None and owner.promises(module))
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._functional.leave(module)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        site = self._sites.get(id(module))
+        if site is not None and not self.before.get(site[1]) and args and isinstance(args[0], Tensor):
+            self.before[site[1]] = made_by(args[0])
+        if site is None or site[0]() is not module or not self._counts(module, site):
+            return
+        _, name, adapter = site
+        with self._timed():
+            for part in adapter.call(module, args, kwargs, output):
+                self._take(name + part.suffix, module, adapter, part)
+
+    def _counts(self, module: nn.Module, site: tuple[weakref.ref[nn.Module], str, Adapter]) -> bool:
+        if self._doors_tell(module) and self._tensors <= _AT_DOORS:
+            return False
+        if not torch.is_grad_enabled():
+            for suffix, _ in site[2].weights(module):
+                self._linears[site[1] + suffix].without_grad = True
+            return False
+        return not (torch._C._current_graph_task_id() != -1 and repeats_a_forward())
+
+    def _doors_tell(self, module: nn.Module | None) -> bool:
+        return not self._own and module is not None and _has_doors(module) and _casts(module)
+
+    def _took(self, source: Origin, parts: Iterator[Part]) -> None:
+        """Handles a product outside of a layer."""
+        holder = self.names.holder(source.parameter) if self._hooks.attached else None
+        if holder is None:
+            return
+        module, layer = holder[0], _layer_of(holder)
+        if (owner := self._owners.get(id(module))) is not None:
+            owner.fruitless = 0
+        if not torch.is_grad_enabled() or source.gathered:
+            linear = self._linears.setdefault(layer, _Linear(layer, module, None, None, self._looks))
+            linear.without_grad = linear.without_grad or not source.gathered
+            if source.gathered:
+                linear.whys.setdefault(GATHERED, None)
+        elif not (torch._C._current_graph_task_id() != -1 and repeats_a_forward()):
+            with self._timed():
+                for part in parts:
+                    self._take(layer + part.suffix, module, None, part)
+
+    def _take(self, layer: str, module: nn.Module, adapter: Adapter | None, part: Part) -> None:
+        linear = self._linears.get(layer)
+        if linear is None:
+            linear = self._linears.setdefault(layer, _Linear(layer, module, adapter, None, self._looks))
+        weight, sizes = part.weight, linear.shape
+        arrange_weight = part.arrange_weight or _upright(weight, adapter)
+        if weight is not None and weight.numel() and (linear.shape is None or len(linear.shape) > 2):
+            sizes = linear.shape = list(arrange_weight(weight.detach()).shape)
+        if sizes is not None and weight is not None and not weight.is_floating_point():
+            sizes = None  # packed: its shape is not [N, K]
+        dtype = None
+        for x in part.inputs:
+            dtype = autocast_dtype(x) if part.cast else None
+            self._hand(
+                linear, "input", x, dtype, sizes[1] if sizes else None, part.arrange_input or torch.Tensor.detach
+            )
+        if weight is not None and layer not in self._weights:
+            self._weights.add(layer)
+            self._hand(linear, "weight", weight, arrange=arrange_weight)
+        y = part.output
+        if y is None:
+            return
+        arrange = part.arrange or torch.Tensor.detach
+        if part.arrange is None and part.inputs and _rows(part.inputs[0]) != _rows(y):
+            linear.whys.setdefault(_OTHER_ROWS.format(_rows(part.inputs[0]), _rows(y)), None)
+        self._hand(linear, "output", y, None, sizes[0] if sizes else None, arrange)
+        if not y.requires_grad:
+            return
+        if "grad_output" in self._tensors:
+            width = sizes[0] if sizes else None
+            dtype = dtype or (autocast_dtype(y) if part.cast else None)
+            hook = partial(self._gradient, linear, "grad_output", self._period, dtype, width, arrange, y.shape)
+            whole(y).register_hook(hook)
+        self._hook_edges(linear, part, arrange_weight)
+
+    def _hook_edges(self, linear: _Linear, part: Part, arrange_weight: Callable[[Tensor], Tensor]) -> None:
+        """Watches grad_input and grad_weight: the gradients on the graph's edges from the layer to these tensors."""
+        targets = [("grad_input", x) for x in part.inputs if "grad_input" in self._tensors]
+        if part.weight is not None and "grad_weight" in self._tensors:
+            targets.append(("grad_weight", part.weight))
+        for tensor, target in targets:
+            if not target.requires_grad or part.output is None:
+                continue
+            edges = list(edges_to(target, part.output, part.inputs))
+            if not edges:
+                linear.whys.setdefault(f"{SYMBOLS[tensor]}: the graph does not lead to it", None)
+            arrange = arrange_weight if tensor == "grad_weight" else part.arrange_input or torch.Tensor.detach
+            for node, index in edges:
+                node.register_hook(partial(self._edge, linear, tensor, self._period, index, arrange))
+
+    def _edge(
+        self,
+        linear: _Linear,
+        tensor: str,
+        period: int,
+        index: int,
+        arrange: Callable[[Tensor], Tensor],
+        grad_inputs: tuple[Tensor | None, ...],
+        grad_outputs: Any,
+    ) -> None:
+        if torch.compiler.is_compiling():
+            return
+        gradient = grad_inputs[index]
+        if gradient is not None:
+            self._gradient(linear, tensor, period, None, None, arrange, gradient.shape, gradient)
+
+    def _gradient(
+        self,
+        linear: _Linear,
+        tensor: str,
+        period: int,
+        dtype: torch.dtype | None,
+        width: int | None,
+        arrange: Callable[[Tensor], Tensor],
+        shape: torch.Size,
+        gradient: Tensor,
+    ) -> None:
+        if torch.compiler.is_compiling() or period != self._period:
+            return
+        with self._timed():
+            if gradient.shape != shape:
+                gradient = gradient.detach().reshape(shape)
+            self._hand(linear, tensor, gradient, dtype, width, arrange)
+
+    def _hand(
+        self,
+        linear: _Linear,
+        tensor: str,
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        width: int | None = None,
+        arrange: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+    ) -> None:
+        if tensor not in self._tensors or not self._wants(linear.name, tensor):
+            return
+        if tensor in _AT_DOORS and self._doors_tell(linear.module()):
+            return
+        with unobserved(x):
+            numbers, why = plain(x)
+            if why:
+                linear.whys.setdefault(f"{SYMBOLS[tensor]}: {why}", None)
+            if numbers is None:
+                return
+            matrix = arrange(numbers)
+            matrix = matrix.reshape(-1, matrix.shape[-1])
+            if width is not None and matrix.shape[1] != width:
+                why = f"is {matrix.shape[1]} wide, but the weight needs {width}: the layer gathers or splits it"
+                linear.whys.setdefault(f"{SYMBOLS[tensor]}: {why}", None)
+                return
+            with self._lock:
+                linear.seen[tensor] = linear.seen.get(tensor, 0) + 1
+                self._see(linear.name, tensor, matrix, *(() if dtype in (None, matrix.dtype) else (dtype,)))
+
+
+def _layer_of(holder: tuple[nn.Module, str, str]) -> str:
+    """The layer name of a GEMM, from (module, name of the module, name of its weight)."""
+    _, name, key = holder
+    return name if key == "weight" else f"{name}.{key}" if name else key
+
+
+def _shape(weight: Tensor, adapter: Adapter | None) -> list[int]:
+    """[N, K] of a weight."""
+    return list(weight.shape)[::-1] if adapter is not None and adapter.transposed else list(weight.shape)
+
+
+def _upright(weight: Tensor | None, adapter: Adapter | None) -> Callable[[Tensor], Tensor]:
+    """A function from the stored weight to (N, K)."""
+    turned = adapter is not None and adapter.transposed and weight is not None and weight.dim() == 2
+    return torch.Tensor.t if turned else torch.Tensor.detach
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1] if x.dim() and x.shape[-1] else 0
+
+
+def _has_doors(module: nn.Module) -> bool:
+    return isinstance(module, QuantizedLayer)
+
+
+def _in_layers(module: nn.Module) -> bool:
+    """Whether layers below a module multiply its parameters: its attention, or its experts, under a recipe."""
+    own = {id(p) for p in module._parameters.values() if p is not None}
+    below = quantized_layers(module) if own and not _has_doors(module) else []
+    return any(id(layer.parameter) in own for layer in below)
+
+
+def _casts(layer: Any) -> bool:
+    """Whether the last call of an ottava layer cast anything: in high precision it does not use its doors."""
+    call = layer.last_call
+    recipe = layer.resolved if call is None else call.recipe
+    return bool(recipe.casts)
+
+
+def _living_linears() -> int:
+    """The number of layers of known classes in this process. Reads every object, so call it once."""
+    count = 0
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Module) and adapter_of(thing) is not None and not _has_doors(thing):
+            count += 1
+    return count

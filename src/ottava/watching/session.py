@@ -1,0 +1,493 @@
+"""`watch`: one watched run from its first step to its end.
+
+A step ends with the step of torch's optimizer, so the training code needs no change. The watch then records the step,
+checks the triggers, and attaches or removes hooks for the next step. A step without a look has no hooks, or only the
+hooks that note amaxes. A watch takes part in no collective: every rank writes its own files.
+
+Between looks the watch never waits for a GPU. It copies loss and amaxes to the host and reads them when they have
+arrived, perhaps steps later, under the number of their own step (`Ended`). On a CPU they arrive at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import statistics
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ottava.base.errors import need
+from ottava.base.settings import ConfigError
+from ottava.measure.tally import Tallies, Tally
+from ottava.record.reader import Run, Table
+from ottava.record.schema import MANIFEST, SlotKey
+from ottava.record.writer import RunWriter
+from ottava.watching.checks import Checks
+from ottava.watching.collector import Collector
+from ottava.watching.config import EVERY, WatchConfig, matches
+from ottava.watching.doors import DoorTap
+from ottava.watching.dump_plan import DumpPlan
+from ottava.watching.interventions import Interventions
+from ottava.watching.loss import LossTap
+from ottava.watching.manifest import coverage, start_of_run
+from ottava.watching.modules import ModuleTap
+from ottava.watching.readback import Amaxes, Ended, Read, read_back
+from ottava.watching.schedule import Schedule, Trigger
+from ottava.watching.sinks import make_sinks, publish
+from ottava.watching.training import UPDATES, TrainingTap
+
+_LOG = logging.getLogger(__name__)
+_FLUSH_SECONDS = 5.0
+"""Looks wait in memory for so long, because writing a file takes as long as a look at a small model."""
+
+
+def watch(
+    model: nn.Module | None = None,
+    folder: Path | str | None = None,
+    config: WatchConfig | Mapping[str, Any] | Path | str | None = None,
+    *,
+    step: int = 0,
+    append: bool = False,
+    **settings: Any,
+) -> Watch:
+    """Watches the casts of a training run and writes them to a folder; see `Watch`.
+
+    Args:
+        model: the model to watch; None: every layer of the process, also those made later.
+        folder: the run folder; None: runs/watch-DATE-TIME.
+        config: a WatchConfig, a mapping of settings, or a YAML file.
+        step: optimizer steps done so far, for a resumed run.
+        append: go on in a folder that already has a watched run.
+        settings: fields of WatchConfig; they override `config`.
+    Raises:
+        ConfigError: a setting is unknown or wrong, or a layer pattern matches nothing.
+        RunError: the folder already has a run.
+    Edge cases: works on any torch model. Layers converted by ottava show the operands of their GEMMs; for other layers
+        the watch simulates the casts of `recipes` beside the GEMM. Training keeps every bit.
+
+    Example:
+        >>> import tempfile, ottava
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with tempfile.TemporaryDirectory() as folder, watch(model, f"{folder}/run", recipes="blockwise") as seen:
+        ...     for _ in range(2):
+        ...         model(torch.randn(8, 64)).square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...     seen.flush()
+        ...     table = ottava.debug.Run.open(seen.folder).table()
+        >>> len(table.slots()), set(table["step"].tolist())
+        (10, {1, 2})
+    """
+    path = Path(folder) if folder is not None else Path("runs") / f"watch-{datetime.now():%Y%m%d-%H%M%S}"
+    if model is not None:
+        need("watch", model, nn.Module, "a torch.nn.Module, or None for every layer of the process")
+    return Watch(model, path, WatchConfig.load(config, **settings), step=step, append=append)
+
+
+class Watch:
+    """A watched run; made by `watch`. Use it as a context, or call `close` at the end.
+
+    Args:
+        model, folder, config, step, append: as for `watch`.
+        read: brings a step's numbers to the host.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        folder: Path,
+        config: WatchConfig,
+        *,
+        step: int = 0,
+        append: bool = False,
+        read: Read = read_back,
+    ) -> None:
+        self.folder, self.config, self.steps_done = folder, config, step
+        self._model = None if model is None else weakref.ref(model)
+        self.rank = int(os.environ.get("RANK", "0"))
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.rank = torch.distributed.get_rank()
+        if model is not None:
+            names = [name for name, module in model.named_modules() if module._parameters]
+            for name, parameter in model.named_parameters():  # each expert is a layer
+                names += [name, *(f"{name}.{i}" for i in range(parameter.shape[0] if parameter.dim() == 3 else 0))]
+            self._check_patterns(names)
+        self.writer = RunWriter(folder, rank=self.rank, append=append, step=step, patient=True)
+        self.writer.describe(**start_of_run(int(os.environ.get("WORLD_SIZE", "1"))), settings=config.to_dict())
+        if append and step > 0:
+            self.writer.event(step, "resumed")
+        self.schedule = Schedule(config.every or EVERY, config.triggers, config.looks)
+        self.dumps = DumpPlan(config.dump, self.writer)
+        self.collector = Collector(config, self.dumps)
+        self.changes = Interventions(config.interventions, self._warn)
+        self.doors = DoorTap(self.collector, model, Checks(self._disagrees), self.changes.apply)
+        self.modules = ModuleTap(
+            self.collector.simulate,
+            tensors=config.tensors,
+            model=model,
+            wants=self.collector.wants,
+            asked=lambda layer: matches(layer, config.layers),
+            timed=self.collector.timed,
+        )
+        self.training = TrainingTap(model, batches=config.batches, report=self._reports)
+        self.losses = LossTap(self._saw_loss, self._rooted)
+        self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
+        self._read = read
+        self._ended: deque[Ended] = deque()
+        self._flight: deque[Amaxes] = deque(maxlen=config.flight)
+        self._loss_parts: list[Tensor] = []
+        self._logged: dict[str, float] = {}
+        self._active = self._paused = False
+        self._stepped: set[int] = set()
+        self._callbacks: list[Callable[[int, Table], object]] = []
+        self._looks = 0
+        self._started = self._step_started = self._mark = self._flushed = time.perf_counter()
+        self._light_every = 1
+        self._light_seconds = self._seconds_before = 0.0
+        if append and step > 0 and (folder / MANIFEST).is_file():  # rank 0 writes it
+            self._resume(Run.open(folder))
+        self._stance: Any = None
+        self._closed = False
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        self.losses.attach()
+        atexit.register(self._at_exit)
+        for note in config.notes:
+            self._warn(note)
+        self._arm(step + 1)
+
+    def log(self, **numbers: float) -> None:
+        """Adds numbers to the line of the running step: loss, grad_norm, lr, tokens, or any other name. Without a loss
+        here, the watch averages over micro-batches the loss on which backward() was called."""
+        self._logged |= {name: float(value) for name, value in numbers.items()}
+
+    def describe(self, **facts: Any) -> None:
+        """Adds facts to the manifest. `compare` shows how config={...} differs between two runs."""
+        self.writer.describe(**facts)
+
+    def step(self) -> None:
+        """Ends a step. Only loops without a torch optimizer need it."""
+        self._end_step()
+
+    def on_look(self, callback: Callable[[int, Table], object]) -> None:
+        """Calls the callback, such as a `Fallback`, with the step and its statistics after every full look."""
+        self._callbacks.append(callback)
+
+    def rewind(self, step: int) -> None:
+        """Goes back to the end of an earlier step, as the training did, and deletes the record of later steps."""
+        self._settle(wait=True)
+        self.writer.rewind(step)
+        self._disarm()
+        self.collector.drain()
+        self.steps_done, self._active, self._loss_parts, self._logged = step, False, [], {}
+        self._arm(step + 1)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops watching inside the context: no hooks, and no step ends."""
+        self._disarm()
+        self.losses.detach()
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            if not self._closed:
+                self.losses.attach()
+                self._arm(self.steps_done + 1)
+
+    def flush(self) -> None:
+        """Writes everything to disk; waits for numbers that have not arrived from a device."""
+        if not self._closed:
+            self._settle(wait=True)
+            self._write()
+
+    def close(self, ended: str = "closed") -> None:
+        """Removes every hook and writes the rest. `ended` says why the run ended."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        for hook in self._hooks:
+            hook.remove()
+        self.training.close()
+        self.losses.detach()
+        self._disarm()
+        self.changes.undo()
+        self._settle(wait=True)
+        self._describe_run()
+        self.writer.describe(ended=ended)
+        self.writer.close()
+        for sink in self.sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._end(error)
+
+    def _at_exit(self) -> None:
+        """Closes the watch if the process ends without `close`."""
+        self._end(getattr(sys, "last_value", None))
+
+    def _end(self, error: BaseException | None) -> None:
+        if error is None or self._closed:
+            return self.close()
+        self._settle(wait=True)
+        self._keep_flight(why := f"{type(error).__name__}: {error}")
+        return self.close(why)
+
+    @property
+    def overhead(self) -> float:
+        """Share of the host's time since the start that watching took."""
+        return self.collector.seconds / max(time.perf_counter() - self._started, 1e-9)
+
+    # --- calls from the taps --------------------------------------------------------------------------------------
+
+    def _warn(self, text: str) -> None:
+        _LOG.warning("watch: %s", text)
+        self.writer.event(self.steps_done, "warning", text=text)
+
+    def _disagrees(self, facts: Mapping[str, Any]) -> None:
+        self.writer.event(self.steps_done + 1, "check", **facts)
+
+    def _saw_loss(self, loss: Tensor) -> None:
+        self._active = True
+        self._loss_parts.append(loss.detach().to(torch.float32))
+
+    def _rooted(self, root: Tensor) -> None:
+        with self.collector.timed():
+            for known in self.modules.names.roots():
+                self.training.adopt(known)
+            self.training.rooted(root)
+        self.modules.look_back(root)
+
+    def _reports(self, kind: str, **facts: Any) -> None:
+        self.writer.training(self.steps_done + 1, kind, **facts)
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.training.active and not self._paused and self._is_ours(optimizer):
+            with self.collector.timed():
+                self.training.before(optimizer)
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._paused or not self._is_ours(optimizer):
+            return
+        with self.collector.timed():
+            self.training.after(optimizer, self.modules.names.parameter)
+        if self._ends_step(optimizer):
+            self._stepped.clear()
+            self._end_step()
+        self._stepped.add(id(optimizer))
+
+    def _ends_step(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer ends the step: of several that step after one backward, the first does."""
+        if self._active:
+            return True
+        # no loss: a stage of a pipeline gets gradients from the next stage
+        if self.collector.looking or self.collector.noting:
+            return self.collector.holds
+        return id(optimizer) in self._stepped
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        if self._model is None or (model := self._model()) is None:
+            return self._model is None
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return any(id(p) in stepped for p in model.parameters())
+
+    def _resume(self, run: Run) -> None:
+        """Restores schedule and thrift from the resumed run; only rank 0 recorded losses."""
+        mine = [e for e in run.events if e.get("rank", 0) == self.rank and e["step"] <= self.steps_done]
+        losses = run.steps["loss"][run.steps["step"] <= self.steps_done].tolist() if self.rank == 0 else []
+        self.schedule.resume(mine, losses)
+        slowed = [event for event in mine if event.get("kind") == "overhead"]
+        if slowed and self.config.every is None:
+            self.schedule.every, self._light_every = slowed[-1]["every"], slowed[-1]["light_every"]
+
+    # --- the end of a step ----------------------------------------------------------------------------------------
+
+    def _end_step(self) -> None:
+        entered = time.perf_counter()
+        before = self.collector.seconds
+        self._active = False
+        self.steps_done += 1
+        step = self.steps_done
+        looked = self.collector.looking
+        self._disarm()
+        if not looked:
+            self._light_seconds += self.collector.seconds - self._seconds_before
+        if (looked or self.collector.noting) and (text := self.modules.looked()) is not None:
+            self.writer.event(step, "warning", text=text)
+        tallies, light = self.collector.drain()
+        self.dumps.looked(tallies)
+        training, updates = self.training.drain()
+        reading = self._read([light.amax, light.scale_inv, *training.values(), *self._loss_parts])
+        numbers = {"seconds": entered - self._step_started} | self._logged
+        self._loss_parts, self._logged = [], {}
+        self._ended.append(Ended(step, numbers, tallies, light.keys, reading, looked, tuple(training), updates))
+        self._settle(wait=looked)  # after a look everything has arrived, because the tallies were waited for
+        self._arm(step + 1)
+        now = time.perf_counter()
+        self.collector.seconds = self._seconds_before = before + (now - entered)
+        self._step_started = now
+
+    def _settle(self, *, wait: bool) -> None:
+        """Records ended steps in order, as far as their numbers have arrived; all of them if `wait`."""
+        while self._ended and (wait or self._ended[0].reading.ready()):
+            ended = self._ended.popleft()
+            try:
+                amax, scale_inv, *losses = ended.reading.values()
+            except RuntimeError as error:  # the device failed: the user must see the error of the training, not ours
+                text = f"the device failed before loss and amaxes arrived: {error}"
+                self.writer.event(ended.step, "warning", text=text)
+                self.writer.step(ended.step, **ended.numbers)
+                continue
+            training = self._saw_training(ended, losses)
+            parts = [part for (part,) in losses[len(ended.training) :]]
+            of_step = statistics.fmean if self.config.loss == "mean" else math.fsum
+            loss = {"loss": of_step(parts)} if parts else {}
+            numbers = training | loss | ended.numbers
+            self.writer.step(ended.step, **numbers)
+            self.writer.tallies(ended.step, ended.tallies)
+            if ended.keys:
+                self._flight.append(Amaxes(ended.step, ended.keys, amax, scale_inv))
+            self._ask_triggers(ended, numbers.get("loss"), amax)
+            if ended.looked:
+                self._looks += 1
+                self._after_look(ended.step, ended.tallies, numbers)
+
+    def _saw_training(self, ended: Ended, values: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Records the updates of a look; the numbers of the step."""
+        if ended.updates is not None:
+            flat, names = values[ended.training.index("updates")], ended.updates.names
+            columns = zip(UPDATES, range(0, len(flat), len(names)), strict=True)
+            facts = {name: [float(f"{v:.4g}") for v in flat[i : i + len(names)]] for name, i in columns}
+            self.writer.training(ended.step, "updates", parameters=list(names), **facts)
+        return self.training.finish(ended.training, values[: len(ended.training)])
+
+    def _ask_triggers(self, ended: Ended, loss: float | None, amax: Sequence[float]) -> None:
+        answers: list[Trigger | None] = [] if loss is None else [self.schedule.loss(loss)]
+        answers += self.schedule.tallies(ended.tallies)
+        if ended.keys:
+            answers.append(self.schedule.light(ended.keys, amax))
+        triggers = [trigger for trigger in answers if trigger is not None]
+        if not triggers or not self.schedule.start_burst(self.steps_done):
+            return
+        for trigger in triggers:
+            self.writer.event(ended.step, "trigger", **trigger.facts())
+        self._keep_flight(triggers[0].reason)
+        self.dumps.triggered()
+        self.writer.event(self.steps_done, "burst", until=self.schedule.burst_until)
+
+    def _keep_flight(self, why: str) -> None:
+        """Writes the amaxes of the last steps to the run folder."""
+        if not self._flight:
+            return
+        for step, keys, amaxes, scales in self._flight:
+            for key, amax, scale_inv in zip(keys, amaxes, scales, strict=True):
+                scale = 1 / scale_inv if scale_inv > 0 else None
+                scales_of_cast: dict[str, Any] = {} if scale is None else {"scale_max": scale, "scale_min": scale}
+                finite = amax if amax < float("inf") else 0.0
+                nonfinite = 0.0 if finite == amax else 1.0
+                tally = Tally(amax=finite, n_nonfinite=nonfinite, **scales_of_cast)
+                self.writer.tally(step, key, tally, phase="light")
+        self.writer.event(self.steps_done, "flight", first=self._flight[0].step, last=self._flight[-1].step, why=why)
+        self._flight.clear()
+        self.writer.flush()
+
+    def _after_look(self, step: int, tallies: Tallies[SlotKey], numbers: Mapping[str, float]) -> None:
+        if self._looks == 1:
+            others = [layer["name"] for layer in self.modules.coverage() if layer["name"] not in self.doors.layers]
+            self._check_patterns([*self.doors.layers, *others])
+            self.changes.missed(others)
+        if tallies and (self.sinks or self._callbacks):
+            table = Table.of(step, tallies)
+            publish(self.sinks, step, table, numbers)
+            with self.paused():
+                for callback in self._callbacks:
+                    callback(step, table)
+        if self._looks == 1 or time.perf_counter() - self._flushed > _FLUSH_SECONDS:
+            self._write()
+        if self.config.every is None:
+            self._be_thrifty(step, self.config.max_overhead)
+
+    def _write(self) -> None:
+        self.writer.flush()
+        self._describe_run()
+        self._flushed = time.perf_counter()
+
+    def _be_thrifty(self, step: int, limit: float) -> None:
+        """Doubles the distance of noted amaxes if they take half of the limit, or of looks if watching exceeds it."""
+        now = time.perf_counter()
+        settled = step >= 2 * self.schedule.every and step > self.schedule.burst_until
+        if self._light_seconds > 0.5 * limit * (now - self._mark) and self._light_every < self.config.flight:
+            self._light_every *= 2
+        elif settled and self.overhead > limit:
+            self.schedule.every *= 2
+        else:
+            return
+        self._mark, self._light_seconds = now, 0.0
+        facts = {"every": self.schedule.every, "light_every": self._light_every}
+        self.writer.event(step, "overhead", share=self.overhead, **facts)
+
+    def _check_patterns(self, names: Sequence[str]) -> None:
+        chosen: tuple[Any, ...] = (*self.config.looks, *self.config.dump.periods, *self.config.interventions)
+        for pattern in (*self.config.layers, *(pattern for part in chosen for pattern in part.layers)):
+            if pattern == "*" and not names:
+                self.writer.event(self.steps_done, "warning", text="the model has no layer with a GEMM")
+            elif not any(matches(name, (pattern,)) for name in names):
+                shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+                raise ConfigError(f"watch: the pattern {pattern!r} matches no layer; the layers are: {shown or 'none'}")
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+
+    def _arm(self, step: int) -> None:
+        dumping = self.dumps.begin(step)
+        self.collector.looking = self.schedule.looks(step) or dumping
+        self.collector.only = None if dumping else self.schedule.only(step)
+        self.collector.look = self._looks
+        self.collector.noting = self.config.light and step % self._light_every == 0
+        self.training.looking = self.collector.looking
+        self.training.active = self.collector.looking or self.collector.noting
+        if self.collector.looking or self.collector.noting or self.changes.config:
+            self.doors.attach()
+            self.modules.attach()
+        if self.collector.looking and self.config.compiled == "eager":
+            self._stance = torch.compiler.set_stance("force_eager")
+
+    def _disarm(self) -> None:
+        self.doors.detach()
+        self.modules.detach()
+        if self._stance is not None:
+            self._stance = None
+            torch.compiler.set_stance("default")
+
+    def _describe_run(self) -> None:
+        facts = {"looks": self._looks, "steps": self.steps_done}
+        overhead = {"watching_s": self.collector.seconds, "total_s": time.perf_counter() - self._started}
+        self.writer.describe(
+            **self.training.describe(self.modules.names.parameter),
+            **coverage(self.doors, self.modules),
+            overhead={"share": self.overhead, **overhead, **facts},
+        )

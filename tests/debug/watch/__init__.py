@@ -1,1 +1,0 @@
-"""Tests of `ottava.debug.watch`; a package, since other rooms have tests of the same names."""

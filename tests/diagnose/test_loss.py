@@ -1,0 +1,87 @@
+"""What a loss curve says of itself and of another."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ottava.diagnose.loss import LossCurve, robust_distance
+
+STEPS = np.arange(1, 201)
+
+
+def falling(seed: int = 0, noise: float = 0.02) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    return 2 + 3 * np.exp(-STEPS / 40) + noise * generator.standard_normal(len(STEPS))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.2])
+def test_a_falling_curve_does_not_diverge(seed: int, noise: float) -> None:
+    assert LossCurve(STEPS, falling(seed, noise)).diverged == "no"
+
+
+@pytest.mark.parametrize("start", [60, 120, 180])
+def test_a_rise_for_good_is_found_where_it_begins(start: int) -> None:
+    loss = falling() + np.where(start < STEPS, 0.1 * (STEPS - start), 0)
+    curve = LossCurve(STEPS, loss)
+    assert curve.diverged == "yes"
+    assert start < curve.diverged_at < start + 12
+
+
+def test_a_run_that_is_wild_from_the_start_diverges() -> None:
+    """Its own noise does not hide that it ends at twice its lowest loss."""
+    generator = np.random.default_rng(0)
+    loss = 6 + 20 * (STEPS > 12) + 5 * generator.standard_normal(len(STEPS)) * (STEPS > 12)
+    assert LossCurve(STEPS, loss).diverged == "yes"
+
+
+def test_a_spike_that_heals_is_no_divergence() -> None:
+    loss = falling()
+    loss[100:104] += 2
+    curve = LossCurve(STEPS, loss)
+    assert curve.diverged == "no"
+    assert [step for step, _ in curve.spikes] == [101.0]
+    assert curve.recovery == 4
+    assert curve.spike_rate == 5
+
+
+def test_losses_that_are_not_finite_until_the_end_are_divergence() -> None:
+    loss = falling()
+    loss[150:] = math.nan
+    assert LossCurve(STEPS, loss).diverged_at == 151
+
+
+@pytest.mark.parametrize("loss", [np.full(200, math.nan), np.array([])])
+def test_no_loss_says_nothing(loss: np.ndarray) -> None:
+    curve = LossCurve(STEPS[: len(loss)], loss)
+    assert curve.diverged == "no"
+    assert curve.spikes == []
+
+
+def test_gap_to_another_curve() -> None:
+    late, drift, error = LossCurve(STEPS, 1.02 * falling(1)).gap(LossCurve(STEPS, falling(0)))
+    assert late == pytest.approx(2, abs=4 * error + 0.3)
+    assert abs(drift) < 1
+    assert 0 < error < 1
+
+
+def test_distance_needs_a_beginning() -> None:
+    distance = robust_distance(falling())
+    assert np.isnan(distance[:16]).all()
+    assert not np.isnan(distance[16:]).any()
+
+
+def test_jumps_are_measured_in_noise() -> None:
+    loss = falling()
+    loss[120:] += 1.0
+    jumps = LossCurve(STEPS, loss).jumps
+    assert jumps[120] > 20
+    assert np.nanmax(np.delete(jumps, range(120, 124))) < 6
+
+
+def test_two_losses_that_differ_much_do_not_make_the_third_go_wrong() -> None:
+    assert LossCurve(STEPS[:5], np.array([3.3, 1.9, 2.6, 0.8, 1.3])).onset == math.inf
+    assert LossCurve(STEPS[:4], np.array([4.6, 4.5, 60.0, 5.0])).onset == 3

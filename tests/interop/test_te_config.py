@@ -1,0 +1,153 @@
+"""Configurations of TransformerEngine's debug tool: the same layers, tensors and steps, or a note by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import pytest
+import yaml
+
+from ottava.base.settings import ConfigError, read_yaml
+from ottava.diagnose.rules import load_rules
+from ottava.interop.te_config import is_te_config, read_te_config
+from ottava.watching.config import Period, WatchConfig, matches
+
+LAYERS = (
+    *(f"decoder.layers.{i}.self_attention.{part}" for i in range(12) for part in ("layernorm_qkv", "proj")),
+    *(f"decoder.layers.{i}.mlp.{part}" for i in range(12) for part in ("fc1", "fc2")),
+    "output_layer",
+)
+
+
+def config(layers: Any, **features: Any) -> dict[str, Any]:
+    return {"section": {"enabled": True, "layers": layers, "transformer_engine": features}}
+
+
+def statistics(**settings: Any) -> dict[str, Any]:
+    return {"LogFp8TensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["mse"], **settings}}
+
+
+def test_layers_are_those_of_the_tool() -> None:
+    """Substrings, regular expressions found anywhere, numbers that are not the number of fc1."""
+    for layers, wanted in (
+        ({"layer_types": ["fc1", "qkv"]}, lambda n: "fc1" in n or "qkv" in n),
+        ({"layer_types": ["all"]}, lambda n: True),
+        ({"layer_name_regex_pattern": r"layers\.1\..*fc"}, lambda n: ".1." in n and "fc" in n),
+        ({"layer_numbers": [1, "3-4"]}, lambda n: any(f".{i}." in n for i in (1, 3, 4))),
+        ({"layer_numbers": [1], "layer_types": ["fc2"]}, lambda n: n.endswith(".1.mlp.fc2")),
+        ({"layer_numbers": "all"}, lambda n: True),
+        ({"exact_layer_names": ["output_layer"]}, lambda n: n == "output_layer"),
+    ):
+        (period,) = WatchConfig.load(config(layers, **statistics())).looks
+        assert [n for n in LAYERS if matches(n, period.layers)] == [n for n in LAYERS if wanted(n)], layers
+
+
+def test_layers_and_steps_agree_with_the_tool_itself() -> None:
+    """Its own matching, where the package is installed."""
+    manager = pytest.importorskip("nvdlfw_inspect.config_manager")
+    for layers in (
+        {"layer_types": ["fc1", "qkv"]},
+        {"layer_name_regex_pattern": r"layers\.(1|11)\..*proj"},
+        {"layer_types": ["fc2"], "layer_numbers": [1, "3-11"]},
+    ):
+        spec = manager.ConfigSpec()
+        spec.initialize({"enabled": True, "layers": dict(layers)})
+        (period,) = WatchConfig.load(config(layers, **statistics())).looks
+        for name in LAYERS[:-1]:
+            assert matches(name, period.layers) == bool(manager.is_layer_in_cfg(name, spec)), (layers, name)
+
+
+def test_steps_are_those_of_the_tool() -> None:
+    """Its iteration 0 is our step 1; a list of ranges beats start and end."""
+
+    def theirs(iteration: int, freq: int = 1, ranges: Any = None, start: int = 0, end: float = float("inf")) -> bool:
+        return iteration % freq == 0 and any(a <= iteration <= b for a, b in ranges or [(start, end)])
+
+    for keys, arguments in (
+        ({}, {}),
+        ({"freq": 10}, {"freq": 10}),
+        ({"freq": 3, "start_step": 5, "end_step": 17}, {"freq": 3, "start": 5, "end": 17}),
+        ({"freq": 2, "start_step": 7, "end_step": -1}, {"freq": 2, "start": 7}),
+        ({"freq": 5, "start_end_list": [[0, 10], [20, 22]]}, {"freq": 5, "ranges": [(0, 10), (20, 22)]}),
+    ):
+        (period,) = WatchConfig.load(config({"layer_types": ["all"]}, **statistics(**keys))).looks
+        assert [s for s in range(1, 60) if period.chooses(s)] == [i + 1 for i in range(59) if theirs(i, **arguments)]
+
+
+def test_each_feature_becomes_settings(tmp_path: Path) -> None:
+    """A whole file, and what it cannot do by name."""
+    (tmp_path / "te.yaml").write_text(
+        "log:\n  enabled: True\n  layers: {layer_types: [fc1]}\n"
+        "  LogTensorStats: {enabled: True, tensors: [activation, gradient], stats: [std, l1_norm], freq: 5}\n"
+        "  transformer_engine:\n    LogFp8TensorStats:\n      enabled: True\n      tensors_struct:\n"
+        "      - {tensor: weight, stats: [mxfp8_underflows%_columnwise, scale_inv_min], freq: 4}\n"
+        "      - {tensor: wgrad, stats: [fp8_block_scaling_mse]}\n"
+        "    DumpTensors: {enabled: True, tensors: activation, quantized_tensor: True, freq: 100}\n"
+        "    LogNvfp4TensorStats: {enabled: False}\n"
+        "off:\n  enabled: False\n  layers: {layer_types: [all]}\n"
+        "change:\n  enabled: True\n  layers: {layer_name_regex_pattern: 'layers\\.0'}\n  transformer_engine:\n"
+        "    DisableFP8GEMM: {enabled: True, gemms: [wgrad]}\n"
+        "    FakeQuant: {enabled: True, quant_format: FP8E5M2,\n"
+        "      gemms_struct: [{gemm: dgrad, tensors: [gradient, dgrad]}]}\n"
+        "last:\n  enabled: True\n  layers: {layer_types: [output_layer]}\n  transformer_engine:\n"
+        "    DisableFP8Layer: {enabled: True}\n"
+        "    PerTensorScaling: {enabled: True, gemms: [fprop], tensors: [activation]}\n"
+    )
+    assert is_te_config(read_yaml(tmp_path / "te.yaml"))
+    settings = WatchConfig.load(tmp_path / "te.yaml")
+    assert [(p.tensors, p.every) for p in settings.looks] == [
+        (("input", "grad_output"), 5),
+        (("weight",), 4),
+        (("grad_weight",), 1),
+    ]
+    assert set(settings.tensors) == {"input", "weight", "grad_output", "grad_weight"}
+    assert (settings.recipes, settings.sample) == (("mxfp8", "blockwise"), 1)
+    assert [(p.tensors, p.every) for p in settings.dump.periods] == [(("input",), 100)]
+    assert [(c.action, c.gemms, c.format) for c in settings.interventions] == [
+        ("high_precision", ("wgrad",), "E4M3"),
+        ("fake", ("dgrad",), "E5M2"),
+        ("high_precision", ("fprop", "dgrad", "wgrad"), "E4M3"),
+        ("current", ("fprop",), "E4M3"),
+    ]
+    for part in ("no l1_norm", "operands only, not dgrad", "mxfp8_underflows%_columnwise"):
+        assert any(part in note for note in settings.notes), part
+    assert WatchConfig.load(settings.to_dict()) == settings  # the manifest makes the same watch again
+
+
+def test_patches_of_the_diagnosis_are_read() -> None:
+    """Every remedy whose patch for TransformerEngine is such a file does here what it does there."""
+    regex = "^layers\\\\.0\\\\.fc1$"
+    values = {"id": "n1", "regex": regex, "gemms": "fprop, wgrad"}
+    read = 0
+    for name, remedy in load_rules().remedies.items():
+        if "layer_name_regex_pattern" not in (patch := remedy.patch.get("te", "")):
+            continue
+        tree = yaml.safe_load(Template(patch).substitute(values))
+        (change,) = WatchConfig.load(tree).interventions
+        assert change.action == "high_precision", name
+        assert matches("layers.0.fc1", change.layers)
+        assert not matches("layers.0.fc10", change.layers)
+        read += 1
+    assert read >= 3
+
+
+def test_mistakes_are_named() -> None:
+    for tree, message in (
+        (config({"layer_types": ["fc1"]}, LogTensorStat={"enabled": True}), "did you mean 'LogTensorStats'"),
+        (config({"layer": ["fc1"]}, **statistics()), "needs one of layer_name_regex_pattern"),
+        (config({"layer_types": ["a"], "layer_nums": 1}, **statistics()), "layer_nums"),
+        (config({"layer_numbers": ["a-b"]}, **statistics()), "ranges such as 0-3"),
+        (config({"layer_types": ["a"]}, **statistics(tensors=["activations"])), "did you mean 'activation'"),
+        (config({"layer_types": ["a"]}, **statistics(tensors=None)), "needs a name or a list"),
+        (config({"layer_types": ["a"]}, **statistics(freq="often")), "freq: got 'often'; needs a whole number"),
+        (config({"layer_types": ["a"]}, **statistics(start_end_list=[3])), "needs a list of"),
+        (config({"layer_name_regex_pattern": "("}, **statistics()), "no regular expression"),
+        (config({"layer_types": ["a"]}, FakeQuant={"enabled": "yes"}), "needs true or false"),
+        (config({"layer_types": ["a"]}, **statistics(freq=-1)), "every"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            WatchConfig.load(tree)
+    assert read_te_config({}) == {"looks": [], "sample": 1, "notes": []}
+    assert Period(every=3).chooses(9)

@@ -1,0 +1,185 @@
+"""Casts by whatever kernel takes them: the reference's bits in every layout, what is refused, and torch's operators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ottava.kernels import reference
+from ottava.kernels.native import quantize as native_quantize
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.scaling import BLOCK_128X128
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops import quantize as casts
+from ottava.ops.quantize import cast_both, quantize
+from ottava.recipe import get_recipe
+from sweep import PAIRS, sweep
+
+E4, E5 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
+CONTRACTS = tuple(
+    spec
+    for spec in dict.fromkeys(replace(lhs, rounding="nearest_even") for lhs, _ in PAIRS.values())
+    if spec.repeatable
+)
+"""Every left operand of a registered recipe, once; opcheck runs each twice and compares, so nothing is drawn."""
+
+
+def raw(x_q: QuantizedTensor) -> Tensor:
+    """The codes as bytes, contiguous."""
+    return x_q.data.contiguous().view(torch.uint8)
+
+
+def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
+    torch.manual_seed(1)  # for stochastic rounding
+    return quantize(x, spec)
+
+
+@sweep
+def test_quantize_is_the_reference(spec: QuantizationSpec, dtype: torch.dtype) -> None:
+    """On a CPU: the same codes and scales; and the amax that the cast saw."""
+    x = torch.randn(130, 300).to(dtype)
+    x_q, _, seen = cast_both(x, spec, None)
+    assert x_q is not None
+    assert seen is not None
+    truth = reference.quantize(x, spec)
+    assert torch.equal(raw(x_q), truth.data.view(torch.uint8))
+    assert torch.equal(x_q.scale_inv, truth.scale_inv)
+    assert torch.equal(seen, truth.amax)
+    assert (x_q.dtype, x_q.spec) == (dtype, spec)
+    assert x_q.amax is not None
+    assert torch.equal(x_q.amax.max(), x.abs().max().float())
+    assert not spec.granularity.transposes or x_q.t().amax is x_q.amax
+
+
+@sweep
+def test_layout_changes_no_code(spec: QuantizationSpec, dtype: torch.dtype) -> None:
+    """quantize(x.T) has the codes of x.T.contiguous(), and so has every other view."""
+    x = (torch.randn(130, 300) * torch.exp2(torch.randint(-9, 9, (130, 1)))).to(dtype)
+    for view in (x.t(), x[::3, 1::2], x[:1].expand(6, -1), x.unsqueeze(0).squeeze(0)):
+        x_q, copy_q = quantize(view, spec), quantize(view.contiguous(), spec)
+        assert torch.equal(raw(x_q), raw(copy_q))
+        assert torch.equal(x_q.scale_inv, copy_q.scale_inv)
+
+
+@sweep
+def test_square_blocks_serve_both_directions(spec: QuantizationSpec) -> None:
+    """quantize(x).t() is quantize(x.T) where blocks are square: one cast for two GEMMs; elsewhere there is no .t()."""
+    x = torch.randn(130, 300)
+    if not spec.granularity.transposes:
+        with pytest.raises(ValueError, match=r"quantize x\.T itself"):
+            quantize(x, spec).t()
+        return
+    both, anew = quantize(x, spec).t(), quantize(x.t(), spec)
+    assert torch.equal(raw(both), raw(anew))
+    assert torch.equal(both.scale_inv, anew.scale_inv)
+
+
+@sweep
+def test_codes_carry_no_gradient(spec: QuantizationSpec) -> None:
+    """Gradients are the business of `functional`; a cast of a Parameter records nothing."""
+    x_q, _, seen = cast_both(torch.randn(8, 128, requires_grad=True), spec, None)
+    assert x_q is not None
+    assert seen is not None
+    assert not any(t.requires_grad for t in (x_q.data, x_q.scale_inv, seen, x_q.dequantize()))
+
+
+@sweep(dtype=[torch.float64, torch.int32, torch.float8_e4m3fn])
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    """Said with the remedy."""
+    with pytest.raises(TypeError, match=f"quantize: got {dtype}; needs float32, bfloat16 or float16"):
+        quantize(torch.zeros(2, 2).to(dtype), E4)
+
+
+@sweep
+def test_both_casts_are_two_casts(spec: QuantizationSpec, dtype: torch.dtype) -> None:
+    """Whoever makes them, at once or one by one, and where a plan is kept: the bits of x and of x.T cast alone."""
+    plans: dict[object, casts.CastPlan] = {}
+    for x in (torch.randn(130, 140).to(dtype), torch.randn(140, 130).to(dtype).t(), torch.randn(7, 1).to(dtype)):
+        for kept in (None, plans, plans):
+            row, col, seen = cast_both(x, spec, spec, plans=kept)
+            assert row is not None
+            assert col is not None
+            assert seen is not None
+            for operand, alone in ((row, quantize(x, spec)), (col, quantize(x.t(), spec))):
+                assert torch.equal(raw(operand), raw(alone))
+                assert torch.equal(operand.scale_inv, alone.scale_inv)
+            assert torch.equal(seen, reference.quantize(x, spec).amax)
+
+
+def test_plans_do_not_pile_up() -> None:
+    """Lengths that change with every batch: what is kept stays small."""
+    plans: dict[object, casts.CastPlan] = {}
+    for rows in range(1, 100):
+        cast_both(torch.ones(rows, 4), E4, None, plans=plans)
+    assert len(plans) <= 32
+
+
+@sweep(spec=[E4, QuantizationSpec(E4M3, BLOCK_128X128)])
+def test_one_cast_serves_x_and_its_transpose(spec: QuantizationSpec) -> None:
+    """Where they share their scales; the same bits, codes in one place, and an amax kept where `quantize` keeps it."""
+    x = torch.randn(130, 140)
+    if (reason := native_quantize.built(x.dtype).reason) != "":
+        pytest.skip(reason)
+    both, alone = cast_both(x, spec, spec), quantize(x, spec)
+    assert both.row is not None
+    assert both.col is not None
+    assert torch.equal(raw(both.row), raw(alone))
+    assert torch.equal(raw(both.col), raw(alone.t()))
+    assert torch.equal(both.col.scale_inv, alone.scale_inv.t())
+    assert both.row.data.data_ptr() == both.col.data.data_ptr()
+    for operand in (both.row, both.col):
+        assert (operand.amax is None) == (alone.amax is None)
+        assert alone.amax is None or (operand.amax is not None and torch.equal(operand.amax, alone.amax))
+
+
+@sweep(recipe=["tensorwise", "rowwise", "blockwise"])
+def test_both_casts_as_one_operator_are_two_casts(recipe: str) -> None:
+    """What compiled code runs: two casts where no kernel makes both; its fake agrees, nothing aliases."""
+    cells, x = get_recipe(recipe), torch.randn(24, 40).bfloat16()
+    for spec, spec_t in ((cells.fprop.lhs, cells.wgrad.rhs), (cells.fprop.rhs, cells.dgrad.rhs)):
+        assert spec is not None
+        assert spec_t is not None
+        arguments = x, spec.key, spec_t.key, None
+        torch.library.opcheck(torch.ops.ottava.quantize_both.default, arguments)
+        data, scale_inv, amax, data_t, scale_inv_t = torch.ops.ottava.quantize_both(*arguments)
+        (row, _, seen), col = cast_both(x, spec, None), quantize(x.t(), spec_t)
+        assert row is not None
+        assert seen is not None
+        if scale_inv_t.numel() == 0:  # shared
+            scale_inv_t = scale_inv.t()
+        codes = ((data, row.data), (data_t, col.data))
+        assert all(torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in codes)
+        assert torch.equal(scale_inv, row.scale_inv)
+        assert torch.equal(scale_inv_t, col.scale_inv)
+        assert torch.equal(amax, seen)
+
+
+# --- gemm ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@sweep(spec=CONTRACTS, view=["contiguous", "transposed", "strided", "one row", "one column", "one number", "empty"])
+def test_the_quantize_operator_keeps_torchs_contract(spec: QuantizationSpec, view: str) -> None:
+    """torch.library.opcheck: schema, fake kernel (shapes, dtypes, strides), autograd registration, AOT dispatch."""
+    x = torch.randn(40, 130)
+    x = {
+        "contiguous": x,
+        "transposed": x.t(),
+        "strided": x[::2, 1::3],
+        "one row": x[:1].t(),
+        "one column": x[:, :1],
+        "one number": x[:1, :1].t(),
+        "empty": x[:0],
+    }[view]
+    torch.library.opcheck(torch.ops.ottava.quantize.default, (x, spec.key, None))
+    strides = torch.ops.ottava.quantize(x, spec.key, None)[0].stride()
+    assert strides == casts._promised(x, spec.key, None)[0].stride()  # also where a length of 1 makes one meaningless
+
+
+def test_the_quantize_operator_takes_a_scale() -> None:
+    """Delayed scaling inside a compiled graph."""
+    spec = QuantizationSpec(E4M3, scaling="delayed")
+    torch.library.opcheck(torch.ops.ottava.quantize.default, (torch.randn(4, 30), spec.key, torch.tensor(2.0)))

@@ -1,0 +1,158 @@
+"""Charts are well-formed SVG that says what the data says."""
+
+import json
+import math
+from xml.etree import ElementTree
+
+import pytest
+
+from ottava.report.charts import (
+    DARK,
+    DARK_PALETTE,
+    LIGHT,
+    LIGHT_PALETTE,
+    Band,
+    Chart,
+    Line,
+    color,
+    css_variables,
+    nice_ticks,
+    render,
+    smooth,
+    standalone,
+    to_png,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def chart(*lines: Line, **changes: object) -> Chart:
+    """A chart of these lines."""
+    fields: dict[str, object] = {"title": "Loss <&>", "description": "d", "x_label": "step", "y_label": "nats"}
+    return Chart(**(fields | changes), lines=lines)  # type: ignore[arg-type]
+
+
+def line(*ys: float, style: int = 0, name: str = "bf16", markers: bool = True) -> Line:
+    """Those values at 0, 1, 2, ..."""
+    return Line(name=name, points=list(enumerate(ys)), style=style, markers=markers)
+
+
+@pytest.mark.parametrize("low", [-1.0, 0.0, 1.7, 1e-6])
+@pytest.mark.parametrize("extent", [1e-4, 0.03, 1.0, 7.7, 4e5])
+def test_ticks_are_few_round_and_inside(low: float, extent: float) -> None:
+    ticks = nice_ticks(low, low + extent)
+    assert 2 <= len(ticks) <= 6
+    assert low - 1e-9 * extent <= ticks[0]
+    assert ticks[-1] <= low + extent * (1 + 1e-9)
+    step = ticks[1] - ticks[0]
+    assert f"{step:.0e}"[0] in "125"
+    assert [round(tick / step) for tick in ticks] == list(range(round(ticks[0] / step), round(ticks[-1] / step) + 1))
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 1.0), (2.0, 1.0), (0.0, math.inf), (math.nan, 1.0)])
+def test_ticks_of_no_range_are_refused(low: float, high: float) -> None:
+    with pytest.raises(ValueError, match="low < high"):
+        nice_ticks(low, high)
+
+
+def test_smooth_starts_without_bias_and_skips_what_is_not_finite() -> None:
+    """span 3 keeps 1/2: (2 * 1/2 + 4) / (1/2 + 1) = 10/3."""
+    assert smooth([2.0, 4.0], span=3) == pytest.approx([2.0, 10 / 3])
+    with_hole = smooth([2.0, math.nan, 4.0], span=3)
+    assert math.isnan(with_hole[1])
+    assert with_hole[2] == pytest.approx(10 / 3)
+
+
+@pytest.mark.parametrize("style", range(12))
+def test_every_style_renders_well_formed_and_titled(style: int) -> None:
+    root = ElementTree.fromstring(render(chart(line(3.0, 2.0, 1.5, style=style)), chart_id="c"))
+    assert root.find(f"{SVG}title").text == "Loss <&>"  # type: ignore[union-attr]
+    assert root.get("role") == "img"
+    assert root.get("aria-labelledby") == "c-title c-desc"
+
+
+def test_ten_recipes_differ_in_colour_dash_or_marker() -> None:
+    looks = set()
+    for style in range(11):
+        root = ElementTree.fromstring(render(chart(line(2.0, 1.0, style=style)), chart_id="c"))
+        curve = root.find(f"{SVG}g/{SVG}path[@class='curve']")
+        marker = root.findall(f"{SVG}g/{SVG}path")[-1].get("d", "")
+        assert curve is not None
+        looks.add((curve.get("stroke"), curve.get("stroke-dasharray"), "".join(c for c in marker if c.isalpha())))
+    assert len(looks) == 11
+    assert {color(style) for style in range(1, 11)} == {f"var(--s{i})" for i in range(1, len(LIGHT_PALETTE))}
+
+
+def test_a_higher_loss_is_drawn_higher_and_nan_leaves_a_gap() -> None:
+    root = ElementTree.fromstring(render(chart(line(1.0, 3.0, math.nan, 1.0, 2.0, markers=False)), chart_id="c"))
+    path = root.find(f"{SVG}g/{SVG}path").get("d", "")  # type: ignore[union-attr]
+    assert path.count("M") == 2
+    heights = [float(command.split()[1]) for command in path.replace("M", "L").split("L")[1:]]
+    assert heights[1] < heights[3] < heights[0] == heights[2]
+
+
+@pytest.mark.parametrize("values", [(), (math.nan, math.inf), (2.0,), (2.0, 2.0)])
+def test_degenerate_data_still_make_a_picture(values: tuple[float, ...]) -> None:
+    ElementTree.fromstring(render(chart(line(*values)), chart_id="c"))
+
+
+def test_tooltips_hold_the_measured_values() -> None:
+    drawn = chart(line(1.0, math.nan, name="a"), Line(name="b", points=[(1, 2.5)], style=1), line(9.0, name="c"))
+    root = ElementTree.fromstring(render(drawn, chart_id="c", tooltips=True))
+    data = json.loads(root.get("data-chart", ""))
+    assert [series["points"] for series in data["series"]] == [[[0, 1.0], [1, None]], [[1, 2.5]], [[0, 9.0]]]
+    assert "data-chart" not in render(drawn, chart_id="c")
+
+
+def test_a_band_runs_along_its_upper_and_back_along_its_lower_edge() -> None:
+    band = Band(name="seeds", points=[(0, 1.0, 2.0), (1, 1.0, 3.0)])
+    root = ElementTree.fromstring(render(chart(line(0.0, 4.0), bands=[band]), chart_id="c"))
+    area = root.find(f"{SVG}g/{SVG}path[@class='band']")
+    assert area is not None
+    corners = [tuple(map(float, c.split())) for c in area.get("d", "")[1:-1].split("L")]
+    (x0, top0), (x1, top1), (back1, low1), (back0, low0) = corners
+    assert (x0, x1) == (back0, back1)
+    assert top1 < top0 < low0 == low1
+
+
+def test_the_standalone_picture_brings_its_own_background_and_colours() -> None:
+    text = standalone(
+        [chart(line(2.0, 1.0)), chart(line(1.0, 2.0), signed=True)], title='a "b" & c', captions=["<d>", "e"]
+    )
+    root = ElementTree.fromstring(text)
+    assert root.find(f"{SVG}rect").get("fill") == "var(--paper)"  # type: ignore[union-attr]
+    assert css_variables(LIGHT) in text
+    assert len(root.findall(f"{SVG}svg")) == 2
+    assert text.replace("http://www.w3.org/2000/svg", "").count("http") == 0
+
+
+def test_palettes_match() -> None:
+    assert len(LIGHT_PALETTE) == len(DARK_PALETTE) == len(set(LIGHT_PALETTE)) == len(set(DARK_PALETTE))
+    assert LIGHT.keys() == DARK.keys()
+
+
+def test_a_logarithmic_axis_has_decades_and_gaps() -> None:
+    """Equal factors are equal distances; a zero leaves a gap; labels show the numbers themselves."""
+    svg = render(chart(line(1e-2, 1.0, 0.0, 1e2, markers=False), log=True), chart_id="c")
+    root = ElementTree.fromstring(svg)
+    (path,) = [p.attrib["d"] for p in root.iter(f"{SVG}path") if p.attrib["d"].count("M") == 2]
+    heights = [float(part.split()[1]) for part in path.replace("L", "M").split("M") if part]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
+    labels = {text.text for text in root.iter(f"{SVG}text")}
+    assert {"0.01", "1", "100"} <= labels
+
+
+def test_dashes_tell_runs_apart() -> None:
+    """Given dashes take the place of those of the style."""
+    lines = [Line(name=str(d), points=[(0, 1), (1, 2)], style=2, dashed=d) for d in (None, False, True)]
+    dashes = [line.split("stroke-dasharray=")[1:] for line in render(chart(*lines), chart_id="c").split("<path")[1:4]]
+    assert [bool(dash) for dash in dashes] == [True, False, True]
+
+
+def test_a_picture_becomes_png() -> None:
+    resvg = pytest.importorskip("resvg_py")
+    assert resvg
+    picture = standalone([chart(line(1.0, 2.0))], title="t", captions=["c"])
+    data = to_png(picture)
+    assert data.startswith(b"\x89PNG")
+    assert int.from_bytes(data[16:20], "big") == 2 * int(ElementTree.fromstring(picture).attrib["width"])

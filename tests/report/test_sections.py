@@ -1,0 +1,101 @@
+"""Words and tables say what the analysis said, and leave out what nobody knows."""
+
+import math
+
+import pytest
+from report_samples import comparison_of, diagnosis_of, manifest
+
+from ottava.diagnose.what_if import cheapest, predict
+from ottava.record.reader import Run
+from ottava.report import sections
+from ottava.report.grid import Grid
+
+LAYER = "layers.2.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def grid(small_run: Run) -> Grid:
+    return Grid.of(small_run.table(), 100)
+
+
+def test_finding_has_everything_and_links_to_its_cell(grid: Grid) -> None:
+    shown = sections.finding(diagnosis_of(LAYER, 20)["findings"][0], grid)
+    assert (shown["severity"], shown["where"], shown["when"]) == ("critical", f"X of {LAYER}", "steps 10 to 20")
+    first = shown["evidence"][0]
+    assert (first["value"], first["threshold"], first["step"]) == ("61.7 %", "10.0 %", 20)
+    slot = next(i for i, s in enumerate(grid.slots) if (s.layer, s.tensor) == (LAYER, "input"))
+    assert first["link"] == f"#slot={slot}&metric=underflow_pct&step=20"
+    names = [name for name, _ in shown["remedies"][0]["patches"]]
+    assert names == ["ottava", "Megatron", "TransformerEngine", "torchao"]
+
+
+def test_finding_of_a_few_keys_is_shown_too(grid: Grid) -> None:
+    shown = sections.finding({"id": "B3", "evidence": [{"metric": "loss", "value": "nan"}]}, grid)
+    assert (shown["title"], shown["where"], shown["when"], shown["remedies"]) == ("B3", "", "", [])
+    assert (shown["evidence"][0]["value"], shown["evidence"][0]["link"]) == ("nan", "")
+
+
+def test_worst_table_has_every_cast_worst_first(grid: Grid) -> None:
+    made = sections.worst_table(grid)
+    assert {row["slot"] for row in made["rows"]} == set(range(len(grid.slots)))
+    alarms = [row["alarm"] for row in made["rows"] if not math.isnan(row["alarm"])]
+    assert alarms == sorted(alarms, reverse=True)
+    worst = grid.worst()
+    assert worst is not None
+    assert made["rows"][0]["slot"] == worst.slot
+    assert max(shade for _, shade in made["rows"][0]["cells"]) == 3
+
+
+def test_what_if_is_that_of_the_analysis(small_run: Run) -> None:
+    predictions = predict(small_run.table())
+    made = sections.what_if(predictions)
+    assert made is not None
+    assert {row["recipe"] for row in made["recipes"]} == {p.recipe for p in predictions}
+    assert sum(count for _, count, _ in made["cheapest"]) == len(cheapest(predictions))
+    for layer, tensor, cells in made["rows"]:
+        for recipe, cell in zip(made["columns"], cells, strict=True):
+            alike = [
+                p for p in predictions if (p.layer, p.recipe) == (layer, recipe) and sections.symbol(p.tensor) == tensor
+            ]
+            assert cell.clears == all(p.clears for p in alike)
+    assert sections.what_if([]) is None
+
+
+def test_difference_says_where_it_begins() -> None:
+    shown = sections.difference(comparison_of(LAYER, 20))
+    assert shown["first"] == (
+        f"Step 10: X of {LAYER}, underflow_pct is 0.700 %; the good run stays between 0 % and 0.0500 %. It leaves 14 "
+        "steps before the loss. It spreads through the forward."
+    )
+    assert [(row["metric"], row["good"], row["bad"], row["bar"]) for row in shown["ranked"]] == [
+        ("underflow_pct", "0.0200 %", "61.7 %", 100.0),
+        ("sqnr_db", "31.4 dB", "35.0 dB", 25.0),
+    ]
+    assert shown["loss"] == "first outside at step 24, stays outside from step 30, good 0.310, bad 2.40, gap 674 %"
+    assert sections.difference({})["ranked"] == []
+
+
+def test_coverage_and_cost_are_told(grid: Grid) -> None:
+    told = sections.coverage(manifest(3, "delayed"), grid)
+    assert told["sentence"] == "The watch saw 12 of 13 linear layers"
+    assert told["cost"] == "Watching took 2.13 % of the run's time, 1.25 s of 58.7 s, in 30 looks"
+    assert told["skipped"] == [("lm_head", "not converted")]
+    bare = sections.coverage({}, grid)
+    assert (bare["sentence"], bare["cost"]) == ("The run has statistics of 12 layers", "")
+
+
+def test_command_can_be_pasted() -> None:
+    assert sections.command({"command": ["python", "train.py", "--name", "a b"]}) == "python train.py --name 'a b'"
+    assert sections.command({}) == ""
+
+
+def test_diagnosis_is_told_once() -> None:
+    """The badge says the severity, the headline the rest."""
+    assert sections.headline({"verdict": "critical", "sentence": "critical: scales clip. Coverage 9 %."}) == (
+        "Scales clip. Coverage 9 %."
+    )
+    assert sections.headline({"verdict": "none", "sentence": "No FP8 evidence found"}) == "No FP8 evidence found"
+    diagnosis = diagnosis_of(LAYER, 20)
+    assert sections.questions(diagnosis) == [("T1", "Does a BF16 run spike as often?", "unknown; an answer")]
+    assert sections.untested(diagnosis) == [("N9", "Attention logits grow", "max_logit in steps.jsonl")]
+    assert (sections.questions({}), sections.untested({})) == ([], [])

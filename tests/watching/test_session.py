@@ -1,0 +1,406 @@
+"""A watched run from its first step to its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ottava
+import warm
+from ottava.base.settings import ConfigError
+from ottava.record.reader import Run
+from ottava.watching import Watch, WatchConfig, watch
+
+Batch = Callable[[int], Tensor]
+
+
+def build(recipe: str | None = "tensorwise") -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64)).bfloat16()
+    if recipe is not None:
+        ottava.convert(model, recipe)
+    return model
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(48, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+
+
+def train(model: nn.Module, steps: int = 6, *, data: Batch = batch, micro_batches: int = 1) -> list[float]:
+    """Losses of a plain loop that knows nothing of any watch."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(1, steps + 1):
+        for micro in range(micro_batches):
+            x = data(100 * step + micro)
+            loss = (model(x) - x).float().square().mean() / micro_batches
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "blockwise", "delayed", "nvfp4"])
+@pytest.mark.parametrize("settings", [{}, {"every": 1, "sample": 1, "recipes": ("tensorwise", "nvfp4", "delayed")}])
+def test_training_is_bit_for_bit_the_same(recipe: str | None, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Losses, weights and scaling state, with dropout and stochastic rounding drawing random numbers."""
+    bare, watched = build(recipe), build(recipe)
+    expected = train(bare)
+    with watch(watched, tmp_path / "run", **settings):
+        assert train(watched) == expected
+    ours, theirs = watched.state_dict(), bare.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_steps_losses_and_looks_are_on_record(tmp_path: Path) -> None:
+    """Without a word from the training loop."""
+    model = build()
+    with watch(model, tmp_path / "run", every=4) as seen:
+        losses = train(model, 9)
+    run = Run.open(seen.folder)
+    assert run.steps["step"].tolist() == list(range(1, 10))
+    assert run.steps["loss"] == pytest.approx(losses, rel=1e-6)
+    assert (run.steps["seconds"] > 0).all()
+    assert sorted(set(run.table()["step"].tolist())) == [1, 2, 4, 8]
+    assert {(key.layer, key.tensor) for key in run.table().slots()} == {
+        (layer, tensor) for layer in ("0", "3") for tensor in ("input", "weight", "grad_output")
+    }
+    assert run.manifest["coverage"] == {"linear": 2, "seen": 2, "skipped": []}
+    assert run.manifest["overhead"]["looks"] == 4
+    assert 0 < run.manifest["overhead"]["share"] < 1
+
+
+def test_what_is_logged_has_the_last_word(tmp_path: Path) -> None:
+    """Loss, learning rate, tokens, anything."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, tmp_path / "run") as seen:
+        model(batch(0)).float().mean().backward()
+        seen.log(loss=42.0, lr=0.3, max_logit=3.5)
+        optimizer.step()
+        model(batch(1)).float().mean().backward()
+        optimizer.step()
+    steps = Run.open(seen.folder).steps
+    assert (steps["loss"][0], steps["lr"][0], steps["max_logit"][0]) == (42.0, 0.3, 3.5)
+    assert steps["lr"][1] == 0.1, "the optimizer's"
+
+
+def test_accumulation_is_one_step_with_the_mean_loss(tmp_path: Path) -> None:
+    """Micro-batches end where the optimizer steps."""
+    model = build()
+    with watch(model, tmp_path / "run", every=1, sample=1) as seen:
+        losses = train(model, 2, micro_batches=3)
+    run = Run.open(seen.folder)
+    assert run.steps["loss"] == pytest.approx([np.mean(losses[:3]), np.mean(losses[3:])], rel=1e-6)
+    casts = run.table().where(step=2, layer="0")
+    assert dict(zip(casts["tensor"], casts.tallies.n_casts, strict=True)) == {"input": 3, "weight": 1, "grad_output": 3}
+
+
+def test_a_loop_that_divides_its_losses_says_so(tmp_path: Path) -> None:
+    model = build()
+    with watch(model, tmp_path / "run", loss="sum") as seen:
+        losses = train(model, 2, micro_batches=3)
+    assert Run.open(seen.folder).steps["loss"] == pytest.approx([sum(losses[:3]), sum(losses[3:])], rel=1e-6)
+
+
+def test_outputs_of_our_layers_are_seen_too(tmp_path: Path) -> None:
+    """X, W and dY at the doors, once; Y, dX and dW from outside."""
+    model = build("tensorwise")
+    tensors = ("X", "W", "dY", "Y", "dX", "dW")
+    with watch(model, tmp_path / "run", every=1, sample=1, tensors=tensors) as seen:
+        train(model, 1)
+    sources: dict[str, set[str]] = {}
+    for key in Run.open(seen.folder).table().slots():
+        sources.setdefault(key.tensor, set()).add(key.source)
+    assert sources.pop("output") == sources.pop("grad_input") == sources.pop("grad_weight") == {"hook"}
+    assert set(map(tuple, sources.values())) == {("door",)}
+
+
+def test_experts_are_asked_for_by_number(tmp_path: Path) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(2, 8, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([nn.functional.linear(part, self.up[e]) for e, part in enumerate(x.chunk(2))])
+
+    model = nn.ModuleDict({"experts": Experts()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, tmp_path / "run", every=1, layers="*.up.1") as seen:
+        model["experts"](torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+    run = Run.open(seen.folder)
+    assert {(key.layer, key.tensor) for key in run.table().slots()} == {
+        ("experts.up.1", tensor) for tensor in ("input", "weight", "grad_output")
+    }
+    with pytest.raises(ConfigError, match=r"\*\.up\.2"):
+        watch(model, tmp_path / "none", layers="*.up.2")
+
+
+def test_two_optimizers_are_one_step(tmp_path: Path) -> None:
+    """Weights and biases in an optimizer each: the first that steps ends the step."""
+    model = build()
+    pair = [torch.optim.SGD([layer.weight, layer.bias], lr=0.1) for layer in (model[0], model[3])]
+    with watch(model, tmp_path / "run") as seen:
+        for step in range(3):
+            model(batch(step)).float().mean().backward()
+            for optimizer in pair:
+                optimizer.step()
+    assert Run.open(seen.folder).steps["step"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["a gradient", "the engine itself"])
+def test_a_stage_of_a_pipeline_has_steps_without_a_loss(how: str, tmp_path: Path) -> None:
+    """Its backward starts from a gradient, or past torch.autograd.backward; two optimizers still share a step."""
+    model = build()
+    parts = [part for part in model if list(part.parameters())]
+    first, second = (torch.optim.SGD(part.parameters(), lr=1e-2) for part in (parts[0], parts[-1]))
+    engine: Any = torch.autograd.Variable._execution_engine
+    with watch(model, tmp_path / "run", every=3) as seen:
+        seen._light_every = 2  # in some steps no hook is there
+        for step in range(7):
+            y = model(batch(step))
+            if how == "a gradient":
+                y.backward(torch.ones_like(y))
+            else:
+                engine.run_backward((y,), (torch.ones_like(y),), False, False, (), True, True)
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert seen.steps_done == 7
+    table = Run.open(tmp_path / "run").table(phase="full")
+    assert set(table["step"].tolist()) == {1, 2, 3, 6}
+    assert set(table.tallies.n_casts) == {1}
+
+
+def test_another_model_s_optimizer_ends_no_step(tmp_path: Path) -> None:
+    """Two models that train in turn in one process."""
+    mine, other = build(), build()
+    with watch(mine, tmp_path / "run", every=1) as seen:
+        train(other, 3)
+        train(mine, 2)
+    run = Run.open(seen.folder)
+    assert len(run.steps["step"]) == 2
+    assert run.table().metric("amax").size == 2 * 6
+
+
+def poisoned(step: int) -> Tensor:
+    x = batch(step)
+    return x * 300 if step // 100 == 30 else x
+
+
+def test_a_spike_is_followed_step_by_step_and_its_past_is_kept(tmp_path: Path) -> None:
+    """A trigger, the amaxes of the steps before, and full looks at the steps after."""
+    model = build()
+    with watch(model, tmp_path / "run", every=1000, triggers={"burst": 3}, flight=8) as seen:
+        train(model, 40, data=poisoned)
+    run = Run.open(seen.folder)
+    kinds = [event["kind"] for event in run.events]
+    assert kinds[:3] == ["trigger", "flight", "burst"]
+    assert (run.events[0]["step"], run.events[0]["reason"]) == (30, "loss_z")
+    assert sorted(set(run.table()["step"].tolist())) == [1, 2, 4, 8, 16, 31, 32, 33]
+    light = run.table(phase="light").where(layer="0", tensor="input")
+    assert light["step"].tolist() == list(range(23, 31))
+    assert light.metric("amax")[-1] > 100 * light.metric("amax")[0]
+
+
+def test_an_infinity_is_a_trigger(tmp_path: Path) -> None:
+    """Seen without a full look, and named."""
+
+    def broken(step: int) -> Tensor:
+        x = batch(step)
+        x[0, 0] = math.inf if step // 100 == 20 else 0.0
+        return x
+
+    model = build()
+    with watch(model, tmp_path / "run", every=1000) as seen:
+        train(model, 21, data=broken)
+    triggers = [event for event in Run.open(seen.folder).events if event["kind"] == "trigger"]
+    assert {"nonfinite"} == {event["reason"] for event in triggers if event["step"] == 20}
+    assert any(event.get("layer") == "0" and event.get("tensor") == "input" for event in triggers)
+
+
+def test_a_crash_leaves_the_last_steps_on_record(tmp_path: Path) -> None:
+    """The exception passes on; what came before it is there."""
+    model = build()
+
+    def crash() -> None:
+        with watch(model, tmp_path / "run", every=1000):
+            train(model, 12)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        crash()
+    run = Run.open(tmp_path / "run")
+    assert run.events[-1]["kind"] == "flight"
+    assert "ZeroDivisionError" in run.events[-1]["why"]
+    assert sorted(set(run.table(phase="light")["step"].tolist())) == list(range(1, 13))
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    """After close: no hook of any kind, and torch's backward is torch's again; closing twice is closing once."""
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    def hooks() -> tuple[int, ...]:
+        found = (module._global_forward_hooks, module._global_forward_pre_hooks, optimizer._global_optimizer_post_hooks)
+        return tuple(len(hooks) for hooks in found)
+
+    before, backward = hooks(), torch.autograd.backward
+    seen = watch(build(), tmp_path / "run")
+    assert hooks() != before
+    seen.close()
+    seen.close()
+    assert hooks() == before
+    assert torch.autograd.backward is backward
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
+    """Loud, with the names there are; TransformerEngine's inspection logs nothing in silence."""
+    model = build()
+    with pytest.raises(ConfigError, match=r"'\*\.fc2' matches no layer; the layers are: 0, 3"):
+        watch(model, tmp_path / "run", layers=("0", "*.fc2"))
+    assert not (tmp_path / "run").exists()
+    seen = watch(None, tmp_path / "run", layers=("0", "*.fc2"))
+    with pytest.raises(ConfigError, match=r"'\*\.fc2' matches no layer; the layers are: 0, 3"):
+        train(model, 2)
+    seen.close()
+
+
+def test_a_crash_without_a_context_leaves_the_last_steps_too(tmp_path: Path) -> None:
+    """The script never hears of the watch again."""
+    script = (
+        "import torch, ottava\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(64, 64))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"ottava.watch(model, {str(tmp_path / 'run')!r}, every=1000)\n"
+        "for step in range(5):\n"
+        "    model(torch.randn(8, 64)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "raise RuntimeError('out of luck')\n"
+    )
+    ended = warm.run(["-c", script])
+    assert ended.returncode == 1
+    assert "out of luck" in ended.stderr
+    run = Run.open(tmp_path / "run")
+    assert "out of luck" in run.events[-1]["why"]
+    assert sorted(set(run.table(phase="light")["step"].tolist())) == [1, 2, 3, 4, 5]
+
+
+def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
+    """Steps go on counting, and the resumption is an event."""
+    model = build()
+    with watch(model, tmp_path / "run", every=2):
+        train(model, 4)
+    with watch(model, tmp_path / "run", every=2, step=4, append=True) as seen:
+        train(model, 2)
+    run = Run.open(seen.folder)
+    assert run.steps["step"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert sorted(set(run.table()["step"].tolist())) == [1, 2, 4, 6]
+    assert [(event["kind"], event["step"]) for event in run.events] == [("resumed", 4)]
+
+
+def test_steps_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
+    """Killed at step 5, resumed from step 3: steps 4 and 5 are those of the second process, once."""
+    model = build()
+    with watch(model, tmp_path / "run", every=1):
+        train(model, 5)
+    with watch(model, tmp_path / "run", every=1, step=3, append=True) as seen:
+        train(model, 1)
+    run = Run.open(seen.folder)
+    assert run.steps["step"].tolist() == [1, 2, 3, 4]
+    table = run.table().where(layer="0", tensor="input")
+    assert table["step"].tolist() == [1, 2, 3, 4]
+
+
+def test_a_resumed_run_finishes_its_burst(tmp_path: Path) -> None:
+    """Killed two steps into it: the steps looked at are those of the run that was not; and so is the pace of looks."""
+    settings = {"every": 1000, "triggers": {"burst": 5}}
+    looked = []
+    for name, stops in (("whole", (40,)), ("resumed", (32, 40))):
+        model, done = build(), 0
+        for stop in stops:
+
+            def late(step: int, start: int = done) -> Tensor:
+                return poisoned(step + 100 * start)
+
+            with watch(model, tmp_path / name, **settings, step=done, append=done > 0):
+                train(model, stop - done, data=late)
+            done = stop
+        run = Run.open(tmp_path / name)
+        looked.append(sorted(set(run.table()["step"].tolist())))
+    assert looked[0] == looked[1] == [1, 2, 4, 8, 16, 31, 32, 33, 34, 35]
+
+
+def test_a_rank_resumes_its_own_bursts_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of rank 0 are not its own; and a folder that nobody has begun yet holds none."""
+    model = build()
+    with watch(model, tmp_path / "run", every=1000, triggers={"burst": 5}) as seen:
+        train(model, 31, data=poisoned)
+    assert seen.schedule.burst_until == 35
+    monkeypatch.setenv("RANK", "1")
+    for folder in ("run", "new"):
+        with watch(model, tmp_path / folder, every=1000, step=31, append=True) as seen:
+            assert (seen.rank, seen.schedule.burst_until) == (1, 0)
+
+
+def test_a_resumed_run_keeps_the_pace_of_its_looks(tmp_path: Path) -> None:
+    """What was too dear before is not tried again."""
+    model = build()
+    with watch(model, tmp_path / "run", max_overhead=1e-6) as seen:
+        train(model, 160)
+    assert seen.schedule.every == 100
+    with watch(model, tmp_path / "run", step=160, append=True) as seen:
+        assert seen.schedule.every == 100
+    with watch(model, tmp_path / "run", step=160, append=True, every=20) as seen:
+        assert seen.schedule.every == 20
+
+
+def test_overhead_above_the_limit_makes_looks_rarer(tmp_path: Path) -> None:
+    """The distance doubles, so that two runs still share steps; an event says so."""
+    model = build()
+    with watch(model, tmp_path / "run", max_overhead=1e-6) as seen:
+        train(model, 450)
+    run = Run.open(seen.folder)
+    changes = [(event["light_every"], event["every"]) for event in run.events if event["kind"] == "overhead"]
+    assert changes[:6] == [(2**i, 50) for i in range(1, 7)]  # amaxes first, at 4, 8, 16, 32, 50 and 100
+    assert changes[6:] == [(64, 100), (64, 200), (64, 400)]  # at 150, 200 and 400
+    assert sorted(set(run.table()["step"].tolist())) == [1, 2, 4, 8, 16, 32, 50, 100, 150, 200, 400]
+
+
+def test_settings_and_host_are_in_the_manifest(tmp_path: Path) -> None:
+    """Enough to do it again."""
+    with watch(build(), tmp_path / "run", every=3) as seen:
+        seen.describe(config={"lr": 1e-3})
+    manifest = Run.open(seen.folder).manifest
+    assert WatchConfig.load(manifest["settings"]).every == 3
+    assert manifest["config"] == {"lr": 1e-3}
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert isinstance(seen, Watch)
+
+
+def test_operands_that_disagree_are_an_event(tmp_path: Path) -> None:
+    """A cached cast of a weight that has changed since: the signature of TransformerEngine #1047."""
+    model = build()
+    door = model[0].quantizers.weight
+    old = door(model[0].weight, *(ottava.RECIPES["tensorwise"].fprop.rhs,) * 2)
+    with watch(model, tmp_path / "run", every=1) as seen:
+        train(model, 1)
+        door.forward = lambda *args, **kwargs: old
+        model[0].weight.data.copy_(torch.randn(128, 64))
+        train(model, 2)
+    checks = [event for event in Run.open(seen.folder).events if event["kind"] == "check"]
+    assert [(event["step"], event["check"], event["layer"], event["tensor"]) for event in checks] == [
+        (2, "stale_weight", "0", "weight")
+    ]
