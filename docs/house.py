@@ -31,17 +31,17 @@ ENTRANCES = MappingProxyType(
 """A way into the package -> its module, and whether what that imports in functions counts too: a command runs them."""
 LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
-        "Python lines in src": (66_000, 48_000),
-        "files": (350, 200),
-        "modules in the root": (6, 6),
-        "longest import chain": (43, 22),
+        "Python lines in src": (63_000, 48_000),
+        "files": (330, 200),
+        "modules in the root": (3, 3),
+        "longest import chain": (40, 22),
         "modules behind import ottava.train.config": (200, 20),
-        "modules behind ottava table": (110, 15),
-        "modules behind ottava export": (205, 60),
+        "modules behind ottava table": (105, 15),
+        "modules behind ottava export": (200, 60),
         "public class names with more than one home": (28, 12),
-        "comments per 1,000 lines in kernels, ops, engine": (10, 60),
-        "test lines": (64_000, 46_000),
-        "benchmark lines": (8_000, 4_000),
+        "comments per 1,000 lines in kernels, ops, engine": (25, 60),
+        "test lines": (60_500, 46_000),
+        "benchmark lines": (6_700, 4_000),
     }
 )
 """Figure -> the limit that a test holds today, and the goal. All are "at most", but comments are "at least".

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.nn.part import Owner, Part, rows_of, unstacked
+from ottava.nn.part import Part, PartOwner, rows_of, unstacked
 
 
-class Pair(Owner):
+class Pair(PartOwner):
     """Two matrices in one parameter, the second kept as (K, N), and one bias for three."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ottava.engine.layer import QuantizedLayer
 from ottava.nn.grouped import Stack, grouped_linear, stack
 from ottava.nn.layer import Layer
-from ottava.nn.part import Owner, Part
+from ottava.nn.part import Part, PartOwner
 from ottava.nn.permutation import sort_by_expert, unpermute
 from ottava.nn.torch_attention import MultiheadAttention, attention_parts
 
@@ -133,7 +133,7 @@ class TurnedLinear(Changed, Layer):
         return self.run(input, self.weight.t(), self.bias, *more)
 
 
-class Experts(Changed, Owner):
+class Experts(Changed, PartOwner):
     """Hugging Face's experts, on grouped GEMMs; it follows the class's declarations about the weights."""
 
     _apply_gate: Any

@@ -28,7 +28,7 @@ from ottava.engine.functional import (
 )
 from ottava.engine.quantizer import Notes, Record
 from ottava.nn.layer import ready_input
-from ottava.nn.part import Owner, Part, unstacked
+from ottava.nn.part import Part, PartOwner, unstacked
 from ottava.nn.permutation import Permutation, permute
 from ottava.nn.pieces import local
 from ottava.numerics.scaling import PER_TENSOR
@@ -43,7 +43,7 @@ Splits = Sequence[int] | Tensor
 """Rows of each group, in order; they add up to the rows of x."""
 
 
-class GroupedLinear(Owner):
+class GroupedLinear(PartOwner):
     """`num_groups` linear layers over rows that are sorted by group, each under a recipe.
 
     Args:
@@ -167,7 +167,7 @@ def stack(
 
 
 def grouped_linear(
-    owner: Owner,
+    owner: PartOwner,
     groups: Sequence[Part],
     input: Tensor,
     splits: Splits,

@@ -99,7 +99,7 @@ class Part(Layer):
         return f"{self.in_features} -> {self.out_features} of {self.names[0]}, recipe={self.recipe.name}"
 
 
-class Owner(nn.Module):
+class PartOwner(nn.Module):
     """A module whose parameters have parts that are layers."""
 
     def bind(self, parts: Iterable[Part]) -> None:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ottava.nn.part import Owner, Part
+from ottava.nn.part import Part, PartOwner
 
 
-class MultiheadAttention(Owner, nn.MultiheadAttention):
+class MultiheadAttention(PartOwner, nn.MultiheadAttention):
     """What `convert` makes of torch's: of `in_proj_weight` (3 E, E) one layer each for self-attention, for the query
     and for a memory that is key and value; with sizes of their own (kdim, vdim) one each for query, key and value."""
 
