@@ -3,11 +3,8 @@
 The first kernel of an explicit tuple that supports a cast runs it; `explain_quantize` lists every refusal. All kernels
 give the reference's bits. The choice depends on dtype, shape and strides, not on numbers, so a door decides once and
 keeps the `CastPlan`. Inside torch.compile casts are opaque custom operators (`ottava::quantize`,
-`ottava::quantize_both`), with the bits of eager code.
-
-Inside torch.compile `cast_in_graph` calls these operators.
-
-Which operator runs is decided by specs and the type of device while torch traces, so a layer stays in one graph.
+`ottava::quantize_both`), with the bits of eager code: `cast_in_graph` calls them. Specs and the type of device decide
+which one while torch traces, so a layer stays in one graph.
 """
 
 from __future__ import annotations

@@ -5,13 +5,9 @@ To autograd, optimizers, DDP, FSDP2 and state dicts it is a parameter of its out
 others by name, so that nothing dequantizes a weight silently. Its door (`quantizer.WeightQuantizer`) hands the stored
 codes to both GEMMs. `requantize_` stores new numbers, usually from an optimizer's master copy.
 
-What torch's operations do to a weight that is stored only as codes (`weights.parameter.QuantizedWeight`).
-
-One function for each operation that training needs: to hold, view, move, copy, cut and fill a parameter. Questions
-about its numbers (norms, extremes, comparisons) are asked of the dequantized numbers. No other operation computes.
-func: the operation; the rest as torch calls it.
-
-How the numbers of a weight lie in memory that is stored only in FP8: which spec, which dtypes, which shapes.
+There is one function for each operation that training needs: to hold, view, move, copy, cut and fill a parameter.
+Questions about its numbers (norms, extremes, comparisons) are asked of the dequantized numbers. No other operation
+computes. In these functions `func` is the operation, and the rest is as torch calls it.
 
 codes   spec.format.storage_dtype, the shape of the weight
 scales  fp32, one a block; where they are powers of two in E8M0's range by definition (MX), their exponents in uint8
