@@ -7,8 +7,8 @@
 A cell is a `QuantizationSpec`, or None for high precision. Blocks always run along the last dimension, which the GEMM
 contracts, so "column-wise" is row-wise of the transpose. Overrides give single layers other cells. A new recipe is one
 entry in `RECIPES`. `nn.layer` decides which recipe a layer runs at a given moment. A `GemmRecipe` is a row of the
-table: its two cells, and the way to multiply them. An `AttentionRecipe` has the casts of FP8 attention: six tensors, the same
-as in cuDNN and TransformerEngine, three of the forward and three of the backward.
+table: its two cells, and the way to multiply them. An `AttentionRecipe` has the casts of FP8 attention: six tensors,
+the same as in cuDNN and TransformerEngine, three of the forward and three of the backward.
 """
 
 from __future__ import annotations
