@@ -88,6 +88,28 @@ def skipped(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     loss_of(model, LOUD).backward()
 
 
+def skipped_beside_others(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    """Another model of the process steps in between, as a GAN's second half does."""
+    skipped(model, optimizer)
+    optimizer.zero_grad()
+    other = nn.Parameter(torch.zeros(3))
+    other.grad = torch.ones(3)
+    torch.optim.SGD([other], lr=1.0).step()
+
+
+def gradient_of_the_input(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    x = LOUD.clone().requires_grad_()
+    torch.autograd.grad(loss_of(model, x), x)
+
+
+def frozen_backward(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model.requires_grad_(False)
+    loss_of(model, LOUD.clone().requires_grad_()).backward()
+    model.requires_grad_(True)
+
+
 def skipped_with_zeros(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     skipped(model, optimizer)
     optimizer.zero_grad(set_to_none=False)
@@ -123,7 +145,10 @@ OUTSIDE: dict[str, Event] = {
     "a backward that raises": failing_backward,
     "a step that GradScaler skips": overflow,
     "a step that the loop skips, then `zero_grad()`": skipped,
-    "the same, then `zero_grad(set_to_none=False)` and `discard()`": skipped_with_zeros,
+    "the same, then another model's step": skipped_beside_others,
+    "`torch.autograd.grad` to the input": gradient_of_the_input,
+    "a backward through the frozen model to its input": frozen_backward,
+    "a skipped step, then `zero_grad(set_to_none=False)` and `discard()`": skipped_with_zeros,
     "a compiled step that the loop skips, then `discard()`": skipped_compiled,
     "`autocast(calibrating=True)` that raises": failing_calibration,
     '`autocast(update="autocast")` that raises in its forward': failing_autocast,

@@ -281,10 +281,20 @@ class ScalingState:
         self._notes[task] += notes
 
     def _after_backward(self, task: int) -> None:
-        layers = self._layers()
-        self.stage(self._notes.pop(task) + self._unlinked())
-        parameters = [layer.parameter for layer in layers]
-        self.graded = [weakref.ref(p) for p in parameters if p.is_leaf and p.grad is not None]
+        notes = self._notes.pop(task) + self._unlinked()
+        self.stage(notes)
+        leaves = [layer.parameter for layer in self._layers() if layer.parameter.is_leaf]
+        graded = [parameter for parameter in leaves if parameter.grad is not None]
+        if notes and not graded and self._has_no_gradient():
+            graded = leaves  # it was for x alone: its amaxes are dropped like those of a skipped step
+        self.graded = [weakref.ref(parameter) for parameter in graded]
+
+    def _has_no_gradient(self) -> bool:
+        """Whether no parameter of the model has a gradient. Of several processes it cannot know: shards get them later."""
+        model = self._model()
+        if model is None or (dist.is_available() and dist.is_initialized()):
+            return False
+        return all(parameter.grad is None for parameter in model.parameters() if parameter.is_leaf)
 
     def _unlinked(self) -> Notes:
         """What the last forwards of frozen layers have seen, which have no backward: once a backward of the model."""
@@ -379,9 +389,9 @@ class ScalingState:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The boundary: covers the doors of stepped weights and of frozen ones."""
-        self.graded = ()
         if not self._holds_ours(optimizer):
             return
+        self.graded = ()
         stepped = _stepped(optimizer)
         for layer in self._layers():
             if id(layer.parameter) in stepped and type(layer.parameter) is nn.Parameter:  # FSDP gathers others
