@@ -283,14 +283,14 @@ class ScalingState:
     def _after_backward(self, task: int) -> None:
         notes = self._notes.pop(task) + self._unlinked()
         self.stage(notes)
-        leaves = [layer.parameter for layer in self._layers() if layer.parameter.is_leaf]
+        leaves = [parameter for layer in self._layers() if (parameter := layer.parameter).is_leaf]
         graded = [parameter for parameter in leaves if parameter.grad is not None]
         if notes and not graded and self._has_no_gradient():
             graded = leaves  # it was for x alone: its amaxes are dropped like those of a skipped step
         self.graded = [weakref.ref(parameter) for parameter in graded]
 
     def _has_no_gradient(self) -> bool:
-        """Whether no parameter of the model has a gradient. Of several processes it cannot know: shards get them later."""
+        """Whether no parameter of the model has a gradient. False with several processes: shards get theirs later."""
         model = self._model()
         if model is None or (dist.is_available() and dist.is_initialized()):
             return False
