@@ -277,6 +277,9 @@ def bad_folders(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str,
             "config": {"quantization_config": compressed(strategy="chanel")}
         },
         "weights of 4 bits, type 'int'": {"config": {"quantization_config": compressed(num_bits=4, type="int")}},
+        "weights of None bits, type None": {
+            "config": {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"g": None}}}
+        },
         "without config_groups": {"config": {"quantization_config": {"quant_method": "compressed-tensors"}}},
         "up.weight is in FP8, and has neither weight_scale_inv": with_tensors("up.weight_scale_inv"),
         "has shape (1, 1); a weight (256, 192) needs (2, 2) scales": with_tensors(

@@ -180,7 +180,7 @@ def block_sizes(config: Mapping[str, Any]) -> list[Granularity]:
         return [_block(block) if block else PER_TENSOR]
     sizes = []
     for group in (config.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
+        weights = (group or {}).get("weights") or {}
         strategy = weights.get("strategy")
         if weights.get("type") != "float" or weights.get("num_bits") not in (4, 8):
             raise UntrustedError(

@@ -301,7 +301,7 @@ def _targets(config: Mapping[str, Any]) -> list[str] | None:
     groups = config.get("config_groups")
     if not isinstance(groups, dict):
         return None
-    return [str(target) for group in groups.values() for target in (group.get("targets") or ())]
+    return [str(target) for group in groups.values() for target in ((group or {}).get("targets") or ())]
 
 
 def _targeted(targets: Sequence[str], name: str) -> bool:

@@ -103,7 +103,7 @@ def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Sourc
     Args:
         config: of config.json; None: the model's own (Hugging Face), or that of a Llama for our trainer's model.
     Raises:
-        ValueError: a model without a config.
+        ValueError: a model without a config, or without numbers (on the meta device).
     """
     need("export", model, nn.Module, "a model, or the folder of a checkpoint or of a run")
     for name, module in model.named_modules():
@@ -112,6 +112,8 @@ def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Sourc
                 f"export: {name} has factors of smooth_swiglu, which engines do not know; call "
                 "ottava.nn.fold_smooth_swiglu(model) first"
             )
+    if unmade := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise ValueError(f"export: {unmade[0]} is on the meta device and has no numbers; load a checkpoint first")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (QuantizedLayer, nn.Linear))}
     turned = {name for name, module in model.named_modules() if name not in layers and "" in parts_of(module)}
     converted = any(isinstance(module, QuantizedLayer) and module.resolved.quantized for module in layers.values())
