@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
 import ottava
+from ottava.numerics.scaling import amax
 from ottava.optim import SGD, AdamW, Lion, Muon
 from ottava.optim.weights import join
 from ottava.weights.parameter import is_quantized_weight
 from sweep import sweep
 
 LR = 1e-4
+ROWS = 256  # two blocks
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": lambda p, **options: AdamW(p, **options),
     "AdamW, amax_every": lambda p, **options: AdamW(p, amax_every=8, **options),
@@ -42,7 +44,7 @@ Write = Callable[[nn.Module, Any, Tensor], None]
 
 
 def layer(recipe: str | None) -> Any:
-    model = nn.Sequential(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
+    model = nn.Sequential(nn.Linear(64, ROWS, bias=False, dtype=torch.bfloat16))
     if recipe:
         ottava.convert(model, recipe, weights="fp8")
     return model
@@ -81,6 +83,11 @@ def assign(model: Any, optimizer: Any, other: Tensor) -> None:
     model[0].weight.data = other.clone()
 
 
+def parts(model: Any, optimizer: Any, other: Tensor) -> None:
+    for part, numbers_of_it in zip(model[0].weight.chunk(2), other.chunk(2), strict=True):
+        part.copy_(numbers_of_it)
+
+
 def masked(model: Any, optimizer: Any, other: Tensor) -> None:
     weight = model[0].weight
     weight.copy_(numbers(weight) * (other > 0))
@@ -107,6 +114,10 @@ WRITES: dict[str, Write] = {
     "`weight.data.copy_(other)`": data,
     "`weight.data = other`": assign,
     "`vector_to_parameters`": lambda model, _, other: vector_to_parameters(other.reshape(-1), model.parameters()),
+    "`weight.view(-1).copy_(other)`": lambda model, _, other: model[0].weight.view(-1).copy_(other.view(-1)),
+    "`weight.data.view(-1).mul_(0.5)`": lambda model, optimizer, other: model[0].weight.data.view(-1).mul_(0.5),
+    "`weight[:128].zero_()`": lambda model, optimizer, other: model[0].weight[:128].zero_(),
+    "both of `weight.chunk(2)`": parts,
     "`weight.zero_()`": lambda model, optimizer, other: model[0].weight.zero_(),
     "`weight.mul_(0.5)`": lambda model, optimizer, other: model[0].weight.mul_(0.5),
     "`weight.clamp_(-0.02, 0.02)`": lambda model, optimizer, other: model[0].weight.clamp_(-0.02, 0.02),
@@ -127,7 +138,8 @@ def followed(weight: Any, before: Tensor, stored: Tensor) -> tuple[Tensor, Tenso
     sides = sides if weight.spec.scale_format == "fp32" else [scaled]
     codes = [side.clamp(-448, 448).to(torch.float8_e4m3fn).float() for side in sides]
     rounds = (codes[0] * rows == written) | (codes[-1] * rows == written)
-    rounds &= (scaled.abs() < 448.001) & written.any()  # no scale of theirs saturates them, and that of zeros is 1
+    filled = weight.spec.granularity.expand(amax(written, weight.spec.granularity), tuple(weight.shape)) != 0
+    rounds &= (scaled.abs() < 448.001) & filled  # no scale of theirs saturates them, and that of a block of zeros is 1
     return torch.where(rounds, before, written), written.abs() / 16 + rows * 2.0**-10
 
 
@@ -142,11 +154,11 @@ def outcome(make: Callable[..., Any], storage: str, write: Write) -> str:
     """One word for what the first step after a write makes of the weight."""
     torch.manual_seed(0)
     recipe, kind = STORAGES[storage]
-    model, other = layer(recipe), (torch.randn(64, 64) / 10).bfloat16()
+    model, other = layer(recipe), (torch.randn(ROWS, 64) / 10).bfloat16()
     weight = model[0].weight
     optimizer = make([weight], lr=1e-3, weight_decay=0.0, master=kind)
     for _ in range(5):
-        step(optimizer, weight, torch.randn(64, 64), 1e-3)
+        step(optimizer, weight, torch.randn(ROWS, 64), 1e-3)
     before, stored = master(optimizer, weight), numbers(weight)
     twins, twin = copy.deepcopy((model, optimizer))
     with torch.no_grad():
@@ -157,7 +169,7 @@ def outcome(make: Callable[..., Any], storage: str, write: Write) -> str:
     moments = {
         name: value.clone() for name, value in optimizer.state[weight].items() if name not in ("master", "remainder")
     }
-    gradient = torch.randn(64, 64).bfloat16()
+    gradient = torch.randn(ROWS, 64).bfloat16()
     step(optimizer, weight, gradient, LR)
     reached = master(optimizer, weight)
     plain = nn.Parameter(start.clone())
@@ -203,18 +215,18 @@ def test_a_write_is_said_once_and_a_loaded_checkpoint_is_none() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            step(optimizer, weight, torch.randn(64, 64), LR)
+            step(optimizer, weight, torch.randn(ROWS, 64), LR)
         with torch.no_grad():
             resumed(model, optimizer, weight)
-        step(optimizer, weight, torch.randn(64, 64), LR)
+        step(optimizer, weight, torch.randn(ROWS, 64), LR)
     with torch.no_grad():
         weight[0].zero_()
-    with pytest.warns(UserWarning, match=r"AdamW: 64 of 4096 elements of a weight \(64, 64\)"):
-        step(optimizer, weight, torch.randn(64, 64), LR)
+    with pytest.warns(UserWarning, match=r"AdamW: 64 of 16384 elements of a weight \(256, 64\)"):
+        step(optimizer, weight, torch.randn(ROWS, 64), LR)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         weight.zero_()
-        step(optimizer, weight, torch.randn(64, 64), LR)
+        step(optimizer, weight, torch.randn(ROWS, 64), LR)
 
 
 @sweep(recipe=("tensorwise", "blockwise", "mxfp8", "nvfp4", "rowwise"), write=(data, assign, load))
@@ -229,3 +241,26 @@ def test_numbers_kept_before_the_cast_follow_too(recipe: str, write: Write) -> N
     optimizer = SGD([weight], master="fp32")
     step(optimizer, weight, torch.zeros(64, 64), 0.0)
     assert torch.equal(master(optimizer, weight), other.float())
+
+
+@sweep(recipe=("tensorwise", "blockwise", "mxfp8", "nvfp4"), kind=("fp32", "remainder"))
+def test_an_expert_is_what_was_written(recipe: str, kind: str) -> None:
+    """However the view of its matrix was made; the others stay."""
+    views: dict[str, Callable[[Any], Any]] = {
+        "weight[1]": lambda weight: weight[1],
+        "unbind": lambda weight: weight.unbind()[1],
+        "slice": lambda weight: weight[1:2],
+        "of data": lambda weight: weight.data[1].view(-1),
+    }
+    for name, view in views.items():
+        model = nn.Sequential(ottava.nn.GroupedLinear(2, 128, 128, bias=False, recipe=recipe, dtype=torch.bfloat16))
+        ottava.convert(model, recipe, weights="fp8")
+        weight = model[0].weight
+        optimizer = AdamW([weight], lr=0.0, weight_decay=0.0, master=kind)
+        step(optimizer, weight, torch.ones(2, 128, 128), 0.0)
+        before = numbers(weight)[0]
+        with torch.no_grad(), quiet():
+            view(weight).fill_(0.5)
+            step(optimizer, weight, torch.ones(2, 128, 128), 0.0)
+        assert torch.equal(numbers(weight)[1], torch.full((128, 128), 0.5)), name
+        assert torch.equal(numbers(weight)[0], before), name

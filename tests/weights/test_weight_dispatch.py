@@ -12,6 +12,7 @@ from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES
 from ottava.weights.parameter import QuantizedWeight, is_quantized_weight, quantized_weight
+from sweep import sweep
 
 CELLS = {row for recipe in RECIPES.values() for row in [recipe.cells("weight")[0]] if row is not None}
 
@@ -205,6 +206,36 @@ def test_trunc_normal_is_cast_of_its_distribution() -> None:
         found = weight.dequantize(torch.float32)
         assert abs(float(found.std() / plain.std()) - 1) < 0.02
         assert float(found.abs().max()) <= min(2.0, 6 * std)
+
+
+@sweep(recipe=tuple(RECIPES))
+@torch.no_grad()
+def test_a_write_to_a_part_leaves_the_rest(recipe: str) -> None:
+    """Also where a matrix has one scale: the rest is cast anew by the common one, and stays within one rounding."""
+    cell = RECIPES[recipe].cells("weight")[0]
+    if cell is None:
+        return
+    for keep in (False, True):
+        weight = quantized_weight(torch.randn(384, 128).bfloat16(), cell, keep_high_precision=keep)
+        for part, std in zip(weight.chunk(3), (0.02, 0.5, 0.005), strict=True):
+            nn.init.normal_(part, std=std)
+        found = [float(part.float().std()) for part in weight.dequantize().chunk(3)]
+        assert found == pytest.approx([0.02, 0.5, 0.005], rel=0.1)
+        wanted = weight.high_precision.clone() if keep else weight.dequantize()
+        before = weight.dequantize()
+        wanted[128:256] = before[128:256] = 0.0
+        weight[128:].view(-1).view(256, 128)[:128].zero_()
+        if weight.scales_shard:  # not a bit of the others moves
+            assert torch.equal(weight.dequantize(), before)
+        else:
+            assert same(weight, quantized_weight(wanted, cell))
+        assert not keep or torch.equal(weight.high_precision, wanted)
+        other = quantized_weight(torch.randn(128, 128).bfloat16(), cell)
+        weight[:128].copy_(other)
+        assert not keep or torch.equal(weight.high_precision[:128], other.dequantize())
+        wanted[:128] = other.dequantize()
+        assert torch.equal(weight.dequantize()[:128], other.dequantize())
+        assert float((weight.dequantize() - wanted).abs().max()) <= (2.0**-3 if cell.format.bits > 4 else 0.5)
 
 
 @torch.no_grad()

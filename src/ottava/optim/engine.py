@@ -42,7 +42,7 @@ _SAVED_AT = "saved_at"  # the step up to which entries that torch's optimizers d
 _SLICE = 1 << 18  # elements decoded at once on a CPU: its FP32 numbers fit into a second-level cache
 _ACCELERATOR_SLICE = 1 << 26
 _WRAPPERS = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-_Mark = tuple["weakref.ref[Tensor]", int]  # the memory of a weight, and its version after a step
+_Mark = tuple["weakref.ref[Tensor]", int, int]  # the memory of a weight, its version and its writes after a step
 
 
 class State(NamedTuple):
@@ -438,21 +438,18 @@ def _scales() -> set[str]:
     return {name for storage in STORAGES.values() for name in storage.groups if name}
 
 
-def _memory(parameter: Tensor) -> Tensor:
-    """The tensor whose version each write moves, but one through `.data`; nothing writes codes that way."""
-    weight = _local(parameter)
-    return weight.codes if is_quantized_weight(weight) else weight
-
-
 def _mark(parameter: Tensor) -> _Mark:
-    memory = _memory(parameter)
-    return weakref.ref(memory), memory._version
+    """Each write moves it, but one through `.data` of a plain tensor. Views of codes have versions of their own."""
+    weight = _local(parameter)
+    if is_quantized_weight(weight):
+        return weakref.ref(weight.codes), weight.codes._version, weight.common.writes
+    return weakref.ref(weight), weight._version, 0
 
 
 def _holds(mark: _Mark | None, parameter: Tensor) -> bool:
     """Whether nobody has written to a parameter since its mark, as far as a version can tell."""
-    memory = _memory(parameter)
-    return mark is not None and mark[0]() is memory and mark[1] == memory._version
+    now = _mark(parameter)
+    return mark is not None and mark[0]() is now[0]() and mark[1:] == now[1:]
 
 
 def _stream(group: Mapping[str, Any], index: int, place: int) -> int:

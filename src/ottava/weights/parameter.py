@@ -16,6 +16,7 @@ scales  fp32, one a block; where they are powers of two in E8M0's range by defin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -130,14 +131,25 @@ def check_storage(
 _Sizes = tuple[int, ...]
 
 
+@dataclass(eq=False)
+class Common:
+    """What a weight has in common with its views, so that a write through one of them, as `.data`, reaches it."""
+
+    high_precision: Tensor | None = None
+    writes: int = 0
+    """So many times were its numbers written; optimizers ask. A version of torch's is not one for all views of codes,
+    because they are made below autograd."""
+
+
 class Coded(Tensor):
     """The base of `QuantizedWeight`: what these operations know of it."""
 
     codes: Tensor
     scales: Tensor
     spec: QuantizationSpec
-    kept: list[Tensor | None]
-    """`high_precision`, in one place for a weight and its views, so that a write through `.data` reaches the weight."""
+    common: Common
+    part_of: tuple[Coded, slice | int] | None
+    """The weight whose rows or matrices these are, and which of them; None: these are all."""
     matrix: _Sizes
     group: dist.ProcessGroup | None
     """The ranks that hold the other shards of this weight, as FSDP2 tells them."""
@@ -151,16 +163,21 @@ class Coded(Tensor):
     @property
     def high_precision(self) -> Tensor | None:
         """The numbers before the last cast, in the outer dtype, on the CPU; None: not kept (`drop_high_precision`)."""
-        return self.kept[0]
+        return self.common.high_precision
 
     @high_precision.setter
     def high_precision(self, numbers: Tensor | None) -> None:
-        self.kept[0] = numbers
+        self.common.high_precision = numbers
 
     @property
     def scales_shard(self) -> bool:
         """Whether a piece of the first dimension has its own scales; False: a whole matrix has one."""
         return len(self.matrix) == 3 or self.spec.granularity.rows is not None
+
+    @property
+    def shares_scale(self) -> bool:
+        """Whether it is a part of a matrix that has one scale: new numbers change that of the rest."""
+        return self.part_of is not None and self.scales is self.part_of[0].scales
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers, as a plain tensor."""
@@ -174,10 +191,29 @@ class Coded(Tensor):
         """The same kind of weight with other codes and scales."""
         raise NotImplementedError
 
-    def was_written(self) -> None:
-        """Moves on the versions of the weight and of its codes; the latter is one for all views. Optimizers ask."""
+    def numbers(self) -> Tensor:
+        """In memory of their own: those before the cast where they are kept, else those of the codes."""
+        kept = self._kept_numbers()
+        return self.dequantize() if kept is None else kept.to(self.device, copy=True).view(self.shape)
+
+    def _kept_numbers(self) -> Tensor | None:
+        whole, where = self.part_of or (None, 0)
+        kept = None if whole is None else whole._kept_numbers()
+        return self.high_precision if kept is None else kept[where]
+
+    def was_written(self, numbers: Tensor | None = None) -> None:
+        """Tells all that share its memory.
+
+        numbers: what was written, if known; else those of the codes.
+        """
         torch.autograd.graph.increment_version((self, self.codes))
         self.uniform = None
+        self.common.writes += 1
+        if self.part_of is not None:
+            whole, where = self.part_of
+            if (kept := whole._kept_numbers()) is not None:
+                kept[where] = (self.dequantize() if numbers is None else numbers).view(self.matrix).to(kept.device)
+            whole.was_written(kept)
 
 
 def describe(weight: Coded | None) -> str:
@@ -200,14 +236,19 @@ def refuse(func: Any, *args: Any, **settings: Any) -> Any:
 
 
 def _alias(func: Any, weight: Coded, *_: Any, **__: Any) -> Coded:
-    return weight.like(weight.codes, weight.scales, kept=weight.kept, matrix=weight.matrix)
+    return _same(weight, weight.codes)
+
+
+def _same(weight: Coded, codes: Tensor) -> Coded:
+    """All of a weight, seen through these codes."""
+    return weight.like(codes, weight.scales, common=weight.common, part_of=weight.part_of, matrix=weight.matrix)
 
 
 def _view(func: Any, weight: Coded, size: Sequence[int]) -> Coded:
     codes = weight.codes.view(size)
     if tuple(codes.shape) not in (tuple(weight.shape), weight.matrix, (weight.numel(),)):
         raise NotImplementedError(f"{func}: {describe(weight)} cannot be seen as {tuple(codes.shape)}")
-    return weight.like(codes, weight.scales, kept=weight.kept, matrix=weight.matrix)
+    return _same(weight, codes)
 
 
 def _as_strided(func: Any, weight: Coded, size: Any, stride: Any, offset: int = 0) -> Coded:
@@ -230,7 +271,7 @@ def _slice(
             f"{first}:{last} of dimension {dim}. Fewer shards, or a recipe with smaller blocks, fit"
         )
     scales = weight.scales[first // rows : -(-last // rows)] if weight.scales_shard else weight.scales
-    return weight.like(weight.codes[first:last], scales)
+    return weight.like(weight.codes[first:last], scales, part_of=(weight, slice(first, last)))
 
 
 def _split(func: Any, weight: Coded, size: Any, dim: int = 0) -> list[Coded]:
@@ -246,7 +287,7 @@ def _select(func: Any, weight: Coded, dim: int, index: int) -> Coded:
             f"{func}: {describe(weight)} is no stack of matrices along dimension {dim}; "
             "weight.dequantize() gives its numbers"
         )
-    return weight.like(weight.codes[index], weight.scales[index])
+    return weight.like(weight.codes[index], weight.scales[index], part_of=(weight, index))
 
 
 def _unbind(func: Any, weight: Coded, dim: int = 0) -> list[Coded]:
@@ -288,6 +329,9 @@ def _copy_(func: Any, to: Tensor, source: Tensor, non_blocking: bool = False) ->
         elif to.high_precision is not None:  # they stand for these numbers already
             to.high_precision.copy_(values.view(to.matrix))
         return to
+    if to.shares_scale:  # one scale for it and for the rest
+        to.requantize_(source.numbers().view(to.shape))
+        return to
     if source.spec != to.spec or source.matrix != to.matrix:
         if source.high_precision is None:
             raise ValueError(
@@ -325,9 +369,7 @@ def _change_(func: Any, weight: Coded, *args: Any, **settings: Any) -> Coded:
     mask = args[:1] if "masked_fill_" in str(func) else ()
     if any(isinstance(one, Tensor) and one.dim() for one in args[len(mask) :]):
         return refuse(func, weight, *args)  # type: ignore[no-any-return]
-    kept = weight.high_precision
-    values = weight.dequantize() if kept is None else kept.to(weight.device, copy=True).view(weight.shape)
-    weight.requantize_(func(values, *args, **settings))
+    weight.requantize_(func(weight.numbers(), *args, **settings))
     return weight
 
 
@@ -421,7 +463,7 @@ class QuantizedWeight(Coded):
         requires_grad: as for any tensor.
         high_precision: the numbers before the cast, or None.
         matrix: the shape of the whole weight, if this one is a flat view.
-        group, sent, lent, kept: as `Coded` says; a view shares `kept` with what it is a view of.
+        group, sent, lent, common, part_of: as `Coded` says; a view shares `common` with what it is a view of.
     Raises:
         TypeError, ValueError: codes, scales or dtype do not fit.
 
@@ -450,14 +492,16 @@ class QuantizedWeight(Coded):
         group: dist.ProcessGroup | None = None,
         sent: bool = False,
         lent: Lent | None = None,
-        kept: list[Tensor | None] | None = None,
+        common: Common | None = None,
+        part_of: tuple[Coded, slice | int] | None = None,
     ) -> QuantizedWeight:
         check_storage(codes, scales, spec, dtype, tuple(matrix or codes.shape))
         weight: QuantizedWeight = Tensor._make_wrapper_subclass(
             cls, codes.shape, dtype=dtype, device=codes.device, requires_grad=requires_grad
         )
         weight.codes, weight.scales, weight.spec = codes, scales, spec
-        weight.kept, weight.matrix = [high_precision] if kept is None else kept, tuple(matrix or codes.shape)
+        weight.common, weight.matrix = common or Common(high_precision), tuple(matrix or codes.shape)
+        weight.part_of = part_of
         weight.group, weight.sent, weight.lent = group, sent, lent
         return weight
 
@@ -498,6 +542,8 @@ class QuantizedWeight(Coded):
         Edge cases: as in every cast, NaN stays NaN and an infinity becomes NaN. A block with either has scale 1, so its
             small numbers lose bits; in a format without NaN all of it is NaN. Nothing is raised, since that would wait
             for a GPU.
+            Rows of a weight with one scale are written by a cast of the whole weight: what the others stand for is
+            cast anew, by the new scale; `amax` says nothing then.
             The shards of one weight under FSDP2 share the scale of a whole tensor, so there every rank has to call it
             (one all-reduce of a number).
         """
@@ -505,7 +551,14 @@ class QuantizedWeight(Coded):
         if values.shape != self.shape:
             raise ValueError(f"requantize_: got {tuple(values.shape)} for {describe(self)}; needs {tuple(self.shape)}")
         values = values.detach().to(device=self.device, dtype=self.dtype)
-        if not self.is_meta:
+        if self.is_meta:
+            pass
+        elif self.part_of is not None and self.shares_scale:
+            whole, where = self.part_of
+            numbers = whole.numbers()
+            numbers[where] = values.view(self.matrix)
+            whole.requantize_(numbers)
+        else:
             rows = values.view(self.matrix)
             known = self._known_amax(rows, amax)
             given = None if known is None else self.spec.scale_of(known)
@@ -520,7 +573,7 @@ class QuantizedWeight(Coded):
                 scales.copy_(store_scales(scale_inv, self.spec))
         if self.high_precision is not None:
             self.high_precision = _kept(values).view(self.matrix)
-        self.was_written()
+        self.was_written(values)
 
     def drop_high_precision(self) -> None:
         """Frees the numbers before the cast; an optimizer calls it after it has made its master copy."""
