@@ -121,7 +121,15 @@ def load_x() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def _bare_base() -> None:
+    """./x takes the torch of the base interpreter where there is one, and then installs none."""
+    if found := load_x().base_torch(None):
+        pytest.skip(f"the base interpreter has torch {found}")
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_bare_base")
 def test_first_call_sets_up_and_later_calls_start_at_once(tmp_path: Path) -> None:
     """One line a phase, arguments and exit code are the command's own, extras come when they are asked for."""
     clone = Clone(tmp_path)
@@ -161,6 +169,7 @@ def test_first_call_sets_up_and_later_calls_start_at_once(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the plain wheels of torch are CPU wheels")
+@pytest.mark.usefixtures("_bare_base")
 def test_refuses_to_pull_cuda_onto_a_machine_without_a_gpu(tmp_path: Path) -> None:
     """pip would resolve to a torch with CUDA packages: two lines say so and how to go on; on request it is taken."""
     clone = Clone(tmp_path, "2.13.0", ["filelock", "nvidia-cudnn-cu13==9; platform_system == 'Linux'"])
@@ -245,6 +254,7 @@ def test_another_torch_is_one_release(wrong: tuple[str, ...], capsys: pytest.Cap
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_bare_base")
 def test_failures_are_shown(tmp_path: Path) -> None:
     """pip's own words reach the reader, and what is not ours is not deleted."""
     clone = Clone(tmp_path, torch=None)
