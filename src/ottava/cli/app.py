@@ -31,10 +31,9 @@ import typer
 
 from ottava.cli.bench import bench
 from ottava.cli.bisect import bisect
-from ottava.cli.compare import compare
 from ottava.cli.consolidate import consolidate
 from ottava.cli.demo import demo
-from ottava.cli.diagnose import diagnose
+from ottava.cli.diagnose import compare, diagnose
 from ottava.cli.doctor import doctor
 from ottava.cli.evaluate import evaluate
 from ottava.cli.export import export
