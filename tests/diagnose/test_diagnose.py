@@ -1,0 +1,260 @@
+"""Laws, experiments and differences on recorded facts: what is the answer, and what is no accusation.
+
+Every law is broken by a record that differs from a healthy one in nothing else. Real trainings are in test_trained.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ottava
+from ottava.diagnose.diagnose import Diagnosis, diagnose
+from ottava.diagnose.laws import LAWS
+from ottava.measure.walk import measure
+from ottava.record.reader import Run
+from ottava.record.schema import EXPERIMENTS, SlotKey
+from ottava.record.writer import RunWriter
+
+STEPS = 40
+NAMES = ("embed.weight", "layers.0.fc1.weight", "layers.0.fc2.weight", "layers.1.fc1.weight", "head.weight")
+HELD = {"optimizer": "AdamW", "lr": 1e-3, "betas": [0.9, 0.95], "gradient": "torch.float32", "state": ["torch.float32"]}
+
+
+def healthy(step: int) -> dict[str, float]:
+    noise = 0.02 * np.random.default_rng(step).standard_normal()
+    return {
+        **{"loss": 4.0 - 0.02 * step + noise, "lr": 1e-3, "lr/0": 1e-3, "beta1/0": 0.9, "beta2/0": 0.95, "eps/0": 1e-8},
+        **{"weight_decay/0": 0.1, "grad_norm": 1.0 + noise, "grad_norm_used": 1.0, "forwards": 1.0, "backwards": 1.0},
+        **{"optimizer_steps": 1.0, "eval_forwards_in_train_mode": 0.0, "input_hash": 100.0 + step, "input_rms": 20.0},
+        **{"label_hash": 300.0 + step, "kept_gradient": 0.0, "extra_steps": 0.0, "restarts": 0.0},
+        **{"shared_parameters": 0.0, "labels_ignored_pct": 0.0, "labels_equal_pct": 8.0, "input_nonfinite": 0.0},
+    }
+
+
+def rises(step: int, at: int = 20) -> dict[str, float]:
+    return {"loss": 4.0 - 0.02 * min(step, at) + 0.3 * max(step - at + 1, 0)}
+
+
+def moves(name: str, step: int) -> dict[str, float]:
+    return {"ratio": 0.01, "still": 0.0, "gradient": 1e-3, "weight": 0.02, "spread": 1.0, "written": 0.0}
+
+
+def parameters(**held: Any) -> list[dict[str, Any]]:
+    facts = [{"name": n, "shape": [64, 64], "dtype": "float32", "trains": True, "held": HELD} for n in NAMES]
+    return [{**p, "held": held.get(str(p["name"]).replace(".", "_"), HELD)} for p in facts]
+
+
+def record(
+    folder: Path,
+    change: Callable[[int], Mapping[str, float]] = lambda step: {},
+    *,
+    move: Callable[[str, int], Mapping[str, float]] = lambda name, step: {},
+    experiments: tuple[Mapping[str, Any], ...] = (),
+    sizes: Mapping[tuple[str, str], float] | None = None,
+    casts: bool = False,
+    **manifest: Any,
+) -> Run:
+    facts = {"parameters": parameters(), "weights": {n: f"{i:016x}" for i, n in enumerate(NAMES)}, "classes": 64}
+    facts |= {"cast": {"ran": casts}, "framework": [], "softmax_twice": False, "tied": []}
+    facts |= {"coverage": {"linear": 4, "seen": 4, "skipped": []}} | manifest
+    with RunWriter(folder) as writer:
+        writer.describe(**facts)
+        for step in range(1, STEPS + 1):
+            writer.step(step, **{**healthy(step), **change(step)})
+            if step in (1, 2, 4, 8, 16, 32):
+                rows = [{**moves(n, step), **move(n, step)} for n in NAMES]
+                columns = {k: [row[k] for row in rows] for k in rows[0]}
+                writer.training(step, "updates", parameters=list(NAMES), **columns)
+        for layer in ("layers.0.fc1", "layers.0.fc2", "layers.1.fc1"):
+            for tensor in ("input", "weight", "grad_output"):
+                x = torch.randn(32, 64, generator=torch.Generator().manual_seed(7))
+                x *= (sizes or {}).get((layer, tensor), 1.0)
+                spec = ottava.QuantizationSpec(ottava.E4M3)
+                key = SlotKey(layer, tensor, "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+                key = key if casts else key._replace(source="hook")
+                writer.tally(1, key, measure(x, ottava.quantize(x, spec)))
+    lines = "".join(json.dumps(line) + "\n" for line in experiments)
+    (folder / EXPERIMENTS).write_text(lines, encoding="utf-8")
+    return Run.open(folder)
+
+
+def first(result: Diagnosis) -> str:
+    return (result.findings or result.notes)[0].id if result.findings or result.notes else ""
+
+
+def test_a_healthy_record_breaks_no_law_and_is_not_called_healthy(tmp_path: Path) -> None:
+    for casts in (False, True):
+        result = diagnose(record(tmp_path / str(casts), casts=casts))
+        assert (result.findings, result.notes, result.verdict, result.event) == ([], [], "none", "")
+        assert "healthy" not in json.dumps(result.to_dict())
+    assert result.sentence.startswith("No fault found in 40 steps.")
+
+
+BREAKS: dict[str, dict[str, Any]] = {
+    "D1": {"change": lambda s: {"input_nonfinite": float(s > 12)}},
+    "D2": {"change": lambda s: {"blank_inputs": 1.0}},
+    "D3": {"change": lambda s: {"labels_ignored_pct": 100.0 * (s % 2)}},
+    "D4": {"change": lambda s: {"input_hash": 1.0, "label_hash": 1.0}},
+    "D5": {"change": lambda s: {**rises(s), "input_rms": 20.0 if s != 20 else 900.0}},
+    "O1": {"change": lambda s: {"optimizer_steps": 0.0}},
+    "O2": {"change": lambda s: {"lr": 0.0 if s > 20 else 1e-3, "lr/0": 0.0 if s > 20 else 1e-3}},
+    "O3": {"parameters": parameters(layers_0_fc1_weight=None)},
+    "O4": {"move": lambda n, s: {"gradient": 0.0} if n.startswith("layers") else {}},
+    "O5": {"change": lambda s: {"kept_gradient": 1.0}},
+    "O6": {"change": lambda s: {"restarts": float(s > 1)}},
+    "O7": {"move": lambda n, s: {"written": 1.0} if n.startswith("layers.0") else {}},
+    "O8": {
+        "move": lambda n, s: {"still": 0.97},
+        "parameters": [{**p, "dtype": "bfloat16"} for p in parameters()],
+    },
+    "O9": {"change": lambda s: {"beta1/0": 0.999, "beta2/0": 0.9}},
+    "O10": {"change": lambda s: {"weight_decay/0": 100.0}},
+    "O11": {"change": lambda s: {**rises(s), "lr": 1e-3 if s < 18 else 1e-2, "lr/0": 1e-3 if s < 18 else 1e-2}},
+    "O12": {"change": rises, "move": lambda n, s: {"ratio": 0.8}},
+    "O13": {
+        "change": rises,
+        "parameters": parameters(head_weight={**HELD, "lr": 1.0}),
+    },
+    "O14": {
+        "experiments": tuple(
+            {"step": s, "kind": "shadow", "mode": "simulated", "error": 0.05, "loss": 2.5, "loss_after": 2.5}
+            for s in (5, 10)
+        )
+    },
+    "G1": {"change": lambda s: {**rises(s), "grad_norm": 1.0 if s != 19 else 500.0, "grad_norm_used": 1.0 if s != 19 else 500.0}},
+    "G2": {"change": lambda s: {"loss": 4.16, "grad_norm": 317.0, "grad_norm_used": 1.0}},
+    "M1": {"change": lambda s: {"eval_forwards_in_train_mode": 2.0}},
+    "M2": {"tied": [{"names": ["embed.weight", "head.weight"], "shared": False, "apart": True}]},
+    "M3": {"softmax_twice": True},
+    "M4": {"change": lambda s: {"loss": 80.0 + (3.0 * max(s - 20, 0))}},
+    "M5": {
+        "change": lambda s: {"loss": float("nan") if s > 25 else 4.0 - 0.02 * s},
+        "experiments": (
+            {"step": 26, "kind": "nonfinite", "module": "layers.1", "operation": "aten.log", "operand": "",
+             "direction": "forward"},
+        ),
+    },
+}  # fmt: skip
+
+
+def test_each_law_is_broken_by_what_it_says_and_by_nothing_else(tmp_path: Path) -> None:
+    assert sorted(BREAKS) == sorted(law.id for law in LAWS)
+    for law, how in BREAKS.items():
+        result = diagnose(record(tmp_path / law, **how))
+        assert first(result) == law, (law, first(result), result.sentence)
+        assert result.fp8 == "none"
+        assert all(f.stage != "fp8" for f in result.findings)
+
+
+def shadow(step: int, error: float, **more: Any) -> dict[str, Any]:
+    line = {"step": step, "kind": "shadow", "mode": "real", "why": "schedule", "recipe": "tensorwise", "norm": 1.0}
+    return {**line, "reproduces": True, "error": error, "noise": error * 2, "bias": 0.0, "worst": [], **more}
+
+
+ABLATION = {
+    "step": 10,
+    "kind": "ablation",
+    "set": [{"layer": "layers.0.fc2", "gemm": "fprop", "operand": "input"}],
+    "error_before": 0.6,
+    "error_after": 0.03,
+    "trials": 9,
+}
+
+
+def test_fp8_is_blamed_by_an_experiment_only(tmp_path: Path) -> None:
+    guilty = diagnose(record(tmp_path / "a", rises, casts=True, experiments=(shadow(10, 0.6), ABLATION)))
+    assert (guilty.fp8, guilty.verdict, first(guilty)) == ("guilty", "critical", "FP8")
+    assert guilty.findings[0].title == "FP8 casts hurt the gradient: X of layers.0.fc2's fprop"
+    assert "falls from 60 % to 3 %" in " ".join(guilty.findings[0].tried)
+    assert 'override("layers.0.fc2", fprop=None)' in guilty.findings[0].remedies[0]["patch"]["ottava"]
+    # the same error without a rise of the loss is a warning, inside the noise of the batch it is nothing
+    assert diagnose(record(tmp_path / "b", casts=True, experiments=(shadow(10, 0.6),))).verdict == "warning"
+    quiet = shadow(10, 0.6, noise=0.1)
+    assert diagnose(record(tmp_path / "c", rises, casts=True, experiments=(quiet,))).fp8 == "innocent"
+    innocent = diagnose(record(tmp_path / "d", rises, casts=True, experiments=(shadow(10, 0.04),)))
+    assert innocent.fp8 == "innocent"
+    assert innocent.sentence.endswith("differs by at most 4 % from that without (level 15 %).")
+    # what has blown up before it was looked at says nothing about who began
+    blown = (shadow(10, 0.04), shadow(30, 0.9, norm=1e6))
+    assert diagnose(record(tmp_path / "e", rises, casts=True, experiments=blown)).fp8 == "unknown"
+    assert diagnose(record(tmp_path / "f", rises, casts=False, experiments=(shadow(10, 0.6),))).fp8 == "none"
+
+
+def test_a_replay_stands_above_a_shadow_step(tmp_path: Path) -> None:
+    def arms(ran: float, without: float, reproduces: bool = True) -> dict[str, Any]:
+        losses = {"as it ran": ran, "high precision": without, "blockwise": without}
+        named = [{"name": n, "losses": [3.6, value]} for n, value in losses.items()]
+        return {"step": 25, "kind": "replay", "from": 15, "reproduces": reproduces, "differs": None, "arms": named}
+
+    for i, (line, part) in enumerate(
+        [(arms(6.0, 3.6), "guilty"), (arms(6.0, 6.0), "innocent"), (arms(6.0, 3.6, False), "innocent")]
+    ):
+        result = diagnose(record(tmp_path / str(i), rises, casts=True, experiments=(shadow(10, 0.05), line)))
+        assert result.fp8 == part, line
+        if part == "guilty":
+            assert result.findings[0].remedies[0]["text"] == "Train under blockwise: the loss is 3.6."
+
+
+def test_a_damaged_cast_without_an_experiment_is_a_suspicion(tmp_path: Path) -> None:
+    x = torch.randn(32, 64)
+    x[:2] *= 1e5
+    run = record(tmp_path / "run", rises, casts=True)
+    with RunWriter(run.path, append=True, step=STEPS) as writer:
+        key = SlotKey("layers.0.fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+        writer.tally(2, key, measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))))
+    result = diagnose(Run.open(run.path))
+    assert (first(result), result.verdict, result.fp8) == ("CAST", "warning", "unknown")
+    assert "Nothing was tried, so this is no proof." in result.findings[0].cause
+
+
+def test_an_operand_that_is_not_its_cast_comes_first(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", rises, casts=True)
+    with RunWriter(run.path, append=True, step=STEPS) as writer:
+        writer.event(8, "check", check="stale_weight", layer="layers.0.fc1", tensor="weight", value=3.0)
+    result = diagnose(Run.open(run.path))
+    assert (first(result), result.verdict) == ("CHECK", "critical")
+
+
+DIFFERS: dict[str, tuple[dict[str, Any], str]] = {
+    "learning rate": ({"change": lambda s: {**rises(s), "lr": 0.1, "lr/0": 0.1}}, "100 times that of the good run"),
+    "decay": ({"change": lambda s: {**rises(s), "weight_decay/0": 9.0}}, "weight decay differs: 0.1 and 9"),
+    "optimizer": ({"change": rises, "parameters": parameters(**{n.replace(".", "_"): {**HELD, "optimizer": "SGD"} for n in NAMES})}, "AdamW and SGD"),
+    "held": ({"change": rises, "parameters": parameters(head_weight=None)}, "head.weight"),
+    "weights": ({"change": rises, "weights": {n: f"{i if i else 99:016x}" for i, n in enumerate(NAMES)}}, "embed.weight"),
+    "labels": ({"change": lambda s: {**rises(s), "label_hash": 300.0 + s + (s > 10)}}, "labels differ from step 11 on"),
+    "forward": ({"change": rises, "sizes": {("layers.0.fc2", "input"): 1.4}}, "layers.0.fc1 still gets the same input, layers.0.fc2.X does not"),
+    "backward": ({"change": rises, "sizes": {("layers.0.fc1", "grad_output"): 1.4}}, "layers.0.fc2 still has the same dY, layers.0.fc1 has not"),
+    "loss": ({"change": lambda s: {"loss": healthy(s)["loss"] * 1.5}}, "made behind layers.1.fc1"),
+    "update": ({"change": rises, "move": lambda n, s: {"ratio": 0.1} if n == "head.weight" else {}}, "another update of head.weight"),
+}  # fmt: skip
+
+
+def test_what_differs_from_a_good_run_is_named_in_the_order_of_computation(tmp_path: Path) -> None:
+    good = record(tmp_path / "good")
+    for name, (how, said) in DIFFERS.items():
+        result = diagnose(record(tmp_path / name, **how), baseline=good)
+        told = [f"{f.title} {f.cause}" for f in result.findings if f.stage in ("difference", "law")]
+        assert said in " ".join(told), (name, result.sentence)
+        assert all(f.stage != "fp8" for f in result.findings)
+    assert diagnose(record(tmp_path / "same"), baseline=good).findings == []
+
+
+def test_patches_are_those_of_the_framework_that_ran(tmp_path: Path) -> None:
+    how = BREAKS["O12"]
+    for frameworks, names in ((["transformers", "accelerate"], ["transformers", "torch"]), ([], ["torch"])):
+        result = diagnose(record(tmp_path / str(len(frameworks)), framework=frameworks, **how))
+        assert list(result.findings[0].remedies[0]["patch"]) == names
+    asked = diagnose(record(tmp_path / "asked", **how), framework="megatron").findings[0].remedies[0]["patch"]
+    assert list(asked) == ["megatron"]
+
+
+@pytest.mark.parametrize("severity, fails", [("critical", True), ("warning", True)])
+def test_fails_from_a_severity_on(tmp_path: Path, severity: str, fails: bool) -> None:
+    assert diagnose(record(tmp_path / "run", **BREAKS["O2"])).fails(severity) is fails
