@@ -30,11 +30,29 @@ HELD = {"optimizer": "AdamW", "lr": 1e-3, "betas": [0.9, 0.95], "gradient": "tor
 def healthy(step: int) -> dict[str, float]:
     noise = 0.02 * np.random.default_rng(step).standard_normal()
     return {
-        **{"loss": 4.0 - 0.02 * step + noise, "lr": 1e-3, "lr/0": 1e-3, "beta1/0": 0.9, "beta2/0": 0.95, "eps/0": 1e-8},
-        **{"weight_decay/0": 0.1, "grad_norm": 1.0 + noise, "grad_norm_used": 1.0, "forwards": 1.0, "backwards": 1.0},
-        **{"optimizer_steps": 1.0, "eval_forwards_in_train_mode": 0.0, "input_hash": 100.0 + step, "input_rms": 20.0},
-        **{"label_hash": 300.0 + step, "kept_gradient": 0.0, "extra_steps": 0.0, "restarts": 0.0},
-        **{"shared_parameters": 0.0, "labels_ignored_pct": 0.0, "labels_equal_pct": 8.0, "input_nonfinite": 0.0},
+        "loss": 4.0 - 0.02 * step + noise,
+        "lr": 1e-3,
+        "lr/0": 1e-3,
+        "beta1/0": 0.9,
+        "beta2/0": 0.95,
+        "eps/0": 1e-8,
+        "weight_decay/0": 0.1,
+        "grad_norm": 1.0 + noise,
+        "grad_norm_used": 1.0,
+        "forwards": 1.0,
+        "backwards": 1.0,
+        "optimizer_steps": 1.0,
+        "eval_forwards_in_train_mode": 0.0,
+        "input_hash": 100.0 + step,
+        "input_rms": 20.0,
+        "label_hash": 300.0 + step,
+        "kept_gradient": 0.0,
+        "extra_steps": 0.0,
+        "restarts": 0.0,
+        "shared_parameters": 0.0,
+        "labels_ignored_pct": 0.0,
+        "labels_equal_pct": 8.0,
+        "input_nonfinite": 0.0,
     }
 
 
@@ -128,7 +146,13 @@ BREAKS: dict[str, dict[str, Any]] = {
             for s in (5, 10)
         )
     },
-    "G1": {"change": lambda s: {**rises(s), "grad_norm": 1.0 if s != 19 else 500.0, "grad_norm_used": 1.0 if s != 19 else 500.0}},
+    "G1": {
+        "change": lambda s: {
+            **rises(s),
+            "grad_norm": 1.0 if s != 19 else 500.0,
+            "grad_norm_used": 1.0 if s != 19 else 500.0,
+        }
+    },
     "G2": {"change": lambda s: {"loss": 4.16, "grad_norm": 317.0, "grad_norm_used": 1.0}},
     "M1": {"change": lambda s: {"eval_forwards_in_train_mode": 2.0}},
     "M2": {"tied": [{"names": ["embed.weight", "head.weight"], "shared": False, "apart": True}]},
@@ -137,11 +161,17 @@ BREAKS: dict[str, dict[str, Any]] = {
     "M5": {
         "change": lambda s: {"loss": float("nan") if s > 25 else 4.0 - 0.02 * s},
         "experiments": (
-            {"step": 26, "kind": "nonfinite", "module": "layers.1", "operation": "aten.log", "operand": "",
-             "direction": "forward"},
+            {
+                "step": 26,
+                "kind": "nonfinite",
+                "module": "layers.1",
+                "operation": "aten.log",
+                "operand": "",
+                "direction": "forward",
+            },
         ),
     },
-}  # fmt: skip
+}
 
 
 def test_each_law_is_broken_by_what_it_says_and_by_nothing_else(tmp_path: Path) -> None:
@@ -225,15 +255,33 @@ def test_an_operand_that_is_not_its_cast_comes_first(tmp_path: Path) -> None:
 DIFFERS: dict[str, tuple[dict[str, Any], str]] = {
     "learning rate": ({"change": lambda s: {**rises(s), "lr": 0.1, "lr/0": 0.1}}, "100 times that of the good run"),
     "decay": ({"change": lambda s: {**rises(s), "weight_decay/0": 9.0}}, "weight decay differs: 0.1 and 9"),
-    "optimizer": ({"change": rises, "parameters": parameters(**{n.replace(".", "_"): {**HELD, "optimizer": "SGD"} for n in NAMES})}, "AdamW and SGD"),
+    "optimizer": (
+        {
+            "change": rises,
+            "parameters": parameters(**{n.replace(".", "_"): {**HELD, "optimizer": "SGD"} for n in NAMES}),
+        },
+        "AdamW and SGD",
+    ),
     "held": ({"change": rises, "parameters": parameters(head_weight=None)}, "head.weight"),
-    "weights": ({"change": rises, "weights": {n: f"{i if i else 99:016x}" for i, n in enumerate(NAMES)}}, "embed.weight"),
+    "weights": (
+        {"change": rises, "weights": {n: f"{i if i else 99:016x}" for i, n in enumerate(NAMES)}},
+        "embed.weight",
+    ),
     "labels": ({"change": lambda s: {**rises(s), "label_hash": 300.0 + s + (s > 10)}}, "labels differ from step 11 on"),
-    "forward": ({"change": rises, "sizes": {("layers.0.fc2", "input"): 1.4}}, "layers.0.fc1 still gets the same input, layers.0.fc2.X does not"),
-    "backward": ({"change": rises, "sizes": {("layers.0.fc1", "grad_output"): 1.4}}, "layers.0.fc2 still has the same dY, layers.0.fc1 has not"),
+    "forward": (
+        {"change": rises, "sizes": {("layers.0.fc2", "input"): 1.4}},
+        "layers.0.fc1 still gets the same input, layers.0.fc2.X does not",
+    ),
+    "backward": (
+        {"change": rises, "sizes": {("layers.0.fc1", "grad_output"): 1.4}},
+        "layers.0.fc2 still has the same dY, layers.0.fc1 has not",
+    ),
     "loss": ({"change": lambda s: {"loss": healthy(s)["loss"] * 1.5}}, "made behind layers.1.fc1"),
-    "update": ({"change": rises, "move": lambda n, s: {"ratio": 0.1} if n == "head.weight" else {}}, "another update of head.weight"),
-}  # fmt: skip
+    "update": (
+        {"change": rises, "move": lambda n, s: {"ratio": 0.1} if n == "head.weight" else {}},
+        "another update of head.weight",
+    ),
+}
 
 
 def test_what_differs_from_a_good_run_is_named_in_the_order_of_computation(tmp_path: Path) -> None:

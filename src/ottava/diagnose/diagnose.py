@@ -8,6 +8,7 @@ statistical law. FP8 is blamed only by an experiment. Where nothing could be tri
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from ottava.diagnose.remedies import ran, render
 from ottava.diagnose.triage import walk
 from ottava.diagnose.trials import Damage, Trial, damage, forecast, judge, named
 from ottava.measure.layer_names import symbol
+from ottava.recipe import GEMMS
 from ottava.record.reader import Run, number_of
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType({})
@@ -278,6 +280,8 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
         "overrides": "".join(f'.override("{n}", "blockwise")' for n in layers[:8]),
         "off": "".join(f'.override("{n}", {off})' for n in layers[:8]),
         "quoted": ", ".join(f'"{n}"' for n in layers[:8]),
+        "regex": "|".join(f"^{re.escape(n)}$" for n in layers[:8]),
+        "gemms": ", ".join(gemms or GEMMS),
     }
     predicted = any(str(s) in ("delayed", "guarded") for s in facts.table["scaling"])
     kinds = ["current"] if predicted and hurt.kind in ("clipped", "flushed") else []

@@ -140,7 +140,9 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             cost="the speed of FP8 in these GEMMs",
             patch={
                 "ottava": 'recipe = ottava.get_recipe("${recipe}")${off}\nottava.convert(model, recipe)',
-                "te": "with te.fp8_autocast(enabled=False):    # around ${names}\n    y = layer(x)",
+                "te": "# a file for nvdlfw_inspect: debug_api.initialize(config_file=...)\nin_high_precision:\n"
+                "  enabled: True\n  layers:\n    layer_name_regex_pattern: '${regex}'\n  transformer_engine:\n"
+                "    DisableQuantizationGEMM:\n      enabled: True\n      gemms: [${gemms}]",
                 "torchao": "keep = {${quoted}}\n"
                 "convert_to_float8_training(model, module_filter_fn=lambda m, name: name not in keep)",
                 "megatron": "--first-last-layers-bf16    # if they are the ends",
