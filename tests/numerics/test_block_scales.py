@@ -11,9 +11,8 @@ from torch import Tensor
 
 import fp4_samples as fp4
 import ottava
-from ottava.numerics.block_scales import BLOCK_SCALES
 from ottava.numerics.rounding import decode, draw_seed
-from ottava.numerics.scaling import BLOCK_1X16, BLOCK_16X16, amax
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_16X16, BLOCK_SCALES, amax
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.numerics.transforms import Hadamard
 from ottava.ops.quantize import quantize

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels import reference
-from ottava.kernels.native import quantize as native_quantize
+from ottava.kernels.native import build as native_build
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.scaling import BLOCK_128X128
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
@@ -121,7 +121,7 @@ def test_plans_do_not_pile_up() -> None:
 def test_one_cast_serves_x_and_its_transpose(spec: QuantizationSpec) -> None:
     """Where they share their scales; the same bits, codes in one place, and an amax kept where `quantize` keeps it."""
     x = torch.randn(130, 140)
-    if (reason := native_quantize.built(x.dtype).reason) != "":
+    if (reason := native_build.load("quantize", x.dtype).reason) != "":
         pytest.skip(reason)
     both, alone = cast_both(x, spec, spec), quantize(x, spec)
     assert both.row is not None

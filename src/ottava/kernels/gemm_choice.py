@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -177,7 +178,7 @@ def hash_of_sources(kernel: ModuleType) -> str:
         >>> hash_of_sources(reference) == hash_of_sources(reference) != hash_of_sources(decoded)
         True
     """
-    own = Path(str(kernel.__file__))
+    own = Path(inspect.getfile(kernel))
     names = getattr(kernel, "SOURCES", (own.name,))
     return _hash("\0".join(own.with_name(name).read_text("utf-8") for name in names))
 

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.numerics.block_scales import BLOCK_SCALES
 from ottava.numerics.rounding import check_input_dtype, decode, encode_, infinities_to_nan_
-from ottava.numerics.scaling import Granularity, Scale, amax, column_major, compute_scale, with_nan
+from ottava.numerics.scaling import BLOCK_SCALES, Granularity, Scale, amax, column_major, compute_scale, with_nan
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 NAME = "reference"

@@ -19,9 +19,7 @@ from torch import Tensor
 from ottava.base.errors import unknown_name
 from ottava.kernels import accumulate, bf16_mm, cpu_choice, decoded, gemm_choice, reference, scaled_mm, torch_mm
 from ottava.kernels.native import accumulate as native_accumulate
-from ottava.kernels.native import decoded as native_decoded
 from ottava.kernels.native import gemm as native_gemm
-from ottava.kernels.native import invariant_gemm
 from ottava.kernels.native.build import Built
 from ottava.kernels.triton import gemm as triton_gemm
 from ottava.numerics.accumulator import Accumulator
@@ -51,12 +49,12 @@ class GemmKernel(Protocol):
 
 # The order of capability; `cpu_ranking` moves a kernel that is clearly faster. On a CPU torch's scaled GEMM rounds more
 # often than the others. It is an oracle there, not an engine, and keeps its place.
-CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, native_decoded, reference, scaled_mm)
+CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, native_gemm.Decoded, reference, scaled_mm)
 # Triton's runs if `tune_gemm` measured it to be the fastest; without a measurement torch's come first.
 ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
 
 
-BATCH_INVARIANT = invariant_gemm
+BATCH_INVARIANT = native_gemm.BatchInvariant
 """The one kernel whose bits of a row do not depend on the other rows; it runs where it is asked for by name."""
 
 
@@ -168,9 +166,11 @@ def _in_order(kernels: tuple[GemmKernel, ...], native: Built) -> tuple[GemmKerne
     """The measured kernels change places among themselves; `native_decoded` makes the reference's bits before it."""
     order = [way.split()[0] for way in _cpu_ranking(kernels, native).order]
     fastest = iter(sorted((kernel for kernel in kernels if kernel.NAME in order), key=lambda k: order.index(k.NAME)))
-    placed = [next(fastest) if kernel.NAME in order else kernel for kernel in kernels if kernel is not native_decoded]
-    if native_decoded in kernels:
-        placed.insert(placed.index(reference), native_decoded)
+    placed = [
+        next(fastest) if kernel.NAME in order else kernel for kernel in kernels if kernel is not native_gemm.Decoded
+    ]
+    if native_gemm.Decoded in kernels:
+        placed.insert(placed.index(reference), native_gemm.Decoded)
     return tuple(placed)
 
 

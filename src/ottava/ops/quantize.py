@@ -18,10 +18,7 @@ from torch import Tensor
 from ottava.kernels import reference
 from ottava.kernels.custom_operator import constant_in_graph, custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
-from ottava.kernels.native import block_scales as native_block_scales
 from ottava.kernels.native import quantize as native_quantize
-from ottava.kernels.native import rotate as native_rotate
-from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.numerics.scaling import read_scales
@@ -112,7 +109,7 @@ Plan = TypeVar("Plan")
 MOST_PLANS = 32
 """The largest number of plans of one door or one layer."""
 
-_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, native_stochastic, native_block_scales, reference)
+_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 
 
@@ -232,10 +229,10 @@ def plan_casts(
         TypeError: dtype.  ValueError: not a matrix.
 
     Example:
-        >>> from ottava.numerics.formats import E4M3
-        >>> plan = plan_casts(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
-        >>> plan.refusals[0]
-        'native_quantize: rounds to nearest even; got stochastic'
+        >>> from ottava.numerics.formats import BF16
+        >>> plan = plan_casts(torch.ones(2, 2), QuantizationSpec(BF16))
+        >>> plan.kernel, plan.refusals[0]
+        ('reference', 'native_quantize: casts to signed formats of at most 8 bits; got BF16')
     """
     x = x.detach()  # codes carry no gradient
     known = spec or spec_t
@@ -322,9 +319,9 @@ def transformed(
 
 def _application(x: Tensor, transform: Transform) -> tuple[ApplyTransform, str, str | None]:
     """(what applies a transform to matrices like x, its name, why no kernel does)."""
-    refusal = native_rotate.supports_transform(x, transform)
+    refusal = native_quantize.supports_transform(x, transform)
     if refusal is None:
-        return native_rotate.plan_transform(x, transform), f"{transform} ({native_rotate.NAME})", None
+        return native_quantize.plan_transform(x, transform), f"{transform} ({native_quantize.NAME})", None
     return transform.apply, str(transform), refusal
 
 
@@ -445,9 +442,9 @@ def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None 
     """The kernel that `quantize` would run on this matrix, and why not the kernels before it, one per line.
 
     Example:
-        >>> from ottava.numerics.formats import E4M3
-        >>> explain_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
-        'native_quantize: rounds to nearest even; got stochastic\\nnative_stochastic: runs'
+        >>> from ottava.numerics.formats import BF16
+        >>> explain_quantize(torch.ones(2, 2), QuantizationSpec(BF16))
+        'native_quantize: casts to signed formats of at most 8 bits; got BF16\\nreference: runs'
     """
     plan = plan_casts(x, spec, scale=scale)
     return "\n".join([*plan.refusals, f"{plan.kernel}: runs"])

@@ -8,19 +8,18 @@ import pytest
 import torch
 
 import ottava
+from kernels.native.older_builds import take_library
 from ottava.kernels import reference
-from ottava.kernels.native import decoded
-from ottava.kernels.native import quantize as native_quantize
-from ottava.kernels.native.build import Built
+from ottava.kernels.native import build as native_build
+from ottava.kernels.native.gemm import Decoded as decoded
 from ottava.numerics.scaling import BLOCK_1X16
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.ops.quantize import quantize
 from ottava.recipe import RECIPES
 from sweep import sweep
 
-pytestmark = pytest.mark.skipif(
-    bool(native_quantize.built_decoder().reason), reason=native_quantize.built_decoder().reason
-)
+REASON = native_build.load("decode").reason
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 CELLS = [
     (replace(gemm.lhs, transform=None), replace(gemm.rhs, transform=None))
     for gemm in (getattr(RECIPES["nvfp4"], name) for name in ("fprop", "dgrad", "wgrad"))
@@ -53,7 +52,7 @@ def test_it_runs_where_scales_have_two_levels(monkeypatch: pytest.MonkeyPatch) -
     ottava.convert(model, "nvfp4")
     y = model(x)
     assert ottava.receipt(model).rows[0].kernel == decoded.NAME
-    monkeypatch.setattr(native_quantize, "built_decoder", lambda: Built(None, "no C++ compiler"))
+    take_library("decode", monkeypatch)
     a, b = (quantize(torch.randn(4, 64), cell) for cell in CELLS[0])
     assert decoded.supports_gemm(a, b, torch.bfloat16, None) == "native_decoded: native_quantize: no C++ compiler"
     again = torch.nn.Sequential(torch.nn.Linear(64, 48)).bfloat16()

@@ -111,7 +111,7 @@ class Fake:
 def loads(**libraries: Fake | str) -> Callable[..., Built]:
     """native_build.load, where `best`, or a level by its number, is what there is."""
 
-    def load(name: str, declare: object = None, variant: str = "") -> Built:
+    def load(name: str, dtype: object = None, variant: str = "") -> Built:
         found = libraries.get(f"level_{variant[-1:]}" if variant else "best", "no such instruction set")
         return Built(None, found, failed_trial=not variant) if isinstance(found, str) else Built(found, "")  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ import torch
 import ottava
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
-from ottava.kernels.native import invariant_gemm
+from ottava.kernels.native.gemm import BatchInvariant as invariant_gemm
 from ottava.recipe import RECIPES
 
 pytestmark = pytest.mark.skipif(native_build.load("gemm").library is None, reason="no compiler")
@@ -37,14 +37,14 @@ def test_matrices_in_bf16_have_an_fp32_result() -> None:
     torch.manual_seed(1)
     for m, n, k in ((1, 1, 1), (37, 65, 130), (200, 24, 1030)):
         a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
-        y = invariant_gemm.multiply_bf16(a, b)
+        y = native_gemm.multiply_bf16(a, b)
         exact = a.double() @ b.double().t()
         bound = k * 2.0**-24 * (a.double().abs() @ b.double().abs().t())
         assert bool(((y.double() - exact).abs() <= bound).all())
         for i in (0, m // 2, m - 1):
-            assert torch.equal(invariant_gemm.multiply_bf16(a[i : i + 1], b), y[i : i + 1])
+            assert torch.equal(native_gemm.multiply_bf16(a[i : i + 1], b), y[i : i + 1])
         longer = torch.nn.functional.pad(a, (0, 77)), torch.nn.functional.pad(b, (0, 77), value=3.0)
-        assert torch.equal(invariant_gemm.multiply_bf16(*longer), y)  # zeros behind change nothing
+        assert torch.equal(native_gemm.multiply_bf16(*longer), y)  # zeros behind change nothing
     assert invariant_gemm.supports_dense(a.float(), b.float()) is not None
     plan = invariant_gemm.plan_dense(a, b, None)
     assert torch.equal(plan(a, b, None), y.bfloat16())

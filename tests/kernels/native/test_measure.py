@@ -14,6 +14,7 @@ from torch import Tensor
 
 from layout_samples import LAYOUTS, tiles
 from ottava import quantize
+from ottava.kernels.native import build as native_build
 from ottava.kernels.native import measure as native_measure
 from ottava.kernels.native.measure import Look
 from ottava.measure.sample import sampled
@@ -24,7 +25,7 @@ from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, Granularit
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from sweep import sweep
 
-pytestmark = pytest.mark.skipif(bool(native_measure.built().reason), reason=native_measure.built().reason)
+pytestmark = pytest.mark.skipif(bool(native_build.load("measure").reason), reason=native_build.load("measure").reason)
 
 SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2)
 SUMS = {"sx", "sabs", "sxx", "sx4", "see", "sxe", "srel", "scale_log2", "scale_log2_squared"}

@@ -9,13 +9,14 @@ import torch
 
 from layout_samples import LAYOUTS, tiles
 from ottava import quantize
+from ottava.kernels.native import build as native_build
 from ottava.kernels.native import sample as native_sample
 from ottava.measure.sample import squares_of, take_bands
 from ottava.measure.walk import survey
 from ottava.numerics.formats import E5M2
 from ottava.numerics.tensor import QuantizationSpec
 
-pytestmark = pytest.mark.skipif(bool(native_sample.built().reason), reason=native_sample.built().reason)
+pytestmark = pytest.mark.skipif(bool(native_build.load("sample").reason), reason=native_build.load("sample").reason)
 
 
 def test_what_is_negated_when_it_is_read_is_not_read_from_memory() -> None:

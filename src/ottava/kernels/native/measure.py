@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ottava.base.errors import refuse_other_sums
 from ottava.kernels.gate import pointer, refusal
+from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
-from ottava.kernels.native.build import Built, load
 from ottava.kernels.native.sample import not_a_matrix, steps
 from ottava.numerics.formats import Format
 from ottava.numerics.scaling import PER_TENSOR
@@ -79,17 +79,6 @@ class _Library(ctypes.Structure):
     _fields_ = (("quantize", _POINTERS), ("scales", _POINTERS), ("places", _POINTERS), ("width", _SIZES))
 
 
-def built(dtype: torch.dtype = torch.bfloat16) -> Built:
-    """The library for tensors of a dtype, or why there is none."""
-    return load("measure", _declare, native_quantize.VARIANTS.get(dtype, ""))
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    library.ottava_measure.argtypes = [ctypes.POINTER(_Job), _SIZES, ctypes.POINTER(_Library), ctypes.c_int]
-    library.ottava_measure.restype = ctypes.c_int
-    library.ottava_sums.restype = library.ottava_extremes.restype = ctypes.c_char_p
-
-
 def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str | None:
     """Why this kernel does not measure such a cast, made or to be made; None if it does.
 
@@ -105,13 +94,13 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
     if isinstance(cast, QuantizedTensor):
         if any(not t.is_cpu or refusal(t) for t in (cast.data, cast.scale_inv)):
             return f"{NAME}: takes plain tensors on a cpu"
-        if spec.predicted and (why := _constants(spec).plan.refusal or native_quantize.built(x.dtype).reason):
+        if spec.predicted and (why := _constants(spec).plan.refusal or native_build.load("quantize", x.dtype).reason):
             return why
         if x.shape != cast.shape:
             return f"{NAME}: takes a matrix and its codes; got {tuple(x.shape)} and {tuple(cast.shape)}"
-    elif reason := native_quantize.supports_quantize(x, spec):
+    elif reason := native_quantize.supports_rounding(x, spec):
         return reason
-    reason = not_a_matrix(x) or built(x.dtype).reason
+    reason = not_a_matrix(x) or native_build.load("measure", x.dtype).reason
     return f"{NAME}: {reason}" if reason else None
 
 
@@ -136,7 +125,7 @@ class Layout(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _places(layout: Layout, dtype: torch.dtype) -> ctypes.Array[ctypes.c_int64]:
     """The place of each sum of a library. Raises ValueError if the library computes other sums."""
-    library = built(dtype).library
+    library = native_build.load("measure", dtype).library
     assert library is not None  # supports_measure was asked
     words = [names().decode().split() for names in (library.ottava_sums, library.ottava_extremes)]
     sums, extremes = (dict(zip(w[::2], map(int, w[1::2]), strict=True)) for w in words)
@@ -173,11 +162,11 @@ def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor,
             job.extremes = pointer(extremes) + 8 * len(layout.extremes) * i
         settings = _Library(places=ctypes.addressof(_places(layout, dtype)), width=layout.used)
         if any(isinstance(looks[i].cast, QuantizationSpec) or spec_of(looks[i]).predicted for i in indices):
-            casts = native_quantize.built(dtype).library
+            casts = native_build.load("quantize", dtype).library
             assert casts is not None  # supports_measure was asked
             settings.quantize = ctypes.cast(casts.ottava_cast, _POINTERS)
             settings.scales = ctypes.cast(casts.ottava_scales, _POINTERS)
-        library = built(dtype).library
+        library = native_build.load("measure", dtype).library
         assert library is not None
         failed = library.ottava_measure(jobs, len(indices), ctypes.byref(settings), torch.get_num_threads())
         del kept  # the jobs point to these

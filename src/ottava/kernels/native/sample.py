@@ -12,29 +12,12 @@ import torch
 from torch import Tensor
 
 from ottava.kernels.gate import pointer, refusal
-from ottava.kernels.native import quantize as native_quantize
-from ottava.kernels.native.build import Built, load
+from ottava.kernels.native import build as native_build
 
 NAME = "native_sample"
 
 _ROUNDED = MappingProxyType({torch.bfloat16: 1, torch.float16: 2})  # `ottava_survey` rounds amaxes to these
 _SHARED = 1 << 15  # elements; with more to copy another thread is worth waking
-_POINTERS, _SIZES = ctypes.c_void_p, ctypes.c_int64
-
-
-def built(dtype: torch.dtype = torch.bfloat16) -> Built:
-    """The library for tensors of a dtype, or why there is none."""
-    return load("sample", _declare, native_quantize.VARIANTS.get(dtype, ""))
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    library.ottava_survey.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, ctypes.c_int]
-    library.ottava_survey.restype = ctypes.c_int
-    library.ottava_take.argtypes = [
-        *(_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _SIZES),
-        *(_POINTERS, _SIZES, _POINTERS, _POINTERS, ctypes.c_int),
-    ]
-    library.ottava_take.restype = None
 
 
 def not_a_matrix(x: Tensor) -> str | None:
@@ -43,7 +26,7 @@ def not_a_matrix(x: Tensor) -> str | None:
         return f"runs on a cpu; got {x.device.type}"
     if reason := refusal(x):
         return f"takes plain tensors; {reason}"
-    if x.dtype not in native_quantize.VARIANTS or x.dim() != 2:
+    if x.dtype not in native_build.VARIANTS or x.dim() != 2:
         return f"takes a float32, bfloat16 or float16 matrix; got {x.dtype} {tuple(x.shape)}"
     return None if x.numel() else "an empty matrix"
 
@@ -55,7 +38,7 @@ def supports_survey(x: Tensor) -> str | None:
         >>> supports_survey(torch.ones(2, 2, dtype=torch.float64))
         'native_sample: takes a float32, bfloat16 or float16 matrix; got torch.float64 (2, 2)'
     """
-    reason = not_a_matrix(x) or built(x.dtype).reason
+    reason = not_a_matrix(x) or native_build.load("sample", x.dtype).reason
     return f"{NAME}: {reason}" if reason else None
 
 
@@ -76,7 +59,7 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     row, col = steps(x)
     if col != 1:  # the order of elements does not matter
         x, row, col = (x.t(), col, 1) if row == 1 else (x.contiguous(), x.shape[1], 1)
-    library = built(x.dtype).library
+    library = native_build.load("sample", x.dtype).library
     assert library is not None  # supports_survey was asked
     to = _ROUNDED.get(target, 0) if target != x.dtype else 0
     finite = library.ottava_survey(pointer(x), to, *x.shape, row, pointer(extent), torch.get_num_threads())
@@ -94,11 +77,11 @@ def supports_take(x: Tensor) -> str | None:
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if reason := refusal(x):
         return f"{NAME}: takes plain tensors; {reason}"
-    if (x.dtype not in native_quantize.VARIANTS and x.dtype.itemsize != 1) or x.dim() != 2:
+    if (x.dtype not in native_build.VARIANTS and x.dtype.itemsize != 1) or x.dim() != 2:
         return f"{NAME}: takes rows of float32, bfloat16, float16 or single bytes; got {x.dtype} {tuple(x.shape)}"
     if steps(x) == (0, 0):
         return f"{NAME}: takes a matrix in rows or columns; got strides {x.stride()}"
-    if reason := built(_holds(x)).reason:
+    if reason := native_build.load("sample", _holds(x)).reason:
         return f"{NAME}: {reason}"
     return None
 
@@ -123,9 +106,9 @@ def take(x: Tensor, bands: Sequence[range], squares: Tensor | None = None) -> Te
     """
     rows, cols = x.shape
     taken = torch.empty(sum(map(len, bands)), cols, dtype=x.dtype, device="cpu")
-    library = built(_holds(x)).library
+    library = native_build.load("sample", _holds(x)).library
     assert library is not None  # supports_take was asked
-    numbers = (_SIZES * (3 * len(bands)))(*(n for band in bands for n in (band.start, band.stop, band.step)))
+    numbers = (ctypes.c_int64 * (3 * len(bands)))(*(n for band in bands for n in (band.start, band.stop, band.step)))
     threads = torch.get_num_threads() if taken.numel() >= _SHARED else 1
     from_to = *steps(x), rows, cols, numbers, len(bands), pointer(taken)
     library.ottava_take(pointer(x), x.element_size(), *from_to, pointer(squares), threads)
