@@ -19,7 +19,15 @@ from ottava.kernels import reference
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
 from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0
-from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+from ottava.numerics.scaling import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    PER_ROW,
+    Granularity,
+    ScaleFormat,
+)
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from sweep import sweep
 
@@ -193,6 +201,31 @@ def test_folding_changes_no_product(level: int) -> None:
         exact = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
         assert torch.equal(native_gemm.run(a, b, torch.float32, None, level)[0].double(), exact)
         assert torch.equal(native_gemm.run(in_columns(a), in_columns(b), torch.float32, None, level)[0].double(), exact)
+
+
+@sweep(granularity=[BLOCK_1X32, BLOCK_1X128], scale_format=["e8m0", "e8m0_floor", "pow2"], level=LEVELS.values())
+def test_what_overflows_in_between_does_so_in_the_reference(
+    granularity: Granularity, scale_format: ScaleFormat, level: int
+) -> None:
+    """Scales that are powers of two enter in one order; decoded operands, the witness, overflow elsewhere."""
+    spec, (m, n, k) = QuantizationSpec(E4M3, granularity, scale_format), (17, 33, 260)
+    modes, found, elsewhere = set(), set[bool](), 0
+    for octaves, sign in itertools.product((30, 60, 110, 120), (1, -1)):
+        sides = []
+        for rows, turn in ((m, 1), (n, sign)):
+            exponents = torch.randint(octaves - 30, octaves, (rows, -(-k // 32))).mul(turn).float()
+            sides.append(torch.randn(rows, k) * torch.exp2(exponents).repeat_interleave(32, 1)[:, :k])
+        a, b = (cast(x.clamp(-3e38, 3e38), spec) for x in sides)
+        y, mode = native_gemm.run(a, b, torch.float32, None, level)
+        truth, decoded = reference.gemm(a, b, torch.float32, None), a.dequantize() @ b.dequantize().t()
+        assert torch.equal(y.isfinite(), truth.isfinite())
+        assert torch.equal(y.isnan(), truth.isnan())
+        modes.add(mode)
+        found |= set(y.isfinite().flatten().tolist())
+        elsewhere += int((decoded.isfinite() != truth.isfinite()).sum())
+    assert found == {True, False}
+    assert modes <= {"fold", "steps"}
+    assert elsewhere > 0
 
 
 @sweep(

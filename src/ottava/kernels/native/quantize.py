@@ -260,7 +260,11 @@ def _plan_stochastic(x: Tensor, spec: QuantizationSpec) -> RunCast:
             factor, scale_inv = reference.factors_of(x, amax, spec, granularity, scale)
             factor = factor.contiguous()
         else:
-            factor, scale_inv, amax = (empty(grid, dtype=torch.float32, device="cpu") for _ in range(3))
+            factor = empty(grid, dtype=torch.float32, device="cpu")
+            scale_inv, amax = (
+                torch.empty_like(factor, dtype=torch.float32),
+                torch.empty_like(factor, dtype=torch.float32),
+            )
             given = 0 if scale is None else pointer(scale)
             addresses = cell.address, given, address(factor), address(scale_inv), address(amax), 0
             if factors(_JOB.pack(address(x), *shape, shape[1], *block, *addresses, False, threads())):
