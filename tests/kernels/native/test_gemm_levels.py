@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.kernels import cpu_choice, reference
-from ottava.kernels.cpu_choice import Ranking
+from ottava.kernels import gemm_choice, reference
+from ottava.kernels.gemm_choice import Ranking
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.build import Built
@@ -65,7 +65,7 @@ def test_the_fastest_level_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for favourite in names:
             ranking = Ranking(tuple(sorted(names, key=lambda name: name != favourite)), None, None)
-            monkeypatch.setattr(cpu_choice, "rank", lambda *_, ranking=ranking: ranking)
+            monkeypatch.setattr(gemm_choice, "rank", lambda *_, ranking=ranking: ranking)
             native_gemm._ranking.cache_clear()
             native_gemm._fastest.cache_clear()
             assert native_gemm.fastest().name == favourite

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.kernels import cpu_choice
-from ottava.kernels.cpu_choice import Ranking
+from ottava.kernels import gemm_choice
 from ottava.kernels.gate import address, pointer, refusal
+from ottava.kernels.gemm_choice import Ranking
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.build import Built
@@ -90,7 +90,7 @@ def _ranking(best: Built) -> Ranking:
 
     candidates = [level for level in levels() if level in (levels()[0], _RIVALS.get(levels()[0]))]
     ways = {LEVELS[level]: functools.partial(way, level) for level in candidates if not built(level).reason}
-    return cpu_choice.rank("levels of native_gemm", ways, best.key)
+    return gemm_choice.rank("levels of native_gemm", ways, best.key)
 
 
 class Level(NamedTuple):
