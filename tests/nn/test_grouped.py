@@ -19,7 +19,7 @@ import ottava
 from ottava.engine.layer import quantized_layers
 from ottava.nn import GroupedLinear, Linear, sort_by_expert
 from ottava.nn.plan import plan_model
-from ottava.ops.turn import refuse_turn
+from ottava.ops.quantize import refuse_turn
 from ottava.recipe import RECIPES, Recipe
 
 K, N = 48, 40

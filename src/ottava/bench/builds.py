@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
-from ottava.kernels.native import quantize as native_quantize
 from ottava.numerics.formats import dtype_name
 
 Library = tuple[str, str]
@@ -39,7 +38,7 @@ def libraries() -> dict[str, Library]:
     names: dict[str, Library] = {}
     for name in native_build.sources():
         per_dtype = name in ("quantize", "sample", "measure", "stochastic", "block_scales", "rotate")
-        for dtype, macro in native_quantize.VARIANTS.items() if per_dtype else ((None, ""),):
+        for dtype, macro in native_build.VARIANTS.items() if per_dtype else ((None, ""),):
             names[f"{name} {dtype_name(dtype)}" if dtype is not None else name] = name, macro
     return names
 

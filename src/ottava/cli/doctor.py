@@ -178,8 +178,7 @@ def _check(cells: Any, tensors: Any, operands: Any) -> str:
     import torch
 
     from ottava.kernels import reference
-    from ottava.ops.gemm import gemm
-    from ottava.ops.parts import rests
+    from ottava.ops.gemm import gemm, rests
 
     for side, x, got in zip(("left", "right"), tensors, operands, strict=True):
         if got.spec.rounding == "stochastic" or got.spec.block_scale == "ms_eden":  # draws other codes each time

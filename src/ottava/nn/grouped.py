@@ -33,8 +33,7 @@ from ottava.nn.permutation import Permutation, permute
 from ottava.nn.pieces import local
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import Operand, QuantizedTensor
-from ottava.ops.quantize import cast_both
-from ottava.ops.turn import refuse_turn, turn
+from ottava.ops.quantize import cast_both, refuse_turn, turn
 from ottava.recipe import Recipe, get_recipe
 from ottava.weights.checkpoint import decode_codes
 from ottava.weights.operands import in_high_precision, shared_bytes

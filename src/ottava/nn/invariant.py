@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ottava.engine.batch_invariance import LANES, in_tiles
+from ottava.engine.autocast import LANES, in_tiles
 from ottava.engine.functional import Producer, refuse_second_derivative
-from ottava.kernels.native.invariant_gemm import multiply_bf16, supports_dense
+from ottava.kernels.native.gemm import multiply_bf16, supports_dense
 
 BACKEND = "batch_invariant"
 """The name of this attention in `last_backend`."""

@@ -29,9 +29,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ottava.optim.adamw import ADAMW_STATES
 from ottava.optim.engine import Engine, widened
-from ottava.optim.weights import join
+from ottava.optim.rules import ADAMW_STATES
+from ottava.optim.storage import join
 from ottava.weights.checkpoint import infer_spec
 from ottava.weights.parameter import QuantizedWeight, adopt_scales
 

@@ -30,7 +30,7 @@ from ottava.engine.autocast import autocast
 from ottava.engine.state import ScalingState
 from ottava.nn.convert import ConversionReport
 from ottava.nn.receipt import receipt
-from ottava.optim.warmup import rewarm_factor
+from ottava.optim.engine import rewarm_factor
 from ottava.record.amaxes import AmaxLog
 from ottava.remedy.fallback import Fallback, Proposal, Verdict, by_gradient
 from ottava.remedy.guard import SpikeGuard

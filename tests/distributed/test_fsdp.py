@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from ranks import failures, scenarios_of, start
 
 import ottava
 from ottava.distributed import fully_shard
-from ottava.distributed.sharded_weight import Gathering, ShardedWeight
+from ottava.distributed.fsdp import Gathering, ShardedWeight
 from ottava.numerics.tensor import QuantizationSpec
 
 
@@ -30,3 +33,15 @@ def test_arithmetic_sees_the_numbers() -> None:
     assert torch.equal(weight.numbers, torch.full((4, 4), 3.0))
     assert isinstance(weight[:2], ShardedWeight)
     assert "gathered as E4M3" in repr(weight)
+
+
+# --- fully_shard ---
+
+SCENARIOS = scenarios_of("fsdp_scenarios")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3], ids=lambda size: f"{size} processes")
+def test_every_scenario_holds_on_every_rank(size: int, tmp_path: Path) -> None:
+    failed = failures(start(size, tmp_path / "ranks", SCENARIOS), SCENARIOS)
+    assert not failed, "\n".join(failed)

@@ -1,4 +1,4 @@
-"""The bound of a weight's magnitudes: above them for 10,000 steps of the worst gradients, and not far above."""
+"""The rules of the optimizers: torch's bits, the formulas in fp64, and the bound of AdamW's numbers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,85 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.optim import AdamW
-from ottava.optim.adamw import update_adamw
-from ottava.optim.bound import BOUND, grow, measure, outer_amax
+from optim.samples import copies, follows_torch, made, same, steps
+from ottava.optim import SGD, AdamW, Lion, Muon
 from ottava.optim.engine import Work
+from ottava.optim.rules import BOUND, grow, measure, outer_amax, update_adamw
 from ottava.weights.parameter import QuantizedWeight, quantized_weight
+
+
+def test_bits_are_those_of_torch() -> None:
+    cases: tuple[tuple[Any, Any, bool, dict[str, Any]], ...] = (
+        (AdamW, torch.optim.AdamW, False, {"lr": 1e-2, "weight_decay": 0.1}),
+        (AdamW, torch.optim.AdamW, False, {"betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.0}),
+        (SGD, torch.optim.SGD, False, {"lr": 0.1}),
+        (SGD, torch.optim.SGD, False, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+        (SGD, torch.optim.SGD, False, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (Muon, torch.optim.Muon, True, {"lr": 0.1}),
+        (Muon, torch.optim.Muon, True, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}),
+    )
+    for ours, theirs, matrices, options in cases:
+        follows_torch(
+            lambda p, kind=ours, o=options: kind(p, **o),
+            lambda p, kind=theirs, o=options: kind(p, **o),
+            matrices=matrices,
+        )
+
+
+def test_adamw_is_near_fp64() -> None:
+    """Against the formula in fp64; 100 steps of errors of some eps each."""
+    weight = nn.Parameter(torch.randn(500))
+    optimizer = AdamW([weight], 1e-2, weight_decay=0.1)
+    w, m, v = weight.detach().double().clone(), torch.zeros(500).double(), torch.zeros(500).double()
+    for t in range(1, 101):
+        g = torch.randn(500)
+        weight.grad = g
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * g.double(), 0.999 * v + 0.001 * g.double() ** 2
+        w = w - 1e-2 * (0.1 * w + (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8))
+    assert float((weight.detach() - w).abs().max()) < 100 * 2.0**-24 * 8
+
+
+# --- lion ---
+
+
+def test_lion_is_its_formula() -> None:
+    weight = nn.Parameter(torch.randn(500))
+    optimizer = Lion([weight], 1e-2, weight_decay=0.1)
+    w, m = weight.detach().double().clone(), torch.zeros(500).double()
+    for _ in range(50):
+        g = torch.randn(500)
+        weight.grad = g
+        optimizer.step()
+        w = w * (1 - 1e-3) - 1e-2 * (0.9 * m + 0.1 * g.double()).sign()
+        m = 0.99 * m + 0.01 * g.double()
+    assert float((weight.detach() - w).abs().max()) < 50 * 2.0**-24 * 4
+
+
+# --- muon ---
+
+
+def test_a_group_of_adamw_is_adamw() -> None:
+    parameters = made()
+    twins = copies(parameters)
+    muon = Muon([{"params": parameters, "adamw": True}], 1e-2, moments="fp8")
+    adamw = AdamW(twins, 1e-2, (0.9, 0.95), weight_decay=0.1, moments="fp8")
+    steps([(muon, parameters), (adamw, twins)], 10)
+    assert same(parameters, twins)
+
+
+def test_updates_are_nearly_orthogonal() -> None:
+    """All singular values of the update, in units of lr: from 0.4 to 1.3, by the witness of an SVD."""
+    for shape in ((16, 96), (96, 16)):
+        weight = nn.Parameter(torch.zeros(shape))
+        weight.grad = torch.randn(shape)
+        Muon([weight], 1.0, weight_decay=0.0).step()
+        values = torch.linalg.svdvals(weight.detach()) / max(1.0, shape[0] / shape[1]) ** 0.5
+        assert float(values.min()) > 0.4
+        assert float(values.max()) < 1.3
+
+
+# --- bound ---
 
 STEPS, ELEMENTS = 10_000, 8
 
