@@ -21,6 +21,8 @@ from ottava.train.checkpoint import (
     _renamed,
     atomic_write,
     collect_state,
+    find_checkpoint,
+    newest_checkpoint,
     read_checkpoint,
     remove_temporary_files,
     restore_state,
@@ -29,7 +31,6 @@ from ottava.train.checkpoint import (
 )
 from ottava.train.config import ModelConfig
 from ottava.train.model import ByteTransformer, loss
-from ottava.train.newest import find_checkpoint, newest_checkpoint
 
 TENSORS = {
     "model.weight": torch.tensor([1.0, -0.0, float("inf"), 1e-45]),

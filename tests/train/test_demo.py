@@ -10,11 +10,10 @@ import pytest
 from rich.console import Console
 
 from ottava.numerics.formats import E4M3
-from ottava.train import Trainer
-from ottava.train.demo import Demo
-from ottava.train.demo_folder import RESULTS, DemoFolder, DemoSettings
+from ottava.train.demo import RESULTS, Demo, DemoFolder, DemoSettings
 from ottava.train.display import PlainDisplay
-from ottava.train.summary import DemoResult
+from ottava.train.loop import Trainer
+from ottava.train.verdict import DemoResult
 
 TINY = (
     "model.layers=1",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ottava.base.settings import ConfigError
-from ottava.train.demo_folder import RESULTS, DemoFolder, DemoSettings
+from ottava.train.demo import RESULTS, DemoFolder, DemoSettings
 
 GIVEN = {"recipes": ("rowwise",), "steps": 20}
 

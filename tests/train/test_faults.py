@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.train.config import ParallelConfig
-from ottava.train.faults import _place, _story, explained, first_not_finite
-from ottava.train.ranks import Ranks
+from ottava.train.parallel import _place, _story
+from ottava.train.ranks import Ranks, explained, first_not_finite
 
 
 def test_the_story_names_who_failed_who_is_silent_and_who_was_elsewhere() -> None:

@@ -10,13 +10,13 @@ import pytest
 
 import warm
 from ottava.base.settings import ConfigError
-from ottava.train.folder_lock import FolderLock
+from ottava.train.run_folder import FolderLock
 
 HOLD = """
 import sys
 import time
 from pathlib import Path
-from ottava.train.folder_lock import FolderLock
+from ottava.train.run_folder import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(300)
@@ -57,7 +57,7 @@ def test_what_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
 
 def test_file_that_its_holder_has_removed_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between a process's opening and its locking, the holder goes and removes the file; a third makes a new one."""
-    import ottava.train.folder_lock as module
+    import ottava.train.run_folder as module
 
     lock, real, files = FolderLock(tmp_path), module._lock, []
 
@@ -82,7 +82,7 @@ def test_file_system_without_locks_is_said(
 ) -> None:
     import errno
 
-    import ottava.train.folder_lock as module
+    import ottava.train.run_folder as module
 
     def refuse(file: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

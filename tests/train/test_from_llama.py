@@ -15,7 +15,7 @@ from ottava.serving.layouts import LAYOUTS
 from ottava.serving.source import of_folder
 from ottava.train.checkpoint import CheckpointError
 from ottava.train.config import load_config
-from ottava.train.from_llama import is_weights, model_of, read_weights, settings_of
+from ottava.train.llama import is_weights, model_of, read_weights, settings_of
 from ottava.train.loop import Trainer
 from ottava.weights.parameter import QuantizedWeight
 from serving_samples import CONFIG, LENGTH, TEXT, exported, learned

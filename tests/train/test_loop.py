@@ -18,10 +18,11 @@ import torch
 import warm
 from ottava.base.settings import ConfigError
 from ottava.recipe import RECIPES, Recipe
-from ottava.train import StepRecord, TrainConfig, Trainer, load_config
 from ottava.train.checkpoint import CheckpointError, read_checkpoint
-from ottava.train.data import DataError
-from ottava.train.requirements import DeviceError
+from ottava.train.config import TrainConfig, load_config
+from ottava.train.data import DataError, DeviceError
+from ottava.train.loop import Trainer
+from ottava.train.run_folder import StepRecord
 
 TINY = (
     "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",
@@ -384,7 +385,8 @@ TRAIN = """
 import sys
 from pathlib import Path
 from typing import Any
-from ottava.train import Trainer, load_config
+from ottava.train.config import load_config
+from ottava.train.loop import Trainer
 Trainer(load_config(None, sys.argv[2:]), Path(sys.argv[1]), resume=True).advance()
 """
 KILLED = """

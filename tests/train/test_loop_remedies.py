@@ -14,7 +14,7 @@ from torch import Tensor
 import warm
 from ottava.base.settings import ConfigError
 from ottava.record.reader import Run
-from ottava.train import Trainer
+from ottava.train.loop import Trainer
 
 from .test_loop import curve, saved_curve, tiny
 
@@ -59,7 +59,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_loop import tiny
-from ottava.train import Trainer
+from ottava.train.loop import Trainer
 for name, every in (("before", 100), ("after", 2)):
     settings = ("recipe=bf16", "watch={every: 1}", f"checkpoint.every={every}")
     Trainer(tiny(*settings), Path(sys.argv[1]) / name).advance(3)

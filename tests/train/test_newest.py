@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ottava.train.checkpoint import CheckpointError, prune, save_checkpoint
-from ottava.train.newest import find_checkpoint, newest_of_run
+from ottava.train.checkpoint import CheckpointError, find_checkpoint, newest_of_run, prune, save_checkpoint
 
 from .test_shards import folder_of
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from ottava.optim import AdamW, Muon
-from ottava.train import StepRecord, TrainConfig, Trainer, load_config
-from ottava.train.newest import newest_checkpoint
+from ottava.train.checkpoint import newest_checkpoint
+from ottava.train.config import TrainConfig, load_config
+from ottava.train.loop import Trainer
+from ottava.train.run_folder import StepRecord
 from ottava.weights.parameter import is_quantized_weight
 
 TINY = (

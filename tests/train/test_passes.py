@@ -9,7 +9,7 @@ import torch
 
 from ottava.train.config import ModelConfig, ParallelConfig
 from ottava.train.model import ByteTransformer, loss
-from ottava.train.passes import Microbatches
+from ottava.train.parallel import Microbatches
 from ottava.train.ranks import Ranks
 
 

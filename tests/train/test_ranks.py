@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from ottava.base.settings import ConfigError
-from ottava.train import load_config
-from ottava.train.config import ParallelConfig
+from ottava.train.config import ParallelConfig, load_config
 from ottava.train.ranks import Ranks
 
 CPU = torch.device("cpu")

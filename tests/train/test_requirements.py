@@ -7,8 +7,8 @@ import torch
 
 from ottava.base.settings import ConfigError
 from ottava.train.config import load_config
+from ottava.train.data import DeviceError, find_device, refuse_oversized
 from ottava.train.model import ByteTransformer
-from ottava.train.requirements import DeviceError, find_device, refuse_oversized
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from ottava.base.settings import ConfigError
-from ottava.train import StepRecord, TrainConfig, Trainer, load_config
 from ottava.train.checkpoint import CheckpointError, high_precision_weights, read_checkpoint
+from ottava.train.config import TrainConfig, load_config
+from ottava.train.loop import Trainer
+from ottava.train.run_folder import StepRecord
 
 TINY = (
     "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",

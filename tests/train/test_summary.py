@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ottava.train.summary import DemoResult, RunResult, listed
+from ottava.train.verdict import DemoResult, RunResult, listed
 
 MakeRun = Callable[..., RunResult]
 MakeDemo = Callable[[list[RunResult]], DemoResult]

@@ -38,7 +38,7 @@ from ottava.ops.gemm import gemm
 from ottava.ops.quantize import quantize
 from ottava.train.config import TrainConfig
 from ottava.train.model import ByteTransformer, loss
-from ottava.watching import watch
+from ottava.watching.session import watch
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 """The recipes with a speed goal."""

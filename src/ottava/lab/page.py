@@ -17,8 +17,7 @@ from ottava.report.charts import Chart, Line, color, smooth
 from ottava.report.charts import render as curves
 from ottava.report.frame import render
 from ottava.report.intervals import Bars, Estimate, Forest, bars, forest
-from ottava.train.summary import REFERENCE
-from ottava.train.verdict import Interval
+from ottava.train.verdict import REFERENCE, Interval
 
 _RESULT = MappingProxyType({"fprop": "Y (fprop)", "dgrad": "dX (dgrad)", "wgrad": "dW (wgrad)"})
 _OPERANDS = ("X", "X.T", "W", "W.T", "dY", "dY.T")

@@ -18,8 +18,7 @@ from ottava.lab.casts import DISTRIBUTIONS
 from ottava.lab.study import LabSettings, Measurement, operand_bits
 from ottava.measure.tally import PARTS
 from ottava.recipe import CELLS, GEMMS, Recipe
-from ottava.train.summary import REFERENCE
-from ottava.train.verdict import Interval
+from ottava.train.verdict import REFERENCE, Interval
 
 SCHEMA_VERSION = 1
 UNBIASED = 0.05

@@ -31,11 +31,10 @@ from ottava.lab.casts import measured
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES, Recipe, get_recipe
 from ottava.train.config import TrainConfig, load_config
-from ottava.train.demo_folder import DEMO_SETTINGS
-from ottava.train.folder_lock import FolderLock
+from ottava.train.demo import DEMO_SETTINGS
 from ottava.train.loop import Trainer
-from ottava.train.summary import REFERENCE
-from ottava.train.verdict import MAX_SEEDS, has_diverged
+from ottava.train.run_folder import FolderLock
+from ottava.train.verdict import MAX_SEEDS, REFERENCE, has_diverged
 
 _TURN = 4  # steps between two looks at the clock
 _QUICK = ("sequence_length=32", "batch_size=8", "evaluation.batches=4")

@@ -20,7 +20,7 @@ from pydantic import Field, field_validator, model_validator
 from ottava.base.settings import Positive, Section, apply_override, read_yaml
 from ottava.numerics.accumulator import get_accumulator
 from ottava.recipe import Recipe, get_recipe
-from ottava.watching import WatchConfig
+from ottava.watching.config import WatchConfig
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
