@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ottava
-from ottava.lab.casts import DISTRIBUTIONS, FEATURES, TOKENS, compared, drawn, measured
+from ottava.lab.study import DISTRIBUTIONS, FEATURES, TOKENS, compared, drawn, measured
 from ottava.measure.tally import PARTS
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.scaling import BLOCK_1X32

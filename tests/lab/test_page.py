@@ -10,9 +10,8 @@ import pytest
 
 from lab_samples import study
 from ottava.base.text import to_json
-from ottava.lab.casts import DISTRIBUTIONS
-from ottava.lab.page import write_page
-from ottava.lab.result import LabResult, parts
+from ottava.lab.page import LabResult, parts, write_page
+from ottava.lab.study import DISTRIBUTIONS
 from ottava.recipe import GEMMS
 
 

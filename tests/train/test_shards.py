@@ -21,7 +21,7 @@ def folder_of(tmp_path: Path, **tensors: Tensor) -> Path:
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     dcp.save({name.replace("__", "."): tensor for name, tensor in tensors.items()}, storage_writer=writer, no_dist=True)
     sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
-    header = {"format": "ottava.train.checkpoint/1", "step": "4", "config": "c", "text": "t", "files": sizes}
+    header = {"format": "ottava.train.shards/1", "step": "4", "config": "c", "text": "t", "files": sizes}
     (folder / HEADER).write_text(json.dumps(header))
     return folder
 
@@ -63,7 +63,7 @@ def test_damage_is_named(folder: Path, tmp_path: Path) -> None:
     file.write_bytes(b"\xff" * len(whole))
     with pytest.raises(CheckpointError, match="a file of it is damaged"):
         read_whole(folder)
-    header = '{"format": "ottava.train.checkpoint/1", "step": "4", "files": []}'
+    header = '{"format": "ottava.train.shards/1", "step": "4", "files": []}'
     for text in ("{", "[]", "{}", header, header.replace("4", "x").replace("[]", "{}")):
         (folder / HEADER).write_text(text)
         with pytest.raises(CheckpointError):

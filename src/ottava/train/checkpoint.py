@@ -1,12 +1,18 @@
-"""A checkpoint: the whole state of a run in one safetensors file. No pickle, written atomically, checked when read.
+"""A checkpoint: the whole state of a run. One process writes one safetensors file; several write a folder of them.
+
+    step-000200.safetensors           of one process; its header holds the texts below
+    step-000200/shard-*.safetensors   of several, written by torch.distributed.checkpoint; any number of processes reads
+    step-000200/ottava.json           the texts, and the sizes of all files
 
     model.<name>               the model's state_dict: parameters as they are stored, and the buffers of the FP8 recipe
     optimizer.<name>.<entry>   the optimizer's states of that parameter and its master, if it has one, as stored
-    random.<device>            states of torch's generators
-    header                     texts: step, hashes of config and text, versions, a hash of all these and the tensors
+    random.<device>            states of torch's generators; random.<rank>.<device> in a folder
+    texts                      step, hashes of config and text, versions; of a file also a hash of these and the tensors
 
-The learning rate and the data order are functions of the step, so they need no state. The writer fills a file of
-another name, flushes it to the disk and renames it. So a checkpoint exists whole or not at all.
+There is no pickle. In a folder weights have the names and the order of rows of a model in one process, however the
+processes split them. The learning rate and the data order are functions of the step, so they need no state. The writer
+fills a file or folder of another name, flushes it to the disk and renames it. So a checkpoint exists whole or not at
+all.
 """
 
 from __future__ import annotations
@@ -42,12 +48,13 @@ from ottava.base.untrusted import parse_json, read_text
 from ottava.optim.adamw import ADAMW_STATES
 from ottava.optim.engine import Engine, widened
 from ottava.optim.weights import join
-from ottava.train.parallel import Orders
-from ottava.train.ranks import Ranks, local
+from ottava.train.ranks import Orders, Ranks, local
 from ottava.weights.checkpoint import infer_spec
 from ottava.weights.parameter import QuantizedWeight, adopt_scales
 
 _FORMAT, _BEFORE = "ottava.train.checkpoint/3", "ottava.train.checkpoint/2"
+_SHARDS = "ottava.train.shards/1"
+HEADER = "ottava.json"
 _MOVED = MappingProxyType(
     {".attention_norm.weight": ".attention.qkv_proj.norm.weight", ".mlp_norm.weight": ".mlp.gate_up_proj.norm.weight"}
 )
@@ -74,17 +81,30 @@ class Checkpoint:
     """On the CPU, by the names above."""
     metadata: Mapping[str, str]
 
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names begin with `prefix`, by the rest of their names."""
+        return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+
 
 @contextmanager
 def as_checkpoint_error(path: Path) -> Iterator[None]:
     """Turns an error in writing to `path` into a CheckpointError with a remedy."""
     try:
         yield
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, CheckpointException, OSError) as error:
         raise CheckpointError(
             f"{path}: cannot be written ({getattr(error, 'strerror', None) or error}). Earlier checkpoints are whole. "
             "Make room, then continue from the last one with --resume"
         ) from error
+
+
+@contextmanager
+def _fitting(path: Path) -> Iterator[None]:
+    """Turns an error in loading into a model or an optimizer into a CheckpointError."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path}: does not fit this run's model: {error}") from error
 
 
 @contextmanager
@@ -94,22 +114,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: the file cannot be written. `path` stays as it was, and the temporary file is removed.
     """
-    temporary = path.with_name(f".{path.name}{_TEMPORARY}")
-    with as_checkpoint_error(path):
-        try:
-            yield temporary
-            with temporary.open("r+b") as stream:
-                os.fsync(stream.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    if os.name == "posix":  # other systems cannot open a folder, and need not
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    with as_checkpoint_error(path), replacing(path, durable=True) as temporary:
+        yield temporary
 
 
 def save_checkpoint(
@@ -177,8 +183,7 @@ def high_precision_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
     A parameter with an FP32 master is that master. A weight with a remainder is joined with it. Others are as stored.
     """
-    states = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
-    weights = {}
+    states, weights = checkpoint.part("model."), {}
     for name, weight in states.items():
         master, rest = (checkpoint.tensors.get(f"optimizer.{name}.{entry}") for entry in ("master", "remainder"))
         scale_inv = states.get(f"{name}_scale_inv")
@@ -203,14 +208,12 @@ def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tenso
         CheckpointError: the checkpoint belongs to another model.
     """
     weights = high_precision_weights(checkpoint)
-    try:
+    with _fitting(checkpoint.path):
         report = model.load_state_dict(weights, strict=False)
         states = (".quantizers.", "_scale_inv")  # no parameters: the run starts them anew
         absent = [name for name in report.missing_keys if not any(part in name for part in states)]
         if absent or report.unexpected_keys:
             raise ValueError(f"it lacks {absent}, and the model lacks {report.unexpected_keys}")
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
     return weights
 
 
@@ -224,7 +227,7 @@ def restore_optimizer(
     Raises:
         CheckpointError: the states are those of another optimizer.
     """
-    entries = {name: widened(state) for name, state in _optimizer_entries(checkpoint).items()}
+    entries = {name: widened(state) for name, state in _optimizer_entries(checkpoint.tensors).items()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         needed = _state_names(optimizer, group)
@@ -260,18 +263,15 @@ def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.opt
     Raises:
         CheckpointError: the checkpoint belongs to another model or optimizer.
     """
-    states = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
-    try:
-        model.load_state_dict(states)
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
-    load_optimizer(checkpoint, model, optimizer, _optimizer_entries(checkpoint))
+    with _fitting(checkpoint.path):
+        model.load_state_dict(checkpoint.part("model."))
+    load_optimizer(checkpoint, model, optimizer, _optimizer_entries(checkpoint.tensors))
 
 
-def _optimizer_entries(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
+def _optimizer_entries(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Name of a parameter -> the entries of its state."""
-    entries: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in checkpoint.tensors.items():
+    entries: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             parameter_name, _, entry = name.removeprefix("optimizer.").rpartition(".")
             entries.setdefault(parameter_name, {})[entry] = tensor
@@ -291,13 +291,16 @@ def load_optimizer(
     Raises:
         CheckpointError: the states are those of another optimizer.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    state = {index: entries[name] for index, name in enumerate(ordered) if name in entries}
-    try:
+    ordered = enumerate(name for _, name in _parameters(model, optimizer))
+    state = {index: entries[name] for index, name in ordered if name in entries}
+    with _fitting(checkpoint.path):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
+
+
+def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Any, str]]:
+    """The parameters of the optimizer in its order, with their names."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
 
 
 def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
@@ -316,10 +319,8 @@ def _digest(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-# --- shards: A checkpoint of several processes: each writes its part into one folder, and any number of processes can read it. ---
+# --- of several processes --------------------------------------------------------------------------------------------
 
-HEADER = "ottava.json"
-_FORMAT = "ottava.train.checkpoint/1"
 Entries = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
@@ -362,10 +363,11 @@ class ShardWriter:
                 part.mkdir(parents=True)
 
         self.ranks.together(clear)
-        facts = {**header, "format": _FORMAT, "step": str(step)}
+        facts = {**header, "format": _SHARDS, "step": str(step)}
         writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
         if self.group is None:
-            self._checked(final, lambda: save(values, storage_writer=writer))
+            with as_checkpoint_error(final):
+                save(values, storage_writer=writer)
             self.ranks.together(lambda: self._finish(part, final, facts))
             return final
         pending: Any = async_save(values, storage_writer=writer, process_group=self.group)
@@ -387,17 +389,9 @@ class ShardWriter:
         """
         if (pending := self._pending) is not None:
             self._pending = None
-            self._checked(self.folder, pending.result)
+            with as_checkpoint_error(self.folder):
+                pending.result()
             self.ranks.together(lambda: None)
-
-    def _checked(self, path: Path, write: Any) -> None:
-        try:
-            write()
-        except (CheckpointException, OSError) as error:
-            raise CheckpointError(
-                f"{path}: cannot be written ({error}). Earlier checkpoints are whole. Make room, then continue from "
-                "the last one with --resume"
-            ) from error
 
     def _finish(self, part: Path, final: Path, header: Mapping[str, Any]) -> None:
         if self.ranks.first:
@@ -420,8 +414,8 @@ def read_header(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: is no checkpoint of `ottava train` ({error})") from error
     sound = isinstance(header, dict) and isinstance(header.get("files"), dict)
-    if not sound or header.get("format") != _FORMAT or not str(header.get("step", "")).isdecimal():
-        raise CheckpointError(f"{path / HEADER}: is damaged, or of another version; needed: format {_FORMAT!r}")
+    if not sound or header.get("format") != _SHARDS or not str(header.get("step", "")).isdecimal():
+        raise CheckpointError(f"{path / HEADER}: is damaged, or of another version; needed: format {_SHARDS!r}")
     for name, size in header["files"].items():
         file = path / str(name)
         if not file.is_file() or file.stat().st_size != size:
@@ -477,16 +471,9 @@ def restore_shards(
         if (order := _order_of(name, orders)) is not None:
             _fill(_plain(wanted[name]), values[name][order.cpu()])
             values[name] = wanted[name]
-    try:
+    with _fitting(source.path):
         model.load_state_dict({name.removeprefix("model."): values[name] for name in values if name[:6] == "model."})
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{source.path}: does not fit this run's model: {error}") from error
-    states: dict[str, dict[str, Any]] = {}
-    for name in values:
-        if name.startswith("optimizer."):
-            parameter_name, _, entry = name.removeprefix("optimizer.").rpartition(".")
-            states.setdefault(parameter_name, {})[entry] = values[name]
-    load_optimizer(source, model, optimizer, states)
+    load_optimizer(source, model, optimizer, _optimizer_entries(values))
     return {name.removeprefix(prefix): values[name] for name in random}
 
 
@@ -500,8 +487,6 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
     Returns:
         The numbers of "tensors" and of "bytes".
     """
-    from safetensors.torch import save_file
-
     if target.exists():
         raise CheckpointError(f"{target}: exists; give a new folder")
     if ours := (source / HEADER).exists():
@@ -541,11 +526,6 @@ def _load(path: Path, values: dict[str, Any], *, alone: bool = False) -> None:
         raise CheckpointError(f"{path}: cannot be read, or does not fit this run: {error}") from error
 
 
-def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Any, str]]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
-
-
 def _order_of(name: str, orders: Orders) -> Tensor | None:
     """The order of rows of a fused weight or of its optimizer state; None for other tensors."""
     plain = name.removeprefix("model.") if name.startswith("model.") else name.removeprefix("optimizer.")
@@ -577,9 +557,7 @@ def _fill(target: Any, whole: Tensor) -> None:
         target.copy_(whole)
 
 
-# --- newest: Finds the checkpoint that a run continues from: a file of one process, or a folder of several. ---
-
-_log = logging.getLogger(__name__)
+# --- the newest of a run ---------------------------------------------------------------------------------------------
 
 
 def read_any(path: Path, *, whole: bool = True) -> Checkpoint:

@@ -1,4 +1,6 @@
-"""The text of a run, as bytes: every byte is a token, so there is no tokenizer and the loss is in nats per byte.
+"""What a run needs before it starts: its text as bytes, a device, and enough memory.
+
+Every byte is a token, so there is no tokenizer and the loss is in nats per byte.
 
 A batch is a pure function of (seed, step). So a run can resume at any step without a data cursor, and two runs with the
 same seed read the same data under any recipe.
@@ -176,7 +178,7 @@ def _read(files: Iterable[Path], max_bytes: int | None, *, skip_binary: bool) ->
             yield text
 
 
-# --- requirements: The requirements of a run: a device, a text, memory. The trainer checks them before it writes anything. ---
+# --- a device, a text, memory: checked before a run writes anything --------------------------------------------------
 
 _GB = 10**9
 _UNKNOWN_MEMORY = 8 * 1024 * _GB

@@ -1,4 +1,8 @@
-"""The trainer's model as a Hugging Face Llama, for inference engines: the same formula, with separate projections."""
+"""The trainer's model as a Hugging Face Llama, for inference engines, and such a Llama as the trainer's model.
+
+Both have the same formula. A Llama has separate projections, and here its tokens are bytes. `open_view` opens runs and
+checkpoints as one side of `ottava eval`.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +76,8 @@ def model_of_run(source: Path) -> tuple[ByteTransformer, TrainConfig, Checkpoint
     with torch.random.fork_rng(devices=[]):
         model = ByteTransformer(config.model, config.sequence_length)
     store(model, config.build_recipe(), config.optimizer)
-    states = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
     try:
-        model.load_state_dict(states)
+        model.load_state_dict(checkpoint.part("model."))
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: does not fit the settings of its run: {error}") from error
     return model, config, checkpoint
@@ -184,7 +187,7 @@ def _config(config: ModelConfig, sequence_length: int) -> dict[str, Any]:
     }
 
 
-# --- from_llama: A Llama of Hugging Face's whose tokens are bytes, in BF16 or FP8, as weights of the trainer's model. ---
+# --- from a Llama ----------------------------------------------------------------------------------------------------
 
 _FIXED: Mapping[str, Any] = MappingProxyType(
     {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
@@ -369,7 +372,7 @@ def joined(casts: Sequence[QuantizedTensor | None]) -> QuantizedTensor | None:
     return QuantizedTensor(torch.cat([cast.data for cast in whole]), scale_inv, spec, first.dtype)
 
 
-# --- views: Opens what `ottava eval` compares: runs of ottava train, checkpoints of Hugging Face's, and recipes on them. ---
+# --- both, as `ottava eval` compares them ----------------------------------------------------------------------------
 
 
 def open_view(given: str, recipe: str | None = None) -> View:

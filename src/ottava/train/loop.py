@@ -61,7 +61,20 @@ from ottava.train.run_folder import FollowerFolder, RunFolder, StepRecord
 from ottava.watching.session import Watch, watch
 
 RECEIPT_VERSION = 1
+_CALIBRATION_BATCHES = 16  # a whole window of the registered recipes
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state that a run took from another run."""
+
+    step: int
+    """Optimizer steps that count as done."""
+    records: list[StepRecord]
+    """Records of these steps, if the other run's folder holds them all."""
+    facts: dict[str, Any]
+    """Entries for the manifest."""
 
 
 class Trainer:
@@ -169,7 +182,51 @@ class Trainer:
         self._optimizer = make_optimizer(self.model, self.config.optimizer)
 
     def _start(self) -> Start:
-        return start_from(self.config, self.model, self._optimizer, self._scaling, self.batch, self.loss_of)
+        """Loads the parts of `config.init` that `config.carry` names, calibrates predicted scales, and logs both."""
+        config = self.config
+        assert config.init is not None
+        continues = config.carry == "optimizer"
+        if alone := is_weights(config.init):
+            if continues:
+                raise ConfigError(
+                    f"{config.init}: holds weights alone, without states of an optimizer; take carry=weights"
+                )
+            checkpoint, problems = read_weights(config.init, config.model), list[str]()
+        else:
+            checkpoint, problems = find_checkpoint(config.init)
+        for problem in problems:
+            _log.warning("skipped a checkpoint: %s", problem)
+        weights = restore_weights(checkpoint, self.model)
+        if continues:
+            if checkpoint.step >= config.steps:
+                raise ConfigError(
+                    f"{checkpoint.path}: is of step {checkpoint.step}, but this run ends at steps={config.steps}; set "
+                    "more"
+                )
+            restore_optimizer(checkpoint, self.model, self._optimizer, weights)
+            said = (
+                "continues from step %(step)d of %(path)s with its weights, optimizer states and step count, but "
+                "without its scaling histories; masters start from its weights in the highest precision that it holds"
+            )
+        elif alone:
+            said = "starts from the weights of %(path)s; FP8 codes among them are decoded to FP32"
+        else:
+            said = (
+                "starts from the weights of %(path)s (step %(step)d), without its optimizer states, scaling histories "
+                "and step count"
+            )
+        _log.info(said, {"path": checkpoint.path, "step": checkpoint.step})
+        step = checkpoint.step if continues else 0
+        batches = _CALIBRATION_BATCHES if self._scaling.predicts else 0
+        if batches:
+            calibrate(self.model, map(self.batch, range(step + 1, step + batches + 1)), loss=self.loss_of)
+            self._scaling.take_amax()  # drop the amaxes of calibration
+            _log.info("calibrated the predicted scales on the first %d batches, in high precision", batches)
+        if config.rewarm:
+            _log.info("the learning rate rises to its schedule in %d steps", config.rewarm)
+        facts = {"from": str(checkpoint.path), "step": checkpoint.step, "calibration_batches": batches}
+        facts |= {"carried": ["weights", "optimizer", "step"] if continues else ["weights"]}
+        return Start(step, _records_of(checkpoint) if continues else [], facts)
 
     def _share(self, checkpoint: Checkpoint | None) -> None:
         """Splits the model over the processes, and fills this process's part from the checkpoint."""
@@ -442,11 +499,7 @@ class Trainer:
             self._random = states or self._random
         else:
             restore_state(checkpoint, model, self._optimizer)
-            self._random = {
-                name.removeprefix("random."): state
-                for name, state in checkpoint.tensors.items()
-                if name.startswith("random.")
-            }
+            self._random = checkpoint.part("random.")
         for name in ("torch", "ottava", "threads", "device", "parallel", "microbatches"):
             if self.ranks.first and checkpoint.metadata.get(name, identity[name]) != identity[name]:
                 _log.warning(
@@ -490,85 +543,7 @@ def _set_random_states(states: Mapping[str, Tensor], device: torch.device) -> No
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-# --- start: Starts a run from another run's weights, or in its middle; recipe and storage may change. ---
-
-_CALIBRATION_BATCHES = 16  # a whole window of the registered recipes
-_log = logging.getLogger(__name__)
-
-Batch = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Start:
-    """The state that a run took from another run."""
-
-    step: int
-    """Optimizer steps that count as done."""
-    records: list[StepRecord]
-    """Records of these steps, if the other run's folder holds them all."""
-    facts: dict[str, Any]
-    """Entries for the manifest."""
-
-
-def start_from(
-    config: TrainConfig,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaling: ScalingState,
-    batch: Callable[[int], Batch],
-    loss_of: Callable[[nn.Module, Batch], Tensor],
-) -> Start:
-    """Loads the parts of `config.init` that `config.carry` names, calibrates predicted scales, and logs both.
-
-    Raises:
-        CheckpointError: there is no readable checkpoint, or it does not fit the model or optimizer.
-        ConfigError: the checkpoint has done all steps of this run already.
-    """
-    assert config.init is not None
-    continues = config.carry == "optimizer"
-    if alone := is_weights(config.init):
-        if continues:
-            raise ConfigError(f"{config.init}: holds weights alone, without states of an optimizer; take carry=weights")
-        checkpoint, problems = read_weights(config.init, config.model), list[str]()
-    else:
-        checkpoint, problems = find_checkpoint(config.init)
-    for problem in problems:
-        _log.warning("skipped a checkpoint: %s", problem)
-    weights = restore_weights(checkpoint, model)
-    if continues:
-        if checkpoint.step >= config.steps:
-            raise ConfigError(
-                f"{checkpoint.path}: is of step {checkpoint.step}, but this run ends at steps={config.steps}; set more"
-            )
-        restore_optimizer(checkpoint, model, optimizer, weights)
-        _log.info(
-            "continues from step %d of %s with its weights, optimizer states and step count, but without its scaling "
-            "histories; masters start from its weights in the highest precision that it holds",
-            checkpoint.step,
-            checkpoint.path,
-        )
-    elif alone:
-        _log.info("starts from the weights of %s; FP8 codes among them are decoded to FP32", checkpoint.path)
-    else:
-        _log.info(
-            "starts from the weights of %s (step %d), without its optimizer states, scaling histories and step count",
-            checkpoint.path,
-            checkpoint.step,
-        )
-    step = checkpoint.step if continues else 0
-    batches = _CALIBRATION_BATCHES if scaling.predicts else 0
-    if batches:
-        calibrate(model, map(batch, range(step + 1, step + batches + 1)), loss=loss_of)
-        scaling.take_amax()  # drop the amaxes of calibration
-        _log.info("calibrated the predicted scales on the first %d batches, in high precision", batches)
-    if config.rewarm:
-        _log.info("the learning rate rises to its schedule in %d steps", config.rewarm)
-    facts = {"from": str(checkpoint.path), "step": checkpoint.step, "calibration_batches": batches}
-    facts |= {"carried": ["weights", "optimizer", "step"] if continues else ["weights"]}
-    return Start(step, _records(checkpoint) if continues else [], facts)
-
-
-def _records(checkpoint: Checkpoint) -> list[StepRecord]:
+def _records_of(checkpoint: Checkpoint) -> list[StepRecord]:
     """The steps of the other run, if the checkpoint lies in its folder."""
     path = checkpoint.path.parent.parent / "metrics.jsonl"
     try:

@@ -17,9 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ottava.base.settings import ConfigError
-from ottava.nn import ActivatedLinear, DotProductAttention, Linear, MoE, NormLinear, RMSNorm, RotaryEmbedding
+from ottava.nn.attention import DotProductAttention
 from ottava.nn.convert import ConversionReport, convert
-from ottava.nn.rope import RotaryTable, rotate
+from ottava.nn.linear import Linear
+from ottava.nn.mlp import ActivatedLinear
+from ottava.nn.moe import MoE
+from ottava.nn.norm_linear import NormLinear
+from ottava.nn.norms import RMSNorm
+from ottava.nn.rope import RotaryEmbedding, RotaryTable, rotate
 from ottava.optim import SGD, AdamW, Lion, Muon
 from ottava.optim.storage import Moments
 from ottava.recipe import Recipe
@@ -172,7 +177,7 @@ def entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
-# --- optimizers: The optimizer of a training run, and the storage of its weights, as `OptimizerConfig` sets them. ---
+# --- its storage and its optimizer -----------------------------------------------------------------------------------
 
 
 def store(model: nn.Module, recipe: Recipe, config: OptimizerConfig) -> ConversionReport:

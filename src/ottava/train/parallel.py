@@ -1,9 +1,13 @@
-"""Splits the model of a run over its processes: stages, heads, sequences, FSDP2 or DistributedDataParallel."""
+"""A model that several processes share: how it is split over them, and how a batch goes through it.
+
+`split` gives each process its stages, heads, sequences, shards or replica. `Microbatches` and `Pipeline` run forward and
+backward.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +21,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from ottava.distributed import ColwiseParallel, ContextParallel, ExpertParallel, RowwiseParallel, fully_shard
-from ottava.nn import MoE
+from ottava.nn.moe import MoE
 from ottava.train.config import ModelConfig, ParallelConfig
 from ottava.train.model import VOCABULARY, ByteTransformer, entropy, loss
-from ottava.train.ranks import Ranks, local
-
-Orders = Mapping[str, Tensor]
-"""Name of a fused weight -> the order in which tensor-parallel processes hold the rows of the whole weight."""
+from ottava.train.ranks import Orders, Ranks, local
 
 
 def parts_of(config: ParallelConfig, layers: int, place: int) -> list[tuple[int, range]]:
@@ -119,7 +120,7 @@ class _NormOfTokens(ParallelStyle):
         return module
 
 
-# --- passes: Forward and backward of a batch: in microbatches, over replicas and shards, or through the stages of a pipeline. ---
+# --- forward and backward --------------------------------------------------------------------------------------------
 
 Compute = Callable[[], torch.autocast]
 

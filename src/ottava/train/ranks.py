@@ -22,6 +22,8 @@ from ottava.distributed import verify
 from ottava.train.config import ParallelConfig
 
 T = TypeVar("T")
+Orders = Mapping[str, Tensor]
+"""Name of a fused weight -> the order in which tensor-parallel processes hold the rows of the whole weight."""
 SPLITS = ("pp", "dp", "cp", "shard", "tp")
 """Settings whose product is the number of processes. `ep` divides replicas, which are dp x cp."""
 _DIMS = ("pp", "replicas", "shard", "tp")
@@ -217,8 +219,10 @@ def _shards(tensor: Any) -> int:
     return math.prod(tensor.device_mesh.size(dim) for dim, place in places if not place.is_replicate())
 
 
-# --- faults: Errors of a run with several processes: one failed, is gone, or waits in another collective than the others. ---
+# --- what failed, and where ------------------------------------------------------------------------------------------
 
+# torch's error of a failed collective names only an address. So each process writes a note of its place into the run's
+# store, reads the notes of the others, and names the rank, the layer and the difference.
 PATIENCE = 10.0
 """Seconds that a failed process waits for the notes of the others."""
 _WIRE = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "tcpstore", "broken pipe")
