@@ -65,7 +65,7 @@ def test_a_claim_needs_an_interval_without_zero() -> None:
     assert found is not None
     deltas = [0.010, 0.011, 0.012, 0.009]
     assert found.mean == pytest.approx(statistics.fmean(deltas))
-    assert found.half == pytest.approx(3.182 * statistics.stdev(deltas) / 2, rel=1e-4)
+    assert found.half == pytest.approx(3.18245 * statistics.stdev(deltas) / 2, rel=1e-4)
     assert "costs +0.0105 ± 0.0021" in result.findings[0].sentence
     assert "with seed 1" in result.findings[3].sentence
     assert result.headline.startswith("nvfp4 diverged; mxfp8 +0.01")

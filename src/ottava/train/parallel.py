@@ -1,7 +1,7 @@
 """A model that several processes share: how it is split over them, and how a batch goes through it.
 
-`split` gives each process its stages, heads, sequences, shards or replica. `Microbatches` and `Pipeline` run forward and
-backward.
+`split` gives each process its stages, heads, sequences, shards or replica. `Microbatches` and `Pipeline` run forward
+and backward.
 """
 
 from __future__ import annotations

@@ -282,8 +282,9 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         path = folder / _LOCK
         lock = FileLock(path, timeout=0, thread_local=False)
-        new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+        new: list[Path] = []
         try:
+            new += [parent for parent in (folder, *folder.parents) if not parent.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
             path.write_text(f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
