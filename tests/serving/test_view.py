@@ -14,7 +14,7 @@ from ottava.ops.quantize import quantize
 from ottava.serving.evaluate import evaluate
 from ottava.serving.source import Source, Weight
 from ottava.serving.view import bytes_only, decode_bytes, encode_bytes, engine_recipe, of_hugging_face
-from ottava.train.llama import open_view
+from ottava.train.views import open_view
 from serving_samples import TEXT, exported
 
 
