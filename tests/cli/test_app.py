@@ -13,8 +13,7 @@ import ottava
 from ottava.base.settings import ConfigError
 from ottava.cli.app import app, exit_code, main
 from ottava.train.checkpoint import CheckpointError
-from ottava.train.data import DataError
-from ottava.train.requirements import DeviceError
+from ottava.train.data import DataError, DeviceError
 
 
 def run(arguments: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from ottava.bench import cpu
+from ottava.cli.app import main
 from ottava.cli.bench import MISSING, bench
 from ottava.nn.plan import Device
 
@@ -72,3 +74,14 @@ def test_nothing_is_measured_without_a_gpu(words: list[str], capsys: pytest.Capt
     code = bench(words, standalone_mode=False)
     assert code == MISSING
     assert "no CUDA device, nothing to measure; --smoke checks" in capsys.readouterr().err
+
+
+def test_a_wheel_names_the_way_to_the_programs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its package has no `ottava.bench`."""
+    monkeypatch.setitem(sys.modules, "ottava.bench", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "cpu"])
+    assert ended.value.code == MISSING
+    assert "clone ottava, and run ./x bench there" in capsys.readouterr().err

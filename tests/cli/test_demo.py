@@ -64,7 +64,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, capsys: pytest.Captu
     ("options", "message"),
     [
         (("--recipes", "tensorwize"), "did you mean 'tensorwise'"),
-        (("--seeds", "99"), "1 to 10"),
+        (("--seeds", "0"), "1 or more"),
         (("--resume",), "no demo to resume"),
         (("--data", "/nope"), "/nope: does not exist"),
     ],

@@ -12,7 +12,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch ex
 
 import warm
 from ottava.cli.torchrun import joined, print_error
-from ottava.train import Trainer, load_config
+from ottava.train.config import load_config
+from ottava.train.loop import Trainer
 
 SETTINGS = (
     "model={d_model: 32, layers: 4, heads: 4, kv_heads: 4, ffn: 64}",

@@ -1,9 +1,13 @@
-"""`ottava bench`: measures this machine, one command per device, and the constants of the planner."""
+"""`ottava bench`: measures this machine, one command per device, and the constants of the planner.
+
+The programs are in `ottava.bench`, which a checkout has and the wheel leaves out.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +29,10 @@ bench = typer.Typer(
 @bench.callback()
 def options() -> None:
     """Measure casts, layers and training on this machine, beside BF16 and other packages."""
+    if find_spec("ottava.bench") is None:
+        raise ImportError(
+            "bench: its programs are in the source tree and not in the wheel; clone ottava, and run ./x bench there"
+        )
 
 
 @bench.command("cpu")

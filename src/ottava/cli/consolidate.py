@@ -27,7 +27,7 @@ def consolidate(
 
     Exit code 4 if FOLDER is damaged or holds no such files.
     """
-    from ottava.train.shards import consolidate as join
+    from ottava.train.checkpoint import consolidate as join
 
     sizes = join(checkpoint, target, keep=everything)
     if as_json:

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ottava.train.demo import Demo
-    from ottava.train.demo_folder import DemoFolder
-    from ottava.train.summary import DemoResult
+    from ottava.train.demo import Demo, DemoFolder
+    from ottava.train.verdict import DemoResult
 
 
 def demo(
@@ -58,8 +57,7 @@ def demo(
     from rich.console import Console
 
     from ottava.cli.interrupt import say_saved, stop_on_interrupt
-    from ottava.train.demo import Demo
-    from ottava.train.demo_folder import DEFAULT_FOLDER, DemoFolder
+    from ottava.train.demo import DEFAULT_FOLDER, Demo, DemoFolder
     from ottava.train.display import open_display
 
     console = Console(stderr=as_json)
@@ -105,7 +103,7 @@ def _choices(
 ) -> dict[str, Any]:
     """The options on the command line, as fields of `DemoSettings`."""
     from ottava.recipe import RECIPES
-    from ottava.train.demo_folder import DEFAULT_RECIPES
+    from ottava.train.demo import DEFAULT_RECIPES
 
     names = [name.strip() for name in (recipes or "").split(",") if name.strip() not in ("", "bf16")]
     if names == ["all"]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ottava.lab.result import LabResult
+    from ottava.lab.page import LabResult
     from ottava.lab.study import LabSettings
 
 _FOLDER = Path("runs/lab")
@@ -26,7 +26,7 @@ def lab(
         list[str], typer.Argument(metavar="RECIPES...", help="Names, or YAML files of recipes; BF16 is always there.")
     ],
     seeds: Annotated[
-        int | None, typer.Option("--seeds", help="Seeds of each recipe; 2 to 10 give intervals [5].")
+        int | None, typer.Option("--seeds", help="Seeds of each recipe; 2 or more give intervals [5].")
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Training steps of each run [120].")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="2 seeds of 16 small steps, to see that all works.")] = False,
@@ -46,8 +46,7 @@ def lab(
 
     from ottava.cli.demo import only_warnings
     from ottava.cli.interrupt import say_saved, stop_on_interrupt
-    from ottava.lab.page import write_page
-    from ottava.lab.result import LabResult
+    from ottava.lab.page import LabResult, write_page
     from ottava.lab.study import LabSettings, Study, read_recipe
     from ottava.train.checkpoint import atomic_write
 

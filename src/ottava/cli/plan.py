@@ -142,7 +142,7 @@ def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str], as_js
     from ottava.plan.memory import memory
     from ottava.recipe import get_recipe
     from ottava.train.config import OptimizerConfig
-    from ottava.train.optimizers import make_optimizer, store
+    from ottava.train.model import make_optimizer, store
 
     tree: dict[str, object] = {"weights": "bf16", "master": "fp32"}
     for setting in settings:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ottava.train import StepRecord, TrainConfig, Trainer
+    from ottava.train.config import TrainConfig
     from ottava.train.display import RunView
+    from ottava.train.loop import Trainer
+    from ottava.train.run_folder import StepRecord
 
 SCHEMA_VERSION = 1
 _REDRAW_SECONDS = 0.25
@@ -58,7 +60,8 @@ def train(
     """
     from ottava.cli.interrupt import say_saved, stop_on_interrupt
     from ottava.cli.torchrun import joined
-    from ottava.train import Trainer, load_config
+    from ottava.train.config import load_config
+    from ottava.train.loop import Trainer
 
     folder = run_dir or Path("runs") / (config.stem if config else "train")
     # --resume without CONFIG reads the saved settings; load_config reports a folder without them

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ottava.watching import Watch
+    from ottava.watching.session import Watch
 
 SCHEMA_VERSION = 1
 _FAILED, _INTERRUPTED = 1, 130
@@ -77,8 +77,8 @@ def watch(
 
     Then `ottava diagnose DIR` explains the run, and `ottava report DIR` shows it. The exit code is the script's.
     """
-    from ottava.watching import watch as start
     from ottava.watching.launch import LaunchError, check_script
+    from ottava.watching.session import watch as start
 
     check_script(command)
     if out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:

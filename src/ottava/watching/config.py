@@ -12,7 +12,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_serializer
 
 from ottava.base.errors import unknown_name
 from ottava.base.settings import ConfigError, Count, Positive, Section, read_yaml
-from ottava.interop.te_config import is_te_config, read_te_config
 from ottava.measure import limits
 from ottava.measure.layer_names import SYMBOLS
 from ottava.measure.tally import Detail
@@ -231,6 +230,8 @@ class WatchConfig(Section):
         Raises:
             ConfigError: the file is missing, is no mapping, or has a wrong setting.
         """
+        from ottava.interop.te_config import is_te_config, read_te_config
+
         path = Path(source) if isinstance(source, (str, Path)) else None
         tree = read_yaml(path) if path else {} if source is None else source
         if isinstance(tree, Mapping) and is_te_config(tree):
