@@ -515,6 +515,20 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 )
 
 
+def bits(spec: QuantizationSpec | None, shape: tuple[int, int] = (4096, 4096)) -> float:
+    """Bits of an element with its share of the scales, as hardware stores them; 16 in high precision.
+
+    Example:
+        >>> [bits(RECIPES[name].fprop.lhs) for name in ("bf16", "mxfp8", "nvfp4")]
+        [16.0, 8.25, 4.5]
+    """
+    if spec is None:
+        return 16.0
+    rows, cols = spec.granularity.block_shape(shape)
+    scale = 8 if spec.scale_format.startswith(("e4m3", "e8m0")) else 32
+    return round(spec.format.bits + scale / (rows * cols), 6)
+
+
 def get_recipe(recipe: Recipe | str, **history: Any) -> Recipe:
     """The registered recipe of that name; a Recipe passes through. "NAME/fp8_inputs_bf16_gemm" is its diagnostic form,
     "NAME/hopper" the recipe under that accumulator (`Recipe.under`).
