@@ -423,6 +423,32 @@ class Recipe(RefusesUnknownFields):
             recipe = replace(recipe, overrides=(*recipe.overrides, Override(entry.get("pattern", ""), changes)))
         return recipe
 
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with one row per cell: GEMM, side, cast, bits of an element."""
+        from ottava.base.text import data_frame
+
+        cells = [(gemm, side, getattr(getattr(self, gemm), side)) for gemm in GEMMS for side in ("lhs", "rhs")]
+        return data_frame(
+            [
+                {"gemm": gemm, "side": side, "cast": str(spec or "high precision"), "bits": bits(spec)}
+                for gemm, side, spec in cells
+            ]
+        )
+
+    def __repr__(self) -> str:
+        more = f"; {len(self.overrides)} overrides" if self.overrides else ""
+        more += "; attention in FP8" if self.attention else ""
+        return f"<Recipe {self.name}: " + ", ".join(f"{gemm} {getattr(self, gemm)}" for gemm in GEMMS) + f"{more}>"
+
+    def _repr_html_(self) -> str:
+        from ottava.base.text import html_table
+
+        rows = [
+            (gemm, *(getattr(getattr(self, gemm), side) or "high precision" for side in ("lhs", "rhs")))
+            for gemm in GEMMS
+        ]
+        return html_table([("gemm", "lhs", "rhs"), *rows], repr(self)[1:-1].partition(":")[0])
+
     def __str__(self) -> str:
         lines = [f"{gemm}  {getattr(self, gemm)}" for gemm in GEMMS]
         lines += [] if self.attention is None else [f"attention  {self.attention}"]

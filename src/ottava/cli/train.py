@@ -268,6 +268,7 @@ def _choices(
 ) -> dict[str, Any]:
     """The options on the command line, as fields of `DemoSettings`."""
     from ottava.recipe import RECIPES
+    from ottava.train.config import absolute
     from ottava.train.demo_folder import DEFAULT_RECIPES
 
     names = [name.strip() for name in (recipes or "").split(",") if name.strip() not in ("", "bf16")]
@@ -280,7 +281,7 @@ def _choices(
         "recipes": tuple(names) if names or recipes is not None else None,
         "steps": steps,
         "seeds": seeds,
-        "data": None if data is None else str(data.expanduser().absolute()),
+        "data": None if data is None else str(absolute(data)),
         "overrides": tuple(settings) if settings else None,
     }
     return {name: value for name, value in options.items() if value is not None}
@@ -420,17 +421,19 @@ def _progress(console: Console) -> Iterator[Callable[[str, int, int, int, float,
 
 def _conclude_lab(console: Console, result: LabResult, page: Path) -> None:
     """Prints for each recipe its loss; on normal data the errors of Y, dX and dW, and whether that of dW is a bias."""
-    from ottava.recipe import GEMMS
-
     rows = []
-    for finding in result.findings:
-        name, loss = finding.recipe, finding.difference
-        errors = [result.interval(name, "normal", "gemms", gemm, "error") for gemm in GEMMS]
-        said, _ = result.bias(name, "wgrad", "normal")
-        row = [name]
-        row.append("" if loss is None else f"{loss.mean:+.4f}" + ("" if loss.half is None else f" ± {loss.half:.4f}"))
-        row += ["" if error is None else f"{100 * error.mean:.2f} %" for error in errors]
-        rows.append([*row, {"open": "not decided"}.get(said, said), f"{result.slowdown(name).mean:.2f}"])
+    for row in result.table():
+        loss, half, said = row["difference"], row["half"], row["dw_is"]
+        errors = (row[f"error_{name}"] for name in ("y", "dx", "dw"))
+        rows.append(
+            [
+                row["recipe"],
+                "" if loss is None else f"{loss:+.4f}" + ("" if half is None else f" ± {half:.4f}"),
+                *("" if error is None else f"{100 * error:.2f} %" for error in errors),
+                {"open": "not decided"}.get(said, said),
+                f"{row['slowdown']:.2f}",
+            ]
+        )
     header = ("recipe", "loss - BF16", "error Y", "dX", "dW", "dW is", "s/step")
     print_table(console, header, rows, left=["recipe"])
     for finding in result.findings:
