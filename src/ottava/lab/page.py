@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from markupsafe import Markup
 
-from ottava.base.text import listed
+from ottava.base.text import data_frame, html_table, listed
 from ottava.lab.study import DISTRIBUTIONS, OPERAND, LabSettings, Measurement, operand_bits
 from ottava.measure.tally import PARTS
 from ottava.recipe import CELLS, GEMMS, Recipe
@@ -375,6 +375,30 @@ class LabResult:
         line = "; ".join(said) or "nothing can be said with one seed"
         return line if lost or clear else line[0].upper() + line[1:]
 
+    def table(self) -> list[dict[str, Any]]:
+        """One row per recipe beside BF16: loss minus BF16's with half of its interval, errors of the results of GEMMs
+        on normal data, whether that of dW is a bias, seconds per step over BF16's; None for what is not known."""
+        rows = []
+        for finding in self.findings:
+            name, loss = finding.recipe, finding.difference
+            errors = [self.interval(name, "normal", "gemms", gemm, "error") for gemm in GEMMS]
+            row: dict[str, Any] = {"recipe": name, "outcome": finding.outcome}
+            row |= {"difference": loss and loss.mean, "half": loss and loss.half}
+            row |= {f"error_{y}": error and error.mean for y, error in zip(("y", "dx", "dw"), errors, strict=True)}
+            rows.append(row | {"dw_is": self.bias(name, "wgrad", "normal")[0], "slowdown": self.slowdown(name).mean})
+        return rows
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with the rows of `table`."""
+        return data_frame(self.table())
+
+    def __repr__(self) -> str:
+        return f"<LabResult: {len(self.others)} recipes against BF16, {self.settings.seeds} seeds: {self.headline}>"
+
+    def _repr_html_(self) -> str:
+        rows = [["" if value is None else shown(value) for value in row.values()] for row in self.table()]
+        return html_table([list(self.table()[0]) if rows else [], *rows], self.headline)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values: settings, measurements, findings."""
         return {
@@ -396,6 +420,11 @@ class LabResult:
             },
             "measurements": [asdict(one) for one in self.measurements.values()],
         }
+
+
+def shown(value: float | str) -> str:
+    """A cell of the table: numbers with four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def parts(result: LabResult, recipe: str, distribution: str, operand: str) -> list[float]:

@@ -45,8 +45,7 @@ from ottava.measure.layer_names import symbol
 from ottava.measure.observer import observe
 from ottava.measure.tally import PARTS
 from ottava.nn.convert import convert
-from ottava.numerics.tensor import QuantizationSpec
-from ottava.recipe import GEMMS, RECIPES, Recipe, get_recipe
+from ottava.recipe import GEMMS, RECIPES, Recipe, bits, get_recipe
 from ottava.train.config import DEMO_SETTINGS, TrainConfig, load_config
 from ottava.train.loop import Trainer
 from ottava.train.run_folder import FolderLock
@@ -54,7 +53,6 @@ from ottava.train.verdict import REFERENCE, has_diverged
 
 _TURN = 4  # steps between two looks at the clock
 _QUICK = ("sequence_length=32", "batch_size=8", "evaluation.batches=4")
-_SCALE_BITS = (("e4m3", 8), ("e8m0", 8))
 
 
 class Progress(Protocol):
@@ -246,20 +244,6 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_numbers(item) for item in value]
     return float("nan") if value is None else value
-
-
-def bits(spec: QuantizationSpec | None, shape: tuple[int, int] = (4096, 4096)) -> float:
-    """Bits of an element with its share of the scales, as hardware stores them; 16 in high precision.
-
-    Example:
-        >>> [bits(RECIPES[name].fprop.lhs) for name in ("bf16", "mxfp8", "nvfp4")]
-        [16.0, 8.25, 4.5]
-    """
-    if spec is None:
-        return 16.0
-    rows, cols = spec.granularity.block_shape(shape)
-    scale = next((size for name, size in _SCALE_BITS if spec.scale_format.startswith(name)), 32)
-    return round(spec.format.bits + scale / (rows * cols), 6)
 
 
 def operand_bits(recipe: Recipe) -> Iterator[float]:

@@ -243,6 +243,23 @@ class Run:
             raise RunError(f"{path} {why}; needs a folder of `ottava watch` or `ottava train --watch`")
         return cls(path, read_manifest(manifest))
 
+    def __repr__(self) -> str:
+        recipes = ", ".join(self.manifest.get("settings", {}).get("recipes", ()))
+        return f"<Run {self.path}: {len(self.manifest.get('layers', ()))} layers under {recipes or 'no recipe'}>"
+
+    def _repr_html_(self) -> str:
+        from ottava.base.text import html_table
+
+        facts = {"layers": len(self.manifest.get("layers", ())), "steps": len(self.steps["step"])}
+        facts |= {"ranks": len(self.ranks), "events": len(self.events)}
+        return html_table([tuple(facts), tuple(facts.values())], repr(self)[1:-1])
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with one row per step and cast: its identity and every statistic."""
+        from ottava.base.text import data_frame
+
+        return data_frame(self.table().dicts())
+
     @cached_property
     def steps(self) -> dict[str, Any]:
         """Columns of steps.jsonl as float64 arrays of one length, "step" as int64; NaN for a missing number. If a step

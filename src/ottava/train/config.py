@@ -27,7 +27,13 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 def absolute(path: Path | None) -> Path | None:
     """The absolute path, for the saved config: a user may resume the run from another folder."""
-    return None if path is None else path.expanduser().absolute()
+    try:
+        return None if path is None else path.expanduser().absolute()
+    except RuntimeError:
+        name = path.parts[0] if path else ""
+        raise ValueError(
+            f"{path}: there is no user {name[1:]!r}, whose home {name} would be; write ./{path} for a file of that name"
+        ) from None
 
 
 class ModelConfig(Section):

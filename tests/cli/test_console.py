@@ -1,4 +1,4 @@
-"""`ottava train` under torchrun: one process is killed, the launcher starts all anew, and the curve has no seam."""
+"""Tables for people and pipes, Ctrl-C and SIGTERM as a request, and torchrun, of whose processes one is killed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it by name only
 
 import warm
-from ottava.cli.torchrun import joined, print_error
+from ottava.cli.console import joined, print_error, stop_on_interrupt
 from ottava.train.config import load_config
 from ottava.train.loop import Trainer
+
+# --- console ---------------------------------------------------------------------------------------------------------
+
 
 SETTINGS = (
     "model={d_model: 32, layers: 4, heads: 4, kv_heads: 4, ffn: 64}",
@@ -53,7 +56,7 @@ def test_rank_0_prints_a_common_error_once(monkeypatch: pytest.MonkeyPatch, caps
     assert printed(1, "ottava: rank 1 has stopped: no text") == ""
     assert printed(1, "ottava: the disk is full") == "[rank1]: ottava: the disk is full\n"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr("ottava.cli.torchrun.PATIENCE", 0.2)
+    monkeypatch.setattr("ottava.cli.console.PATIENCE", 0.2)
     assert printed(1, "ottava: no text") == "[rank1]: ottava: no text\n"  # rank 0 does not fail
     monkeypatch.setenv("MASTER_PORT", "1")
     assert printed(0, "ottava: no text") == "ottava: no text\n"  # the store is gone
@@ -148,3 +151,34 @@ def test_a_killed_process_is_replaced_and_the_run_goes_on(tmp_path: Path) -> Non
     manifest = json.loads((run / "manifest.json").read_text())
     assert [entry["at_step"] % 5 for entry in manifest["resumed"]] == [0]
     assert manifest["resumed"][0]["at_step"] >= 5
+
+
+# --- interrupt -------------------------------------------------------------------------------------------------------
+
+
+def test_first_interrupt_asks_and_the_second_insists() -> None:
+    with stop_on_interrupt() as stopping:
+        signal.raise_signal(signal.SIGINT)
+        assert stopping() is signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with stop_on_interrupt() as stopping:
+        assert stopping() is None
+        for _ in range(2):  # a scheduler may send several
+            signal.raise_signal(signal.SIGTERM)
+            assert stopping() is signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_handler_is_given_back_whatever_happens() -> None:
+    def fail() -> None:
+        with stop_on_interrupt():
+            assert signal.getsignal(signal.SIGINT) is not before[0]
+            assert signal.getsignal(signal.SIGTERM) is not before[1]
+            raise RuntimeError("inside")
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
