@@ -17,7 +17,7 @@ from ottava.base.errors import need
 from ottava.distributed.sharded_weight import Gathering, ShardedWeight, agree, refuse_cells
 from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.engine.state import after_steps
-from ottava.nn.part import Part
+from ottava.nn.layer import Part
 from ottava.weights.parameter import is_quantized_weight
 
 

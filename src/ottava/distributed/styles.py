@@ -25,20 +25,24 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 
 from ottava.engine.layer import quantized_layers
-from ottava.nn.attention import DotProductAttention
+from ottava.nn.attention import DotProductAttention, MaskRule
 from ottava.nn.convert import convert
 from ottava.nn.cross_entropy import LinearCrossEntropy
-from ottava.nn.expert_parallel import ExpertRanks
-from ottava.nn.layer import Layer
-from ottava.nn.masks import MaskRule
+from ottava.nn.layer import Layer, Piece
 from ottava.nn.mlp import NormMLP
 from ottava.nn.moe import MoE
 from ottava.nn.multihead import MultiheadAttention
 from ottava.nn.norms import LayerNorm, RMSNorm
-from ottava.nn.pieces import Piece
-from ottava.nn.sharding import GatheredOnce, Sharding, TokenSharding, all_gather, reduce_scatter
+from ottava.nn.sharding import (
+    ExpertRanks,
+    GatheredOnce,
+    Sharding,
+    TokenSharding,
+    VocabularySharding,
+    all_gather,
+    reduce_scatter,
+)
 from ottava.nn.transformer import TransformerLayer
-from ottava.nn.vocabulary import VocabularySharding
 from ottava.ops.agreed import AgreedCast
 
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ottava.base.untrusted import UntrustedError
-from ottava.nn.convert import convert
+from ottava.nn.convert import convert, put_weight
 from ottava.nn.fp8_checkpoint import open_tensors
-from ottava.nn.weights import put_weight
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
