@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ottava
-from ottava.nn.foreign import Experts, MultiheadAttention, TurnedLinear, attention_parts, layers_of, parts_of
+from ottava.nn.foreign import StackedExperts, TorchAttention, TurnedLinear, attention_parts, layers_of, parts_of
 
 E, HEADS, L, S, B = 64, 4, 6, 9, 2
 HOW = (
@@ -54,7 +54,7 @@ def test_in_high_precision_it_is_torchs_to_the_bit() -> None:
         torch.manual_seed(0)
         theirs = nn.MultiheadAttention(E, HEADS, batch_first=batch_first, **how)
         ours = converted(theirs, "bf16")
-        assert type(ours) is MultiheadAttention
+        assert isinstance(ours, TorchAttention)
         assert isinstance(ours, nn.MultiheadAttention)
         size = S if not alike else L
         query = torch.randn(B, L, E)
@@ -152,7 +152,7 @@ class Conv1D(nn.Module):
 
 
 class Stacked(nn.Module):
-    """Experts as transformers 5 has them: what the class says about its weights, and a loop over experts."""
+    """StackedExperts as transformers 5 has them: what the class says about its weights, and a loop over experts."""
 
     def __init__(self, turned: bool = False, bias: bool = False, gate: bool = True, of: int = 4) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_experts_become_grouped_gemms() -> None:
         ours = copy.deepcopy(theirs)
         parameters, keys = list(ours.parameters()), list(ours.state_dict())
         assert len(ottava.convert(ours, "bf16").converted) == 8
-        assert isinstance(ours, Experts)
+        assert isinstance(ours, StackedExperts)
         assert isinstance(ours, Stacked)
         results = []
         for one in (theirs, ours):

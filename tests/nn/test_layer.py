@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.engine.layer import QuantizedLayer, quantized_layers
-from ottava.nn.layer import Layer, Linear, Part, PartOwner, Piece, rows_of, split_pieces, unstacked
+from ottava.nn.layer import Layer, LayerView, Linear, Projection, ViewOwner, rows_of, split_projections, unstacked
 
 
 class SquaredReLU:
@@ -61,16 +61,16 @@ def test_rows_made_by_the_layer_are_those_made_in_front_of_it(recipe: ottava.Rec
     assert isinstance(layer, QuantizedLayer)
 
 
-class Pair(PartOwner):
+class Pair(ViewOwner):
     """Two matrices in one parameter, the second kept as (K, N), and one bias for three."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pair = nn.Parameter(torch.randn(2, 32, 48, dtype=torch.bfloat16))
         self.bias = nn.Parameter(torch.randn(96, dtype=torch.bfloat16))
-        self.first = Part(self, "pair", None, 0)
-        self.second = Part(self, "pair", "bias", 1, turned=True)
-        self.third = Part(self, "pair", "bias", 1, of_bias=2)
+        self.first = LayerView(self, "pair", None, 0)
+        self.second = LayerView(self, "pair", "bias", 1, turned=True)
+        self.third = LayerView(self, "pair", "bias", 1, of_bias=2)
         for name, part in self.named_children():
             part.adopt(ottava.get_recipe("delayed"), name)
 
@@ -132,8 +132,8 @@ def test_pieces_have_the_bits_of_the_whole() -> None:
         for whole in (attention.qkv, mlp.fc1):
             ottava.convert(whole, recipe, filter=lambda name, layer: True)
             split = copy.deepcopy(whole)
-            split_pieces(split)
-            names = [piece.name for piece in whole.pieces]
+            split_projections(split)
+            names = [piece.name for piece in whole.projections]
             assert [n for n, _ in split.named_parameters()] == [
                 f"{n}_{kind}" for kind in ("weight", "bias") for n in names
             ]
@@ -156,7 +156,7 @@ def test_pieces_have_the_bits_of_the_whole() -> None:
 def test_state_dicts_of_either_form_load_into_both() -> None:
     whole = ottava.nn.NormMLP(64, 96, activation="swiglu").fc1
     split = ottava.nn.NormMLP(64, 96, activation="swiglu").fc1
-    split_pieces(split)
+    split_projections(split)
     assert split.load_state_dict(whole.state_dict()).missing_keys == []
     assert torch.equal(split.weight, whole.weight)
     assert torch.equal(split.bias, whole.bias)
@@ -167,9 +167,9 @@ def test_state_dicts_of_either_form_load_into_both() -> None:
 
 def test_refusals() -> None:
     layer = ottava.nn.Linear(64, 64)
-    with pytest.raises(ValueError, match=r"got pieces of \[32, 16\] rows; needs 64 in all"):
-        split_pieces(layer, [Piece("a", 32), Piece("b", 16)])
+    with pytest.raises(ValueError, match=r"got projections of \[32, 16\] rows; needs 64 in all"):
+        split_projections(layer, [Projection("a", 32), Projection("b", 16)])
     ottava.convert(layer, "tensorwise", weights="fp8")
     with pytest.raises(TypeError, match="weights='bf16'"):
-        split_pieces(layer, [Piece("a", 32), Piece("b", 32)])
+        split_projections(layer, [Projection("a", 32), Projection("b", 32)])
     assert list(layer.state_dict()) == ["weight", "bias", "weight_scale_inv"]

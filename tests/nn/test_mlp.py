@@ -157,6 +157,7 @@ def test_receipts_and_names() -> None:
     with pytest.raises(ValueError, match="needs 'bf16' or 'fp8'"):
         ActivatedLinear(64, 96, save="recompute")  # type: ignore[arg-type]
     assert "activation=gelu" in repr(ActivatedLinear(64, 96))
+    assert "recipe=tensorwise" in repr(NormMLP(64, 96, save="recompute").fc2)  # the MLP makes its rows
 
 
 def test_hugging_faces_blocks_with_their_weights() -> None:

@@ -17,7 +17,7 @@ from ottava.base.errors import need
 from ottava.distributed.sharded_weight import Gathering, ShardedWeight, agree, refuse_cells
 from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.engine.state import after_steps
-from ottava.nn.layer import Part
+from ottava.nn.layer import LayerView
 from ottava.weights.parameter import is_quantized_weight
 
 
@@ -80,7 +80,7 @@ def fully_shard(module: nn.Module | Sequence[nn.Module], **settings: Any) -> Any
 
 def refuse_gather(layer: QuantizedLayer, ranks: int) -> str:
     """Why a layer's weight is not gathered as codes from that many ranks; "" if it is."""
-    if isinstance(layer, Part):
+    if isinstance(layer, LayerView):
         return "its weight is a piece of a parameter that another module holds"
     return refuse_cells(layer.resolved.cells("weight"), layer.weight.shape[0], ranks)
 

@@ -39,9 +39,9 @@ from ottava.base.errors import need, unknown_name
 from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.engine.state import ScalingState
 from ottava.nn.attention import DotProductAttention
-from ottava.nn.foreign import MultiheadAttention, layers_of, parts_of, take, without_fused_layers
+from ottava.nn.foreign import TorchAttention, layers_of, parts_of, take, without_fused_layers
 from ottava.nn.grouped import Stack
-from ottava.nn.layer import Linear, Part, rows_of
+from ottava.nn.layer import LayerView, Linear, rows_of
 from ottava.nn.plan import TOKENS, Device, plan_layer
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import Recipe, get_recipe
@@ -52,7 +52,7 @@ from ottava.weights.parameter import QuantizedWeight, quantized_weight, stored_s
 Weights = Literal["fp8", "bf16"]
 Filter = Callable[[str, nn.Linear], bool | str | None]
 """(full name, layer) -> True or None: convert it; False or a reason: do not. True also converts a head that is tied to
-an embedding. A layer that is no nn.Linear comes as a `Part` with in_features, out_features, weight and bias."""
+an embedding. A layer that is no nn.Linear comes as a `LayerView` with in_features, out_features, weight and bias."""
 
 HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
 _ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
@@ -148,7 +148,7 @@ def convert(
     attentions = {name: module for name, module in model.named_modules() if isinstance(module, DotProductAttention)}
     _check_patterns(recipe, {**layers, **attentions})
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    listening = {id(m.out_proj) for m in model.modules() if isinstance(m, MultiheadAttention)}
+    listening = {id(m.out_proj) for m in model.modules() if isinstance(m, TorchAttention)}
     listening |= {id(m.out_proj) for m, _ in foreign.values() if isinstance(m, nn.MultiheadAttention)}
     answers = {name: _refusal(name, one, tied, listening, filter or default_filter) for name, one in layers.items()}
     if plan is not None and plan is not False:
@@ -161,7 +161,7 @@ def convert(
         if any(one == name or one.startswith(f"{name}." if name else "") for one in converted):
             take(module, parts)
     for name, part in model.named_modules():
-        if isinstance(part, Part) and not hasattr(part, "recipe"):
+        if isinstance(part, LayerView) and not hasattr(part, "recipe"):
             part.adopt(get_recipe("bf16"), name)  # its module runs it even before it is converted
     for name in (*converted, *attentions):
         layer: Any = model.get_submodule(name)
@@ -294,7 +294,7 @@ def _name(layers: Mapping[str, Any], skipped: Iterable[str]) -> None:
     """Layers of ours that stay under their own recipe get a name, too: overrides go by names."""
     for name in skipped:
         layer = layers[name]
-        if isinstance(layer, QuantizedLayer) and not isinstance(layer, Part) and not layer.name:
+        if isinstance(layer, QuantizedLayer) and not isinstance(layer, LayerView) and not layer.name:
             layer.adopt(layer.recipe, name)
 
 
@@ -504,7 +504,7 @@ def stored_text(model: nn.Module, unstored: Mapping[str, str]) -> list[str]:
 
 def _spec_of(held: Held) -> tuple[QuantizationSpec | None, str]:
     """(the spec to store a parameter with, ""), or (None, the reason not to)."""
-    parts = [layer for _, layer in held.layers if isinstance(layer, Part)]
+    parts = [layer for _, layer in held.layers if isinstance(layer, LayerView)]
     wanted = {layer.resolved.cells("weight")[0] for _, layer in held.layers}
     own = {id(layer) for _, layer in held.layers} | {id(module) for module, _ in held.owners if _holds(module, parts)}
     foreign = [type(module).__name__ for module, _ in held.owners if id(module) not in own]
@@ -526,7 +526,7 @@ def _spec_of(held: Held) -> tuple[QuantizationSpec | None, str]:
     return stored_spec(spec), ""
 
 
-def _holds(module: nn.Module, parts: list[Part]) -> bool:
+def _holds(module: nn.Module, parts: list[LayerView]) -> bool:
     return any(part.held is module._parameters for part in parts)
 
 
@@ -608,7 +608,9 @@ class _Maker:
             return
         self.roots.pop(id(child), None)
         own = {full: layer for full, layer in layers_of(child).items() if layer not in self.inner}
-        whole = [full for full, layer in own.items() if isinstance(layer, Part) or not full]  # no module of its own
+        whole = [
+            full for full, layer in own.items() if isinstance(layer, LayerView) or not full
+        ]  # no module of its own
         if whole and all(default_filter(f"{name}.{full}" if full else name, own[full]) is None for full in whole):
             self._convert(child)
 

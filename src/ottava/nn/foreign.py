@@ -20,19 +20,51 @@ from torch import Tensor, nn
 
 from ottava.engine.layer import QuantizedLayer
 from ottava.nn.grouped import Stack, grouped_linear, sort_by_expert, stack, unpermute
-from ottava.nn.layer import Layer, Part, PartOwner
+from ottava.nn.layer import Layer, LayerView, ViewOwner
 
 
-class MultiheadAttention(PartOwner, nn.MultiheadAttention):
-    """What `convert` makes of torch's: of `in_proj_weight` (3 E, E) one layer each for self-attention, for the query
-    and for a memory that is key and value; with sizes of their own (kdim, vdim) one each for query, key and value."""
+class Changed(nn.Module):
+    """A module after `convert` has changed its class to a subclass of the old class, which it makes on demand."""
 
-    in_proj: Part
-    in_proj_q: Part
-    in_proj_kv: Part
-    q_proj: Part
-    k_proj: Part
-    v_proj: Part
+    _made_of: tuple[type, type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, self._made_of, self.__getstate__()
+
+
+@functools.cache
+def _subclass(made_of: tuple[Any, Any]) -> Any:
+    ours, theirs = made_of
+    return type(theirs.__name__, made_of, {"_made_of": made_of, "__module__": ours.__module__})
+
+
+def changed(ours: type[Changed], module: nn.Module) -> Any:
+    """The class that a module gets: a subclass of ours and of its old class."""
+    return _subclass((ours, type(module)))
+
+
+def _empty(*made_of: type) -> Any:
+    made = _subclass(made_of)
+    return made.__new__(made)
+
+
+class TorchAttention(Changed, ViewOwner, nn.MultiheadAttention):
+    """torch's MultiheadAttention with its projections as layers under a recipe; its parameters and their names stay.
+
+    torch multiplies `in_proj_weight` and `out_proj.weight` inside one function, past any layer, and in evaluation
+    inside one fused operator, past `linear1` and `linear2` of an encoder layer too. Here the same steps call layers;
+    between the projections torch's operations run in high precision.
+
+    `in_proj_weight` (3 E, E) has one layer each for self-attention, for the query, and for a memory that is key and
+    value; with sizes of their own (kdim, vdim) there is one each for query, key and value.
+    """
+
+    in_proj: LayerView
+    in_proj_q: LayerView
+    in_proj_kv: LayerView
+    q_proj: LayerView
+    k_proj: LayerView
+    v_proj: LayerView
 
     def forward(
         self,
@@ -71,7 +103,7 @@ class MultiheadAttention(PartOwner, nn.MultiheadAttention):
         return (output.transpose(0, 1) if self.batch_first else output), weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        parts = [part for part in self.children() if isinstance(part, Part)]
+        parts = [part for part in self.children() if isinstance(part, LayerView)]
         self.bind(parts)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         if not self._qkv_same_embed_dim:
@@ -139,7 +171,7 @@ class MultiheadAttention(PartOwner, nn.MultiheadAttention):
         return y, weights.view(batch, heads, length, -1)
 
 
-def attention_parts(attention: nn.MultiheadAttention) -> dict[str, Part]:
+def attention_parts(attention: nn.MultiheadAttention) -> dict[str, LayerView]:
     """The layers of the projections in, by the name that each will have as a child.
 
     Example:
@@ -152,8 +184,8 @@ def attention_parts(attention: nn.MultiheadAttention) -> dict[str, Part]:
     size = attention.embed_dim
     if attention._qkv_same_embed_dim:
         pieces = {"in_proj": None, "in_proj_q": slice(0, size), "in_proj_kv": slice(size, None)}
-        return {name: Part(attention, "in_proj_weight", bias, piece) for name, piece in pieces.items()}
-    return {f"{n}_proj": Part(attention, f"{n}_proj_weight", bias, None, of_bias=i) for i, n in enumerate("qkv")}
+        return {name: LayerView(attention, "in_proj_weight", bias, piece) for name, piece in pieces.items()}
+    return {f"{n}_proj": LayerView(attention, f"{n}_proj_weight", bias, None, of_bias=i) for i, n in enumerate("qkv")}
 
 
 def without_fused_layers(model: nn.Module) -> None:
@@ -172,7 +204,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
 
 
-def parts_of(module: nn.Module) -> Mapping[str, Part | Stack]:
+def parts_of(module: nn.Module) -> Mapping[str, LayerView | Stack]:
     """The layers that a foreign module would have, by child name ("": the module itself); empty for other modules.
 
     Example:
@@ -188,7 +220,7 @@ def parts_of(module: nn.Module) -> Mapping[str, Part | Stack]:
     if type(module) is nn.MultiheadAttention:
         return attention_parts(module)
     if _is_conv1d(module):
-        return {"": Part(module, "weight", "bias", None, turned=True)}
+        return {"": LayerView(module, "weight", "bias", None, turned=True)}
     if (up := _up_of(module)) is not None:
         bias = f"{up}_bias" if module.has_bias else None, "down_proj_bias" if module.has_bias else None
         count, turned = module._parameters[up].shape[0], bool(module.is_transposed)  # type: ignore[union-attr]
@@ -218,42 +250,13 @@ def layers_of(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def take(module: nn.Module, parts: Mapping[str, Part | Stack]) -> None:
+def take(module: nn.Module, parts: Mapping[str, LayerView | Stack]) -> None:
     """Makes a module of `parts_of` run its GEMMs as these layers, which become its children."""
-    if type(module) is nn.MultiheadAttention:
-        module.__class__ = MultiheadAttention
-    elif "" in parts:
-        module.__class__ = changed(TurnedLinear, module)
-        return
-    else:
-        module.__class__ = changed(Experts, module)
+    torchs = type(module) is nn.MultiheadAttention
+    module.__class__ = changed(TorchAttention if torchs else TurnedLinear if "" in parts else StackedExperts, module)
     for name, part in parts.items():
-        module.add_module(name, part)
-
-
-class Changed(nn.Module):
-    """A module after `convert` has changed its class to a subclass of the old class, which it makes on demand."""
-
-    _made_of: tuple[type, type]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, self._made_of, self.__getstate__()
-
-
-@functools.cache
-def _subclass(made_of: tuple[Any, Any]) -> Any:
-    ours, theirs = made_of
-    return type(theirs.__name__, made_of, {"_made_of": made_of, "__module__": ours.__module__})
-
-
-def changed(ours: type[Changed], module: nn.Module) -> Any:
-    """The class that a module gets: a subclass of ours and of its old class."""
-    return _subclass((ours, type(module)))
-
-
-def _empty(*made_of: type) -> Any:
-    made = _subclass(made_of)
-    return made.__new__(made)
+        if name:
+            module.add_module(name, part)
 
 
 def _added_at_once(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -281,7 +284,7 @@ class TurnedLinear(Changed, Layer):
         return self.run(input, self.weight.t(), self.bias, *more)
 
 
-class Experts(Changed, PartOwner):
+class StackedExperts(Changed, ViewOwner):
     """Hugging Face's experts, on grouped GEMMs; it follows the class's declarations about the weights."""
 
     _apply_gate: Any

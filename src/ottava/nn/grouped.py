@@ -31,7 +31,7 @@ from ottava.engine.functional import (
     unflattened,
 )
 from ottava.engine.quantizer import Notes, Record
-from ottava.nn.layer import Part, PartOwner, local, ready_input, unstacked
+from ottava.nn.layer import LayerView, ViewOwner, local, ready_input, unstacked
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import Operand, QuantizedTensor
 from ottava.ops.quantize import cast_both
@@ -193,7 +193,7 @@ Splits = Sequence[int] | Tensor
 """Rows of each group, in order; they add up to the rows of x."""
 
 
-class GroupedLinear(PartOwner):
+class GroupedLinear(ViewOwner):
     """`num_groups` linear layers over rows that are sorted by group, each under a recipe.
 
     Args:
@@ -275,7 +275,7 @@ class GroupedLinear(PartOwner):
             by group.
         """
         weight, bias = local(self.weight), local(self.bias)
-        groups: Sequence[Part] = self.groups  # type: ignore[assignment]  # a ModuleList is no Sequence to mypy
+        groups: Sequence[LayerView] = self.groups  # type: ignore[assignment]  # a ModuleList is no Sequence to mypy
         if self.first is not None:
             groups = [*self.groups][self.first : self.first + weight.shape[0]]
         return grouped_linear(
@@ -293,7 +293,7 @@ class GroupedLinear(PartOwner):
 class Stack(nn.ModuleList):
     """The layers of a stack of matrices; it prints as one line."""
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[LayerView]:
         return super().__iter__()  # type: ignore[return-value]
 
     def __getitem__(self, number: Any) -> Any:
@@ -310,15 +310,15 @@ def stack(
 
     top_k: how many of them each token goes to; for predictions of speed.
     """
-    groups = Stack(Part(owner, weight, bias, number, turned=turned) for number in range(count))
+    groups = Stack(LayerView(owner, weight, bias, number, turned=turned) for number in range(count))
     for part in groups:
         part.share = top_k / count
     return groups
 
 
 def grouped_linear(
-    owner: PartOwner,
-    groups: Sequence[Part],
+    owner: ViewOwner,
+    groups: Sequence[LayerView],
     input: Tensor,
     splits: Splits,
     weight: Tensor,
@@ -326,7 +326,7 @@ def grouped_linear(
     *,
     plan: Permutation | None = None,
     cast_once: bool = False,
-    every: Iterable[Part] = (),
+    every: Iterable[LayerView] = (),
 ) -> Tensor:
     """Runs the layers of a stack, see `GroupedLinear`.
 
@@ -368,7 +368,7 @@ class _Group(NamedTuple):
     """A group that has rows."""
 
     number: int
-    part: Part
+    part: LayerView
     start: int
     end: int
 
@@ -386,7 +386,7 @@ def _sizes(input: Tensor, splits: Splits, count: int, features: int, plan: Permu
     return sizes
 
 
-def _together(parts: Iterable[Part], cast_once: bool, needs_dw: bool, travels: bool) -> tuple[Recipe | None, str]:
+def _together(parts: Iterable[LayerView], cast_once: bool, needs_dw: bool, travels: bool) -> tuple[Recipe | None, str]:
     """The recipe for one cast of the rows of all groups, or None: each group casts its rows; and a remark."""
     if torch.compiler.is_compiling() or (settings := AMBIENT.get()).calibrating:
         return None, ""
@@ -413,7 +413,7 @@ def _together(parts: Iterable[Part], cast_once: bool, needs_dw: bool, travels: b
 
 
 def _run_together(
-    first: Part,
+    first: LayerView,
     busy: list[_Group],
     recipe: Recipe,
     input: Tensor,

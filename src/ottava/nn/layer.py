@@ -35,8 +35,8 @@ from ottava.weights.operands import in_high_precision
 from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
 
 
-class Piece(NamedTuple):
-    """One of the weights that lie below each other in the weight of a layer."""
+class Projection(NamedTuple):
+    """One of the matrices that lie below each other in the weight of a layer: q, k and v, or gate and up."""
 
     name: str
     """Its parameters are NAME_weight and NAME_bias."""
@@ -46,12 +46,12 @@ class Piece(NamedTuple):
     """Rows that one rank keeps together: the entries of a head."""
 
 
-def split_pieces(layer: Any, pieces: Sequence[Piece] = ()) -> None:
+def split_projections(layer: Any, projections: Sequence[Projection] = ()) -> None:
     """Makes each weight of a fused layer a parameter of its own; the layer then joins them in each forward.
 
     Args:
         layer: an ottava layer.
-        pieces: from top to bottom; none: those that the layer knows (`nn.MultiheadAttention`, `nn.NormMLP`).
+        projections: from top to bottom; none: those that the layer knows (`nn.MultiheadAttention`, `nn.NormMLP`).
     Raises:
         ValueError: their rows do not add up to the weight's.
     Edge cases: optimizers have to be made after it. State dicts of either kind load into both.
@@ -59,65 +59,65 @@ def split_pieces(layer: Any, pieces: Sequence[Piece] = ()) -> None:
     Example:
         >>> import ottava
         >>> mlp = ottava.nn.NormMLP(64, 96, activation="swiglu", bias=False)
-        >>> split_pieces(mlp.fc1)
+        >>> split_projections(mlp.fc1)
         >>> [name for name, _ in mlp.fc1.named_parameters()], mlp.fc1.weight.shape
         (['gate_weight', 'up_weight', 'norm.weight', 'norm.bias'], torch.Size([192, 64]))
     """
-    pieces = tuple(pieces or layer.pieces)
-    rows = [piece.rows for piece in pieces]
+    projections = tuple(projections or layer.projections)
+    rows = [one.rows for one in projections]
     if sum(rows) != layer.weight.shape[0]:
         raise ValueError(
-            f"{layer.name or type(layer).__name__}: got pieces of {rows} rows; needs {layer.weight.shape[0]} in all, "
-            "as the weight has them"
+            f"{layer.name or type(layer).__name__}: got projections of {rows} rows; needs {layer.weight.shape[0]} in "
+            "all, as the weight has them"
         )
     if is_quantized_weight(layer.weight):
         raise TypeError(
-            f"{layer.name or type(layer).__name__}: its weight is stored only as codes, and its pieces would have "
+            f"{layer.name or type(layer).__name__}: its weight is stored only as codes, and its projections would have "
             "scales of their own, where a GEMM takes one. Give it numbers, ottava.convert(model, recipe, "
             "weights='bf16'), or shard it with fully_shard"
         )
-    layer.pieces = pieces
+    layer.projections = projections
     own = {kind: layer._parameters.pop(kind) for kind in ("weight", "bias")}
     layer.__class__ = _split_class(layer.__class__)
     front = {}
     for kind, whole in own.items():
-        parts = [None] * len(pieces) if whole is None else whole.detach().split(rows)
-        for piece, part in zip(pieces, parts, strict=True):
+        parts = [None] * len(projections) if whole is None else whole.detach().split(rows)
+        for one, part in zip(projections, parts, strict=True):
             parameter = None if part is None else nn.Parameter(part.clone(), whole.requires_grad)
-            front[f"{piece.name}_{kind}"] = parameter
+            front[f"{one.name}_{kind}"] = parameter
     layer._parameters.update(front)
 
 
 class SplitWeight:
-    """The part of a layer's class that joins its pieces."""
+    """The part of a layer's class that joins its projections."""
 
-    pieces: tuple[Piece, ...]
+    projections: tuple[Projection, ...]
     _parameters: dict[str, Any]
 
     @property
     def weight(self) -> Tensor:
-        """(N, K): the rows of all pieces; on a rank its own rows."""
-        return torch.cat([local(self._parameters[f"{piece.name}_weight"]) for piece in self.pieces])
+        """(N, K): the rows of all projections; on a rank its own rows."""
+        return torch.cat([local(self._parameters[f"{one.name}_weight"]) for one in self.projections])
 
     @property
     def bias(self) -> Tensor | None:
         """(N,) or None; on a rank its own entries."""
-        parts = [self._parameters[f"{piece.name}_bias"] for piece in self.pieces]
+        parts = [self._parameters[f"{one.name}_bias"] for one in self.projections]
         return None if parts[0] is None else torch.cat([local(part) for part in parts])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for kind in ("weight", "bias"):
             if (whole := state_dict.pop(f"{prefix}{kind}", None)) is None:
                 continue
-            for piece, part in zip(self.pieces, whole.split([p.rows for p in self.pieces]), strict=True):
-                name = f"{piece.name}_{kind}"
+            for one, part in zip(self.projections, whole.split([p.rows for p in self.projections]), strict=True):
+                name = f"{one.name}_{kind}"
                 state_dict[prefix + name] = _shared_as(self._parameters[name], part)
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]  # the layer's
 
     @property
     def parameter(self) -> Tensor:
-        """The first piece's; an optimizer that steps it steps all."""
-        first: Tensor = self._parameters[f"{self.pieces[0].name}_weight"]
+        """The first projection's; an optimizer that steps it steps all."""
+        first: Tensor = self._parameters[f"{self.projections[0].name}_weight"]
         return first
 
 
@@ -141,9 +141,9 @@ def _shared_as(own: Any, whole: Tensor) -> Tensor:
 
 
 def joined_form(layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Gives a state dict with a tensor for each piece the one that a layer in one piece has."""
+    """Gives a state dict with a tensor for each projection the form that a layer of one weight has."""
     for kind in ("weight", "bias"):
-        names = [f"{prefix}{piece.name}_{kind}" for piece in layer.pieces]
+        names = [f"{prefix}{one.name}_{kind}" for one in layer.projections]
         if kind in layer._parameters and names and all(name in state_dict for name in names):
             state_dict[f"{prefix}{kind}"] = torch.cat([_whole(state_dict.pop(name)) for name in names])
 
@@ -163,8 +163,8 @@ class Layer(QuantizedLayer):
     """A `nn.sharding.Sharding` if the weight is split over ranks."""
     returns_bias: bool = False
     """Whether the caller adds the bias to what `forward` returns."""
-    pieces: tuple[Piece, ...] = ()
-    """The weights that lie below each other in this one: q, k and v, or gate and up."""
+    projections: tuple[Projection, ...] = ()
+    """The matrices that lie below each other in its weight: q, k and v, or gate and up."""
     formula: Callable[..., Tensor] = staticmethod(linear)
     """(input, weight, bias, call, *more) -> result, under a recipe that casts; more: the other arguments of `forward`,
     or the parameters of `produce`."""
@@ -468,7 +468,7 @@ class Linear(Layer, nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 
-class Part(Layer):
+class LayerView(Layer):
     """One matrix of a parameter of `owner`, as a layer.
 
     Args:
@@ -484,7 +484,7 @@ class Part(Layer):
 
     Example:
         >>> attention = nn.MultiheadAttention(64, 2)
-        >>> part = Part(attention, "in_proj_weight", "in_proj_bias", slice(64, None))
+        >>> part = LayerView(attention, "in_proj_weight", "in_proj_bias", slice(64, None))
         >>> part.out_features, part.in_features, part.bias.shape, list(part.parameters())
         (128, 64, torch.Size([128]), [])
     """
@@ -549,17 +549,17 @@ class Part(Layer):
         return f"{self.in_features} -> {self.out_features} of {self.names[0]}, recipe={self.recipe.name}"
 
 
-class PartOwner(nn.Module):
+class ViewOwner(nn.Module):
     """A module whose parameters have parts that are layers."""
 
-    def bind(self, parts: Iterable[Part]) -> None:
+    def bind(self, parts: Iterable[LayerView]) -> None:
         """Gives parts without a state (made by hand, or unpickled) one state, for their owner."""
         if torch.compiler.is_compiling() or any(not part.scaling_state.bound for part in parts):
             self._bind()
 
     @constant_in_graph  # a method without arguments: Dynamo of torch 2.11 takes no module as an argument of a constant
     def _bind(self) -> None:
-        if any(not part.scaling_state.bound for part in self.modules() if isinstance(part, Part)):
+        if any(not part.scaling_state.bound for part in self.modules() if isinstance(part, LayerView)):
             wrapper = ddp_around([self])
             ScalingState(self if wrapper is None else wrapper.module)
 
@@ -571,4 +571,4 @@ def unstacked(whole: Tensor | None, count: int) -> Sequence[Tensor | None]:
 
 def rows_of(layer: nn.Module, tokens: int) -> int:
     """The number of a forward's tokens that a layer expects; for predictions of speed."""
-    return max(1, round(tokens * layer.share)) if isinstance(layer, Part) else tokens
+    return max(1, round(tokens * layer.share)) if isinstance(layer, LayerView) else tokens

@@ -24,7 +24,7 @@ from ottava.engine.autocast import ambient, autocast
 from ottava.engine.functional import produced
 from ottava.engine.quantizer import Quantizer
 from ottava.nn.activations import Activation, ActivationFormula, get_activation
-from ottava.nn.layer import Layer, Piece
+from ottava.nn.layer import Layer, Projection
 from ottava.nn.norms import NormLinear, NormName
 from ottava.recipe import Recipe, get_recipe
 from ottava.weights.parameter import is_quantized_weight
@@ -82,10 +82,11 @@ class ActivatedLinear(Layer, nn.Linear):
 
     def extra_repr(self) -> str:
         """torch's, the activation and the recipe."""
-        assert isinstance(self.produce, ActivationFormula)
-        formula = self.produce
-        settings = f"activation={formula.activation.name}, save={formula.save}, recipe={self.recipe.name}"
-        return f"{super().extra_repr()}, {settings}"
+        made = self.produce  # none in an MLP that recomputes: it makes the rows
+        settings = (
+            f", activation={made.activation.name}, save={made.save}" if isinstance(made, ActivationFormula) else ""
+        )
+        return f"{super().extra_repr()}{settings}, recipe={self.recipe.name}"
 
 
 class NormMLP(nn.Module):
@@ -139,7 +140,7 @@ class NormMLP(nn.Module):
         else:
             self.fc1 = NormLinear(hidden, wide, norm=norm, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory)
         if activation.gated:
-            self.fc1.pieces = Piece("gate", ffn_hidden), Piece("up", ffn_hidden)
+            self.fc1.projections = Projection("gate", ffn_hidden), Projection("up", ffn_hidden)
         kept: Literal["bf16", "fp8"] = "fp8" if save == "fp8" else "bf16"
         self.fc2 = ActivatedLinear(ffn_hidden, hidden, activation=activation, save=kept, **factory)
         self.save = save

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.nn.attention import DotProductAttention, Sink
-from ottava.nn.layer import Layer, Linear, Piece
+from ottava.nn.layer import Layer, Linear, Projection
 from ottava.nn.norms import NormLinear, NormName, make_norm
 from ottava.nn.rope import RotaryTable, rotate
 from ottava.recipe import Recipe
@@ -245,11 +245,11 @@ class MultiheadAttention(nn.Module):
             self.kv = linear(hidden if memory_size is None else memory_size, None, 2 * kv_heads * dim)
         else:
             self.qkv = linear(hidden, norm, (heads + 2 * kv_heads) * dim)
-        shared = Piece("k", kv_heads * dim, dim), Piece("v", kv_heads * dim, dim)
+        shared = Projection("k", kv_heads * dim, dim), Projection("v", kv_heads * dim, dim)
         if cross:
-            self.kv.pieces = shared
+            self.kv.projections = shared
         else:
-            self.qkv.pieces = Piece("q", heads * dim, dim), *shared
+            self.qkv.projections = Projection("q", heads * dim, dim), *shared
         self.qk_norm_after_rotary = qk_norm_after_rotary
         self.q_norm = None if qk_norm is None else make_norm(qk_norm, dim, **norms)
         self.k_norm = None if qk_norm is None else make_norm(qk_norm, dim, **norms)

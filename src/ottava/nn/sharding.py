@@ -32,7 +32,7 @@ from ottava.engine.functional import produced
 from ottava.kernels.reference import factors
 from ottava.nn.cross_entropy import _BLOCK, Vocabulary
 from ottava.nn.grouped import Permutation
-from ottava.nn.layer import local, split_pieces
+from ottava.nn.layer import local, split_projections
 from ottava.nn.moe import MoE
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.numerics.scaling import amax
@@ -159,7 +159,7 @@ class Replicated:
         return partial
 
 
-class Exchange:
+class SplitExchange:
     """What a layer with a split weight does between its casts and GEMMs, see `functional.Exchange`.
 
     Args:
@@ -213,9 +213,9 @@ class Sharding:
         Raises:
             ValueError: heads that the ranks cannot share.
         """
-        if self.split == 0 and layer.pieces:
+        if self.split == 0 and layer.projections:
             self._check_units(layer)
-            split_pieces(layer)
+            split_projections(layer)
         layer.sharding = self
         for module in layer.modules():
             if isinstance(module, LayerNorm | RMSNorm):
@@ -238,7 +238,7 @@ class Sharding:
         return Replicate() if self.split else Shard(0)
 
     def _check_units(self, layer: Any) -> None:
-        for name, rows, unit in layer.pieces:
+        for name, rows, unit in layer.projections:
             if unit > 1 and rows % (unit * self.mesh.size()):
                 raise ValueError(
                     f"{layer.name or type(layer).__name__}: {name} has {rows // unit} heads, which "
@@ -314,24 +314,26 @@ class Sharding:
         whole = whole.redistribute(self.mesh, (self.output,))
         return whole.to_local() if self.local_output else whole
 
-    def _exchange(self, shape: list[int], place: Placement, once: GatheredOnce | None) -> tuple[Exchange, list[int]]:
+    def _exchange(
+        self, shape: list[int], place: Placement, once: GatheredOnce | None
+    ) -> tuple[SplitExchange, list[int]]:
         """What a layer does between cast and GEMM for tokens of that shape, and the shape of those that leave it."""
         ranks = self.mesh.size()
         if not isinstance(place, Shard):
-            return Exchange(Replicated(self.group), self.split, sums=not isinstance(place, Partial)), shape
+            return SplitExchange(Replicated(self.group), self.split, sums=not isinstance(place, Partial)), shape
         dim = place.dim % (len(shape) + 1)
         if dim == len(shape):
             raise ValueError(f"tensor parallelism: {place} splits features here; needs a dimension of tokens")
         if not self.split:
             held = Tokens(self.group, shape, dim, once)
-            return Exchange(held, 0), [*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]]
+            return SplitExchange(held, 0), [*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]]
         if shape[dim] % ranks:
             raise ValueError(
                 f"sequence parallelism: got {shape[dim]} tokens along dimension {dim} for {ranks} ranks; pad them to "
                 "a multiple"
             )
         own = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
-        return Exchange(Tokens(self.group, own, dim), 1), own
+        return SplitExchange(Tokens(self.group, own, dim), 1), own
 
 
 def shard_codes(weight: QuantizedWeight, mesh: DeviceMesh, split: int, src_data_rank: int | None) -> nn.Parameter:
