@@ -23,7 +23,7 @@ from ottava.record.schema import SlotKey
 from ottava.record.writer import RunWriter
 from ottava.report.page import make_report
 from ottava.train.report import render_report
-from ottava.train.summary import DemoResult, Machinery, RunResult
+from ottava.train.verdict import DemoResult, Machinery, RunResult
 
 NAMES = (
     "a{0.__class__}",

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
 from ottava.engine.functional import Call, build_ahead, linear
-from ottava.nn.linear import Linear
+from ottava.nn.layer import Linear
 from ottava.recipe import Recipe
 from sweep import sweep
 

@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer
 from ottava.base.errors import need
 from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.engine.state import after_steps
-from ottava.nn.part import Part
+from ottava.nn.layer import LayerView
 from ottava.nn.sharding import all_gather
 from ottava.numerics.scaling import PER_TENSOR, amax, read_scales
 from ottava.numerics.tensor import Lent, QuantizationSpec, QuantizedTensor
@@ -475,7 +475,7 @@ def fully_shard(module: nn.Module | Sequence[nn.Module], **settings: Any) -> Any
 
 def refuse_gather(layer: QuantizedLayer, ranks: int) -> str:
     """Why a layer's weight is not gathered as codes from that many ranks; "" if it is."""
-    if isinstance(layer, Part):
+    if isinstance(layer, LayerView):
         return "its weight is a piece of a parameter that another module holds"
     return refuse_cells(layer.resolved.cells("weight"), layer.weight.shape[0], ranks)
 

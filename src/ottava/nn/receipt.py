@@ -19,7 +19,7 @@ from ottava.base.errors import need
 from ottava.base.text import columns, data_frame, html_table
 from ottava.engine.layer import QuantizedLayer
 from ottava.nn.attention import FP8_EMULATION, DotProductAttention
-from ottava.nn.outside import weights_outside
+from ottava.nn.convert import weights_outside
 from ottava.ops.gemm import GemmRecord
 from ottava.recipe import GEMMS, GemmRecipe
 from ottava.weights.operands import stored_as
@@ -162,7 +162,7 @@ def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
             hides nothing. False: the last call of any kind.
 
     Layers that are not ottava's get one row with that note. So do weights that code outside nn.Linear multiplies
-    (`nn.outside`), under the name of the parameter. Attention gets a row that names its kernel. Compiled code chooses
+    (`nn.convert`), under the name of the parameter. Attention gets a row that names its kernel. Compiled code chooses
     kernels when it runs and notes none; such rows have the kernel "compiled" and show the recipe at the time of
     tracing.
 

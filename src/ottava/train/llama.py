@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from ottava.base.untrusted import UntrustedError
 from ottava.engine.layer import QuantizedLayer, quantized_layers
-from ottava.nn.convert import convert, default_filter
+from ottava.nn.convert import convert, default_filter, put_weight
 from ottava.nn.fp8_checkpoint import open_tensors
-from ottava.nn.weights import put_weight
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.recipe import Recipe, get_recipe

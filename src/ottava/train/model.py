@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor
 from ottava.base.settings import ConfigError
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.convert import ConversionReport, convert
-from ottava.nn.linear import Linear
+from ottava.nn.layer import Linear
 from ottava.nn.mlp import ActivatedLinear
 from ottava.nn.moe import MoE
-from ottava.nn.norm_linear import NormLinear
-from ottava.nn.norms import RMSNorm
+from ottava.nn.norms import NormLinear, RMSNorm
 from ottava.nn.rope import RotaryEmbedding, RotaryTable, rotate
 from ottava.optim import SGD, AdamW, Lion, Muon
 from ottava.optim.storage import Moments
