@@ -65,8 +65,8 @@ class SlotKey(NamedTuple):
     scaling: str
     """current, delayed or guarded."""
     source: str
-    """"door": the operand of the GEMM itself. "hook": simulated beside a GEMM of any precision. "import:...": measured
-    by another tool."""
+    """"door": the operand of the GEMM itself. "config": cast as the layer's own package casts it, by the configuration
+    that the layer carries. "hook": simulated beside a GEMM of any precision. "import:...": measured by another tool."""
 
 
 def cast_key(layer: str, tensor: str, direction: str, recipe: str, spec: QuantizationSpec, source: str) -> SlotKey:

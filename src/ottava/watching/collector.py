@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
@@ -58,10 +58,16 @@ class Collector:
     Args:
         config: settings of the watch.
         dumps: chooses the casts to write to files.
+        recipe_of: the recipe that a layer of another package casts by itself; None if it does not.
     """
 
-    def __init__(self, config: WatchConfig, dumps: DumpPlan | None = None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: WatchConfig,
+        dumps: DumpPlan | None = None,
+        recipe_of: Callable[[str], Recipe | None] = lambda layer: None,
+    ) -> None:
+        self.config, self._recipe_of = config, recipe_of
         self.dumps = dumps
         self.looking = False
         """Whether the running step gets a full look."""
@@ -81,7 +87,7 @@ class Collector:
         self._light: dict[Place, tuple[SlotKey, Tensor, Tensor | None]] = {}
         self._once: set[Place] = set()
         self._cells: dict[Place, list[tuple[SlotKey, QuantizationSpec]]] = {}
-        self._reach = max((spec.amax_history_len for _, _, spec in self._predicted()), default=0)
+        self._reach = max((spec.amax_history_len for spec in predicted(self._recipes)), default=0)
         self._history: dict[Place, deque[Tensor]] = {}
 
     @property
@@ -133,7 +139,7 @@ class Collector:
             return extent
 
     def simulate(self, layer: str, tensor: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
-        """Casts x (R, C) as the recipes of the settings would, and adds these casts.
+        """Casts x (R, C) as the layer's own package does, or else as the recipes of the settings would.
 
         Args:
             dtype: dtype of x before the cast; None: its own.
@@ -235,17 +241,15 @@ class Collector:
     def _cells_of(self, layer: str, tensor: str) -> list[tuple[SlotKey, QuantizationSpec]]:
         key = (layer, tensor)
         if key not in self._cells:
+            own = self._recipe_of(layer)
+            recipes, source = (self._recipes, "hook") if own is None else ((own,), "config")
+            self._reach = max(self._reach, *(spec.amax_history_len for spec in predicted(recipes)), 0)
             self._cells[key] = [
-                (cast_key(layer, tensor, direction, recipe.name, spec, "hook"), spec)
-                for recipe in self._recipes
+                (cast_key(layer, tensor, direction, recipe.name, spec, source), spec)
+                for recipe in recipes
                 for direction, spec in cells(recipe.for_layer(layer), tensor)
             ]
         return self._cells[key]
-
-    def _predicted(self) -> Iterator[tuple[Recipe, str, QuantizationSpec]]:
-        for recipe in self._recipes:
-            for tensor in (*TENSORS, *_CAST_AS):
-                yield from ((recipe, d, spec) for d, spec in cells(recipe, tensor) if spec.predicted)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -276,6 +280,13 @@ def cells(recipe: Recipe, tensor: str) -> list[tuple[str, QuantizationSpec]]:
     casts = [("row", row)] if row is not None else []
     shared = col is not None and row == col and col.granularity.transposes
     return casts if col is None or shared else [*casts, ("col", col)]
+
+
+def predicted(recipes: Sequence[Recipe]) -> Iterator[QuantizationSpec]:
+    """The cells of recipes that predict their scales."""
+    for recipe in recipes:
+        for tensor in (*TENSORS, *_CAST_AS):
+            yield from (spec for _, spec in cells(recipe, tensor) if spec.predicted)
 
 
 def _tallies(sums: Mapping[SlotKey, Packed]) -> Tallies[SlotKey]:

@@ -20,7 +20,9 @@ class LossTap:
 
     Args:
         seen: called with a detached tensor of one element, on its device; reading it waits for the device.
-        rooted: called with the root itself, which leads to the graph.
+        rooted: called before a backward with all its roots, which lead to the graph.
+        ended: called when a backward has ended and every gradient is in place, with the factor of a GradScaler, or
+            None.
 
     Edge cases: ignores roots that are no scalars (a pipeline stage passes gradients on), and a backward inside a
         backward (reentrant checkpointing). If a loop divides its loss by the number of micro-batches, the root is the
@@ -37,11 +39,17 @@ class LossTap:
         [6.0]
     """
 
-    def __init__(self, seen: Callable[[Tensor], None], rooted: Callable[[Tensor], None] = lambda root: None) -> None:
-        self._seen, self._rooted = seen, rooted
+    def __init__(
+        self,
+        seen: Callable[[Tensor], None],
+        rooted: Callable[[list[Tensor]], None] = lambda roots: None,
+        ended: Callable[[Tensor | None], None] = lambda scale: None,
+    ) -> None:
+        self._seen, self._rooted, self._ended = seen, rooted, ended
         self._active = False
         self._patches: list[tuple[Any, str, Any, Any]] = []
-        self._unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
+        self._unscaled: tuple[weakref.ref[Tensor], Tensor, Tensor | None] | None = None
+        self._scale: Tensor | None = None
 
     def attach(self) -> None:
         """Starts calling `seen`."""
@@ -49,7 +57,7 @@ class LossTap:
             return
         self._active = True
         if not self._patches:
-            self._patch(torch.autograd, "backward", self._before_backward, None)
+            self._patch(torch.autograd, "backward", self._before_backward, self._after_backward)
             self._patch(torch.amp.GradScaler, "scale", None, self._after_scale)
 
     def detach(self) -> None:
@@ -86,16 +94,24 @@ class LossTap:
         roots: Iterable[Any] = (tensors,) if isinstance(tensors, Tensor) else tensors
         if not isinstance(roots, (tuple, list)):
             return  # a GradientEdge, or an error that torch will raise
-        for root in roots:
-            if isinstance(root, Tensor) and root.numel() == 1 and root.is_floating_point() and not root.is_meta:
+        self._scale = None
+        usable = [x for x in roots if isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta]
+        for root in usable:
+            if root.numel() == 1:
                 self._seen(self._as_it_was(root).detach())
-                self._rooted(root)
+        self._rooted(usable)
+
+    def _after_backward(self, *_: Any, **__: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            scale, self._scale = self._scale, None
+            self._ended(scale)
 
     def _after_scale(self, result: Any, scaler: Any, outputs: Any, *_: Any, **__: Any) -> None:
         if isinstance(outputs, Tensor) and isinstance(result, Tensor) and result is not outputs:
-            self._unscaled = (weakref.ref(result), outputs.detach())
+            self._unscaled = (weakref.ref(result), outputs.detach(), getattr(scaler, "_scale", None))
 
     def _as_it_was(self, root: Tensor) -> Tensor:
         if self._unscaled is not None and self._unscaled[0]() is root:
+            self._scale = self._unscaled[2]
             return self._unscaled[1]
         return root
