@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -158,7 +158,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     found.append(_fp8(facts, trial, happened, frameworks))
     found += _differing(differ, happened, frameworks)
     found += [_law(law, how, happened, facts, frameworks) for law, how in hits if not (law.exact and how.grave)]
-    known = [finding for finding in found if finding is not None]
+    known = _one_answer([finding for finding in found if finding is not None])
     findings = [f for f in known if f.severity != "note"]
     notes = [f for f in known if f.severity == "note"]
     verdict = next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none")
@@ -177,6 +177,13 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         tested=len(LAWS) - len(untested),
         coverage_pct=facts.coverage,
     )
+
+
+def _one_answer(found: Sequence[Finding]) -> list[Finding]:
+    """Behind the first answer, what follows from it or is only statistical is a note."""
+    exact = {law.id for law in LAWS if law.exact} | {"CHECK", "FP8"}
+    answer = next((f for f in found if f.severity != "note"), None)
+    return [f if f is answer or f.id in exact else replace(f, severity="note") for f in found]
 
 
 def _confidence(stage: str) -> float | None:

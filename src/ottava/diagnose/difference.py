@@ -66,7 +66,9 @@ def differences(good: Facts, bad: Facts) -> list[Difference]:
     comparable = first is not None and not weights and not (batch and batch[0].step == first)
     if comparable and first is not None:
         computed = _forward(good, bad, first) or _loss(good, bad, first) or _backward(good, bad, first)
-        found += computed or _update(good, bad, first)
+        # another setting makes another update
+        settled = any(d.kind in ("setting", "optimizer") for d in found)
+        found += computed or ([] if settled else _update(good, bad, first))
     return found
 
 

@@ -23,6 +23,7 @@ _RISE = 0.02  # of the loss before: a smaller jump is no spike
 _RISE_NOISE = 6.0
 _ONSET = 1 / 3
 _FEW = 12  # losses; fewer have no course
+_REACH = 5  # losses that the running median reaches ahead, and their neighbours
 _AROUND = 2  # losses on either side that make the band of a good run
 _GAP = 0.01  # of the loss
 
@@ -182,8 +183,9 @@ class LossCurve:
         inside = np.flatnonzero(~outside)
         start = int(inside[-1]) + 1 if len(inside) else 0
         stays = float(step[start]) if start < len(step) else math.inf
-        # smoothing may see a lasting rise that no single loss shows
-        return min([stays, *(float(at) for at in step[left][:1])]), stays
+        first = float(step[left][0]) if left.any() else stays
+        # the running median sees a lasting rise a few steps before its first loss, and some that no single loss shows
+        return (first, max(stays, first)) if stays < first <= stays + _REACH else (min(first, stays), stays)
 
     @property
     def diverged(self) -> str:
