@@ -26,6 +26,7 @@ from ottava.measure.tally import Tallies, Tally, row_of
 from ottava.record.columns import NUMBERS, DenseColumns, LazyTally, MergedColumns, Part, StoredColumns, merged
 from ottava.record.schema import (
     EVENTS,
+    EXPERIMENTS,
     IDENTITY,
     MANIFEST,
     REPORTED,
@@ -266,6 +267,11 @@ class Run:
     def training(self) -> list[dict[str, Any]]:
         """Lines of training.jsonl."""
         return list(_lines(self.path / TRAINING))
+
+    @cached_property
+    def experiments(self) -> list[dict[str, Any]]:
+        """Lines of experiments.jsonl."""
+        return list(_lines(self.path / EXPERIMENTS))
 
     @cached_property
     def ranks(self) -> list[int]:

@@ -5,6 +5,7 @@
     RUN/steps.jsonl           a line per optimizer step: step, and loss, grad_norm, lr, tokens, seconds if known
     RUN/events.jsonl          a line per event: triggers, dumps, fallbacks, warnings
     RUN/training.jsonl        a line per look: the update of each parameter; and a line per mode of the forward
+    RUN/experiments.jsonl     a line per experiment: what the run does without its casts
     RUN/dumps/*.safetensors   dumped tensors
 
 The files store sums that merge exactly, not statistics. Any tool reads them:
@@ -29,6 +30,7 @@ from ottava.numerics.tensor import QuantizationSpec
 SCHEMA_VERSION = 1
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"
 TRAINING = "training.jsonl"
+EXPERIMENTS = "experiments.jsonl"
 
 MANIFEST_SHAPE: Mapping[str, Any] = MappingProxyType(
     {

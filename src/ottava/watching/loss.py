@@ -21,6 +21,8 @@ class LossTap:
     Args:
         seen: called with a detached tensor of one element, on its device; reading it waits for the device.
         rooted: called with the root itself, which leads to the graph.
+        began: called with every root, also one that is no scalar: the root, the unscaled loss, the gradient that the
+            backward begins with, and whether the graph is retained.
 
     Edge cases: ignores roots that are no scalars (a pipeline stage passes gradients on), and a backward inside a
         backward (reentrant checkpointing). If a loop divides its loss by the number of micro-batches, the root is the
@@ -37,8 +39,13 @@ class LossTap:
         [6.0]
     """
 
-    def __init__(self, seen: Callable[[Tensor], None], rooted: Callable[[Tensor], None] = lambda root: None) -> None:
-        self._seen, self._rooted = seen, rooted
+    def __init__(
+        self,
+        seen: Callable[[Tensor], None],
+        rooted: Callable[[Tensor], None] = lambda root: None,
+        began: Callable[[Tensor, Tensor, Tensor | None, bool], None] = lambda root, loss, gradient, retain: None,
+    ) -> None:
+        self._seen, self._rooted, self._began = seen, rooted, began
         self._active = False
         self._patches: list[tuple[Any, str, Any, Any]] = []
         self._unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
@@ -80,13 +87,18 @@ class LossTap:
         setattr(owner, name, wrapped)
         self._patches.append((owner, name, wrapped, original))
 
-    def _before_backward(self, tensors: Any = None, *_: Any, **__: Any) -> None:
+    def _before_backward(
+        self, tensors: Any = None, grad_tensors: Any = None, retain_graph: Any = None, *_: Any, **__: Any
+    ) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
         roots: Iterable[Any] = (tensors,) if isinstance(tensors, Tensor) else tensors
         if not isinstance(roots, (tuple, list)):
             return  # a GradientEdge, or an error that torch will raise
-        for root in roots:
+        gradients = grad_tensors if isinstance(grad_tensors, (tuple, list)) else [grad_tensors] * len(roots)
+        for i, (root, gradient) in enumerate(zip(roots, gradients, strict=False)):
+            if isinstance(root, Tensor):
+                self._began(root, self._as_it_was(root), gradient, bool(retain_graph) or i + 1 < len(roots))
             if isinstance(root, Tensor) and root.numel() == 1 and root.is_floating_point() and not root.is_meta:
                 self._seen(self._as_it_was(root).detach())
                 self._rooted(root)

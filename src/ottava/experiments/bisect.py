@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from ottava.base.errors import unknown_name
 from ottava.base.text import finite
+from ottava.experiments.probe import PROMOTION, GemmProbe, captured, cast_evidence, operands_of, probe_gemms
+from ottava.experiments.replay import Deviation, Loss, Outcome, Replay, door_hooks, ottava_layers, spelled_out
 from ottava.measure.layer_names import symbol
 from ottava.numerics.accumulator import Accumulator
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.ops.parts import whole
 from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe, get_recipe
-from ottava.remedy.probe import PROMOTION, GemmProbe, captured, cast_evidence, operands_of, probe_gemms
-from ottava.remedy.replay import Deviation, Loss, Outcome, Replay, door_hooks, ottava_layers, spelled_out
 
 Target = Literal["gradient", "loss"]
 _SPREAD = 0.5
