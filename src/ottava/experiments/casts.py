@@ -42,8 +42,8 @@ class Casts:
     without: Way
     layers: Mapping[str, nn.Module]
     """Full name -> layer with casts."""
-    of_ottava: bool
-    """Whether all of them are ottava's, so that one GEMM of one layer can be switched."""
+    recipes: Mapping[str, Recipe]
+    """Full name -> the recipe that a layer of ottava ran."""
 
 
 def casts_of(models: Sequence[nn.Module], name_of: Callable[[nn.Module], str], simulated: str | Recipe) -> Casts | None:
@@ -68,7 +68,8 @@ def casts_of(models: Sequence[nn.Module], name_of: Callable[[nn.Module], str], s
         bits = FOUR_BITS
     layers = {m.name or name_of(m): m for m in ours} | {name_of(m): m for m in (*torchao, *engine)}
     without = Way(without_casts, lambda: _without(torchao, bool(engine)))
-    return Casts("real", recipes.most_common(1)[0][0], bits, AS_IT_RAN, without, layers, not (torchao or engine))
+    own = {m.name: ran for m in ours if (ran := _ran(m)) is not None}
+    return Casts("real", recipes.most_common(1)[0][0], bits, AS_IT_RAN, without, layers, own)
 
 
 def is_torchao(module: nn.Module) -> bool:
@@ -77,23 +78,17 @@ def is_torchao(module: nn.Module) -> bool:
 
 
 def only_without(casts: Casts, off: Collection[tuple[str, str]]) -> Way:
-    """The run with the casts of these (layer, GEMM) off; of layers of other packages, GEMM is "".
-
-    Raises:
-        ValueError: one GEMM is asked of a layer that is not ottava's.
-    """
+    """The run with the casts of these (layer, GEMM) off; of layers of other packages, GEMM is ""."""
     layers = {name for name, _ in off}
     torchao = [m for name, m in casts.layers.items() if name in layers and is_torchao(m)]
-    ours = {name: m for name, m in casts.layers.items() if isinstance(m, QuantizedLayer)}
-    cells = {name: ran for name, m in ours.items() if (ran := _ran(m)) is not None}
     overrides = tuple(
         Override(_only(n), tuple((g, getattr(recipe, g)) for g in GEMMS if (n, g) not in off))
-        for n, recipe in cells.items()
+        for n, recipe in casts.recipes.items()
     )
     recipe = replace(get_recipe("bf16"), name="ablation", overrides=overrides)
 
     def ambient(before: Ambient) -> Ambient:
-        return replace(before, recipe=recipe, enabled=True) if ours else before
+        return replace(before, recipe=recipe, enabled=True) if casts.recipes else before
 
     return Way(ambient, lambda: _without(torchao, engine=False))
 
@@ -166,7 +161,7 @@ def _simulated(modules: Collection[nn.Module], name_of: Callable[[nn.Module], st
     forwards = {module: twin.forward for module, twin in twins.items()}
     layers: dict[str, nn.Module] = {twin.name: twin for twin in twins.values()}
     way = Way(switched=lambda: _replaced(forwards))
-    return Casts("simulated", recipe.name, _bits(recipe), way, Way(switched=nullcontext), layers, False)
+    return Casts("simulated", recipe.name, _bits(recipe), way, Way(switched=nullcontext), layers, {})
 
 
 def _twin(module: nn.Linear, recipe: Recipe, name: str) -> Linear:

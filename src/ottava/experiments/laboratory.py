@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from ottava.experiments.ablation import Ablation
 from ottava.experiments.casts import FOUR_BITS, Casts, casts_of
 from ottava.experiments.program import Program, Recorder
 from ottava.experiments.shadow import Shadow, nothing_changes, parameters_of
@@ -72,6 +73,7 @@ class Laboratory:
         self._last_trigger = -_BETWEEN_TRIGGERS
         self._postponed = False
         self._shadows = self._simulated = self._failures = 0
+        self._ablated: int | None = None
         self._refused: set[str] = set()
         self._started = time.perf_counter()
         self.seconds = 0.0
@@ -174,9 +176,18 @@ class Laboratory:
         shadow = Shadow(program, casts, parameters_of(program.modules))
         with nothing_changes(program.modules):
             facts = shadow.facts(self._name_of)
-        self._shadows += 1
-        self._write(self._step, "shadow", why=self._why, **facts)
+            self._shadows += 1
+            self._write(self._step, "shadow", why=self._why, **facts)
+            if casts.mode == "real" and self._ablates(facts["error"], casts):
+                search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
+                if (found := search.facts()) is not None:
+                    self._ablated = self._step
+                    self._write(self._step, "ablation", **found)
         return None
+
+    def _ablates(self, error: float | None, casts: Casts) -> bool:
+        early = self._ablated is not None and self._step - self._ablated < self._every
+        return error is not None and error > level(casts) and not early
 
 
 def level(casts: Casts) -> float:

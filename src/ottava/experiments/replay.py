@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from ottava.engine.autocast import autocast
 from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.numerics.tensor import QuantizedTensor
 from ottava.ops.advice import Advice
-from ottava.recipe import GEMMS, Override, Recipe, get_recipe
+from ottava.ops.parts import whole
+from ottava.recipe import GEMMS, TENSOR_OF, Override, Recipe, get_recipe
 from ottava.record.random_state import random_states, random_states_kept
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -257,3 +259,25 @@ def door_hooks(layer: Any, hook: Callable[[str, Tensor, Any], Any]) -> Iterator[
     finally:
         for handle in handles:
             handle.remove()
+
+
+def one_operand(gemm: str, quantized: str | None) -> Callable[[str, Tensor, Any], Any]:
+    """A hook that gives a GEMM the decoded cast of one operand, and the other in high precision; None: both decoded."""
+    lhs, rhs = TENSOR_OF[gemm, "lhs"], TENSOR_OF[gemm, "rhs"]
+
+    def hook(tensor: str, x: Tensor, output: tuple[Any, Any]) -> tuple[Any, Any]:
+        operands = list(output)
+        for name, direction in (lhs, rhs):
+            index = int(direction == "col")
+            operand = operands[index]
+            if name != tensor or not isinstance(operand, QuantizedTensor):
+                continue
+            if quantized is None or quantized == tensor:
+                operands[index] = whole(operand).to(x.dtype)
+            else:
+                exact = x.t() if direction == "col" else x
+                transform = operand.spec.transform
+                operands[index] = exact if transform is None else whole(operand, operand.transformed(exact)).to(x.dtype)
+        return operands[0], operands[1]
+
+    return hook
