@@ -22,7 +22,7 @@ import ottava
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
-OBSERVES = ("measure", "record", "interop", "watching", "diagnose", "remedy", "debug")
+OBSERVES = ("measure", "record", "interop", "experiments", "watching", "diagnose", "remedy", "debug")
 """Rooms that look at a run, from outside: what they look at must work, and give the same bits, without them."""
 
 MAY_OBSERVE = ("ottava", "report", "compat", "train", "bench", "lab", "cli")

@@ -53,8 +53,8 @@ def bisect(
     Exit code 0 if the error is spread over the layers, or there is none; 1 if one layer has most of it; 4 if there is
     no checkpoint or it is damaged.
     """
-    from ottava.remedy.bisect import Probe
-    from ottava.remedy.bisect import bisect as search
+    from ottava.experiments.bisect import Probe
+    from ottava.experiments.bisect import bisect as search
 
     if path.is_file() and path.parent.name != "checkpoints":
         return _operands(path, accumulator, as_json=as_json)
@@ -155,8 +155,8 @@ def _load(
 
 def _operands(path: Path, accumulator: str | None, *, as_json: bool) -> int:
     """Prints the error of each GEMM of a dump, with one operand cast and with both."""
+    from ottava.experiments.probe import probe_gemms
     from ottava.record.dumps import DumpError, GemmDump, read_dump
-    from ottava.remedy.probe import probe_gemms
 
     dump = read_dump(path)
     if not isinstance(dump, GemmDump):

@@ -201,6 +201,8 @@ class WatchConfig(Section):
     """Note the amax of inputs and gradients in every step, in a ring that a trigger writes to the run folder."""
     flight: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Steps in that ring."""
+    shadow: Count = 100
+    """Steps from one shadow step to the next, see `experiments`: the gradient with casts and without. 0: none."""
     triggers: Triggers = Field(default_factory=Triggers)
     dump: DumpConfig = Field(default_factory=DumpConfig)
     sinks: Sinks = ()

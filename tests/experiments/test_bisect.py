@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import ottava
+from ottava.experiments.bisect import Probe, bisect
 from ottava.recipe import RECIPES, Recipe
-from ottava.remedy.bisect import Probe, bisect
 
 LAYERS, WIDTH = 8, 64
 

@@ -18,14 +18,17 @@ from torch import Tensor, nn
 
 from ottava.engine.autocast import autocast
 from ottava.engine.layer import QuantizedLayer, quantized_layers
-from ottava.engine.quantizer import Quantizer
+from ottava.numerics.tensor import QuantizedTensor
 from ottava.ops.advice import Advice
-from ottava.recipe import GEMMS, Override, Recipe, get_recipe
+from ottava.ops.gemm import whole
+from ottava.recipe import GEMMS, TENSOR_OF, Override, Recipe, get_recipe
 from ottava.record.random_state import random_states, random_states_kept
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> scalar; calls the model."""
-_DOOR_STATE = ("spec", "pack", "staged", "cached")
+_OF_MODULES = frozenset(vars(nn.Module()))
+_SMALL = 1 << 20
+"""Bytes of a tensor up to which an attribute is copied, as buffers are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,19 +187,13 @@ def only_pattern(name: str) -> str:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restores what forward and backward change in a model: gradients, buffers, state of predicted scales."""
+    """Restores what forward and backward change in a model: gradients, buffers, attributes of modules, and the state
+    of predicted scales. What an attribute of another class holds is not seen."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [
-        (m, dict(m._buffers), {n: b.clone() for n, b in m._buffers.items() if b is not None}) for m in model.modules()
-    ]
-    doors = [
-        (m, {n: v for n, v in vars(m).items() if n in _DOOR_STATE}, m.staged.clone() if m.spec is not None else None)
-        for m in model.modules()
-        if isinstance(m, Quantizer)
-    ]
-    layers = quantized_layers(model)
-    calls = [(layer, getattr(layer, "last_call", None)) for layer in layers]
-    states = {id(s): (s, _copied(vars(s))) for s in (getattr(layer, "scaling_state", None) for layer in layers) if s}
+    modules = [_Attributes(m) for m in model.modules()]
+    tensors = {id(t): t for m in modules for t in m.tensors()}.values()
+    values = [(t, t.clone()) for t in tensors]
+    states = {id(s): (s, _copied(vars(s))) for m in modules if (s := m.attributes.get("scaling_state")) is not None}
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -205,21 +202,43 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for module, tensors, values in buffers:
-                module._buffers = tensors
-                for name, value in values.items():
-                    tensors[name].copy_(value)  # type: ignore[union-attr]  # values has only tensors
-            for door, attributes, staged in doors:
-                for name in _DOOR_STATE:
-                    vars(door).pop(name, None)
-                vars(door).update(attributes)
-                if staged is not None:
-                    door.staged.copy_(staged)
-            for layer, call in calls:
-                layer.last_call = call
+            for module in modules:
+                module.restore()
+            for tensor, value in values:
+                tensor.copy_(value)
             for state, attributes in states.values():
                 vars(state).clear()
                 vars(state).update(attributes)
+
+
+class _Attributes:
+    """What a module holds beside its parameters and children: by name, and the contents of lists, sets and dicts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.attributes = module, dict(vars(module))
+        own = [v for k, v in self.attributes.items() if k == "_buffers" or k not in _OF_MODULES]
+        self._contents = [(v, v.copy()) for v in own if type(v) in (list, dict, set)]
+        self._generators = [(v, v.get_state()) for v in own if isinstance(v, torch.Generator)]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Buffers and small tensors that a forward may write to."""
+        for value in (*self.attributes.values(), *self.module._buffers.values()):
+            plain = isinstance(value, Tensor) and not value.is_inference() and not value.requires_grad
+            if plain and (value.nbytes <= _SMALL or any(value is b for b in self.module._buffers.values())):
+                yield value
+
+    def restore(self) -> None:
+        """Puts everything back but the numbers in tensors."""
+        vars(self.module).clear()
+        vars(self.module).update(self.attributes)
+        for live, saved in self._contents:
+            if isinstance(live, list):
+                live[:] = saved
+            else:
+                live.clear()
+                live.update(saved)
+        for generator, state in self._generators:
+            generator.set_state(state)
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,3 +259,25 @@ def door_hooks(layer: Any, hook: Callable[[str, Tensor, Any], Any]) -> Iterator[
     finally:
         for handle in handles:
             handle.remove()
+
+
+def one_operand(gemm: str, quantized: str | None) -> Callable[[str, Tensor, Any], Any]:
+    """A hook that gives a GEMM the decoded cast of one operand, and the other in high precision; None: both decoded."""
+    lhs, rhs = TENSOR_OF[gemm, "lhs"], TENSOR_OF[gemm, "rhs"]
+
+    def hook(tensor: str, x: Tensor, output: tuple[Any, Any]) -> tuple[Any, Any]:
+        operands = list(output)
+        for name, direction in (lhs, rhs):
+            index = int(direction == "col")
+            operand = operands[index]
+            if name != tensor or not isinstance(operand, QuantizedTensor):
+                continue
+            if quantized is None or quantized == tensor:
+                operands[index] = whole(operand).to(x.dtype)
+            else:
+                exact = x.t() if direction == "col" else x
+                transform = operand.spec.transform
+                operands[index] = exact if transform is None else whole(operand, operand.transformed(exact)).to(x.dtype)
+        return operands[0], operands[1]
+
+    return hook

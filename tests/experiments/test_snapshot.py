@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.remedy.snapshot import Snapshot
+from ottava.experiments.snapshot import Snapshot
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

@@ -26,13 +26,20 @@ from torch import Tensor, nn
 
 from ottava.base.errors import unknown_name
 from ottava.base.text import finite
+from ottava.experiments.probe import PROMOTION, GemmProbe, captured, cast_evidence, operands_of, probe_gemms
+from ottava.experiments.replay import (
+    Deviation,
+    Loss,
+    Outcome,
+    Replay,
+    door_hooks,
+    one_operand,
+    ottava_layers,
+    spelled_out,
+)
 from ottava.measure.layer_names import symbol
 from ottava.numerics.accumulator import Accumulator
-from ottava.numerics.tensor import QuantizedTensor
-from ottava.ops.gemm import whole
 from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe, get_recipe
-from ottava.remedy.probe import PROMOTION, GemmProbe, captured, cast_evidence, operands_of, probe_gemms
-from ottava.remedy.replay import Deviation, Loss, Outcome, Replay, door_hooks, ottava_layers, spelled_out
 
 Target = Literal["gradient", "loss"]
 _SPREAD = 0.5
@@ -272,13 +279,13 @@ class _Search:
         for side in ("lhs", "rhs"):
             tensor, direction = TENSOR_OF[gemm, side]
             what = f"{gemm} of {layer}, only {symbol(tensor, direction)} quantized"
-            with door_hooks(self.layers[layer], _one_operand(gemm, tensor)):
+            with door_hooks(self.layers[layer], one_operand(gemm, tensor)):
                 errors[side] = self._probe(what, [layer], [gemm]).error
         return "rhs" if errors["rhs"] > errors["lhs"] else "lhs"
 
     def _cause(self, layer: str, gemm: str, error: float) -> str:
         """ "accumulation" if the same operands, multiplied in high precision, give less than half the squared error."""
-        with door_hooks(self.layers[layer], _one_operand(gemm, None)):
+        with door_hooks(self.layers[layer], one_operand(gemm, None)):
             decoded = self._probe(f"{gemm} of {layer}, multiplied in high precision", [layer], [gemm])
         return "accumulation" if decoded.error**2 < 0.5 * error**2 else "quantization"
 
@@ -308,28 +315,6 @@ class _Search:
         name += self.profile
         loss, target = self.reference.loss, self.replay.target
         return BisectResult(target, name, loss, total, tuple(self.probes), suspect, spread, gemms, tuple(self.notes))
-
-
-def _one_operand(gemm: str, quantized: str | None) -> Callable[[str, Tensor, Any], Any]:
-    """A hook that gives a GEMM the decoded cast of one operand, and the other in high precision; None: both decoded."""
-    lhs, rhs = TENSOR_OF[gemm, "lhs"], TENSOR_OF[gemm, "rhs"]
-
-    def hook(tensor: str, x: Tensor, output: tuple[Any, Any]) -> tuple[Any, Any]:
-        operands = list(output)
-        for name, direction in (lhs, rhs):
-            index = int(direction == "col")
-            operand = operands[index]
-            if name != tensor or not isinstance(operand, QuantizedTensor):
-                continue
-            if quantized is None or quantized == tensor:
-                operands[index] = whole(operand).to(x.dtype)
-            else:
-                exact = x.t() if direction == "col" else x
-                transform = operand.spec.transform
-                operands[index] = exact if transform is None else whole(operand, operand.transformed(exact)).to(x.dtype)
-        return operands[0], operands[1]
-
-    return hook
 
 
 def _accumulation(layer: str, cause: str, probe: GemmProbe) -> str:

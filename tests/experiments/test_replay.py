@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import ottava
+from ottava.experiments.replay import Replay, door_hooks, gradient_error, ottava_layers, untouched
 from ottava.recipe import RECIPES
-from ottava.remedy.replay import Replay, door_hooks, gradient_error, ottava_layers, untouched
 
 
 class Net(nn.Module):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ottava.base.text import finite
+from ottava.experiments.replay import door_hooks
 from ottava.measure.statistics import STATISTICS
 from ottava.measure.walk import measure
 from ottava.numerics.accumulator import Accumulator
@@ -32,7 +33,6 @@ from ottava.ops.gemm import GemmRecord, gemm, whole
 from ottava.ops.quantize import quantize
 from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe
 from ottava.record.dumps import GemmDump
-from ottava.remedy.replay import door_hooks
 
 PROMOTION = 128
 """Products between promotions to fp32, as cuBLASLt's slow accumulation and DeepGEMM have them."""
