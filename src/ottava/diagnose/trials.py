@@ -30,7 +30,8 @@ Part = Literal["none", "innocent", "guilty", "unknown"]
 LEVEL = MappingProxyType({8: 0.15, 6: 0.25, 4: 0.45})
 """Bits of the narrowest format -> the distance ||g_casts - g|| / ||g|| above which casts hurt."""
 _NOISE = 0.3  # of the batch's own noise; healthy runs have 0.02 to 0.16
-_BLOWN = 100.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
+_NEAR = 3  # steps
+_BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
 _OPERANDS = MappingProxyType(
     {
         ("fprop", "lhs"): "input",
@@ -130,6 +131,9 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         return Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
     usual = float(np.median([float(e.get("norm") or 0.0) for e in before])) if before else math.nan
     for entry in after:
+        # a jump between two shadow steps shows in the one that the trigger asked for; later ones see what has come of it
+        if before and event is not None and entry["step"] > event.step + _NEAR:
+            break
         blown = not float(entry.get("norm") or math.inf) <= _BLOWN * usual
         if _hurts(facts, entry):
             if blown:
