@@ -252,7 +252,7 @@ def _first_half(gradient: Tensor) -> Tensor:
 @contextmanager
 def _bare(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Parameters without gradients and without the hooks that run when one has been accumulated."""
-    before = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]  # type: ignore[attr-defined]
+    before = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
     hooks = [(h, dict(h)) for _, _, h in before if h]
     for p, _, _ in before:
         p.grad = None

@@ -152,6 +152,7 @@ class Watch:
         self.laboratory = Laboratory(
             self._models,
             every=config.shadow,
+            replay=config.replay,
             recipe=config.recipes[0],
             write=self.writer.experiment,
             name_of=self.modules.names.parameter,
@@ -208,6 +209,7 @@ class Watch:
         """Goes back to the end of an earlier step, as the training did, and deletes the record of later steps."""
         self._settle(wait=True)
         self.writer.rewind(step)
+        self.laboratory.forget()
         self._disarm()
         self.collector.drain()
         self.steps_done, self._active, self._loss_parts, self._logged = step, False, [], {}
@@ -297,24 +299,21 @@ class Watch:
         self.modules.look_back(root)
 
     def _models(self) -> list[nn.Module]:
-        return (
-            [model]
-            if self._model is not None and (model := self._model()) is not None
-            else [*self.modules.names.roots()]
-        )
+        model = None if self._model is None else self._model()
+        return [model] if model is not None else [*self.modules.names.roots()]
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """Sees nothing inside the context, in the middle of a step."""
-        attached, active = self.doors.attached, self.training.active
+        attached, active, paused = self.doors.attached, self.training.active, self._paused
         self._disarm()
         self.losses.detach()
-        self.training.active = False
+        self.training.active, self._paused = False, True
         try:
             yield
         finally:
             self.losses.attach()
-            self.training.active = active
+            self.training.active, self._paused = active, paused
             if attached:
                 self.doors.attach()
                 self.modules.attach()
@@ -427,6 +426,7 @@ class Watch:
         return self.training.finish(ended.training, values[: len(ended.training)])
 
     def _ask_triggers(self, ended: Ended, loss: float | None, amax: Sequence[float]) -> None:
+        self.laboratory.lost(ended.step, loss)
         answers: list[Trigger | None] = [] if loss is None else [self.schedule.loss(loss)]
         answers += self.schedule.tallies(ended.tallies)
         if ended.keys:
