@@ -158,7 +158,7 @@ def _simulated(modules: Collection[nn.Module], name_of: Callable[[nn.Module], st
             twins[module] = _twin(module, recipe, name)
     if not twins:
         return None
-    forwards = {module: twin.forward for module, twin in twins.items()}
+    forwards: dict[nn.Module, Callable[..., Any]] = {module: twin.forward for module, twin in twins.items()}
     layers: dict[str, nn.Module] = {twin.name: twin for twin in twins.values()}
     way = Way(switched=lambda: _replaced(forwards))
     return Casts("simulated", recipe.name, _bits(recipe), way, Way(switched=nullcontext), layers, {})

@@ -87,7 +87,7 @@ class Laboratory:
         self._blamed: list[tuple[str, str]] = []
         self._ring = Ring(replay) if replay else None
         self._losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
-        self._found_nonfinite = self._event = False
+        self._found_nonfinite = self._event = self._wrong = False
         self._replayed = -_BETWEEN_REPLAYS
         self._refused: set[str] = set()
         self._started = time.perf_counter()
@@ -112,6 +112,7 @@ class Laboratory:
     def triggered(self, reason: str) -> None:
         """Something happened: the next step is captured, and the last ones are replayed."""
         self._event = self._event or reason in ("loss_z", "nonfinite")
+        self._wrong = self._wrong or reason == "nonfinite"
         self._asked = self._asked or f"trigger: {reason}"
 
     def lost(self, step: int, loss: float | None) -> None:
@@ -179,8 +180,9 @@ class Laboratory:
                 models = self._models(step)
                 casts = casts_of(models, self._name_of_module, self._recipe)
                 calm = [loss for _, loss in [*self._losses][:-1] if math.isfinite(loss)]
-                if (found := ring.replay(casts, calm, self._blamed)) is not None:
+                if (found := ring.replay(casts, calm, self._blamed, self._name_of_module)) is not None:
                     self._write(step - 1, "replay", **found)
+                    self._tell_nonfinite(step - 1, ring.nonfinite)
             ring.begin(step - 1)
         self.seconds += time.perf_counter() - began
 
@@ -228,13 +230,18 @@ class Laboratory:
     def _experiment(self, program: Program) -> None:
         parameters = parameters_of(program.modules)
         losses = [float(entry.loss.value()) for entry in program.backwards]
-        if not self._found_nonfinite and ("nonfinite" in self._why or not all(map(math.isfinite, losses))):
+        if not self._found_nonfinite and (self._wrong or not all(map(math.isfinite, losses))):
+            self._wrong = False
             player = Player(program, parameters)
             with nothing_changes(program.modules):
                 found = first_nonfinite(player, self._name_of_module, tail=player.tail)
-            if found is not None:
-                self._found_nonfinite = True
-                self._write(self._step, "nonfinite", **found)
+            self._tell_nonfinite(self._step, found)
+            if found is None and not all(bool(p.isfinite().all()) for p in parameters):
+                self._refuse(
+                    "nonfinite",
+                    "the weights were not finite any more in the first step that could be repeated; a watch with "
+                    "replay=20 keeps the steps before",
+                )
         casts = casts_of(program.modules, self._name_of_module, self._recipe)
         if casts is None:
             return self._refuse("shadow", "the model has no layer that casts, and no linear layer to simulate casts in")
@@ -254,6 +261,11 @@ class Laboratory:
                     self._blamed = [(entry["layer"], entry["gemm"]) for entry in found["set"]]
                     self._write(self._step, "ablation", **found)
         return None
+
+    def _tell_nonfinite(self, step: int, found: dict[str, Any] | None) -> None:
+        if found is not None and not self._found_nonfinite:
+            self._found_nonfinite = True
+            self._write(step, "nonfinite", **found)
 
     def _ablates(self, error: float | None, casts: Casts) -> bool:
         early = self._ablated is not None and self._step - self._ablated < self._every

@@ -10,22 +10,25 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from ottava.engine.autocast import Ambient
 from ottava.experiments.casts import Casts, only_without
+from ottava.experiments.nonfinite import first_nonfinite
 from ottava.experiments.passes import AS_IT_RAN, Gradients, Player, Way
 from ottava.experiments.program import Program
 from ottava.experiments.shadow import local, nothing_changes, parameters_of
 from ottava.experiments.snapshot import Snapshot
 from ottava.experiments.surroundings import NotReplayableError
 from ottava.measure.limits import LEAST, robust_z
-from ottava.recipe import get_recipe
+from ottava.recipe import Recipe, get_recipe
 
 CALM = 6.0
 """A replay is inside the noise if its last loss is at most so many robust deviations above the median before."""
@@ -56,6 +59,8 @@ class Ring:
         self._kept: deque[tuple[Snapshot, list[_Step]]] = deque(maxlen=2)
         self._optimizer: Optimizer | None = None
         self._model: nn.Module | None = None
+        self.nonfinite: dict[str, Any] | None = None
+        """The first operation of the last replay whose result was not finite; see `nonfinite`."""
 
     def note(self, number: int, program: Program, optimizer: Optimizer) -> None:
         """An optimizer is about to make this step."""
@@ -84,7 +89,11 @@ class Ring:
         self._kept.clear()
 
     def replay(
-        self, casts: Casts | None, before: Sequence[float], blamed: Iterable[tuple[str, str]]
+        self,
+        casts: Casts | None,
+        before: Sequence[float],
+        blamed: Iterable[tuple[str, str]],
+        name_of_module: Callable[[nn.Module], str],
     ) -> dict[str, Any] | None:
         """Runs the kept steps again; None: there are none.
 
@@ -92,6 +101,7 @@ class Ring:
             casts: of the models.
             before: losses of the run before the event.
             blamed: the set of an ablation.
+            name_of_module: full name of a module.
         """
         steps = [step for _, kept in self._kept for step in kept]
         if not steps or self._model is None or self._optimizer is None:
@@ -101,7 +111,12 @@ class Ring:
         with nothing_changes([model]):
             present = Snapshot.take(model, optimizer, steps[-1].number)
             try:
-                limit = _clipped_to(steps, self._lengths(snapshot, steps, arms))
+                lengths = self._lengths(snapshot, steps, arms)
+                if not math.isfinite(lengths[-1]):  # the weights are those before that step
+                    program = steps[len(lengths) - 1].program
+                    player = Player(program, parameters_of(program.modules))
+                    self.nonfinite = first_nonfinite(player, name_of_module, tail=True)
+                limit = _clipped_to(steps, lengths)
                 ran = [_loss(step.program) for step in steps]
                 differs = _difference(steps, ran, arms[0]["losses"])
                 for name, way, lr in _others(casts, blamed):
@@ -143,6 +158,10 @@ class Ring:
             losses.append(math.fsum(float(x) for x in found.losses) / max(len(found.losses), 1) / ratio)
             gradients = [None if g is None else g / ratio if ratio != 1 else g for g in found.gradients]
             length = _length(gradients)
+            if not (math.isfinite(losses[-1]) and math.isfinite(length)):
+                if lengths is not None:
+                    lengths.append(math.nan)
+                break
             if lengths is not None:
                 lengths.append(length)
                 factor = step.length / length if length > 0 else 1.0
@@ -155,8 +174,6 @@ class Ring:
                 group.update(settings)
                 group["lr"] = settings["lr"] * lr
             self._optimizer.step()
-            if not math.isfinite(losses[-1]):
-                break
         return losses
 
 
@@ -167,11 +184,14 @@ def _others(casts: Casts | None, blamed: Iterable[tuple[str, str]]) -> Iterable[
         if casts.recipes:
             for name in _REMEDIES:
                 if name != casts.recipe:
-                    recipe = get_recipe(name)
-                    yield name, Way(lambda a, recipe=recipe: replace(a, recipe=recipe, enabled=True)), 1.0
+                    yield name, Way(partial(_under, get_recipe(name))), 1.0
         if blamed := list(blamed):
             yield "bf16 in " + ", ".join(f"{n} {g}".strip() for n, g in blamed), only_without(casts, blamed), 1.0
     yield "half the learning rate", AS_IT_RAN, 0.5
+
+
+def _under(recipe: Recipe, ambient: Ambient) -> Ambient:
+    return replace(ambient, recipe=recipe, enabled=True)
 
 
 def _calm(losses: Sequence[float], before: Sequence[float]) -> bool | None:
@@ -183,10 +203,10 @@ def _calm(losses: Sequence[float], before: Sequence[float]) -> bool | None:
 
 def _clipped_to(steps: Sequence[_Step], lengths: Sequence[float]) -> float | None:
     """The length to which the run has cut its gradients; None: it has not, or changed them in another way."""
-    pairs = zip(steps, lengths, strict=False)
-    cut = [step.length for step, length in pairs if length > 0 and step.length / length < 0.999]
+    pairs = [(step.length, length) for step, length in zip(steps, lengths, strict=False) if length > 0]
+    cut = [used for used, length in pairs if math.isfinite(used) and used / length < 0.999]
     limit = max(cut, default=math.inf)
-    return limit if cut and all(step.length <= 1.001 * limit for step in steps) else None
+    return limit if cut and all(not step.length > 1.001 * limit for step in steps) else None
 
 
 def _difference(steps: Sequence[_Step], ran: Sequence[float], again: Sequence[float]) -> str | None:

@@ -436,7 +436,7 @@ class Watch:
             return
         for trigger in triggers:
             self.writer.event(ended.step, "trigger", **trigger.facts())
-        self.laboratory.triggered(triggers[0].reason)
+            self.laboratory.triggered(trigger.reason)
         self._keep_flight(triggers[0].reason)
         self.dumps.triggered()
         self.writer.event(self.steps_done, "burst", until=self.schedule.burst_until)
