@@ -35,7 +35,6 @@ from torch.optim.optimizer import (
 
 from ottava.base.errors import need
 from ottava.base.settings import ConfigError
-from ottava.experiments.laboratory import Laboratory
 from ottava.measure.tally import Tallies, Tally
 from ottava.record.reader import Run, Table
 from ottava.record.schema import MANIFEST, SlotKey
@@ -149,6 +148,8 @@ class Watch:
             timed=self.collector.timed,
         )
         self.training = TrainingTap(model, batches=config.batches, report=self._reports)
+        from ottava.experiments.laboratory import Laboratory  # it brings every layer: only a running watch needs it
+
         self.laboratory = Laboratory(
             self._models,
             every=config.shadow,
