@@ -69,6 +69,12 @@ def watch(
         str | None,
         typer.Option(metavar="HOW", help="mean of micro-batches, or sum if the loop divides their losses (HF) [mean]."),
     ] = None,
+    shadow: Annotated[
+        int | None, typer.Option(metavar="N", help="Steps from one gradient without casts to the next [100]; 0: none.")
+    ] = None,
+    replay: Annotated[
+        int | None, typer.Option(metavar="N", help="Snapshot every N steps, to replay a spike without casts [0: none].")
+    ] = None,
     append: Annotated[bool, typer.Option("--append", help="Continue the watched run in DIR.")] = False,
     step: Annotated[
         int,
@@ -102,6 +108,8 @@ def watch(
         "sinks": sink,
         "compiled": compiled,
         "loss": loss,
+        "shadow": shadow,
+        "replay": replay,
     }
     settings = {name: value for name, value in options.items() if value not in (None, [])}
     session = start(None, out or _folder(command), config, step=step, append=append, **settings)

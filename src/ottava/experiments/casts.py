@@ -136,29 +136,29 @@ def _torchs_linear(module: Any) -> Callable[..., Any]:
 @contextmanager
 def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Modules with another forward."""
-    before = {module: vars(module).get("forward") for module in forwards}
+    before = {module: {k: v for k, v in vars(module).items() if k == "forward"} for module in forwards}
     for module, forward in forwards.items():
         vars(module)["forward"] = forward
     try:
         yield
     finally:
-        for module, forward in before.items():
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
-                vars(module)["forward"] = forward
+        for module, own in before.items():
+            vars(module).pop("forward", None)
+            vars(module).update(own)
 
 
 def _simulated(modules: Collection[nn.Module], name_of: Callable[[nn.Module], str], recipe: Recipe) -> Casts | None:
     embedded = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
     twins = {}
     for module in modules:
-        plain = type(module) is nn.Linear and "forward" not in vars(module) and module.weight.is_floating_point()
-        if plain and default_filter(name := name_of(module), module) is None and id(module.weight) not in embedded:
+        if type(module) is not nn.Linear or "forward" in vars(module) or not module.weight.is_floating_point():
+            continue
+        assert isinstance(module, nn.Linear)
+        if default_filter(name := name_of(module), module) is None and id(module.weight) not in embedded:
             twins[module] = _twin(module, recipe, name)
     if not twins:
         return None
-    forwards = {module: twin.forward for module, twin in twins.items()}
+    forwards: dict[nn.Module, Callable[..., Any]] = {module: twin.forward for module, twin in twins.items()}
     layers: dict[str, nn.Module] = {twin.name: twin for twin in twins.values()}
     way = Way(switched=lambda: _replaced(forwards))
     return Casts("simulated", recipe.name, _bits(recipe), way, Way(switched=nullcontext), layers, {})

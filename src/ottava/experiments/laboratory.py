@@ -7,9 +7,11 @@ step, when weights, gradients and batch are at hand, and leave everything as it 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +20,13 @@ from torch.optim.optimizer import Optimizer
 
 from ottava.experiments.ablation import Ablation
 from ottava.experiments.casts import FOUR_BITS, Casts, casts_of
+from ottava.experiments.nonfinite import first_nonfinite
+from ottava.experiments.passes import Player
 from ottava.experiments.program import Program, Recorder
+from ottava.experiments.rerun import CALM, Ring
 from ottava.experiments.shadow import Shadow, nothing_changes, parameters_of
 from ottava.experiments.surroundings import NotReplayableError
+from ottava.measure.limits import robust_z
 from ottava.recipe import Recipe
 
 _LOG = logging.getLogger(__name__)
@@ -28,10 +34,12 @@ EARLY = (5, 10, 20, 50)
 """Steps of the first shadows, counted from the beginning of the watch; later ones are multiples of the period."""
 _FREE, _SHARE = 3, 0.03
 """Shadows that the budget does not count, and the share of the run's time for the others."""
-_BETWEEN_TRIGGERS = 20
+_BETWEEN_TRIGGERS, _BETWEEN_REPLAYS = 20, 100
 _SIMULATED = 2
 """Shadows of a run that casts nothing: what they show is a forecast."""
 _GIVE_UP = 3
+RECENT = 16
+"""Losses before a step that say how much noise it has: over more of them, a loss that falls would seem noisy."""
 _REFUSED = ("DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 Write = Callable[..., None]
@@ -43,7 +51,8 @@ class Laboratory:
 
     Args:
         roots: gives the models, as the training calls them.
-        every: steps from one shadow to the next; 0: no experiments.
+        every: steps from one shadow to the next; 0: no shadows.
+        replay: steps from one snapshot to the next; 0: none.
         recipe: what to simulate if nothing casts.
         write: gets each result.
         name_of: full name of a parameter.
@@ -57,6 +66,7 @@ class Laboratory:
         roots: Callable[[], Iterable[nn.Module]],
         *,
         every: int,
+        replay: int = 0,
         recipe: str | Recipe,
         write: Write,
         name_of: Callable[[Tensor], str],
@@ -74,6 +84,12 @@ class Laboratory:
         self._postponed = False
         self._shadows = self._simulated = self._failures = 0
         self._ablated: int | None = None
+        self._pending: tuple[Shadow, dict[str, Any]] | None = None
+        self._blamed: list[tuple[str, str]] = []
+        self._ring = Ring(replay) if replay else None
+        self._losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self._found_nonfinite = self._event = self._wrong = False
+        self._replayed = -_BETWEEN_REPLAYS
         self._refused: set[str] = set()
         self._started = time.perf_counter()
         self.seconds = 0.0
@@ -83,8 +99,10 @@ class Laboratory:
         """A step begins: captures it if it is one to experiment with."""
         self._step = step
         self.drop()
+        if self._ring is not None:
+            self._between(step, self._ring)
         self._why = self._reason(step)
-        if self._why and (roots := self._models(step)):
+        if (self._why or self._ring is not None) and (roots := self._models(step)):
             self._recorder = Recorder(roots)
 
     def backward(self, root: Tensor, loss: Tensor, gradient: Tensor | None, retain: bool) -> None:
@@ -93,8 +111,25 @@ class Laboratory:
             self._recorder.backward(root, loss, gradient, retain)
 
     def triggered(self, reason: str) -> None:
-        """Something happened: the next step is captured."""
+        """Something happened: the next step is captured, and the last ones are replayed."""
+        self._event = self._event or reason in ("loss_z", "nonfinite")
+        self._wrong = self._wrong or reason == "nonfinite"
         self._asked = self._asked or f"trigger: {reason}"
+
+    def lost(self, step: int, loss: float | None) -> None:
+        """A step ended with this loss."""
+        if loss is not None:
+            recent = [earlier for _, earlier in self._losses]
+            self._losses.append((step, loss) if math.isfinite(loss) else (step, math.inf))
+            if not math.isfinite(loss):
+                self.triggered("nonfinite")
+            elif len(recent) == RECENT and robust_z(loss, recent) > CALM:
+                self._event = True
+
+    def forget(self) -> None:
+        """The training went back: drops what a replay would start from."""
+        if self._ring is not None:
+            self._ring.forget()
 
     def drop(self) -> None:
         """Forgets what was captured."""
@@ -105,24 +140,68 @@ class Laboratory:
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: runs the experiments."""
         if self._recorder is None:
-            return
+            return None
         recorder, self._recorder = self._recorder, None
         program = recorder.finish()
         began = time.perf_counter()
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not program.forwards or not any(id(p) in held for m in program.modules for p in m.parameters()):
-            self._refuse("shadow", "no forward of the watched model was seen in the step")
-            return
+            return self._refuse("shadow", "no forward of the watched model was seen in the step")
+        if self._why:
+            with self._safely("shadow"):
+                self._experiment(program)
+        if self._ring is not None:
+            with self._safely("replay"):
+                self._ring.note(self._step, program, optimizer)
+        self.seconds += time.perf_counter() - began
+        return None
+
+    @contextmanager
+    def _safely(self, what: str) -> Iterator[None]:
+        """A training must not end because an experiment fails."""
         try:
             with self._quiet():
-                self._experiment(program)
+                yield
         except NotReplayableError as error:
-            self._refuse("shadow", str(error))
-        except Exception as error:  # a training must not end because an experiment fails
+            self._refuse(what, str(error))
+        except Exception as error:
             self._failures += 1
-            self._refuse("shadow", f"the repetition failed: {type(error).__name__}: {str(error).splitlines()[0][:300]}")
+            lines = str(error).splitlines() or [""]
+            self._refuse(what, f"the repetition failed: {type(error).__name__}: {lines[0][:300]}")
             _LOG.debug("watch: an experiment failed", exc_info=True)
+
+    def _between(self, step: int, ring: Ring) -> None:
+        """Between two steps: replays the last ones if something happened, or keeps the moment."""
+        began = time.perf_counter()
+        with self._safely("replay"):
+            if not _alone():
+                raise NotReplayableError("the training runs in several processes, and one cannot repeat their steps")
+            if self._event and step - self._replayed >= _BETWEEN_REPLAYS:
+                self._event, self._replayed = False, step
+                models = self._models(step)
+                casts = casts_of(models, self._name_of_module, self._recipe)
+                calm = [loss for _, loss in [*self._losses][:-1] if math.isfinite(loss)]
+                if (found := ring.replay(casts, calm, self._blamed, self._name_of_module)) is not None:
+                    self._write(step - 1, "replay", **found)
+                    self._tell_nonfinite(step - 1, ring.nonfinite)
+            ring.begin(step - 1)
         self.seconds += time.perf_counter() - began
+
+    def after_step(self) -> None:
+        """An optimizer has stepped: tries whether its own batch is better now, and writes the shadow step."""
+        if self._pending is None:
+            return
+        (shadow, facts), self._pending = self._pending, None
+        after = None
+        if shadow.tail:
+            began = time.perf_counter()
+            try:
+                with self._quiet(), nothing_changes(shadow.program.modules):
+                    after = shadow.loss_now()
+            except Exception:  # a tensor of the loss, such as a tied head, was stepped: the batch cannot be repeated
+                _LOG.debug("watch: the step's own batch was not repeated", exc_info=True)
+            self.seconds += time.perf_counter() - began
+        self._write(self._step, "shadow", **facts, loss_after=after)
 
     # --- which steps ----------------------------------------------------------------------------------------------
 
@@ -166,6 +245,20 @@ class Laboratory:
     # --- experiments ----------------------------------------------------------------------------------------------
 
     def _experiment(self, program: Program) -> None:
+        parameters = parameters_of(program.modules)
+        losses = [float(entry.loss.value()) for entry in program.backwards]
+        if not self._found_nonfinite and (self._wrong or not all(map(math.isfinite, losses))):
+            self._wrong = False
+            player = Player(program, parameters)
+            with nothing_changes(program.modules):
+                found = first_nonfinite(player, self._name_of_module, tail=player.tail)
+            self._tell_nonfinite(self._step, found)
+            if found is None and not all(bool(p.isfinite().all()) for p in parameters):
+                self._refuse(
+                    "nonfinite",
+                    "the weights were not finite any more in the first step that could be repeated; a watch with "
+                    "replay=20 keeps the steps before",
+                )
         casts = casts_of(program.modules, self._name_of_module, self._recipe)
         if casts is None:
             return self._refuse("shadow", "the model has no layer that casts, and no linear layer to simulate casts in")
@@ -173,17 +266,23 @@ class Laboratory:
             if self._simulated >= _SIMULATED:
                 return None
             self._simulated += 1
-        shadow = Shadow(program, casts, parameters_of(program.modules))
+        shadow = Shadow(program, casts, parameters)
         with nothing_changes(program.modules):
             facts = shadow.facts(self._name_of)
             self._shadows += 1
-            self._write(self._step, "shadow", why=self._why, **facts)
+            self._pending = (shadow, {"why": self._why, **facts})
             if casts.mode == "real" and self._ablates(facts["error"], casts):
                 search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
                 if (found := search.facts()) is not None:
                     self._ablated = self._step
+                    self._blamed = [(entry["layer"], entry["gemm"]) for entry in found["set"]]
                     self._write(self._step, "ablation", **found)
         return None
+
+    def _tell_nonfinite(self, step: int, found: dict[str, Any] | None) -> None:
+        if found is not None and not self._found_nonfinite:
+            self._found_nonfinite = True
+            self._write(step, "nonfinite", **found)
 
     def _ablates(self, error: float | None, casts: Casts) -> bool:
         early = self._ablated is not None and self._step - self._ablated < self._every

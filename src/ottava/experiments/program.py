@@ -339,7 +339,7 @@ class _Tail(TorchFunctionMode):
 
 
 def _stack() -> list[Any]:
-    return torch.overrides._get_current_function_mode_stack()
+    return [*torch.overrides._get_current_function_mode_stack()]
 
 
 def _has_compiled() -> bool:
@@ -384,7 +384,7 @@ def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
 
 def leaves(tree: Any) -> list[Any]:
     """The leaves of a tree; a Slot is one."""
-    return pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Slot))  # type: ignore[no-any-return]
+    return pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Slot))
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

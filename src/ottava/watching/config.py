@@ -203,6 +203,9 @@ class WatchConfig(Section):
     """Steps in that ring."""
     shadow: Count = 100
     """Steps from one shadow step to the next, see `experiments`: the gradient with casts and without. 0: none."""
+    replay: Count = 0
+    """Steps from one snapshot of model and optimizer to the next: if the loss leaves its noise, the steps since run
+    again as they ran, in high precision and under remedies. 0: none, because a snapshot is a copy on the CPU."""
     triggers: Triggers = Field(default_factory=Triggers)
     dump: DumpConfig = Field(default_factory=DumpConfig)
     sinks: Sinks = ()

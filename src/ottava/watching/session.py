@@ -35,7 +35,6 @@ from torch.optim.optimizer import (
 
 from ottava.base.errors import need
 from ottava.base.settings import ConfigError
-from ottava.experiments.laboratory import Laboratory
 from ottava.measure.tally import Tallies, Tally
 from ottava.recipe import Recipe
 from ottava.record.reader import Run, Table
@@ -153,9 +152,12 @@ class Watch:
             learned=self._learned,
         )
         self.training = TrainingTap(model, batches=config.batches, report=self._reports, timed=self.collector.timed)
+        from ottava.experiments.laboratory import Laboratory  # it brings every layer: only a running watch needs it
+
         self.laboratory = Laboratory(
             self._models,
             every=config.shadow,
+            replay=config.replay,
             recipe=config.recipes[0],
             write=self.writer.experiment,
             name_of=self.modules.names.parameter,
@@ -212,6 +214,7 @@ class Watch:
         """Goes back to the end of an earlier step, as the training did, and deletes the record of later steps."""
         self._settle(wait=True)
         self.writer.rewind(step)
+        self.laboratory.forget()
         self._disarm()
         self.collector.drain()
         self.steps_done, self._active, self._loss_parts, self._logged = step, False, [], {}
@@ -312,24 +315,21 @@ class Watch:
             self.training.backward_ended(scale)
 
     def _models(self) -> list[nn.Module]:
-        return (
-            [model]
-            if self._model is not None and (model := self._model()) is not None
-            else [*self.modules.names.roots()]
-        )
+        model = None if self._model is None else self._model()
+        return [model] if model is not None else [*self.modules.names.roots()]
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """Sees nothing inside the context, in the middle of a step."""
-        attached, paused = self.doors.attached, self.training.paused
+        attached, paused = self.doors.attached, self._paused
         self._disarm()
         self.losses.detach()
-        self.training.paused = True
+        self._paused = self.training.paused = True
         try:
             yield
         finally:
             self.losses.attach()
-            self.training.paused = paused
+            self._paused = self.training.paused = paused
             if attached:
                 self.doors.attach()
                 self.modules.attach()
@@ -351,6 +351,9 @@ class Watch:
             return
         with self.collector.timed():
             self.training.after(optimizer, self.modules.names.parameter)
+        before = self.laboratory.seconds
+        self.laboratory.after_step()
+        self._step_started += self.laboratory.seconds - before
         if self._ends_step(optimizer):
             self._stepped.clear()
             self._end_step()
@@ -446,6 +449,7 @@ class Watch:
         return self.training.finish(ended.training.host, names_read, values[: len(names_read)])
 
     def _ask_triggers(self, ended: Ended, loss: float | None, amax: Sequence[float]) -> None:
+        self.laboratory.lost(ended.step, loss)
         answers: list[Trigger | None] = [] if loss is None else [self.schedule.loss(loss)]
         answers += self.schedule.tallies(ended.tallies)
         if ended.keys:
@@ -459,7 +463,7 @@ class Watch:
             return
         for trigger in triggers:
             self.writer.event(ended.step, "trigger", **trigger.facts())
-        self.laboratory.triggered(triggers[0].reason)
+            self.laboratory.triggered(trigger.reason)
         self._keep_flight(triggers[0].reason)
         self.dumps.triggered()
         self.writer.event(self.steps_done, "burst", until=self.schedule.burst_until)
