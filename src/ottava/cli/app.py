@@ -23,7 +23,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -75,12 +75,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (demo, train, lab, plan, doctor, formats, recipes, report, table, plot, diagnose, compare, bisect):
-    app.command()(_command)
+
+
+def _add(*commands: Callable[..., Any]) -> None:
+    for command in commands:
+        app.command()(command)
+
+
+_add(demo, train, lab, plan, doctor, formats, recipes, report, table, plot, diagnose, compare, bisect)
 app.command("what-if")(what_if)
 app.command("import")(import_run)
-for _command in (inspect, export, consolidate, parity):
-    app.command()(_command)
+_add(inspect, export, consolidate, parity)
 app.command("eval")(evaluate)
 # every word after the script belongs to the script
 app.command(context_settings={"allow_interspersed_args": False})(watch)

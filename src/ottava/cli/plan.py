@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -153,7 +153,7 @@ def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str], as_js
     needed = memory(report.model, make_optimizer(model, config), tokens=tokens)
     usual = memory(base, AdamW(base.parameters(), master="fp32"))
     share = needed.state / usual.state
-    values = {"model": name, "recipe": recipe, "optimizer": config.model_dump()}
+    values: dict[str, Any] = {"model": name, "recipe": recipe, "optimizer": config.model_dump()}
     values |= {"memory": needed.to_dict(), "bf16": usual.to_dict(), "share_of_bf16": share}
     text = f"{name}, recipe {recipe!r}, {', '.join(f'{key} {value}' for key, value in tree.items())}\n{needed}\n"
     text += f"{share:.2f} of the {usual.state:,} bytes of BF16 with AdamW's masters and moments in FP32"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ottava.lab.result import LabResult
-    from ottava.lab.study import LabSettings
+    from ottava.lab.study import LabSettings, Progress
     from ottava.train import StepRecord, TrainConfig, Trainer
     from ottava.train.demo import Demo
     from ottava.train.demo_folder import DemoFolder
@@ -400,7 +400,7 @@ def _command(recipes: list[str], settings: LabSettings, run_dir: Path, out: Path
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int, int, int, float, float | None], None]]:
+def _progress(console: Console) -> Iterator[Progress]:
     """Shows the present step in a terminal, a line for each seed elsewhere."""
     from rich.text import Text
 

@@ -302,8 +302,7 @@ def table(
     """
     from ottava.base.errors import unknown_name
     from ottava.measure.statistics import STATISTICS
-    from ottava.record.reader import Run
-    from ottava.report.series import COLUMNS, select, tensor_table
+    from ottava.record.reader import COLUMNS, Run, select, tensor_table
 
     if as_json and form not in (None, "json"):
         raise ValueError(f"--json: is --format json; got --format {form}, too")
@@ -316,11 +315,7 @@ def table(
     chosen = select(Run.open(run), layers=layers or ["*"], tensors=_words(tensors), steps=steps, merge_ranks=not ranks)
     data = _FORMS[form](tensor_table(chosen, names, ranks=ranks))
     if out is not None:
-        from ottava.base.files import replacing
-
-        _check_folder(out)
-        with replacing(out) as scratch:
-            scratch.write_bytes(data)
+        _write(out, data)
         typer.echo(f"{out}  {len(chosen):,} lines", err=True)
     else:
         sys.stdout.buffer.write(data)
@@ -346,10 +341,9 @@ def plot(
 
     Exit code 0; 2 for an unknown tensor, statistic or suffix; 3 without the package; 4 if a run has no such numbers.
     """
-    from ottava.base.files import replacing
-    from ottava.record.reader import Run
+    from ottava.record.reader import Run, known_statistics, select
     from ottava.report.charts import standalone, to_png
-    from ottava.report.series import CURVES, curves, known_statistics, run_names, select
+    from ottava.report.series import CURVES, curves, run_names
 
     if out.suffix not in (".svg", ".png"):
         raise ValueError(f"--out {out}: needs a name that ends in .svg or .png")
@@ -361,9 +355,7 @@ def plot(
     charts = [curves(tables, statistic) for statistic in names]
     picture = standalone(charts, title=" and ".join(tables), captions=[chart.description for chart in charts])
     data = to_png(picture) if out.suffix == ".png" else picture.encode()
-    _check_folder(out)
-    with replacing(out) as scratch:
-        scratch.write_bytes(data)
+    _write(out, data)
     typer.echo(f"{out}  {len(data) / 1000:,.0f} kB", err=True)
     return 0
 
@@ -380,9 +372,13 @@ def _need_numbers(path: Path, chosen: Table, names: Iterable[str]) -> None:
         raise RunError(f"{path}: has no {', '.join(missing)} of these tensors; it has {', '.join(recorded)}")
 
 
-def _check_folder(out: Path) -> None:
+def _write(out: Path, data: bytes) -> None:
+    from ottava.base.files import replacing
+
     if not out.resolve().parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}; make it first")
+    with replacing(out) as scratch:
+        scratch.write_bytes(data)
 
 
 def _words(text: str | None) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ from ottava.ops.gemm import GemmRecord
 from ottava.recipe import GEMMS, GemmRecipe
 from ottava.weights.operands import stored_as
 
-
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 """A part of a layer's name that counts layers, and that a number gives back as it was."""
 
