@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
 from ottava.base.errors import unknown_name
@@ -110,9 +111,9 @@ def _torch_version() -> str:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", help="Show the versions and exit.", callback=_print_version, is_eager=True)
+        bool, Option("--version", help="Show the versions and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """The options before the subcommand."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 from ottava.cli.console import answer, fits, print_table
 
@@ -42,10 +42,10 @@ class Code(NamedTuple):
 
 def formats(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A format such as E4M3, or a recipe such as nvfp4.")
+        str | None, Argument(metavar="[NAME]", help="A format such as E4M3, or a recipe such as nvfp4.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with values in full.")] = False,
-    all_codes: Annotated[bool, typer.Option("--all", help="List the codes of a 16-bit format too.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object, with values in full.")] = False,
+    all_codes: Annotated[bool, Option("--all", help="List the codes of a 16-bit format too.")] = False,
 ) -> int:
     """Show the number formats: range, precision, and the value of every code.
 
@@ -82,8 +82,8 @@ def formats(
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A recipe, such as nvfp4.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    name: Annotated[str | None, Argument(metavar="[NAME]", help="A recipe, such as nvfp4.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Show what each recipe casts; with NAME, also its bytes and its kernels on this machine.
 
