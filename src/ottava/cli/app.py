@@ -51,20 +51,19 @@ class Group(TyperGroup):
     """Commands with whole sentences in the help; an unknown one is refused with all names and the nearest."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command that was typed. While a shell completes a word, an unknown one is no error."""
         name = args[0]
         if not (ctx.resilient_parsing or name.startswith("-")) and self.get_command(ctx, name) is None:
             ctx.fail(f"{unknown_name('command', name, self.list_commands(ctx))}; `{ctx.command_path} --help` explains")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Lists the commands with the first paragraph of their help; click would cut it after 45 characters."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, _first_sentence(found.help)) for name, found in commands if found is not None])
-
-
-def _first_sentence(text: str | None) -> str:
-    """Of a help text, however long; click would cut it after 45 characters."""
-    return " ".join((text or "").partition("\n\n")[0].split())
+            formatter.write_dl(
+                [(name, " ".join((found.help or "").partition("\n\n")[0].split())) for name, found in commands if found]
+            )
 
 
 app = typer.Typer(
