@@ -46,6 +46,7 @@ _TORCH_MAGIC = (b"PK\x03\x04", b"\x80")
 _FP32_MAX = torch.finfo(torch.float32).max
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
 _LARGEST_MARGIN = 16
+_HEADER = ("layer", "tensor", "history", "newest", "largest", "scale", "non-finite", "guard", "scale follows from")
 
 
 class StateFileError(ValueError):
@@ -112,8 +113,7 @@ class ScalingStateFile:
 
     def __str__(self) -> str:
         lines = [f"{self.path}: scaling state of {self.source}, {len(self.rows)} tensors", *self.recipes, ""]
-        header = ("layer", "tensor", "history", "newest", "largest", "scale", "non-finite", "guard", "scale follows from")
-        lines += columns(header, *map(_row, self.rows))
+        lines += columns(_HEADER, *map(_row, self.rows))
         problems, notes = _grouped(self.rows, "problems"), _grouped(self.rows, "notes")
         return "\n".join([*lines, "", *(f"problem: {p}" for p in problems), *(f"note: {n}" for n in notes)]).rstrip()
 
@@ -342,16 +342,16 @@ def _transformer_engine(path: Path, entries: Mapping[str, Any]) -> tuple[list[Te
         if isinstance(recipe, StandIn):
             recipes.setdefault(_recipe_in_words(recipe, settings))
         layer = name.removesuffix(_EXTRA_STATE).removesuffix(".")
-        for direction, columns in _COLUMNS:
+        for direction, roles in _COLUMNS:
             scale, history = state.get(f"scale_{direction}"), state.get(f"amax_history_{direction}")
             law = _law(settings, extra if isinstance(extra, dict) else {}, direction)
-            if not isinstance(scale, Tensor) or not isinstance(history, Tensor) or not _fit(scale, history, columns):
+            if not isinstance(scale, Tensor) or not isinstance(history, Tensor) or not _fit(scale, history, roles):
                 shapes = [tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for v in (scale, history)]
                 raise StateFileError(
                     f"{path}: {name}: {direction} scale and amax_history are {shapes}; need (n,) and (L, n) with "
-                    f"n = {len(columns)} per GEMM"
+                    f"n = {len(roles)} per GEMM"
                 )
-            rows += _columns(layer, columns, scale, history, law)
+            rows += _roles(layer, roles, scale, history, law)
     return rows, list(recipes)
 
 
