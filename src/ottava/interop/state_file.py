@@ -351,7 +351,7 @@ def _transformer_engine(path: Path, entries: Mapping[str, Any]) -> tuple[list[Te
                     f"{path}: {name}: {direction} scale and amax_history are {shapes}; need (n,) and (L, n) with "
                     f"n = {len(roles)} per GEMM"
                 )
-            rows += _roles(layer, roles, scale, history, law)
+            rows += _columns(layer, roles, scale, history, law)
     return rows, list(recipes)
 
 
