@@ -12,7 +12,8 @@ import yaml
 from ottava.base.settings import ConfigError, read_yaml
 from ottava.diagnose.remedies import REMEDIES
 from ottava.interop.te_config import is_te_config, read_te_config
-from ottava.watching.config import Period, WatchConfig, matches
+from ottava.measure.layer_names import matches
+from ottava.watching.config import Period, WatchConfig
 
 LAYERS = (
     *(f"decoder.layers.{i}.self_attention.{part}" for i in range(12) for part in ("layernorm_qkv", "proj")),

@@ -147,7 +147,7 @@ def html_table(rows: Iterable[Sequence[object]], caption: str = "") -> str:
         >>> html_table([("layer", "dB"), ("<b>", 31.5)], "two & more")[:91]
         '<table><caption>two &amp; more</caption><tr><th>layer</th><th>dB</th></tr><tr><td>&lt;b&gt;'
     """
-    lines = []
+    lines: list[str] = []
     for row in rows:
         tag = "td" if lines else "th"
         lines.append("<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row) + "</tr>")
@@ -161,7 +161,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
         ImportError: pandas is not installed.
     """
     try:
-        import pandas
+        import pandas  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError as error:
         raise ImportError("to_pandas: needs pandas, which is not installed; pip install pandas") from error
     return pandas.DataFrame(rows)

@@ -23,11 +23,12 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
 from ottava.base.errors import unknown_name
@@ -49,20 +50,19 @@ class Group(TyperGroup):
     """Commands with whole sentences in the help; an unknown one is refused with all names and the nearest."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command that was typed. While a shell completes a word, an unknown one is no error."""
         name = args[0]
         if not (ctx.resilient_parsing or name.startswith("-")) and self.get_command(ctx, name) is None:
             ctx.fail(f"{unknown_name('command', name, self.list_commands(ctx))}; `{ctx.command_path} --help` explains")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Lists the commands with the first paragraph of their help; click would cut it after 45 characters."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, _first_sentence(found.help)) for name, found in commands if found is not None])
-
-
-def _first_sentence(text: str | None) -> str:
-    """Of a help text, however long; click would cut it after 45 characters."""
-    return " ".join((text or "").partition("\n\n")[0].split())
+            formatter.write_dl(
+                [(name, " ".join((found.help or "").partition("\n\n")[0].split())) for name, found in commands if found]
+            )
 
 
 app = typer.Typer(
@@ -74,12 +74,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (demo, train, lab, plan, doctor, formats, recipes, report, table, plot, diagnose, compare, bisect):
-    app.command()(_command)
+
+
+def _add(*commands: Callable[..., Any]) -> None:
+    for command in commands:
+        app.command()(command)
+
+
+_add(demo, train, lab, plan, doctor, formats, recipes, report, table, plot, diagnose, compare, bisect)
 app.command("what-if")(what_if)
 app.command("import")(import_run)
-for _command in (inspect, export, consolidate, parity):
-    app.command()(_command)
+_add(inspect, export, consolidate, parity)
 app.command("eval")(evaluate)
 # every word after the script belongs to the script
 app.command(context_settings={"allow_interspersed_args": False})(watch)
@@ -104,9 +109,9 @@ def _torch_version() -> str:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", help="Show the versions and exit.", callback=_print_version, is_eager=True)
+        bool, Option("--version", help="Show the versions and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """The options before the subcommand."""

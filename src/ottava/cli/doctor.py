@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from typer import Argument, Option
 
 from ottava.base.text import columns
 from ottava.cli.console import answer
@@ -27,9 +28,7 @@ TOLERANCE = 2.0**-8
 a larger error."""
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
-) -> int:
+def doctor(as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False) -> int:
     """Show this machine and the kernels of each recipe on it, and check the results of these kernels.
 
     Doctor runs every GEMM of every recipe on random numbers. The codes of the operands must equal those of the
@@ -275,28 +274,26 @@ def options() -> None:
 def cpu(
     suite: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="cast, gemm, linear, block, statistics, memory, demo, build or smollm2; repeatable. [all but smollm2]"
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds of every case.")] = 15,
+    rounds: Annotated[int, Option(help="Interleaved rounds of every case.")] = 15,
     compiled: Annotated[
-        bool, typer.Option("--compiled", help="Measure under torch.compile, too. This takes minutes.")
+        bool, Option("--compiled", help="Measure under torch.compile, too. This takes minutes.")
     ] = False,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch. [torch's own choice]")] = None,
-    cpu_time: Annotated[
-        bool, typer.Option("--cpu-time", help="Measure CPU time: for one thread on a busy machine.")
-    ] = False,
+    threads: Annotated[int | None, Option(help="Threads of torch. [torch's own choice]")] = None,
+    cpu_time: Annotated[bool, Option("--cpu-time", help="Measure CPU time: for one thread on a busy machine.")] = False,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="smollm2: folder of SmolLM2-135M with model.safetensors. [random weights]")
+        Path | None, Option(help="smollm2: folder of SmolLM2-135M with model.safetensors. [random weights]")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="smollm2: text for the perplexity; needs --checkpoint and tokenizers.")
+        Path | None, Option(help="smollm2: text for the perplexity; needs --checkpoint and tokenizers.")
     ] = None,
     keep_memory: Annotated[
-        bool, typer.Option("--keep-memory", help="Let glibc keep freed memory: no page faults over 32 MiB.")
+        bool, Option("--keep-memory", help="Let glibc keep freed memory: no page faults over 32 MiB.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Time casts, linear layers and models on the CPU, and measure the memory that they save for backward.
 
@@ -332,14 +329,13 @@ def cpu(
 @bench.command("gpu")
 def gpu(
     suites: Annotated[
-        list[str] | None,
-        typer.Argument(help="Some of ceilings, gemm, cast, linear, host, block, seed_layer, train. [all]"),
+        list[str] | None, Argument(help="Some of ceilings, gemm, cast, linear, host, block, seed_layer, train. [all]")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers to this file.")] = None,
-    rounds: Annotated[int, typer.Option(help="Interleaved samples of each contender.")] = 50,
-    rivals: Annotated[bool, typer.Option(help="Measure torchao, Liger and TransformerEngine, if installed.")] = True,
-    compiled: Annotated[bool, typer.Option(help="Measure under torch.compile, too. This takes minutes.")] = True,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes on any device; the times mean nothing.")] = False,
+    out: Annotated[Path | None, Option("--json", metavar="FILE", help="Write all numbers to this file.")] = None,
+    rounds: Annotated[int, Option(help="Interleaved samples of each contender.")] = 50,
+    rivals: Annotated[bool, Option(help="Measure torchao, Liger and TransformerEngine, if installed.")] = True,
+    compiled: Annotated[bool, Option(help="Measure under torch.compile, too. This takes minutes.")] = True,
+    smoke: Annotated[bool, Option("--smoke", help="Tiny shapes on any device; the times mean nothing.")] = False,
 ) -> int:
     """Time kernels, layers and training on the GPU, and check every result in the same run.
 
@@ -357,9 +353,9 @@ def gpu(
 
 @bench.command("ceilings")
 def ceilings(
-    out: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file for the constants.")] = Path("ceilings.json"),
-    rounds: Annotated[int, typer.Option(help="Interleaved samples of each contender.")] = 50,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes on any device; the times mean nothing.")] = False,
+    out: Annotated[Path, Argument(metavar="FILE", help="JSON file for the constants.")] = Path("ceilings.json"),
+    rounds: Annotated[int, Option(help="Interleaved samples of each contender.")] = 50,
+    smoke: Annotated[bool, Option("--smoke", help="Tiny shapes on any device; the times mean nothing.")] = False,
 ) -> int:
     """Measure the peak rates of this GPU for `ottava plan --device FILE`, in two minutes.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from ottava.cli.console import answer, print_table
 
@@ -17,10 +18,9 @@ if TYPE_CHECKING:
 
 def inspect(
     path: Annotated[
-        Path,
-        typer.Argument(metavar="FILE|FOLDER", help="A checkpoint of Hugging Face, torch, PEFT or ottava; or a run."),
+        Path, Argument(metavar="FILE|FOLDER", help="A checkpoint of Hugging Face, torch, PEFT or ottava; or a run.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Show each tensor of a checkpoint: type, shape, amax and scales; and check the FP8 scaling state in it.
 
@@ -66,33 +66,29 @@ def inspect(
 
 def export(
     source: Annotated[
-        Path,
-        typer.Argument(metavar="SOURCE", help="A run of ottava train, one of its checkpoints, or a checkpoint."),
+        Path, Argument(metavar="SOURCE", help="A run of ottava train, one of its checkpoints, or a checkpoint.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    out: Annotated[Path, Argument(metavar="OUT", help="A new folder.")],
     layout: Annotated[
         str | None,
-        typer.Option(
-            "--layout",
+        Option(
             "-l",
             metavar="L",
             help="bf16, compressed-tensors-{block,channel,tensor,mxfp8,mxfp4,nvfp4}, fp8-block, fp8-block-ue8m0, "
             "mxfp8, modelopt.",
         ),
     ] = None,
-    static: Annotated[bool, typer.Option("--static", help="Write scales of activations, from histories.")] = False,
+    static: Annotated[bool, Option("--static", help="Write scales of activations, from histories.")] = False,
     keep: Annotated[
-        list[str] | None,
-        typer.Option("--keep", metavar="P", help="Linears that stay in BF16: '*.down_proj'; repeatable."),
+        list[str] | None, Option(metavar="P", help="Linears that stay in BF16: '*.down_proj'; repeatable.")
     ] = None,
     recast: Annotated[
-        bool, typer.Option("--recast", help="Cast the weights anew where the layout does not hold their cast.")
+        bool, Option("--recast", help="Cast the weights anew where the layout does not hold their cast.")
     ] = False,
     engine: Annotated[
-        str | None,
-        typer.Option("--engine", "-e", metavar="E", help="vllm, sglang, transformers or trtllm, which will serve it."),
+        str | None, Option("-e", metavar="E", help="vllm, sglang, transformers or trtllm, which will serve it.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> int:
     """Write an FP8 or FP4 checkpoint for transformers, vLLM, SGLang or TensorRT-LLM, with the trained numbers.
 
@@ -129,12 +125,12 @@ def _of_run(folder: Path) -> Source:
 
 
 def consolidate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="FOLDER", help="RUN/checkpoints/step-000200, for example.")],
-    target: Annotated[Path, typer.Argument(metavar="NEW", help="A folder that does not exist yet.")],
+    checkpoint: Annotated[Path, Argument(metavar="FOLDER", help="RUN/checkpoints/step-000200, for example.")],
+    target: Annotated[Path, Argument(metavar="NEW", help="A folder that does not exist yet.")],
     everything: Annotated[
-        bool, typer.Option("--all", help="Also the states of the optimizer and of random generators.")
+        bool, Option("--all", help="Also the states of the optimizer and of random generators.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Join the shards of a checkpoint to one file NEW/model.safetensors, with whole tensors.
 
@@ -153,28 +149,21 @@ def consolidate(
 
 def parity(
     train: Annotated[
-        Path,
-        typer.Argument(metavar="TRAIN", help="A run of ottava train, one of its checkpoints, or a BF16 checkpoint."),
+        Path, Argument(metavar="TRAIN", help="A run of ottava train, one of its checkpoints, or a BF16 checkpoint.")
     ],
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="The folder that the engine reads.")],
-    engine: Annotated[
-        str, typer.Option("--engine", "-e", metavar="E", help="vllm, sglang, transformers or trtllm.")
-    ] = "vllm",
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="R", help="The recipe of the training, if TRAIN is in BF16.")
-    ] = None,
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="The folder that the engine reads.")],
+    engine: Annotated[str, Option("-e", metavar="E", help="vllm, sglang, transformers or trtllm.")] = "vllm",
+    recipe: Annotated[str | None, Option(metavar="R", help="The recipe of the training, if TRAIN is in BF16.")] = None,
     settings: Annotated[
-        Path | None,
-        typer.Option("--engine-config", metavar="F", help="JSON: settings of the engine, in its own words."),
+        Path | None, Option("--engine-config", metavar="F", help="JSON: settings of the engine, in its own words.")
     ] = None,
     ran: Annotated[
-        Path | None,
-        typer.Option("--receipt", metavar="F", help="receipt.json of the training; a run brings its own."),
+        Path | None, Option("--receipt", metavar="F", help="receipt.json of the training; a run brings its own.")
     ] = None,
-    text: Annotated[Path | None, typer.Option("--text", metavar="F", help="A text to measure the KL on.")] = None,
-    kl: Annotated[bool, typer.Option("--kl/--no-kl", help="Measure the KL of each linear that differs, alone.")] = True,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="F", help="Write the certificate as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as one JSON object.")] = False,
+    text: Annotated[Path | None, Option(metavar="F", help="A text to measure the KL on.")] = None,
+    kl: Annotated[bool, Option("--kl/--no-kl", help="Measure the KL of each linear that differs, alone.")] = True,
+    out: Annotated[Path | None, Option("-o", metavar="F", help="Write the certificate as JSON.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the certificate as one JSON object.")] = False,
 ) -> int:
     """Compare what training multiplied with what an engine multiplies after it has read a checkpoint.
 
@@ -238,24 +227,19 @@ def _text(source: Source, checkpoint: Path, path: Path | None) -> Text:
 
 
 def evaluate(
-    a: Annotated[str, typer.Argument(metavar="A", help="How it should be: a run, a checkpoint, or either @RECIPE.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="What is served or considered; CHECKPOINT@engine, too.")],
+    a: Annotated[str, Argument(metavar="A", help="How it should be: a run, a checkpoint, or either @RECIPE.")],
+    b: Annotated[str, Argument(metavar="B", help="What is served or considered; CHECKPOINT@engine, too.")],
     text: Annotated[
-        list[Path] | None,
-        typer.Option("--text", metavar="FILE", help="A task; repeatable. Default: held-out text of ottava train."),
+        list[Path] | None, Option(metavar="FILE", help="A task; repeatable. Default: held-out text of ottava train.")
     ] = None,
-    recipe_a: Annotated[str | None, typer.Option("--recipe-a", metavar="R", help="As A@R.")] = None,
-    recipe_b: Annotated[str | None, typer.Option("--recipe-b", metavar="R", help="As B@R.")] = None,
-    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a chunk of text.")] = 128,
-    chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks of each text.")] = 64,
-    tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0.0, help="Nats a token of loss or KL that count as nothing.")
-    ] = 0.01,
-    generate: Annotated[int, typer.Option("--generate", min=0, help="Tokens of greedy generations.")] = 32,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write an HTML page with all numbers.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    recipe_a: Annotated[str | None, Option(metavar="R", help="As A@R.")] = None,
+    recipe_b: Annotated[str | None, Option(metavar="R", help="As B@R.")] = None,
+    length: Annotated[int, Option(min=2, help="Tokens of a chunk of text.")] = 128,
+    chunks: Annotated[int, Option(min=2, help="Chunks of each text.")] = 64,
+    tolerance: Annotated[float, Option(min=0.0, help="Nats a token of loss or KL that count as nothing.")] = 0.01,
+    generate: Annotated[int, Option(min=0, help="Tokens of greedy generations.")] = 32,
+    out: Annotated[Path | None, Option("-o", metavar="FILE", help="Write an HTML page with all numbers.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Compare two checkpoints by their weights and by their answers to text, and say what is wrong.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 from ottava.cli.console import answer, fits, print_table
 
@@ -42,10 +42,10 @@ class Code(NamedTuple):
 
 def formats(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A format such as E4M3, or a recipe such as nvfp4.")
+        str | None, Argument(metavar="[NAME]", help="A format such as E4M3, or a recipe such as nvfp4.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with values in full.")] = False,
-    all_codes: Annotated[bool, typer.Option("--all", help="List the codes of a 16-bit format too.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object, with values in full.")] = False,
+    all_codes: Annotated[bool, Option("--all", help="List the codes of a 16-bit format too.")] = False,
 ) -> int:
     """Show the number formats: range, precision, and the value of every code.
 
@@ -58,13 +58,13 @@ def formats(
     from ottava.numerics.formats import FORMATS
     from ottava.recipe import RECIPES
 
-    if name is not None and name.partition("/")[0] in RECIPES and not all_codes:
-        return recipes(name, as_json)
     if name is None and all_codes:
         raise ValueError("formats --all: lists the codes of one format; give its name, such as BF16")
     chosen = None if name is None else FORMATS.get(name.upper())
     if name is not None and chosen is None:
-        raise ValueError(unknown_name("format", name, (*FORMATS, *RECIPES)))
+        if name.partition("/")[0] in RECIPES:
+            return recipes(name, as_json)
+        raise ValueError(unknown_name("format", name, (*RECIPES, *FORMATS)))
     listed = chosen is not None and (all_codes or chosen.bits <= _LISTED_BITS)
     codes = list_codes(chosen) if chosen is not None and listed else []
     if as_json:
@@ -82,8 +82,8 @@ def formats(
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A recipe, such as nvfp4.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    name: Annotated[str | None, Argument(metavar="[NAME]", help="A recipe, such as nvfp4.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Show what each recipe casts; with NAME, also its bytes and its kernels on this machine.
 
@@ -136,28 +136,27 @@ def _kernels(recipe: Recipe) -> list[dict[str, str]]:
 
     from ottava.cli.doctor import explained
 
-    found = []
+    found: dict[tuple[str, ...], list[str]] = {}
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         named = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         for one in explained(recipe, device):
-            steps = [("cast lhs", one.casts[0]), ("cast rhs", one.casts[1]), ("gemm", one.product)]
-            for step, lines in steps:
+            for step, lines in (("cast lhs", one.casts[0]), ("cast rhs", one.casts[1]), ("gemm", one.product)):
                 for kernel, _, why in (line.partition(": ") for line in lines.splitlines()):
-                    found.append({"device": named, "gemm": one.gemm, "step": step, "kernel": kernel, "why": why})
-    return found
+                    if kernel != "measured":  # the same for all; `ottava doctor` shows it
+                        found.setdefault((named, step, kernel, why), []).append(one.gemm)
+    names = ("device", "step", "kernel", "why")
+    return [dict(zip(names, key, strict=True)) | {"gemms": ",".join(gemms)} for key, gemms in found.items()]
 
 
 def _explain(console: Console, recipe: Recipe, operands: list[dict[str, Any]], kernels: list[dict[str, str]]) -> None:
-    print(recipe.name)
-    for override in str(recipe).splitlines()[4:]:
-        print(override)
+    print(recipe.name, *str(recipe).splitlines()[4:], sep="\n")
     print()
-    header = ("gemm", "operand", "cast", "bytes per element")
+    header = ["gemm", "operand", "cast", "bytes per element"]
     print_table(console, header, [list(row.values()) for row in operands], left=header[:3])
     print("\nBF16 has 2 bytes per element.\n")
     if kernels:
-        header = ("device", "gemm", "step", "kernel", "why")
-        print_table(console, header, [list(row.values()) for row in kernels], left=header)
+        header = ["device", "step", "gemms", "kernel", "why"]
+        print_table(console, header, [[row[name] for name in header] for row in kernels], left=header)
         print("\nThese are the kernels of this machine; `ottava doctor` checks their results.")
     else:
         print("No GEMM is quantized: torch multiplies in high precision.")
@@ -233,7 +232,7 @@ def _overview(console: Console) -> None:
     """Prints one line per format, with the torch type last where the terminal has room for it."""
     from ottava.numerics.formats import FORMATS, dtype_name
 
-    header = ("format", "bits", "s|e|m", "largest", "normal from", "smallest", "eps", "range", "inf", "NaN", "held in")
+    header = ["format", "bits", "s|e|m", "largest", "normal from", "smallest", "eps", "range", "inf", "NaN", "held in"]
     rows = [
         [
             fmt.name,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ottava.cli.console import answer
 
@@ -21,37 +21,28 @@ _VOCABULARY = 128_256  # of Llama 3
 def plan(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="[MODEL]", help="llama-8b, llama-1b, or MODULE:FUNCTION, a function that returns a model."
-        ),
+        Argument(metavar="[MODEL]", help="llama-8b, llama-1b, or MODULE:FUNCTION, a function that returns a model."),
     ] = "",
-    tokens: Annotated[int, typer.Option("--tokens", help="For MODEL: batch x sequence on one GPU.")] = 16384,
-    recipe: Annotated[str, typer.Option("--recipe", help="For MODEL: the recipe to predict.")] = "tensorwise",
+    tokens: Annotated[int, Option(help="For MODEL: batch x sequence on one GPU.")] = 16384,
+    recipe: Annotated[str, Option(help="For MODEL: the recipe to predict.")] = "tensorwise",
     device: Annotated[
-        Path | None,
-        typer.Option(
-            "--device", metavar="JSON", help="For MODEL: h200, or the constants from `ottava bench ceilings`."
-        ),
+        Path | None, Option(metavar="JSON", help="For MODEL: h200, or the constants from `ottava bench ceilings`.")
     ] = None,
-    world: Annotated[
-        int, typer.Option("--world", help="For MODEL: predict traffic, memory and step time on that many GPUs.")
-    ] = 0,
+    world: Annotated[int, Option(help="For MODEL: predict traffic, memory and step time on that many GPUs.")] = 0,
     mesh: Annotated[
-        str, typer.Option("--mesh", metavar="dp=128,tp=8", help="For --world: dp, shard, tp and pp, with that product.")
+        str, Option(metavar="dp=128,tp=8", help="For --world: dp, shard, tp and pp, with that product.")
     ] = "",
-    microbatches: Annotated[int, typer.Option("--microbatches", help="For --world: parts of a rank's batch.")] = 1,
+    microbatches: Annotated[int, Option(help="For --world: parts of a rank's batch.")] = 1,
     memory: Annotated[
-        bool, typer.Option("--memory", help="For MODEL: predict the bytes of training with AdamW instead.")
+        bool, Option("--memory", help="For MODEL: predict the bytes of training with AdamW instead.")
     ] = False,
     optimizer: Annotated[
-        list[str] | None,
-        typer.Option("--optimizer", metavar="KEY=VALUE", help="For --memory: weights, master or moments, as in train."),
+        list[str] | None, Option(metavar="KEY=VALUE", help="For --memory: weights, master or moments, as in train.")
     ] = None,
     history: Annotated[
-        Path | None,
-        typer.Option("--history", metavar="RUN", help="Folder of a run with a recipe that predicts scales."),
+        Path | None, Option(metavar="RUN", help="Folder of a run with a recipe that predicts scales.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Predict which linear layers of a model gain from FP8, or rank amax histories for a recorded run.
 
@@ -153,7 +144,7 @@ def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str], as_js
     needed = memory(report.model, make_optimizer(model, config), tokens=tokens)
     usual = memory(base, AdamW(base.parameters(), master="fp32"))
     share = needed.state / usual.state
-    values = {"model": name, "recipe": recipe, "optimizer": config.model_dump()}
+    values: dict[str, Any] = {"model": name, "recipe": recipe, "optimizer": config.model_dump()}
     values |= {"memory": needed.to_dict(), "bf16": usual.to_dict(), "share_of_bf16": share}
     text = f"{name}, recipe {recipe!r}, {', '.join(f'{key} {value}' for key, value in tree.items())}\n{needed}\n"
     text += f"{share:.2f} of the {usual.state:,} bytes of BF16 with AdamW's masters and moments in FP32"

@@ -17,6 +17,7 @@ from signal import Signals
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from ottava.base.text import duration, fixed, listed, signed, to_json
 from ottava.cli.console import answer, joined, print_table, print_verdict, say_saved, stop_on_interrupt
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ottava.lab.page import LabResult
-    from ottava.lab.study import LabSettings
+    from ottava.lab.study import LabSettings, Progress
     from ottava.train.config import TrainConfig
     from ottava.train.demo import Demo, DemoFolder
     from ottava.train.display import RunView
@@ -38,24 +39,21 @@ _REDRAW_SECONDS = 0.25
 
 def train(
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; a missing setting keeps its default.")
+        Path | None, Argument(metavar="CONFIG.yaml", help="Settings; a missing setting keeps its default.")
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting: optimizer.eps=1e-6")
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a setting: optimizer.eps=1e-6")
     ] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", metavar="DIR", help="Run folder; default runs/<CONFIG>.")
-    ] = None,
+    run_dir: Annotated[Path | None, Option(metavar="DIR", help="Run folder; default runs/<CONFIG>.")] = None,
     init: Annotated[
-        Path | None,
-        typer.Option("--init", metavar="PATH", help="Start from these weights: a run, a checkpoint, a folder."),
+        Path | None, Option(metavar="PATH", help="Start from these weights: a run, a checkpoint, a folder.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Continue the run in DIR.")] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Record statistics of every cast in the run folder; --set watch.every=10")
+        bool, Option("--watch", help="Record statistics of every cast in the run folder; --set watch.every=10")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print all settings and exit.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
+    print_config: Annotated[bool, Option("--print-config", help="Print all settings and exit.")] = False,
 ) -> int:
     """Train a byte-level Llama on text under an FP8 recipe.
 
@@ -190,27 +188,23 @@ def _summary(trainer: Trainer, config: TrainConfig) -> str:
 
 def demo(
     recipes: Annotated[
-        str | None, typer.Option("--recipes", metavar="A,B", help="FP8 recipes, or all; default tensorwise,blockwise.")
+        str | None, Option(metavar="A,B", help="FP8 recipes, or all; default tensorwise,blockwise.")
     ] = None,
     accumulator: Annotated[
-        str | None,
-        typer.Option("--accumulator", metavar="A,B", help="Emulate the sums of these tensor cores, such as hopper."),
+        str | None, Option(metavar="A,B", help="Emulate the sums of these tensor cores, such as hopper.")
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="Training steps of each run.")] = None,
-    seeds: Annotated[
-        int | None, typer.Option("--seeds", help="BF16 runs; their spread is the noise; default 3.")
-    ] = None,
+    steps: Annotated[int | None, Option(help="Training steps of each run.")] = None,
+    seeds: Annotated[int | None, Option(help="BF16 runs; their spread is the noise; default 3.")] = None,
     data: Annotated[
-        Path | None,
-        typer.Option("--data", metavar="PATH", help="A text file or a folder; default: Python's own sources."),
+        Path | None, Option(metavar="PATH", help="A text file or a folder; default: Python's own sources.")
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the trainer.")
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a setting of the trainer.")
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Default runs/demo.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the unfinished demo in DIR.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Discard an unfinished demo and start over.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    run_dir: Annotated[Path | None, Option(metavar="DIR", help="Default runs/demo.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Continue the unfinished demo in DIR.")] = False,
+    fresh: Annotated[bool, Option("--fresh", help="Discard an unfinished demo and start over.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Train a small Llama on real text in BF16 and in FP8, and say whether FP8 cost accuracy.
 
@@ -332,16 +326,14 @@ _QUICK_SEEDS, _QUICK_STEPS, _STEPS, _SEEDS = 2, 16, 120, 5
 
 def lab(
     recipes: Annotated[
-        list[str], typer.Argument(metavar="RECIPES...", help="Names, or YAML files of recipes; BF16 is always there.")
+        list[str], Argument(metavar="RECIPES...", help="Names, or YAML files of recipes; BF16 is always there.")
     ],
-    seeds: Annotated[
-        int | None, typer.Option("--seeds", help="Seeds of each recipe; 2 or more give intervals [5].")
-    ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="Training steps of each run [120].")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="2 seeds of 16 small steps, to see that all works.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The page [DIR/lab.html].")] = None,
-    run_dir: Annotated[Path, typer.Option("--run-dir", metavar="DIR", help="Keeps what is measured.")] = _FOLDER,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+    seeds: Annotated[int | None, Option(help="Seeds of each recipe; 2 or more give intervals [5].")] = None,
+    steps: Annotated[int | None, Option(help="Training steps of each run [120].")] = None,
+    quick: Annotated[bool, Option("--quick", help="2 seeds of 16 small steps, to see that all works.")] = False,
+    out: Annotated[Path | None, Option(metavar="FILE", help="The page [DIR/lab.html].")] = None,
+    run_dir: Annotated[Path, Option(metavar="DIR", help="Keeps what is measured.")] = _FOLDER,
+    as_json: Annotated[bool, Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> int:
     """Compare recipes with BF16: loss, errors of casts and GEMMs, bias, parts of errors, cost. Writes one page.
 
@@ -400,7 +392,7 @@ def _command(recipes: list[str], settings: LabSettings, run_dir: Path, out: Path
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int, int, int, float, float | None], None]]:
+def _progress(console: Console) -> Iterator[Progress]:
     """Shows the present step in a terminal, a line for each seed elsewhere."""
     from rich.text import Text
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from ottava.base.text import to_json
 from ottava.cli.console import answer
@@ -29,58 +30,53 @@ _FAILED, _INTERRUPTED = 1, 130
 
 def watch(
     command: Annotated[
-        list[str],
-        typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="The words after `python`: a file, or -m MODULE."),
+        list[str], Argument(metavar="-- SCRIPT [ARGUMENTS]", help="The words after `python`: a file, or -m MODULE.")
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="The run folder; default runs/watch-SCRIPT-TIME.")
+        Path | None, Option("-o", metavar="DIR", help="The run folder; default runs/watch-SCRIPT-TIME.")
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE.yaml", help="Settings; options overrule them."),
-    ] = None,
+    config: Annotated[Path | None, Option(metavar="FILE.yaml", help="Settings; options overrule them.")] = None,
     every: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps from one full look, with all statistics, to the next [50].")
+        int | None, Option(metavar="N", help="Steps from one full look, with all statistics, to the next [50].")
     ] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(metavar="R", help="Recipe to simulate in layers of other packages; repeatable [tensorwise]."),
+        Option(metavar="R", help="Recipe to simulate in layers of other packages; repeatable [tensorwise]."),
     ] = None,
     layers: Annotated[
-        list[str] | None, typer.Option(metavar="P", help="Only layers with names like '*.down_proj'; repeatable [*].")
+        list[str] | None, Option(metavar="P", help="Only layers with names like '*.down_proj'; repeatable [*].")
     ] = None,
     tensors: Annotated[
-        str | None, typer.Option(metavar="T", help="Some of X,W,dY,Y,dX,dW, separated by commas [X,W,dY].")
+        str | None, Option(metavar="T", help="Some of X,W,dY,Y,dX,dW, separated by commas [X,W,dY].")
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(metavar="N", help="Measure one row in N [16], at least 32 rows of a tensor; 1: all.")
+        int | None, Option(metavar="N", help="Measure one row in N [16], at least 32 rows of a tensor; 1: all.")
     ] = None,
     detail: Annotated[
-        str | None, typer.Option(metavar="D", help="Record numbers, exponents, blocks or anatomy (of errors) [blocks].")
+        str | None, Option(metavar="D", help="Record numbers, exponents, blocks or anatomy (of errors) [blocks].")
     ] = None,
     sink: Annotated[
-        list[str] | None, typer.Option(metavar="S", help="terminal, tensorboard, wandb, trackio; repeatable.")
+        list[str] | None, Option(metavar="S", help="terminal, tensorboard, wandb, trackio; repeatable.")
     ] = None,
     compiled: Annotated[
         str | None,
-        typer.Option(metavar="MODE", help="For compiled layers: warn, or eager (watched steps run uncompiled) [warn]."),
+        Option(metavar="MODE", help="For compiled layers: warn, or eager (watched steps run uncompiled) [warn]."),
     ] = None,
     loss: Annotated[
         str | None,
-        typer.Option(metavar="HOW", help="mean of micro-batches, or sum if the loop divides their losses (HF) [mean]."),
+        Option(metavar="HOW", help="mean of micro-batches, or sum if the loop divides their losses (HF) [mean]."),
     ] = None,
     shadow: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps from one gradient without casts to the next [100]; 0: none.")
+        int | None, Option(metavar="N", help="Steps from one gradient without casts to the next [100]; 0: none.")
     ] = None,
     replay: Annotated[
-        int | None, typer.Option(metavar="N", help="Snapshot every N steps, to replay a spike without casts [0: none].")
+        int | None, Option(metavar="N", help="Snapshot every N steps, to replay a spike without casts [0: none].")
     ] = None,
-    append: Annotated[bool, typer.Option("--append", help="Continue the watched run in DIR.")] = False,
+    append: Annotated[bool, Option("--append", help="Continue the watched run in DIR.")] = False,
     step: Annotated[
-        int,
-        typer.Option(metavar="N", help="With --append: optimizer steps done so far. Later records are removed."),
+        int, Option(metavar="N", help="With --append: optimizer steps done so far. Later records are removed.")
     ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as one JSON object at the end.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print a summary as one JSON object at the end.")] = False,
 ) -> int:
     """Run a training script, unchanged, and record what FP8 does to its tensors.
 
@@ -180,21 +176,15 @@ def _print_summary(session: Watch, code: int, *, as_json: bool) -> None:
 
 
 def import_run(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder or file that another tool wrote.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Run folder or checkpoint folder to write.")],
-    kind: Annotated[
-        str | None, typer.Option("--kind", help="te_log, te_dump or tensorboard; default: all kinds in SOURCE.")
-    ] = None,
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", help="Recipe of the run, if SOURCE does not name it.")
-    ] = None,
-    tag: Annotated[
-        list[str] | None, typer.Option("--tag", metavar="TAG=NAME", help="Meaning of a scalar: 'my loss=loss'.")
-    ] = None,
+    source: Annotated[Path, Argument(metavar="SOURCE", help="Folder or file that another tool wrote.")],
+    target: Annotated[Path, Argument(metavar="OUT", help="Run folder or checkpoint folder to write.")],
+    kind: Annotated[str | None, Option(help="te_log, te_dump or tensorboard; default: all kinds in SOURCE.")] = None,
+    recipe: Annotated[str | None, Option(help="Recipe of the run, if SOURCE does not name it.")] = None,
+    tag: Annotated[list[str] | None, Option(metavar="TAG=NAME", help="Meaning of a scalar: 'my loss=loss'.")] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="config.json for a checkpoint file without one.")
+        Path | None, Option(metavar="FILE", help="config.json for a checkpoint file without one.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Read the statistics of another tool for compare, diagnose and report; or another tool's checkpoint.
 
@@ -279,28 +269,25 @@ def _imported(facts: dict[str, Any]) -> str:
 
 _Layers = Annotated[
     list[str] | None,
-    typer.Option("--layers", metavar="P", help="Only layers that match a pattern, '*.fc2' or 're:fc[12]'; repeatable."),
+    Option("--layers", metavar="P", help="Only layers that match a pattern, '*.fc2' or 're:fc[12]'; repeatable."),
 ]
-_Tensors = Annotated[str | None, typer.Option("--tensors", metavar="T", help="Some of X,W,dY,Y,dX,dW.")]
-_Steps = Annotated[str, typer.Option("--steps", metavar="A:B", help="Only these steps: 100:200, :200, 100:, 150.")]
+_Tensors = Annotated[str | None, Option("--tensors", metavar="T", help="Some of X,W,dY,Y,dX,dW.")]
+_Steps = Annotated[str, Option("--steps", metavar="A:B", help="Only these steps: 100:200, :200, 100:, 150.")]
 
 
 def table(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a watched run.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="Folder of a watched run.")],
     layers: _Layers = None,
     tensors: _Tensors = None,
     steps: _Steps = "",
-    statistics: Annotated[
-        str | None,
-        typer.Option("--statistics", metavar="A,B", help="Columns in place of the usual ones, or all."),
-    ] = None,
-    ranks: Annotated[bool, typer.Option("--ranks", help="A line for each rank, in place of merged numbers.")] = False,
+    statistics: Annotated[str | None, Option(metavar="A,B", help="Columns in place of the usual ones, or all.")] = None,
+    ranks: Annotated[bool, Option("--ranks", help="A line for each rank, in place of merged numbers.")] = False,
     form: Annotated[
         str | None,
-        typer.Option("--format", metavar="F", help="text, csv, json or parquet; default: by FILE's name, or text."),
+        Option("--format", metavar="F", help="text, csv, json or parquet; default: by FILE's name, or text."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As --format json.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="As --format json.")] = False,
+    out: Annotated[Path | None, Option("-o", metavar="FILE", help="Write a file.")] = None,
 ) -> int:
     """Print one line per tensor and step: amin, amax, current and delayed scale, cosine, MSE, underflow, overflow.
 
@@ -310,8 +297,7 @@ def table(
     """
     from ottava.base.errors import unknown_name
     from ottava.measure.statistics import STATISTICS
-    from ottava.record.reader import Run
-    from ottava.report.series import COLUMNS, select, tensor_table
+    from ottava.record.reader import COLUMNS, Run, select, tensor_table
 
     if as_json and form not in (None, "json"):
         raise ValueError(f"--json: is --format json; got --format {form}, too")
@@ -324,11 +310,7 @@ def table(
     chosen = select(Run.open(run), layers=layers or ["*"], tensors=_words(tensors), steps=steps, merge_ranks=not ranks)
     data = _FORMS[form](tensor_table(chosen, names, ranks=ranks))
     if out is not None:
-        from ottava.base.files import replacing
-
-        _check_folder(out)
-        with replacing(out) as scratch:
-            scratch.write_bytes(data)
+        _write(out, data)
         typer.echo(f"{out}  {len(chosen):,} lines", err=True)
     else:
         sys.stdout.buffer.write(data)
@@ -337,12 +319,9 @@ def table(
 
 
 def plot(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Watched runs: a good one beside a bad one.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The picture: .svg or .png.")],
-    statistics: Annotated[
-        str | None,
-        typer.Option("--statistics", metavar="A,B", help="One chart for each [mse,underflow_pct]."),
-    ] = None,
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Watched runs: a good one beside a bad one.")],
+    out: Annotated[Path, Option("-o", metavar="FILE", help="The picture: .svg or .png.")],
+    statistics: Annotated[str | None, Option(metavar="A,B", help="One chart for each [mse,underflow_pct].")] = None,
     layers: _Layers = None,
     tensors: _Tensors = None,
     steps: _Steps = "",
@@ -354,10 +333,9 @@ def plot(
 
     Exit code 0; 2 for an unknown tensor, statistic or suffix; 3 without the package; 4 if a run has no such numbers.
     """
-    from ottava.base.files import replacing
-    from ottava.record.reader import Run
+    from ottava.record.reader import Run, known_statistics, select
     from ottava.report.charts import standalone, to_png
-    from ottava.report.series import CURVES, curves, known_statistics, run_names, select
+    from ottava.report.series import CURVES, curves, run_names
 
     if out.suffix not in (".svg", ".png"):
         raise ValueError(f"--out {out}: needs a name that ends in .svg or .png")
@@ -369,9 +347,7 @@ def plot(
     charts = [curves(tables, statistic) for statistic in names]
     picture = standalone(charts, title=" and ".join(tables), captions=[chart.description for chart in charts])
     data = to_png(picture) if out.suffix == ".png" else picture.encode()
-    _check_folder(out)
-    with replacing(out) as scratch:
-        scratch.write_bytes(data)
+    _write(out, data)
     typer.echo(f"{out}  {len(data) / 1000:,.0f} kB", err=True)
     return 0
 
@@ -388,9 +364,13 @@ def _need_numbers(path: Path, chosen: Table, names: Iterable[str]) -> None:
         raise RunError(f"{path}: has no {', '.join(missing)} of these tensors; it has {', '.join(recorded)}")
 
 
-def _check_folder(out: Path) -> None:
+def _write(out: Path, data: bytes) -> None:
+    from ottava.base.files import replacing
+
     if not out.resolve().parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}; make it first")
+    with replacing(out) as scratch:
+        scratch.write_bytes(data)
 
 
 def _words(text: str | None) -> tuple[str, ...]:
@@ -441,15 +421,13 @@ _FORMS = MappingProxyType({"text": _as_text, "csv": _as_csv, "json": _as_json, "
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a watched run.", show_default=False)],
-    baseline: Annotated[
-        Path | None, typer.Option("--baseline", metavar="GOOD", help="Folder of a good run to compare with.")
-    ] = None,
+    run: Annotated[Path, Argument(metavar="RUN", help="Folder of a watched run.", show_default=False)],
+    baseline: Annotated[Path | None, Option(metavar="GOOD", help="Folder of a good run to compare with.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Where to write; RUN/report.html by default.")
+        Path | None, Option("-o", metavar="FILE", help="Where to write; RUN/report.html by default.")
     ] = None,
-    open_it: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    open_it: Annotated[bool, Option("--open", help="Open the report in the browser.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Write RUN/report.html: the cause, the tensor, the first step and the remedy.
 

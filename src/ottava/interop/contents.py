@@ -158,7 +158,8 @@ def _with_scale(one: TensorFacts, ranges: Mapping[str, tuple[float, float]]) -> 
 
 def _settings(path: Path) -> dict[str, Any]:
     """The words of config.json and adapter_config.json that say what the tensors are."""
-    folder, found = (path if path.is_dir() else path.parent), {}
+    folder = path if path.is_dir() else path.parent
+    found: dict[str, Any] = {}
     for name in _SETTINGS:
         if not (folder / name).is_file():
             continue

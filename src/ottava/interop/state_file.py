@@ -26,7 +26,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ottava.base.text import finite
+from ottava.base.text import columns, finite
 from ottava.base.untrusted import MAX_DEPTH, MAX_PARTS, LimitError, UntrustedError, parse_json, read_text, regular_size
 from ottava.interop.safe_pickle import RefusedError, StandIn, check_tensors, load_pickle, load_torch
 from ottava.numerics.formats import E4M3, E5M2, Format
@@ -46,6 +46,7 @@ _TORCH_MAGIC = (b"PK\x03\x04", b"\x80")
 _FP32_MAX = torch.finfo(torch.float32).max
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
 _LARGEST_MARGIN = 16
+_HEADER = ("layer", "tensor", "history", "newest", "largest", "scale", "non-finite", "guard", "scale follows from")
 
 
 class StateFileError(ValueError):
@@ -111,24 +112,16 @@ class ScalingStateFile:
         return [f"{row.layer} {row.tensor}: {text}" for row in self.rows for text in row.problems]
 
     def __str__(self) -> str:
-        width = max(len(text) for text in ("layer", *(row.layer for row in self.rows)))
         lines = [f"{self.path}: scaling state of {self.source}, {len(self.rows)} tensors", *self.recipes, ""]
-        lines.append(
-            f"{'layer':{width}}  tensor         history      newest     largest       scale  non-finite  guard  "
-            "scale follows from"
-        )
-        lines += [_row(row, width) for row in self.rows]
+        lines += columns(_HEADER, *map(_row, self.rows))
         problems, notes = _grouped(self.rows, "problems"), _grouped(self.rows, "notes")
         return "\n".join([*lines, "", *(f"problem: {p}" for p in problems), *(f"note: {n}" for n in notes)]).rstrip()
 
 
-def _row(row: TensorState, width: int) -> str:
-    counts = ["" if count is None else f"{count:,}" for count in (row.nonfinite, row.guard_fires)]
-    filled = f"{row.filled}/{row.history_len}"
-    return (
-        f"{row.layer:{width}}  {row.tensor:11}  {filled:>9}  {row.newest:10.4g}  {row.largest:10.4g}  {row.scale:10.4g}"
-        f"  {counts[0]:>10}  {counts[1]:>5}  {row.follows or '-'}"
-    ).rstrip()
+def _row(row: TensorState) -> tuple[str, ...]:
+    counts = ("-" if count is None else f"{count:,}" for count in (row.nonfinite, row.guard_fires))
+    numbers = (f"{number:.4g}" for number in (row.newest, row.largest, row.scale))
+    return (row.layer, row.tensor, f"{row.filled}/{row.history_len}", *numbers, *counts, row.follows or "-")
 
 
 def _grouped(rows: tuple[TensorState, ...], field: str) -> Iterator[str]:
@@ -349,16 +342,16 @@ def _transformer_engine(path: Path, entries: Mapping[str, Any]) -> tuple[list[Te
         if isinstance(recipe, StandIn):
             recipes.setdefault(_recipe_in_words(recipe, settings))
         layer = name.removesuffix(_EXTRA_STATE).removesuffix(".")
-        for direction, columns in _COLUMNS:
+        for direction, roles in _COLUMNS:
             scale, history = state.get(f"scale_{direction}"), state.get(f"amax_history_{direction}")
             law = _law(settings, extra if isinstance(extra, dict) else {}, direction)
-            if not isinstance(scale, Tensor) or not isinstance(history, Tensor) or not _fit(scale, history, columns):
+            if not isinstance(scale, Tensor) or not isinstance(history, Tensor) or not _fit(scale, history, roles):
                 shapes = [tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for v in (scale, history)]
                 raise StateFileError(
                     f"{path}: {name}: {direction} scale and amax_history are {shapes}; need (n,) and (L, n) with "
-                    f"n = {len(columns)} per GEMM"
+                    f"n = {len(roles)} per GEMM"
                 )
-            rows += _columns(layer, columns, scale, history, law)
+            rows += _columns(layer, roles, scale, history, law)
     return rows, list(recipes)
 
 

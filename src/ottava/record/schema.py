@@ -19,13 +19,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
 from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text
 from ottava.measure.tally import tally_fields
-from ottava.numerics.tensor import QuantizationSpec
+
+if TYPE_CHECKING:
+    from ottava.numerics.tensor import QuantizationSpec
 
 SCHEMA_VERSION = 1
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ottava.measure.layer_names import matches
 from ottava.measure.statistics import STATISTICS
 from ottava.measure.tally import Tallies, Tally
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.record.dumps import Dumper
 from ottava.record.schema import SlotKey
 from ottava.record.writer import RunWriter
-from ottava.watching.config import DumpConfig, Period, matches
+from ottava.watching.config import DumpConfig, Period
 
 _HEALTH = "row_sqnr_p50_db"
 

@@ -35,6 +35,7 @@ from torch.optim.optimizer import (
 
 from ottava.base.errors import need
 from ottava.base.settings import ConfigError
+from ottava.measure.layer_names import matches
 from ottava.measure.tally import Tallies, Tally
 from ottava.recipe import Recipe
 from ottava.record.reader import Run, Table
@@ -42,7 +43,7 @@ from ottava.record.schema import MANIFEST, SlotKey
 from ottava.record.writer import RunWriter
 from ottava.watching.checks import Checks
 from ottava.watching.collector import Collector
-from ottava.watching.config import EVERY, WatchConfig, matches
+from ottava.watching.config import EVERY, WatchConfig
 from ottava.watching.doors import DoorTap
 from ottava.watching.dump_plan import DumpPlan
 from ottava.watching.interventions import Interventions
