@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -134,7 +133,7 @@ def test_an_interrupted_demo_ends_as_if_it_had_not_been(
 
 
 def test_a_run_of_the_demo_is_the_run_that_trains_alone(whole: tuple[Path, DemoResult], tmp_path: Path) -> None:
-    alone = Trainer(DemoSettings.from_dict(GIVEN).config("delayed", 0), tmp_path)
+    alone = Trainer(DemoSettings(**GIVEN).config("delayed", 0), tmp_path)
     assert [record.loss for record in alone.advance()] == whole[1].runs[3].losses
 
 
@@ -314,7 +313,7 @@ def test_demo_of_another_process_is_refused(tmp_path: Path) -> None:
 
 def test_settings_survive_json_and_name_the_command_that_repeats_them() -> None:
     settings = DemoSettings(recipes=("rowwise",), data="/a b", overrides=("optimizer.betas=[0.9, 0.99]",))
-    assert DemoSettings.from_dict(json.loads(json.dumps(asdict(settings)))) == settings
+    assert DemoSettings(**json.loads(settings.model_dump_json())) == settings
     expected = "--recipes rowwise --steps 240 --seeds 3 --data '/a b' --set 'optimizer.betas=[0.9, 0.99]'"
     assert settings.command() == f"ottava demo {expected}"
 

@@ -1,4 +1,4 @@
-"""Writes a file completely or not at all, even if the disk is full, a size limit stops it or a signal kills it."""
+"""Writes a file completely or not at all, whatever stops the process: a full disk, a size limit, a signal."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def constants(run: Run, table: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def cast(run: Run) -> dict[str, Any]:
-    """Casts of x and x.T under each recipe: one by one, and from one read of x if a kernel supports that."""
+    """Casts of x and x.T under each recipe: one by one, and from one read of x. The second needs a kernel for it."""
     rows = []
     for m, k in run.shapes((16384, 2048), (16384, 4096), (16384, 14336)):
         take = rotating(run, partial(normal, run, m, k), 2 * m * k)

@@ -13,13 +13,14 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from ottava.base.settings import ConfigError
+from pydantic import model_validator
+
+from ottava.base.settings import ConfigError, Section
 from ottava.base.text import to_json
 from ottava.base.untrusted import parse_json, read_text
 from ottava.debug import observe
@@ -221,8 +222,7 @@ _OWN = MappingProxyType(
 """Settings of the trainer that --set may not change, and why."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoSettings:
+class DemoSettings(Section):
     """The settings of a demo. Equal settings give equal losses on one machine."""
 
     recipes: tuple[str, ...] = DEFAULT_RECIPES
@@ -235,7 +235,8 @@ class DemoSettings:
     overrides: tuple[str, ...] = ()
     """Further settings of the trainer, each "a.b=c"."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _usable(self) -> Self:
         for recipe in self.recipes:
             get_recipe(recipe)  # the error names the nearest recipe
         if len(set(self.recipes)) < len(self.recipes) or "bf16" in self.recipes:
@@ -248,6 +249,7 @@ class DemoSettings:
             if (name := override.partition("=")[0].strip()) in _OWN:
                 raise ConfigError(f"--set {override}: the demo sets {name} itself: {_OWN[name]}")
         self.config("bf16", 0)  # refuses unknown settings before anything is written
+        return self
 
     def runs(self) -> list[tuple[str, int]]:
         """Recipe and seed of every training run: BF16 first."""
@@ -263,12 +265,6 @@ class DemoSettings:
         ]
         values += [f"data.path={json.dumps(self.data)}"]
         return load_config(None, [*DEMO_SETTINGS, *values, *self.overrides])
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `dataclasses.asdict` through JSON."""
-        tuples = {name: tuple(values[name]) for name in ("recipes", "overrides")}
-        return cls(**{**values, **tuples})
 
     def command(self) -> str:
         """The command that repeats this demo, even if defaults change."""
@@ -310,7 +306,7 @@ class DemoFolder:
         """
         if resume and fresh:
             raise ConfigError("--resume continues the demo in the folder and --fresh discards it; give one of them")
-        settings = replace(DemoSettings(), **chosen)
+        settings = DemoSettings(**chosen)
         lock = FolderLock(path)
         with lock.released_on_error():
             demo = _read(path)
@@ -321,7 +317,7 @@ class DemoFolder:
                 report = path / "report.html"
                 raise ConfigError(f"{path}: its demo is finished ({report}); leave --resume out to run it again")
             if demo is not None and not finished and not fresh:
-                expected = replace(saved, **chosen) if resume else settings
+                expected = DemoSettings(**{**dict(saved), **chosen}) if resume else settings
                 if expected != saved:
                     raise ConfigError(_other_settings(path, saved, expected))
                 news = f"continuing the unfinished demo in {path} (--fresh starts over)"
@@ -339,7 +335,7 @@ class DemoFolder:
 
     def mark(self, *, finished: bool) -> None:
         """Writes demo.json."""
-        values = {"schema_version": DEMO_VERSION, "finished": finished, "settings": asdict(self.settings)}
+        values = {"schema_version": DEMO_VERSION, "finished": finished, "settings": self.settings.model_dump()}
         self.write("demo.json", json.dumps(values, indent=2) + "\n")
 
     def write(self, name: str, text: str) -> Path:
@@ -356,7 +352,7 @@ def _read(path: Path) -> tuple[DemoSettings, bool] | None:
         return None
     try:
         values = parse_json(read_text(path / "demo.json"))
-        return DemoSettings.from_dict(values["settings"]), bool(values["finished"])
+        return DemoSettings(**values["settings"]), bool(values["finished"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{path}: holds files, but no demo of this version; give another folder with --run-dir"
@@ -375,7 +371,7 @@ def _set_aside(path: Path) -> str:
 
 
 def _other_settings(path: Path, saved: DemoSettings, expected: DemoSettings) -> str:
-    old, new = asdict(saved), asdict(expected)
+    old, new = dict(saved), dict(expected)
     changes = "; ".join(f"{name} was {old[name]!r}, now {new[name]!r}" for name in old if old[name] != new[name])
     return (
         f"{path}: holds an unfinished demo with other settings ({changes}). Continue it with --resume alone, discard "

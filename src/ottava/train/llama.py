@@ -108,7 +108,7 @@ def as_llama(
 
 
 def table(config: ModelConfig) -> list[tuple[str, dict[str, int]]]:
-    """Each module of the trainer's model -> the Llama modules that hold its rows, in order, with their numbers of rows.
+    """Each module of the trainer's model -> the Llama modules that hold its rows, with their numbers of rows.
 
     Example:
         >>> table(ModelConfig())[1]
@@ -325,7 +325,7 @@ def _copy(parameter: nn.Parameter, values: Tensor, name: str, folder: Path) -> N
 
 
 def joined(casts: Sequence[QuantizedTensor | None]) -> QuantizedTensor | None:
-    """The cast of matrices that stand one below the other; None if one has no cast, or blocks would be cut.
+    """The cast of matrices that stand one below the other. None: one has no cast, or blocks would be cut.
 
     Example:
         >>> from ottava.ops.quantize import quantize
