@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.record.reader import Run
-from ottava.watching.casting import recipe_of
+from ottava.watching.adapters import recipe_of
 
 
 class Classifier(nn.Module):

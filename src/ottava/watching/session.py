@@ -41,10 +41,9 @@ from ottava.record.reader import Run, Table
 from ottava.record.schema import MANIFEST, SlotKey
 from ottava.record.writer import RunWriter
 from ottava.watching.checks import Checks
-from ottava.watching.collector import Collector
+from ottava.watching.collector import Collector, DumpPlan
 from ottava.watching.config import EVERY, WatchConfig, matches
 from ottava.watching.doors import DoorTap
-from ottava.watching.dump_plan import DumpPlan
 from ottava.watching.interventions import Interventions
 from ottava.watching.loss import LossTap
 from ottava.watching.manifest import coverage, start_of_run
