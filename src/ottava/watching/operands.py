@@ -38,6 +38,11 @@ def repeats_a_forward() -> bool:
     return False
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured: it would repeat what a tap does, with the numbers of that moment."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that torch.autocast gives an operand; None: its own."""
     device = x.device.type

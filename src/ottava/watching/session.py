@@ -202,6 +202,7 @@ class Watch:
         self.writer.rewind(step)
         self._disarm()
         self.collector.drain()
+        self.training.drain()
         self.steps_done, self._active, self._loss_parts, self._logged = step, False, [], {}
         self._arm(step + 1)
 
