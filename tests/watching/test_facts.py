@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.record.reader import Run
-from ottava.watching.casting import recipe_of
+from ottava.watching.adapters import recipe_of
 
 
 class Classifier(nn.Module):
@@ -174,6 +174,19 @@ def test_the_norm_is_that_before_clipping_and_the_used_one_that_after(clipped: A
     assert steps["grad_norm"] == pytest.approx(before, rel=1e-5)
     assert steps["grad_norm_used"] == pytest.approx(after, rel=1e-5)
     assert (before == after) == (clipped is nothing)
+
+
+def test_gradients_of_every_dtype_have_a_norm(tmp_path: Path) -> None:
+    """Also one of a single number, and those of float64 beside others."""
+    parts = [nn.Parameter(torch.full((3,), 2.0, dtype=dtype)) for dtype in (torch.float64, torch.bfloat16)]
+    parts.append(nn.Parameter(torch.tensor(1.0)))
+    model = nn.ParameterList(parts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with ottava.watch(model, tmp_path / "run"):
+        sum(p.double().sum() for p in model).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    steps = Run.open(tmp_path / "run").steps
+    assert steps["grad_norm"].tolist() == steps["grad_norm_used"].tolist() == [pytest.approx(7**0.5)]
 
 
 def test_a_scaled_loss_has_the_norm_of_the_unscaled_one(tmp_path: Path) -> None:

@@ -87,7 +87,6 @@ class Player:
             with _bare(self.parameters):
                 return _Run(self, way, tail=tail, halves=halves, rows=rows).play()
 
-
     def losses(self, way: Way) -> list[Tensor]:
         """The losses under the present weights, without a backward."""
         with torch.no_grad(), _uncompiled(), warnings.catch_warnings():

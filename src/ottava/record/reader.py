@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,13 @@ from ottava.record.schema import (
     REPORTED,
     STATS,
     STEPS,
+    TRAINER_MANIFEST,
+    TRAINER_STEPS,
     TRAINING,
     RunError,
     SlotKey,
     read_manifest,
+    trainer_manifest,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -44,12 +48,13 @@ COLUMNS = (
     *("cosine", "mse", "underflow_pct", "overflow_pct"),
 )
 """The default columns of `ottava table`: those that the debug tool of the field prints."""
-_TRAINER_STEPS = "metrics.jsonl"  # of `ottava train`, with the same names
 _KNOWN_WITHOUT_SUMS = (
     *("amax", "nonfinite", "scale_max", "scale_min", "scale_error_max", "scale_error_min"),
     *("scale_current", "scale_delayed"),
 )
 """Statistics that light rows have too."""
+_SINCE_1 = MappingProxyType({"input_hash": "", "label_hash": "", "grad_norm": "grad_norm_used"})
+"""Columns of schema version 1 -> their present names; "" for those that cannot be compared with present ones."""
 _PART = re.compile(r"part-(?P<rank>\d{1,9})-(?P<number>\d{1,9})\.parquet", re.ASCII)
 _MOST_NUMBERS = 1000
 _LARGEST_KEY = 1 << 62
@@ -235,17 +240,20 @@ class Run:
 
     @classmethod
     def open(cls, path: Path | str) -> Run:
-        """Reads the manifest; the rest is read when it is needed.
+        """Reads the manifest; the rest is read when it is needed. A run of `ottava train` without --watch has its
+        losses and its settings, and no statistics.
 
         Raises:
             RunError: the folder is missing, has no run, or has one of another schema version.
         """
         path = Path(path)
         manifest = path / MANIFEST
+        if not manifest.is_file() and (path / TRAINER_MANIFEST).is_file():
+            return cls(path, trainer_manifest(path))
         if not manifest.is_file():
             why = "is a file" if path.exists() else "does not exist"
-            why = "has no watch.json: nobody watched this run" if path.is_dir() else why
-            raise RunError(f"{path} {why}; needs a folder of `ottava watch` or `ottava train --watch`")
+            why = "has neither watch.json nor manifest.json: no run is there" if path.is_dir() else why
+            raise RunError(f"{path} {why}; needs a folder of `ottava watch` or `ottava train`")
         return cls(path, read_manifest(manifest))
 
     def __repr__(self) -> str:
@@ -268,15 +276,20 @@ class Run:
     @cached_property
     def steps(self) -> dict[str, Any]:
         """Columns of steps.jsonl as float64 arrays of one length, "step" as int64; NaN for a missing number. If a step
-        has two lines, because the run was resumed, the later line counts."""
-        name = STEPS if (self.path / STEPS).exists() else _TRAINER_STEPS
-        lines = {line["step"]: line for line in _lines(self.path / name)}
-        ordered = [lines[step] for step in sorted(lines)]
+        has two lines, because the run was resumed, the later line counts. In a folder of `ottava train`, with the
+        numbers of its metrics.jsonl. Of an older run without hashes of batches, which other runs do not share."""
+        of_watch = {line["step"]: line for line in _lines(self.path / STEPS)}
+        of_trainer = {line["step"]: line for line in _lines(self.path / TRAINER_STEPS)}
+        lines: dict[int, dict[str, Any]] = {}
+        for step in sorted(of_watch.keys() | of_trainer.keys()):
+            trained = {name: value for name, value in of_trainer.get(step, {}).items() if value is not None}
+            lines[step] = {**of_watch.get(step, {}), **trained}
+            if self.manifest.get("schema_version") == 1:
+                lines[step] = {_SINCE_1.get(k, k): v for k, v in lines[step].items() if _SINCE_1.get(k, k)}
+        ordered = list(lines.values())
         names = dict.fromkeys(["step", "loss", *(key for line in ordered for key in line)])
         if len(names) > _MOST_NUMBERS:
-            raise RunError(
-                f"{self.path / name}: has {len(names):,} different names of numbers; needs at most {_MOST_NUMBERS}"
-            )
+            raise RunError(f"{self.path}: has {len(names):,} different names of numbers; needs at most {_MOST_NUMBERS}")
         columns = {key: np.array([number_of(line.get(key)) for line in ordered], dtype=np.float64) for key in names}
         return columns | {"step": columns["step"].astype(np.int64)}
 

@@ -134,7 +134,7 @@ class Batches:
         """[ignored, used, as the first, whether they copy an input, share of the most frequent] of labels."""
         flat = x.reshape(-1)
         used = flat != ignore
-        first = flat[used.to(torch.uint8).argmax()]
+        first = flat.index_select(0, used.to(torch.uint8).argmax().reshape(1))  # without waiting for a GPU
         twins = [i.reshape(x.shape) for i in self._ids if i.numel() == x.numel() > 1 and i.device == x.device]
         copied = sum((((i == x) | (x == ignore)).all() & used.any()).to(torch.float32) for i in twins)
         counts = torch.stack([(~used).sum(), used.sum(), (flat == first).sum()]).to(torch.float32)

@@ -42,21 +42,21 @@ class Gradients:
 
     def __init__(self) -> None:
         self._place: dict[int, int] = {}
-        self._norms: Tensor | None = None
+        self._norms: list[Tensor] = []
+        self._scale: Tensor | None = None
         self._last = 0
-        self._joined: dict[int, list[weakref.ref[Optimizer]]] = {}
+        self._together: dict[int, list[weakref.ref[Optimizer]]] = {}
 
     def note(self, parameters: Sequence[Tensor], scale: Tensor | None = None) -> None:
         """Reads the gradients of these parameters. scale: a factor in them."""
         usable = [(p, g) for p in parameters if (g := dense(p.grad)) is not None]
         self._place = {id(p): i for i, (p, _) in enumerate(usable)}
         self._norms = _norms([g for _, g in usable])
-        if scale is not None and self._norms is not None:
-            self._norms = self._norms / scale.to(self._norms.device)
+        self._scale = None if scale is None else scale.detach().clone()
 
     def joins(self, optimizer: Optimizer) -> None:
         """This optimizer steps after the one that ended the step. From now on its gradients belong to that step."""
-        together = self._joined.setdefault(self._last, [])
+        together = self._together.setdefault(self._last, [])
         if id(optimizer) != self._last and not any(ref() is optimizer for ref in together):
             together.append(weakref.ref(optimizer))
 
@@ -68,34 +68,39 @@ class Gradients:
             old: numbers of the step so far.
         """
         self._last = id(optimizer)
-        own = [*usable, *self._of_joined(optimizer)]
+        own = [*usable, *self._of_together(optimizer)]
         read = _norms([g for p in own if (g := dense(p.grad)) is not None])
-        used = torch.zeros(1) if read is None else read.norm().reshape(1)
-        if isinstance(scale := getattr(optimizer, "grad_scale", None), Tensor):  # a fused optimizer divides by it
-            used = used / scale.to(used.device)
-        found = {"grad_norm_used": used}
-        if self._norms is not None:
-            where = [self._place[id(p)] for p in own if id(p) in self._place]
+        # a fused optimizer divides by its grad_scale
+        found = {"grad_norm_used": _joined(read, getattr(optimizer, "grad_scale", None))}
+        if self._norms:
+            some = [self._norms[self._place[id(p)]] for p in own if id(p) in self._place]
             # an optimizer of copies holds none of the model's parameters: theirs is the norm before clipping
-            some = self._norms[where] if 0 < len(where) < len(self._place) else self._norms
-            found["grad_norm"] = some.norm().reshape(1)
+            found["grad_norm"] = _joined(some or self._norms, self._scale)
         elif not own:
-            found["grad_norm"] = used
+            found["grad_norm"] = found["grad_norm_used"]
         return {name: torch.hypot(old[name], new) if name in old else new for name, new in found.items()}
 
     def drain(self) -> None:
         """The step has ended."""
-        self._place, self._norms = {}, None
+        self._place, self._norms, self._scale = {}, [], None
 
-    def _of_joined(self, optimizer: Optimizer) -> list[Tensor]:
-        others = [other for ref in self._joined.get(id(optimizer), ()) if (other := ref()) is not None]
+    def _of_together(self, optimizer: Optimizer) -> list[Tensor]:
+        others = [other for ref in self._together.get(id(optimizer), ()) if (other := ref()) is not None]
         return [p for other in others for group in other.param_groups for p in group["params"] if p.grad is not None]
 
 
-def _norms(gradients: Sequence[Tensor]) -> Tensor | None:
-    """fp32 (n,): the norm of each; None without any."""
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each, in fp32 or wider."""
     if not gradients:
-        return None
-    norms: Any = torch._foreach_norm(list(gradients), 2, torch.float32)
+        return []
+    wide = any(g.dtype == torch.float64 for g in gradients)
+    return [*torch._foreach_norm(list(gradients), 2, torch.float64 if wide else torch.float32)]
+
+
+def _joined(norms: Sequence[Tensor], scale: Any) -> Tensor:
+    """fp32 (1,): the norm of all, without a factor in them."""
+    if not norms:
+        return torch.zeros(1)
     device = norms[0].device
-    return torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
+    whole = torch.stack([x if x.device == device else x.to(device) for x in norms]).norm().to(torch.float32).reshape(1)
+    return whole / scale.to(device) if isinstance(scale, Tensor) else whole

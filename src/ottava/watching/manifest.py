@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ottava.recipe import Recipe
-from ottava.watching.casting import casting
+from ottava.watching.adapters import casting
 from ottava.watching.doors import DoorTap
 from ottava.watching.modules import ModuleTap
 

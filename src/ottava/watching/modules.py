@@ -26,12 +26,19 @@ from torch import Tensor, nn
 from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.measure.layer_names import SYMBOLS, layer_kind
 from ottava.recipe import Recipe
-from ottava.watching.adapters import Adapter, Part, adapter_of
-from ottava.watching.casting import casting, recipe_of
+from ottava.watching.adapters import Adapter, Part, adapter_of, casting, recipe_of
 from ottava.watching.functional import GATHERED, FunctionalTap, Origin, Owner, owns_a_matrix, weights_of_gemms
-from ottava.watching.hooks import GlobalHooks
 from ottava.watching.names import ModuleNames
-from ottava.watching.operands import autocast_dtype, edges_to, made_by, plain, repeats_a_forward, unobserved, whole
+from ottava.watching.operands import (
+    GlobalHooks,
+    autocast_dtype,
+    edges_to,
+    made_by,
+    plain,
+    repeats_a_forward,
+    unobserved,
+    whole,
+)
 
 See = Callable[..., None]
 """Called with (layer, tensor, matrix): the full name, a long name such as "grad_output", and the tensor. The dtype of

@@ -42,10 +42,9 @@ from ottava.record.reader import Run, Table
 from ottava.record.schema import MANIFEST, SlotKey
 from ottava.record.writer import RunWriter
 from ottava.watching.checks import Checks
-from ottava.watching.collector import Collector
+from ottava.watching.collector import Collector, DumpPlan
 from ottava.watching.config import EVERY, WatchConfig
 from ottava.watching.doors import DoorTap
-from ottava.watching.dump_plan import DumpPlan
 from ottava.watching.interventions import Interventions
 from ottava.watching.loss import LossTap
 from ottava.watching.manifest import coverage, start_of_run
@@ -218,6 +217,7 @@ class Watch:
         self.laboratory.forget()
         self._disarm()
         self.collector.drain()
+        self.training.drain()
         self.steps_done, self._active, self._loss_parts, self._logged = step, False, [], {}
         self._arm(step + 1)
 

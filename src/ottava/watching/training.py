@@ -32,7 +32,7 @@ from torch.optim.optimizer import Optimizer
 from ottava.engine.layer import QuantizedLayer
 from ottava.watching.batches import Batches
 from ottava.watching.gradients import Gradients, dense
-from ottava.watching.operands import plain
+from ottava.watching.operands import capturing, plain
 
 _SAMPLED = 1024  # elements of a parameter whose update is measured
 _CHECKED = 4  # parameters whose gradient is looked at before a backward, the smallest ones
@@ -115,10 +115,11 @@ class TrainingTap:
         self._written: tuple[list[Tensor], Tensor] | None = None
         self._updates: Updates | None = None
         self._modes: set[tuple[Any, ...]] = set()
-        self._casting: dict[int, weakref.ref[nn.Module] | None] = {}
+        self._casting: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module] | None]
+        self._casting = weakref.WeakKeyDictionary()
         self._equal: list[tuple[str, str]] = []
         self._weights: dict[str, str] = {}
-        self._hashed: set[int] = set()
+        self._hashed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._frameworks: list[str] | None = None
         self.looking = self.paused = False
         """Whether the running step gets a full look; whether forwards are none of the training."""
@@ -161,7 +162,7 @@ class TrainingTap:
     # --- the forward ----------------------------------------------------------------------------------------------
 
     def _forwarded(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        if torch.compiler.is_compiling() or self.paused or torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling() or self.paused or torch._C._current_graph_task_id() != -1 or capturing():
             return
         with self._timed():
             trains = torch.is_grad_enabled()
@@ -174,11 +175,11 @@ class TrainingTap:
 
     def _note_mode(self, module: nn.Module, trains: bool) -> None:
         """Reports each combination of modes once: whether gradients are on, `training`, and the recipe that ran."""
-        if self.looking or id(module) not in self._casting:  # it may have been converted since
+        if self.looking or module not in self._casting:  # it may have been converted since
             layers = (x for x in module.modules() if isinstance(x, QuantizedLayer) and x.resolved.casts)
             first = next(layers, None)
-            self._casting[id(module)] = None if first is None else weakref.ref(first)
-        reference = self._casting[id(module)]
+            self._casting[module] = None if first is None else weakref.ref(first)
+        reference = self._casting[module]
         layer: Any = None if reference is None else reference()
         call = None if layer is None else layer.last_call
         recipe = "" if layer is None else "high precision" if call is None else str(call.recipe.name)
@@ -198,12 +199,14 @@ class TrainingTap:
 
     def rooted(self, roots: Sequence[Tensor]) -> None:
         """A backward begins at these losses."""
-        if self._backwards in self._stepped_at.values():  # the first one since an optimizer stepped
+        self._backwards += 1
+        if capturing():
+            return
+        if self._backwards - 1 in self._stepped_at.values():  # the first one since an optimizer stepped
             some = sorted((p for ref, _ in self._held.values() if (p := ref()) is not None), key=Tensor.numel)
             left = [g for p in some[:_CHECKED] if (g := p.grad) is not None and plain(g)[0] is not None]
             found = [g.detach().abs().amax().to(torch.float32) for g in left if g.numel()]
             self._numbers["kept_gradient"] = torch.stack(found).amax().reshape(1) if found else torch.zeros(1)
-        self._backwards += 1
         self.batches.backward(roots if self._hashes else ())
 
     def backward_ended(self, scale: Tensor | None = None) -> None:
@@ -211,6 +214,8 @@ class TrainingTap:
 
         scale: the factor of a GradScaler in them.
         """
+        if capturing():
+            return
         held = [p for group in self._groups() for p in group["params"] if p.grad is not None]
         if not held:
             held = [p for _, p in self._parameters() if p.grad is not None]
@@ -219,6 +224,8 @@ class TrainingTap:
 
     def before(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
+        if capturing():
+            return
         if self._frameworks is None:
             self._frameworks = driven_by(sys._getframe(1))
         self._hash_weights()
@@ -380,8 +387,8 @@ class TrainingTap:
     def _hash_weights(self) -> None:
         """Hashes the parameters of models that are new, before an optimizer first changes them."""
         for ref, _ in self._roots:
-            if (root := ref()) is not None and id(root) not in self._hashed:
-                self._hashed.add(id(root))
+            if (root := ref()) is not None and root not in self._hashed:
+                self._hashed.add(root)
                 for name, p in root.named_parameters():
                     if (hash := hash_of(p)) and name not in self._weights:
                         self._weights[name] = hash
