@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ottava.nn.convert import convert
 from ottava.serving.evaluate import Evaluation, evaluate
-from ottava.serving.layouts import LAYOUTS
 from ottava.serving.source import Source, Weight, cast_of
 from ottava.serving.view import View
 from ottava.train.model import ByteTransformer
 from ottava.train.views import open_view
+from ottava.weights.layouts import LAYOUTS
 from serving_samples import PROSE, TEXT, exported, learned, view
 
 UP, QUERY = "model.layers.1.mlp.up_proj", "model.layers.0.self_attn.q_proj"

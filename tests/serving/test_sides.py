@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from ottava.base.untrusted import UntrustedError
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
-from ottava.serving.sides import digest, read_config, served, trained, weight_blocks
+from ottava.serving.sides import digest, served, trained
+from ottava.weights.layouts import read_config, read_quantization
 
 
 def test_a_digest_is_of_bits_dtype_and_shape() -> None:
@@ -33,7 +34,7 @@ def test_both_sides_of_a_pair_are_one(pair: Callable[..., Any]) -> None:
     ):
         one = pair("llama", recipe, layout)
         ours, theirs = trained(one.source), served(one.folder, "vllm")
-        assert weight_blocks(theirs.config["quantization_config"]) == size
+        assert read_quantization(theirs.config["quantization_config"]).blocks == (size,)
         assert {n: s.digest for n, s in ours.linears.items()} == {n: s.digest for n, s in theirs.linears.items()}
         casts = [side.activations for side in theirs.linears.values() if side.cast is not None]
         assert {cast.granularity for cast in casts if cast} == {activations}

@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 
 from ottava.base.settings import ConfigError
 from ottava.nn.convert import convert
-from ottava.serving.layouts import LAYOUTS
 from ottava.serving.source import of_folder
 from ottava.train.checkpoint import CheckpointError
 from ottava.train.config import load_config
 from ottava.train.from_llama import is_weights, model_of, read_weights, settings_of
 from ottava.train.loop import Trainer
+from ottava.weights.layouts import LAYOUTS
 from ottava.weights.parameter import QuantizedWeight
 from serving_samples import CONFIG, LENGTH, TEXT, exported, learned
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
-from ottava.serving.engines import REGEX, Decision, units
-from ottava.serving.sides import Cast, Model, Side
+from ottava.serving.engines import Decision, units
+from ottava.serving.sides import Model, Side
 from ottava.serving.source import same_numbers
+from ottava.weights.layouts import REGEX, InputCast
 
 CAUSES = MappingProxyType(
     {
@@ -206,7 +207,7 @@ def _row_set(codes: Tensor) -> list[bytes]:
     return sorted(bytes(row) for row in codes.cpu().contiguous().view(torch.uint8).numpy())
 
 
-def activation_cause(ours: Cast | None, theirs: Cast | None) -> tuple[str, str] | None:
+def activation_cause(ours: InputCast | None, theirs: InputCast | None) -> tuple[str, str] | None:
     """(cause, what was found) if the input of a linear is cast in another way; the weights agree on being cast."""
     if ours is None or theirs is None:
         if ours is theirs:
@@ -255,7 +256,7 @@ def _bf16(tensor: Tensor) -> Tensor:
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
-def spec_of(cast: Cast, weight: QuantizationSpec) -> QuantizationSpec:
+def spec_of(cast: InputCast, weight: QuantizationSpec) -> QuantizationSpec:
     """The spec by which activations are cast in front of a weight of this spec."""
     powers = "e8m0" if weight.scale_format in ("e8m0", "e8m0_floor") else "pow2"
     numbers = "e4m3" if weight.scale_format == "e4m3" else "fp32"

@@ -169,15 +169,17 @@ def parity(
     if recipe is not None:
         source = under(source, get_recipe(recipe))
     ours, theirs = trained(source), served(Path(checkpoint), engine, settings)
-    findings = _findings(ours, theirs, engine) + _not_fp8(ours, ran)
     ranks = {cause: i for i, cause in enumerate(CAUSES)}
+    if theirs.unread:  # of what an engine does not read, nothing else can be said
+        findings = [Finding("config.json", "unread", theirs.unread)]
+    else:
+        findings = _findings(ours, theirs, engine) + _not_fp8(ours, ran)
     findings.sort(key=lambda one: (place(one.layer), ranks[one.cause]))
-    if theirs.unread:
-        findings.insert(0, Finding("config.json", "unread", theirs.unread))
     changed = sorted(
         {one.layer for one in findings if one.layer in ours.linears and one.layer in theirs.linears}, key=place
     )
     kls, said = kl_alone(ours, theirs, changed, text)
+    said = "not measured: the engine does not read the checkpoint" if theirs.unread else said
     rows = tuple(
         _row(name, ours, theirs, kls.get(name)) for name in sorted({*ours.linears, *theirs.linears}, key=place)
     )
@@ -263,7 +265,8 @@ def _row(name: str, ours: Model, theirs: Model, kl: float | None) -> Row:
     def shown(side: Side | None) -> tuple[str, str, str]:
         return ("absent", "-", "") if side is None else (str(side), str(side.activations or "BF16"), side.digest)
 
-    here, there = shown(ours.linears.get(name)), shown(theirs.linears.get(name))
+    here = shown(ours.linears.get(name))
+    there = ("not read", "-", "") if theirs.unread else shown(theirs.linears.get(name))
     return Row(name, here[0], there[0], here[1], there[1], here[2], there[2], kl)
 
 

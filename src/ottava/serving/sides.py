@@ -15,50 +15,27 @@ import torch
 from torch import Tensor
 
 from ottava.base.errors import unknown_name
-from ottava.base.untrusted import UntrustedError, parse_json, read_text
-from ottava.nn.fp8_checkpoint import open_tensors
+from ottava.base.untrusted import UntrustedError
 from ottava.numerics.formats import E2M1, E4M3, E5M2, Format
-from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity, ScaleFormat
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_TENSOR, Granularity, ScaleFormat
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
 from ottava.recipe import Recipe
-from ottava.serving.engines import (
-    ENGINES,
-    STRATEGIES,
-    Decision,
-    Engine,
-    block_size,
-    decide,
-    first_group,
-    units,
-    weight_blocks,
-)
+from ottava.serving.engines import ENGINES, Decision, Engine, decide, units
 from ottava.serving.source import Source, Weight
+from ottava.weights.layouts import (
+    INPUT_KEYS,
+    SCALE_KEYS,
+    Group,
+    InputCast,
+    Quantization,
+    open_tensors,
+    read_config,
+    read_quantization,
+)
 
-SCALE_KEYS = ("weight_scale_inv", "weight_scale")
-INPUT_KEYS = ("input_scale", "activation_scale")
 _POWERS = ("pow2", "e8m0", "e8m0_floor")
 _CODES = MappingProxyType({torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.uint8: E2M1})
-
-
-@dataclass(frozen=True)
-class Cast:
-    """The cast of activations in front of a linear."""
-
-    granularity: Granularity
-    powers: bool
-    """Whether scales are powers of two."""
-    static: bool
-    """Whether the scale is a number of the checkpoint, or of a history."""
-    scale_inv: float | None = None
-    """That number."""
-    rounded: bool = True
-    """Whether a fused activation is rounded to BF16 before its cast."""
-
-    def __str__(self) -> str:
-        known = "" if self.scale_inv is None else f" {self.scale_inv:.6g}"
-        words = ["powers of two" if self.powers else "fp32", f"static{known}" if self.static else "dynamic"]
-        return f"[{', '.join([str(self.granularity), *words, *([] if self.rounded else ['not rounded to BF16'])])}]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +46,7 @@ class Side:
     """In high precision; of codes what they decode to."""
     cast: QuantizedTensor | None = None
     """What is multiplied, if not bf16(weight)."""
-    activations: Cast | None = None
+    activations: InputCast | None = None
     """None: they stay in high precision."""
     layer: str = ""
     """Its layer in training."""
@@ -133,12 +110,12 @@ def trained(source: Source) -> Model:
     return Model(linears, plain, source.config, tied)
 
 
-def _cast_of(spec: QuantizationSpec | None, weight: Weight) -> Cast | None:
+def _cast_of(spec: QuantizationSpec | None, weight: Weight) -> InputCast | None:
     if spec is None:
         return None
     known = weight.input_scale_inv if spec.predicted else None
     stored = None if known is None else torch.tensor(known, dtype=torch.float32).item()
-    return Cast(spec.granularity, spec.scale_format in _POWERS, spec.predicted, stored)
+    return InputCast(spec.granularity, spec.scale_format in _POWERS, spec.predicted, stored)
 
 
 def under(source: Source, recipe: Recipe) -> Source:
@@ -175,39 +152,38 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None)
     if engine not in ENGINES:
         raise ValueError(f"parity: {unknown_name('engine', engine, ENGINES)}")
     reader = ENGINES[engine]
-    config = read_config(folder)
-    found = config.get("quantization_config") or {}
     words = _words(reader, settings or {})
     try:
+        config = read_config(folder)
+        found = config.get("quantization_config") or {}
         with ExitStack() as files:
             tensors = {name: file.get_tensor(name) for name, file in sorted(open_tensors(folder, files).items())}
     except (UntrustedError, OSError) as error:
         raise UntrustedError(f"parity: {folder} cannot be read: {error}") from error
-    method = str(found.get("quant_method", "")).lower()
     tied = bool(config.get("tie_word_embeddings", False)) or "lm_head.weight" not in tensors
     weights = {name.removesuffix(".weight"): t for name, t in tensors.items() if _is_linear(name, t)}
     names = [name for name in weights if not (tied and name == "lm_head")]
-    rule = reader.rules.get(method)
-    decisions = decide(rule, found, names) if rule is not None else {name: Decision(bool(method)) for name in names}
+    model_type = str(config.get("model_type", ""))
+    unread = reader.unread(found, model_type)
+    rule = None if unread else reader.rules.get(str(found.get("quant_method", "")).lower())
+    quantization = None if rule is None else read_quantization(found)
+    decisions = {name: Decision(False) for name in names} if rule is None else decide(rule, found, names)
     decisions |= {name: Decision(False, "", never) for name in names if (never := reader.leaves(name))}
-    experts = any(".experts." in name and decisions[name].quantized for name in names)
-    unread = reader.unread(found, str(config.get("model_type", "")), experts=experts)
-    linears = {n: _side(n, weights[n], tensors, decisions[n], found, reader, words) for n in names}
+    if any(".experts." in name and decisions[name].quantized for name in names):
+        unread = reader.unread(found, model_type, experts=True)
+    linears = {n: _side(n, weights[n], tensors, decisions[n], quantization, reader, words) for n in names}
     if rule is not None and rule.partly != "apart":
         linears = _rejoined(linears)
     used = {f"{n}.{key}" for n in names for key in ("weight", *SCALE_KEYS, *INPUT_KEYS)}
-    kv = bool(found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo"))
+    used |= {name for name in tensors if name.endswith(("k_scale", "v_scale"))}
+    cached = quantization is not None and quantization.kv_cache
     return Model(
         linears,
-        {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name not in used and not name.endswith(("k_scale", "v_scale"))
-        },
+        {name: tensor for name, tensor in tensors.items() if name not in used},
         config,
         tied,
         decisions,
-        kv or "fp8" in str(words.get("kv_cache_dtype", "")),
+        cached or "fp8" in str(words.get("kv_cache_dtype", "")),
         unread,
         files={
             path.name: _file_digest(path)
@@ -215,24 +191,6 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None)
             if path.suffix in (".safetensors", ".json")
         },
     )
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json; ModelOpt's own file stands in for a quantization_config."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UntrustedError(f"parity: {folder} has no config.json; needs the folder of a checkpoint")
-    try:
-        config = parse_json(read_text(path))
-        more = folder / "hf_quant_config.json"
-        if isinstance(config, dict) and not config.get("quantization_config") and more.is_file():
-            own = parse_json(read_text(more))
-            config["quantization_config"] = {"quant_method": "modelopt", **dict(own.get("quantization") or {})}
-    except (UntrustedError, AttributeError, TypeError, ValueError) as error:
-        raise UntrustedError(f"parity: {path}: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("quantization_config") or {}, dict):
-        raise UntrustedError(f"parity: {path} is no object, or its quantization_config is none")
-    return config
 
 
 def _words(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,24 +222,28 @@ def _side(
     weight: Tensor,
     tensors: Mapping[str, Tensor],
     decision: Decision,
-    found: Mapping[str, Any],
+    quantization: Quantization | None,
     engine: Engine,
     words: Mapping[str, Any],
 ) -> Side:
     """A linear as the engine multiplies it, before it joins any."""
+    group = None if quantization is None else quantization.group_of(name) or quantization.groups[0]
     fmt = _CODES.get(weight.dtype)
-    if fmt is None:
+    if fmt is None or group is None:
+        wanted = decision.quantized and group is not None
         return Side(
-            weight, activations=_activations(name, tensors, found, engine, words) if decision.quantized else None
+            weight if fmt is None else weight.float(),
+            activations=_activations(name, tensors, group, engine, words) if wanted and group is not None else None,
+            codes=fmt is not None,
         )
     stored = next((tensors[f"{name}.{key}"] for key in SCALE_KEYS if f"{name}.{key}" in tensors), None)
     if stored is None:
         return Side(weight.float(), codes=True)
     scale_inv = stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored
-    cast = _decoded(weight, scale_inv.to(torch.float32), fmt, found)
+    cast = _decoded(weight, scale_inv.to(torch.float32), fmt, group.blocks)
     if not decision.quantized:  # the engine loads the codes as numbers
         return Side(weight.float(), codes=True)
-    activations = _activations(name, tensors, found, engine, words)
+    activations = _activations(name, tensors, group, engine, words)
     wants_powers = _truth(words.get("ue8m0"))
     if wants_powers and cast.spec.granularity.rows == 128 and not _are_powers(cast.scale_inv):
         cast = quantize(cast.dequantize(torch.float32), replace(cast.spec, scale_format="pow2"))
@@ -296,9 +258,8 @@ def _are_powers(scale_inv: Tensor) -> bool:
     return bool((torch.frexp(scale_inv).mantissa == 0.5).all())
 
 
-def _decoded(codes: Tensor, scale_inv: Tensor, fmt: Format, found: Mapping[str, Any]) -> QuantizedTensor:
+def _decoded(codes: Tensor, scale_inv: Tensor, fmt: Format, size: Granularity) -> QuantizedTensor:
     """Codes and scales by the blocks of the config; a grid of another shape stays as it is stored, and is compared."""
-    size = weight_blocks(found)
     grid = size.grid_shape((codes.shape[0], codes.shape[1]))
     kind: ScaleFormat = "e8m0" if size == BLOCK_1X32 else "fp32"
     if scale_inv.numel() == grid[0] * grid[1]:
@@ -315,27 +276,18 @@ def _by_shape(codes: Tensor, scale_inv: Tensor) -> Granularity:
 
 
 def _activations(
-    name: str, tensors: Mapping[str, Tensor], found: Mapping[str, Any], engine: Engine, words: Mapping[str, Any]
-) -> Cast | None:
+    name: str, tensors: Mapping[str, Tensor], group: Group, engine: Engine, words: Mapping[str, Any]
+) -> InputCast | None:
     """How the engine casts the input of a linear."""
-    blocks = weight_blocks(found)
-    powers = str(found.get("scale_fmt")) == "ue8m0" or _truth(words.get("ue8m0")) or blocks == BLOCK_1X32
-    if (group := first_group(found)) is not None:
-        if not (own := group.get("input_activations")):
-            return None
-        static, strategy = not own.get("dynamic", True), own.get("strategy") or "tensor"
-        size = block_size([1, own.get("group_size")]) if strategy == "group" else STRATEGIES.get(strategy, PER_TENSOR)
-    else:
-        algo = str(found.get("quant_algo"))
-        static = found.get("activation_scheme") == "static" or algo == "FP8"
-        by_token = PER_ROW if "PER_TOKEN" in algo else PER_TENSOR
-        size = by_token if blocks.cols is None else Granularity(1, blocks.cols)
-    if size == PER_TENSOR and not static and engine.tensor_dynamic is not None:
+    if (cast := group.inputs) is None:
+        return None
+    size, powers = cast.granularity, cast.powers or _truth(words.get("ue8m0"))
+    if size == PER_TENSOR and not cast.static and engine.tensor_dynamic is not None:
         size = engine.tensor_dynamic
     stored = next((tensors[f"{name}.{key}"] for key in INPUT_KEYS if f"{name}.{key}" in tensors), None)
-    scale_inv = float(stored.float().max()) if static and stored is not None and stored.numel() else None
+    scale_inv = float(stored.float().max()) if cast.static and stored is not None and stored.numel() else None
     fused = _truth(words.get("fuse_act_quant")) and name.rpartition(".")[2] in ("down_proj", "w2", "fc2")
-    return Cast(size, powers and size in (BLOCK_1X128, BLOCK_1X32), static, scale_inv, not fused)
+    return InputCast(size, powers and size in (BLOCK_1X128, BLOCK_1X32), cast.static, scale_inv, not fused)
 
 
 def _rejoined(linears: Mapping[str, Side]) -> dict[str, Side]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ottava.base.untrusted import UntrustedError
 from ottava.nn.convert import convert, put_weight
-from ottava.nn.fp8_checkpoint import open_tensors
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
@@ -23,6 +22,7 @@ from ottava.train.config import ModelConfig
 from ottava.train.llama import table
 from ottava.train.model import VOCABULARY, ByteTransformer
 from ottava.weights.checkpoint import dequantize_state_dict, keep_in_state_dict
+from ottava.weights.layouts import open_tensors
 from ottava.weights.parameter import QuantizedWeight, store_scales
 
 _FIXED: Mapping[str, Any] = MappingProxyType(
