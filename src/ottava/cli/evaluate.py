@@ -56,7 +56,7 @@ def evaluate(
     )
     values = {"schema_version": SCHEMA_VERSION, **found.to_dict()}
     if out is not None:
-        from ottava.serving.evaluation_page import write_page
+        from ottava.serving.evaluate import write_page
 
         values["page"] = str(write_page(found, out))
     typer.echo(to_json(values) if as_json else str(found) + (f"\n\n{out}" if out else ""))

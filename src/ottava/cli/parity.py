@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ottava.serving.alone import Text
+    from ottava.serving.sides import Text
     from ottava.serving.source import Source
 
 
@@ -92,7 +92,7 @@ def _text(source: Source, checkpoint: Path, path: Path | None) -> Text:
     """Bytes for a model that reads bytes, the tokens of the checkpoint's tokenizer, or always the same tokens."""
     import torch
 
-    from ottava.serving.alone import SAMPLE, Text, made_up
+    from ottava.serving.sides import SAMPLE, Text, made_up
 
     vocabulary, length = int(source.config.get("vocab_size") or 0), 128
     if vocabulary == 256:

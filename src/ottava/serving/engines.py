@@ -66,7 +66,7 @@ def bounded(pattern: str, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Rule:
+class IgnoreRule:
     """How one engine reads the list of ignored layers of one quant_method."""
 
     keys: tuple[str, ...]
@@ -82,11 +82,11 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Engine:
+class InferenceEngine:
     """One engine."""
 
     name: str
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, IgnoreRule]
     """By quant_method; a method that lacks is not read."""
     tensor_dynamic: Granularity | None = None
     """What it does in place of one dynamic scale for all tokens; None: that."""
@@ -145,22 +145,24 @@ JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The linears that engines join, by the name of the joined one."""
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+")
 
-_LISTED = Rule(("ignore",), (exact, regex))
+_LISTED = IgnoreRule(("ignore",), (exact, regex))
 _FP8_KEYS = ("ignored_layers", "modules_to_not_convert")
-_VLLM_FP8 = Rule(_FP8_KEYS, (exact,))
-_SGLANG_FP8 = Rule(_FP8_KEYS, (dotted,))
-_HF_FP8 = Rule(("modules_to_not_convert",), (bounded,), partly="apart")
-_TRT = Rule(("exclude_modules", "ignore", "modules_to_not_convert"), (shell, whole_regex), parents=True, partly="all")
+_VLLM_FP8 = IgnoreRule(_FP8_KEYS, (exact,))
+_SGLANG_FP8 = IgnoreRule(_FP8_KEYS, (dotted,))
+_HF_FP8 = IgnoreRule(("modules_to_not_convert",), (bounded,), partly="apart")
+_TRT = IgnoreRule(
+    ("exclude_modules", "ignore", "modules_to_not_convert"), (shell, whole_regex), parents=True, partly="all"
+)
 
 _ENTRIES = (
-    Engine(
+    InferenceEngine(
         "vllm",
         MappingProxyType(
             {
                 "compressed-tensors": _LISTED,
                 "fp8": _VLLM_FP8,
                 "mxfp8": _VLLM_FP8,
-                "modelopt": Rule(("exclude_modules", "ignore"), (exact,), joined=(contains, shell)),
+                "modelopt": IgnoreRule(("exclude_modules", "ignore"), (exact,), joined=(contains, shell)),
             }
         ),
         tensor_dynamic=PER_ROW,
@@ -172,14 +174,14 @@ _ENTRIES = (
             }
         ),
     ),
-    Engine(
+    InferenceEngine(
         "sglang",
         MappingProxyType(
             {
                 "compressed-tensors": _LISTED,
                 "fp8": _SGLANG_FP8,
                 "mxfp8": _SGLANG_FP8,
-                "modelopt": Rule(("exclude_modules", "ignore"), (dotted,), joined=(shell,)),
+                "modelopt": IgnoreRule(("exclude_modules", "ignore"), (dotted,), joined=(shell,)),
             }
         ),
         tensor_dynamic=PER_ROW,
@@ -193,11 +195,11 @@ _ENTRIES = (
             ),
         ),
     ),
-    Engine(
+    InferenceEngine(
         "transformers",
         MappingProxyType(
             {
-                "compressed-tensors": Rule(("ignore",), (exact, regex), partly="apart"),
+                "compressed-tensors": IgnoreRule(("ignore",), (exact, regex), partly="apart"),
                 "fp8": _HF_FP8,
                 "mxfp8": _HF_FP8,
             }
@@ -205,16 +207,16 @@ _ENTRIES = (
         never="",
         experts=((8, PER_TENSOR), (8, PER_ROW), (4, BLOCK_1X32)),  # of others it fails, or drops the tensor's scale
     ),
-    Engine(
+    InferenceEngine(
         "trtllm",
         MappingProxyType({"modelopt": _TRT, "fp8": _TRT, "compressed-tensors": _TRT}),
         settings=MappingProxyType({"kv_cache_dtype": "kv_cache_dtype", "kv_cache_config.dtype": "kv_cache_dtype"}),
     ),
 )
-ENGINES: Mapping[str, Engine] = MappingProxyType({engine.name: engine for engine in _ENTRIES})
+ENGINES: Mapping[str, InferenceEngine] = MappingProxyType({engine.name: engine for engine in _ENTRIES})
 
 
-def decide(rule: Rule, config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Decision]:
+def decide(rule: IgnoreRule, config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Decision]:
     """What an engine does with each linear of a checkpoint.
 
     Args:
@@ -271,7 +273,7 @@ def units(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _ignored(rule: Rule, patterns: Sequence[str], joined: str, part: str) -> Decision:
+def _ignored(rule: IgnoreRule, patterns: Sequence[str], joined: str, part: str) -> Decision:
     tried = [(match, part) for match in rule.parts]
     if rule.parents:
         above = part.split(".")
