@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ottava.nn.convert import convert
-from ottava.serving.answers import Answers, Mean, View
+from ottava.serving.answers import Answers, ChunkMean, View
 from ottava.serving.difference import Difference, Differences
 from ottava.serving.evaluate import RULES, Compared, Evaluation, Generation, evaluate, judge, render_page, write_page
 from ottava.serving.source import Source, Weight, cast_of
@@ -196,8 +196,8 @@ CLEAN = Difference("m.up.weight", "", "", "", "", True, None, 0.0, 1.0, 1.0, Fal
 
 
 def case(one: Difference = CLEAN, kl: float = 0.0, change: float = 0.0, a: bool = False, b: bool = False) -> Compared:
-    def interval(x: float) -> Mean:
-        return Mean(x, x - 0.001, x + 0.001)
+    def interval(x: float) -> ChunkMean:
+        return ChunkMean(x, x - 0.001, x + 0.001)
 
     answers = Answers("t", 64, 1.0, 1.0 + change, interval(change), interval(kl), interval(0.9))
     return Compared(Differences((one,), (), (), ()), answers, (answers,), (), (a, a), (b, b))

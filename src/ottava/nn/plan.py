@@ -339,7 +339,7 @@ def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = 
         >>> model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
         >>> report = ottava.convert(model, "tensorwise")
         >>> model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
-        >>> ottava.nn.plan(model)                                                    # on a GPU it would measure
+        >>> ottava.nn.tune(model)                                                    # on a GPU it would measure
         Traceback (most recent call last):
         ValueError: tune_gemm: got operands on cpu; times are taken on cuda: move them there
     """

@@ -206,7 +206,7 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class Mean:
+class ChunkMean:
     """A mean over tokens, with the interval that holds 95 % of the means of resampled chunks."""
 
     mean: float
@@ -223,11 +223,11 @@ class Answers:
     loss_a: float
     """Nats a token."""
     loss_b: float
-    change: Mean
+    change: ChunkMean
     """Loss of B minus loss of A."""
-    kl: Mean
+    kl: ChunkMean
     """KL(A || B), nats a token."""
-    agreement: Mean
+    agreement: ChunkMean
     """Share of the tokens whose most likely next token is the same."""
 
     @property
@@ -277,19 +277,19 @@ class Sums:
         )
 
 
-def interval(values: Tensor, seed: int = 0) -> Mean:
+def interval(values: Tensor, seed: int = 0) -> ChunkMean:
     """The mean of one value a chunk, and its bootstrap interval (Efron's percentiles, 2,000 resamples).
 
     Example:
         >>> interval(torch.tensor([1.0, 1.0, 1.0]))
-        Mean(mean=1.0, low=1.0, high=1.0)
+        ChunkMean(mean=1.0, low=1.0, high=1.0)
     """
     values = values.double()
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(0, len(values), (_RESAMPLES, len(values)), generator=generator)
     means = values[drawn].mean(1)
     low, high = (float(q) for q in means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)))
-    return Mean(float(values.mean()), low, high)
+    return ChunkMean(float(values.mean()), low, high)
 
 
 def chunks_of(encode: Callable[[str], list[int]], name: str, text: str, *, length: int, most: int) -> Chunks:
