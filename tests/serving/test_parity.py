@@ -22,9 +22,10 @@ from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import GemmRecipe, Recipe
 from ottava.serving.engines import Decision
-from ottava.serving.parity import CAUSES, activation_cause, layer_set, parity, place, spec_of
-from ottava.serving.sides import Cast, Side, made_up
+from ottava.serving.parity import CAUSES, activation_cause, layer_set, parity, place
+from ottava.serving.sides import Side, made_up, spec_of
 from ottava.serving.source import Source, Weight, of_model
+from ottava.weights.layouts import InputCast
 
 BLOCKS = ("blockwise_fp32", "compressed-tensors-block")
 TENSOR = ("delayed", "modelopt")
@@ -461,25 +462,25 @@ def test_the_order_of_execution() -> None:
     ]
 
 
-TOKEN = Cast(PER_ROW, powers=False, static=False)
+TOKEN = InputCast(PER_ROW, powers=False, static=False)
 
 
 def test_casts_of_activations() -> None:
     for other, cause in (
         (TOKEN, None),
         (None, "activation-granularity"),
-        (Cast(PER_TENSOR, False, False), "activation-granularity"),
-        (Cast(PER_ROW, False, True, 0.5), "activation-scale"),
-        (Cast(PER_ROW, True, False), "activation-format"),
-        (Cast(PER_ROW, False, False, rounded=False), "activation-rounding"),
+        (InputCast(PER_TENSOR, False, False), "activation-granularity"),
+        (InputCast(PER_ROW, False, True, 0.5), "activation-scale"),
+        (InputCast(PER_ROW, True, False), "activation-format"),
+        (InputCast(PER_ROW, False, False, rounded=False), "activation-rounding"),
     ):
         got = activation_cause(TOKEN, other)
         assert (got and got[0]) == cause, other
     assert activation_cause(None, None) is None
     assert spec_of(TOKEN, QuantizationSpec(E4M3)) == QuantizationSpec(E4M3, PER_ROW)
-    powers = spec_of(Cast(BLOCK_1X32, True, False), QuantizationSpec(E4M3, BLOCK_1X32, "e8m0"))
+    powers = spec_of(InputCast(BLOCK_1X32, True, False), QuantizationSpec(E4M3, BLOCK_1X32, "e8m0"))
     assert powers == QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
-    assert spec_of(Cast(BLOCK_1X128, True, False), QuantizationSpec(E4M3)).scale_format == "pow2"
+    assert spec_of(InputCast(BLOCK_1X128, True, False), QuantizationSpec(E4M3)).scale_format == "pow2"
 
 
 def test_what_a_linear_in_high_precision_is_called() -> None:

@@ -17,7 +17,6 @@ from ottava.base.untrusted import UntrustedError
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
 from ottava.serving.sides import (
     FAMILIES,
-    Cast,
     Model,
     Side,
     Text,
@@ -32,7 +31,7 @@ from ottava.serving.sides import (
 from ottava.train.config import ModelConfig
 from ottava.train.llama import as_llama
 from ottava.train.model import ByteTransformer
-from ottava.weights.layouts import read_config, read_quantization
+from ottava.weights.layouts import InputCast, read_config, read_quantization
 
 
 def test_a_digest_is_of_bits_dtype_and_shape() -> None:
@@ -125,7 +124,7 @@ def test_a_linear_multiplies_what_its_side_has() -> None:
     spec = QuantizationSpec(E4M3, PER_ROW)
     cast = quantize(weight, spec)
     for rounded in (True, False):
-        side = Side(weight, cast, Cast(PER_ROW, False, False, rounded=rounded))
+        side = Side(weight, cast, InputCast(PER_ROW, False, False, rounded=rounded))
         rows = quantize(x.bfloat16() if rounded else x, spec).dequantize(torch.float32)
         assert torch.equal(multiply(x, side), rows @ cast.dequantize(torch.float32).t())
 
