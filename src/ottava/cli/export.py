@@ -12,7 +12,7 @@ from typer import Argument, Option
 from ottava.cli.console import answer, print_table
 
 if TYPE_CHECKING:
-    from ottava.serving.alone import Text
+    from ottava.serving.sides import Text
     from ottava.serving.source import Source
 
 
@@ -208,7 +208,7 @@ def _text(source: Source, checkpoint: Path, path: Path | None) -> Text:
     """Bytes for a model that reads bytes, the tokens of the checkpoint's tokenizer, or always the same tokens."""
     import torch
 
-    from ottava.serving.alone import SAMPLE, Text, made_up
+    from ottava.serving.sides import SAMPLE, Text, made_up
 
     vocabulary, length = int(source.config.get("vocab_size") or 0), 128
     if vocabulary == 256:
@@ -265,7 +265,7 @@ def evaluate(
     )
     values = found.to_dict()
     if out is not None:
-        from ottava.serving.evaluation_page import write_page
+        from ottava.serving.evaluate import write_page
 
         values["page"] = str(write_page(found, out))
     answer(as_json, values, str(found) + (f"\n\n{out}" if out else ""))
