@@ -8,6 +8,7 @@ torch.compile a GEMM is an opaque custom operator (`ottava::gemm`), with the bit
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,11 +21,12 @@ from ottava.base.errors import need_type
 from ottava.kernels import gemm_choice, reference, scaled_mm, torch_mm
 from ottava.kernels.custom_operator import custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
-from ottava.numerics.accumulator import Accumulator, accumulator_from_key, get_accumulator, lost_share
+from ottava.kernels.reference import block_columns
+from ottava.numerics.accumulator import ACCUMULATORS, Accumulator, accumulator_from_key, get_accumulator, lost_share
 from ottava.numerics.formats import dtype_name
+from ottava.numerics.rounding import decode
 from ottava.numerics.tensor import Operand, QuantizedTensor, refuse_pair, spec_from_key
 from ottava.numerics.transforms import LowRank
-from ottava.ops.advice import short_sums
 from ottava.ops.dispatch import (
     BATCH_INVARIANT,
     choose_accumulating,
@@ -587,3 +589,53 @@ def _part(operand: Any) -> LowRank | None:
     if not isinstance(operand, QuantizedTensor) or operand.spec.transform is None or operand.aside is None:
         return None
     return operand.spec.transform.low_rank(operand.aside, (operand.shape[0], operand.shape[1]))
+
+
+# --- a hint, once: biased sums lose magnitude in short accumulators. It is no error, and nothing else would show it ---
+
+_LONG_SUM = 1024  # products in a sum: below, no accumulator loses 2 %
+_SAMPLE = 64  # rows of each operand whose cosines tell how much a GEMM's sums are biased
+_LOST = 0.01  # the share of a sum that is worth a hint
+
+
+def short_sums(a: QuantizedTensor, b: QuantizedTensor, accumulator: Accumulator | None, fast: bool) -> None:
+    """Warns of a GEMM whose biased sums lose a percent or more in a short accumulator; once for each K and share.
+
+    Args:
+        accumulator: the profile that is emulated; None: the device's own sums.
+        fast: whether those are a Hopper's fast ones.
+    """
+    k = a.shape[1]
+    chain = block_columns(a.spec.granularity, b.spec.granularity, k)
+    if chain < _LONG_SUM or (accumulator is None and not _is_short(a, fast)):
+        return
+    profile = ACCUMULATORS["hopper"] if accumulator is None else accumulator
+    if profile.kept_bits >= 23 or (a.data.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    share = lost_share(chain, _alignment(a, b), profile)
+    if share >= _LOST:
+        warnings.warn(
+            f"a GEMM over K = {k:,} keeps its sums in a short accumulator ({profile.name}), and its operands are "
+            f"biased: sums lose about {float(f'{share:.0e}'):.0%} of their magnitude. Give this GEMM fast_accum=False, "
+            "or a recipe with blocks along K; docs/accumulation.md tells more",
+            stacklevel=2,
+        )
+
+
+def _is_short(a: QuantizedTensor, fast: bool) -> bool:
+    """Whether the device's sums are those of a short accumulator: FP8 on Ada and Hopper."""
+    return fast and a.data.is_cuda and torch.cuda.get_device_capability(a.device) in ((8, 9), (9, 0))
+
+
+@torch.no_grad()
+def _alignment(a: QuantizedTensor, b: QuantizedTensor) -> float:
+    """The mean magnitude of the cosines between some rows of two operands, larger ones weigh more."""
+    sides = []
+    for side in (a, b):
+        rows = slice(None, None, -(-side.shape[0] // _SAMPLE))
+        numbers = side.spec.granularity.expand(side.scale_inv, (side.shape[0], side.shape[1]))
+        numbers = numbers.expand(*side.shape)[rows]
+        numbers = numbers * decode(side.data[rows], side.spec.format)
+        sides.append(torch.nn.functional.normalize(numbers, dim=1))
+    cosines = (sides[0] @ sides[1].t()).abs().nan_to_num(0.0)
+    return float(cosines.square().sum() / cosines.sum().clamp_min(1e-30))

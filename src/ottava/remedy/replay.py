@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ottava.engine.autocast import autocast
 from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.engine.quantizer import Quantizer
-from ottava.ops.advice import Advice
+from ottava.engine.state import Advice
 from ottava.recipe import GEMMS, Override, Recipe, get_recipe
 from ottava.record.random_state import random_states, random_states_kept
 
