@@ -58,7 +58,7 @@ _JOIN = "delayed scaling: DistributedDataParallel.join does not go with"
 
 
 _FORWARDS = 256  # without a step before the hint: more than micro-batches and evaluations need
-_MANY_STEPS = 16  # of one optimizer before the hint names idle layers: other optimizers may step less often
+_ENOUGH = 16  # of one optimizer before the hint names idle layers: other optimizers may step less often
 
 
 class DoorAmax(NamedTuple):
@@ -726,14 +726,14 @@ class Advice:
         layers = list(layers)
         self._stepped.update(id(layer.parameter) for layer in layers if id(layer.parameter) in stepped)
         count = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        if count < _MANY_STEPS or not all(_readable(layer) for layer in layers):
+        if count < _ENOUGH or not all(_readable(layer) for layer in layers):
             return
         self._asked_idle = True
         idle = [m for m in layers if m.parameter.requires_grad and id(m.parameter) not in self._stepped and _waits(m)]
         if idle:
             names = listed((layer.name or type(layer).__name__ for layer in idle), most=3)
             warnings.warn(
-                f"delayed scaling: in {_MANY_STEPS} steps no optimizer has stepped the trainable weights of {names}, so "
+                f"delayed scaling: in {_ENOUGH} steps no optimizer has stepped the trainable weights of {names}, so "
                 "their scales do not move. Give these weights to the optimizer, or freeze them with "
                 "requires_grad_(False), or call ottava.ScalingState(model).update() after each step",
                 stacklevel=2,

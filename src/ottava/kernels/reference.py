@@ -56,6 +56,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     check_input_dtype(x, "quantize")
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
+    # a rule may mix neighbours of a row, and random numbers are counted along rows: both see x as it is
     ordinary = spec.rounding == "nearest_even" and spec.block_scale == "amax"
     if column_major(x) and ordinary:  # cast along memory; random numbers keep the order of x
         data, scale_inv, block_amax = _quantize(x.t(), spec, spec.granularity.transposed, scale)
@@ -82,12 +83,14 @@ def factors_of(
 
 def factors(block_amax: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> Scale:
     """The factor of each block and its inverse: `scale` where `quantize` takes it, else the current scale."""
+    # also where a scale is given: the guard, and a door without history, fall back to it
     current = compute_scale(block_amax, spec.format, scale_format=spec.scale_format, margin=spec.margin)
     if scale is None:
         return current
     given = scale.reshape(1, 1).expand_as(block_amax)
     taken = given > 0
     if spec.scaling == "guarded":
+        # where amax lands: within the top guard_bits octaves the prediction stands
         top = block_amax * given
         inside = (top <= spec.format.max) & (top >= spec.format.max * 2.0**-spec.guard_bits)
         taken = taken & (inside | (block_amax == 0))
@@ -161,6 +164,7 @@ def _sum_of_powers(a: QuantizedTensor, b: QuantizedTensor, k: int) -> Tensor:
 def _fold(x_q: QuantizedTensor) -> tuple[Tensor, Tensor, float]:
     """(decoded codes times scales relative to the largest of their row, those (R, 1), octaves to the smallest)."""
     scales, granularity = x_q.scale_inv, x_q.spec.granularity
+    # a power of two times another is exact, so the largest may leave the sum
     tops = scales.amax(1, keepdim=True)
     rows = granularity.expand(tops, (x_q.shape[0], 1))
     numbers = decode(x_q.data, x_q.spec.format)

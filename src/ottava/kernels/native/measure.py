@@ -94,6 +94,7 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
     if isinstance(cast, QuantizedTensor):
         if any(not t.is_cpu or refusal(t) for t in (cast.data, cast.scale_inv)):
             return f"{NAME}: takes plain tensors on a cpu"
+        # the guard of a predicted cast is judged by the scales that quantize.cpp computes
         if spec.predicted and (why := _constants(spec).plan.refusal or native_build.load("quantize", x.dtype).reason):
             return why
         if x.shape != cast.shape:
@@ -152,6 +153,7 @@ def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor,
     width = layout.width
     sums = torch.zeros(len(looks), width, dtype=torch.float64, device="cpu")
     extremes = torch.empty(len(looks), len(layout.extremes), dtype=torch.float64, device="cpu")
+    # one library a dtype, so one call for all looks of a dtype: its threads share them
     for dtype in dict.fromkeys([look.x.dtype for look in looks]):
         indices = [i for i, look in enumerate(looks) if look.x.dtype == dtype]
         jobs = (_Job * len(indices))()
@@ -220,6 +222,7 @@ def _fill(job: _Job, look: Look) -> tuple[object, ...]:
     """Fills a job; returns the objects that must live until the job is done."""
     x, made, scale, spec = _strided(look.x), look.cast, look.scale, spec_of(look)
     known = _constants(spec)
+    # a copy of a struct: filling twenty fields one by one takes Python longer than measuring a small tensor takes C++
     ctypes.pointer(job)[0] = _job_of(spec.key, spec.format, *x.shape)
     job.x, (job.x_row, job.x_col), job.extent = pointer(x), steps(x), pointer(look.extent)
     job.cast = ctypes.addressof(known.plan.cast)
@@ -290,6 +293,7 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     assert library is not None  # supports_survey was asked
     to = _ROUNDED.get(target, 0) if target != x.dtype else 0
     finite = library.ottava_survey(pointer(x), to, *x.shape, row, pointer(extent), torch.get_num_threads())
+    # the amax of cast numbers is the cast amax, but what overflows in the cast has to be counted
     return extent if finite or target == x.dtype else survey(x.to(target))
 
 

@@ -30,6 +30,7 @@ from ottava.kernels.reference import Cast
 from ottava.numerics.formats import E2M1, E4M3, Format
 from ottava.numerics.rounding import check_input_dtype, draw_seed
 from ottava.numerics.scaling import FOUR_OVER_SIX_TOPS, MS_EDEN_TOPS, TE_FOUR_OVER_SIX, Granularity, column_major
+from ottava.numerics.scaling import amax as block_amax
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.numerics.transforms import Hadamard, Transform
 
@@ -213,6 +214,7 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
     granularity, granularity_t = first.granularity, settings(second).transposed
     block, block_t = granularity.block_shape(shape), granularity_t.block_shape(shape)
     grid, grid_t = granularity.grid_shape(shape), granularity_t.grid_shape(shape)[::-1]
+    # a tile holds whole blocks of both casts, so neither needs an amax from outside of it
     height, width = math.lcm(block[0], block_t[0]), math.lcm(block[1], block_t[1])
     width = min(width * max(_TILE_BYTES // (height * width * x.element_size()), 1), cols)
     sizes = rows, cols, lines.stride(0) if rows > 1 else cols, height, width
@@ -235,6 +237,7 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
         )
         if cast_both(job):
             raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
+        # what lies row by row in memory is the first of the C++ file's two; for a matrix in columns that is x.T
         lies, other = Cast(codes, scale_inv, amax), Cast(codes_t, scale_inv_t, amax_t)
         return (other, lies) if turned else (lies, other)
 
@@ -250,13 +253,14 @@ def _plan_stochastic(x: Tensor, spec: QuantizationSpec) -> RunCast:
         _library("quantize", x.dtype).ottava_factors,
         _library("stochastic", x.dtype).ottava_cast_stochastic,
     )
+    # a rule reads the numbers of a block, not only its amax; only torch has all of them
     by_rule, empty, threads = spec.block_scale != "amax", torch.empty, torch.get_num_threads
 
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
         x = x.detach().contiguous()  # random numbers run along rows
         data = empty(shape, dtype=fmt.storage_dtype, device="cpu")
         if by_rule:
-            amax = reference.amax(x, granularity)
+            amax = block_amax(x, granularity)
             factor, scale_inv = reference.factors_of(x, amax, spec, granularity, scale)
             factor = factor.contiguous()
         else:
@@ -387,6 +391,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
         >>> supports_decode(codes, E2M1) is not None or decode(codes, E2M1).tolist() == [0.5, -6.0, 6.0]
         True
     """
+    # uint8 would be read as codes of any format
     if codes.dtype != fmt.storage_dtype:
         raise TypeError(f"decode: {fmt} codes are held in {fmt.storage_dtype}; got {codes.dtype}")
     if dtype not in (torch.float32, torch.bfloat16):
