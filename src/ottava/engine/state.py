@@ -108,6 +108,7 @@ class ScalingState:
     def __init__(self, model: nn.Module | None, group: dist.ProcessGroup | None = None) -> None:
         if model is not None:
             need("ScalingState", model, nn.Module)
+        # weak: a hook that kept its model alive would keep all its memory after `del model`
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self.group = group
         self.boundaries = 0
@@ -281,6 +282,8 @@ class ScalingState:
         if task not in self._notes:
             self.settle()
             self._notes[task] = []
+            # torch calls it when this backward has run as a whole; one that fails never calls it, so its amaxes are
+            # dropped
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._after_backward, task))
         self._notes[task] += notes
 
@@ -317,6 +320,7 @@ class ScalingState:
     def settle(self) -> None:
         """Drops the staged amaxes of a step that was skipped: its gradients are gone, and no optimizer has stepped."""
         alive = [ref() for ref in self.graded]
+        # a loss scaler that found an infinity skips the step, and zero_grad follows: no other sign is given
         if alive and all(p is not None and p.grad is None for p in alive):
             self.discard()
 
@@ -431,6 +435,7 @@ class ScalingState:
         if group is None and not any(door.spec is not None for door in due):
             return
         device = live[0].scale.device if live else self._device()
+        # one tensor for one collective: every door of the model has a column, whether it ran here or not
         lanes = torch.cat([_staged(doors, device), self._due_lane(doors, due, device)])  # (4, doors)
         if group is not None:
             self._agree(group)
@@ -442,7 +447,9 @@ class ScalingState:
                 raise RuntimeError(
                     f"{_JOIN} compiled code, which cannot exchange amaxes at the end of a backward: use one of the two"
                 )
+        # what is not due on any rank contributes zeros, and zeros change nothing
         lanes = lanes * lanes[3]
+        # read later, if somebody asks: reading here would wait for the device in every step
         self._unread.append((self.boundaries, [weakref.ref(door) for door in doors], lanes))
         with torch.no_grad():
             roll_windows(doors, lanes)
@@ -545,6 +552,7 @@ def living_states() -> list[ScalingState]:
 
 def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
     """Tells the states of a model about its wrapper; ranks compare their specs, ranks without layers too."""
+    # a model may be two converted halves, each with a state
     states = list(dict.fromkeys(layer.scaling_state for layer in quantized_layers(model)))
     if states:
         need_plain(wrapper, model)
@@ -561,6 +569,7 @@ def _send_codes(wrapper: nn.Module, weights: list[QuantizedWeight]) -> None:
     changes nothing."""
     with torch.no_grad():
         for weight in weights if isinstance(wrapper, DistributedDataParallel) else ():
+            # codes, not numbers: sent numbers would be cast again, and a second rounding is another weight
             dist.broadcast(weight.detach(), group_src=0, group=wrapper.process_group)  # type: ignore[arg-type]
             weight.sent = True
 
@@ -644,6 +653,7 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
             continue
         last, nonfinite, guard, due = lanes.to(device)[:, pack.index]
         touched = last > 0
+        # (T, L): the newest first, the oldest falls off
         rolled = torch.cat([last[:, None], pack.history[:, :-1]], dim=1)
         pack.history.copy_(torch.where(touched[:, None], rolled, pack.history))
         scale, usable = spec.from_window(pack.history)

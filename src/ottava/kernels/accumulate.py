@@ -134,8 +134,8 @@ def accumulate(a: Tensor, a_exp: Tensor, b: Tensor, b_exp: Tensor, start: Tensor
 
 def _next(products: Tensor, exponents: Tensor, carry: Tensor, rule: Accumulator) -> Tensor:
     """One group (M, N, group) and the accumulator (M, N) -> the accumulator; of dots also those that are zero count."""
-    # hardware aligns all products to the largest exponent, and cuts what lies below its last bit; a product of zero
-    # does not take part, because it has no exponent
+    # hardware aligns all products to the largest exponent, and cuts what lies below its last bit. A product of zero has
+    # no exponent and does not take part; a dot that is zero does
     largest = torch.where((products != 0) | (rule.dot > 1), exponents, _NOTHING).amax(2)
     largest = torch.maximum(largest, floor_log2(carry).clamp(min=-126))  # a zero's -126 is no more than any other's
     # in these units the bits that survive are those before the point

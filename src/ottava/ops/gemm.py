@@ -133,6 +133,8 @@ def gemm(
         _check_start(a, b, c, compute)
     if torch.compiler.is_compiling():
         return _compiled(a, b, out_dtype, bias, fast_accum, compute, profile, c)
+    # an emulated accumulator begins with c as hardware does; other kernels take no c, and get it added to an fp32
+    # result
     start = c if profile is not None and profile.emulated else None
     after = None if c is None or c is start else c.detach()  # a sum in fp32 gets c, then the bias
     settings = (fast_accum, compute, backend, profile)
@@ -187,6 +189,7 @@ def multiply(
         profile = cells.accumulator
         held: tuple[Tensor, ...] = (data, other, a.scale_inv, b.scale_inv, data if bias is None else bias)
     elif isinstance(a, Tensor) and isinstance(b, Tensor):
+        # as torch.autocast would: an fp32 weight meets activations of 16 bits
         b = b if b.dtype == a.dtype else b.to(a.dtype)
         data, other, specs, held = a, b, (0, 0), (a, b, a if bias is None else bias)
         profile = None  # a debugger may have decoded the operands
@@ -199,15 +202,20 @@ def multiply(
     key: tuple[Any, ...] = ()
     try:
         layout = (data.dtype, data.shape, data.stride(), other.dtype, other.shape, other.stride(), data.device)
+        # the gate's look at all tensors at once; of what has no address no plan is kept
         plain = set(map(type, held)) <= _PLAIN and min(map(address, held)) > LOWEST
         added = None if bias is None else bias.dtype
+        # specs by `id`: hashing two of them takes longer than the rest of this function, and a kept plan keeps them
+        # alive
         key = (specs, layout, plain, out_dtype, added, cells.fast_accum, cells.compute, id(profile), backend)
         plan = plans.get(key) if plain else None
     except RuntimeError:  # a tensor has no strides or no memory
         plain = False
+    # tune_gemm may have measured since: the plan of before would run on
     if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
         plan = plan_gemm(a, b, out_dtype, bias, cells.fast_accum, cells.compute, backend, profile)
         quantized = isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and cells.compute == "native"
+        # the hint once for each K: a sum's loss depends on its length
         if plain and quantized and all(kept.record.k != plan.record.k for kept in plans.values()):
             short_sums(a, b, profile, cells.fast_accum and plan.record.kernel == scaled_mm.NAME)  # type: ignore[arg-type]
         if plan.lasting and plain:
@@ -237,6 +245,7 @@ def plan_gemm(
     """
     _check(a, b, bias, accumulator, compute)
     if (rest := rests(a, b)) is not None:
+        # the product of the rests stays in fp32 until the parts are added: one rounding
         plan = plan_gemm(*rest, torch.float32, None, fast_accum, compute, backend, accumulator)
         record = replace(plan.record, out_dtype=dtype_name(out_dtype))
         return plan._replace(run=with_parts(plan.run, out_dtype), record=record)
@@ -247,6 +256,7 @@ def plan_gemm(
             backend = backend or (None if a.device.type == "cpu" else reference.NAME)  # tensor cores do not sum in fp32
         chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
         kernel = chosen.kernel
+        # on a CPU one measurement holds for all calls, and for the whole process
         known = gemm_choice.store(a.device).changes if a.device.type == "cuda" else 0
         return GemmPlan(
             runner(kernel, a, b, out_dtype, bias, fast_accum),
@@ -369,11 +379,13 @@ def tune_gemm(
     if timer is None and a.device.type != "cuda":
         raise ValueError(f"tune_gemm: got operands on {a.device.type}; times are taken on cuda: move them there")
     call = partial(gemm_ways, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
+    # random signs cancel, and hide what a short accumulator loses
     pairs = (a, b), (a.magnitudes(), b.magnitudes())
     (ways, biased), (truth, biased_truth) = (
         [call(*pair) for pair in pairs],
         [reference.gemm(*pair, torch.float32, bias) for pair in pairs],
     )
+    # fast accumulation was permitted to lose as much as Hopper's does, and no more
     allowed = _WRONG + (lost_share(a.shape[1], 1.0, "hopper") if fast_accum else 0.0)
     lost: dict[str, float] = {}
 
@@ -571,10 +583,13 @@ def _added(y: Tensor, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     of them is errors of the casts."""
     one, other = _part(a), _part(b)
     if one is not None and other is not None:
+        # (M, r) @ (r, K) @ (K, s) @ (s, N), from the inside: r and s are 1 for a mean, and K is the long side
         y = y + one.left @ (one.right.t() @ other.right) @ other.left.t()
+        # both rests have no mean along K, so a mean times a rest is zero but for rounding
         if _centred(a) and _centred(b):
             return y
     if one is not None:
+        # the part of a meets the rest of b as it was cast: what b lost in its cast is lost in this product, too
         y = y + one.left @ (one.right.t() @ dequantize(b, torch.float32).t())
     if other is not None:
         y = y + (dequantize(a, torch.float32) @ other.right) @ other.left.t()
@@ -632,10 +647,12 @@ def _alignment(a: QuantizedTensor, b: QuantizedTensor) -> float:
     """The mean magnitude of the cosines between some rows of two operands, larger ones weigh more."""
     sides = []
     for side in (a, b):
+        # rows from all over the matrix: neighbours are often alike
         rows = slice(None, None, -(-side.shape[0] // _SAMPLE))
         numbers = side.spec.granularity.expand(side.scale_inv, (side.shape[0], side.shape[1]))
         numbers = numbers.expand(*side.shape)[rows]
         numbers = numbers * decode(side.data[rows], side.spec.format)
         sides.append(torch.nn.functional.normalize(numbers, dim=1))
+    # a sum whose terms have one sign has a cosine near 1; such sums lose most
     cosines = (sides[0] @ sides[1].t()).abs().nan_to_num(0.0)
     return float(cosines.square().sum() / cosines.sum().clamp_min(1e-30))

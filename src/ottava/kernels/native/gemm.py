@@ -56,7 +56,7 @@ def built(level: int | None = None) -> Built:
     Edge case: if the best level fails its trial, the best that passes; `note` says so.
     """
     best = native_build.load("gemm")
-    # an instruction that the kernel of the system hides, as emulators and old hypervisors do
+    # such as an instruction that this CPU reports and does not run
     if level is None and best.failed_trial:
         others = (_variant(other) for other in reversed(range(len(LEVELS))))
         return next((other._replace(note=best.reason) for other in others if other.library is not None), best)
