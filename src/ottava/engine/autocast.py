@@ -233,6 +233,7 @@ class Autocast(AbstractContextManager[None]):
             TypeError: a generator or coroutine function: a call runs nothing of its body.
         """
         lazy = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        # silence here would run the body outside of the autocast, in another recipe
         if any(is_lazy(function) for is_lazy in lazy):
             name = getattr(function, "__qualname__", repr(function))
             raise TypeError(
@@ -331,6 +332,7 @@ def _entering(
     batch_invariant: bool | None = None,
 ) -> Iterator[None]:
     """One entering of an `autocast`."""
+    # not `ambient()`: entering an autocast inside of another is not what a layer does, and must not be heard
     outer = AMBIENT.get()
     recipe = asked or outer.recipe
     # a recipe that names its accumulators keeps them under an autocast that names another around it
@@ -346,6 +348,7 @@ def _entering(
     invariant = on and (outer.batch_invariant if batch_invariant is None else batch_invariant)
     entered = Ambient(recipe, on, calibrating, profile, group or outer.group, around, invariant)
     token = AMBIENT.set(entered)
+    # compiled code guards on this attribute: it recompiles here, and finds its graph again when the autocast ends
     _COMPILED_VIEW.ambient = entered
     try:
         yield

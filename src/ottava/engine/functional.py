@@ -245,6 +245,7 @@ class _Linear(torch.autograd.Function):
             rows, made = _made(call, call.produce, x, parameters, weight.shape[1], cells)
         x_row, x_col = call.doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=record)
         if call.exchange is not None:
+            # codes and scales travel, a byte a number: the cast came first
             x_row = call.exchange.gather("input", x_row, 0)
         dtype = rows.dtype
         y, w_col = forward_gemm(call, x_row, weight, bias, dtype, needs_dx=needs_dx, record=record)
@@ -254,10 +255,12 @@ class _Linear(torch.autograd.Function):
         # x and w themselves are not kept: the operands of x.T and w.T are all that the backward multiplies (decision
         # 12)
         tensors, ctx.described, saved_bytes = flattened((x_col, w_col))
+        # whether there will be a backward is known here, and nowhere later
         ctx.notes = call.keep(notes, linked=True in needed) if notes else notes
         ctx.save_for_backward(*tensors, *made)  # every tensor but notes, so that checkpointing and offloading see it
         if not torch.compiler.is_compiling():
             if isinstance(weight, QuantizedWeight):
+                # an operand that is the weight's own memory costs nothing until the backward
                 saved_bytes -= shared_bytes(w_col, weight)
             if isinstance(x_col, Tensor):  # a weight in high precision lives anyway
                 saved_bytes += x_col.nbytes
@@ -444,6 +447,7 @@ def _made(
     cells: tuple[QuantizationSpec | None, ...],
 ) -> tuple[Tensor | UnmadeRows, tuple[Tensor | None, ...]]:
     """What a Producer makes, in the dtype that the linear behind it runs in; on a GPU the cast may make it."""
+    # under torch.autocast the linear runs in 16 bits, whatever the norm reads
     dtype = x.dtype if call.dtype is None else call.dtype
     unmade = None if torch.compiler.is_compiling() else getattr(produce, "unmade", None)
     rows: Tensor | UnmadeRows

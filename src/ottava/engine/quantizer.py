@@ -129,6 +129,7 @@ class Quantizer(nn.Module):
         if spec.scaling == "current":
             row, col, _ = self.cast(x, row_spec, col_spec, plans=self.plans)
             return row, col
+        # evaluation may ask for a spec that this door has no buffers for, and must make none
         scale = self.scale_for(spec, x.device, record is not False)
         staged = self.staged if record is True else None
         # the caller stages it after its backward: until then it must not touch the door's memory
@@ -194,6 +195,7 @@ class Quantizer(nn.Module):
             return
         self.spec = spec
         if old.amax_history_len != spec.amax_history_len:
+            # newest first, so what is cut off or filled up is the oldest
             kept = min(old.amax_history_len, spec.amax_history_len)
             self.amax_history = _resized(self.amax_history, spec.amax_history_len)
             warnings.warn(
@@ -269,6 +271,7 @@ class Quantizer(nn.Module):
         if lacking := [prefix + name for name in _BUFFERS if name not in here]:
             missing.extend(lacking)
             return
+        # checked before anything is copied: half of a state is none
         loaded = {name: state_dict[key] for name, key in here.items()}
         if reason := _invalid(loaded, self.spec):
             errors.append(f"{prefix.removesuffix('.')}: {reason}")
@@ -405,6 +408,7 @@ class WeightQuantizer(Quantizer):
         witness = checksum(x) if on_cpu else self._steps
         scale = None if self.spec is None else _identity(self.scale)
         version = 0 if x.is_inference() else x._version
+        # all that the cast depends on; a changed recipe, or a moved scale, is another key
         key = (x.data_ptr(), version, x.dtype, witness, row_spec, col_spec, self.spec, scale)
         seen, row, col = None, None, None
         if self.cached is not None and self.cached[0] == key:
@@ -432,6 +436,7 @@ class WeightQuantizer(Quantizer):
             record.append((self, seen))
         elif seen is not None and record:
             self.stage(seen)
+        # a kept operand that this call did not ask for stays in the cache only
         return row if rowwise else None, col if columnwise else None
 
     def _predicts(self, *specs: QuantizationSpec | None) -> bool:

@@ -133,6 +133,7 @@ class ScalingState:
             for layer in quantized_layers(model):
                 earlier = layer.scaling_state  # `ScalingState(model).update()` in a loop must not forget the group
                 self._found_group = self._found_group or earlier.group or earlier._found_group
+                # a state made in the middle of a run goes on counting: 0 would look like a start without a history
                 self.boundaries = max(self.boundaries, earlier.boundaries)
                 layer.scaling_state = self
             if self.predicts:
@@ -151,6 +152,7 @@ class ScalingState:
         doors = self.doors()
         for door in self.weight_doors():
             door.cached = None
+        # the doors of a part; the others keep what they have staged for their own boundary
         backward = {id(layer.quantizers.grad_output) for layer in self._layers()}
         self._roll([door for door in doors if part == "all" or (id(door) in backward) == (part == "backward")])
 
@@ -253,6 +255,7 @@ class ScalingState:
         self.moved_by_autocast = moved_by_autocast
         self._excused.clear()
         self.find_group(group)
+        # said at the first forward that would predict, because a wrapped model without predicted scales is fine
         if self._refusal and self.group is None:
             raise RuntimeError(f"delayed scaling: {self._refusal}")
         if self.boundaries == 0:
@@ -262,6 +265,7 @@ class ScalingState:
         """A layer calls this in each forward. Takes the group of the autocast, or of the wrapper around the layer."""
         self._found_group = named or self._found_group
         active = DistributedDataParallel._get_active_ddp_module()
+        # in each forward, so the search in the wrapper's modules runs once a wrapper
         known = active is None or active is self._wrapper()
         if not known and (wrapper := ddp_around(self._layers())) is not None:
             self._wrapper, self._found_group = weakref.ref(wrapper), wrapper.process_group
@@ -290,6 +294,7 @@ class ScalingState:
     def _after_backward(self, task: int) -> None:
         notes = self._notes.pop(task) + self._unlinked()
         self.stage(notes)
+        # a gradient may lie on a parameter that the layer holds a piece of
         leaves = [parameter for layer in self._layers() if (parameter := layer.parameter).is_leaf]
         graded = [parameter for parameter in leaves if parameter.grad is not None]
         if notes and not graded and self._has_no_gradient():
@@ -456,7 +461,9 @@ class ScalingState:
 
     def _due_lane(self, doors: list[Quantizer], due: list[Quantizer], device: torch.device) -> Tensor:
         """(1, doors): 1 for a door that is due. The state keeps it, because making one waits for the device."""
+        # by identity: two doors with equal buffers are two doors
         wanted = {id(door) for door in due}
+        # one byte a door: a mask that a dict can hold
         key = bytes(id(door) in wanted for door in doors), device
         if key not in self._due_lanes:
             self._due_lanes[key] = torch.tensor([list(key[0])], dtype=torch.float32, device=device)
@@ -532,6 +539,7 @@ class _Steps:
         """After a step."""
         for state in self.living():
             state.after_step(optimizer)
+        # after all states: what others see is the step as a whole
         for ref in self.others:
             if (other := ref()) is not None:
                 other(optimizer)
@@ -623,6 +631,7 @@ class _Pack:
 
     def holds(self, doors: list[Quantizer], columns: list[int]) -> bool:
         """Whether all doors still hold views: a moved, copied or newly prepared door has buffers of its own."""
+        # the doors of a spec change when a layer gets another recipe or device
         same = self.columns == columns and self.ids == [id(door) for door in doors]
         return same and all(door.pack is self for door in doors)
 
@@ -689,6 +698,7 @@ class Advice:
         """Counts training forwards before the first boundary; warns if the weights change and no boundary comes."""
         if self.began or weight.is_meta:
             return
+        # torch counts writes to a tensor: an optimizer that nobody told us of moves the version all the same
         version = (id(weight), weight._version)
         if self._weight_version is None:
             self._weight_version = version
@@ -771,6 +781,7 @@ def _looks_trained(model: nn.Module) -> bool:
         flat = "_fsdp_flattened"  # torch's mark of a part of a matrix that FSDP1 keeps as a vector
         if weight is None or any(p.dim() != 1 or hasattr(p, flat) for p in parameters.values()):
             continue
+        # every rank looks at its own rows
         shard: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
         if shard.numel() and bool((shard != shard[0]).any()):
             return True

@@ -67,6 +67,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
 def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None) -> Cast:
     block_amax = amax(x, granularity)
     factor, scale_inv = factors_of(x, block_amax, spec, granularity, scale)
+    # a copy in fp32: torch multiplies in place there, block by block, and the caller keeps its x
     y = granularity.multiply_(infinities_to_nan_(x.to(torch.float32, copy=True), spec.format), factor)
     return Cast(encode_(y, spec.format, rounding=spec.rounding), scale_inv, block_amax)
 
@@ -184,6 +185,7 @@ def _sum_of_codes(a: QuantizedTensor, b: QuantizedTensor, step: int) -> Tensor:
     y = a_codes.new_zeros(a.shape[0], b.shape[0])
     for start in range(0, k, step):
         stop = min(start + step, k)
+        # (M, step) @ (step, N): inside a step no scale changes, so its sum may be scaled as a whole
         y += _scale(a_codes[:, start:stop] @ b_codes[:, start:stop].t(), a, b, start)
     return y
 
@@ -197,6 +199,7 @@ def block_columns(a: Granularity, b: Granularity, k: int) -> int:
 def _scale(sums: Tensor, a: QuantizedTensor, b: QuantizedTensor, start: int) -> Tensor:
     """sums (M, N) over the block of K that begins at `start`, times the scales of that block."""
     for operand, rows_first in ((a, True), (b, False)):
+        # first a's, then b's: the order decides where a product of two large scales overflows
         scale_inv = scale_of_block(operand, start)
         sums *= scale_inv if rows_first else scale_inv.t()
     return sums

@@ -117,6 +117,7 @@ def arguments(a: QuantizedTensor, b: QuantizedTensor) -> Arguments:
             one = ScalingType.TensorWise
             return Arguments(codes_a, codes_b, a.scale_inv, one, b.scale_inv, one)
         row = ScalingType.RowWise
+        # a row of the padding gets scale 1: its codes are zeros, and 0 * NaN would not be
         scale_a, scale_b = _rows(a.scale_inv, a.shape[0], m), _rows(b.scale_inv, b.shape[0], n)
         return Arguments(codes_a, codes_b, scale_a.contiguous(), row, scale_b.t().contiguous(), row)
     (scale_a, kind_a), (scale_b, kind_b) = _block_scales(a, m), _block_scales(b, n)

@@ -101,6 +101,7 @@ class AgreedCast:
             x_q = cast_both(x, scaled_by_hand(spec), None, scale=factor.scale.reshape(()), plans=plans).row
             assert x_q is not None
             return QuantizedTensor(x_q.data, factor.scale_inv, spec, x.dtype, largest)
+        # no kernel takes a scale for each block, so torch's operations cast here, with the reference's bits
         numbers = infinities_to_nan_(x.detach().to(torch.float32, copy=True), spec.format)
         numbers = granularity.multiply_(numbers, factor.scale)
         return QuantizedTensor(
@@ -153,6 +154,7 @@ class _Ranks(OneRank):
 
 def largest_of_all(amaxes: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The largest of all ranks, entry by entry; infinite if a rank has a NaN, because collectives do not order NaN."""
+    # MAX of a collective may drop a NaN on one backend and keep it on another
     amaxes = torch.where(amaxes.isnan(), torch.inf, amaxes)
     dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
     return amaxes

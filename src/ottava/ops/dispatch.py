@@ -165,6 +165,7 @@ def gemm_kernels(device: torch.device) -> tuple[GemmKernel, ...]:
 @functools.lru_cache(maxsize=8)
 def _in_order(kernels: tuple[GemmKernel, ...], native: Built) -> tuple[GemmKernel, ...]:
     """The measured kernels change places among themselves; `native_decoded` makes the reference's bits before it."""
+    # names of ways carry their instruction set behind a blank
     order = [way.split()[0] for way in _cpu_ranking(kernels, native).order]
     fastest = iter(sorted((kernel for kernel in kernels if kernel.NAME in order), key=lambda k: order.index(k.NAME)))
     placed = [
@@ -254,6 +255,7 @@ def choose_dense(a: Tensor, b: Tensor, backend: str | None = None) -> tuple[Dens
         if (reason := kernel.supports_dense(a, b)) is None:
             return kernel, tuple(refusals)
         refusals.append(reason)
+    # torch takes everything, so a GEMM in high precision is never refused
     return torch_mm, tuple(refusals)
 
 
@@ -351,6 +353,7 @@ def runner(
     fast_accum: bool,
 ) -> RunGemm:
     """A function that runs a kernel on all operands like these: from its `plan_gemm`, else its `gemm`."""
+    # a kernel without a plan decides anew in each call
     plan = getattr(kernel, "plan_gemm", None)
     if plan is not None:
         run: RunGemm = plan(a, b, out_dtype, bias, fast_accum)

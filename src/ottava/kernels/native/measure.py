@@ -160,6 +160,7 @@ def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor,
         kept = [_fill(job, looks[i]) for job, i in zip(jobs, indices, strict=True)]
         for job, i in zip(jobs, indices, strict=True):
             job.detail = detail
+            # each job writes its own row of fp64: threads share no memory, and no sum depends on their order
             job.sums = pointer(sums) + 8 * width * i
             job.extremes = pointer(extremes) + 8 * len(layout.extremes) * i
         settings = _Library(places=ctypes.addressof(_places(layout, dtype)), width=layout.used)
@@ -192,6 +193,7 @@ def _constants(spec: QuantizationSpec) -> _Constants:
 @functools.lru_cache(maxsize=512)
 def _constants_of(key: str, fmt: Format) -> _Constants:
     spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
+    # the code of the largest number; the next one is infinity or NaN
     largest = (fmt.max / 2.0**fmt.emax - 1) * 2**fmt.mantissa_bits + (fmt.emax + fmt.bias) * 2**fmt.mantissa_bits
     return _Constants(
         native_quantize.settings(replace(spec, rounding="nearest_even")),  # given codes may have another rounding
@@ -288,6 +290,7 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     target = x.dtype if dtype is None else dtype
     row, col = steps(x)
     if col != 1:  # the order of elements does not matter
+        # extremes and counts do not depend on the order, so columns are read as rows
         x, row, col = (x.t(), col, 1) if row == 1 else (x.contiguous(), x.shape[1], 1)
     library = native_build.load("sample", x.dtype).library
     assert library is not None  # supports_survey was asked
@@ -340,6 +343,7 @@ def take(x: Tensor, bands: Sequence[range], squares: Tensor | None = None) -> Te
     library = native_build.load("sample", _holds(x)).library
     assert library is not None  # supports_take was asked
     numbers = (ctypes.c_int64 * (3 * len(bands)))(*(n for band in bands for n in (band.start, band.stop, band.step)))
+    # waking a thread takes longer than copying a few rows
     threads = torch.get_num_threads() if taken.numel() >= _SHARED else 1
     from_to = *steps(x), rows, cols, numbers, len(bands), pointer(taken)
     library.ottava_take(pointer(x), x.element_size(), *from_to, pointer(squares), threads)

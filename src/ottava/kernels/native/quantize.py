@@ -211,11 +211,13 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
     turned = column_major(x)
     lines, (first, second) = (x.t(), (spec_t, spec)) if turned else (x, (spec, spec_t))
     rows, cols = shape = (lines.shape[0], lines.shape[1])
+    # in the orientation of the lines in memory, where blocks of x.T are blocks turned
     granularity, granularity_t = first.granularity, settings(second).transposed
     block, block_t = granularity.block_shape(shape), granularity_t.block_shape(shape)
     grid, grid_t = granularity.grid_shape(shape), granularity_t.grid_shape(shape)[::-1]
     # a tile holds whole blocks of both casts, so neither needs an amax from outside of it
     height, width = math.lcm(block[0], block_t[0]), math.lcm(block[1], block_t[1])
+    # as wide as the cache allows: each tile costs two calls, and rows of a tile begin anew
     width = min(width * max(_TILE_BYTES // (height * width * x.element_size()), 1), cols)
     sizes = rows, cols, lines.stride(0) if rows > 1 else cols, height, width
     cell, cell_t = settings(first), settings(second)  # they must live as long as this plan
@@ -264,6 +266,7 @@ def _plan_stochastic(x: Tensor, spec: QuantizationSpec) -> RunCast:
             factor, scale_inv = reference.factors_of(x, amax, spec, granularity, scale)
             factor = factor.contiguous()
         else:
+            # amax, scales and factors in one reading, by one call
             factor = empty(grid, dtype=torch.float32, device="cpu")
             scale_inv, amax = (
                 torch.empty_like(factor, dtype=torch.float32),
@@ -274,6 +277,7 @@ def _plan_stochastic(x: Tensor, spec: QuantizationSpec) -> RunCast:
             if factors(_JOB.pack(address(x), *shape, shape[1], *block, *addresses, False, threads())):
                 raise MemoryError(f"quantize: no memory for the scales of {shape[0]} x {shape[1]} elements")
         seed = int(draw_seed(x.device))
+        # the factor of the cast, not the stored inverse: 1 / (1 / s) need not be s
         places = address(x), address(factor), address(data)
         round_(_STOCHASTIC.pack(*places, *shape, *block, seed, threads(), *numbers))
         return Cast(data, scale_inv, amax)
@@ -350,6 +354,7 @@ def plan_transform(x: Tensor, transform: Transform) -> Callable[[Tensor, Tensor 
     def run(x: Tensor, aside: Tensor | None) -> Tensor:
         drawn, out = aside is not None, torch.empty(out_shape, dtype=dtype, device="cpu")
         padded = -(-size // _PIECE) * _PIECE
+        # C++ draws fresh signs from the seed, whole pieces at a time, into memory that torch made
         signs = torch.empty(padded, dtype=torch.float64, device="cpu") if drawn else transform.diagonal(None, x.device)
         job = _ROTATION.pack(
             *map(address, (x, signs, out)),
@@ -397,6 +402,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"decode: got dtype {dtype}; needs float32 or bfloat16")
     raw = codes.view(torch.uint8)
+    # any order of codes will do, as long as none is skipped: each is decoded by itself
     dense = raw.is_contiguous() or (raw.dim() == 2 and raw.t().is_contiguous())
     raw = raw if dense else raw.contiguous()
     numbers = torch.empty_like(raw, dtype=dtype)  # the strides of the codes
@@ -493,6 +499,7 @@ class CastSettings(NamedTuple):
 def settings(spec: QuantizationSpec) -> CastSettings:
     """The settings of a spec; computed once."""
     fmt, by_rule, at_random = spec.format, spec.block_scale != "amax", spec.rounding == "stochastic"
+    # random rounding first: by a rule it takes scales that torch has chosen
     library = "stochastic" if at_random else "block_scales" if by_rule else "quantize"
     refusal = None
     if fmt.bits > 8 or not fmt.signed:
