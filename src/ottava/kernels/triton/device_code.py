@@ -353,7 +353,6 @@ def predicted_kernel(
     lowest_top; then casts with the current scale. No host sync on the way, so it can be captured in a CUDA graph.
     STAGES: raises the door's staged entries (finite amax | 1: it was not finite | 1: the guard fired), one program.
     """
-    # on the device: reading it on the host would wait for the queue
     given = tl.load(given_ptr)
     tile = tl.program_id(0)
     wanted = True
@@ -363,18 +362,15 @@ def predicted_kernel(
         magnitude = tl.load(amax_ptr)
         taken = given > 0
         if GUARDED:
-            # where amax would land in the format with this scale
             reached = _float(magnitude) * given
             taken = taken & (((reached <= MAX) & (reached >= lowest_top)) | (magnitude == 0))
         scale, scale_inv = _scale_of(magnitude, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN)
-        # the guard has fired where the inverse in use is another than this one
         predicted_inv = tl.math.div_rn(tl.zeros_like(given) + 1.0, given)
         finite = magnitude < 0x7F800000
         used_inv = tl.where(taken & (HAS_NAN | finite), predicted_inv, scale_inv)
         if tile == 0:
             tl.store(scale_inv_ptr, used_inv)
             if STAGES:
-                # without a history (0) there was nothing to guard
                 fired = (given > 0) & (used_inv != predicted_inv)
                 seen = _float(tl.where(finite, magnitude, 0))
                 tl.store(staged_ptr, tl.maximum(tl.load(staged_ptr), seen))
@@ -502,7 +498,6 @@ def statistics_kernel(
     Which tiles: those whose number is phase modulo every. Does nothing where *on_ptr is 0.
     """
     tile = tl.program_id(0) * every + (tl.load(phase_ptr) % every).to(tl.int32)
-    # a number on the device, because a captured graph cannot be told by the host
     on = tl.load(on_ptr) != 0
     if on & (tl.program_id(0) == 0):
         tl.atomic_add(slot_ptr + 16, tl.full((), 1.0, tl.float64) * rows * cols)  # a size of 1 is a constant to Triton
@@ -512,7 +507,6 @@ def statistics_kernel(
         inside = (r[:, None] < rows) & (c[None, :] < cols)
         x = load_rows(x_ptr, None, None, None, r, c, rows, cols, stride_r, stride_c, "", False, "")
         finite = inside & ((_bits(x) & 0x7FFFFFFF) < 0x7F800000)
-        # what is not finite is counted, and stays out of all sums
         x = tl.where(finite, x, 0.0)
         where = r.to(tl.int64)[:, None] * q_stride_r + c.to(tl.int64)[None, :] * q_stride_c
         codes = tl.where(finite, tl.load(q_ptr + where, mask=inside, other=0).to(tl.int32), 0)
@@ -524,7 +518,6 @@ def statistics_kernel(
         magnitude, error = tl.abs(x), x - q
         bits = _bits(magnitude)
         nonzero = (bits > 0).to(tl.int32)
-        # in fp64, where the product of a scale and the format's clip is exact: a tie decides what counts as clipped
         size, clips_at = magnitude.to(tl.float64), scale_inv.to(tl.float64) * clip
         clipped = (size >= clips_at) if TIES_CLIP else (size > clips_at)
         count, live = _total(finite.to(tl.int32)), _total(nonzero)
@@ -542,13 +535,11 @@ def statistics_kernel(
         tl.atomic_add(slot_ptr + 9, _total(square * square))
         tl.atomic_add(slot_ptr + 10, _total(wide_error * wide_error))
         tl.atomic_add(slot_ptr + 11, _total(wide * wide_error))
-        # a zero has no relative error: over infinity it adds 0
         tl.atomic_add(slot_ptr + 12, _total(tl.abs(wide_error) / tl.where(nonzero != 0, size, float("inf"))))
         tl.atomic_max(slot_ptr + 13, tl.max(tl.max(size, axis=1), axis=0))
         tl.atomic_max(slot_ptr + 14, tl.max(tl.max(tl.abs(wide_error), axis=1), axis=0))
         tl.atomic_min(slot_ptr + 15, tl.min(tl.min(tl.where(nonzero != 0, size, float("inf")), axis=1), axis=0))
         if BINS > 0:
-            # exponent and the two highest bits of the mantissa: four bins an octave
             found = tl.histogram(tl.reshape(bits >> 21, (TR * TC,)), BINS)
             place = tl.arange(0, BINS)
             found -= tl.where(place == 0, TR * TC - live, 0)  # zeros, and places beyond the edge
