@@ -437,3 +437,27 @@ def test_amds_formats_run_all_three_gemms() -> None:
         assert got is not None
         bound = (a.shape[1] + 8) * 2.0**-24 * (a.abs() @ b.abs().t())
         assert ((got.detach().double() - a @ b.t()).abs() <= bound).all()
+
+
+@sweep(sizes=[(7, 97, 65), (5, 33, 13), (65, 257, 5)])
+def test_the_number_of_threads_changes_only_what_torch_sums(recipe: ottava.Recipe, sizes: tuple[int, int, int]) -> None:
+    """Odd and small FP32 matrices, of which torch's own GEMM adds in another order; the receipt tells where it ran."""
+    (m, k, n), outs = sizes, []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            torch.manual_seed(3)
+            layer = ottava.nn.Linear(k, n, recipe=recipe)
+            x = torch.randn(m, k, requires_grad=True)
+            y = layer(x)
+            y.backward(torch.randn(m, n))
+            outs.append((layer, y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
+        finally:
+            torch.set_num_threads(1)
+    call = outs[0][0].last_call
+    records = call.records if call is not None else {}
+    for gemm, one, other in zip(("fprop", "dgrad", "wgrad"), outs[0][1:4], outs[1][1:4], strict=True):
+        if gemm in records and records[gemm].kernel == "native_gemm":
+            assert torch.equal(one, other), gemm
+    if records:
+        assert torch.equal(outs[0][4], outs[1][4])  # the bias
