@@ -61,7 +61,8 @@ def recipe_of(config: Any) -> Recipe:
     for name, why in _REFUSED.items():
         if getattr(config, name, False):
             raise NotImplementedError(f"ottava.doors.megatron: {name} is not in ottava: {why}; leave it out")
-    name = getattr(config.fp4_recipe if config.fp4 else config.fp8_recipe, "value", config.fp8_recipe)
+    asked = config.fp4_recipe if config.fp4 else config.fp8_recipe
+    name = getattr(asked, "value", asked)  # Megatron takes its enumeration or a text
     if config.fp4:
         if name != "nvfp4":
             raise ValueError(f"ottava.doors.megatron: {unknown_name('fp4_recipe', name, ['nvfp4'])}")
