@@ -83,8 +83,8 @@ _ZERO = ("current_device", "memory_allocated", "max_memory_allocated", "memory_r
 _ANSWERS: Mapping[str, Any] = MappingProxyType(  # an object for each name: Dynamo refuses one under two names
     {name: _always() for name in _NOTHING}
     | {name: _always(0) for name in _ZERO}
-    | {name: _always(True) for name in ("is_bf16_supported", "is_initialized")}
-    | {"device_count": _always(1), "get_device_capability": _always((9, 0)), "get_device_name": _always("CPU")}
+    | {"is_bf16_supported": _always(True), "device_count": _always(1), "get_device_capability": _always((9, 0))}
+    | {"get_device_name": _always("CPU")}
     | {n: lambda seed: torch.default_generator.manual_seed(seed) for n in ("manual_seed", "manual_seed_all")}
     | {"get_rng_state": lambda *_, **__: torch.get_rng_state(), "get_rng_state_all": lambda: [torch.get_rng_state()]}
     | {"set_rng_state": lambda state, *_, **__: torch.set_rng_state(state)}
@@ -112,18 +112,19 @@ class _ToCPU(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
-        args = tuple(_moved(one, numbers=func is Tensor.to) for one in args)
+        to = getattr(func, "__name__", "") in ("to", "_parse_to")  # of a tensor, and what nn.Module.to asks
+        args = tuple(_moved(one, numbers=to) for one in args)
         kwargs = {key: _moved(one, numbers=key == "device") for key, one in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
 
-def _takes(real: Callable[..., Any], *names: str, **instead: Any) -> Callable[..., Any]:
+def _takes(real: Callable[..., Any], *names: str) -> Callable[..., Any]:
     """The function with devices moved in all positional arguments and in those with these names."""
 
     @functools.wraps(real)
     def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {key: _moved(one, numbers=True) if key in names else one for key, one in kwargs.items()}
-        return real(*map(_moved, args), **{**instead, **kwargs})
+        moved = {key: _moved(one, numbers=True) if key in names else one for key, one in kwargs.items()}
+        return real(*map(_moved, args), **moved)
 
     return call
 
@@ -141,6 +142,10 @@ def _autocast(real: Callable[..., Any]) -> Callable[..., Any]:
         real(self, _moved(device_type), dtype, *args, **kwargs)
 
     return start
+
+
+def _scaler(real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, device="cuda", *args, **kwargs: real(self, _moved(device), *args, **kwargs)
 
 
 def _gloo(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +176,7 @@ def on_cpu() -> Iterator[None]:
         (torch, "set_default_device", _takes(torch.set_default_device, "device")),
         (torch, "load", _takes(torch.load, "map_location")),
         (torch.autocast, "__init__", _autocast(torch.autocast.__init__)),
-        (scaler, "__init__", _takes(scaler.__init__, "device", device="cpu")),
+        (scaler, "__init__", _scaler(scaler.__init__)),
         (dist, "init_process_group", _gloo(dist.init_process_group)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
