@@ -83,4 +83,3 @@ def _joined(part: Tensor, dim: int) -> Tensor:
     parts = [torch.empty_like(part) for _ in range(2)]
     dist.all_gather(parts, part.detach().contiguous())
     return torch.cat(parts, dim)
-

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from pydantic import BaseModel, ValidationError
 
 import ottava
@@ -16,6 +18,7 @@ base: Any = pytest.importorskip("axolotl.integrations.base")
 doors = pytest.importorskip("ottava.doors.axolotl")
 transformers = pytest.importorskip("transformers")
 
+ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = "ottava.doors.axolotl.OttavaPlugin"
 
 
@@ -73,6 +76,15 @@ def test_the_model_is_converted_before_adapters(manager: Any) -> None:
     assert [name for name, p in adapted.named_parameters() if p.grad is not None and "lora" not in name] == []
 
 
+def test_the_example_has_these_settings(manager: Any) -> None:
+    example = yaml.safe_load((ROOT / "examples" / "door_axolotl.yaml").read_text("utf-8"))
+    assert example["plugins"] == [PLUGIN]
+    settings = {key: value for key, value in example.items() if key.startswith("ottava_")}
+    cfg = configured(manager, **settings)
+    assert {key: cfg[key] for key in settings} == settings
+    assert settings.keys() == doors.OttavaArgs.model_fields.keys()
+
+
 def test_without_a_recipe_nothing_changes(manager: Any) -> None:
     model = llama()
     manager.post_model_build(configured(manager), model)
@@ -86,7 +98,7 @@ def test_settings_are_checked_first(manager: Any) -> None:
         manager.post_model_build(configured(manager, ottava_recipe="mxfp8", ottava_skip=["blocks.*"]), llama())
     taken = llama()
     ottava.convert(taken, "rowwise")
-    with pytest.raises(ValueError, match="OttavaPlugin: .* is under ottava's recipe 'rowwise' already"):
+    with pytest.raises(ValueError, match=r"OttavaPlugin: .* is under ottava's recipe 'rowwise' already"):
         manager.post_model_build(configured(manager, ottava_recipe="mxfp8"), taken)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,3 +162,10 @@ def test_a_model_that_is_taken_already_is_refused(tmp_path: Path) -> None:
         trainer(doors.OttavaPrecision(), tmp_path).fit(compiled, batches())
     with pytest.raises(ValueError, match="unknown recipe 'mxfp9'; did you mean 'mxfp8'"):
         doors.OttavaPrecision("mxfp9")
+
+
+def test_the_example_goes_on_after_its_restart(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "door_lightning.py"))
+    first, second = example["main"]("delayed")
+    assert second < first / 2
+    assert "100.0% of the linear work in FP8" in capsys.readouterr().out

@@ -167,7 +167,7 @@ def test_a_recipe_of_ottavas_goes_through_any_spec() -> None:
 
 
 def test_scales_move_where_the_schedule_marks_a_step(tmp_path: Path) -> None:
-    """Megatron's optimizers step copies; so does the SGD here. Two micro-batches, watched and put into an event file."""
+    """Megatron's optimizers step copies, and so does the SGD here. Two micro-batches, watched, into an event file."""
     model = gpt(config := configured(fp8_recipe="delayed", fp8_amax_history_len=4))
     copies = [parameter.detach().clone().float().requires_grad_() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(copies, 0.1)

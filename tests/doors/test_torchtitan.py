@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,7 +152,7 @@ def test_linears_go_beside_other_overrides() -> None:
 
 
 def test_what_cannot_be_done_is_said() -> None:
-    with pytest.raises(ValueError, match="skip: unknown pattern 'blocks.*'"):
+    with pytest.raises(ValueError, match=r"skip: unknown pattern 'blocks\.\*'"):
         applied(small(), f'{DOOR}.model={{"skip": ["blocks.*"]}}')
     with pytest.raises(ValueError, match="unknown recipe 'mxfp9'; did you mean 'mxfp8'"):
         applied(small(), f'{DOOR}.linear={{"recipe": "mxfp9"}}')
@@ -163,3 +165,11 @@ def test_what_cannot_be_done_is_said() -> None:
     assert doors.model(config, recipe=own) is config
     assert type(first.w1) is ScaledBiasRowwiseLinear.Config  # it has a forward of its own
     assert build(config).layers["0"].feed_forward.w2.recipe == ottava.get_recipe("rowwise")
+
+
+def test_the_example_shows_what_an_override_does(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "door_torchtitan.py"))["main"](
+        "rowwise"
+    )
+    assert len(ours) == 25
+    assert "layers.1.feed_forward.w1 ran under rowwise" in capsys.readouterr().out

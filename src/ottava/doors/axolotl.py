@@ -57,7 +57,7 @@ class OttavaArgs(BaseModel):
         return name if name is None else get_recipe(name).name
 
 
-class OttavaPlugin(BasePlugin):  # type: ignore[misc]  # a class of Axolotl
+class OttavaPlugin(BasePlugin):
     """Converts the model, and logs what FP8 does to it."""
 
     def get_input_args(self) -> str:

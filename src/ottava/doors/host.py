@@ -36,7 +36,16 @@ HOSTS: Mapping[str, Host] = MappingProxyType(
 )
 """Door -> its host."""
 
-_QUANTIZERS = ("bitsandbytes", "torchao", "transformer_engine", "compressed_tensors", "gptqmodel", "awq", "hqq", "quanto")
+_QUANTIZERS = (
+    "bitsandbytes",
+    "torchao",
+    "transformer_engine",
+    "compressed_tensors",
+    "gptqmodel",
+    "awq",
+    "hqq",
+    "quanto",
+)
 """Packages whose linear layers hold codes, or cast by themselves."""
 
 

@@ -119,12 +119,12 @@ class OttavaColumnParallelLinear(_Parallel, ColumnParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         ColumnParallelLinear.__init__(self, *args, **kwargs)
-        ranks = self.tp_group.size() > 1
+        ranks, weight = self.tp_group.size() > 1, self._parameters.get("weight")
         tokens = Shard(0) if self.sequence_parallel else Replicate()
         whole = {
-            "gather_output": self.gather_output and ranks,
-            "disable_grad_reduce": self.disable_grad_reduce and ranks,
-            "skip_weight_param_allocation": self.weight is None,
+            "gather_output": bool(self.gather_output and ranks),
+            "disable_grad_reduce": bool(self.disable_grad_reduce and ranks),
+            "skip_weight_param_allocation": weight is None,
         }
         self.take(0, (tokens, Shard(-1)), whole)
 
@@ -135,11 +135,11 @@ class OttavaRowParallelLinear(_Parallel, RowParallelLinear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         RowParallelLinear.__init__(self, *args, **kwargs)
         tokens = Shard(0) if self.sequence_parallel else Replicate()
-        split_here = not self.input_is_parallel and self.tp_group.size() > 1
+        split_here = bool(not self.input_is_parallel and self.tp_group.size() > 1)
         self.take(1, (Shard(-1), tokens), {"input_is_parallel=False": split_here})
 
 
-class OttavaTransformerLayer(TransformerLayer):  # type: ignore[misc]  # a class of Megatron
+class OttavaTransformerLayer(TransformerLayer):
     """Megatron's layer; it names its linears, keeps first and last blocks in BF16, and moves predicted scales.
 
     Predicted scales move when Megatron's schedule marks the first micro-batch of the next step: Megatron's optimizers
@@ -156,7 +156,7 @@ class OttavaTransformerLayer(TransformerLayer):  # type: ignore[misc]  # a class
         super().__init__(config, *args, **kwargs)
         block, last = self.layer_number - 1, config.num_layers - config.num_layers_at_end_in_bf16
         edge = config.first_last_layers_bf16 and not config.num_layers_at_start_in_bf16 <= block < last
-        used = get_recipe("bf16" if edge else recipe) if edge or recipe else recipe_of(config)
+        used = get_recipe("bf16") if edge else recipe_of(config) if recipe is None else get_recipe(recipe)
         self.linears = tuple(module for module in self.modules() if isinstance(module, _Parallel))
         for name, module in self.named_modules():
             if isinstance(module, _Parallel):
@@ -188,7 +188,7 @@ _OURS: Mapping[type, type] = MappingProxyType(
 )
 
 
-class OttavaSpecProvider(LocalSpecProvider):  # type: ignore[misc]  # a class of Megatron
+class OttavaSpecProvider(LocalSpecProvider):
     """Megatron's local backend with ottava's linears, for what takes a backend."""
 
     def column_parallel_linear(self) -> type:
@@ -220,7 +220,8 @@ def with_ottava(spec: Any, recipe: Recipe | str | None = None) -> Any:
     changed = {field.name: with_ottava(getattr(spec, field.name), recipe) for field in fields(spec)}
     if changed.get("module") is OttavaTransformerLayer and recipe is not None:
         changed["params"] = {**changed["params"], "recipe": recipe}
-    return replace(spec, **changed)
+    copied: Any = spec
+    return replace(copied, **changed)
 
 
 def gpt_layer_spec(config: Any, recipe: Recipe | str | None = None) -> Any:

@@ -16,7 +16,6 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-
 from ottava.base.errors import unknown_name
 from ottava.doors.host import need_host
 from ottava.engine.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
@@ -34,28 +33,26 @@ from torchtitan.protocols.module import Module  # noqa: E402
 _LOG = logging.getLogger(__name__)
 
 
-class _Input(Quantizer, Module):  # type: ignore[misc]  # torchtitan checks that every module of a model is its Module
+class _Input(Quantizer, Module):  # torchtitan checks that every module of a model is its Module
     pass
 
 
-class _Weight(WeightQuantizer, Module):  # type: ignore[misc]
+class _Weight(WeightQuantizer, Module):
     pass
 
 
-class _Doors(LinearQuantizers, Module):  # type: ignore[misc]
+class _Doors(LinearQuantizers, Module):
     pass
 
 
-_THEIRS: Mapping[type, type] = MappingProxyType(
-    {Quantizer: _Input, WeightQuantizer: _Weight, LinearQuantizers: _Doors}
-)
+_THEIRS: Mapping[type, type] = MappingProxyType({Quantizer: _Input, WeightQuantizer: _Weight, LinearQuantizers: _Doors})
 
 
-class OttavaLinear(Layer, Linear):  # type: ignore[misc]  # a class of torchtitan
+class OttavaLinear(Layer, Linear):
     """torchtitan's Linear under a recipe: same parameters, same initial values, same keys."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):  # type: ignore[misc]
+    class Config(Linear.Config):
         """torchtitan's, and the recipe (its name or `to_dict()`) with the name of the layer."""
 
         recipe: Any = "tensorwise"

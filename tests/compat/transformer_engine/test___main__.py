@@ -103,7 +103,9 @@ def test_a_script_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     """Unchanged, with the losses of the script whose CUDA was taken out by hand; what has no counterpart is named."""
     script, by_hand = tmp_path / "tutorial.py", tmp_path / "by_hand.py"
     script.write_text(ON_A_GPU)
-    lines = [line for line in ON_A_GPU.splitlines() if not any(w in line for w in ("torch.cuda.", ".record()", "elapsed"))]
+    lines = [
+        line for line in ON_A_GPU.splitlines() if not any(w in line for w in ("torch.cuda.", ".record()", "elapsed"))
+    ]
     by_hand.write_text("\n".join(lines).replace(', device="cuda"', ', device="cpu"').replace(".cuda()", ""))
     ran, expected = run("--cpu", script), run(by_hand)
     assert (ran.returncode, expected.returncode) == (0, 0), ran.stderr + expected.stderr

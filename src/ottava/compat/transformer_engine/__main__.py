@@ -1,4 +1,4 @@
-"""`python -m ottava.compat.transformer_engine [--cpu] script.py [arguments]`: runs a TransformerEngine script on ottava.
+"""`python -m ottava.compat.transformer_engine [--cpu] script.py [arguments]`: runs a TransformerEngine script here.
 
 Every `import transformer_engine...` in the script imports this package. A module below transformer_engine.pytorch that
 ottava lacks offers the names of transformer_engine.pytorch. With --cpu, what the script asks of CUDA goes to the CPU:
