@@ -90,6 +90,15 @@ def rows(count: int = 32) -> list[dict[str, Any]]:
     return [{name: x[0] for name, x in batch(i, 1).items()} for i in range(count)]
 
 
+def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict that later steps do not change."""
+    return {key: value.detach().clone() for key, value in state.items()}
+
+
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Whether two state dicts hold the same bits."""
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    return one.keys() == other.keys() and all(torch.equal(_bits(one[key]), _bits(other[key])) for key in one)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x  # torch compares no float8

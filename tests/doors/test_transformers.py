@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from hf_samples import CONFIGS, batch, hf, made, rows, same, saved, train
+from hf_samples import CONFIGS, batch, copied, hf, made, rows, same, saved, train
 from ottava.doors.entries import HISTORIES
 from ottava.doors.transformers import OttavaConfig
 from ottava.engine.layer import quantized_layers
@@ -110,7 +110,7 @@ def test_the_trainer_resumes_with_the_same_bits(
         trainer = hf.Trainer(model, arguments(tmp_path / "out"), train_dataset=rows(), optimizers=(optimizer, None))
         logging.getLogger("transformers").propagate = True
         trainer.train(resume_from_checkpoint=resume)
-        states.append(model.state_dict())
+        states.append(copied(model.state_dict()))
         losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
     assert losses[0] == losses[1]
     assert same(*states)
@@ -200,7 +200,7 @@ def test_gradient_checkpointing_has_the_same_gradients(reentrant: bool, tmp_path
 def test_generation_leaves_no_trace(tmp_path: Path) -> None:
     model = load(saved(tmp_path / "hub"), OttavaConfig("delayed"))
     train(model, 2)
-    before = model.state_dict()
+    before = copied(model.state_dict())
     text = model.eval().generate(batch()["input_ids"], max_new_tokens=4, do_sample=False)
     assert text.shape == (2, 20)
     assert same(before, model.state_dict())

@@ -12,10 +12,9 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ottava.doors.hosts import need_host
-from ottava.nn.linear import Linear
 from ottava.weights.parameter import is_quantized_weight
 
 need_host("peft")
@@ -35,12 +34,12 @@ def with_fp8_weights(config: LoraConfig) -> LoraConfig:
         >>> with_fp8_weights(LoraConfig(target_modules=["q_proj"])).target_modules
         {'q_proj'}
     """
-    config._register_custom_module({Linear: Fp8LoraLinear})
+    config._register_custom_module({nn.Linear: Fp8LoraLinear})  # ottava's is one, and may be made of one later
     return config
 
 
 class Fp8LoraLinear(LoraLinear):  # type: ignore[misc]
-    """LoRA on an ottava Linear; on weights in high precision it is PEFT's own."""
+    """LoRA on a linear layer; while its weight is in high precision, PEFT's own."""
 
     merge_error = 0.0
     """Norm of what the last merge lost, over the norm of what the adapters would add."""
