@@ -27,7 +27,7 @@ from ottava.measure.limits import LEAST, WINDOW, robust_z
 from ottava.nn.receipt import receipt
 from ottava.record.reader import Table
 from ottava.record.schema import MANIFEST
-from ottava.watching import Watch, watch
+from ottava.watching.session import Watch, watch
 from ottava.watching.loss import LossTap
 
 need_host("transformers")

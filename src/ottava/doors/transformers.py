@@ -22,7 +22,7 @@ from ottava.doors.entries import HISTORIES, NOT_LOADED, pack, read_entries, take
 from ottava.doors.hosts import need_host, refuse_model
 from ottava.nn.convert import ConversionReport, convert, default_filter
 from ottava.nn.foreign import layers_of
-from ottava.nn.part import Part
+from ottava.nn.layer import LayerView
 from ottava.recipe import RECIPES, Recipe, get_recipe
 
 need_host("transformers")
@@ -99,7 +99,7 @@ class OttavaConfig(QuantizationConfigMixin):  # type: ignore[misc]
         stacks = [
             name
             for name, one in layers.items()
-            if isinstance(one, Part) and isinstance(one.piece, int) and chosen(name, one) is None
+            if isinstance(one, LayerView) and isinstance(one.piece, int) and chosen(name, one) is None
         ]
         if self.weights and stacks:
             raise ValueError(
