@@ -32,7 +32,7 @@ from ottava.recipe import Recipe
 _LOG = logging.getLogger(__name__)
 EARLY = (5, 10, 20, 50)
 """Steps of the first shadows, counted from the beginning of the watch; later ones are multiples of the period."""
-_FREE, _SHARE = 3, 0.03
+_FREE, _SHARE = 3, 0.02
 """Shadows that the budget does not count, and the share of the run's time for the others."""
 _BETWEEN_TRIGGERS, _BETWEEN_REPLAYS = 20, 100
 _SIMULATED = 2
