@@ -23,7 +23,7 @@ from ottava.cli.app import main
 from ottava.recipe import GEMMS, RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 TWINS = [page for page in PAGES if page.name.endswith(".zh-CN.md")]
 """Their code blocks are those of the English pages, letter by letter: they run once."""
 MODULES = sorted(
@@ -179,6 +179,23 @@ def test_links_lead_somewhere() -> None:
         if not (page.parent / link).exists()
     ]
     assert dead == []
+
+
+def test_the_index_has_every_page() -> None:
+    """Every English page of docs has a question, and 中文 stands where a twin is."""
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"\]\((?:\.\./)?(\w+)\.md\)( 中文)? \|$", index, re.MULTILINE))
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md") if page not in TWINS} - {"index"}
+    assert listed.keys() == pages | {"AGENTS", "CONTRIBUTING"}
+    assert {name for name, mark in listed.items() if mark} == {page.name.split(".")[0] for page in TWINS} - {"README"}
+
+
+def test_the_map_names_files_that_exist() -> None:
+    """AGENTS.md names rooms and files of src/ottava and folders of tests."""
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?|tests/[a-z_/]+(?:\.py)?)`", text)
+    assert [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "src" / "ottava"))] == []
+    assert len(named) > 20
 
 
 def test_these_checks_can_fail() -> None:

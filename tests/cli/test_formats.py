@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import command
 from ottava.cli.app import main
 from ottava.cli.formats import list_codes
 from ottava.numerics.formats import E4M3, FORMATS, Format
 from ottava.numerics.rounding import code_values
+from ottava.recipe import GEMMS, RECIPES, Recipe
 
 LISTED = [fmt for fmt in FORMATS.values() if fmt.bits <= 8]
 
@@ -141,6 +143,7 @@ def test_slips_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["e4m4"], "unknown format 'e4m4'; did you mean 'E4M3'"),
         (["e4m4", "--json"], "unknown format 'e4m4'; did you mean 'E4M3'"),
+        (["nvpf4"], "unknown format 'nvpf4'; did you mean 'nvfp4'"),
         (["--all"], "lists the codes of one format; give its name"),
     ):
         code, out, err = run(capsys, *arguments)
@@ -151,3 +154,46 @@ def test_slips_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
 def test_codes_are_listed_from_the_definition() -> None:
     """0x7e of E4M3: sign 0, exponent 15, mantissa 6: 1.75 * 2**8."""
     assert list_codes(E4M3)[0x7E] == (0x7E, 0, 15, 6, 448.0, "normal")
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_recipe_has_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a line of text and as JSON; bf16 casts nothing."""
+    assert command.run("recipes") == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert command.run("recipes", "--json") == 0
+    listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)["recipes"]}
+    assert list(listed) == list(RECIPES)
+    for name, recipe in RECIPES.items():
+        assert all(str(getattr(recipe, gemm)) in lines[name] for gemm in GEMMS)
+        assert Recipe.from_dict({key: listed[name][key] for key in listed[name] if key != "operands"}) == recipe
+        assert [one["operand"] for one in listed[name]["operands"]] == ["x", "w", "dy", "w.T", "dy.T", "x.T"]
+    assert {one["bytes_per_element"] for one in listed["bf16"]["operands"]} == {2.0}
+
+
+def test_a_recipe_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes with the scales' share, and for each step one kernel that runs; `formats` knows the name, too."""
+    assert command.run("recipes", "nvfp4", "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)["recipes"]
+    assert [one["bytes_per_element"] for one in found["operands"]][:2] == [0.5 + 1 / 16, 0.5 + 1 / 256]
+    for step in ("cast lhs", "cast rhs", "gemm"):
+        runs = [
+            row["gemms"]
+            for row in found["kernels"]
+            if (row["device"], row["step"], row["why"]) == ("cpu", step, "runs")
+        ]
+        assert sorted(",".join(runs).split(",")) == sorted(GEMMS)
+    assert any(row["kernel"] == "scaled_mm" and "takes E4M3 and E5M2" in row["why"] for row in found["kernels"])
+    assert command.run("recipes", "nvfp4") == 0
+    text = capsys.readouterr().out
+    assert command.run("formats", "nvfp4") == 0
+    assert capsys.readouterr().out == text
+    assert "BF16 has 2 bytes per element." in text
+    assert command.run("formats", "bf16") == 0  # a format of this name comes before the recipe
+    assert "7 mantissa bits" in capsys.readouterr().out
+    assert command.run("recipes", "bf16") == 0
+    assert "No GEMM is quantized" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="did you mean 'nvfp4'"):
+        command.run("recipes", "nvpf4")

@@ -176,8 +176,8 @@ def test_after_a_resumption_the_later_rows_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content, words",
     [
-        (None, "has no watch.json"),
-        ('{"schema_version": 99}', "schema version 99; this ottava reads 1"),
+        (None, "has neither watch.json nor manifest.json"),
+        ('{"schema_version": 99}', "schema version 99; this ottava reads 1 and 2"),
         ("{}", "schema version None"),
         ('{"schema_ver', "is damaged"),
         ("[1, 2]", "is damaged"),
@@ -190,6 +190,48 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: str | None, words: s
     with pytest.raises(RunError, match=words) as caught:
         Run.open(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_an_older_run_is_read_without_what_cannot_be_compared(tmp_path: Path) -> None:
+    """Version 1 hashed batches in another way, and read the norm of the gradient after clipping."""
+    with RunWriter(tmp_path / "run") as writer:
+        writer.step(1, loss=2.0, grad_norm=1.0, input_hash=7.0, label_hash=8.0)
+    manifest = tmp_path / "run" / MANIFEST
+    manifest.write_text(json.dumps({"schema_version": 1, "versions": {"ottava": "0.8"}}), encoding="utf-8")
+    steps = Run.open(tmp_path / "run").steps
+    assert {name: values.tolist() for name, values in steps.items()} == {
+        "step": [1],
+        "loss": [2.0],
+        "grad_norm_used": [1.0],
+    }
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_run_of_ottava_train_is_one_folder(tmp_path: Path, watched: bool) -> None:
+    """Without a watch it has its losses and settings; with one, no number stands in two files."""
+    from ottava.train.config import load_config
+    from ottava.train.loop import Trainer
+
+    model = "model={layers: 1, d_model: 32, heads: 2, kv_heads: 1, ffn: 32}"
+    settings = [model, "batch_size=2", "sequence_length=32", "steps=3", "evaluation.batches=1", "recipe=tensorwise"]
+    trainer = Trainer(load_config(None, [*settings, *(["watch={}"] if watched else [])]), tmp_path / "run")
+    records = trainer.advance()
+    trainer.close()
+    run = Run.open(tmp_path / "run")
+    for name in ("loss", "grad_norm", "lr", "tokens", "seconds"):
+        assert run.steps[name].tolist() == [getattr(record, name) for record in records], "every digit"
+    assert (run.manifest["config"]["recipe"], run.manifest["config"]["steps"]) == ("tensorwise", 3)
+    assert (run.manifest["framework"], run.manifest["cast"], run.manifest["ended"]) == (
+        ["ottava"],
+        {"ran": True},
+        "closed",
+    )
+    assert len(run.table()) == 0 or watched
+    assert "tensorwise" in {layer["recipe"] for layer in run.manifest["layers"]}
+    if watched:
+        lines = [json.loads(line) for line in (tmp_path / "run" / STEPS).read_text().splitlines()]
+        assert not {"loss", "grad_norm", "lr", "tokens", "seconds"} & {name for line in lines for name in line}
+        assert set(run.steps["forwards"]) == {1.0}
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import torch
 
 import ottava
 from ottava.measure.walk import measure
-from ottava.record.reader import Run
+from ottava.record.reader import COLUMNS, Run, select, step_range, tensor_table
 from ottava.record.schema import RunError, SlotKey
 from ottava.record.writer import RunWriter
-from ottava.report.series import COLUMNS, curves, select, step_range, tensor_table
+from ottava.report.series import curves
 
 KEY = SlotKey("0.fc1", "input", "row", "delayed", "E4M3", "tensor", "fp32", "delayed", "door")
 SPEC = ottava.QuantizationSpec(ottava.E4M3, scaling="delayed")

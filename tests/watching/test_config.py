@@ -11,8 +11,9 @@ import pytest
 
 import ottava
 from ottava.base.settings import ConfigError
+from ottava.measure.layer_names import matches, tensor_names
 from ottava.measure.tally import DETAILS, Detail
-from ottava.watching.config import Triggers, WatchConfig, matches, tensor_names
+from ottava.watching.config import Triggers, WatchConfig
 
 
 def test_an_empty_file_is_the_default(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ottava.record.reader import Run
-from ottava.watching import watch
 from ottava.watching.functional import FunctionalTap, Origin, calls_compiled, origin, product
+from ottava.watching.session import watch
 from watch_samples import ALL, CHECKPOINTS, noise, tapped
 
 E, N, K = 3, 8, 4
@@ -325,7 +325,7 @@ def test_leaving_what_was_never_entered_does_nothing() -> None:
 
 @pytest.mark.parametrize("watched_layers", [("*.2",), ("other",)])
 def test_layers_that_nobody_asks_for_are_not_handed_over(watched_layers: tuple[str, ...]) -> None:
-    from ottava.watching.config import matches
+    from ottava.measure.layer_names import matches
 
     model = nn.ModuleDict({"experts": Own(GROUPED["grouped"][0], E, N, K)})
     with tapped(model=model, wants=lambda layer, tensor: matches(layer, watched_layers)) as (seen, _):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ottava.watching.hooks import GlobalHooks
+from ottava.watching.operands import GlobalHooks
 
 
 def hooks(seen: list[str]) -> GlobalHooks:

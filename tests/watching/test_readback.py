@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ottava.record.reader import Run
-from ottava.watching import Watch, WatchConfig, watch
+from ottava.watching.config import WatchConfig
 from ottava.watching.readback import Read, Reading, read_back
+from ottava.watching.session import Watch, watch
 
 
 class Late:
@@ -147,7 +148,7 @@ def test_a_trigger_names_its_step_and_bursts_from_now_on(lag: int, tmp_path: Pat
     with seen:
         loop.run(46)
     run = Run.open(tmp_path / "run")
-    kinds = [(event["kind"], event["step"]) for event in run.events]
+    kinds = [(event["kind"], event["step"]) for event in run.events if event["kind"] != "jump"]
     assert kinds[0] == ("trigger", 36)
     assert kinds[-1] == ("burst", 36 + lag)
     assert [step for step in sorted(set(run.table()["step"].tolist())) if step > 32] == [37 + lag, 38 + lag, 39 + lag]

@@ -96,7 +96,7 @@ def read_text(path: Path, *, most: int = MAX_BYTES) -> str:
 
 
 def read_lines(path: Path, *, longest: int = MAX_LINE) -> Iterator[bytes]:
-    """The lines of a file of any size, one at a time and without line ends; "" for a line that is too long.
+    """The lines of a file of any size, one at a time, without line ends. A line that is too long is "".
 
     Raises:
         OSError, UntrustedError: as in `regular_size`.

@@ -23,66 +23,72 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import Option
+from typer.core import TyperGroup
 
-from ottava.cli.bench import bench
+from ottava.base.errors import unknown_name
 from ottava.cli.bisect import bisect
-from ottava.cli.compare import compare
-from ottava.cli.consolidate import consolidate
-from ottava.cli.demo import demo
-from ottava.cli.diagnose import diagnose
-from ottava.cli.doctor import doctor
-from ottava.cli.evaluate import evaluate
-from ottava.cli.export import export
-from ottava.cli.formats import formats
-from ottava.cli.import_run import import_run
-from ottava.cli.inspect import inspect
-from ottava.cli.lab import lab
-from ottava.cli.parity import parity
+from ottava.cli.console import print_error
+from ottava.cli.diagnose import compare, diagnose
+from ottava.cli.doctor import bench, doctor
+from ottava.cli.export import consolidate, evaluate, export, inspect, parity
+from ottava.cli.formats import formats, recipes
 from ottava.cli.plan import plan
-from ottava.cli.report import report
-from ottava.cli.table import plot, table
-from ottava.cli.torchrun import print_error
-from ottava.cli.train import train
-from ottava.cli.watch import watch
+from ottava.cli.train import demo, lab, train
+from ottava.cli.watch import import_run, plot, report, table, watch
 from ottava.cli.what_if import what_if
 
 BUG, INTERRUPTED = 70, 130
 
+
+class Group(TyperGroup):
+    """Commands with whole sentences in the help; an unknown one is refused with all names and the nearest."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command that was typed. While a shell completes a word, an unknown one is no error."""
+        name = args[0]
+        if not (ctx.resilient_parsing or name.startswith("-")) and self.get_command(ctx, name) is None:
+            ctx.fail(f"{unknown_name('command', name, self.list_commands(ctx))}; `{ctx.command_path} --help` explains")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Lists the commands with the first paragraph of their help; click would cut it after 45 characters."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, " ".join((found.help or "").partition("\n\n")[0].split())) for name, found in commands if found]
+            )
+
+
 app = typer.Typer(
     name="ottava",
+    cls=Group,
     help="Train transformers in FP8 and see exactly where FP8 hurts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(doctor)
-app.command()(train)
-app.command()(lab)
-app.command()(plan)
-app.command()(inspect)
-app.command()(consolidate)
-app.command()(compare)
-app.command()(diagnose)
-app.command()(report)
-app.command()(table)
-app.command()(plot)
-app.command()(export)
-app.command()(parity)
-app.command("eval")(evaluate)
-app.command()(formats)
+
+
+def _add(*commands: Callable[..., Any]) -> None:
+    for command in commands:
+        app.command()(command)
+
+
+_add(demo, train, lab, plan, doctor, formats, recipes, report, table, plot, diagnose, compare, bisect)
+app.command("what-if")(what_if)
 app.command("import")(import_run)
+_add(inspect, export, consolidate, parity)
+app.command("eval")(evaluate)
 # every word after the script belongs to the script
 app.command(context_settings={"allow_interspersed_args": False})(watch)
-app.command("what-if")(what_if)
-app.command()(bisect)
-app.add_typer(bench, name="bench")
+app.add_typer(bench, name="bench", cls=Group)
 
 
 def _print_version(requested: bool) -> None:
@@ -103,9 +109,9 @@ def _torch_version() -> str:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", help="Show the versions and exit.", callback=_print_version, is_eager=True)
+        bool, Option("--version", help="Show the versions and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """The options before the subcommand."""

@@ -83,9 +83,8 @@ def _check_target(target: str) -> Literal["gradient", "loss"]:
 
 def _open(path: Path) -> tuple[Checkpoint, TrainConfig]:
     """The checkpoint at a path, and the settings of its run."""
-    from ottava.train.checkpoint import CheckpointError
+    from ottava.train.checkpoint import CheckpointError, find_checkpoint
     from ottava.train.config import load_config
-    from ottava.train.newest import find_checkpoint
 
     folder = path.parent.parent if path.is_file() or path.parent.name == "checkpoints" else path
     if not path.exists() or not folder.is_dir():

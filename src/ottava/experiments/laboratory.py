@@ -84,6 +84,7 @@ class Laboratory:
         self._postponed = False
         self._shadows = self._simulated = self._failures = 0
         self._ablated: int | None = None
+        self._pending: tuple[Shadow, dict[str, Any]] | None = None
         self._blamed: list[tuple[str, str]] = []
         self._ring = Ring(replay) if replay else None
         self._losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
@@ -186,6 +187,22 @@ class Laboratory:
             ring.begin(step - 1)
         self.seconds += time.perf_counter() - began
 
+    def after_step(self) -> None:
+        """An optimizer has stepped: tries whether its own batch is better now, and writes the shadow step."""
+        if self._pending is None:
+            return
+        (shadow, facts), self._pending = self._pending, None
+        after = None
+        if shadow.tail:
+            began = time.perf_counter()
+            try:
+                with self._quiet(), nothing_changes(shadow.program.modules):
+                    after = shadow.loss_now()
+            except Exception:  # a tensor of the loss, such as a tied head, was stepped: the batch cannot be repeated
+                _LOG.debug("watch: the step's own batch was not repeated", exc_info=True)
+            self.seconds += time.perf_counter() - began
+        self._write(self._step, "shadow", **facts, loss_after=after)
+
     # --- which steps ----------------------------------------------------------------------------------------------
 
     def _reason(self, step: int) -> str:
@@ -253,7 +270,7 @@ class Laboratory:
         with nothing_changes(program.modules):
             facts = shadow.facts(self._name_of)
             self._shadows += 1
-            self._write(self._step, "shadow", why=self._why, **facts)
+            self._pending = (shadow, {"why": self._why, **facts})
             if casts.mode == "real" and self._ablates(facts["error"], casts):
                 search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
                 if (found := search.facts()) is not None:

@@ -87,10 +87,18 @@ class Player:
             with _bare(self.parameters):
                 return _Run(self, way, tail=tail, halves=halves, rows=rows).play()
 
+    def losses(self, way: Way) -> list[Tensor]:
+        """The losses under the present weights, without a backward."""
+        with torch.no_grad(), _uncompiled(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _Run(self, way, tail=True, halves=False, rows=None, backward=False).play().losses
+
 
 class _Run:
-    def __init__(self, player: Player, way: Way, *, tail: bool, halves: bool, rows: slice | None) -> None:
-        self.player, self.way, self.tail, self.rows = player, way, tail, rows
+    def __init__(
+        self, player: Player, way: Way, *, tail: bool, halves: bool, rows: slice | None, backward: bool = True
+    ) -> None:
+        self.player, self.way, self.tail, self.rows, self.backward = player, way, tail, rows, backward
         program = player.program
         self.entries = program.needed() if tail else program.forwards
         self.units = len(program.backwards) if tail else len(program.forwards)
@@ -162,6 +170,9 @@ class _Run:
         assert entry.root is not None  # or the program is broken
         root = self.values[entry.root]
         self.losses.append(root.detach())
+        if not self.backward:
+            self.live, self.ends = [], []
+            return
         gradient = None if entry.gradient is None else entry.gradient.value()
         with self.way.switched():
             if self.chained:

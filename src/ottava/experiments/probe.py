@@ -29,8 +29,7 @@ from ottava.measure.statistics import STATISTICS
 from ottava.measure.walk import measure
 from ottava.numerics.accumulator import Accumulator
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
-from ottava.ops.gemm import GemmRecord, gemm
-from ottava.ops.parts import whole
+from ottava.ops.gemm import GemmRecord, gemm, whole
 from ottava.ops.quantize import quantize
 from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe
 from ottava.record.dumps import GemmDump

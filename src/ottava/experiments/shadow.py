@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.experiments.casts import Casts
-from ottava.experiments.passes import Gradients, Pass, Player
+from ottava.experiments.passes import AS_IT_RAN, Gradients, Pass, Player
 from ottava.experiments.program import Program
 from ottava.experiments.replay import untouched
 from ottava.experiments.surroundings import random_kept
@@ -92,6 +92,10 @@ class Shadow:
             "seconds": time.perf_counter() - self.began[0],
             "cpu_seconds": time.process_time() - self.began[1],
         }
+
+    def loss_now(self) -> float | None:
+        """The loss of the same batch, as it ran, under the weights of now."""
+        return _mean([float(x) / self.ratio for x in self.player.losses(AS_IT_RAN)])
 
     def _values(self) -> list[Tensor]:
         return [entry.value.value() for entry in self.program.backwards]

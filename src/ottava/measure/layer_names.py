@@ -1,11 +1,17 @@
-"""Tells from a layer's name which part of a transformer it is: Llama, GPT-2, Megatron, TransformerEngine, ..."""
+"""Names of layers and tensors: which part of a transformer a layer is, and what a pattern or a symbol of a user means.
+
+Known are the names of Llama, GPT-2, Megatron, TransformerEngine and others.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from types import MappingProxyType
+
+from ottava.base.errors import unknown_name
 
 KINDS = MappingProxyType(
     {
@@ -23,6 +29,7 @@ KINDS = MappingProxyType(
 )
 """Kind -> endings of layer names. The longest ending that fits decides; if none fits, the kind is "linear"."""
 
+_REGEX = "re:"
 _PART = re.compile(r"(?<=expert).*(\.\d+)$|\.base_layer$")
 """A suffix to remove first: the number of an expert's matrix, or PEFT's name for the layer that it wraps."""
 
@@ -120,3 +127,54 @@ def symbol(tensor: str, direction: str = "row") -> str:
         ('X', 'W.T', 'bias')
     """
     return SYMBOLS.get(tensor, tensor) + (".T" if direction == "col" else "")
+
+
+def tensor_names(names: Iterable[str]) -> tuple[str, ...]:
+    """The long names of tensors given by long name or symbol.
+
+    Raises:
+        ValueError: a name is neither.
+
+    Example:
+        >>> tensor_names(["X", "grad_output"])
+        ('input', 'grad_output')
+    """
+    by_symbol = {symbol: name for name, symbol in SYMBOLS.items()}
+    long_names = tuple(by_symbol.get(name, name) for name in names)
+    for name in long_names:
+        if name not in SYMBOLS:
+            raise ValueError(unknown_name("tensor", name, [*SYMBOLS, *by_symbol]))
+    return long_names
+
+
+def usable(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """The patterns, if `matches` can use them.
+
+    Raises:
+        ValueError: what follows "re:" is no regular expression.
+    """
+    for pattern in patterns:
+        if pattern.startswith(_REGEX):
+            try:
+                re.compile(pattern[len(_REGEX) :])
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return patterns
+
+
+def matches(layer: str, patterns: Iterable[str]) -> bool:
+    """Whether a full layer name matches one of the patterns.
+
+    Args:
+        patterns: shell patterns for the whole name; or "re:" and a regular expression, found anywhere in the name.
+
+    Example:
+        >>> matches("layers.3.fc2", ["*.fc2"]), matches("layers.3.fc2", [r"re:layers\\.[0-2]\\."])
+        (True, False)
+    """
+    return any(
+        re.search(pattern[len(_REGEX) :], layer) is not None
+        if pattern.startswith(_REGEX)
+        else fnmatchcase(layer, pattern)
+        for pattern in patterns
+    )

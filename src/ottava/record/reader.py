@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import pyarrow as pa
 
 from ottava.base.errors import unknown_name
 from ottava.base.untrusted import MAX_STEP, LimitError, UntrustedError, parse_json, read_lines
-from ottava.measure.layer_names import layer_kind
+from ottava.measure.layer_names import layer_kind, matches, symbol, tensor_names, usable
 from ottava.measure.statistics import STATISTICS
 from ottava.measure.tally import Tallies, Tally, row_of
 from ottava.record.columns import NUMBERS, DenseColumns, LazyTally, MergedColumns, Part, StoredColumns, merged
@@ -32,19 +33,28 @@ from ottava.record.schema import (
     REPORTED,
     STATS,
     STEPS,
+    TRAINER_MANIFEST,
+    TRAINER_STEPS,
     TRAINING,
     RunError,
     SlotKey,
     read_manifest,
+    trainer_manifest,
 )
 
 _LOG = logging.getLogger(__name__)
-_TRAINER_STEPS = "metrics.jsonl"  # of `ottava train`, with the same names
+COLUMNS = (
+    *("amin", "amax", "scale_current", "scale_delayed"),
+    *("cosine", "mse", "underflow_pct", "overflow_pct"),
+)
+"""The default columns of `ottava table`: those that the debug tool of the field prints."""
 _KNOWN_WITHOUT_SUMS = (
     *("amax", "nonfinite", "scale_max", "scale_min", "scale_error_max", "scale_error_min"),
     *("scale_current", "scale_delayed"),
 )
 """Statistics that light rows have too."""
+_SINCE_1 = MappingProxyType({"input_hash": "", "label_hash": "", "grad_norm": "grad_norm_used"})
+"""Columns of schema version 1 -> their present names; "" for those that cannot be compared with present ones."""
 _PART = re.compile(r"part-(?P<rank>\d{1,9})-(?P<number>\d{1,9})\.parquet", re.ASCII)
 _MOST_NUMBERS = 1000
 _LARGEST_KEY = 1 << 62
@@ -230,31 +240,56 @@ class Run:
 
     @classmethod
     def open(cls, path: Path | str) -> Run:
-        """Reads the manifest; the rest is read when it is needed.
+        """Reads the manifest; the rest is read when it is needed. A run of `ottava train` without --watch has its
+        losses and its settings, and no statistics.
 
         Raises:
             RunError: the folder is missing, has no run, or has one of another schema version.
         """
         path = Path(path)
         manifest = path / MANIFEST
+        if not manifest.is_file() and (path / TRAINER_MANIFEST).is_file():
+            return cls(path, trainer_manifest(path))
         if not manifest.is_file():
             why = "is a file" if path.exists() else "does not exist"
-            why = "has no watch.json: nobody watched this run" if path.is_dir() else why
-            raise RunError(f"{path} {why}; needs a folder of `ottava watch` or `ottava train --watch`")
+            why = "has neither watch.json nor manifest.json: no run is there" if path.is_dir() else why
+            raise RunError(f"{path} {why}; needs a folder of `ottava watch` or `ottava train`")
         return cls(path, read_manifest(manifest))
+
+    def __repr__(self) -> str:
+        recipes = ", ".join(self.manifest.get("settings", {}).get("recipes", ()))
+        return f"<Run {self.path}: {len(self.manifest.get('layers', ()))} layers under {recipes or 'no recipe'}>"
+
+    def _repr_html_(self) -> str:
+        from ottava.base.text import html_table
+
+        facts = {"layers": len(self.manifest.get("layers", ())), "steps": len(self.steps["step"])}
+        facts |= {"ranks": len(self.ranks), "events": len(self.events)}
+        return html_table([tuple(facts), tuple(facts.values())], repr(self)[1:-1])
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with one row per step and cast: its identity and every statistic."""
+        from ottava.base.text import data_frame
+
+        return data_frame(self.table().dicts())
 
     @cached_property
     def steps(self) -> dict[str, Any]:
         """Columns of steps.jsonl as float64 arrays of one length, "step" as int64; NaN for a missing number. If a step
-        has two lines, because the run was resumed, the later line counts."""
-        name = STEPS if (self.path / STEPS).exists() else _TRAINER_STEPS
-        lines = {line["step"]: line for line in _lines(self.path / name)}
-        ordered = [lines[step] for step in sorted(lines)]
+        has two lines, because the run was resumed, the later line counts. In a folder of `ottava train`, with the
+        numbers of its metrics.jsonl. Of an older run without hashes of batches, which other runs do not share."""
+        of_watch = {line["step"]: line for line in _lines(self.path / STEPS)}
+        of_trainer = {line["step"]: line for line in _lines(self.path / TRAINER_STEPS)}
+        lines: dict[int, dict[str, Any]] = {}
+        for step in sorted(of_watch.keys() | of_trainer.keys()):
+            trained = {name: value for name, value in of_trainer.get(step, {}).items() if value is not None}
+            lines[step] = {**of_watch.get(step, {}), **trained}
+            if self.manifest.get("schema_version") == 1:
+                lines[step] = {_SINCE_1.get(k, k): v for k, v in lines[step].items() if _SINCE_1.get(k, k)}
+        ordered = list(lines.values())
         names = dict.fromkeys(["step", "loss", *(key for line in ordered for key in line)])
         if len(names) > _MOST_NUMBERS:
-            raise RunError(
-                f"{self.path / name}: has {len(names):,} different names of numbers; needs at most {_MOST_NUMBERS}"
-            )
+            raise RunError(f"{self.path}: has {len(names):,} different names of numbers; needs at most {_MOST_NUMBERS}")
         columns = {key: np.array([number_of(line.get(key)) for line in ordered], dtype=np.float64) for key in names}
         return columns | {"step": columns["step"].astype(np.int64)}
 
@@ -270,7 +305,7 @@ class Run:
 
     @cached_property
     def experiments(self) -> list[dict[str, Any]]:
-        """Lines of experiments.jsonl."""
+        """Lines of experiments.jsonl: what the watch tried while the training ran."""
         return list(_lines(self.path / EXPERIMENTS))
 
     @cached_property
@@ -385,3 +420,99 @@ def _worst(reported: Sequence[Mapping[str, float]], group: Any, count: int) -> l
             worse = np.fmin if low else np.fmax  # a number beats NaN
             worst[name] = float(worse(worst[name], value)) if name in worst else value
     return list(result)
+
+
+# --- a choice of rows and columns, as `ottava table` and `plot` show it -----------------------------------------------
+
+
+def select(
+    run: Run,
+    *,
+    layers: Iterable[str] = ("*",),
+    tensors: Iterable[str] = (),
+    steps: str = "",
+    merge_ranks: bool = True,
+) -> Table:
+    """The casts of full looks that fit every filter.
+
+    Args:
+        run: the watched run.
+        layers: patterns over full layer names, see `matches`; one of them has to match.
+        tensors: long names or symbols, "X" or "input"; none: all.
+        steps: "100:200", ":200", "100:" or "150".
+        merge_ranks: False gives a row for each rank.
+    Raises:
+        RunError: the run has no such layer, or no look in these steps.
+        ValueError: a tensor is unknown, or `steps` is no range.
+    """
+    table = run.table(merge_ranks=merge_ranks)
+    if not len(table):
+        raise RunError(f"{run.path}: {table.not_recorded()}")
+    names = list(dict.fromkeys(table["layer"].tolist()))
+    for pattern in usable(tuple(layers)):
+        if not any(matches(name, (pattern,)) for name in names):
+            raise RunError(f"{run.path}: {pattern!r} matches no layer; it has {', '.join(names[:8])}, ...")
+    table = table.where(layer=[name for name in names if matches(name, layers)])
+    if wanted := tensor_names(tensors):
+        table = table.where(tensor=wanted)
+    first, last = step_range(steps)
+    table = table.take(np.flatnonzero((table["step"] >= first) & (table["step"] <= last)))
+    if not len(table):
+        raise RunError(f"{run.path}: no look at these tensors in steps {steps or 'of the run'}; drop a filter")
+    return table
+
+
+def step_range(text: str) -> tuple[float, float]:
+    """First and last step of "100:200", ":200", "100:" or "150".
+
+    Example:
+        >>> step_range("100:200"), step_range("150"), step_range("100:")
+        ((100, 200), (150, 150), (100, inf))
+    """
+    first, colon, last = text.partition(":")
+    try:
+        low = int(first) if first else 0
+        high = (int(last) if last else math.inf) if colon or not text else low
+    except ValueError:
+        raise ValueError(f"steps {text!r}: needs a range such as 100:200, :200, 100: or 150") from None
+    if low > high:
+        raise ValueError(f"steps {text!r}: the first step is behind the last; write {last}:{first}")
+    return low, high
+
+
+def known_statistics(names: Iterable[str]) -> tuple[str, ...]:
+    """The names, all known.
+
+    Raises:
+        ValueError: a statistic is unknown.
+    """
+    wanted = tuple(names)
+    for name in wanted:
+        if name not in STATISTICS:
+            raise ValueError(unknown_name("statistic", name, list(STATISTICS)))
+    return wanted
+
+
+def tensor_table(table: Table, statistics: Iterable[str] = COLUMNS, *, ranks: bool = False) -> pa.Table:
+    """One row per step and cast, in order of steps: step, layer, tensor (its symbol), recipe, format, the statistics.
+
+    A missing number is NaN. `ranks` adds the column rank, for a table whose ranks were not merged.
+
+    Example:
+        >>> key = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+        >>> tensor_table(Table.of(3, {key: Tally(n=8, n_nonzero=8, n_underflow=2)}), ["underflow_pct"]).to_pylist()
+        [{'step': 3, 'layer': 'fc1', 'tensor': 'X', 'recipe': 'tensorwise', 'format': 'E4M3', 'underflow_pct': 25.0}]
+    """
+    table = table.take(np.argsort(table["step"], kind="stable"))
+    columns = {"step": table["step"]} | ({"rank": table["rank"]} if ranks else {})
+    columns |= {
+        "layer": table["layer"],
+        "tensor": _symbols(table),
+        "recipe": table["recipe"],
+        "format": table["format"],
+    }
+    return pa.table(columns | {name: table.metric(name) for name in known_statistics(statistics)})
+
+
+def _symbols(table: Table) -> list[str]:
+    return [symbol(t, d) for t, d in zip(table["tensor"], table["direction"], strict=True)]

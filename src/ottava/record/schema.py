@@ -2,10 +2,11 @@
 
     RUN/watch.json            versions, settings, layers, coverage, overhead      (rewritten while the run goes on)
     RUN/stats/part-RANK-K.parquet   a row per step x cast x rank: the fields of `Tally` and of `SlotKey`
-    RUN/steps.jsonl           a line per optimizer step: step, and loss, grad_norm, lr, tokens, seconds if known
+    RUN/steps.jsonl           a line per optimizer step: step, and loss, grad_norm, lr, tokens, seconds if known; in the
+                              folder of `ottava train`, what its metrics.jsonl does not have
     RUN/events.jsonl          a line per event: triggers, dumps, fallbacks, warnings
     RUN/training.jsonl        a line per look: the update of each parameter; and a line per mode of the forward
-    RUN/experiments.jsonl     a line per experiment: what the run does without its casts
+    RUN/experiments.jsonl     a line per experiment: what the watch tried, and what came out
     RUN/dumps/*.safetensors   dumped tensors
 
 The files store sums that merge exactly, not statistics. Any tool reads them:
@@ -16,21 +17,30 @@ The files store sums that merge exactly, not statistics. Any tool reads them:
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
+from ottava.base.settings import ConfigError, flatten, read_yaml
 from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text
 from ottava.measure.tally import tally_fields
-from ottava.numerics.tensor import QuantizationSpec
 
-SCHEMA_VERSION = 1
+if TYPE_CHECKING:
+    from ottava.numerics.tensor import QuantizationSpec
+
+SCHEMA_VERSION = 2
+READABLE = (1, SCHEMA_VERSION)
+"""Version 1 hashed batches in another way, and read the norm of the gradient after clipping; see `Run.steps`."""
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"
-TRAINING = "training.jsonl"
-EXPERIMENTS = "experiments.jsonl"
+TRAINING, EXPERIMENTS = "training.jsonl", "experiments.jsonl"
+TRAINER_MANIFEST, TRAINER_STEPS = "manifest.json", "metrics.jsonl"
+"""Files of `ottava train` in the same folder."""
+TRAINER_NUMBERS = frozenset({"loss", "grad_norm", "lr", "tokens", "seconds"})
+"""Columns of its metrics.jsonl. It writes a number that is not finite as null, so steps.jsonl keeps those."""
 
 MANIFEST_SHAPE: Mapping[str, Any] = MappingProxyType(
     {
@@ -66,8 +76,8 @@ class SlotKey(NamedTuple):
     scaling: str
     """current, delayed or guarded."""
     source: str
-    """"door": the operand of the GEMM itself. "hook": simulated beside a GEMM of any precision. "import:...": measured
-    by another tool."""
+    """"door": the operand of the GEMM itself. "config": cast as the layer's own package casts it, by the configuration
+    that the layer carries. "hook": simulated beside a GEMM of any precision. "import:...": measured by another tool."""
 
 
 def cast_key(layer: str, tensor: str, direction: str, recipe: str, spec: QuantizationSpec, source: str) -> SlotKey:
@@ -117,8 +127,47 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise RunError(f"{path}: is damaged: {error}") from error
     if not isinstance(facts, dict):
         raise RunError(f"{path}: is damaged: got {type(facts).__name__}, needs an object")
-    if facts.get("schema_version") != SCHEMA_VERSION:
-        raise RunError(f"{path}: has schema version {facts.get('schema_version')}; this ottava reads {SCHEMA_VERSION}")
+    version = facts.get("schema_version")
+    if version not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise RunError(f"{path}: has schema version {version}; this ottava reads {known}")
     if wrong := misfit(facts, MANIFEST_SHAPE, MANIFEST):
         raise RunError(f"{path}: {wrong}; somebody edited the file, or another program wrote it")
     return facts
+
+
+def trainer_manifest(folder: Path) -> dict[str, Any]:
+    """What watch.json would say of a run of `ottava train` that nobody watched: from its manifest.json and config.yaml.
+
+    Raises:
+        RunError: a file is damaged, or not what `ottava train` writes.
+    """
+    path = folder / TRAINER_MANIFEST
+    try:
+        facts = parse_json(read_text(path))
+        config = flatten(read_yaml(folder / "config.yaml"))
+        conversion = facts["conversion"]
+        from ottava.recipe import Recipe  # a reader of runs needs no recipe
+
+        recipe = Recipe.from_dict(conversion["recipe"])
+        layers = [
+            {"name": str(name), "source": "door", "seen": False, "shape": None, "recipe": recipe.for_layer(name).name}
+            for name in conversion["converted"]
+        ]
+        about = {name: facts[name] for name in ("versions", "started")}
+        command = shlex.split(facts["command"])
+        host = {"device": facts["device"], "platform": facts["platform"]}
+    except (UntrustedError, ConfigError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunError(f"{path}: is no manifest of `ottava train` ({error!r}); somebody edited the file") from error
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **about,
+        "command": command,
+        "host": host,
+        "config": {name: value for name, value in config.items() if not name.startswith("watch")},
+        "layers": layers,
+        "recipes": {recipe.name: recipe.to_dict()},
+        "cast": {"ran": bool(layers) and recipe.casts},
+        "framework": ["ottava"],
+        "ended": "closed" if (folder / "receipt.json").is_file() else "",
+    }

@@ -39,6 +39,8 @@ from ottava.record.schema import (
     SCHEMA_VERSION,
     STATS,
     STEPS,
+    TRAINER_MANIFEST,
+    TRAINER_NUMBERS,
     TRAINING,
     RunError,
     SlotKey,
@@ -96,6 +98,7 @@ class RunWriter:
         self.lost: Counter[str] = Counter()
         """Numbers of "rows", "lines" and "dumps" that a patient writer lost."""
         self._patient = self._failed = False
+        self._trained = (self.path / TRAINER_MANIFEST).is_file()
         self._now = step or 0
         self._rows: list[_Rows] = []
         self._untabulated = 0
@@ -166,7 +169,10 @@ class RunWriter:
     def step(self, step: int, **numbers: float | None) -> None:
         """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown."""
         if self.rank == 0:
-            self._line(STEPS, {"step": step, **{k: v for k, v in numbers.items() if v is not None}})
+            elsewhere = TRAINER_NUMBERS if self._trained else frozenset[str]()
+            known = {k: v for k, v in numbers.items() if v is not None}
+            known = {k: v for k, v in known.items() if k not in elsewhere or not math.isfinite(v)}
+            self._line(STEPS, {"step": step, **known})
 
     def event(self, step: int, kind: str, **facts: Any) -> None:
         """Writes a line of events.jsonl."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 
 from ottava.kernels.native.measure import Look
+from ottava.measure.layer_names import matches
 from ottava.measure.sample import sampled, take_bands, take_bands_of
-from ottava.measure.tally import Tallies, unpack
+from ottava.measure.statistics import STATISTICS
+from ottava.measure.tally import Tallies, Tally, unpack
 from ottava.measure.walk import Packed, cast_of, found_by, measure_all, survey
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import TENSORS, Recipe, get_recipe
+from ottava.record.dumps import Dumper
 from ottava.record.schema import SlotKey, cast_key
-from ottava.watching.config import Period, WatchConfig
-from ottava.watching.dump_plan import DumpPlan
+from ottava.record.writer import RunWriter
+from ottava.watching.config import DumpConfig, Period, WatchConfig
 
 _SMALL_BYTES = 2**20
 """The collector copies tensors up to this size, to measure them together after the step."""
@@ -52,16 +55,71 @@ _CAST_AS = MappingProxyType(
 """Tensors that this layer does not cast -> the tensor and direction as which the next layer casts them."""
 
 
+_HEALTH = "row_sqnr_p50_db"
+
+
+class DumpPlan:
+    """Chooses casts and passes them to a `Dumper`.
+
+    Args:
+        config: settings of dumps.
+        writer: the run's writer.
+    """
+
+    def __init__(self, config: DumpConfig, writer: RunWriter) -> None:
+        self.config = config
+        self._dumper = Dumper(writer, int(config.quota_gb * 2**30), config.rows)
+        self._step = 0
+        self._periods: list[Period] = []
+        self._health: dict[SlotKey, float] = {}
+        self._suspects: set[SlotKey] = set()
+
+    def begin(self, step: int) -> bool:
+        """Begins a step; True if a cast of it will be written, so that it needs a full look."""
+        self._step = step
+        self._periods = [period for period in self.config.periods if period.chooses(step)]
+        return step in self.config.steps or bool(self._suspects or self._periods)
+
+    def wants(self, key: SlotKey) -> bool:
+        """Whether to write this cast of the running step."""
+        if key in self._suspects or any(period.has(key.layer, key.tensor) for period in self._periods):
+            return True
+        scheduled = self._step in self.config.steps and key.tensor in self.config.tensors
+        return scheduled and matches(key.layer, self.config.layers or ("*",))
+
+    def take(self, key: SlotKey, x: Tensor, x_q: QuantizedTensor) -> None:
+        """Writes a cast: all of x (R, C) before it, and x_q; once a step, in the first micro-batch."""
+        self._suspects.discard(key)
+        self._dumper.dump(self._step, key, x.detach(), x_q)
+
+    def looked(self, tallies: Mapping[SlotKey, Tally]) -> None:
+        """Adds the tallies of a full look."""
+        if tallies:
+            values = STATISTICS[_HEALTH].finish(Tallies.of(tallies).rows)
+            self._health |= dict(zip(tallies, values.tolist(), strict=True))
+
+    def triggered(self) -> None:
+        """Marks the casts with the lowest row SQNR; the next look writes them."""
+        ranked = sorted((value, key) for key, value in self._health.items() if value == value)
+        self._suspects |= {key for _, key in ranked[: self.config.on_trigger]}
+
+
 class Collector:
     """Collects casts until `drain`.
 
     Args:
         config: settings of the watch.
         dumps: chooses the casts to write to files.
+        recipe_of: the recipe that a layer of another package casts by itself; None if it does not.
     """
 
-    def __init__(self, config: WatchConfig, dumps: DumpPlan | None = None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: WatchConfig,
+        dumps: DumpPlan | None = None,
+        recipe_of: Callable[[str], Recipe | None] = lambda layer: None,
+    ) -> None:
+        self.config, self._recipe_of = config, recipe_of
         self.dumps = dumps
         self.looking = False
         """Whether the running step gets a full look."""
@@ -81,7 +139,7 @@ class Collector:
         self._light: dict[Place, tuple[SlotKey, Tensor, Tensor | None]] = {}
         self._once: set[Place] = set()
         self._cells: dict[Place, list[tuple[SlotKey, QuantizationSpec]]] = {}
-        self._reach = max((spec.amax_history_len for _, _, spec in self._predicted()), default=0)
+        self._reach = max((spec.amax_history_len for spec in predicted(self._recipes)), default=0)
         self._history: dict[Place, deque[Tensor]] = {}
 
     @property
@@ -133,7 +191,7 @@ class Collector:
             return extent
 
     def simulate(self, layer: str, tensor: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
-        """Casts x (R, C) as the recipes of the settings would, and adds these casts.
+        """Casts x (R, C) as the layer's own package does, or else as the recipes of the settings would.
 
         Args:
             dtype: dtype of x before the cast; None: its own.
@@ -235,17 +293,15 @@ class Collector:
     def _cells_of(self, layer: str, tensor: str) -> list[tuple[SlotKey, QuantizationSpec]]:
         key = (layer, tensor)
         if key not in self._cells:
+            own = self._recipe_of(layer)
+            recipes, source = (self._recipes, "hook") if own is None else ((own,), "config")
+            self._reach = max(self._reach, *(spec.amax_history_len for spec in predicted(recipes)), 0)
             self._cells[key] = [
-                (cast_key(layer, tensor, direction, recipe.name, spec, "hook"), spec)
-                for recipe in self._recipes
+                (cast_key(layer, tensor, direction, recipe.name, spec, source), spec)
+                for recipe in recipes
                 for direction, spec in cells(recipe.for_layer(layer), tensor)
             ]
         return self._cells[key]
-
-    def _predicted(self) -> Iterator[tuple[Recipe, str, QuantizationSpec]]:
-        for recipe in self._recipes:
-            for tensor in (*TENSORS, *_CAST_AS):
-                yield from ((recipe, d, spec) for d, spec in cells(recipe, tensor) if spec.predicted)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -276,6 +332,13 @@ def cells(recipe: Recipe, tensor: str) -> list[tuple[str, QuantizationSpec]]:
     casts = [("row", row)] if row is not None else []
     shared = col is not None and row == col and col.granularity.transposes
     return casts if col is None or shared else [*casts, ("col", col)]
+
+
+def predicted(recipes: Sequence[Recipe]) -> Iterator[QuantizationSpec]:
+    """The cells of recipes that predict their scales."""
+    for recipe in recipes:
+        for tensor in (*TENSORS, *_CAST_AS):
+            yield from (spec for _, spec in cells(recipe, tensor) if spec.predicted)
 
 
 def _tallies(sums: Mapping[SlotKey, Packed]) -> Tallies[SlotKey]:

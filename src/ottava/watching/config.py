@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_serializer
 
-from ottava.base.errors import unknown_name
 from ottava.base.settings import ConfigError, Count, Positive, Section, read_yaml
-from ottava.interop.te_config import is_te_config, read_te_config
 from ottava.measure import limits
-from ottava.measure.layer_names import SYMBOLS
+from ottava.measure.layer_names import matches, tensor_names, usable
 from ottava.measure.tally import Detail
 from ottava.recipe import ATTENTION_TENSORS, Recipe, get_recipe
 
 EVERY = 50
-_REGEX = "re:"
 
 
 def _several(value: Any) -> Any:
@@ -32,39 +27,6 @@ def _known_recipe(recipe: Any) -> Any:
     except TypeError as error:  # pydantic collects only ValueError
         raise ValueError(str(error)) from error
     return recipe
-
-
-def tensor_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The long names of tensors given by long name or symbol.
-
-    Raises:
-        ValueError: a name is neither.
-
-    Example:
-        >>> tensor_names(["X", "grad_output"])
-        ('input', 'grad_output')
-    """
-    by_symbol = {symbol: name for name, symbol in SYMBOLS.items()}
-    long_names = tuple(by_symbol.get(name, name) for name in names)
-    for name in long_names:
-        if name not in SYMBOLS:
-            raise ValueError(unknown_name("tensor", name, [*SYMBOLS, *by_symbol]))
-    return long_names
-
-
-def usable(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    """The patterns, if `matches` can use them.
-
-    Raises:
-        ValueError: what follows "re:" is no regular expression.
-    """
-    for pattern in patterns:
-        if pattern.startswith(_REGEX):
-            try:
-                re.compile(pattern[len(_REGEX) :])
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-    return patterns
 
 
 def _forward(ranges: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
@@ -236,6 +198,8 @@ class WatchConfig(Section):
         Raises:
             ConfigError: the file is missing, is no mapping, or has a wrong setting.
         """
+        from ottava.interop.te_config import is_te_config, read_te_config
+
         path = Path(source) if isinstance(source, (str, Path)) else None
         tree = read_yaml(path) if path else {} if source is None else source
         if isinstance(tree, Mapping) and is_te_config(tree):
@@ -251,21 +215,3 @@ class WatchConfig(Section):
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `WatchConfig.load` turns them into equal settings if all recipes are registered."""
         return self.model_dump()
-
-
-def matches(layer: str, patterns: Iterable[str]) -> bool:
-    """Whether a full layer name matches one of the patterns.
-
-    Args:
-        patterns: shell patterns for the whole name; or "re:" and a regular expression, found anywhere in the name.
-
-    Example:
-        >>> matches("layers.3.fc2", ["*.fc2"]), matches("layers.3.fc2", [r"re:layers\\.[0-2]\\."])
-        (True, False)
-    """
-    return any(
-        re.search(pattern[len(_REGEX) :], layer) is not None
-        if pattern.startswith(_REGEX)
-        else fnmatchcase(layer, pattern)
-        for pattern in patterns
-    )

@@ -18,8 +18,7 @@ from ottava.engine.quantizer import Doors, Quantizer
 from ottava.measure.observer import casts_of, in_numbers
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.watching.collector import Collector
-from ottava.watching.hooks import GlobalHooks
-from ottava.watching.operands import repeats_a_forward, unobserved
+from ottava.watching.operands import GlobalHooks, repeats_a_forward, unobserved
 
 _GRADIENTS = frozenset({"grad_output", "do", "dp", "dqkv"})
 OnOperands = Callable[[str, str, Quantizer, Tensor, Any, Any], None]

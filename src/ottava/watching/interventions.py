@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 
 from ottava.engine.layer import QuantizedLayer
+from ottava.measure.layer_names import matches
 from ottava.numerics.formats import get_format
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import CELL_OF, HIGH_PRECISION, GemmRecipe, Recipe
-from ottava.watching.config import Intervention, matches
+from ottava.watching.config import Intervention
 
 
 class Interventions:

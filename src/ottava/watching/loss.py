@@ -20,7 +20,9 @@ class LossTap:
 
     Args:
         seen: called with a detached tensor of one element, on its device; reading it waits for the device.
-        rooted: called with the root itself, which leads to the graph.
+        rooted: called before a backward with all its roots, which lead to the graph.
+        ended: called when a backward has ended and every gradient is in place, with the factor of a GradScaler, or
+            None.
         began: called with every root, also one that is no scalar: the root, the unscaled loss, the gradient that the
             backward begins with, and whether the graph is retained.
 
@@ -42,13 +44,15 @@ class LossTap:
     def __init__(
         self,
         seen: Callable[[Tensor], None],
-        rooted: Callable[[Tensor], None] = lambda root: None,
+        rooted: Callable[[list[Tensor]], None] = lambda roots: None,
+        ended: Callable[[Tensor | None], None] = lambda scale: None,
         began: Callable[[Tensor, Tensor, Tensor | None, bool], None] = lambda root, loss, gradient, retain: None,
     ) -> None:
-        self._seen, self._rooted, self._began = seen, rooted, began
+        self._seen, self._rooted, self._ended, self._began = seen, rooted, ended, began
         self._active = False
         self._patches: list[tuple[Any, str, Any, Any]] = []
-        self._unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
+        self._unscaled: tuple[weakref.ref[Tensor], Tensor, Tensor | None] | None = None
+        self._scale: Tensor | None = None
 
     def attach(self) -> None:
         """Starts calling `seen`."""
@@ -56,7 +60,7 @@ class LossTap:
             return
         self._active = True
         if not self._patches:
-            self._patch(torch.autograd, "backward", self._before_backward, None)
+            self._patch(torch.autograd, "backward", self._before_backward, self._after_backward)
             self._patch(torch.amp.GradScaler, "scale", None, self._after_scale)
 
     def detach(self) -> None:
@@ -95,19 +99,28 @@ class LossTap:
         roots: Iterable[Any] = (tensors,) if isinstance(tensors, Tensor) else tensors
         if not isinstance(roots, (tuple, list)):
             return  # a GradientEdge, or an error that torch will raise
+        self._scale = None
         gradients = grad_tensors if isinstance(grad_tensors, (tuple, list)) else [grad_tensors] * len(roots)
         for i, (root, gradient) in enumerate(zip(roots, gradients, strict=False)):
             if isinstance(root, Tensor):
                 self._began(root, self._as_it_was(root), gradient, bool(retain_graph) or i + 1 < len(roots))
-            if isinstance(root, Tensor) and root.numel() == 1 and root.is_floating_point() and not root.is_meta:
+        usable = [x for x in roots if isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta]
+        for root in usable:
+            if root.numel() == 1:
                 self._seen(self._as_it_was(root).detach())
-                self._rooted(root)
+        self._rooted(usable)
+
+    def _after_backward(self, *_: Any, **__: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            scale, self._scale = self._scale, None
+            self._ended(scale)
 
     def _after_scale(self, result: Any, scaler: Any, outputs: Any, *_: Any, **__: Any) -> None:
         if isinstance(outputs, Tensor) and isinstance(result, Tensor) and result is not outputs:
-            self._unscaled = (weakref.ref(result), outputs.detach())
+            self._unscaled = (weakref.ref(result), outputs.detach(), getattr(scaler, "_scale", None))
 
     def _as_it_was(self, root: Tensor) -> Tensor:
         if self._unscaled is not None and self._unscaled[0]() is root:
+            self._scale = self._unscaled[2]
             return self._unscaled[1]
         return root

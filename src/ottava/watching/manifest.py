@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ottava.recipe import Recipe
+from ottava.watching.adapters import casting
 from ottava.watching.doors import DoorTap
 from ottava.watching.modules import ModuleTap
 
@@ -38,8 +39,11 @@ def start_of_run(world_size: int) -> dict[str, Any]:
     }
 
 
-def coverage(doors: DoorTap, modules: ModuleTap) -> dict[str, Any]:
-    """All layers, and how many of them the watch saw; with the reason for each that it did not see."""
+def coverage(doors: DoorTap, modules: ModuleTap, *, trained: bool) -> dict[str, Any]:
+    """All layers, and how many of them the watch saw; with the reason for each that it did not see.
+
+    trained: whether a step has ended. Whether a cast to 8 bits or fewer ran in it is "cast".
+    """
     layers = [
         {
             "name": name,
@@ -53,10 +57,14 @@ def coverage(doors: DoorTap, modules: ModuleTap) -> dict[str, Any]:
     layers += [{**layer, "source": "hook"} for layer in modules.coverage() if layer["name"] not in doors.layers]
     layers = [{**layer, "before": modules.before.get(layer["name"], "")} for layer in layers]
     skipped = [{"name": x["name"], "why": x.get("why") or "never ran"} for x in layers if not x["seen"]]
+    ran = any(_has_cast(name in doors.seen, ref()) for name, ref in doors.layers.items())
     return {
         "layers": layers,
+        "cast": {"ran": trained and (ran or any(layer["casts"] and layer["source"] == "hook" for layer in layers))},
         "coverage": {"linear": len(layers), "seen": len(layers) - len(skipped), "skipped": skipped},
-        "recipes": {recipe.name: recipe.to_dict() for recipe in recipes_of(doors.layers.values())},
+        "recipes": {
+            recipe.name: recipe.to_dict() for recipe in (*modules.recipes(), *recipes_of(doors.layers.values()))
+        },
     }
 
 
@@ -70,8 +78,18 @@ def recipes_of(layers: Iterable[weakref.ref[nn.Module]]) -> list[Recipe]:
     return list(found.values())
 
 
+def _has_cast(seen: bool, layer: Any) -> bool:
+    """Whether a layer of ours has cast in a training forward: a door was seen at it, or its last call tells."""
+    call = getattr(layer, "last_call", None)
+    call = None if call is None else call.last_training
+    return seen or (call is not None and bool(call.recipe.casts))
+
+
 def _facts(layer: Any) -> dict[str, Any]:
     if layer is None:
-        return {"type": "gone", "shape": None, "recipe": ""}
+        return {"type": "gone", "shape": None, "recipe": "", **casting(None, None)}
     shape = [layer.out_features, layer.in_features] if hasattr(layer, "weight") else None
-    return {"type": type(layer).__name__, "shape": shape, "recipe": layer.resolved.name}
+    call = getattr(layer, "last_call", None)
+    call = None if call is None else call.last_training
+    recipe = layer.resolved if call is None else call.recipe
+    return {"type": type(layer).__name__, "shape": shape, **casting(layer, recipe)}

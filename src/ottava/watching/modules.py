@@ -25,11 +25,20 @@ from torch import Tensor, nn
 
 from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.measure.layer_names import SYMBOLS, layer_kind
-from ottava.watching.adapters import Adapter, Part, adapter_of
+from ottava.recipe import Recipe
+from ottava.watching.adapters import Adapter, Part, adapter_of, casting, recipe_of
 from ottava.watching.functional import GATHERED, FunctionalTap, Origin, Owner, owns_a_matrix, weights_of_gemms
-from ottava.watching.hooks import GlobalHooks
 from ottava.watching.names import ModuleNames
-from ottava.watching.operands import autocast_dtype, edges_to, made_by, plain, repeats_a_forward, unobserved, whole
+from ottava.watching.operands import (
+    GlobalHooks,
+    autocast_dtype,
+    edges_to,
+    made_by,
+    plain,
+    repeats_a_forward,
+    unobserved,
+    whole,
+)
 
 See = Callable[..., None]
 """Called with (layer, tensor, matrix): the full name, a long name such as "grad_output", and the tensor. The dtype of
@@ -89,6 +98,7 @@ class ModuleTap:
         asked: whether the settings ask for a layer; the tap never warns about other layers.
         own: True watches ottava's layers completely. False leaves X, W and dY to their doors.
         timed: a context around the work for a tensor.
+        learned: called when a module is new, before its first forward.
 
     Edge cases: the weight has the parameter's dtype, also under autocast. Of a DTensor the tap sees the local shard. It
         skips weights in packed or foreign formats and tensors of the wrong shape; `coverage` gives the reason.
@@ -113,8 +123,9 @@ class ModuleTap:
         asked: Callable[[str], bool] = lambda layer: True,
         own: bool = False,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        learned: Callable[[], None] = lambda: None,
     ) -> None:
-        self._timed = timed
+        self._timed, self._learned = timed, learned
         self._see, self._wants, self._asked, self._own = see, wants, asked, own
         self._tensors = frozenset(tensors)
         self._lock = threading.RLock()
@@ -180,6 +191,16 @@ class ModuleTap:
         with self._lock:
             return [self._entry(linear) for linear in self._linears.values() if self._listed(linear)]
 
+    def recipe_of(self, layer: str) -> Recipe | None:
+        """The recipe that a layer of another package casts by; None if it does not cast, or is unknown."""
+        linear = self._linears.get(layer)
+        module = None if linear is None else linear.module()
+        return None if module is None else recipe_of(module)
+
+    def recipes(self) -> list[Recipe]:
+        """The recipes that layers of other packages cast by."""
+        return [recipe for layer in self._linears if (recipe := self.recipe_of(layer)) is not None]
+
     # --- layers -------------------------------------------------------------------------------------------
 
     def _found(self, name: str, module: nn.Module) -> None:
@@ -224,6 +245,7 @@ class ModuleTap:
             "seen": bool(linear.seen),
             "tensors": list(linear.seen),
             "why": "; ".join(whys),
+            **casting(linear.module(), self.recipe_of(linear.name)),
         }
 
     def _why_unseen(self, linear: _Linear) -> str:
@@ -274,6 +296,7 @@ class ModuleTap:
             return
         if not self.names.knows(module):
             self.names.learn(module)
+            self._learned()
         owner = self._owners.get(id(module))
         self._functional.enter(module, looks=owner is not None and owner.promises(module))
 

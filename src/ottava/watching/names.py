@@ -102,10 +102,10 @@ class ModuleNames:
         return best
 
     def parameter(self, parameter: Tensor) -> str:
-        """The full name of a parameter; its shape if it is unknown."""
+        """The full name of a parameter; "" if it is unknown."""
         holder = self.holder(parameter)
         if holder is None:
-            return f"parameter {list(parameter.shape)}"
+            return ""
         return f"{holder[1]}.{holder[2]}" if holder[1] else holder[2]
 
     def roots(self) -> Iterator[nn.Module]:

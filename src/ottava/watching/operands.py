@@ -1,17 +1,24 @@
-"""Reads a GEMM's operand from outside: its dtype in the GEMM, its numbers, its place in the graph."""
+"""What a tap needs outside of layers: hooks on every module; dtype, numbers and place in the graph of an operand.
+
+Dynamo guards compiled code on the numbers of the hooks that existed when it compiled. A hook that is registered again
+for every step gets a new number each time. Every step would then compile again, until Dynamo gives up and runs eagerly.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 _HIGH_PRECISION_INSIDE = MappingProxyType({"WeightWithDynamicFloat8CastTensor": "_tensor"})
 """Tensor classes that quantize themselves -> the attribute with the tensor before the cast."""
@@ -29,6 +36,11 @@ def repeats_a_forward() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured: it would repeat what a tap does, with the numbers of that moment."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -145,3 +157,64 @@ def made_by(x: Tensor) -> str:
 
 def _operation(node: Any) -> str:
     return re.sub(r"Backward\d*$", "", str(node.name()).rpartition("::")[2])
+
+
+Before = Callable[[nn.Module, Any], None]
+After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
+Left = Callable[[nn.Module, Any, Any], None]
+
+
+class GlobalHooks:
+    """Hooks on every module of the process, with numbers that never change.
+
+    Args:
+        before: called with (module, args) before every forward.
+        after: called with (module, args, kwargs, output) after it, unless the forward raised.
+        left: called with (module, args, output) last; output is None if the forward raised.
+
+    All must begin with `if torch.compiler.is_compiling(): return`, because Dynamo traces them.
+
+    Example:
+        >>> import torch
+        >>> seen = []
+        >>> hooks = GlobalHooks(lambda module, args: None, lambda module, args, kwargs, output: seen.append(module))
+        >>> layer = nn.Linear(2, 2)
+        >>> for attached in (True, False, True):
+        ...     (hooks.attach if attached else hooks.detach)()
+        ...     _ = layer(torch.ones(1, 2))
+        >>> hooks.detach()
+        >>> len(seen)
+        2
+    """
+
+    def __init__(self, before: Before, after: After, left: Left | None = None) -> None:
+        self._before, self._after, self._left = before, after, left
+        self._handles: tuple[RemovableHandle, ...] = ()
+        self.attached = False
+
+    def attach(self) -> None:
+        """Starts calling the hooks."""
+        if self.attached:
+            return
+        self.attached = True
+        if not self._handles:
+            before = register_module_forward_pre_hook(self._before)
+            self._handles = before, register_module_forward_hook(self._after, with_kwargs=True)
+            if self._left is not None:
+                self._handles += (register_module_forward_hook(self._left, always_call=True),)
+            return
+        first, second, *third = self._handles
+        torch_module._global_forward_pre_hooks[first.id] = self._before
+        torch_module._global_forward_hooks[second.id] = self._after
+        torch_module._global_forward_hooks_with_kwargs[second.id] = True
+        for handle in third:
+            assert self._left is not None
+            torch_module._global_forward_hooks[handle.id] = self._left
+            torch_module._global_forward_hooks_always_called[handle.id] = True
+
+    def detach(self) -> None:
+        """Removes every trace of the hooks from torch."""
+        self.attached = False
+        for handle in self._handles:
+            handle.remove()
+            torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch forgets this one

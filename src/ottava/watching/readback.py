@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ottava.measure.tally import Tallies
 from ottava.record.schema import SlotKey
-from ottava.watching.training import Updates
+from ottava.watching.training import Drained
 
 
 class Reading(Protocol):
@@ -52,9 +52,7 @@ class Ended(NamedTuple):
     reading: Reading
     """Amaxes, scales, and the loss of each micro-batch."""
     looked: bool
-    training: tuple[str, ...] = ()
-    """Names of the numbers of the training."""
-    updates: Updates | None = None
+    training: Drained
 
 
 Read = Callable[[Sequence[Tensor]], Reading]

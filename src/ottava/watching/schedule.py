@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,9 @@ _READ = (
 )
 _DRIFT_LOOKS, _LEAST_LOOKS = 16, 4
 _LARGEST_SCALE = 2.0**126
+_JUMP = 6.0  # octaves from one step to the next
+_JUMPS_A_STEP, _JUMPS = 8, 512
+_JUMP_PAUSE = 64  # steps after a jump in which the same cast reports none
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,60 @@ class Trigger:
         """Facts of the event; without layer and tensor if they are empty."""
         place = {"layer": self.layer, "tensor": self.tensor} if self.layer else {}
         return {"reason": self.reason, "value": self.value, "threshold": self.threshold, **place}
+
+
+class Jump(NamedTuple):
+    """An amax that differs by more than 6 octaves from that of the step before."""
+
+    key: SlotKey
+    before: float
+    after: float
+
+    @property
+    def octaves(self) -> float:
+        """log2(after / before)."""
+        return math.log2(self.after / self.before)
+
+
+class Jumps:
+    """Compares the amaxes of every step with those of the step before.
+
+    It names at most 8 jumps in a step, the largest, and 512 in a run. After a jump, a cast has none for 64 steps.
+
+    Example:
+        >>> jumps, key = Jumps(), SlotKey("fc1", "input", "row", "tensorwise", *("",) * 4, "door")
+        >>> [[jump.octaves for jump in jumps(step, [key], [amax])] for step, amax in enumerate((1.0, 2.0, 2.0**15), 1)]
+        [[], [], [14.0]]
+    """
+
+    def __init__(self) -> None:
+        self._keys: Sequence[SlotKey] = ()
+        self._places = np.zeros(0, dtype=np.int64)
+        self._known: dict[SlotKey, int] = {}
+        self._last = np.zeros(0)
+        self._quiet_until = np.zeros(0, dtype=np.int64)
+        self._left = _JUMPS
+
+    def __call__(self, step: int, keys: Sequence[SlotKey], amaxes: Sequence[float]) -> list[Jump]:
+        """The jumps of a step: finite amaxes, none of them 0."""
+        if keys != self._keys:
+            self._keys = keys
+            self._places = np.array([self._known.setdefault(key, len(self._known)) for key in keys], dtype=np.int64)
+            new = len(self._known) - len(self._last)
+            self._last = np.append(self._last, np.full(new, math.nan))
+            self._quiet_until = np.append(self._quiet_until, np.zeros(new, dtype=np.int64))
+        now = np.asarray(amaxes, dtype=np.float64)
+        usable = np.isfinite(now) & (now > 0)
+        logs = np.full(len(now), math.nan)
+        logs[usable] = np.log2(now[usable])
+        before = self._last[self._places]
+        moved = np.abs(logs - before)
+        self._last[self._places] = np.where(usable, logs, before)
+        found = np.flatnonzero((moved > _JUMP) & (self._quiet_until[self._places] < step))
+        largest = found[np.argsort(-moved[found], kind="stable")][: min(_JUMPS_A_STEP, self._left)]
+        self._quiet_until[self._places[largest]] = step + _JUMP_PAUSE
+        self._left -= len(largest)
+        return [Jump(keys[i], float(2.0 ** before[i]), float(now[i])) for i in largest.tolist()]
 
 
 class Schedule:
@@ -153,6 +210,14 @@ class Schedule:
                 drift[i] = abs(math.log2(scale) - float(np.median(earlier)))
             earlier.append(math.log2(scale))
         return drift
+
+    def jumped(self, jumps: Sequence[Jump]) -> Trigger | None:
+        """The trigger of the largest jump of a step, if it is as large as a drift of the scale that triggers."""
+        limit = self.triggers.scale_drift
+        if limit is None or not jumps or abs(jumps[0].octaves) <= limit:
+            return None
+        key = jumps[0].key
+        return Trigger("scale_drift", abs(jumps[0].octaves), limit, key.layer, key.tensor)
 
     def light(self, keys: Iterable[SlotKey], amaxes: Iterable[float]) -> Trigger | None:
         """The trigger of the amaxes of a step, if any is not finite."""

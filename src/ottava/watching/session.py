@@ -35,21 +35,22 @@ from torch.optim.optimizer import (
 
 from ottava.base.errors import need
 from ottava.base.settings import ConfigError
+from ottava.measure.layer_names import matches
 from ottava.measure.tally import Tallies, Tally
+from ottava.recipe import Recipe
 from ottava.record.reader import Run, Table
 from ottava.record.schema import MANIFEST, SlotKey
 from ottava.record.writer import RunWriter
 from ottava.watching.checks import Checks
-from ottava.watching.collector import Collector
-from ottava.watching.config import EVERY, WatchConfig, matches
+from ottava.watching.collector import Collector, DumpPlan
+from ottava.watching.config import EVERY, WatchConfig
 from ottava.watching.doors import DoorTap
-from ottava.watching.dump_plan import DumpPlan
 from ottava.watching.interventions import Interventions
 from ottava.watching.loss import LossTap
 from ottava.watching.manifest import coverage, start_of_run
 from ottava.watching.modules import ModuleTap
 from ottava.watching.readback import Amaxes, Ended, Read, read_back
-from ottava.watching.schedule import Schedule, Trigger
+from ottava.watching.schedule import Jumps, Schedule, Trigger
 from ottava.watching.sinks import make_sinks, publish
 from ottava.watching.training import UPDATES, TrainingTap
 
@@ -132,11 +133,13 @@ class Watch:
             self._check_patterns(names)
         self.writer = RunWriter(folder, rank=self.rank, append=append, step=step, patient=True)
         self.writer.describe(**start_of_run(int(os.environ.get("WORLD_SIZE", "1"))), settings=config.to_dict())
+        self._weights: dict[str, str] = self.writer.manifest.get("weights") or {}  # those before the first step
         if append and step > 0:
             self.writer.event(step, "resumed")
         self.schedule = Schedule(config.every or EVERY, config.triggers, config.looks)
+        self.jumps = Jumps()
         self.dumps = DumpPlan(config.dump, self.writer)
-        self.collector = Collector(config, self.dumps)
+        self.collector = Collector(config, self.dumps, self._recipe_of)
         self.changes = Interventions(config.interventions, self._warn)
         self.doors = DoorTap(self.collector, model, Checks(self._disagrees), self.changes.apply)
         self.modules = ModuleTap(
@@ -146,8 +149,9 @@ class Watch:
             wants=self.collector.wants,
             asked=lambda layer: matches(layer, config.layers),
             timed=self.collector.timed,
+            learned=self._learned,
         )
-        self.training = TrainingTap(model, batches=config.batches, report=self._reports)
+        self.training = TrainingTap(model, batches=config.batches, report=self._reports, timed=self.collector.timed)
         from ottava.experiments.laboratory import Laboratory  # it brings every layer: only a running watch needs it
 
         self.laboratory = Laboratory(
@@ -161,14 +165,14 @@ class Watch:
             quiet=self._quiet,
             step=step,
         )
-        self.losses = LossTap(self._saw_loss, self._rooted, self.laboratory.backward)
+        self.losses = LossTap(self._saw_loss, self._rooted, self._backward_ended, self.laboratory.backward)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
         self._read = read
         self._ended: deque[Ended] = deque()
         self._flight: deque[Amaxes] = deque(maxlen=config.flight)
         self._loss_parts: list[Tensor] = []
         self._logged: dict[str, float] = {}
-        self._active = self._paused = False
+        self._active = self._paused = self._held = False
         self._stepped: set[int] = set()
         self._callbacks: list[Callable[[int, Table], object]] = []
         self._looks = 0
@@ -213,6 +217,7 @@ class Watch:
         self.laboratory.forget()
         self._disarm()
         self.collector.drain()
+        self.training.drain()
         self.steps_done, self._active, self._loss_parts, self._logged = step, False, [], {}
         self._arm(step + 1)
 
@@ -222,11 +227,11 @@ class Watch:
         self._disarm()
         self.losses.detach()
         self.laboratory.drop()
-        self._paused = True
+        self._paused = self.training.paused = True
         try:
             yield
         finally:
-            self._paused = False
+            self._paused = self.training.paused = False
             if not self._closed:
                 self.losses.attach()
                 self._arm(self.steps_done + 1)
@@ -281,6 +286,9 @@ class Watch:
 
     # --- calls from the taps --------------------------------------------------------------------------------------
 
+    def _recipe_of(self, layer: str) -> Recipe | None:
+        return self.modules.recipe_of(layer)
+
     def _warn(self, text: str) -> None:
         _LOG.warning("watch: %s", text)
         self.writer.event(self.steps_done, "warning", text=text)
@@ -292,12 +300,20 @@ class Watch:
         self._active = True
         self._loss_parts.append(loss.detach().to(torch.float32))
 
-    def _rooted(self, root: Tensor) -> None:
+    def _learned(self) -> None:
         with self.collector.timed():
             for known in self.modules.names.roots():
                 self.training.adopt(known)
-            self.training.rooted(root)
-        self.modules.look_back(root)
+
+    def _rooted(self, roots: Sequence[Tensor]) -> None:
+        with self.collector.timed():
+            self.training.rooted(roots)
+        for root in roots:
+            self.modules.look_back(root)
+
+    def _backward_ended(self, scale: Tensor | None) -> None:
+        with self.collector.timed():
+            self.training.backward_ended(scale)
 
     def _models(self) -> list[nn.Module]:
         model = None if self._model is None else self._model()
@@ -306,15 +322,15 @@ class Watch:
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """Sees nothing inside the context, in the middle of a step."""
-        attached, active, paused = self.doors.attached, self.training.active, self._paused
+        attached, paused = self.doors.attached, self._paused
         self._disarm()
         self.losses.detach()
-        self.training.active, self._paused = False, True
+        self._paused = self.training.paused = True
         try:
             yield
         finally:
             self.losses.attach()
-            self.training.active, self._paused = active, paused
+            self._paused = self.training.paused = paused
             if attached:
                 self.doors.attach()
                 self.modules.attach()
@@ -323,7 +339,7 @@ class Watch:
         self.writer.training(self.steps_done + 1, kind, **facts)
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.training.active and not self._paused and self._is_ours(optimizer):
+        if not self._paused and self._is_ours(optimizer):
             with self.collector.timed():
                 self.training.before(optimizer)
         if not self._paused and self._is_ours(optimizer):
@@ -336,6 +352,9 @@ class Watch:
             return
         with self.collector.timed():
             self.training.after(optimizer, self.modules.names.parameter)
+        before = self.laboratory.seconds
+        self.laboratory.after_step()
+        self._step_started += self.laboratory.seconds - before
         if self._ends_step(optimizer):
             self._stepped.clear()
             self._end_step()
@@ -354,7 +373,10 @@ class Watch:
         if self._model is None or (model := self._model()) is None:
             return self._model is None
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return any(id(p) in stepped for p in model.parameters())
+        if any(id(p) in stepped for p in model.parameters()):
+            self._held = True
+            return True
+        return not self._held and self.training.stands_in(optimizer)
 
     def _resume(self, run: Run) -> None:
         """Restores schedule and thrift from the resumed run; only rank 0 recorded losses."""
@@ -381,11 +403,11 @@ class Watch:
             self.writer.event(step, "warning", text=text)
         tallies, light = self.collector.drain()
         self.dumps.looked(tallies)
-        training, updates = self.training.drain()
-        reading = self._read([light.amax, light.scale_inv, *training.values(), *self._loss_parts])
+        training = self.training.drain()
+        reading = self._read([light.amax, light.scale_inv, *training.numbers.values(), *self._loss_parts])
         numbers = {"seconds": entered - self._step_started} | self._logged
         self._loss_parts, self._logged = [], {}
-        self._ended.append(Ended(step, numbers, tallies, light.keys, reading, looked, tuple(training), updates))
+        self._ended.append(Ended(step, numbers, tallies, light.keys, reading, looked, training))
         self._settle(wait=looked)  # after a look everything has arrived, because the tallies were waited for
         self._arm(step + 1)
         now = time.perf_counter()
@@ -401,10 +423,10 @@ class Watch:
             except RuntimeError as error:  # the device failed: the user must see the error of the training, not ours
                 text = f"the device failed before loss and amaxes arrived: {error}"
                 self.writer.event(ended.step, "warning", text=text)
-                self.writer.step(ended.step, **ended.numbers)
+                self.writer.step(ended.step, **ended.training.host | ended.numbers)
                 continue
             training = self._saw_training(ended, losses)
-            parts = [part for (part,) in losses[len(ended.training) :]]
+            parts = [part for (part,) in losses[len(ended.training.numbers) :]]
             of_step = statistics.fmean if self.config.loss == "mean" else math.fsum
             loss = {"loss": of_step(parts)} if parts else {}
             numbers = training | loss | ended.numbers
@@ -419,19 +441,24 @@ class Watch:
 
     def _saw_training(self, ended: Ended, values: Sequence[Sequence[float]]) -> dict[str, float]:
         """Records the updates of a look; the numbers of the step."""
-        if ended.updates is not None:
-            flat, names = values[ended.training.index("updates")], ended.updates.names
+        names_read, updates = list(ended.training.numbers), ended.training.updates
+        if updates is not None:
+            flat, names = values[names_read.index("updates")], updates.names
             columns = zip(UPDATES, range(0, len(flat), len(names)), strict=True)
             facts = {name: [float(f"{v:.4g}") for v in flat[i : i + len(names)]] for name, i in columns}
             self.writer.training(ended.step, "updates", parameters=list(names), **facts)
-        return self.training.finish(ended.training, values[: len(ended.training)])
+        return self.training.finish(ended.training.host, names_read, values[: len(names_read)])
 
     def _ask_triggers(self, ended: Ended, loss: float | None, amax: Sequence[float]) -> None:
         self.laboratory.lost(ended.step, loss)
         answers: list[Trigger | None] = [] if loss is None else [self.schedule.loss(loss)]
         answers += self.schedule.tallies(ended.tallies)
         if ended.keys:
-            answers.append(self.schedule.light(ended.keys, amax))
+            jumps = self.jumps(ended.step, ended.keys, amax)
+            for key, before, after in jumps:
+                place = {"layer": key.layer, "tensor": key.tensor}
+                self.writer.event(ended.step, "jump", **place, before=before, after=after)
+            answers += [self.schedule.light(ended.keys, amax), self.schedule.jumped(jumps)]
         triggers = [trigger for trigger in answers if trigger is not None]
         if not triggers or not self.schedule.start_burst(self.steps_done):
             return
@@ -511,7 +538,6 @@ class Watch:
         self.collector.look = self._looks
         self.collector.noting = self.config.light and step % self._light_every == 0
         self.training.looking = self.collector.looking
-        self.training.active = self.collector.looking or self.collector.noting
         if self.collector.looking or self.collector.noting or self.changes.config:
             self.doors.attach()
             self.modules.attach()
@@ -529,8 +555,10 @@ class Watch:
     def _describe_run(self) -> None:
         facts = {"looks": self._looks, "steps": self.steps_done}
         overhead = {"watching_s": self.collector.seconds, "total_s": time.perf_counter() - self._started}
+        training = self.training.describe()
+        training["weights"] = self._weights or training["weights"]
         self.writer.describe(
-            **self.training.describe(self.modules.names.parameter),
-            **coverage(self.doors, self.modules),
+            **training,
+            **coverage(self.doors, self.modules, trained=self.steps_done > 0),
             overhead={"share": self.overhead, **overhead, **facts},
         )

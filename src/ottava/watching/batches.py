@@ -1,0 +1,277 @@
+"""Notes what a step was trained on: hash and size of inputs and labels, and shares of those that are ignored or alike.
+
+The same data gives the same hash in every step: with and without a look, with gradient accumulation, with a second
+model or an evaluation in between. Labels are those that the model is called with; only if it gets none, those that the
+losses behind a backward read. Numbers alone, such as the `num_items_in_batch` of Hugging Face's Trainer, are no input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.watching.operands import unobserved
+
+_PRIME = 8_388_593  # fp32, in which numbers come from a GPU, holds the sum of two whole numbers below it
+_HASHED = 65_536  # elements of a tensor that are hashed
+_SEARCH = 32  # nodes of the graph behind a loss in which its labels may be
+_SHAPES = ("View", "Reshape", "UnsafeView", "ToCopy", "Slice", "Transpose", "Permute", "Clone", "Alias", "Squeeze")
+_BATCH = ("hash", "nonfinite", "amax", "square", "count")
+_SAMPLES, _TOKENS = 64, 4096  # of a batch, to find those that are alike
+_LABELS = frozenset({"labels", "label", "targets", "target"})
+_NO_BATCH = frozenset({"num_items_in_batch"})
+
+
+class _Forward(NamedTuple):
+    """What one forward of a model got."""
+
+    training: bool
+    numbers: dict[str, Tensor]
+    """"input" and "label": `_BATCH` of all such tensors; "alike"."""
+    ids: list[Tensor]
+    """Its inputs of whole numbers, which labels may copy."""
+
+
+class Batches:
+    """Collects the batches of a step until `drain`.
+
+    A forward counts when a backward begins. Of forwards in both modes those in evaluation mode then do not count: a
+    loop that evaluates without `no_grad` trained on none of that.
+
+    Example:
+        >>> batches = Batches()
+        >>> batches.forward((torch.arange(6).reshape(2, 3),), {}, training=True)
+        >>> batches.drain()["forwards"]
+        1
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, Tensor] = {}
+        self._pending: list[_Forward] = []
+        self._ids: list[Tensor] = []
+        self._losses = self.forwards = 0
+        """Backwards and forwards of the running step."""
+        self.dtypes: set[str] = set()
+        """Dtypes of inputs so far."""
+        self.classes: int | None = None
+        """Classes of a mean cross-entropy over labels."""
+        self.softmax_twice: bool | None = None
+        """Whether a softmax feeds the cross-entropy; None: there was none."""
+
+    def forward(self, args: Any, kwargs: Mapping[str, Any], *, training: bool) -> None:
+        """A model was called with these."""
+        seen = _Forward(training, {}, [])
+        for name, x in _named(args, kwargs):
+            if x.requires_grad or x.dim() == 0 or not x.numel() or x.layout != torch.strided or name in _NO_BATCH:
+                continue
+            self.dtypes.add(str(x.dtype).removeprefix("torch."))
+            kind = "label" if name in _LABELS else "input"
+            with unobserved(x):
+                x = x.detach()
+                _add(seen.numbers, kind, _batch(x))
+                if kind == "input":
+                    alike = _alike(x, first="alike" not in seen.numbers)
+                    old = seen.numbers.get("alike")
+                    seen.numbers["alike"] = alike if old is None else old + alike
+                    seen.ids.extend([] if x.is_floating_point() else [x])
+        self._pending.append(seen)
+
+    def backward(self, roots: Sequence[Tensor]) -> None:
+        """A backward begins at these losses."""
+        self._commit()
+        self._losses += 1
+        first = "labels" not in self._numbers
+        for target, ignore, classes in (found for root in roots for found in _labels(root)):
+            with unobserved(target):
+                target = target.detach()
+                if ignore is not None and first:
+                    shares, old = self._shares(target, ignore), self._numbers.get("labels")
+                    self._numbers["labels"] = shares if old is None else old + shares
+                if "label" not in self._numbers:
+                    self._place("target", _batch(target), self._losses)
+            self.classes = classes or self.classes
+        for root in roots if self.softmax_twice is None else ():
+            self.softmax_twice = _softmax_twice(root)
+
+    def drain(self) -> dict[str, Any]:
+        """The numbers of the step that ended, on their devices, and the count of its "forwards"."""
+        if not self._losses:  # the backward is out of sight, as in compiled code
+            self._commit()
+        numbers: dict[str, Any] = self._numbers
+        target = numbers.pop("target", None)
+        if target is not None:
+            numbers.setdefault("label", target)
+        numbers["forwards"] = self.forwards
+        self._numbers, self._ids, self.forwards, self._losses = {}, [], 0, 0
+        return numbers
+
+    def _commit(self) -> None:
+        pending, self._pending = self._pending, []
+        trains = any(seen.training for seen in pending)
+        for seen in pending:
+            if trains and not seen.training:
+                continue
+            self.forwards += 1
+            self._ids += seen.ids
+            for kind in ("input", "label"):
+                if kind in seen.numbers:
+                    self._place(kind, seen.numbers[kind], self.forwards)
+            if "alike" in seen.numbers:
+                old = self._numbers.get("alike")
+                new = seen.numbers["alike"]
+                self._numbers["alike"] = new if old is None else torch.cat([old[:2], old[2:] + new[2:]])
+
+    def _place(self, kind: str, numbers: Tensor, number: int) -> None:
+        """Adds numbers whose hash counts as often as the number of their forward, because the order matters."""
+        turn = (numbers[:1].to(torch.int64) * number % _PRIME).to(torch.float32)
+        _add(self._numbers, kind, torch.cat([turn, numbers[1:]]))
+
+    def _shares(self, x: Tensor, ignore: int) -> Tensor:
+        """[ignored, used, as the first, whether they copy an input, share of the most frequent] of labels."""
+        flat = x.reshape(-1)
+        used = flat != ignore
+        first = flat.index_select(0, used.to(torch.uint8).argmax().reshape(1))  # without waiting for a GPU
+        twins = [i.reshape(x.shape) for i in self._ids if i.numel() == x.numel() > 1 and i.device == x.device]
+        copied = sum((((i == x) | (x == ignore)).all() & used.any()).to(torch.float32) for i in twins)
+        counts = torch.stack([(~used).sum(), used.sum(), (flat == first).sum()]).to(torch.float32)
+        return torch.cat([counts, torch.stack([counts[0] * 0 + copied, _common(_strided(flat, _HASHED), ignore)])])
+
+    @staticmethod
+    def columns(name: str, read: Sequence[float]) -> dict[str, float]:
+        """Columns of steps.jsonl from one of the numbers of `drain`, once it was read."""
+        if name in ("input", "label"):
+            number = dict(zip(_BATCH, read, strict=True))
+            columns = {f"{name}_hash": number["hash"], f"{name}_nonfinite": number["nonfinite"]}
+            if not number["count"]:
+                return columns | {f"{name}_constant": float(number["amax"] == 0)}
+            rms = math.sqrt(number["square"] / number["count"])
+            return columns | {f"{name}_amax": number["amax"], f"{name}_rms": rms}
+        if name == "labels":
+            ignored, used, equal, copied, alike = read
+            columns = {"labels_ignored_pct": 100 * ignored / max(ignored + used, 1.0)}
+            columns |= {"labels_equal_pct": 100 * equal / used} if used > 1 else {}
+            return columns | {"labels_copied": copied, "labels_alike_pct": alike}
+        if name == "alike":
+            return dict(zip(("samples_alike_pct", "tokens_alike_pct", "blank_inputs"), read, strict=True))
+        return {}
+
+
+def _named(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a call with their names, also those in a batch that is one mapping, list or tuple."""
+    for name, value in [*((str(i), x) for i, x in enumerate(args)), *kwargs.items()]:
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from ((str(key), x) for key, x in value.items() if isinstance(x, Tensor))
+        elif isinstance(value, (tuple, list)):
+            yield from ((name, x) for x in value if isinstance(x, Tensor))
+
+
+def _add(numbers: dict[str, Tensor], kind: str, new: Tensor) -> None:
+    old = numbers.get(kind)
+    if old is not None:
+        joined = old + new
+        joined[0] %= _PRIME
+        joined[2] = torch.maximum(old[2], new[2])
+        new = joined
+    numbers[kind] = new
+
+
+def _strided(flat: Tensor, most: int) -> Tensor:
+    return flat[:: -(-flat.numel() // most)]
+
+
+def _batch(x: Tensor) -> Tensor:
+    """`_BATCH` of a tensor, fp32 (5,)."""
+    flat = _strided(x.reshape(-1), _HASHED)
+    place = torch.arange(1, flat.numel() + 1, device=x.device)
+    if x.is_floating_point():
+        flat32 = flat.to(torch.float32)
+        whole = (flat32.view(torch.int32).to(torch.int64) % _PRIME * place % _PRIME).sum() % _PRIME
+        rest = _sizes(x, flat32)
+    else:
+        whole = (flat.to(torch.int64) % _PRIME * place % _PRIME).sum() % _PRIME
+        none = torch.zeros((), device=x.device)
+        rest = [none, (flat != flat[0]).any(), none, none]
+    return torch.stack([whole.to(torch.float32), *(r.to(torch.float32) for r in rest)])
+
+
+def _sizes(x: Tensor, sample: Tensor) -> list[Tensor]:
+    """What `_BATCH` needs of x and a sample of it: one reading of x, which finds its ends and any NaN.
+
+    The count of infinities and NaNs is that of the sample, and 1 if only the rest has some.
+    """
+    ends = torch.stack(x.aminmax()).to(torch.float32)
+    finite = sample.isfinite()
+    clean = torch.where(finite, sample, 0)
+    largest = torch.where(ends.isfinite(), ends.abs(), 0).amax()
+    # 0 and -inf alone are a mask that is added to scores
+    mask = (ends[0] == -math.inf) & (ends[1] == 0) & (clean == 0).all()
+    broken = torch.maximum((~finite).sum(), (~ends.isfinite()).any()) * ~mask
+    return [broken, torch.maximum(largest, clean.abs().amax()), clean.square().sum(), finite.sum()]
+
+
+def _alike(x: Tensor, *, first: bool) -> Tensor:
+    """[share of samples that are as the first one; share of the most frequent token; 1 if all is 0] in percent.
+
+    The shares are 0 for later inputs, and where they mean nothing.
+    """
+    zero = torch.zeros((), device=x.device)
+    samples = tokens = zero
+    if first and x.dim() > 1 and len(x) > 1 and x.dtype != torch.bool:
+        rows = x[:_SAMPLES].reshape(min(len(x), _SAMPLES), -1)[:, :_TOKENS]
+        samples = 100 * (rows[1:] == rows[:1]).all(1).to(torch.float32).mean()
+        if not x.is_floating_point():
+            some = _strided(_strided(x.reshape(-1), _HASHED), _TOKENS)
+            tokens = 100 * (some == some.mode().values).to(torch.float32).mean()
+    return torch.stack([samples, tokens, (x == 0).all().to(torch.float32)])
+
+
+def _common(labels: Tensor, ignore: int) -> Tensor:
+    """Share of the most frequent label among those that are not ignored, in percent."""
+    some = _strided(labels, _TOKENS)
+    used = some != ignore
+    # ignored labels become numbers of their own, so that they are never the most frequent
+    own = torch.where(used, some, -1000 - torch.arange(some.numel(), device=some.device))
+    common = (own == own.mode().values) & used
+    return (100 * common.sum() / used.sum().clamp_min(1)).to(torch.float32)
+
+
+def _behind(root: Tensor, of: Callable[[Any], bool]) -> Iterator[Any]:
+    """The nearest nodes of the graph behind a root that are of a kind."""
+    waiting, visited = [root.grad_fn], 0
+    while waiting and visited < _SEARCH:
+        node: Any = waiting.pop(0)
+        visited += 1
+        if node is None:
+            continue
+        if of(node):
+            yield node
+        else:
+            waiting += [following for following, _ in node.next_functions]
+
+
+def _labels(root: Tensor) -> Iterator[tuple[Tensor, int | None, int | None]]:
+    """The targets that losses behind a root saved, the label that they ignore, the classes of a mean over labels."""
+    try:
+        for node in _behind(root, lambda node: isinstance(getattr(node, "_saved_target", None), Tensor)):
+            ignore = getattr(node, "_saved_ignore_index", None)
+            scores = node._saved_self if ignore is not None and getattr(node, "_saved_reduction", 0) == 1 else None
+            classes = scores.shape[1] if isinstance(scores, Tensor) and scores.dim() > 1 else None
+            signed = ignore if ignore is None or ignore < 1 << 63 else ignore - (1 << 64)
+            yield node._saved_target, signed, classes
+    except RuntimeError:  # the graph was freed
+        return
+
+
+def _softmax_twice(root: Tensor) -> bool | None:
+    """Whether a softmax feeds the cross-entropy behind a root, which has its own; None without a cross-entropy."""
+    for node in _behind(root, lambda node: node.name().startswith("LogSoftmax")):
+        while (node := node.next_functions[0][0]) is not None and node.name().startswith(_SHAPES):
+            pass
+        return node is not None and node.name().startswith(("Softmax", "LogSoftmax"))
+    return None

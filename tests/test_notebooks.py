@@ -1,0 +1,91 @@
+"""What a notebook shows: one line for `repr`, a table for `_repr_html_`, and a DataFrame if pandas is there."""
+
+from __future__ import annotations
+
+import builtins
+import html
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ottava
+from lab_samples import study
+from ottava.measure.tally import Tally
+from ottava.record.reader import Run
+from ottava.record.schema import SlotKey
+from ottava.record.writer import RunWriter
+
+
+def receipt(folder: Path) -> Any:
+    return ottava.receipt(trained()[0])
+
+
+def observation(folder: Path) -> Any:
+    return trained()[1]
+
+
+def trained() -> tuple[nn.Module, Any]:
+    """A model after a step, and what was observed."""
+    model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+    ottava.convert(model, "tensorwise")
+    with ottava.debug.observe(model) as seen:
+        model(torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    return model, seen
+
+
+def recipe(folder: Path) -> Any:
+    return ottava.RECIPES["nvfp4"].override("*.head", "bf16")
+
+
+def watched(folder: Path) -> Any:
+    key = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+    with RunWriter(folder / "run") as writer:
+        writer.step(1, loss=2.0)
+        writer.tally(1, key, Tally(n=8, n_nonzero=8, n_underflow=2))
+    return Run.open(folder / "run")
+
+
+def lab(folder: Path) -> Any:
+    return study({"mxfp8": [0.1] * 4, "nvfp4": [0.2] * 4})
+
+
+WHATS: tuple[tuple[Callable[[Path], Any], int, str], ...] = (
+    (receipt, 3, "<Receipt: 3 GEMMs, 100.0% of the linear work in FP8, "),
+    (observation, 3, "<Observation: 3 casts of 1 layers"),
+    (recipe, 6, "<Recipe nvfp4: fprop E2M1[1x16, e4m3] x E2M1[16x16, e4m3], dgrad "),
+    (watched, 1, "<Run "),
+    (lab, 0, "<LabResult: "),
+)
+
+
+@pytest.mark.parametrize(("make", "rows", "line"), WHATS, ids=lambda value: getattr(value, "__name__", ""))
+def test_each_result_has_a_line_a_table_and_a_frame(
+    make: Callable[[Path], Any], rows: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = make(tmp_path)
+    assert repr(shown).startswith(line)
+    assert "\n" not in repr(shown)
+    assert len(repr(shown)) < 250
+    page = shown._repr_html_()
+    assert page.startswith("<table>")
+    assert page.count("<tr>") > 1
+    assert html.unescape(page) != ""
+    pandas = pytest.importorskip("pandas")
+    frame = shown.to_pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    assert len(frame) == (rows or len(shown.others))
+
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **options: Any) -> Any:
+        if name == "pandas":
+            raise ImportError("no pandas")
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        shown.to_pandas()
