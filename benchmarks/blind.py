@@ -95,7 +95,10 @@ def main() -> int:
         results.append(look(folder, case))
         said = results[-1].get("beside") or results[-1].get("alone") or {}
         mark = results[-1].get("fp8_beside") or ("ALARM" if results[-1].get("alarm") else "quiet")
-        print(f"{mark:8} {case['name']:28} {case.get('truth', 'clean')}\n{'':9}{said.get('sentence') or results[-1]}", flush=True)
+        print(
+            f"{mark:8} {case['name']:28} {case.get('truth', 'clean')}\n{'':9}{said.get('sentence') or results[-1]}",
+            flush=True,
+        )
     counts = Counter(r.get("fp8_beside") or ("alarm" if r.get("alarm") else "quiet") for r in results)
     print(json.dumps(counts))
     if not options.only:

@@ -39,6 +39,7 @@ MODES: Mapping[str, dict[str, Any] | None] = MappingProxyType(
     {
         "unwatched": None,
         "default": {},
+        "default, no shadow steps": {"shadow": 0},
         "full look every 4 steps, 1 row of 16": {"every": 4},
         "full look every step, 1 row of 16": {"every": 1},
         "full look every step, all elements": {"every": 1, "sample": 1},
@@ -98,7 +99,7 @@ def measure(recipe: str, steps: int, rounds: int, batch_size: int) -> dict[str, 
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(rounds):
         for mode, settings in MODES.items():
-            count = steps if not settings else max(steps // 10, 8)
+            count = steps if not settings or "shadow" in settings else max(steps // 10, 8)
             if settings is None:
                 seconds[mode].append(train(count))
                 continue

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import ottava
+from ottava.record.reader import Run
 from ottava.watching.modules import ModuleTap
 
 TENSORS = ("input", "weight", "grad_output", "grad_input", "grad_weight")
@@ -134,3 +138,47 @@ def idle_layers(world: World) -> None:
     model[dist.get_rank() % 2](torch.ones(2, 8)).sum().backward()
     tap.detach()
     assert set(seen) == {str(dist.get_rank() % 2)}
+
+
+def shadow_steps(world: World) -> None:
+    """DDP and FSDP2: a shadow step in the same step on every rank; every bit of the training stays."""
+
+    def sharded(model: nn.Module) -> nn.Module:
+        for layer in (model.up, model.down):
+            fully_shard(layer)
+        return fully_shard(model)
+
+    for name, wrap in (("ddp", DistributedDataParallel), ("fsdp", sharded)):
+        after = []
+        for watched in (True, False):
+            model = Wide()
+            ottava.convert(model, "tensorwise")
+            model = wrap(model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            folder = Path(world.folder) / f"shadow-{name}"
+            watch = ottava.watch(None, folder) if watched else nullcontext()
+            with watch:
+                for step in range(6):
+                    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(10 * step + world.rank))
+                    (model(x) - x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            after.append([p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
+        if world.rank == 0:
+            (line,) = Run.open(folder).experiments
+            assert (line["kind"], line["step"], line["tail"]) == ("shadow", 5, "replayed"), line
+            assert 0.005 < line["error"] < 0.15, line
+            assert line["loss"] != line["loss_without"]
+
+
+class Wide(nn.Module):
+    """Two linears that a recipe takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))

@@ -156,11 +156,12 @@ def _simulated(modules: Collection[nn.Module], name_of: Callable[[nn.Module], st
         assert isinstance(module, nn.Linear)
         if default_filter(name := name_of(module), module) is None and id(module.weight) not in embedded:
             twins[module] = _twin(module, recipe, name)
-    if not twins:
+    ours = {m.name or name_of(m): m for m in modules if isinstance(m, QuantizedLayer)}  # in high precision
+    if not (twins or ours):
         return None
     forwards: dict[nn.Module, Callable[..., Any]] = {module: twin.forward for module, twin in twins.items()}
-    layers: dict[str, nn.Module] = {twin.name: twin for twin in twins.values()}
-    way = Way(switched=lambda: _replaced(forwards))
+    layers: dict[str, nn.Module] = {**ours, **{twin.name: twin for twin in twins.values()}}
+    way = Way(lambda a: replace(a, recipe=recipe, enabled=True), lambda: _replaced(forwards))
     return Casts("simulated", recipe.name, _bits(recipe), way, Way(switched=nullcontext), layers, {})
 
 

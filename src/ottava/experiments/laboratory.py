@@ -32,7 +32,7 @@ from ottava.recipe import Recipe
 _LOG = logging.getLogger(__name__)
 EARLY = (5, 10, 20, 50)
 """Steps of the first shadows, counted from the beginning of the watch; later ones are multiples of the period."""
-_FREE, _SHARE = 3, 0.03
+_FREE, _SHARE = 3, 0.02
 """Shadows that the budget does not count, and the share of the run's time for the others."""
 _BETWEEN_TRIGGERS, _BETWEEN_REPLAYS = 20, 100
 _SIMULATED = 2
@@ -97,8 +97,8 @@ class Laboratory:
 
     def begin(self, step: int) -> None:
         """A step begins: captures it if it is one to experiment with."""
-        self._step = step
         self.drop()
+        self._step = step
         if self._ring is not None:
             self._between(step, self._ring)
         self._why = self._reason(step)
@@ -119,7 +119,7 @@ class Laboratory:
     def lost(self, step: int, loss: float | None) -> None:
         """A step ended with this loss."""
         if loss is not None:
-            recent = [earlier for _, earlier in self._losses]
+            recent = [earlier for _, earlier in self._losses if math.isfinite(earlier)]
             self._losses.append((step, loss) if math.isfinite(loss) else (step, math.inf))
             if not math.isfinite(loss):
                 self.triggered("nonfinite")
@@ -136,6 +136,9 @@ class Laboratory:
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
+        if self._pending is not None:  # its optimizer never finished the step
+            (_, facts), self._pending = self._pending, None
+            self._write(self._step, "shadow", **facts, loss_after=None)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: runs the experiments."""
