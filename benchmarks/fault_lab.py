@@ -18,8 +18,8 @@ from ottava.engine.quantizer import Quantizer
 from ottava.recipe import Recipe, get_recipe
 from ottava.record.reader import Run
 from ottava.train.config import ModelConfig
-from ottava.watching import watch
 from ottava.watching.checks import Checks
+from ottava.watching.session import watch
 
 SIZES: Mapping[str, tuple[int, int]] = {"small": (64, 4), "medium": (128, 4)}
 """Width and blocks."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ottava
-from ottava.bench.rounds import interleaved
+from ottava.bench.method import interleaved
 from ottava.nn import MoE
 
 HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 512, 704, 8, 2, 1024

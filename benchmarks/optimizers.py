@@ -24,8 +24,9 @@ from types import MappingProxyType
 import torch
 
 import ottava
-from ottava.train import Trainer, load_config
-from ottava.train.demo_folder import DEFAULT_STEPS, DemoSettings
+from ottava.train.config import load_config
+from ottava.train.demo import DEFAULT_STEPS, DemoSettings
+from ottava.train.loop import Trainer
 from ottava.train.verdict import Noise, judge
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.recipe import Recipe, get_recipe
-from ottava.watching import watch
+from ottava.watching.session import watch
 
 WIDTH, BLOCKS, VOCABULARY, TOKENS, BATCH, CLASSES = 48, 3, 64, 16, 8, 10
 

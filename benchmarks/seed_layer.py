@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ottava
-from ottava.bench.rounds import interleaved
+from ottava.bench.method import interleaved
 
 RECIPES = ("bf16", "delayed", "tensorwise", "blockwise", "mxfp8")
 DTYPES = ("FP32", "FP32 under autocast", "BF16")

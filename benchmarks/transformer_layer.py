@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ottava.bench.rounds import interleaved
+from ottava.bench.method import interleaved
 from ottava.nn import RotaryEmbedding, TransformerLayer
 
 HIDDEN, FFN, HEADS, KV_HEADS, BATCH, LENGTH = 512, 1408, 8, 2, 4, 256

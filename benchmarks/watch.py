@@ -33,7 +33,7 @@ from ottava.record.writer import RunWriter
 from ottava.train.config import load_config
 from ottava.train.data import ByteCorpus
 from ottava.train.model import ByteTransformer, loss
-from ottava.watching import watch
+from ottava.watching.session import watch
 
 MODES: Mapping[str, dict[str, Any] | None] = MappingProxyType(
     {

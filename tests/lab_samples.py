@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ottava.lab.casts import DISTRIBUTIONS
-from ottava.lab.result import LabResult
-from ottava.lab.study import LabSettings, Measurement
+from ottava.lab.page import LabResult
+from ottava.lab.study import DISTRIBUTIONS, LabSettings, Measurement
 from ottava.measure.tally import PARTS
 from ottava.recipe import GEMMS, RECIPES
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.engine.quantizer import LinearQuantizers, Quantizer
-from ottava.engine.windows import roll_windows
+from ottava.engine.state import roll_windows
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import GEMMS, Recipe
 

@@ -22,7 +22,7 @@ import ottava
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
-OBSERVES = ("measure", "record", "interop", "watching", "diagnose", "remedy", "debug")
+OBSERVES = ("measure", "record", "interop", "experiments", "watching", "diagnose", "remedy", "debug")
 """Rooms that look at a run, from outside: what they look at must work, and give the same bits, without them."""
 
 MAY_OBSERVE = ("ottava", "report", "compat", "train", "bench", "lab", "cli")
@@ -303,8 +303,8 @@ def public_things_are_explained(module: Module) -> list[str]:
 Rule = Callable[[Module], list[str]]
 RULES: tuple[tuple[Rule, str, str], ...] = (  # the rule, and a module that breaks it: its name, its source
     (front_door_is_for_users, "ottava.ops.gemm", "from ottava import quantize"),
-    (front_door_is_for_users, "ottava.nn.linear", "def late():\n    import ottava"),
-    (observation_stays_outside, "ottava.nn.linear", "from ottava.debug import observe"),
+    (front_door_is_for_users, "ottava.nn.layer", "def late():\n    import ottava"),
+    (observation_stays_outside, "ottava.nn.layer", "from ottava.debug import observe"),
     (observation_stays_outside, "ottava.kernels.reference", "def late():\n    from ..debug import observe"),
     (files_are_short, "ottava.long", "x = 1\n" * (MAX_FILE_LINES + 1)),
     (functions_are_short, "ottava.long", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
@@ -434,7 +434,7 @@ def test_design_page_names_real_files() -> None:
     """Prose that names a file moves with the file."""
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     assert missing_files(page, ROOT) == []
-    assert missing_files("see `attic/gone.py` and `nn/linear.py`, pyproject.toml", ROOT) == ["attic/gone.py"]
+    assert missing_files("see `attic/gone.py` and `nn/layer.py`, pyproject.toml", ROOT) == ["attic/gone.py"]
 
 
 def tracked_files() -> list[Path]:

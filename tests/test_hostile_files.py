@@ -27,8 +27,6 @@ from safetensors.torch import save_file
 import ottava
 from ottava.base.untrusted import parse_json, parse_yaml
 from ottava.cli.app import app, exit_code
-from ottava.diagnose.conditions import Condition
-from ottava.diagnose.rules import _Sections
 from ottava.interop.event_file import EventWriter, masked_crc, read_scalars
 from ottava.interop.importers import import_run
 from ottava.interop.safe_pickle import DamagedError, load_pickle
@@ -292,29 +290,16 @@ def test_damaged_checkpoints_are_refused_or_read(tmp_path: Path) -> None:
 
 def test_damaged_texts_are_refused_or_read(tmp_path: Path) -> None:
     """JSON, YAML, rule books, conditions, constants of a device, recordings, dumped batches."""
-    rule = {"id": "MINE", "title": "t", "stage": "numeric", "when": "underflow_pct > 1", "cause": "c", "refute_by": "r"}
-    book = {"rules": [rule | {"support": ["amax > 1"]}], "config": {"my_lr": ["lr"]}, "questions": {"q": {"ask": "?"}}}
-    remedy = {
-        "rung": 1,
-        "cost": "c",
-        "text": "t",
-        "patch": {"te": "x"},
-        "notes": [{"when": "run.steps > 1", "say": "s"}],
-    }
-    branches = {"yes": {"say": "s"}, "no": {"say": "n", "next": "T"}}
-    book |= {"remedies": {"r": remedy}, "triage": [{"id": "T", "question": "?", "known": "run.steps > 1", **branches}]}
     files: dict[str, tuple[str, Read, int]] = {
-        "a.json": (json.dumps(book), lambda path: parse_json(path.read_bytes()), 100),
+        "a.json": (
+            json.dumps({"rules": [{"id": "MINE", "support": ["amax > 1"]}], "q": {"ask": "?"}}),
+            lambda path: parse_json(path.read_bytes()),
+            100,
+        ),
         "a.yaml": (
             "a: &x [1, 2.5, yes]\nb: {c: *x, d: '1'}\n",
             lambda path: parse_yaml(path.read_text("latin-1")),
             100,
-        ),
-        "rules.yaml": (json.dumps(book), lambda path: _Sections().add("f", path.read_text("latin-1")), 15),
-        "condition": (
-            "f(amax) > 1 and not (kind in ('a', 'b') or -x.y / 2 <= 1e3)",
-            lambda path: Condition.parse(path.read_text("latin-1")),
-            200,
         ),
         "device.json": ('{"constants": {"bf16": 1e14, "capability": [9, 0]}}', Device.read, 60),
     }

@@ -26,7 +26,15 @@ import torch
 import torch.multiprocessing
 
 TESTS = Path(__file__).resolve().parent
-PRELOADED = ["torch", "torch._dynamo", "pyarrow.parquet", "rich.console", "ottava.cli.app", "ottava.train", "ottava.nn"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "pyarrow.parquet",
+    "rich.console",
+    "ottava.cli.app",
+    "ottava.train.loop",
+    "ottava.nn",
+]
 PRELOADED += ["ottava.watching.session", "ottava.record.reader", "ottava.train.report"]
 PRELOADED += ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel"]
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.plan.memory import memory
     from ottava.recipe import RECIPES, GemmRecipe, Recipe, get_recipe
     from ottava.serving.export import export
-    from ottava.watching import watch
+    from ottava.watching.session import watch
 
 __version__ = version("ottava")
 
@@ -47,7 +47,7 @@ _HOMES = MappingProxyType(
         "ottava.plan.memory": ("memory",),
         "ottava.recipe": ("RECIPES", "GemmRecipe", "Recipe", "get_recipe"),
         "ottava.serving.export": ("export",),
-        "ottava.watching": ("watch",),
+        "ottava.watching.session": ("watch",),
     }
 )
 

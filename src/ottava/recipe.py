@@ -423,6 +423,32 @@ class Recipe(RefusesUnknownFields):
             recipe = replace(recipe, overrides=(*recipe.overrides, Override(entry.get("pattern", ""), changes)))
         return recipe
 
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with one row per cell: GEMM, side, cast, bits of an element."""
+        from ottava.base.text import data_frame
+
+        cells = [(gemm, side, getattr(getattr(self, gemm), side)) for gemm in GEMMS for side in ("lhs", "rhs")]
+        return data_frame(
+            [
+                {"gemm": gemm, "side": side, "cast": str(spec or "high precision"), "bits": bits(spec)}
+                for gemm, side, spec in cells
+            ]
+        )
+
+    def __repr__(self) -> str:
+        more = f"; {len(self.overrides)} overrides" if self.overrides else ""
+        more += "; attention in FP8" if self.attention else ""
+        return f"<Recipe {self.name}: " + ", ".join(f"{gemm} {getattr(self, gemm)}" for gemm in GEMMS) + f"{more}>"
+
+    def _repr_html_(self) -> str:
+        from ottava.base.text import html_table
+
+        rows = [
+            (gemm, *(getattr(getattr(self, gemm), side) or "high precision" for side in ("lhs", "rhs")))
+            for gemm in GEMMS
+        ]
+        return html_table([("gemm", "lhs", "rhs"), *rows], repr(self)[1:-1].partition(":")[0])
+
     def __str__(self) -> str:
         lines = [f"{gemm}  {getattr(self, gemm)}" for gemm in GEMMS]
         lines += [] if self.attention is None else [f"attention  {self.attention}"]
@@ -513,6 +539,20 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         )
     }
 )
+
+
+def bits(spec: QuantizationSpec | None, shape: tuple[int, int] = (4096, 4096)) -> float:
+    """Bits of an element with its share of the scales, as hardware stores them; 16 in high precision.
+
+    Example:
+        >>> [bits(RECIPES[name].fprop.lhs) for name in ("bf16", "mxfp8", "nvfp4")]
+        [16.0, 8.25, 4.5]
+    """
+    if spec is None:
+        return 16.0
+    rows, cols = spec.granularity.block_shape(shape)
+    scale = 8 if spec.scale_format.startswith(("e4m3", "e8m0")) else 32
+    return round(spec.format.bits + scale / (rows * cols), 6)
 
 
 def get_recipe(recipe: Recipe | str, **history: Any) -> Recipe:

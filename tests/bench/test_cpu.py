@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from torch import Tensor, nn
 from ottava.bench import cpu
 from ottava.bench.cpu import Settings
 from ottava.engine.quantizer import WeightQuantizer
+from ottava.kernels.native import build as native_build
 from ottava.train.config import ModelConfig, TrainConfig
 
 NAMES = ["BF16", *(f"ottava {recipe}" for recipe in cpu.RECIPES)]
@@ -122,7 +127,7 @@ def test_smollm2_says_whose_weights_it_ran() -> None:
     ]
 
 
-@pytest.mark.slow  # tests/bench/test_builds.py compiles once
+@pytest.mark.slow  # tests/bench/test_cpu.py compiles once
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_builds_are_timed_together_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock and in CPU seconds, with the compiler's name; here of one library."""
@@ -167,3 +172,61 @@ def test_the_machine_is_named() -> None:
     said = cpu.machine()
     assert said["threads"] == torch.get_num_threads()
     assert said["versions"]["torch"] == torch.__version__
+
+
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="native kernels are built on Linux and macOS"),
+    pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler"),
+]
+
+
+def test_every_library_is_there_once() -> None:
+    """Each C++ file, those of one dtype in all of theirs."""
+    found = cpu.libraries()
+    assert {name for name, _ in found.values()} == set(native_build.sources())
+    assert len(set(found.values())) == len(found)
+    assert found["quantize bfloat16"] == ("quantize", "")
+    assert found["measure float16"] == ("measure", "OTTAVA_TYPE=Float16")
+    assert found["sums"] == ("sums", "")
+
+
+def test_it_is_compiled_each_time() -> None:
+    """The user's cache holds the library, but is not used: the compiler takes time, less than the wall clock."""
+    native_build.load("sums")
+    took = cpu.build_time(("sums", ""), 2)
+    assert took.cpu >= 0.01
+    assert took.wall > 0.01
+    assert cpu.compiled_by().count(", ") >= 1
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_so_many_are_built_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each build waits until the set number runs at once; all are built."""
+    together, begun = threading.Barrier(at_once), []
+
+    def build(name: str, settings: native_build.BuildSettings, variant: str) -> native_build.Built:
+        together.wait(timeout=300)
+        begun.append((name, variant))
+        return native_build.Built(None, "")
+
+    monkeypatch.setattr(native_build, "build", build)
+    cpu.build_all(cpu.FIRST_STEP, at_once)
+    assert sorted(begun) == sorted(cpu.FIRST_STEP)
+
+
+def test_what_cannot_be_built_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of an empty build would look very good."""
+    monkeypatch.setenv("OTTAVA_NATIVE", "0")
+    with pytest.raises(RuntimeError, match="sums: switched off by OTTAVA_NATIVE=0"):
+        cpu.build_time(("sums", ""), 1)
+
+
+@pytest.mark.slow
+def test_the_first_step_loads_what_is_said_here(tmp_path: Path) -> None:
+    """In a process with an empty cache."""
+    program = (
+        "import torch, ottava; m = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16(); ottava.convert(m);"
+        "m(torch.ones(4, 64).bfloat16()).sum().backward()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"OTTAVA_CACHE": str(tmp_path)})
+    assert {path.name.split("-")[0] for path in tmp_path.glob("*.so")} == {name for name, _ in cpu.FIRST_STEP}

@@ -10,37 +10,45 @@ import pytest
 import torch
 
 import ottava
+from command import ended
 from ottava.base.settings import ConfigError
-from ottava.cli.app import app, exit_code, main
+from ottava.cli.app import app, exit_code
 from ottava.train.checkpoint import CheckpointError
-from ottava.train.data import DataError
-from ottava.train.requirements import DeviceError
-
-
-def run(arguments: list[str]) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
+from ottava.train.data import DataError, DeviceError
 
 
 def test_help_lists_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--help"]) == 0
+    assert ended("--help") == 0
     shown = capsys.readouterr().out
     for name in ("demo", "train", "formats", "--debug", "--version"):
         assert name in shown
 
 
 def test_version_names_torch_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--version"]) == 0
+    assert ended("--version") == 0
     assert capsys.readouterr().out == f"ottava {ottava.__version__}, torch {torch.__version__}\n"
 
 
 def test_unknown_subcommand_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["trian"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "trian" in captured.err
+    """With the nearest one and all others, also below `ottava bench`."""
+    for words, nearest, other in ((("trian",), "train", "what-if"), (("bench", "gpuu"), "gpu", "ceilings")):
+        assert ended(*words) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert f"unknown command '{words[-1]}'; did you mean '{nearest}'? known: " in captured.err
+        assert other in captured.err
+
+
+def test_help_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first paragraph of each command's help stands in the list, whole."""
+    assert ended("--help") == 0
+    listed = " ".join(capsys.readouterr().out.split())
+    for one in app.registered_commands:
+        assert one.callback is not None
+        name = one.name or one.callback.__name__
+        said = " ".join((one.callback.__doc__ or "").partition("\n\n")[0].split())
+        assert f" {name} {said}" in listed
+    assert "..." not in listed.replace("[ARGS]...", "")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from ottava.cli.bisect import bisect
 from ottava.recipe import RECIPES
 from ottava.record.dumps import Dumper, DumpError, save_batch
 from ottava.record.writer import RunWriter
-from ottava.train import Trainer, load_config
 from ottava.train.checkpoint import CheckpointError, _digest
+from ottava.train.config import load_config
+from ottava.train.loop import Trainer
 
 SMALL = ["steps=2", "model.layers=2", "model.d_model=64", "model.heads=2", "model.kv_heads=1", "model.ffn=96"]
 SMALL += ["batch_size=2", "sequence_length=32", "evaluation.batches=1"]

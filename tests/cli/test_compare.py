@@ -46,7 +46,7 @@ def test_settings_come_first_and_the_worst_tensor_leads_the_table(tmp_path: Path
     code, text = call(record(tmp_path / "a", 0, lr=0.001), record(tmp_path / "b", 1, massive=True, lr=0.1))
     assert code == 1
     lines = text.splitlines()
-    assert lines[0].startswith("The runs differ in lr (0.001 and 0.1). First to leave the good run's band:")
+    assert lines[0].startswith("The configurations differ in lr (0.001 and 0.1). First to leave the good run's band:")
     assert lines.index("Settings that differ") < next(i for i, line in enumerate(lines) if "bits lost" in line)
     first = lines[next(i for i, line in enumerate(lines) if "bits lost" in line) + 1]
     assert first.split()[:2] == ["layers.0.mlp.fc2", "X"]

@@ -1,4 +1,4 @@
-"""`ottava plan` on a recorded run."""
+"""`ottava plan` on models and on a recorded run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 
 import ottava
-from ottava.cli.plan import plan
+from command import run
 from ottava.record.amaxes import AmaxLog, RecordingError
 
-
-def run(*arguments: str | Path) -> int:
-    """Runs the command like the app, and lets its errors through."""
-    app = typer.Typer()
-    app.command()(plan)
-    return app(args=list(map(str, arguments)), standalone_mode=False)
+# --- plan ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -33,7 +27,7 @@ def recorded(tmp_path: Path) -> Path:
 
 def test_prints_the_ranking_and_the_advice(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run's own L=16, max, margin 0 clips once, at the jump; with a margin of 1 79 casts lose a bit instead."""
-    assert run("--history", recorded) == 0
+    assert run("plan", "--history", recorded) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{recorded}: 40 steps, 2 tensors of 1 layers"
     assert sum("margin" in line for line in lines[3:-3]) == 24
@@ -45,7 +39,7 @@ def test_prints_the_ranking_and_the_advice(recorded: Path, capsys: pytest.Captur
 
 
 def test_json_is_one_object_with_the_same_numbers(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--history", recorded, "--json") == 0
+    assert run("plan", "--history", recorded, "--json") == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["schema_version"], values["run_dir"], values["steps"]) == (1, str(recorded), 40)
     assert values["own_setting"] == {"amax_history_len": 16, "amax_compute_algo": "max", "margin": 0}
@@ -56,25 +50,25 @@ def test_json_is_one_object_with_the_same_numbers(recorded: Path, capsys: pytest
 
 def test_run_without_a_recording_is_a_bad_input_file(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="does not exist") as caught:
-        run("--history", tmp_path)
+        run("plan", "--history", tmp_path)
     assert caught.value.exit_code == 4
 
 
 def test_run_that_never_cast_is_a_bad_input_file(tmp_path: Path) -> None:
     AmaxLog(tmp_path).append(1, [("fc1", "input", ottava.RECIPES["delayed"].fprop.lhs, 0.0)])
     with pytest.raises(RecordingError, match="no tensor was cast in its 1 recorded steps"):
-        run("--history", tmp_path)
+        run("plan", "--history", tmp_path)
 
 
 def test_one_of_the_two_is_asked_for(tmp_path: Path) -> None:
     for arguments in ((), ("llama-8b", "--history", tmp_path)):
         with pytest.raises(ValueError, match="give a MODEL to predict its layers, or --history"):
-            run(*arguments)
+            run("plan", *arguments)
 
 
 def test_a_model_is_predicted_layer_by_layer(capsys: pytest.CaptureFixture[str]) -> None:
     """With the device, the fact that nothing was measured, and a reason a layer."""
-    assert run("llama-8b", "--tokens", "16384", "--recipe", "delayed") == 0
+    assert run("plan", "llama-8b", "--tokens", "16384", "--recipe", "delayed") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "recipe 'delayed', 16,384 tokens, H200 (assumed): predicted, not measured"
     assert lines[1].startswith("4 of 4 linear layers gain")
@@ -84,7 +78,7 @@ def test_a_model_is_predicted_layer_by_layer(capsys: pytest.CaptureFixture[str])
 
 def test_a_model_of_ones_own_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """MODULE:FUNCTION, built on the meta device; small layers are refused."""
-    assert run(f"{__name__}:own_model", "--tokens", "512", "--json") == 0
+    assert run("plan", f"{__name__}:own_model", "--tokens", "512", "--json") == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["schema_version"], values["tokens"], values["recipe"]) == (1, 512, "tensorwise")
     assert [(layer["name"], layer["shape"], layer["taken"]) for layer in values["layers"]] == [
@@ -100,7 +94,7 @@ def own_model() -> torch.nn.Module:
 def test_measured_constants_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ceilings.json"
     path.write_text(json.dumps({"constants": {"name": "one that was measured", "tensor": 1.0, "tensor_fast": 1.0}}))
-    assert run("llama-1b", "--device", path) == 0
+    assert run("plan", "llama-1b", "--device", path) == 0
     out = capsys.readouterr().out
     assert "one that was measured" in out
     assert "0 of 4 linear layers gain" in out
@@ -112,20 +106,20 @@ def test_measured_constants_are_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 )
 def test_wrong_models_are_refused(model: str, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        run(model)
+        run("plan", model)
 
 
 def test_memory_of_a_whole_model_beside_bf16(capsys: pytest.CaptureFixture[str]) -> None:
     """The numbers are those of docs/memory.md. Options that exclude each other are refused."""
     stored = [f"--optimizer={setting}" for setting in ("weights=fp8", "master=remainder", "moments=fp8")]
-    assert run("llama-1b", "--memory", "--recipe=delayed", *stored, "--json") == 0
+    assert run("plan", "llama-1b", "--memory", "--recipe=delayed", *stored, "--json") == 0
     values = json.loads(capsys.readouterr().out)
     memory = values["memory"]
     assert memory["parameters"] == values["bf16"]["parameters"] > 1.2e9
     assert values["bf16"]["state"] // memory["parameters"] == 16
     assert values["share_of_bf16"] == pytest.approx(memory["state"] / values["bf16"]["state"])
     assert values["share_of_bf16"] < 0.47
-    assert run("llama-1b", "--memory") == 0
+    assert run("plan", "llama-1b", "--memory") == 0
     assert capsys.readouterr().out.endswith(
         "1.00 of the 19,777,978,884 bytes of BF16 with AdamW's masters and moments in FP32\n"
     )
@@ -135,18 +129,18 @@ def test_memory_of_a_whole_model_beside_bf16(capsys: pytest.CaptureFixture[str])
         (["--history=x", "--memory"], "--memory is for a MODEL"),
     ):
         with pytest.raises(ValueError, match=words):
-            run(*arguments)
+            run("plan", *arguments)
 
 
 def test_many_processes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("llama-1b", "--world", "1024", "--mesh", "dp=128,tp=8", "--device", "h200")
-    assert run(*words) == 0
+    assert run("plan", *words) == 0
     assert "1,024 processes, H200 (assumed)" in capsys.readouterr().out
-    assert run(*words, "--json") == 0
+    assert run("plan", *words, "--json") == 0
     values = json.loads(capsys.readouterr().out)
     assert values["world"] == 1024
     assert values["wires"]["dp"]["summed"] == pytest.approx(2 * values["parameters"])
     with pytest.raises(ValueError, match="has 8 processes; --world is 16"):
-        run("llama-1b", "--world", "16", "--mesh", "tp=8")
+        run("plan", "llama-1b", "--world", "16", "--mesh", "tp=8")
     with pytest.raises(ValueError, match="go together"):
-        run("llama-1b", "--world", "16")
+        run("plan", "llama-1b", "--world", "16")

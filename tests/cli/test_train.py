@@ -1,4 +1,4 @@
-"""`ottava train` as a person runs it: what it prints, writes and exits with."""
+"""`ottava train`, `demo` and `lab` as a person runs them: what they print, write and exit with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,8 +16,15 @@ from pathlib import Path
 import pytest
 
 import warm
+from command import run
 from ottava.cli.app import main
+from ottava.cli.train import _choices
+from ottava.recipe import RECIPES
 from ottava.train.config import TrainConfig, load_config
+from warm import Warm
+
+# --- train -----------------------------------------------------------------------------------------------------------
+
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.yaml"
 TINY = [
@@ -190,3 +198,142 @@ def test_signal_finishes_the_step_saves_and_says_how_to_go_on(
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         curves.append([{**record, "seconds": 0} for record in records])
     assert curves[0] == curves[1]
+
+
+# --- demo ------------------------------------------------------------------------------------------------------------
+
+
+SMALLEST = ("model.layers=1", "model.d_model=32", "model.heads=2", "model.ffn=32", "batch_size=2", "sequence_length=32")
+COMMAND = (
+    *("-m", "ottava", "demo", "--recipes", "tensorwise", "--seeds", "2"),
+    *(word for setting in (*SMALLEST, "evaluation.batches=1", "data.max_bytes=60000") for word in ("--set", setting)),
+)
+
+
+def demo(*options: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return warm.run([*COMMAND, *map(str, options)], timeout=800)
+
+
+def test_a_demo_ends_with_a_verdict_and_the_place_of_the_report(tmp_path: Path) -> None:
+    ran = demo("--steps", "10", "--run-dir", tmp_path)
+    assert ran.returncode in (0, 1)
+    assert "tensorwise ends" in ran.stdout
+    assert "(seed spread " in ran.stdout
+    assert ran.stdout.endswith(f"report: {tmp_path / 'report.html'}\n")
+    assert (ran.returncode == 1) == ("clearly outside the noise\n" in ran.stdout)
+    assert "\x1b" not in ran.stdout
+
+
+def test_json_is_one_object_on_stdout_and_progress_is_on_stderr(tmp_path: Path) -> None:
+    ran = demo("--steps", "10", "--run-dir", tmp_path, "--json")
+    summary = json.loads(ran.stdout)
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert summary["schema_version"] == 1
+    assert "100 %" in ran.stderr
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The signal comes once the first line of progress is there; until then no second demo gets into the folder."""
+    options = ("--steps", "5000", "--run-dir", str(tmp_path))
+    process = warm.Warm([*COMMAND, *options])
+    process.wait_for(" step ")
+    with pytest.raises(SystemExit):
+        main(["demo", "--resume", "--run-dir", str(tmp_path)])
+    assert f"is in use by process {process.pid} on " in capsys.readouterr().err
+    process.send_signal(signal.SIGINT)
+    ended = process.wait()
+    assert ended.returncode == 130
+    assert f"ottava demo --resume --run-dir {tmp_path}" in ended.stderr
+    assert list(tmp_path.glob("runs/bf16-seed0/checkpoints/*.safetensors"))
+    refused = demo("--steps", "10", "--run-dir", tmp_path)
+    assert refused.returncode == 2
+    assert "steps was 5000, now 10" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--recipes", "tensorwize"), "did you mean 'tensorwise'"),
+        (("--seeds", "0"), "1 or more"),
+        (("--resume",), "no demo to resume"),
+        (("--data", "/nope"), "/nope: does not exist"),
+    ],
+)
+def test_usage_errors_are_one_line_and_leave_nothing_behind(
+    tmp_path: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", *options, "--run-dir", str(tmp_path)])
+    assert ended.value.code == (4 if "--data" in options else 2)
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_become_settings_only_where_given() -> None:
+    assert _choices(None, None, None, None, None) == {}
+    assert _choices("bf16, rowwise,", 10, 2, Path("/x"), ["a=1"]) == {
+        "recipes": ("rowwise",),
+        "steps": 10,
+        "seeds": 2,
+        "data": "/x",
+        "overrides": ("a=1",),
+    }
+    assert _choices("rowwise", None, None, None, None, "hopper,ada")["recipes"] == ("rowwise/hopper", "rowwise/ada")
+    assert _choices(None, None, None, None, None, "hopper")["recipes"] == ("tensorwise/hopper", "blockwise/hopper")
+    assert _choices("all", None, None, None, None)["recipes"] == tuple(name for name in RECIPES if name != "bf16")
+
+
+# --- lab -------------------------------------------------------------------------------------------------------------
+
+
+CELL = "{format: E2M1, granularity: 1x32, scale_format: e8m0}"
+SMALL = ("--quick", "--steps", "2", "--seeds", "2")
+
+
+@pytest.mark.slow
+def test_a_killed_study_of_a_yaml_recipe_goes_on_and_writes_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """kill -9 in the middle; the same command measures what is missing, and the JSON holds what the page says."""
+    monkeypatch.chdir(tmp_path)
+    Path("mxfp4.yaml").write_text(
+        "".join(f"{gemm}: {{lhs: {CELL}, rhs: {CELL}}}\n" for gemm in ("fprop", "dgrad", "wgrad"))
+    )
+    process = Warm(["-m", "ottava", "lab", "mxfp4.yaml", *SMALL], cwd=tmp_path)
+    results, limit = tmp_path / "runs" / "lab" / "results", time.monotonic() + 600
+    while not (results.is_dir() and any(results.glob("*.json"))) and time.monotonic() < limit:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = {path: path.stat().st_mtime_ns for path in results.glob("*.json")}
+    assert kept, "the first seed is kept"
+    capsys.readouterr()
+    assert run("lab", "mxfp4.yaml", *SMALL, "--json", "--out", "deep/page.html") == 0
+    printed = capsys.readouterr()
+    assert f"{len(kept)} of 4 are measured already" in printed.err
+    assert all(path.stat().st_mtime_ns == before for path, before in kept.items())
+    values = json.loads(printed.out)
+    assert [recipe["name"] for recipe in values["recipes"]] == ["bf16", "mxfp4"]
+    assert len(values["measurements"]) == 4
+    assert values["bits"]["mxfp4"]["wgrad.lhs"] == 4.25
+    page = Path("deep/page.html").read_text()
+    assert values["findings"][0]["sentence"].replace("'", "&#39;") in page
+    assert "ottava lab mxfp4.yaml --seeds 2 --steps 2 --quick --out deep/page.html" in page
+    assert run("lab", "mxfp4.yaml", *SMALL) == 0  # from the kept results alone
+    said = capsys.readouterr().out
+    assert values["findings"][0]["sentence"] in " ".join(said.split())
+    assert "page: runs/lab/lab.html" in said
+
+
+def test_wrong_words_are_refused_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, match in (
+        (("mxpf8",), "mxfp8"),
+        (("none.yaml",), "cannot be read"),
+        (("mxfp8", "--seeds", 0), "1 or more"),
+        (("mxfp8", "--out", tmp_path), "is a folder"),
+    ):
+        with pytest.raises((ValueError, OSError), match=match):
+            run("lab", *words)
+    assert list(tmp_path.iterdir()) == []

@@ -100,7 +100,7 @@ def test_the_first_to_leave_is_named_with_its_lead(tmp_path: Path) -> None:
 
 LEAVES = (
     # (losses added at steps), left_at, diverged_at, the verdict says
-    ({}, None, None, "in the forward. The loss stays in the good run's band."),
+    ({}, None, None, "in the forward. The loss stays in the good run's band (last"),
     ({10: 9.0}, 10, None, "6 steps before the loss. The loss leaves the good run's band at step 10 and returns."),
     (
         {5: 1.0, **dict.fromkeys(range(9, 13), 1.0)},

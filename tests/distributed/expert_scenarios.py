@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import ottava
 from ottava.distributed import ExpertParallel
-from ottava.nn import expert_parallel
+from ottava.nn import sharding
 from sweep import FIXED
 
 HIDDEN, FFN = 128, 128
@@ -81,7 +81,7 @@ def experts_have_the_bits_of_one_process(world: World) -> None:
 def codes_travel_to_experts(world: World) -> None:
     """Bytes of the forward's way to the experts; what comes back is BF16; the receipt says which."""
     sent: list[int] = []
-    real = expert_parallel.all_to_all
+    real = sharding.all_to_all
 
     def counting(rows: Tensor, *rest: Any) -> Tensor:
         sent.append(rows.nbytes)
@@ -97,12 +97,12 @@ def codes_travel_to_experts(world: World) -> None:
         ("bf16", 1.0, ""),
     ):
         model = parallelize_module(moe(recipe, 2 * world.size), mesh_of(world), ExpertParallel())
-        expert_parallel.all_to_all = counting
+        sharding.all_to_all = counting
         try:
             sent.clear()
             step(model, x, x)
         finally:
-            expert_parallel.all_to_all = real
+            sharding.all_to_all = real
         counts, *there = sent[: 2 if recipe in ("tensorwise", "delayed", "bf16") else 3]
         assert counts == 8 * 2 * world.size
         assert sum(there) <= limit * bf16, (recipe, there, bf16)

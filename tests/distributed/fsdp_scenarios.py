@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.distributed import fully_shard
-from ottava.distributed.sharded_weight import ShardedWeight
+from ottava.distributed.fsdp import ShardedWeight
 from ottava.recipe import RECIPES, Recipe
 from scaling_samples import state_of
 from sweep import FIXED

@@ -25,11 +25,12 @@ from ottava.base.settings import ConfigError
 from ottava.base.untrusted import read_text
 from ottava.plan.fleet import Mesh, predict
 from ottava.record.reader import Run
-from ottava.train import TrainConfig, Trainer, faults, load_config
+from ottava.train import ranks as faults
+from ottava.train.checkpoint import consolidate, newest_checkpoint, read_whole
+from ottava.train.config import TrainConfig, load_config
+from ottava.train.loop import Trainer
 from ottava.train.model import ByteTransformer
-from ottava.train.newest import newest_checkpoint
 from ottava.train.ranks import RankError, local
-from ottava.train.shards import consolidate, read_whole
 
 TINY = (
     "model={d_model: 32, layers: 2, heads: 4, kv_heads: 4, ffn: 64}",

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import ottava
+from ottava.engine.quantizer import Quantizer
+from ottava.engine.state import roll_windows
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.tensor import QuantizationSpec
 from scaling_samples import (
     batch,
     differences,
@@ -470,3 +474,23 @@ def test_two_recipes_in_one_model() -> None:
     assert {name.split(".")[0] for name in state_of(model)} == {"0", "2"}
     expected = [448 / max(windows(model)[0]), 224 / max(windows(model)[1])]  # guarded keeps one octave free
     assert [door_of(model, layer).scale for layer in (0, 2)] == [torch.tensor(e, dtype=torch.float32) for e in expected]
+
+
+# --- windows ---
+
+
+def test_each_door_moves_by_its_own_spec_and_only_where_due() -> None:
+    """Two specs, an idle door, one that is not due, one without state: amax in front, scale = max / largest."""
+    newest = QuantizationSpec(E5M2, scaling="delayed", amax_history_len=2, amax_compute_algo="most_recent")
+    largest = QuantizationSpec(E4M3, scaling="delayed", amax_history_len=3)
+    doors = [Quantizer() for _ in range(5)]
+    for door, spec in zip(doors, (largest, newest, largest, largest), strict=False):
+        door.prepare(spec)
+        door.staged.fill_(9.0)
+    for amaxes in ([7.0, 4.0, 0.0, 1.0, 5.0], [3.5, 2.0, 0.0, 1.0, 5.0]):
+        lanes = torch.zeros(4, 5)
+        lanes[0], lanes[3] = torch.tensor(amaxes), torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])
+        roll_windows(doors, lanes * lanes[3])
+    assert [door.amax_history.tolist() for door in doors[:4]] == [[3.5, 7, 0], [2, 4], [0, 0, 0], [0, 0, 0]]
+    assert [float(door.scale) for door in doors[:4]] == [64.0, 57344 / 2, 0.0, 0.0]
+    assert [float(door.staged[0]) for door in doors[:4]] == [0.0, 0.0, 0.0, 9.0]

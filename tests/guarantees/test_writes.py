@@ -20,7 +20,7 @@ from torch.nn.utils import vector_to_parameters
 import ottava
 from ottava.numerics.scaling import amax
 from ottava.optim import SGD, AdamW, Lion, Muon
-from ottava.optim.weights import join
+from ottava.optim.storage import join
 from ottava.weights.parameter import is_quantized_weight
 from sweep import sweep
 

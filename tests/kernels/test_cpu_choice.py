@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ottava.kernels import cpu_choice, reference
-from ottava.kernels.cpu_choice import SIZES, Way, cpu_seconds, operands, ordered, rank
-from ottava.kernels.gemm_choice import Store
+from ottava.kernels import gemm_choice, reference
+from ottava.kernels.gemm_choice import SIZES, Store, Way, cpu_seconds, operands, ordered, rank
 from ottava.numerics.tensor import QuantizedTensor
 
 DEVICE = "a CPU, torch 2.13, a key"
@@ -228,4 +227,4 @@ def test_a_real_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert ranking.path is not None
     assert ranking.path.parent == tmp_path / "cache"
     assert torch.__version__ in ranking.path.read_text()
-    assert cpu_choice.rank("real", {"thrice": twice, "once": right}, "a key", timer=clock()).order == ranking.order
+    assert gemm_choice.rank("real", {"thrice": twice, "once": right}, "a key", timer=clock()).order == ranking.order

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ottava
 from layout_samples import tiles
-from ottava.kernels.native import sample as native_sample
+from ottava.kernels.native import measure as native_sample
 from ottava.kernels.native.measure import Look
 from ottava.measure.sample import sample_bands, sampled, squares_of, take_bands, take_bands_of
 from ottava.measure.tally import Tally, tally_fields

@@ -10,7 +10,52 @@ import torch.nn.functional as F
 from attention_samples import formula, seen, within
 from torch import Tensor
 
-from ottava.nn.attention import DotProductAttention
+from ottava.nn.attention import MASKS, DotProductAttention, MaskRule, build_mask, mask_rule
+
+
+def test_every_rule_is_its_definition() -> None:
+    limits = (None, 0, 1, 3, 9)
+    for queries, keys, left, right, at_end in itertools.product((1, 4, 7), (1, 4, 6), limits, limits, (True, False)):
+        rule = MaskRule(left, right, at_end)
+        wanted = seen(queries, keys, left, right, keys - queries if at_end else 0)
+        mask = build_mask(rule, queries, keys)
+        assert torch.equal(torch.ones(queries, keys, dtype=torch.bool) if mask is None else mask[0, 0], wanted)
+        assert rule.sees_all(queries, keys) == bool(wanted.all()), (rule, queries, keys)
+        causal = torch.ones(queries, keys, dtype=torch.bool).tril()  # torch's is_causal
+        assert not rule.is_causal(queries, keys) or torch.equal(wanted, causal)
+
+
+def test_lengths_and_given_masks_narrow_it() -> None:
+    key_lengths, query_lengths = torch.tensor([6, 2, 4]), torch.tensor([4, 2, 1])
+    for rule, given in itertools.product(
+        (MaskRule(), MaskRule(right=0), MaskRule(2, 0, True)), (None, torch.bool, torch.float32)
+    ):
+        extra = torch.rand(3, 2, 4, 6, generator=torch.Generator().manual_seed(0))
+        extra = None if given is None else extra > 0.3 if given == torch.bool else extra
+        lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
+        mask = build_mask(rule, 4, 6, **lengths, given=extra)
+        for b, (n, m) in enumerate(zip(query_lengths.tolist(), key_lengths.tolist(), strict=True)):
+            own = mask[b].expand(2, 4, 6) if mask.shape[0] == 3 else mask[0].expand(2, 4, 6)
+            wanted = seen(n, m, rule.left, rule.right, m - n if rule.bottom_right else 0)
+            if given is torch.float32:
+                assert torch.equal(own[:, :n, :m], extra[b, :, :n, :m].masked_fill(~wanted, -torch.inf))
+                assert bool((own[:, :, m:] == -torch.inf).all())
+                continue
+            assert torch.equal(
+                own[:, :n, :m], wanted.expand(2, n, m) & (True if extra is None else extra[b, :, :n, :m])
+            )
+            assert not own[:, :, m:].any()
+
+
+def test_names_and_windows() -> None:
+    assert {name: mask_rule(name) for name in MASKS} == dict(MASKS)
+    assert mask_rule("no_mask", (3, -1)) == MaskRule(left=3)
+    assert mask_rule("causal_bottom_right", (2, 5)) == MaskRule(2, 0, bottom_right=True)
+    with pytest.raises(ValueError, match="did you mean 'causal'"):
+        mask_rule("casual")
+    with pytest.raises(ValueError, match=r"window is \(-3, 0\)"):
+        mask_rule("causal", (-3, 0))
+
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -39,7 +84,7 @@ def check(
         assert within(got, wanted, bound)
 
 
-MASKS = (
+CASES = (
     # mask, window, left, right, whether the last query stands at the last key
     ("no_mask", None, None, None, False),
     ("causal", None, None, 0, False),
@@ -54,7 +99,7 @@ MASKS = (
 
 def test_every_mask_shape_and_dtype_is_the_formula() -> None:
     shapes = ((2, 7, 7, 4, 2, 16), (1, 1, 9, 3, 1, 8), (2, 5, 12, 2, 2, 24), (1, 13, 4, 6, 3, 40), (3, 1, 1, 1, 1, 1))
-    for (mask, window, left, right, at_end), shape, dtype in itertools.product(MASKS, shapes, DTYPES):
+    for (mask, window, left, right, at_end), shape, dtype in itertools.product(CASES, shapes, DTYPES):
         q, k, v, dy = heads(*shape, dtype)
         allowed = seen(q.shape[1], k.shape[1], left, right, k.shape[1] - q.shape[1] if at_end else 0)
         attention = DotProductAttention(mask=mask, window=window)
@@ -88,7 +133,7 @@ def test_a_given_mask_a_bias_a_scale_and_other_value_heads() -> None:
 
 def test_padding_is_not_seen_and_gives_zeros() -> None:
     lengths = torch.tensor([5, 1, 7])
-    for (mask, window, left, right, at_end), dtype in itertools.product(MASKS, DTYPES):
+    for (mask, window, left, right, at_end), dtype in itertools.product(CASES, DTYPES):
         q, k, v, dy = heads(3, 7, 7, 4, 2, 16, dtype)
         y = DotProductAttention(mask=mask, window=window)(q, k, v, query_lengths=lengths, key_lengths=lengths)
         grads = torch.autograd.grad(y, (q, k, v), dy)
@@ -112,7 +157,7 @@ def test_layouts_give_the_same_bits() -> None:
 
 
 def test_packed_sequences_give_the_bits_of_each_alone() -> None:
-    for dtype, (mask, window, *_) in itertools.product(DTYPES, MASKS):
+    for dtype, (mask, window, *_) in itertools.product(DTYPES, CASES):
         cut, cut_k = torch.tensor([0, 5, 5, 6, 17]), torch.tensor([0, 3, 5, 9, 20])
         for ends_k in (None, cut_k):
             keys = 17 if ends_k is None else 20

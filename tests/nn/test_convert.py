@@ -1,4 +1,4 @@
-"""Conversion in place: what stays the same object, what is left alone and why, and that a refusal changes nothing."""
+"""Conversion in place: what stays the same object, what is left alone and why; weights in FP8 from the beginning."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import ottava
-from ottava.nn.convert import default_filter, keep_first_last_bf16
-from ottava.nn.linear import Linear
+from ottava.nn.convert import default_filter, keep_first_last_bf16, weights_outside
+from ottava.nn.layer import Linear
 from ottava.nn.plan import plan_model
-from ottava.recipe import Recipe
+from ottava.recipe import Recipe, get_recipe
+from ottava.weights.parameter import is_quantized_weight
 
 
 class Mlp(nn.Module):
@@ -349,7 +351,7 @@ def test_what_is_no_module_is_refused_in_words() -> None:
         ("receipt", lambda m: ottava.receipt(m)),  # type: ignore[arg-type]
         ("receipt", lambda m: ottava.assert_fp8(m)),  # type: ignore[arg-type]
         ("calibrate", lambda m: ottava.calibrate(m, [batch])),  # type: ignore[arg-type]
-        ("tune", lambda m: ottava.nn.tune(m)),  # type: ignore[arg-type]
+        ("tune", lambda m: ottava.nn.plan(m)),  # type: ignore[arg-type]
         ("plan_model", lambda m: plan_model(m, "tensorwise", tokens=8)),  # type: ignore[arg-type]
         ("observe", lambda m: ottava.debug.observe(m).__enter__()),  # type: ignore[arg-type]
         ("Slots", lambda m: ottava.debug.Slots(m)),  # type: ignore[arg-type]
@@ -485,3 +487,189 @@ def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"use recipe\.override"):
         keep_first_last_bf16("tensorwise", Mlp())
     assert keep_first_last_bf16("tensorwise", model(), first=0, last=0) == ottava.RECIPES["tensorwise"]
+
+
+class Other(nn.Module):
+    """A linear layer with a weight of (in, out), under a name that nobody knows."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) / 8), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Experts(nn.Module):
+    """A stack of matrices, with biases in a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 64, 96))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(4, 96))
+
+
+def names(model: nn.Module) -> list[str]:
+    return [weight.name for weight in weights_outside(model)]
+
+
+def test_a_transformer_layer_of_unknown_attention_is_two_thirds_fp8_not_nine_tenths() -> None:
+    """linear1 and linear2 hold 8 of 12 d^2; in_proj holds 3 and out_proj, a class of its own, 1."""
+    layer = nn.TransformerEncoderLayer(64, 2, 256, batch_first=True)
+    layer.self_attn = OwnAttention(64, 2, batch_first=True)
+    model = nn.Sequential(layer).bfloat16()
+    report = ottava.convert(model, "tensorwise")
+    reason = "multiplied by OwnAttention itself, a class that convert does not know"
+    assert dict(report.outside) == {"0.self_attn.in_proj_weight": reason}
+    assert f"multiplied outside layers, in high precision:\n  0.self_attn.in_proj_weight: {reason}" in str(report)
+    assert report.to_dict()["outside"] == dict(report.outside)
+    model(torch.randn(2, 8, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert ottava.receipt(model).fp8_fraction == pytest.approx(2 / 3, abs=1e-15)
+    with pytest.raises(
+        AssertionError, match=r"66\.7% .*at least 70\.0%[\s\S]*0\.self_attn\.in_proj_weight\.all: multiplied"
+    ):
+        ottava.assert_fp8(model, 0.7)
+
+
+def test_layers_of_an_unknown_class_are_seen() -> None:
+    """A model without any layer that convert takes: its receipt is not empty, and convert's warning says why."""
+    model = nn.ModuleDict({"h": nn.ModuleList(nn.ModuleDict({"c_attn": Other(96, 64)}) for _ in range(2))})
+    with pytest.warns(UserWarning, match=r"nothing will run in FP8[\s\S]*h\.0\.c_attn\.weight: multiplied by Other"):
+        ottava.convert(model)
+    (row, _), text = ottava.receipt(model).rows, str(ottava.receipt(model))
+    assert (row.layer, row.gemm, row.weight, row.fp8) == ("h.0.c_attn.weight", "all", 3 * 64 * 96, False)
+    assert "h.0-1.c_attn.weight" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: Experts(), ["gate_up_proj"]),
+        (lambda: nn.MultiheadAttention(64, 2, kdim=32, vdim=32), [f"{n}_proj_weight" for n in "qkv"]),
+        (lambda: nn.LSTM(8, 16), ["weight_ih_l0", "weight_hh_l0"]),
+        (lambda: nn.Bilinear(4, 5, 6), ["weight"]),
+        (lambda: nn.ParameterDict({"up": nn.Parameter(torch.ones(8, 4))}), ["up"]),
+    ],
+)
+def test_weights_that_are_multiplied(make: object, found: list[str]) -> None:
+    assert names(make()) == found  # type: ignore[operator]
+
+
+def test_what_is_no_weight_of_a_gemm() -> None:
+    """Layers, lookups, norms, convolutions; what is added; a tied weight; one that a parametrization computes."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.wte = nn.Linear(64, 48, bias=False), nn.Embedding(48, 64)
+            self.tied = self.wte.weight
+            self.pos_embed, self.cls_token = nn.Parameter(torch.ones(1, 9, 64)), nn.Parameter(torch.ones(1, 1, 64))
+            self.relative_position_bias_table = nn.Parameter(torch.ones(9, 4))
+            self.A_log, self.codes = nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(4, 4).char(), False)
+            self.parts = nn.ModuleList(
+                [
+                    nn.LayerNorm((4, 8)),
+                    nn.Conv1d(4, 4, 3),
+                    nn.Conv2d(4, 4, 3),
+                    nn.BatchNorm1d(4),
+                    nn.LazyLinear(4),
+                    parametrizations.weight_norm(nn.Linear(64, 64)),
+                    nn.ParameterDict({"lora_embedding_A": nn.Parameter(torch.ones(8, 4))}),
+                ]
+            )
+
+    assert names(Odd()) == []
+    assert names(nn.Sequential()) == []
+
+
+K, N = 160, 96
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(K, N, dtype=torch.bfloat16))
+
+
+RECIPE = "tensorwise"
+
+
+def test_model_init_makes_fp8_weights_at_once() -> None:
+    """At no time more than one weight is in BF16, and the numbers are those of `convert` after the fact."""
+    torch.manual_seed(0)
+    plain: list[int] = []
+
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm_head = nn.Linear(64, 64, dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lm_head(x)
+
+    def made() -> nn.Module:
+        layers = []
+        for _ in range(4):
+            layers.append(nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16), nn.ReLU()))
+            plain.append(sum(not is_quantized_weight(m[0].weight) for m in layers))
+        return nn.Sequential(*layers, Headed())
+
+    with ottava.model_init(RECIPE, keep_high_precision=True):
+        model = made()
+    assert max(plain) == 0
+    assert type(model[4].lm_head.weight) is nn.Parameter
+    torch.manual_seed(0)
+    later = made()
+    ottava.convert(later, RECIPE, weights="fp8")
+    x = torch.randn(8, 64, dtype=torch.bfloat16)
+    assert torch.equal(model(x), later(x))
+    assert model[1][0].name == "1.0"
+    assert model[0][0].weight.high_precision is not None
+    with ottava.model_init("delayed"):
+        alone = nn.Linear(64, 64, dtype=torch.bfloat16)
+    assert is_quantized_weight(alone.weight)
+    assert len(set(map(id, nn.modules.module._global_module_registration_hooks.values()))) >= 1
+    assert not nn.modules.module._global_parameter_registration_hooks  # ours are gone
+    with pytest.raises(ValueError, match="has overrides"), ottava.model_init(get_recipe(RECIPE).override("*", "bf16")):
+        pass
+
+
+def test_under_meta_memory_and_numbers_come_later() -> None:
+    with torch.device("meta"), ottava.model_init(RECIPE):
+        model = linear()
+    assert (model[0].weight.device.type, model[0].weight.codes.is_meta) == ("meta", True)
+    with pytest.raises(ValueError, match=r"got input on cpu for a weight on meta; .* model\.to_empty"):
+        model(torch.ones(4, K, dtype=torch.bfloat16))
+    model.to_empty(device="cpu")
+    assert is_quantized_weight(model[0].weight)
+    torch.manual_seed(0)
+    model[0].reset_parameters()
+    torch.manual_seed(0)
+    assert torch.equal(model[0].weight.dequantize(), converted()[0].weight.dequantize())
+    twin = copy.deepcopy(model)
+    x = torch.randn(4, K, dtype=torch.bfloat16)
+    assert torch.equal(twin(x), model(x))
+    assert twin.float()[0].weight.dtype == torch.float32
+
+
+def test_of_nested_contexts_the_inner_one_decides() -> None:
+    """About layers that are made in it, also when they become children of a module of the outer one."""
+    with ottava.model_init("blockwise", keep_high_precision=True):
+        first = linear()
+        with ottava.model_init("tensorwise"):
+            second = linear()
+            alone = nn.Linear(K, N, dtype=torch.bfloat16)
+            with ottava.model_init("bf16"):
+                plain = linear()
+        model = nn.Sequential(first, second, alone, nn.Sequential(plain), linear())
+    recipes = [model.get_submodule(name).recipe.name for name in ("0.0", "1.0", "2", "3.0.0", "4.0")]
+    assert recipes == ["blockwise", "tensorwise", "tensorwise", "bf16", "blockwise"]
+    assert [is_quantized_weight(p) for p in model.parameters() if p.dim() == 2] == [True, True, True, False, True]
+    assert (second[0].weight.high_precision, alone.weight.high_precision) == (None, None)
+    assert model[4][0].weight.high_precision is not None
+    assert not nn.modules.module._global_parameter_registration_hooks
+
+
+def converted() -> nn.Module:
+    model = linear()
+    ottava.convert(model, RECIPE, weights="fp8")
+    return model

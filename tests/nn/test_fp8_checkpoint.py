@@ -251,7 +251,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def bad_folders(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Part of the message -> what of a good folder is replaced."""
+    """LayerView of the message -> what of a good folder is replaced."""
 
     def with_config(**changes: Any) -> dict[str, Any]:
         return {"config": {"quantization_config": {**config["quantization_config"], **changes}}}

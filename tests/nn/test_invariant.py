@@ -14,7 +14,8 @@ import ottava
 from ottava.kernels.native import build as native_build
 from ottava.nn import KVCache, RotaryEmbedding, TransformerLayer
 from ottava.nn.activations import ACTIVATIONS, ActivationFormula
-from ottava.nn.invariant import invariant_attention, invariant_producer
+from ottava.nn.attention import invariant_attention
+from ottava.nn.layer import invariant_producer
 from ottava.nn.norms import LayerNormFormula, RMSNormFormula
 
 pytestmark = pytest.mark.skipif(

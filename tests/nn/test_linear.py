@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
 from ottava.engine.functional import Call, build_ahead, linear
-from ottava.nn.linear import Linear
+from ottava.nn.layer import Linear
 from ottava.recipe import Recipe
 from sweep import sweep
 
@@ -396,6 +396,6 @@ def test_kernels_are_built_while_the_program_goes_on(monkeypatch: pytest.MonkeyP
     ottava.convert(nn.Linear(64, 64), "mxfp8")
     assert begun == [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)]
     names: list[str] = []
-    monkeypatch.setattr("ottava.engine.functional.native_build.begin", lambda name, variant="": names.append(name))
+    monkeypatch.setattr("ottava.engine.functional.native_build.begin", lambda name, dtype=None: names.append(name))
     build_ahead.__wrapped__(torch.bfloat16, casts=False)
     assert names == ([] if torch.accelerator.is_available() else ["gemm", "sums", "pointwise"])

@@ -1,4 +1,4 @@
-"""Tokens of several ranks put in order; how layers run on shards is tested in processes (tests/distributed)."""
+"""Tokens, classes and experts of several ranks put in order; whole layers run in processes (tests/distributed)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.nn import sharding
-from ottava.nn.sharding import Tokens, refuse_split
+from ottava.nn.cross_entropy import CrossEntropy, Vocabulary
+from ottava.nn.grouped import Permutation, sort_by_expert
+from ottava.nn.sharding import RankPermutation, SharedVocabulary, Tokens, refuse_split
 from ottava.numerics.scaling import Granularity
 from ottava.numerics.tensor import QuantizationSpec
 
@@ -88,3 +90,71 @@ def test_blocks_that_cross_a_border_are_refused(world: dict[str, Any]) -> None:
 
 def test_a_weight_that_is_no_dtensor_is_named() -> None:
     assert "no DTensor" in str(refuse_split(nn.Linear(4, 4).weight))
+
+
+def test_three_numbers_a_token_make_the_loss_of_all_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a rank has only logits of -inf, and where targets do not count."""
+    logits = torch.randn(7, 9 * RANKS, generator=torch.Generator().manual_seed(0))
+    logits[0, :9] = -torch.inf
+    target = torch.tensor([26, 0, 9, 17, -100, 18, 8])
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: RANKS)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: rank)
+    parts = logits.chunk(RANKS, 1)
+    rank, told = 0, []
+
+    def tell(out: Tensor, own: Tensor, group: Any) -> None:
+        told.append(own)
+        out.copy_(torch.cat((told * RANKS)[:RANKS] if len(told) < RANKS else told[:RANKS]))
+
+    monkeypatch.setattr(sharding, "all_gather", tell)
+    settings = CrossEntropy(label_smoothing=0.0, z_loss=0.1, softcap=None)
+    wanted, lse = settings.of(logits.clone(), target, Vocabulary())
+    for _ in range(2):  # first every rank tells its numbers, then each reads those of all
+        for rank in range(RANKS):
+            shared = SharedVocabulary(dist.group.WORLD, 9 * rank, 9 * RANKS, split=False)  # type: ignore[arg-type]
+            got, own_lse = settings.of(parts[rank].clone(), target, shared)
+    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(own_lse, lse)
+    whole = settings.gradient(logits.clone(), lse, target, None, Vocabulary())
+    torch.testing.assert_close(settings.gradient(parts[2].clone(), lse, target, None, shared), whole.chunk(RANKS, 1)[2])
+
+
+EXPERT_RANKS, EXPERTS = 3, 6
+
+
+def test_rows_of_all_ranks_are_sorted_as_one_process_sorts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks in one process, one of them without a token: each tells what it sends, then each reads."""
+    tokens = [4, 0, 7]
+    index = torch.randint(EXPERTS, (sum(tokens), 2), generator=torch.Generator().manual_seed(0))
+    x = torch.arange(sum(tokens) * 2.0).view(-1, 2).bfloat16()
+    own = [sort_by_expert(part, EXPERTS) for part in index.split(tokens)]
+    told: dict[str, dict[int, tuple[Tensor, list[int]]]] = {"counts": {}, "rows": {}}
+    rank = 0
+
+    def send(rows: Tensor, to: list[int], come: list[int], group: object) -> Tensor:
+        kind = "counts" if to == [1] * EXPERT_RANKS and rows.dtype == torch.int64 else "rows"
+        told[kind][rank] = rows, to
+        parts = [r.split(t)[rank] for r, t in told[kind].values()] if len(told[kind]) == EXPERT_RANKS else []
+        return (
+            torch.cat(parts)
+            if parts and sum(map(len, parts)) == sum(come)
+            else rows.new_zeros(sum(come), *rows.shape[1:])
+        )
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: EXPERT_RANKS)
+    monkeypatch.setattr(sharding, "all_to_all", send)
+    plans: list[RankPermutation] = []
+    for _ in range(2):
+        plans = []
+        for rank, plan in enumerate(own):  # noqa: B007  # `send` reads it
+            plans.append(RankPermutation(plan, dist.group.WORLD))  # type: ignore[arg-type]
+    for _ in range(2):
+        gathered = []
+        for rank, plan in enumerate(plans):
+            gathered.append(plan.gather(x.split(tokens)[rank]))
+    whole: Permutation = sort_by_expert(index, EXPERTS)
+    assert torch.equal(torch.cat(gathered), whole.gather(x))
+    assert torch.equal(torch.cat([plan.counts for plan in plans]), whole.counts)
+    for plan in plans:
+        rows = torch.arange(len(plan.rows))
+        assert torch.equal(rows.index_select(0, plan.rows).index_select(0, plan.back), rows)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ottava.nn.kv_cache import KVCache
+from ottava.nn.multihead import KVCache
 from ottava.nn.receipt import receipt
 from ottava.nn.rope import RotaryEmbedding
 from ottava.nn.transformer import ARRANGEMENTS, TransformerLayer

@@ -15,10 +15,9 @@ from torch import nn
 import ottava
 from ottava.kernels import accumulate
 from ottava.numerics.accumulator import ACCUMULATORS, Accumulator, accumulator_from_key, get_accumulator
-from ottava.numerics.block_scales import BLOCK_SCALES
 from ottava.numerics.formats import E2M1, E3M2, E4M3, E5M2
 from ottava.numerics.rounding import decode, round_to_format
-from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, Granularity
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, BLOCK_SCALES, Granularity
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.transforms import Hadamard
 from ottava.ops.gemm import explain, gemm

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.kernels import cpu_choice, reference
-from ottava.kernels.cpu_choice import Ranking
+from ottava.kernels import gemm_choice, reference
+from ottava.kernels.gemm_choice import Ranking
 from ottava.kernels.native import gemm as native_gemm
 from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
@@ -51,7 +51,7 @@ def test_kernels_on_a_cpu_are_tried_in_the_order_of_their_times(monkeypatch: pyt
     for order in (("reference", "native_gemm AVX2", "bf16_mm"), ("bf16_mm", "reference"), ("reference",)):
         dispatch._cpu_ranking.cache_clear()
         dispatch._in_order.cache_clear()
-        monkeypatch.setattr(cpu_choice, "rank", lambda *_, order=order: Ranking(order, None, None))
+        monkeypatch.setattr(gemm_choice, "rank", lambda *_, order=order: Ranking(order, None, None))
         names = [way.split()[0] for way in order]
         others = [kernel.NAME for kernel in dispatch.CPU_KERNELS if kernel.NAME not in names]
         got = [kernel.NAME for kernel in dispatch.gemm_kernels(a.device)]
@@ -83,7 +83,7 @@ def test_bf16_operands_go_to_the_fastest_that_takes_them(monkeypatch: pytest.Mon
         ):
             for cache in (dispatch._dense_ranking, dispatch._dense_in_order, dispatch.torch_is_beaten):
                 cache.cache_clear()
-            monkeypatch.setattr(cpu_choice, "rank", lambda *_, order=order, make: Ranking(order, None, None, "told"))
+            monkeypatch.setattr(gemm_choice, "rank", lambda *_, order=order, make: Ranking(order, None, None, "told"))
             first = order[0].split()[0]
             native = native_gemm.supports_dense(a, b)
             runs = order[1] if first == "native_gemm" and native else first

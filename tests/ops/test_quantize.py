@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import ottava
 from ottava.kernels import reference
-from ottava.kernels.native import quantize as native_quantize
+from ottava.kernels.native import build as native_build
 from ottava.numerics.formats import E4M3, E5M2
-from ottava.numerics.scaling import BLOCK_128X128
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.transforms import Hadamard, Mean, Smooth
 from ottava.ops import quantize as casts
-from ottava.ops.quantize import cast_both, quantize
-from ottava.recipe import get_recipe
+from ottava.ops.quantize import _draws, cast_both, quantize, refuse_turn, turn
+from ottava.recipe import Recipe, get_recipe
 from sweep import PAIRS, sweep
 
 E4, E5 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
@@ -121,7 +123,7 @@ def test_plans_do_not_pile_up() -> None:
 def test_one_cast_serves_x_and_its_transpose(spec: QuantizationSpec) -> None:
     """Where they share their scales; the same bits, codes in one place, and an amax kept where `quantize` keeps it."""
     x = torch.randn(130, 140)
-    if (reason := native_quantize.built(x.dtype).reason) != "":
+    if (reason := native_build.load("quantize", x.dtype).reason) != "":
         pytest.skip(reason)
     both, alone = cast_both(x, spec, spec), quantize(x, spec)
     assert both.row is not None
@@ -183,3 +185,80 @@ def test_the_quantize_operator_takes_a_scale() -> None:
     """Delayed scaling inside a compiled graph."""
     spec = QuantizationSpec(E4M3, scaling="delayed")
     torch.library.opcheck(torch.ops.ottava.quantize.default, (torch.randn(4, 30), spec.key, torch.tensor(2.0)))
+
+
+# --- x.T from the codes of x ---
+
+
+def test_a_turned_operand_is_the_cast_of_the_decoded_numbers(recipe: Recipe) -> None:
+    """Where scales are powers of two: codes, scales and all; numbers clear of the subnormals do not change."""
+    row, col = recipe.cells("input")
+    if row is None or col is None or (reason := refuse_turn(row, col)) is not None:
+        assert recipe.name not in ("rowwise", "blockwise", "mxfp8", "mxfp8_floor", "mxfp4"), reason
+        return
+    for rows, cols in ((1, 1), (40, 300), (129, 33), (0, 32)):
+        x = (torch.randn(rows, cols) * torch.exp2(torch.randint(-3, 4, (rows, 1)))).bfloat16()
+        x_q = quantize(x, row)
+        turned, wanted = turn(x_q, col), quantize(x_q.dequantize(torch.float32).t(), col)
+        assert torch.equal(turned.data.view(torch.uint8), wanted.data.view(torch.uint8))
+        assert torch.equal(turned.scale_inv, wanted.scale_inv)
+        assert turned.dtype == torch.bfloat16
+        exact, got = x_q.dequantize(torch.float32).t(), turned.dequantize(torch.float32)
+        scale = col.granularity.expand(turned.scale_inv, (cols, rows)) if x.numel() else turned.scale_inv
+        fits = (
+            exact.abs() <= col.format.max * scale
+        )  # the OCP rule saturates what is near the top of a block, here as in a cast
+        assert bool(fits.all()) or col.scale_format == "e8m0_floor"
+        smallest = col.format.min_subnormal * scale
+        assert bool(((got - exact).abs() <= smallest / 2)[fits].all())
+        normal = (exact.abs() >= col.format.min_normal * scale) & fits
+        assert torch.equal(got[normal], exact[normal])
+
+
+def test_codes_are_turned_between_powers_of_two_alone() -> None:
+    x_q = quantize(torch.ones(2, 2), QuantizationSpec(E4M3, BLOCK_1X128))
+    with pytest.raises(ValueError, match=r"turn: fp32 scales are no powers of two.*quantize x\.T itself"):
+        turn(x_q, QuantizationSpec(E4M3, BLOCK_1X128, "pow2"))
+    pow2 = QuantizationSpec(E4M3, BLOCK_1X128, "pow2")
+    assert refuse_turn(pow2, replace(pow2, format=E5M2)) == "x is cast to E4M3 and x.T to E5M2"
+    tensor = QuantizationSpec(E4M3, scale_format="pow2")
+    assert refuse_turn(tensor, tensor) is None
+    for spec in (replace(tensor, rounding="stochastic"), replace(tensor, scaling="delayed")):
+        assert "only x itself can be cast to" in str(refuse_turn(tensor, spec))
+        assert "only x itself can be cast to" in str(refuse_turn(spec, tensor))
+
+
+# --- casts in a graph ---
+
+SPEC = QuantizationSpec(ottava.E2M1, BLOCK_1X16, "e4m3")
+
+
+def test_operators_are_the_casts_of_eager_code() -> None:
+    """Columns that need zeros, x.T, and numbers of the other operand; the fake agrees, and nothing aliases."""
+    x = torch.randn(24, 40).bfloat16()
+    for transform in (Hadamard(), Hadamard(32, 5, rounded=False), Mean(), Mean("columns"), Smooth()):
+        spec = replace(SPEC, transform=transform)
+        for matrix in (x, x.t()):
+            torch.library.opcheck(torch.ops.ottava.quantize_behind.default, (matrix, spec.key, None))
+            data, scale_inv, aside = torch.ops.ottava.quantize_behind(matrix, spec.key, None)
+            alone = quantize(matrix, spec)
+            assert torch.equal(data, alone.data)
+            assert torch.equal(scale_inv, alone.scale_inv)
+            assert aside.dim() == 1 if alone.aside is None else torch.equal(aside, alone.aside)
+            if transform.paired and alone.aside is not None:
+                met = torch.ops.ottava.quantize_behind(matrix, spec.key, aside)
+                other = quantize(matrix, spec, beside=alone)
+                assert torch.equal(met[0], other.data)
+                assert torch.equal(met[2], other.aside)
+    fresh = replace(SPEC, transform=Hadamard(16, "fresh"))
+    aside = torch.ops.ottava.quantize_drawn(x, fresh.key, None)[2]
+    again = torch.ops.ottava.quantize_drawn(x, fresh.key, aside)[2]
+    assert torch.equal(aside, again)
+    assert aside.data_ptr() != again.data_ptr()
+
+
+def test_what_draws_is_two_nodes_of_a_graph() -> None:
+    drawn = (replace(SPEC, rounding="stochastic"), replace(SPEC, transform=Hadamard(16, "fresh")))
+    assert [_draws(spec.key) for spec in (SPEC, replace(SPEC, transform="mean"), *drawn)] == [False, False, True, True]
+    assert torch.Tag.nondeterministic_seeded in torch.ops.ottava.quantize_drawn.default.tags
+    assert torch.Tag.nondeterministic_seeded not in torch.ops.ottava.quantize_behind.default.tags

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
 import ottava
 from optim.samples import copies, made, same, steps
-from ottava.optim import SGD, AdamW, Lion, Muon, accumulate_fp32
-from ottava.optim.storage import STORAGES
-from ottava.optim.weights import _value
+from ottava.optim import SGD, AdamW, Lion, Muon, accumulate_fp32, rewarm
+from ottava.optim.storage import STORAGES, _value
 from sweep import sweep
 
 OPTIMIZERS = (AdamW, Lion, Muon, lambda p, **options: SGD(p, momentum=0.9, **options))
@@ -277,3 +276,86 @@ def test_the_state_of_another_rule_is_refused() -> None:
             assert all(torch.equal(after[key], value) for key, value in before.items()), (name, other)
         if theirs is not None:
             stepped(kind, **options).load_state_dict(stepped(theirs, **options).state_dict())
+
+
+# --- gradients ---
+
+
+def test_micro_batches_add_up_in_fp32() -> None:
+    """The sum of 200 BF16 gradients: exact to FP32's errors; BF16 accumulation is off by more than a per cent."""
+    weights = [nn.Parameter(torch.zeros(64, dtype=torch.bfloat16)) for _ in range(2)]
+    accumulate_fp32(weights[:1])
+    exact = torch.zeros(64, dtype=torch.float64)
+    for _ in range(200):
+        part = torch.rand(64).bfloat16()
+        exact += part.double()
+        for weight in weights:
+            (weight * part).sum().backward()
+    errors = [float(((w.grad.double() - exact).abs() / exact).max()) for w in weights]  # type: ignore[union-attr]
+    assert errors[0] < 200 * 2.0**-24
+    assert errors[1] > 0.01
+
+
+def test_optimizer_clipping_and_scaler_take_them() -> None:
+    model = nn.Linear(16, 16).bfloat16()
+    accumulate_fp32(model.parameters())
+    optimizer = AdamW(model.parameters(), 1e-2, master="remainder", moments="fp8")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        scaler.scale(model(torch.randn(4, 16).bfloat16()).float().square().sum()).backward()
+    scaler.unscale_(optimizer)
+    assert model.weight.grad.dtype == torch.float32
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    total = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert float(total) == pytest.approx(1e-3, rel=1e-3)
+    scaler.step(optimizer)
+    assert not torch.equal(model.weight, before)
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_a_gradient_that_is_there_is_refused() -> None:
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    weight.sum().backward()
+    with pytest.raises(RuntimeError, match="call zero_grad first"):
+        accumulate_fp32([weight])
+    with pytest.raises(TypeError, match=r"got a Linear; needs parameters: model\.parameters"):
+        accumulate_fp32(nn.Sequential(nn.Linear(2, 2)))  # type: ignore[arg-type]
+
+
+# --- warmup ---
+
+
+def test_steps_are_lowered_and_the_schedule_is_not() -> None:
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = StepLR(optimizer, 2, gamma=0.5)
+    rewarm(optimizer, 3)
+    moved = []
+    for _ in range(6):
+        before = float(weight.detach())
+        weight.grad = -torch.ones(1, dtype=torch.float64)
+        optimizer.step()
+        schedule.step()
+        moved.append(float(weight.detach()) - before)
+    assert moved == pytest.approx([0.25, 0.5, 0.75 * 0.5, 0.5, 0.25, 0.25])
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_a_resumed_warm_up_goes_on_and_a_removed_one_ends() -> None:
+    for done, remove, wanted in ((2, False, 0.75), (0, True, 1.0), (9, False, 1.0)):
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = AdamW([weight], lr=1.0, weight_decay=0.0, eps=0.0)
+        handle = rewarm(optimizer, 3, done=done)
+        if remove:
+            handle.remove()
+        weight.grad = -torch.ones(1)
+        optimizer.step()
+        assert float(weight.detach()) == pytest.approx(wanted)
+    with pytest.raises(ValueError, match="steps is -1"):
+        rewarm(optimizer, -1)
+    with pytest.raises(TypeError, match="steps is '3'; needs a whole number"):
+        rewarm(optimizer, "3")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got a StepLR; needs a torch\.optim\.Optimizer"):
+        rewarm(StepLR(optimizer, 1), 3)  # type: ignore[arg-type]

@@ -9,9 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ottava.optim.storage import STORAGES, Stored
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.scaling import BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.optim import SGD, AdamW
+from ottava.optim.storage import STORAGES, Stored, _joined, _restored, _split
+from ottava.weights.parameter import quantized_weight
 from sweep import sweep
 
 F32 = np.float32
@@ -138,3 +143,211 @@ def test_bytes_of_each_storage() -> None:
     x = torch.zeros(4096)
     sizes = {name: sum(t.nbytes for t in storage.empty(x).values()) / 4096 for name, storage in STORAGES.items()}
     assert sizes == pytest.approx({"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 5 / 128, "int8": 1 + 4 / 2048})
+
+
+# --- weights ---
+
+WEIGHTS = ((33, 17), (5,), (), (0, 3), (300, 70))
+
+
+def twins(values: list[Tensor], **options: Any) -> tuple[list[nn.Parameter], AdamW]:
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    return parameters, AdamW(parameters, lr=1e-3, weight_decay=0.1, **options)
+
+
+def step(optimizers: list[Any], scale: float = 1.0) -> None:
+    """One step of several optimizers with the same random gradients."""
+    shapes = [p.shape for group in optimizers[0].param_groups for p in group["params"]]
+    gradients = [scale * torch.randn(shape) for shape in shapes]
+    for optimizer in optimizers:
+        mine = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter, gradient in zip(mine, gradients, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        optimizer.step()
+
+
+def test_masters_are_an_fp32_adamw_bit_for_bit() -> None:
+    """Given the same gradients: torch's on FP32 weights, an FP32 master, and BF16 with a remainder."""
+    start = [torch.randn(shape).bfloat16() for shape in WEIGHTS]
+    wide = [nn.Parameter(value.float()) for value in start]
+    reference = torch.optim.AdamW(wide, lr=1e-3, weight_decay=0.1, foreach=True)
+    (mastered, fp32), (split, remainder) = twins(start, master="fp32"), twins(start, master="remainder")
+    for _ in range(60):
+        for parameter in wide:
+            parameter.grad = torch.randn_like(parameter).bfloat16().float()
+        for other in (mastered, split):
+            for parameter, source in zip(other, wide, strict=True):
+                parameter.grad = source.grad.bfloat16()  # type: ignore[union-attr]
+        for optimizer in (reference, fp32, remainder):
+            optimizer.step()
+        for parameter, one, two in zip(wide, mastered, split, strict=True):
+            assert torch.equal(fp32.state[one]["master"], parameter)
+            assert torch.equal(one, parameter.bfloat16())
+            assert torch.equal(_joined(two.data, remainder.state[two]["remainder"]), parameter)
+            tie = parameter.detach().view(torch.int32) & 0xFFFF == 0x8000
+            assert torch.equal(two[~tie], one[~tie])
+
+
+def test_a_remainder_restores_every_fp32_number() -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), dtype=torch.int32)
+    specials = torch.tensor([0, 0x7F800000, 0x7F7FFFFF, 0x00000001, 0x3F808000, 0x3F818000], dtype=torch.int32)
+    value = torch.cat([bits, specials, -specials]).view(torch.float32)
+    weight, remainder = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
+    _split(value, weight, remainder)
+    number = ~value.isnan()
+    assert _joined(weight, remainder)[number].view(torch.int32).equal(value[number].view(torch.int32))
+    assert _joined(weight, remainder)[~number].isnan().all()
+    assert weight[~number].isnan().all()
+    tie = value.view(torch.int32) & 0xFFFF == 0x8000
+    assert weight[number & ~tie].equal(value.bfloat16()[number & ~tie])
+
+
+def test_without_a_master_small_updates_are_lost_and_stochastic_rounding_keeps_them() -> None:
+    """An update of a 1/16 ulp: rounded to the nearest the weight stays; at random it moves as far on average."""
+    ends = {}
+    for stochastic in (False, True):
+        weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        optimizer = SGD([weight], lr=2.0**-12, stochastic_rounding=stochastic)
+        for _ in range(64):
+            weight.grad = -torch.ones_like(weight)
+            optimizer.step()
+        ends[stochastic] = weight.detach().double()
+    assert bool((ends[False] == 1).all())
+    exact, spread = 1 + 64 * 2.0**-12, 2.0**-7 / 4096**0.5
+    assert abs(float(ends[True].mean()) - exact) < 6 * spread * 64**0.5 * 0.25
+
+
+def test_stochastic_rounding_depends_on_step_and_place_only() -> None:
+    """Not on a generator, the neighbours' sizes or the slices; a copy continues alike; the result is a neighbour."""
+    start = torch.randn(700, 500)  # more than a slice
+    runs = []
+    for seed in (1, 2):
+        parameters, optimizer = twins([start.bfloat16(), start[:3].bfloat16()], stochastic_rounding=True)
+        for number in range(3):
+            torch.manual_seed(number)
+            gradients = [torch.randn_like(p) for p in parameters]
+            torch.manual_seed(seed)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        runs.append(parameters)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    (plain,), exact = twins([start.bfloat16()], master="fp32")
+    (rough,), optimizer = twins([start.bfloat16()], stochastic_rounding=True)
+    step([exact, optimizer])
+    master = exact.state[plain]["master"]
+    down = (master.view(torch.int32) & -0x10000).view(torch.float32)
+    assert bool(((rough.float() == down) | ((rough.float() - down).abs() <= down.abs() * 2.0**-7)).all())
+    share = float((rough.float() != down)[master != down].float().mean())
+    assert 0.48 < share < 0.52
+
+
+def test_stochastic_bits_are_philox() -> None:
+    """Against numpy: element i adds the upper half of word i % 4 of philox(i // 4, key = (place, step))."""
+    weight = nn.Parameter(torch.ones(37, dtype=torch.bfloat16))
+    weight.grad = torch.linspace(-1, 1, 37).bfloat16()
+    optimizer = SGD([nn.Parameter(torch.ones(1)), weight], lr=1e-2, stochastic_rounding=True)
+    optimizer.step()
+    exact = (np.float32(1) + np.float32(-1e-2) * weight.grad.float().numpy()).view(np.uint32)
+    words = []
+    for number in range(10):
+        a, b, c, d, first, second = number, 0, 0, 0, 1, 1  # place 1, step 1
+        for _ in range(10):
+            low, high = a * 0xD2511F53, c * 0xCD9E8D57
+            a, b = (high >> 32) ^ b ^ first, high & 0xFFFFFFFF
+            c, d = (low >> 32) ^ d ^ second, low & 0xFFFFFFFF
+            first, second = (first + 0x9E3779B9) % 2**32, (second + 0xBB67AE85) % 2**32
+        words += [a, b, c, d]
+    wanted = ((exact + (np.array(words[:37], dtype=np.uint32) >> 16)) & 0xFFFF0000).view(np.float32)
+    assert np.array_equal(weight.detach().float().numpy(), wanted)
+
+
+def test_equal_places_of_two_parameters_draw_other_bits() -> None:
+    """In one optimizer by their places in it; in two by their names, wrapped or not."""
+
+    def rounded(*optimizers: SGD) -> list[Tensor]:
+        parameters = [p for one in optimizers for p in one.param_groups[0]["params"]]
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 2.0**-9)
+        for one in optimizers:
+            one.step()
+        return [p.detach().float() for p in parameters]
+
+    def ones(name: str) -> tuple[str, nn.Parameter]:
+        return name, nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+
+    options = {"lr": 1.0, "stochastic_rounding": True}
+    pairs = (
+        rounded(SGD([ones("a")[1], ones("b")[1]], **options)),
+        rounded(SGD([ones("a.weight")], **options), SGD([ones("b.weight")], **options)),
+    )
+    for one, two in pairs:
+        assert 0.4 < float((one == 1).float().mean()) < 0.6
+        assert 0.4 < float((one == two).float().mean()) < 0.6
+    wrapped = rounded(SGD([ones("module.a._orig_mod.weight")], **options))
+    assert torch.equal(wrapped[0], pairs[1][0])
+
+
+@sweep(granularity=(PER_TENSOR, PER_ROW, BLOCK_128X128), fmt=(E4M3, E5M2), master=("fp32", "remainder"))
+def test_fp8_weights_follow_their_master(granularity: Any, fmt: Any, master: str) -> None:
+    """The codes are those of the master of an FP32 AdamW; the remainder's master is as near as its 16 bits allow."""
+    exact = torch.randn(130, 200) / 30
+    spec = QuantizationSpec(fmt, granularity)
+    weight = nn.Parameter(quantized_weight(exact.bfloat16(), spec, keep_high_precision=True))
+    plain = nn.Parameter(exact.bfloat16().float())
+    optimizer = AdamW([weight], lr=1e-3, weight_decay=0.1, master=master)
+    reference = torch.optim.AdamW([plain], lr=1e-3, weight_decay=0.1, foreach=True)
+    largest = plain.detach().abs()
+    for _ in range(20):
+        plain.grad = torch.randn_like(plain).bfloat16().float()
+        weight.grad = plain.grad.bfloat16()
+        optimizer.step()
+        reference.step()
+        largest = torch.maximum(largest, plain.detach().abs())
+    assert weight.high_precision is None
+    wanted = quantized_weight(plain.detach().bfloat16(), spec)
+    if master == "fp32":
+        assert torch.equal(optimizer.state[weight]["master"], plain)
+        assert torch.equal(weight.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+        assert torch.equal(weight.scale_inv, wanted.scale_inv)
+        assert optimizer.state[weight]["master"].nbytes == 4 * weight.numel()
+    else:
+        master_now = _restored(weight.data, optimizer.state[weight]["remainder"])
+        unit = fmt.eps * largest + wanted.scale_inv.max() * fmt.min_subnormal  # at least an ulp of the code
+        assert bool(((master_now - plain).abs() <= 20 * 2.0**-16 * unit * 1.1).all()), "half a unit in each step"
+        assert optimizer.state[weight]["remainder"].nbytes == 2 * weight.numel()
+
+
+def test_a_master_starts_from_the_values_before_the_cast() -> None:
+    """TransformerEngine #1121: a master made of the codes keeps their error, some 2 % of each weight, for ever."""
+    exact = torch.randn(64, 64).bfloat16()
+    errors = {}
+    for keep in (True, False):
+        weight = nn.Parameter(quantized_weight(exact, QuantizationSpec(E4M3), keep_high_precision=keep))
+        optimizer = AdamW([weight], lr=0.0, weight_decay=0.0, master="fp32")
+        weight.grad = torch.zeros(64, 64, dtype=torch.bfloat16)
+        optimizer.step()
+        errors[keep] = float((optimizer.state[weight]["master"] - exact).norm() / exact.norm())
+    assert errors[True] == 0
+    assert 0.01 < errors[False] < 0.05
+
+
+def test_options_that_do_not_fit_are_refused() -> None:
+    bf16, half, fp8 = (
+        nn.Parameter(torch.ones(2, 2).bfloat16()),
+        nn.Parameter(torch.ones(2).half()),
+        nn.Parameter(quantized_weight(torch.ones(2, 2), QuantizationSpec(E4M3))),
+    )
+    for parameter, options, words in (
+        (bf16, {"master": "fp16"}, "unknown master 'fp16'; did you mean 'fp32'"),
+        (bf16, {"master": "fp32", "stochastic_rounding": True}, "without a master"),
+        (bf16, {"moments": "int9"}, "unknown moments 'int9'; did you mean 'int8'"),
+        (half, {"master": "remainder"}, "got torch.float16: use master='fp32'"),
+        (half, {"stochastic_rounding": True}, "got torch.float16"),
+        (fp8, {}, "needs|use master='fp32' or 'remainder'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            AdamW([parameter], **options)  # type: ignore[arg-type]
+    for parameter in (nn.Parameter(torch.ones(2, dtype=torch.complex64)), torch.ones(2, 2).to_sparse()):
+        with pytest.raises(TypeError, match="Leave it to an optimizer of torch"):
+            AdamW([parameter])

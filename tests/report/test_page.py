@@ -94,7 +94,7 @@ def test_page_says_all_that_is_known(whole: str) -> None:
         "Outlier tokens own the scale",
         "61.7 %",
         "Float8BlockScaling()",
-        "Confidence 92 %",
+        "Of such answers 92 % were right",
         "max_logit",
         "Does a BF16 run spike as often?",
         "The watch saw 12 of 13 linear layers",
@@ -174,7 +174,7 @@ KINDS = (
 def test_degenerate_runs_make_a_page(tmp_path: Path, kind: str) -> None:
     html = render_report(degenerate(tmp_path / "run", kind), diagnosis=NOTHING)
     text = Checker(html).text
-    assert "No rule fired, which does not prove that the run is healthy." in text
+    assert "No law is broken, which does not prove that the run is healthy." in text
     assert ("folder has no statistics of tensors" in text) == (kind in ("nothing", "loss only", "loss turns nan"))
     assert ("This run has no loss" in text) == (kind not in ("loss only", "one step", "loss turns nan"))
     unknown = 'The run has no histograms to compare recipes with: this run was watched with detail="numbers"'

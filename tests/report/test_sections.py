@@ -22,7 +22,8 @@ def test_finding_has_everything_and_links_to_its_cell(grid: Grid) -> None:
     shown = sections.finding(diagnosis_of(LAYER, 20)["findings"][0], grid)
     assert (shown["severity"], shown["where"], shown["when"]) == ("critical", f"X of {LAYER}", "steps 10 to 20")
     first = shown["evidence"][0]
-    assert (first["value"], first["threshold"], first["step"]) == ("61.7 %", "10.0 %", 20)
+    assert (first["value"], first["step"]) == ("61.7 %", 20)
+    assert shown["tried"][0].startswith("With X of fc2's fprop")
     slot = next(i for i, s in enumerate(grid.slots) if (s.layer, s.tensor) == (LAYER, "input"))
     assert first["link"] == f"#slot={slot}&metric=underflow_pct&step=20"
     names = [name for name, _ in shown["remedies"][0]["patches"]]
@@ -91,10 +92,10 @@ def test_command_can_be_pasted() -> None:
 
 def test_diagnosis_is_told_once() -> None:
     """The badge says the severity, the headline the rest."""
-    assert sections.headline({"verdict": "critical", "sentence": "critical: scales clip. Coverage 9 %."}) == (
-        "Scales clip. Coverage 9 %."
+    assert sections.headline({"verdict": "none", "sentence": "No fault found in 9 steps. FP8 is innocent."}) == (
+        "No fault found in 9 steps"
     )
-    assert sections.headline({"verdict": "none", "sentence": "No FP8 evidence found"}) == "No FP8 evidence found"
+    assert sections.headline(diagnosis_of(LAYER, 20)) == "Outlier tokens own the scale of FC2's input"
     diagnosis = diagnosis_of(LAYER, 20)
     assert sections.questions(diagnosis) == [("T1", "Does a BF16 run spike as often?", "unknown; an answer")]
     assert sections.untested(diagnosis) == [("N9", "Attention logits grow", "max_logit in steps.jsonl")]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ottava.train.summary import DemoResult, Machinery, RunResult
+from ottava.train.verdict import DemoResult, Machinery, RunResult
 
 LAYERS = tuple(
     f"layers.{i}.{name}" for i in range(5) for name in ("attention.qkv_proj", "attention.o_proj", "mlp.down_proj")

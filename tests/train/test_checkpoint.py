@@ -8,20 +8,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from ottava.bench.models import PlainByteTransformer
 from ottava.engine.state import ScalingState
 from ottava.nn.convert import convert
 from ottava.train.checkpoint import (
     _FORMAT,
+    HEADER,
     CheckpointError,
     _digest,
+    _order_of,
     _renamed,
     atomic_write,
     collect_state,
+    consolidate,
+    find_checkpoint,
+    newest_checkpoint,
+    newest_of_run,
+    prune,
+    read_any,
     read_checkpoint,
+    read_header,
+    read_whole,
     remove_temporary_files,
     restore_state,
     restore_weights,
@@ -29,7 +41,6 @@ from ottava.train.checkpoint import (
 )
 from ottava.train.config import ModelConfig
 from ottava.train.model import ByteTransformer, loss
-from ottava.train.newest import find_checkpoint, newest_checkpoint
 
 TENSORS = {
     "model.weight": torch.tensor([1.0, -0.0, float("inf"), 1e-45]),
@@ -274,3 +285,92 @@ def test_a_checkpoint_of_the_model_with_its_norms_apart_is_taken(
     assert {_renamed(name) for name in want} == set(got)
     assert all(torch.equal(got[_renamed(name)], tensor) for name, tensor in want.items())
     assert sum("norm.weight.exp_avg" in name for name in got) == 2 * (2 * 2 + 1)
+
+
+def folder_of(tmp_path: Path, **tensors: Tensor) -> Path:
+    """One process writes it, with the header of several."""
+    folder = tmp_path / "step-000004"
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    dcp.save({name.replace("__", "."): tensor for name, tensor in tensors.items()}, storage_writer=writer, no_dist=True)
+    sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
+    header = {"format": "ottava.train.shards/1", "step": "4", "config": "c", "text": "t", "files": sizes}
+    (folder / HEADER).write_text(json.dumps(header))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    weight = torch.arange(6.0).view(2, 3)
+    codes = weight.to(torch.float8_e4m3fn)
+    states = {"optimizer__a__weight__exp_avg": weight + 1, "random__0__cpu": torch.zeros(4, dtype=torch.uint8)}
+    return folder_of(tmp_path, model__a__weight=weight, model__a__codes=codes, **states)
+
+
+def test_a_folder_is_read_whole(folder: Path) -> None:
+    found = read_whole(folder)
+    assert found.step == 4
+    assert found.metadata["config"] == "c"
+    assert set(found.tensors) == {"model.a.weight", "model.a.codes", "optimizer.a.weight.exp_avg", "random.cpu"}
+    assert torch.equal(found.tensors["model.a.weight"], torch.arange(6.0).view(2, 3))
+    assert torch.equal(found.tensors["model.a.codes"].float(), torch.arange(6.0).view(2, 3))
+    assert read_any(folder, whole=False).tensors == {}
+
+
+def test_one_file_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    assert consolidate(folder, tmp_path / "model", keep=False) == {"tensors": 2, "bytes": 24 + 6}
+    assert set(load_file(tmp_path / "model" / "model.safetensors")) == {"a.weight", "a.codes"}
+    assert consolidate(folder, tmp_path / "all", keep=True)["tensors"] == 4
+    with pytest.raises(CheckpointError, match="exists; give a new folder"):
+        consolidate(folder, tmp_path / "all", keep=True)
+
+
+def test_damage_is_named(folder: Path, tmp_path: Path) -> None:
+    file = next(folder.glob("*.safetensors"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=r"is missing, cut short or damaged; ottava.json lists it with \d+ bytes"):
+        read_header(folder)
+    with pytest.raises(CheckpointError, match="cut short or damaged"):
+        consolidate(folder, tmp_path / "no", keep=False)
+    file.write_bytes(b"\xff" * len(whole))
+    with pytest.raises(CheckpointError, match="a file of it is damaged"):
+        read_whole(folder)
+    header = '{"format": "ottava.train.shards/1", "step": "4", "files": []}'
+    for text in ("{", "[]", "{}", header, header.replace("4", "x").replace("[]", "{}")):
+        (folder / HEADER).write_text(text)
+        with pytest.raises(CheckpointError):
+            read_header(folder)
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        read_header(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="holds no safetensors files"):
+        consolidate(tmp_path / "empty", tmp_path / "no", keep=False)
+    assert not (tmp_path / "no").exists()
+
+
+def test_the_order_of_a_fused_weight_is_that_of_its_moments() -> None:
+    order = torch.tensor([1, 0])
+    orders = {"layers.0.qkv.weight": order}
+    for name in ("model.layers.0.qkv.weight", "optimizer.layers.0.qkv.weight.exp_avg"):
+        assert _order_of(name, orders) is order
+    for name in ("model.layers.0.o.weight", "optimizer.layers.0.qkv.weight.step", "model.layers.0.qkv.weight.x.y"):
+        assert _order_of(name, orders) is None
+
+
+def test_files_and_folders_are_one_order(tmp_path: Path) -> None:
+    same = {"config": "c", "text": "t"}
+    save_checkpoint(tmp_path, 2, {"a": torch.ones(1)}, same, keep=5)
+    folder_of(tmp_path, model__a=torch.ones(2))
+    found = newest_of_run(tmp_path, same, whole=True)
+    assert found is not None
+    assert (found.step, found.path.name) == (4, "step-000004")
+    assert find_checkpoint(tmp_path / "step-000004")[0].step == 4
+    with pytest.raises(CheckpointError, match="comes from a run with another text"):
+        newest_of_run(tmp_path, {"config": "c", "text": "other"}, whole=False)
+    next(found.path.glob("*.safetensors")).unlink()
+    older = newest_of_run(tmp_path, same, whole=True)
+    assert older is not None
+    assert older.step == 2
+    prune(tmp_path, 4, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
+    assert newest_of_run(tmp_path / "none", same, whole=True) is None

@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import warm
 from ottava.base.settings import ConfigError
 from ottava.recipe import RECIPES, Recipe
-from ottava.train import StepRecord, TrainConfig, Trainer, load_config
-from ottava.train.checkpoint import CheckpointError, read_checkpoint
-from ottava.train.data import DataError
-from ottava.train.requirements import DeviceError
+from ottava.record.reader import Run
+from ottava.train.checkpoint import CheckpointError, high_precision_weights, read_checkpoint
+from ottava.train.config import TrainConfig, load_config
+from ottava.train.data import DataError, DeviceError
+from ottava.train.loop import Trainer
+from ottava.train.run_folder import StepRecord
 
 TINY = (
     "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",
@@ -384,7 +387,8 @@ TRAIN = """
 import sys
 from pathlib import Path
 from typing import Any
-from ottava.train import Trainer, load_config
+from ottava.train.config import load_config
+from ottava.train.loop import Trainer
 Trainer(load_config(None, sys.argv[2:]), Path(sys.argv[1]), resume=True).advance()
 """
 KILLED = """
@@ -427,3 +431,194 @@ def test_killed_at_any_moment_the_curve_is_that_of_an_uninterrupted_run(recipe: 
     newest = Path("checkpoints", "step-000060.safetensors")
     resumed, direct = read_checkpoint(run / newest), read_checkpoint(whole / newest)
     assert resumed.metadata == direct.metadata  # the hash of all tensors is part of it
+
+
+SHORT = ("batch_size=2", "steps=6", "checkpoint.every=2", "evaluation={every: 0, batches: 1}")
+STORED = ("optimizer.weights=fp8", "optimizer.master=remainder", "optimizer.moments=fp8")
+
+
+def test_a_run_switches_to_fp8_and_back_in_its_middle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """BF16 -> FP8 weights with predicted scales -> BF16: steps, weights, masters and moments go on; the curve, too."""
+    first = Trainer(tiny(*SHORT, "recipe=bf16", "steps=4"), tmp_path / "a")
+    first.advance()
+    there = tiny(*SHORT, "recipe=delayed", *STORED, f"init={tmp_path / 'a'}", "carry=optimizer", "rewarm=2", "steps=8")
+    with caplog.at_level("INFO", logger="ottava"):
+        second = Trainer(there, tmp_path / "b")
+    assert "continues from step 4 of" in caplog.text
+    assert "calibrated the predicted scales on the first 16 batches" in caplog.text
+    assert "the learning rate rises to its schedule in 2 steps" in caplog.text
+    assert second.step == 4
+    assert curve(second.history) == curve(first.history)
+    own = high_precision_weights(read_checkpoint(next((tmp_path / "b" / "checkpoints").glob("*4.safetensors"))))
+    for name, parameter in first.model.named_parameters():
+        error = (own[name].float() - parameter.detach()).norm() / parameter.detach().norm()
+        assert float(error) < 2.0**-8, name
+        state = second._optimizer.state[dict(second.model.named_parameters())[name]]
+        assert float(state["step"]) == 4
+        assert state["exp_avg"].dtype == torch.float8_e4m3fn
+    records = second.advance(2)
+    second.close()
+    schedule = [there.optimizer.learning_rate * there.schedule.factor(step, 8) for step in (5, 6, 7)]
+    assert [r.lr for r in records] == [schedule[0] * (1 / 3), schedule[1] * (2 / 3)]
+    again = Trainer(there, tmp_path / "b", resume=True)
+    assert [r.lr for r in again.advance(1)] == [schedule[2]]
+    again.advance()
+    back = tiny(*SHORT, "recipe=bf16", f"init={tmp_path / 'b'}", "carry=optimizer", "steps=10")
+    third = Trainer(back, tmp_path / "c")
+    assert third.step == 8
+    masters = high_precision_weights(read_checkpoint(tmp_path / "b" / "checkpoints" / "step-000008.safetensors"))
+    for name, parameter in third.model.named_parameters():
+        assert torch.equal(parameter, masters[name].float())
+        assert third._optimizer.state[parameter]["exp_avg"].dtype == torch.float32
+    assert [record.step for record in third.advance()] == [9, 10]
+    assert third.history[-1].loss < first.history[0].loss
+    facts = json.loads((tmp_path / "c" / "manifest.json").read_text())["init"]
+    assert facts["carried"] == ["weights", "optimizer", "step"]
+
+
+def test_switches_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    Trainer(tiny(*SHORT, "recipe=bf16", "steps=2"), tmp_path / "a").advance()
+    source = f"init={tmp_path / 'a'}"
+    for options, error, words in (
+        (
+            (source, "carry=optimizer", "optimizer.name=lion", "steps=4"),
+            CheckpointError,
+            "Set the same optimizer.name",
+        ),
+        ((source, "carry=optimizer", "steps=2"), ConfigError, "is of step 2, but this run ends at steps=2; set more"),
+        (("carry=optimizer",), ConfigError, "set init=RUN, too"),
+        (("init=nowhere",), CheckpointError, "nowhere: does not exist; needed: a run folder"),
+        (("rewarm=3",), ConfigError, "set init=RUN, too"),
+        (("optimizer.master=fp32",), ConfigError, "set weights=bf16 or weights=fp8, too"),
+        (("optimizer.weights=fp8",), ConfigError, "set master=remainder or master=fp32"),
+        ((*STORED, "recipe=bf16"), ConfigError, "casts no weight: set optimizer.weights=bf16"),
+        ((*STORED, "optimizer.stochastic_rounding=true"), ConfigError, "set master=null, too"),
+    ):
+        with pytest.raises(error, match=words):
+            Trainer(tiny(*SHORT, *options), tmp_path / "b")
+        assert not (tmp_path / "b").exists()
+
+
+POISONED = 30
+
+
+def poisoned(trainer: Trainer) -> Trainer:
+    """A trainer whose text is noise in one step."""
+    honest = trainer.corpus.batch
+
+    def batch(*, step: int, **sizes: Any) -> tuple[Tensor, Tensor]:
+        inputs, targets = honest(step=step, **sizes)
+        if step == POISONED:
+            targets = torch.randint_like(targets, 128, 256)
+        return inputs, targets
+
+    object.__setattr__(trainer.corpus, "batch", batch)  # frozen
+    return trainer
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_a_watched_run_is_the_unwatched_one(recipe: str, tmp_path: Path) -> None:
+    """Line for line, also when resumed; the folder holds the records of both."""
+    bare = Trainer(tiny(f"recipe={recipe}"), tmp_path / "bare")
+    bare.advance()
+    config = tiny(f"recipe={recipe}", "watch={every: 3, triggers: {clipping: null}}")
+    watched = Trainer(config, tmp_path / "watched")
+    watched.advance(6)
+    watched.close()
+    resumed = Trainer(config, tmp_path / "watched", resume=True)
+    resumed.advance()
+    assert saved_curve(tmp_path / "watched") == saved_curve(tmp_path / "bare")
+    run = Run.open(tmp_path / "watched")
+    assert run.steps["step"].tolist() == list(range(1, 13))
+    assert run.steps["loss"] == pytest.approx([record.loss for record in bare.history])
+    assert sorted(set(run.table()["step"].tolist())) == [1, 2, 3, 6, 9, 12]
+    assert run.manifest["config"]["recipe"] == recipe
+
+
+KILLED_WITH_A_WATCH = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_loop import tiny
+from ottava.train.loop import Trainer
+for name, every in (("before", 100), ("after", 2)):
+    settings = ("recipe=bf16", "watch={every: 1}", f"checkpoint.every={every}")
+    Trainer(tiny(*settings), Path(sys.argv[1]) / name).advance(3)
+os._exit(9)
+"""
+
+
+def test_a_kill_loses_nothing_that_a_checkpoint_holds_and_resumes_without_one(tmp_path: Path) -> None:
+    """Killed before the first checkpoint, a watched run begins again in its folder; killed after one, the looks of the
+    steps before it are on record."""
+    assert warm.run(["-c", KILLED_WITH_A_WATCH, str(tmp_path), str(Path(__file__).parent)]).returncode == 9
+    assert set(Run.open(tmp_path / "after").table()["step"].tolist()) >= {1, 2}
+    resumed = Trainer(tiny("recipe=bf16", "watch={every: 1}", "checkpoint.every=100"), tmp_path / "before", resume=True)
+    resumed.advance()
+    run = Run.open(tmp_path / "before")
+    assert run.steps["step"].tolist() == sorted(set(run.table()["step"].tolist())) == list(range(1, 13))
+
+
+def test_a_poisoned_batch_is_skipped_and_training_goes_on(tmp_path: Path) -> None:
+    """The guard rewinds, finds the spike in high precision too, and leaves the batch out; the records follow."""
+    settings = ("recipe=tensorwise", "steps=40", "optimizer.learning_rate=1e-2", "watch={every: 10}")
+    trainer = poisoned(Trainer(tiny(*settings, "guard={every: 10, z: 8}"), tmp_path / "run"))
+    records = trainer.advance(35)
+    assert trainer._guard is not None
+    assert [(spike.step, spike.cause) for spike in trainer._guard.spikes] == [(POISONED, "data")]
+    assert [record.step for record in records] == [record.step for record in trainer.history] == list(range(1, 36))
+    assert [record.step for record in trainer.history if math.isnan(record.loss)] == [POISONED]
+    assert not trainer.diverged
+    assert saved_curve(tmp_path / "run") == curve(trainer.history)
+    trainer.save()
+    trainer.close()
+    resumed = Trainer(tiny(*settings, "guard={every: 10, z: 8}"), tmp_path / "run", resume=True)
+    assert resumed.step == 35
+    resumed.advance()
+    assert resumed.done
+    events = [event["kind"] for event in Run.open(tmp_path / "run").events]
+    assert "spike" in events
+    assert "rewind" in events
+
+
+def test_a_guard_that_never_acts_changes_no_bit(tmp_path: Path) -> None:
+    """A snapshot only reads."""
+    bare, guarded = (
+        Trainer(tiny("recipe=delayed", *more), tmp_path / name)
+        for name, more in (("bare", ()), ("guarded", ("guard={every: 3}",)))
+    )
+    bare.advance()
+    guarded.advance()
+    assert curve(guarded.history) == curve(bare.history)
+
+
+@pytest.mark.parametrize("mode", ["propose", "apply"])
+def test_a_badly_cast_layer_falls_back(mode: str, tmp_path: Path) -> None:
+    """A column of huge products before down_proj: proposed with evidence, applied only when asked."""
+    trainer = Trainer(
+        tiny("recipe=tensorwise", "steps=16", "watch={every: 1, sample: 1}", f"auto_fallback={mode}"), tmp_path / "run"
+    )
+    for name, parameter in trainer.model.named_parameters():
+        if name.endswith("gate_up_proj.weight"):
+            with torch.no_grad():
+                parameter[0] *= 3e3
+                parameter[parameter.shape[0] // 2] *= 3e3
+    before = {n: m.resolved for n, m in trainer.model.named_modules() if hasattr(m, "resolved")}
+    trainer.advance(14)
+    trainer.close()
+    events = [event for event in Run.open(tmp_path / "run").events if event["kind"] == "fallback"]
+    assert events
+    assert events[0]["layer"] == "layers.0.mlp.down_proj"
+    assert {event["applied"] for event in events} <= {mode == "apply", False}
+    assert "limit" in events[0]["why"]
+    changed = {n for n, m in trainer.model.named_modules() if hasattr(m, "resolved") and m.resolved != before[n]}
+    applied = {event["layer"] for event in events if event["applied"]}
+    assert changed == applied
+    assert bool(applied) == (mode == "apply")
+    assert json.dumps(events)
+
+
+def test_a_fallback_without_a_watch_is_refused() -> None:
+    """Without a watch the fallback would see nothing."""
+    with pytest.raises(ConfigError, match="needs a watch"):
+        tiny("auto_fallback=propose")

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ottava.train.report import Strip, difference_chart, heat_grids, loss_chart, render_picture, render_report
-from ottava.train.summary import DemoResult, RunResult
+from ottava.train.verdict import DemoResult, RunResult
 
 VOID = {"meta", "br", "link", "input", "img"}
 

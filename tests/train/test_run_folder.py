@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+import warm
 from ottava.base.settings import ConfigError
 from ottava.train.checkpoint import CheckpointError
 from ottava.train.config import TrainConfig
-from ottava.train.run_folder import RunFolder, StepRecord
+from ottava.train.run_folder import FolderLock, RunFolder, StepRecord
 
 
 def record(step: int, **changes: float) -> StepRecord:
@@ -132,3 +136,59 @@ def test_commit_is_that_of_the_source_or_none(tmp_path: Path) -> None:
         assert commit is None
     else:
         assert commit.removesuffix("-dirty") == head.stdout.strip()
+
+
+HOLD = """
+import sys
+import time
+from pathlib import Path
+from ottava.train.run_folder import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(300)
+"""
+
+
+def test_folder_of_another_process_is_refused_until_that_one_is_gone(tmp_path: Path) -> None:
+    """A killed process cleans up nothing, so its lock file stays."""
+    run = tmp_path / "run"
+    other = warm.Warm(["-c", HOLD, str(run)])
+    other.wait_for("held\n")
+    with pytest.raises(ConfigError, match=rf"{run}: is in use by process {other.pid} on .*Two processes would spoil"):
+        FolderLock(run)
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    assert (run / ".lock").exists()
+    lock = FolderLock(run)
+    assert f"process {os.getpid()} on " in (run / ".lock").read_text()
+    lock.release()
+    assert not (run / ".lock").exists()
+
+
+def test_what_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "a" / "b")
+    with pytest.raises(ConfigError, match="is in use by process"):
+        FolderLock(tmp_path / "a" / "b")
+    lock.release()
+    lock.release()  # again is nothing
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RuntimeError, match="wrong"), FolderLock(tmp_path / "a").released_on_error():
+        raise RuntimeError("wrong")
+    assert list(tmp_path.iterdir()) == []
+    lock = FolderLock(tmp_path / "a" / "b")
+    (tmp_path / "a" / "kept").touch()
+    del lock  # collected: released
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["kept"]
+
+
+def test_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    FolderLock(tmp_path)
+    assert "the file system has no locks" in caplog.text

@@ -14,15 +14,15 @@ from ottava.train.loop import Trainer
 from ottava.train.views import open_view, texts_of
 from serving_samples import exported
 
-SMALL = ["model.d_model=64", "model.layers=1", "model.heads=2", "model.ffn=64", "sequence_length=16", "batch_size=2"]
-SMALL += ["data.max_bytes=100000", "evaluation.batches=1", "device=cpu"]
+TINY = ["model.d_model=64", "model.layers=1", "model.heads=2", "model.ffn=64", "sequence_length=16", "batch_size=2"]
+TINY += ["data.max_bytes=100000", "evaluation.batches=1", "device=cpu"]
 
 
 def test_a_run_computes_as_its_last_step_did(tmp_path: Path) -> None:
     """Its logits are those of the trainer's own model; under another recipe they start from the masters."""
     for recipe, more in (("delayed", []), ("blockwise", ["optimizer.weights=fp8", "optimizer.master=remainder"])):
         folder = tmp_path / recipe
-        trainer = Trainer(load_config(None, [*SMALL, f"recipe={recipe}", "steps=2", *more]), folder)
+        trainer = Trainer(load_config(None, [*TINY, f"recipe={recipe}", "steps=2", *more]), folder)
         trainer.advance()
         view = open_view(str(folder))
         ids = torch.arange(16).view(1, 16)

@@ -12,7 +12,7 @@ from torch import nn
 import ottava
 from ottava.record.dumps import TensorDump, read_dump
 from ottava.record.reader import Run
-from ottava.watching import watch
+from ottava.watching.session import watch
 
 
 def train(

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ottava.record.reader import Run
-from ottava.watching import watch
 from ottava.watching.modules import ModuleTap
+from ottava.watching.session import watch
 from watch_samples import ALL, Seen, tapped
 
 hf = pytest.importorskip("transformers")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ottava.record.reader import Run
-from ottava.watching import watch
 from ottava.watching.functional import FunctionalTap, Origin, calls_compiled, origin, product
+from ottava.watching.session import watch
 from watch_samples import ALL, CHECKPOINTS, noise, tapped
 
 E, N, K = 3, 8, 4

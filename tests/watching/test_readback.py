@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ottava.record.reader import Run
-from ottava.watching import Watch, WatchConfig, watch
+from ottava.watching.config import WatchConfig
 from ottava.watching.readback import Read, Reading, read_back
+from ottava.watching.session import Watch, watch
 
 
 class Late:

@@ -16,7 +16,8 @@ import ottava
 import warm
 from ottava.base.settings import ConfigError
 from ottava.record.reader import Run
-from ottava.watching import Watch, WatchConfig, watch
+from ottava.watching.config import WatchConfig
+from ottava.watching.session import Watch, watch
 
 Batch = Callable[[int], Tensor]
 

@@ -10,8 +10,11 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yields a path to write to. If the block succeeds, that file replaces `path`; otherwise it is deleted.
+
+    Args:
+        durable: the file is on the disk when the block has ended, even if the machine stops then.
 
     Example:
         >>> import tempfile
@@ -24,10 +27,19 @@ def replacing(path: Path) -> Iterator[Path]:
     scratch = path.with_name(f".{path.name}.part")
     try:
         yield scratch
+        if durable:
+            with scratch.open("r+b") as stream:
+                os.fsync(stream.fileno())
         os.replace(scratch, path)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+    if durable and os.name == "posix":  # other systems cannot open a folder, and need not
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def append(stream: FileIO, data: bytes) -> None:

@@ -7,6 +7,7 @@ from zero, and `report.payload` packs numbers so that both sides round alike.
 from __future__ import annotations
 
 import decimal
+import html
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -137,6 +138,33 @@ def columns(*rows: Sequence[object]) -> list[str]:
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+
+
+def html_table(rows: Iterable[Sequence[object]], caption: str = "") -> str:
+    """Rows, the header first, as a table for a notebook; every text is data and none is markup.
+
+    Example:
+        >>> html_table([("layer", "dB"), ("<b>", 31.5)], "two & more")[:91]
+        '<table><caption>two &amp; more</caption><tr><th>layer</th><th>dB</th></tr><tr><td>&lt;b&gt;'
+    """
+    lines = []
+    for row in rows:
+        tag = "td" if lines else "th"
+        lines.append("<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row) + "</tr>")
+    return f"<table><caption>{html.escape(caption)}</caption>{''.join(lines)}</table>"
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Rows as a `pandas.DataFrame`. Pandas is imported here, and nowhere else.
+
+    Raises:
+        ImportError: pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError("to_pandas: needs pandas, which is not installed; pip install pandas") from error
+    return pandas.DataFrame(rows)
 
 
 def finite(value: Any) -> Any:

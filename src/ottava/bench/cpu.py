@@ -5,40 +5,44 @@ The bench skips emulators that are not installed; the result has None as their v
 
 from __future__ import annotations
 
+import os
 import platform
+import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ottava.bench.block_memory import FFN, TOKENS, WIDTH, blocks
-from ottava.bench.builds import FIRST_STEP, build_all, build_time, compiled_by, libraries
-from ottava.bench.models import Block, PlainByteTransformer, SmolLM2
+from ottava.bench.method import Timing, interleaved, versions
+from ottava.bench.models import FFN, TOKENS, WIDTH, Block, PlainByteTransformer, SmolLM2, blocks
 from ottava.bench.rivals import EMULATORS, emulated
-from ottava.bench.rounds import Timing, interleaved, versions
 from ottava.engine.quantizer import WeightQuantizer
 from ottava.kernels import reference
+from ottava.kernels.native import build as native_build
+from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.measure import Look
 from ottava.measure.sample import sampled
 from ottava.measure.tally import DETAILS, Detail
 from ottava.measure.walk import Packed, found_by, measure_all, survey
 from ottava.nn.convert import convert
-from ottava.numerics.formats import E4M3
+from ottava.numerics.formats import E4M3, dtype_name
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_TENSOR, Granularity, ScaleFormat
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.gemm import gemm
 from ottava.ops.quantize import quantize
 from ottava.train.config import TrainConfig
 from ottava.train.model import ByteTransformer, loss
-from ottava.watching import watch
+from ottava.watching.session import watch
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 """The recipes with a speed goal."""
@@ -453,6 +457,74 @@ def _memory(settings: Settings) -> Iterator[Case]:
             "FP8 weights kept beside them, bytes by d^2": {name: weights for name, (_, weights) in sizes.items()},
         },
     )
+
+
+# --- how long the native kernels compile -----------------------------------------------------------------------------
+
+Library = tuple[str, str]
+"""Name of a C++ file, and the macro of its variant, or ""."""
+
+FIRST_STEP: tuple[Library, ...] = (("quantize", ""), ("gemm", ""), ("sums", ""), ("pointwise", ""))
+"""The libraries of the first training step of a BF16 model."""
+
+
+class BuildTime(NamedTuple):
+    """Seconds of one library, medians."""
+
+    cpu: float
+    """CPU time of the compiler and its child processes."""
+    wall: float
+    """Wall-clock time until the library is loaded."""
+
+
+def libraries() -> dict[str, Library]:
+    """Name in a table -> library, for all libraries."""
+    names: dict[str, Library] = {}
+    for name in native_build.sources():
+        per_dtype = name in ("quantize", "sample", "measure", "stochastic", "block_scales", "rotate")
+        for dtype, macro in native_build.VARIANTS.items() if per_dtype else ((None, ""),):
+            names[f"{name} {dtype_name(dtype)}" if dtype is not None else name] = name, macro
+    return names
+
+
+def build_time(library: Library, rounds: int) -> BuildTime:
+    """Builds one library in an empty cache, `rounds` times.
+
+    Raises:
+        RuntimeError: the library cannot be built; the message gives the reason.
+
+    Example:
+        >>> build_time(("nothing_of_that_name", ""), 1)
+        Traceback (most recent call last):
+        RuntimeError: nothing_of_that_name: the package has no nothing_of_that_name.cpp; install it anew
+    """
+    times = []
+    for _ in range(rounds):
+        start, started = os.times(), time.perf_counter()
+        build_all([library], 1)
+        wall, end = time.perf_counter() - started, os.times()
+        times.append((end.children_user + end.children_system - start.children_user - start.children_system, wall))
+    return BuildTime(*map(statistics.median, zip(*times, strict=True)))
+
+
+def build_all(libraries: Iterable[Library], at_once: int) -> None:
+    """Builds libraries in an empty cache, `at_once` at a time. Raises as `build_time`."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+        settings = replace(native_build.from_environment(), cache=Path(folder))
+        builds = [(name, pool.submit(native_build.build, name, settings, macro)) for name, macro in libraries]
+        for name, build in builds:
+            if reason := build.result().reason:
+                raise RuntimeError(f"{name}: {reason}")
+
+
+def compiled_by() -> str:
+    """The version line of the compiler and the instruction set of its GEMM; "" without a compiler."""
+    command = native_build.find_compiler(native_build.from_environment())
+    library = native_gemm.built().library
+    if isinstance(command, str) or library is None:
+        return ""
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+    return f"{version.splitlines()[0]}, {native_gemm.LEVELS[library.ottava_gemm_level()]}"
 
 
 SUITES: Mapping[str, Callable[[Settings], Iterator[Case]]] = MappingProxyType(

@@ -1,1 +1,1 @@
-"""The `ottava` command: one file per subcommand, listed in app.py."""
+"""The `ottava` command: one file per subject, its subcommands listed in app.py."""

@@ -25,64 +25,65 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from ottava.cli.bench import bench
+from ottava.base.errors import unknown_name
 from ottava.cli.bisect import bisect
-from ottava.cli.compare import compare
-from ottava.cli.consolidate import consolidate
-from ottava.cli.demo import demo
-from ottava.cli.diagnose import diagnose
-from ottava.cli.doctor import doctor
-from ottava.cli.evaluate import evaluate
-from ottava.cli.export import export
-from ottava.cli.formats import formats
-from ottava.cli.import_run import import_run
-from ottava.cli.inspect import inspect
-from ottava.cli.lab import lab
-from ottava.cli.parity import parity
+from ottava.cli.console import print_error
+from ottava.cli.diagnose import compare, diagnose
+from ottava.cli.doctor import bench, doctor
+from ottava.cli.export import consolidate, evaluate, export, inspect, parity
+from ottava.cli.formats import formats, recipes
 from ottava.cli.plan import plan
-from ottava.cli.report import report
-from ottava.cli.table import plot, table
-from ottava.cli.torchrun import print_error
-from ottava.cli.train import train
-from ottava.cli.watch import watch
+from ottava.cli.train import demo, lab, train
+from ottava.cli.watch import import_run, plot, report, table, watch
 from ottava.cli.what_if import what_if
 
 BUG, INTERRUPTED = 70, 130
 
+
+class Group(TyperGroup):
+    """Commands with whole sentences in the help; an unknown one is refused with all names and the nearest."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if not (ctx.resilient_parsing or name.startswith("-")) and self.get_command(ctx, name) is None:
+            ctx.fail(f"{unknown_name('command', name, self.list_commands(ctx))}; `{ctx.command_path} --help` explains")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _first_sentence(found.help)) for name, found in commands if found is not None])
+
+
+def _first_sentence(text: str | None) -> str:
+    """Of a help text, however long; click would cut it after 45 characters."""
+    return " ".join((text or "").partition("\n\n")[0].split())
+
+
 app = typer.Typer(
     name="ottava",
+    cls=Group,
     help="Train transformers in FP8 and see exactly where FP8 hurts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(doctor)
-app.command()(train)
-app.command()(lab)
-app.command()(plan)
-app.command()(inspect)
-app.command()(consolidate)
-app.command()(compare)
-app.command()(diagnose)
-app.command()(report)
-app.command()(table)
-app.command()(plot)
-app.command()(export)
-app.command()(parity)
-app.command("eval")(evaluate)
-app.command()(formats)
+for _command in (demo, train, lab, plan, doctor, formats, recipes, report, table, plot, diagnose, compare, bisect):
+    app.command()(_command)
+app.command("what-if")(what_if)
 app.command("import")(import_run)
+for _command in (inspect, export, consolidate, parity):
+    app.command()(_command)
+app.command("eval")(evaluate)
 # every word after the script belongs to the script
 app.command(context_settings={"allow_interspersed_args": False})(watch)
-app.command("what-if")(what_if)
-app.command()(bisect)
-app.add_typer(bench, name="bench")
+app.add_typer(bench, name="bench", cls=Group)
 
 
 def _print_version(requested: bool) -> None:

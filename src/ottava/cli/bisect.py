@@ -53,8 +53,8 @@ def bisect(
     Exit code 0 if the error is spread over the layers, or there is none; 1 if one layer has most of it; 4 if there is
     no checkpoint or it is damaged.
     """
-    from ottava.remedy.bisect import Probe
-    from ottava.remedy.bisect import bisect as search
+    from ottava.experiments.bisect import Probe
+    from ottava.experiments.bisect import bisect as search
 
     if path.is_file() and path.parent.name != "checkpoints":
         return _operands(path, accumulator, as_json=as_json)
@@ -83,9 +83,8 @@ def _check_target(target: str) -> Literal["gradient", "loss"]:
 
 def _open(path: Path) -> tuple[Checkpoint, TrainConfig]:
     """The checkpoint at a path, and the settings of its run."""
-    from ottava.train.checkpoint import CheckpointError
+    from ottava.train.checkpoint import CheckpointError, find_checkpoint
     from ottava.train.config import load_config
-    from ottava.train.newest import find_checkpoint
 
     folder = path.parent.parent if path.is_file() or path.parent.name == "checkpoints" else path
     if not path.exists() or not folder.is_dir():
@@ -156,8 +155,8 @@ def _load(
 
 def _operands(path: Path, accumulator: str | None, *, as_json: bool) -> int:
     """Prints the error of each GEMM of a dump, with one operand cast and with both."""
+    from ottava.experiments.probe import probe_gemms
     from ottava.record.dumps import DumpError, GemmDump, read_dump
-    from ottava.remedy.probe import probe_gemms
 
     dump = read_dump(path)
     if not isinstance(dump, GemmDump):

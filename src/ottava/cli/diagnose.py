@@ -1,23 +1,20 @@
-"""`ottava diagnose`: symptoms of a run, their causes and their remedies."""
+"""`ottava diagnose` and `ottava compare`: what is wrong with a run, and where it left a good one."""
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ottava.base.text import to_json
+from ottava.base.text import columns, to_json
 
 if TYPE_CHECKING:
+    from ottava.diagnose.compare import Comparison
     from ottava.diagnose.diagnose import Diagnosis, Finding
-    from ottava.diagnose.rules import Rulebook
-    from ottava.record.reader import Run
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _SEVERITIES = ("critical", "warning", "never")
-_FRAMEWORKS = ("ottava", "megatron", "te", "torchao")
 
 
 def diagnose(
@@ -25,148 +22,132 @@ def diagnose(
     baseline: Annotated[
         Path | None, typer.Option("--baseline", metavar="RUN", help="The same training in BF16, or a good run.")
     ] = None,
-    rules: Annotated[
-        Path | None, typer.Option("--rules", metavar="FILE", help="Rules of your own, added to the shipped ones.")
-    ] = None,
-    answer: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--answer",
-            metavar="NAME=CHOICE",
-            help="Answer a question that no run folder can; repeatable; --questions lists them.",
-        ),
-    ] = None,
-    ask: Annotated[bool, typer.Option("--ask", help="Ask me these questions, one by one.")] = False,
-    questions: Annotated[bool, typer.Option("--questions", help="List the questions and exit.")] = False,
     framework: Annotated[
-        str, typer.Option("--for", metavar="NAME", help="Print patches for ottava, megatron, te or torchao.")
-    ] = ("ottava"),
+        str | None,
+        typer.Option("--for", metavar="NAME", help="Print changes for this framework, not for that which ran."),
+    ] = None,
     fail_on: Annotated[
         str, typer.Option("--fail-on", metavar="NAME", help="Exit 1 from this severity on: critical, warning, never.")
     ] = "critical",
-    every: Annotated[bool, typer.Option("--all", help="Name each rule that could not be tested.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show the triage tree, and each law that lacks data.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Explain a run: symptoms, causes, and remedies in order of cost, each with its numbers.
+    """Explain a run: what happened, whether FP8 did it, and what to do.
 
-    Rules are tested in this order: software bugs, configuration, numerics. If no rule fires, the answer is "no FP8
-    evidence found" with the share of layers that the watch saw. A rule may lack data: the last lines count such rules
-    by what they need, and --all lists them.
+    The watch made experiments while the run trained: it computed the gradient of a batch with casts and without, and
+    turned casts off until the error was gone. FP8 is blamed only by such an experiment. Everything else is told from
+    facts: learning rates, parameters, batches, and laws that a training step cannot break. With --baseline, facts that
+    differ from the good run come before statistics.
 
     Exit code 1 if a finding is at least as severe as --fail-on.
     """
     from ottava.base.errors import unknown_name
     from ottava.diagnose.diagnose import diagnose as explain
-    from ottava.diagnose.rules import load_rules
+    from ottava.diagnose.remedies import FRAMEWORKS
     from ottava.record.reader import Run
 
-    for option, value, choices in (("--fail-on", fail_on, _SEVERITIES), ("--for", framework, _FRAMEWORKS)):
-        if value not in choices:
+    for option, value, choices in (("--fail-on", fail_on, _SEVERITIES), ("--for", framework, FRAMEWORKS)):
+        if value is not None and value not in choices:
             raise ValueError(unknown_name(f"value of {option}", value, choices))
-    book = load_rules(rules)
-    if questions:
-        for question in book.questions.values():
-            typer.echo(f"{question.name}={'|'.join(question.choices)}\n    {question.ask}")
-        return 0
-    answers = _answers(answer or ())
-    watched, twin = Run.open(run), None if baseline is None else Run.open(baseline)
-    if ask:
-        answers = _interview(watched, twin, book, answers)
-    result = explain(watched, baseline=twin, rules=book, answers=answers)
+    good = None if baseline is None else Run.open(baseline)
+    result = explain(Run.open(run), baseline=good, framework=framework)
     values = {"schema_version": SCHEMA_VERSION, "run": str(run), **result.to_dict()}
-    typer.echo(to_json(values) if as_json else _text(result, framework, every))
+    typer.echo(to_json(values) if as_json else _text(result, every))
     return 1 if fail_on != "never" and result.fails(fail_on) else 0
 
 
-def _answers(options: list[str] | tuple[()]) -> dict[str, str]:
-    answers = {}
-    for text in options:
-        name, sign, choice = text.partition("=")
-        if not sign:
-            raise ValueError(f"--answer {text!r}: needs NAME=CHOICE, such as bf16_twin_recovers=no")
-        answers[name.strip()] = choice.strip()
-    return answers
-
-
-def _interview(run: Run, baseline: Run | None, book: Rulebook, answers: dict[str, str]) -> dict[str, str]:
-    """Asks the questions of the triage tree until it has no new one. Enter leaves a question open."""
-    from ottava.diagnose.diagnose import diagnose as explain
-
-    done: set[str] = set(answers)
-    while True:
-        unanswered = [
-            step["ask"]
-            for step in explain(run, baseline=baseline, rules=book, answers=answers).questions
-            if step["ask"] is not None and step["ask"] not in done
-        ]
-        if not unanswered:
-            return answers
-        name = unanswered[0]
-        done.add(name)
-        question = book.questions[name]
-        reply = typer.prompt(f"{question.ask} [{'/'.join(question.choices)}, Enter: not known]", default="", err=True)
-        if reply.strip():
-            answers = {**answers, name: reply.strip()}
-            book.check_answers(answers)
-
-
-def _text(result: Diagnosis, framework: str, every: bool) -> str:
-    measured = result.coverage_pct == result.coverage_pct  # not NaN
-    coverage = f" Coverage {result.coverage_pct:.0f} %." if measured else " Coverage is not known."
-    lines = [result.sentence + (coverage if result.findings else "")]
+def _text(result: Diagnosis, every: bool) -> str:
+    lines = [result.sentence]
+    if result.event and result.event not in result.sentence:
+        lines += ["", f"What happened: {result.event}"]
+    if result.tried:
+        lines += ["", "Tried"] + [f"  {sentence}" for sentence in result.tried]
     for number, finding in enumerate(result.findings, 1):
-        lines += ["", *_finding(number, finding, framework)]
+        lines += ["", *_finding(number, finding)]
     if result.notes:
-        lines += ["", "Not FP8, but look at this"]
-        for number, note in enumerate(result.notes, 1):
-            lines += ["", *_finding(number, note, framework)]
-    lines += ["", "Triage"]
-    for step in result.questions:
-        needs = f" (needs {'; '.join(step['needs'])})" if step["needs"] else ""
-        say = f"  {step['say']}" if step["say"] else ""
-        lines.append(f"  {step['id']:4} {step['question']} {step['answer']}{needs}{say}")
-    if result.untested:
-        lines += ["", f"Not tested: {len(result.untested)} rules" + ("" if every else " (--all lists them)")]
-        lines += _list_untested(result) if every else _count_needs(result)
+        lines += ["", "Also seen; it may be meant"] + [f"  {note.title}. {note.cause}" for note in result.notes]
+    if result.forecast:
+        lines += ["", "If you switch this model to FP8"] + [f"  {sentence}" for sentence in result.forecast]
+    if every:
+        lines += ["", "Triage"]
+        for step in result.questions:
+            needs = f" (needs {'; '.join(step['needs'])})" if step["needs"] else ""
+            said = f"  {step['say']}" if step["say"] else ""
+            lines.append(f"  {step['id']:4} {step['question']} {step['answer']}{needs}{said}")
+        lines += ["", f"Laws: {result.tested} tested" + (", not tested:" if result.untested else "")]
+        lines += [f"  {law['id']:4} {law['title']}: needs {law['needs']}" for law in result.untested]
+    else:
+        missing = f", {len(result.untested)} lack data" if result.untested else ""
+        lines += ["", f"{result.tested} laws tested{missing} (--all shows them, and the triage tree)"]
     return "\n".join(lines)
 
 
-def _list_untested(result: Diagnosis) -> list[str]:
-    return [f"  {rule['id']:4} {rule['title']}: needs {rule['needs']}" for rule in result.untested]
+def _finding(number: int, finding: Finding) -> list[str]:
+    sure = "" if finding.confidence is None else f", right in {100 * finding.confidence:.0f} % of such answers"
+    when = f", step {finding.steps[0]}" if finding.steps else ""
+    lines = [f"{number}. {finding.title}  ({finding.severity}{when}{sure})", f"   {finding.cause}"]
+    lines += [f"   {sentence}" for sentence in finding.tried]
+    for letter, remedy in zip("abcdefgh", finding.remedies, strict=False):
+        cost = "" if remedy["cost"] == "nothing" else f" Costs {remedy['cost']}."
+        lines.append(f"   {letter}) {remedy['text']}{cost}")
+        for framework, patch in remedy["patch"].items():
+            lines += [f"      {framework}:"] + [f"        {line}" for line in patch.splitlines()]
+    return lines
 
 
-def _count_needs(result: Diagnosis) -> list[str]:
-    """The needs of rules that could not be tested, the most frequent first."""
-    counts: Counter[str] = Counter()
-    for rule in result.untested:
-        needs = rule["needs"].split("; ")
-        counts.update({"an answer (--ask asks for it)" if need.startswith("an answer to") else need for need in needs})
-    return [f"  {count:4} for want of {need}" for need, count in counts.most_common()]
+def compare(
+    good: Annotated[Path, typer.Argument(metavar="GOOD", help="Folder of the run that went well.")],
+    bad: Annotated[Path, typer.Argument(metavar="BAD", help="Folder of the run that went wrong.")],
+    align: Annotated[str, typer.Option("--align", metavar="AXIS", help="Pair looks by step, or by tokens.")] = "step",
+    control: Annotated[
+        list[Path] | None,
+        typer.Option("--control", metavar="RUN", help="Another good run, of another seed; repeatable."),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", metavar="N", help="Rows of the table.")] = 15,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Compare a good run with a bad one: settings first, then which tensor left the good run's band, and when.
+
+    The table is ranked by bits lost per element. 6 dB of SQNR are one bit. An element that the cast flushed or clipped
+    lost all of its bits. Eight octaves of growth count as one bit.
+
+    The band of a statistic is the range of the good run around that step; --control widens it.
+
+    Exit code 1 if the loss or a tensor of the bad run left the band of the good one.
+    """
+    from ottava.diagnose.compare import compare as compare_runs
+    from ottava.record.reader import Run
+
+    runs = [Run.open(path) for path in (good, bad, *(control or ()))]
+    result = compare_runs(runs[0], runs[1], align=align, controls=runs[2:])
+    values = {"schema_version": SCHEMA_VERSION, "good": str(good), "bad": str(bad), **result.to_dict()}
+    typer.echo(to_json(values) if as_json else _compared(result, top))
+    return 1 if result.diverged else 0
 
 
-def _finding(number: int, finding: Finding, framework: str) -> list[str]:
+def _compared(result: Comparison, top: int) -> str:
     from ottava.measure.layer_names import symbol
 
-    steps = f", steps {finding.steps[0]} to {finding.steps[1]}" if finding.steps else ""
-    lines = [
-        f"{number}. {finding.severity} {finding.id}  {finding.title}  (confidence {finding.confidence:.0%}{steps})"
+    lines = [result.verdict, "", "Settings that differ" if result.config else "Settings: none differ"]
+    if result.config:
+        lines += columns(("", "good", "bad"), *((f"  {d['key']}", d["good"], d["bad"]) for d in result.config))
+    if result.unmatched:
+        lines += ["", f"Only in one run: {', '.join(result.unmatched[:8])}"]
+    if result.first is not None and result.first["then"]:
+        lines += ["", f"Then: {', '.join(result.first['then'])}"]
+    rows = [
+        [
+            f"  {entry['layer']}",
+            symbol(entry["tensor"], entry["direction"]),
+            entry["metric"],
+            f"{entry['good']:.4g}",
+            f"{entry['bad']:.4g}",
+            f"{entry['effect']:+.3g} {entry['unit']}",
+            f"{entry['bits']:.2f}",
+            entry["step"],
+        ]
+        for entry in result.ranked[:top]
     ]
-    for proof in finding.evidence:
-        where = f"{proof.layer}.{symbol(proof.tensor)}  " if proof.layer else ""
-        value, limit = (f"{v:.4g}" if isinstance(v, float) else v for v in (proof.value, proof.threshold))
-        unit = f" {proof.unit}" if proof.unit else ""
-        at = "" if proof.step is None else f", step {proof.step}"
-        lines.append(f"     {where}{proof.metric} {value}{unit} (limit {limit}{at})")
-    if len(finding.layers) > 1:
-        lines.append(f"   in {len(finding.layers)} layers")
-    lines.append(f"   cause: {finding.cause}")
-    lines.append(f"   refuted if: {finding.refute_by}")
-    if finding.also:
-        lines.append(f"   explains too: {'; '.join(finding.also)}")
-    for letter, remedy in zip("abcdefgh", finding.remedies, strict=False):
-        lines.append(f"   {letter}) {remedy['text']} Costs: {remedy['cost']}.")
-        lines += [f"        {line}" for line in remedy["patch"].get(framework, "").splitlines()]
-        lines += [f"      predicted: {remedy['predicted']}"] if remedy["predicted"] else []
-        lines += [f"      note: {note}" for note in remedy["notes"]]
-    lines.append(f"   source: {'; '.join(finding.source)}")
-    return lines
+    lines += ["", f"Largest differences, of {result.steps_compared} looks"]
+    head = ["  layer", "tensor", "statistic", "good", "bad", "effect", "bits lost", "step"]
+    return "\n".join(lines + (columns(head, *rows) if rows else ["  none"]))

@@ -1,16 +1,24 @@
-"""`ottava doctor`: names the kernels of this machine, tests them, and lists what is missing."""
+"""Commands about this machine: `ottava doctor` tests its kernels, `ottava bench` measures them."""
 
 from __future__ import annotations
 
+import json
 import platform
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ottava.base.text import columns, to_json
+from ottava.base.text import columns
+from ottava.cli.console import answer
 
-SCHEMA_VERSION = 1
+if TYPE_CHECKING:
+    from ottava.bench.method import Run
+
 WRONG, MISSING = 1, 3
 SIZE = 128
 """Rows and columns of the test matrices; every kernel supports this size."""
@@ -35,7 +43,7 @@ def doctor(
     a C++ compiler.
     """
     result = examine()
-    typer.echo(to_json({"schema_version": SCHEMA_VERSION, **result}) if as_json else report(result))
+    answer(as_json, result, report(result))
     wrong = any(row["check"] != "ok" for row in result["recipes"])
     return WRONG if wrong else MISSING if result["lost"] else 0
 
@@ -150,8 +158,20 @@ def traps(here: Facts) -> list[str]:
     return warnings
 
 
-def _kernels(recipe: Any, device: str) -> list[dict[str, str]]:
-    """One row per quantized GEMM: its kernels for a matrix that fits all kernels, and the check of their result."""
+class Explained(NamedTuple):
+    """One quantized GEMM of a recipe on a matrix that fits all kernels, and why each kernel runs or does not."""
+
+    gemm: str
+    tensors: tuple[Any, Any]
+    operands: tuple[Any, Any]
+    casts: tuple[str, str]
+    """`explain_quantize` of both."""
+    product: str
+    """`explain`."""
+
+
+def explained(recipe: Any, device: str) -> Iterator[Explained]:
+    """Each quantized GEMM of a recipe, its operands cast on that device."""
     import torch
 
     from ottava.ops.gemm import explain
@@ -159,17 +179,23 @@ def _kernels(recipe: Any, device: str) -> list[dict[str, str]]:
 
     numbers = torch.Generator().manual_seed(0)
     x, w = (torch.randn(SIZE, SIZE, generator=numbers).to(device, torch.bfloat16) for _ in range(2))
-    rows = []
     for name in ("fprop", "dgrad", "wgrad"):
         gemm = getattr(recipe, name)
-        if not gemm.quantized:
-            continue
-        a = quantize(x, gemm.lhs)
-        b = quantize(w, gemm.rhs, beside=a)
-        casts = [_runs(explain_quantize(x, spec)) for spec in (gemm.lhs, gemm.rhs)]
-        row = {"recipe": recipe.name, "gemm": name, "operands": f"{gemm.lhs} x {gemm.rhs}"}
-        row |= {"quantize": ", ".join(dict.fromkeys(casts)), "kernel": _runs(explain(a, b, out_dtype=x.dtype))}
-        rows.append(row | {"check": _check(gemm, (x, w), (a, b))})
+        if gemm.quantized:
+            a = quantize(x, gemm.lhs)
+            b = quantize(w, gemm.rhs, beside=a)
+            casts = explain_quantize(x, gemm.lhs), explain_quantize(x, gemm.rhs)
+            yield Explained(name, (x, w), (a, b), casts, explain(a, b, out_dtype=x.dtype))
+
+
+def _kernels(recipe: Any, device: str) -> list[dict[str, str]]:
+    """One row per quantized GEMM: its kernels, and the check of their result."""
+    rows = []
+    for one in explained(recipe, device):
+        gemm = getattr(recipe, one.gemm)
+        row = {"recipe": recipe.name, "gemm": one.gemm, "operands": f"{gemm.lhs} x {gemm.rhs}"}
+        row |= {"quantize": ", ".join(dict.fromkeys(map(_runs, one.casts))), "kernel": _runs(one.product)}
+        rows.append(row | {"check": _check(gemm, one.tensors, one.operands)})
     return rows
 
 
@@ -178,8 +204,7 @@ def _check(cells: Any, tensors: Any, operands: Any) -> str:
     import torch
 
     from ottava.kernels import reference
-    from ottava.ops.gemm import gemm
-    from ottava.ops.parts import rests
+    from ottava.ops.gemm import gemm, rests
 
     for side, x, got in zip(("left", "right"), tensors, operands, strict=True):
         if got.spec.rounding == "stochastic" or got.spec.block_scale == "ms_eden":  # draws other codes each time
@@ -230,3 +255,145 @@ def report(result: dict[str, Any]) -> str:
     else:
         lines.append("Nothing is missing.")
     return "\n".join(lines)
+
+
+bench = typer.Typer(
+    help="Measure casts, layers and training on this machine, beside BF16 and other packages.", rich_markup_mode=None
+)
+
+
+@bench.callback()
+def options() -> None:
+    """Measure casts, layers and training on this machine, beside BF16 and other packages."""
+    if find_spec("ottava.bench") is None:
+        raise ImportError(
+            "bench: its programs are in the source tree and not in the wheel; clone ottava, and run ./x bench there"
+        )
+
+
+@bench.command("cpu")
+def cpu(
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="cast, gemm, linear, block, statistics, memory, demo, build or smollm2; repeatable. [all but smollm2]"
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds of every case.")] = 15,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Measure under torch.compile, too. This takes minutes.")
+    ] = False,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch. [torch's own choice]")] = None,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Measure CPU time: for one thread on a busy machine.")
+    ] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="smollm2: folder of SmolLM2-135M with model.safetensors. [random weights]")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="smollm2: text for the perplexity; needs --checkpoint and tokenizers.")
+    ] = None,
+    keep_memory: Annotated[
+        bool, typer.Option("--keep-memory", help="Let glibc keep freed memory: no page faults over 32 MiB.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Time casts, linear layers and models on the CPU, and measure the memory that they save for backward.
+
+    Every round runs every variant once, so other load on the machine slows all variants alike. A ratio compares two
+    times of the same round; quartiles are taken over all rounds. Exit code 2 for an unknown suite, or text without a
+    checkpoint.
+    """
+    import torch
+
+    from ottava.bench.cpu import Settings, machine
+    from ottava.bench.cpu import bench as measure
+    from ottava.kernels.memory import keep_freed_memory
+
+    if text is not None and checkpoint is None:
+        raise ValueError("--text: perplexity needs trained weights; give them with --checkpoint")
+    if keep_memory and not keep_freed_memory():
+        raise ValueError("--keep-memory: needs glibc; this machine has another C library")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    cases = []
+    if not as_json:
+        typer.echo(json.dumps(machine()))
+    for case in measure(suite, Settings(rounds, compiled, cpu_time, checkpoint, text)):
+        cases.append(case)
+        if not as_json:
+            typer.echo(f"\n{case}")
+    if as_json:
+        facts = machine() | {"keep_memory": keep_memory}
+        answer(True, {"machine": facts, "cases": [case.to_dict() for case in cases]}, "")
+    return 0
+
+
+@bench.command("gpu")
+def gpu(
+    suites: Annotated[
+        list[str] | None,
+        typer.Argument(help="Some of ceilings, gemm, cast, linear, host, block, seed_layer, train. [all]"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers to this file.")] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved samples of each contender.")] = 50,
+    rivals: Annotated[bool, typer.Option(help="Measure torchao, Liger and TransformerEngine, if installed.")] = True,
+    compiled: Annotated[bool, typer.Option(help="Measure under torch.compile, too. This takes minutes.")] = True,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes on any device; the times mean nothing.")] = False,
+) -> int:
+    """Time kernels, layers and training on the GPU, and check every result in the same run.
+
+    Each suite prints a table: median microseconds, 10th and 90th percentile, rates, the speed-up over the fastest BF16
+    of the same mode, launches, memory of a step. After each suite it writes FILE, with device, driver,
+    clocks, power, versions and commit.
+
+    Exit code 1 if a contender computes wrong results, 2 for an unknown suite, 3 without a GPU.
+    """
+    from ottava.bench.gpu import SUITES
+
+    run = _run(smoke, rounds, rivals, compiled)
+    return MISSING if run is None else _measure(run, suites or list(SUITES), out)
+
+
+@bench.command("ceilings")
+def ceilings(
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file for the constants.")] = Path("ceilings.json"),
+    rounds: Annotated[int, typer.Option(help="Interleaved samples of each contender.")] = 50,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes on any device; the times mean nothing.")] = False,
+) -> int:
+    """Measure the peak rates of this GPU for `ottava plan --device FILE`, in two minutes.
+
+    Exit code 1 if a GEMM computes wrong results, 3 without a GPU.
+    """
+    run = _run(smoke, rounds, False, False)
+    return MISSING if run is None else _measure(run, ["ceilings"], out)
+
+
+def _run(smoke: bool, rounds: int, rivals: bool, compiled: bool) -> Run | None:
+    """The settings of a measurement. None without a GPU, after a line on stderr."""
+    import torch
+
+    from ottava.bench.method import Run
+
+    if not torch.cuda.is_available() and not smoke:
+        print("bench: no CUDA device, nothing to measure; --smoke checks this program on a CPU", file=sys.stderr)
+        return None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Run(device, smoke, 3 if smoke else rounds, rivals, compiled and not smoke)
+
+
+def _measure(run: Run, suites: list[str], out: Path | None) -> int:
+    from ottava.bench.gpu import bench as measure
+    from ottava.bench.gpu import table, where
+
+    report: dict[str, Any] = {"schema_version": 1, **where(run), "suites": {}}
+    typer.echo(f"{report['device']}, torch {report['versions']['torch']}, commit {report['commit'] or 'unknown'}")
+    for name, reason in report["left_out"].items():
+        typer.echo(f"left out: {name}: {reason}")
+    for name, result in measure(run, suites):
+        report["suites"][name] = result
+        report |= {"constants": result["constants"]} if "constants" in result else {}
+        typer.echo(f"\n{name}\n{table(result['rows'])}")
+        if out is not None:  # after each suite: an interruption loses one suite only
+            out.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    return 0

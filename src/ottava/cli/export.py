@@ -1,19 +1,67 @@
-"""`ottava export`: writes a checkpoint that inference engines serve."""
+"""Commands about checkpoints: `ottava inspect`, `consolidate`, `export`, `parity` and `eval`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ottava.base.text import to_json
+from ottava.cli.console import answer, print_table
 
 if TYPE_CHECKING:
+    from ottava.serving.alone import Text
     from ottava.serving.source import Source
 
-SCHEMA_VERSION = 1
+
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="FILE|FOLDER", help="A checkpoint of Hugging Face, torch, PEFT or ottava; or a run."),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Show each tensor of a checkpoint: type, shape, amax and scales; and check the FP8 scaling state in it.
+
+    FILE is a safetensors file or one of torch.save; FOLDER holds such files, also many with an index, a LoRA adapter or
+    the shards of several processes. amax is that of the numbers as they are stored; scales are the smallest and largest
+    of those beside codes. The numbers of a checkpoint are read once, so a large one takes as long as copying it.
+
+    Recipes that predict scales (delayed, guarded; TransformerEngine's, too) keep a state: for each tensor how full the
+    amax history is, its newest and largest amax, the scale, and how the scale follows from the history.
+
+    No code of a file is executed; a pickle that would run code is refused.
+
+    Exit code 0; 1 if a scaling state contradicts itself; 4 if the file is damaged or refused, or holds no tensor.
+    """
+    from rich.console import Console
+
+    from ottava.interop.contents import read_contents
+
+    found = read_contents(path)
+    problems = found.state is not None and bool(found.state.problems)
+    if as_json:
+        answer(True, found.to_dict(), "")
+        return int(problems)
+    typer.echo(found.summary)
+    for name, value in found.settings.items():
+        typer.echo(f"  {name}: {value}")
+    typer.echo()
+    rows = [
+        (
+            one.name,
+            one.dtype,
+            "x".join(map(str, one.shape)) or "scalar",
+            "-" if one.amax is None else f"{one.amax:.4g}",
+            "-" if one.scale_min is None else f"{one.scale_min:.4g}..{one.scale_max:.4g}",
+        )
+        for one in found.tensors
+    ]
+    print_table(Console(), ("tensor", "dtype", "shape", "amax", "scales"), rows, left=("tensor", "dtype"))
+    if found.state is not None:
+        typer.echo(f"\n{found.state}")
+    return int(problems)
 
 
 def export(
@@ -57,16 +105,184 @@ def export(
     """
     from ottava.serving.export import export as write
 
-    report = write(_source(source), out, layout=layout, static=static, keep=keep or (), recast=recast, engine=engine)
-    typer.echo(to_json({"schema_version": SCHEMA_VERSION, **asdict(report)}) if as_json else str(report))
+    opened, _ = _source(source)
+    report = write(opened, out, layout=layout, static=static, keep=keep or (), recast=recast, engine=engine)
+    answer(as_json, asdict(report), report)
     return int(bool(report.changed))
 
 
-def _source(folder: Path) -> Source:
-    from ottava.train.llama import of_run, run_of
-
-    if (run_of(folder) / "config.yaml").is_file():
-        return of_run(folder)
+def _source(folder: Path) -> tuple[Source, Path | None]:
+    """The checkpoint in a folder of Hugging Face's, or that of a run and the receipt of the run."""
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    if (run / "config.yaml").is_file():
+        receipt = run / "receipt.json"
+        return _of_run(folder), receipt if receipt.is_file() else None
     from ottava.serving.source import of_folder
 
-    return of_folder(folder)
+    return of_folder(folder), None
+
+
+def _of_run(folder: Path) -> Source:
+    from ottava.train.llama import of_run
+
+    return of_run(folder)
+
+
+def consolidate(
+    checkpoint: Annotated[Path, typer.Argument(metavar="FOLDER", help="RUN/checkpoints/step-000200, for example.")],
+    target: Annotated[Path, typer.Argument(metavar="NEW", help="A folder that does not exist yet.")],
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also the states of the optimizer and of random generators.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Join the shards of a checkpoint to one file NEW/model.safetensors, with whole tensors.
+
+    FOLDER is a checkpoint of `ottava train` under torchrun, or of torch.distributed.checkpoint with its
+    HuggingFaceStorageWriter. Tensors keep their names in the model; FP8 weights stay codes with their scales.
+
+    Exit code 4 if FOLDER is damaged or holds no such files.
+    """
+    from ottava.train.checkpoint import consolidate as join
+
+    sizes = join(checkpoint, target, keep=everything)
+    path = target / "model.safetensors"
+    answer(as_json, {"path": str(path), **sizes}, f"{path}: {sizes['tensors']} tensors, {sizes['bytes']:,} bytes")
+    return 0
+
+
+def parity(
+    train: Annotated[
+        Path,
+        typer.Argument(metavar="TRAIN", help="A run of ottava train, one of its checkpoints, or a BF16 checkpoint."),
+    ],
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="The folder that the engine reads.")],
+    engine: Annotated[
+        str, typer.Option("--engine", "-e", metavar="E", help="vllm, sglang, transformers or trtllm.")
+    ] = "vllm",
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", metavar="R", help="The recipe of the training, if TRAIN is in BF16.")
+    ] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option("--engine-config", metavar="F", help="JSON: settings of the engine, in its own words."),
+    ] = None,
+    ran: Annotated[
+        Path | None,
+        typer.Option("--receipt", metavar="F", help="receipt.json of the training; a run brings its own."),
+    ] = None,
+    text: Annotated[Path | None, typer.Option("--text", metavar="F", help="A text to measure the KL on.")] = None,
+    kl: Annotated[bool, typer.Option("--kl/--no-kl", help="Measure the KL of each linear that differs, alone.")] = True,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="F", help="Write the certificate as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as one JSON object.")] = False,
+) -> int:
+    """Compare what training multiplied with what an engine multiplies after it has read a checkpoint.
+
+    Same linears, codes, scales, casts of activations, heads, ties. No engine runs: its rules are emulated. The first
+    difference in the order of execution comes first, with its cause. Equal inputs give an equal certificate, byte by
+    byte.
+
+    Exit code 0 if they are equal; 1 if not; 2 for a wrong engine or recipe; 4 for a folder that cannot be read.
+    """
+    from ottava.base.files import replacing
+    from ottava.serving.parity import parity as compare
+
+    source, found = _source(train)
+    certificate = compare(
+        source,
+        checkpoint,
+        engine,
+        recipe=recipe,
+        settings=_object(settings),
+        ran=_object(ran or found),
+        text=_text(source, checkpoint, text) if kl else None,
+    )
+    if out is not None:
+        with replacing(out) as scratch:
+            scratch.write_text(certificate.to_json(), encoding="utf-8")
+    typer.echo(certificate.to_json().rstrip() if as_json else str(certificate))
+    return int(not certificate.equal)
+
+
+def _object(path: Path | None) -> dict[str, Any] | None:
+    from ottava.base.untrusted import UntrustedError, parse_json, read_text
+
+    if path is None:
+        return None
+    found = parse_json(read_text(path))
+    if not isinstance(found, dict):
+        raise UntrustedError(f"{path}: needs one JSON object")
+    return found
+
+
+def _text(source: Source, checkpoint: Path, path: Path | None) -> Text:
+    """Bytes for a model that reads bytes, the tokens of the checkpoint's tokenizer, or always the same tokens."""
+    import torch
+
+    from ottava.serving.alone import SAMPLE, Text, made_up
+
+    vocabulary, length = int(source.config.get("vocab_size") or 0), 128
+    if vocabulary == 256:
+        raw = SAMPLE.encode() if path is None else path.read_bytes()
+        name = "a sentence of ottava's" if path is None else path.name
+        return Text(torch.tensor(list(raw[:length])), f"{len(raw[:length])} bytes of {name}")
+    tokenizer = checkpoint / "tokenizer.json"
+    if path is not None and tokenizer.is_file():
+        try:
+            from tokenizers import Tokenizer  # type: ignore[import-not-found,unused-ignore]
+        except ImportError as error:
+            raise ImportError("--text needs a tokenizer; install it with: pip install tokenizers") from error
+        ids = Tokenizer.from_file(str(tokenizer)).encode(path.read_text(encoding="utf-8")).ids[:length]
+        return Text(torch.tensor(ids), f"{len(ids)} tokens of {path.name}")
+    return made_up(max(vocabulary, 1), length)
+
+
+def evaluate(
+    a: Annotated[str, typer.Argument(metavar="A", help="How it should be: a run, a checkpoint, or either @RECIPE.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="What is served or considered; CHECKPOINT@engine, too.")],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option("--text", metavar="FILE", help="A task; repeatable. Default: held-out text of ottava train."),
+    ] = None,
+    recipe_a: Annotated[str | None, typer.Option("--recipe-a", metavar="R", help="As A@R.")] = None,
+    recipe_b: Annotated[str | None, typer.Option("--recipe-b", metavar="R", help="As B@R.")] = None,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a chunk of text.")] = 128,
+    chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks of each text.")] = 64,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", min=0.0, help="Nats a token of loss or KL that count as nothing.")
+    ] = 0.01,
+    generate: Annotated[int, typer.Option("--generate", min=0, help="Tokens of greedy generations.")] = 32,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write an HTML page with all numbers.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Compare two checkpoints by their weights and by their answers to text, and say what is wrong.
+
+    A and B are runs of `ottava train` (under their own recipe), or checkpoints of Hugging Face's in BF16 or FP8 (what
+    the weights stand for, in BF16 arithmetic). RUN@bf16 and CHECKPOINT@rowwise compute under another recipe.
+    CHECKPOINT@engine also casts activations, as an inference engine does beside these weights. Models other than those
+    of ottava train need transformers.
+
+    The verdict is one of: A and B answer alike; B holds other weights (another step or training); wrong scales or
+    weights are read; layers are quantized differently; serve it in FP8; the casts are too coarse, for all texts or
+    for some; what differs is unexplained. Brackets hold 95 % of
+    what a bootstrap over the chunks of text gives.
+
+    Exit code 0 if they answer alike; 1 for each other verdict; 2 for a wrong recipe or text, or other models; 3 if
+    transformers is missing; 4 for a folder that cannot be read.
+    """
+    from ottava.serving.evaluate import evaluate as compare
+    from ottava.train.views import open_view, texts_of
+
+    first, second = open_view(a, recipe_a), open_view(b, recipe_b)
+    found = compare(
+        first, second, texts_of(text or ()), length=length, chunks=chunks, tolerance=tolerance, generate=generate
+    )
+    values = found.to_dict()
+    if out is not None:
+        from ottava.serving.evaluation_page import write_page
+
+        values["page"] = str(write_page(found, out))
+    answer(as_json, values, str(found) + (f"\n\n{out}" if out else ""))
+    return int(not found.verdict.good)

@@ -1,4 +1,4 @@
-"""`ottava formats`: every number format, its derived numbers, and the value of each code.
+"""`ottava formats` and `ottava recipes`: what a number format holds, and what a recipe casts, with which kernels.
 
 All numbers come from `ottava.numerics.formats`; the values of codes come from the definition in
 `ottava.numerics.rounding`. The upper bits of a code choose the row of the grid, and the lowest bits the column.
@@ -7,27 +7,24 @@ All numbers come from `ottava.numerics.formats`; the values of codes come from t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ottava.base.text import to_json
+from ottava.cli.console import answer, fits, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from ottava.numerics.formats import Format
+    from ottava.recipe import Recipe
 
-SCHEMA_VERSION = 1
 _LISTED_BITS = 8  # codes of wider formats only on request: 16 bits are 4,096 lines
 _MAX_LISTED_BITS = 16
 _MAX_COLUMN_BITS = 3
-_PIPE_WIDTH, _GAP = 120, 2
 _OVERVIEW_NOTES = (
     "s|e|m: bits of sign, exponent and mantissa. eps: from 1 to the next number. range: octaves, smallest to largest.",
-    "ottava formats NAME shows one format and the value of each code.",
+    "ottava formats NAME shows one format and the value of each code, or explains a recipe.",
 )
 
 
@@ -45,42 +42,125 @@ class Code(NamedTuple):
 
 def formats(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A format such as E4M3: its numbers and codes.")
+        str | None, typer.Argument(metavar="[NAME]", help="A format such as E4M3, or a recipe such as nvfp4.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with values in full.")] = False,
     all_codes: Annotated[bool, typer.Option("--all", help="List the codes of a 16-bit format too.")] = False,
 ) -> int:
     """Show the number formats: range, precision, and the value of every code.
 
-    Without NAME, one table shows all formats. Exit code 2 for an unknown name.
+    Without NAME, one table shows all formats. The name of a recipe does what `ottava recipes NAME` does. Exit code 2
+    for an unknown name.
     """
     from rich.console import Console
 
-    from ottava.numerics.formats import FORMATS, get_format
+    from ottava.base.errors import unknown_name
+    from ottava.numerics.formats import FORMATS
+    from ottava.recipe import RECIPES
 
+    if name is not None and name.partition("/")[0] in RECIPES and not all_codes:
+        return recipes(name, as_json)
     if name is None and all_codes:
         raise ValueError("formats --all: lists the codes of one format; give its name, such as BF16")
-    chosen = None if name is None else get_format(name)
+    chosen = None if name is None else FORMATS.get(name.upper())
+    if name is not None and chosen is None:
+        raise ValueError(unknown_name("format", name, (*FORMATS, *RECIPES)))
     listed = chosen is not None and (all_codes or chosen.bits <= _LISTED_BITS)
     codes = list_codes(chosen) if chosen is not None and listed else []
     if as_json:
         described = [_describe(fmt) for fmt in ([chosen] if chosen else FORMATS.values())]
         if listed:
             described[0]["codes"] = [_code_as_json(code, described[0]["bits"]) for code in codes]
-        typer.echo(to_json({"schema_version": SCHEMA_VERSION, "formats": described}))
+        answer(True, {"formats": described}, "")
         return 0
     console = Console()
-    if not console.is_terminal:  # a pipe has no width, and 80 would fold the tables
-        console = Console(width=_PIPE_WIDTH)
     if chosen is None:
-        every = list(FORMATS.values())
-        console.print(_widest(console, (_overview(every, storage=True), _overview(every, storage=False))))
-        console.print()
-        for note in _OVERVIEW_NOTES:
-            console.print(note, style="dim", highlight=False, soft_wrap=True)
+        _overview(console)
     else:
         _show(console, chosen, codes)
     return 0
+
+
+def recipes(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A recipe, such as nvfp4.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Show what each recipe casts; with NAME, also its bytes and its kernels on this machine.
+
+    A recipe has three GEMMs with two operands each: fprop y = x w.T, dgrad dx = dy w, wgrad dw = dy.T x. An operand is
+    cast to a format in blocks that share a scale, or stays in high precision. Kernels are those that run on operands of
+    128 x 128 in BF16; for each other kernel there is the reason why it does not run.
+
+    Exit code 2 for an unknown name.
+    """
+    from rich.console import Console
+
+    from ottava.recipe import GEMMS, RECIPES, get_recipe
+
+    chosen = None if name is None else get_recipe(name)
+    if chosen is not None:
+        operands, kernels = _operands(chosen), _kernels(chosen)
+        if as_json:
+            answer(True, {"recipes": [{**chosen.to_dict(), "operands": operands, "kernels": kernels}]}, "")
+        else:
+            _explain(Console(), chosen, operands, kernels)
+    elif as_json:
+        answer(
+            True, {"recipes": [recipe.to_dict() | {"operands": _operands(recipe)} for recipe in RECIPES.values()]}, ""
+        )
+    else:
+        rows = [(recipe.name, *(str(getattr(recipe, gemm)) for gemm in GEMMS)) for recipe in RECIPES.values()]
+        print_table(Console(), ("recipe", *GEMMS), rows, left=("recipe", *GEMMS))
+        print("\nA cell is format[block, scale, rounding ...]. ottava recipes NAME shows bytes and kernels.")
+    return 0
+
+
+def _operands(recipe: Recipe) -> list[dict[str, Any]]:
+    """The six cells: GEMM, operand, cast, and bytes of an element with its share of the scales."""
+    from ottava.recipe import CELL_OF, TENSOR_OF, bits
+
+    symbols = {"input": "x", "weight": "w", "grad_output": "dy"}
+    found = []
+    for gemm, side in sorted(CELL_OF.values(), key=lambda cell: ("fprop dgrad wgrad".index(cell[0]), cell[1])):
+        tensor, direction = TENSOR_OF[gemm, side]
+        spec = getattr(getattr(recipe, gemm), side)
+        operand = symbols[tensor] + (".T" if direction == "col" else "")
+        cast = "high precision" if spec is None else str(spec)
+        found.append({"gemm": gemm, "operand": operand, "cast": cast, "bytes_per_element": bits(spec) / 8})
+    return found
+
+
+def _kernels(recipe: Recipe) -> list[dict[str, str]]:
+    """Every kernel that a cast or GEMM of the recipe asks on the devices of this machine: "runs", or why not."""
+    import torch
+
+    from ottava.cli.doctor import explained
+
+    found = []
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        named = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        for one in explained(recipe, device):
+            steps = [("cast lhs", one.casts[0]), ("cast rhs", one.casts[1]), ("gemm", one.product)]
+            for step, lines in steps:
+                for kernel, _, why in (line.partition(": ") for line in lines.splitlines()):
+                    found.append({"device": named, "gemm": one.gemm, "step": step, "kernel": kernel, "why": why})
+    return found
+
+
+def _explain(console: Console, recipe: Recipe, operands: list[dict[str, Any]], kernels: list[dict[str, str]]) -> None:
+    print(recipe.name)
+    for override in str(recipe).splitlines()[4:]:
+        print(override)
+    print()
+    header = ("gemm", "operand", "cast", "bytes per element")
+    print_table(console, header, [list(row.values()) for row in operands], left=header[:3])
+    print("\nBF16 has 2 bytes per element.\n")
+    if kernels:
+        header = ("device", "gemm", "step", "kernel", "why")
+        print_table(console, header, [list(row.values()) for row in kernels], left=header)
+        print("\nThese are the kernels of this machine; `ottava doctor` checks their results.")
+    else:
+        print("No GEMM is quantized: torch multiplies in high precision.")
 
 
 def list_codes(fmt: Format) -> list[Code]:
@@ -149,35 +229,13 @@ def _power(value: float) -> str:
     return f"2^{math.frexp(value)[1] - 1}"
 
 
-def _table() -> Table:
-    from rich import box
-    from rich.table import Table
+def _overview(console: Console) -> None:
+    """Prints one line per format, with the torch type last where the terminal has room for it."""
+    from ottava.numerics.formats import FORMATS, dtype_name
 
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), header_style="dim")
-
-
-def _widest(console: Console, tables: Iterable[Table]) -> Table:
-    """The first of the tables, widest first, that fits the terminal. If no table fits: the last one, folded."""
-    for table in tables:
-        # rich's own measure takes seconds for the 4,096 rows of a 16-bit format
-        widths = [max(len(str(text)) for text in (column.header, *column.cells)) for column in table.columns]
-        if sum(widths) + _GAP * (len(widths) - 1) <= console.width:
-            break
-    return table
-
-
-def _overview(every: list[Format], *, storage: bool) -> Table:
-    """One line per format, with the torch type last."""
-    from ottava.numerics.formats import dtype_name
-
-    table = _table()
-    table.add_column("format", style="bold", overflow="fold")
-    for heading in ("bits", "s|e|m", "largest", "normal from", "smallest", "eps", "range"):
-        table.add_column(heading, justify="right", overflow="fold")
-    for heading in ("inf", "NaN", *(["held in"] if storage else [])):
-        table.add_column(heading, overflow="fold")
-    for fmt in every:
-        table.add_row(
+    header = ("format", "bits", "s|e|m", "largest", "normal from", "smallest", "eps", "range", "inf", "NaN", "held in")
+    rows = [
+        [
             fmt.name,
             str(fmt.bits),
             f"{int(fmt.signed)}|{fmt.exponent_bits}|{fmt.mantissa_bits}",
@@ -188,25 +246,37 @@ def _overview(every: list[Format], *, storage: bool) -> Table:
             f"{fmt.range_bits:.1f}",
             "yes" if fmt.has_infinity else "-",
             "yes" if fmt.has_nan else "-",
-            *([dtype_name(fmt.storage_dtype)] if storage else []),
-        )
-    return table
+            dtype_name(fmt.storage_dtype),
+        ]
+        for fmt in FORMATS.values()
+    ]
+    if not fits(console, header, rows):
+        header, rows = header[:-1], [row[:-1] for row in rows]
+    print_table(console, header, rows, left=("format", "inf", "NaN", "held in"))
+    _say(console, "", *_OVERVIEW_NOTES)
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def _show(console: Console, fmt: Format, codes: list[Code]) -> None:
     """Prints the facts of one format and the grid of its codes."""
     console.print(fmt.name, style="bold")
     for label, text in _facts(fmt):
-        console.print(f"  {label:<13}{text}", highlight=False, soft_wrap=True)
+        console.print(f"  {label:<13}{text}", highlight=False, markup=False, soft_wrap=True)
     console.print()
     if codes:
         low_bits = min(fmt.mantissa_bits or fmt.exponent_bits, _MAX_COLUMN_BITS)
-        console.print(_widest(console, (_grid(fmt, codes, column_bits) for column_bits in range(low_bits, 0, -1))))
-        console.print()
-        for note in _notes(fmt):
-            console.print(note, style="dim", highlight=False, soft_wrap=True)
+        for column_bits in range(low_bits, 0, -1):
+            header, rows = _grid(fmt, codes, column_bits)
+            if fits(console, header, rows):
+                break
+        print_table(console, header, rows, left=header[:3])
+        _say(console, "", *_notes(fmt))
     elif fmt.bits <= _MAX_LISTED_BITS:
-        console.print(f"{1 << fmt.bits:,} codes: --all lists them.", style="dim", highlight=False)
+        _say(console, f"{1 << fmt.bits:,} codes: --all lists them.")
 
 
 def _facts(fmt: Format) -> list[tuple[str, str]]:
@@ -244,20 +314,18 @@ def _recipes_with(fmt: Format) -> tuple[list[str], list[str]]:
     return cast, [name for name in specs if any(spec.scale_format in scale_formats for spec in specs[name])]
 
 
-def _grid(fmt: Format, codes: list[Code], column_bits: int) -> Table:
+def _grid(fmt: Format, codes: list[Code], column_bits: int) -> tuple[list[str], list[list[str]]]:
     """One row per pattern of the upper bits, one column per pattern of the lowest `column_bits`; no signs."""
-    table = _table()
-    for heading in ("code", "s|exp|man" if fmt.signed else "exp", "kind"):
-        table.add_column(heading, overflow="fold")
     columns = 1 << column_bits
-    for low in range(columns):
-        table.add_column(f"{low:0{column_bits}b}", justify="right", overflow="fold")
+    header = ["code", "s|exp|man" if fmt.signed else "exp", "kind"]
+    header += [f"{low:0{column_bits}b}" for low in range(columns)]
     magnitudes = codes[: 1 << (fmt.exponent_bits + fmt.mantissa_bits)]
+    rows = []
     for first in range(0, len(magnitudes), columns):
         row = magnitudes[first : first + columns]
         kinds = "/".join(dict.fromkeys(code.kind for code in row))
-        table.add_row(_hex(first, fmt.bits), _bits(fmt, row[0], column_bits), kinds, *(_cell(fmt, c) for c in row))
-    return table
+        rows.append([_hex(first, fmt.bits), _bits(fmt, row[0], column_bits), kinds, *(_cell(fmt, c) for c in row)])
+    return header, rows
 
 
 def _bits(fmt: Format, code: Code, column_bits: int) -> str:

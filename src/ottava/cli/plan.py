@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ottava.base.text import to_json
+from ottava.cli.console import answer
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ottava.nn.plan import Device
 
-SCHEMA_VERSION = 1
 _VOCABULARY = 128_256  # of Llama 3
 
 
@@ -99,8 +98,7 @@ def _plan_model(name: str, tokens: int, recipe: str, device: Path | None, as_jso
     with torch.device("meta"):  # the weights need no memory: only their shapes are read
         model = _build(name)
     result = plan_model(model, recipe, tokens=tokens, device=_device(device))
-    values = {"schema_version": SCHEMA_VERSION, "model": name, **result.to_dict()}
-    typer.echo(to_json(values) if as_json else str(result))
+    answer(as_json, {"model": name, **result.to_dict()}, result)
     return 0
 
 
@@ -123,8 +121,8 @@ def _plan_fleet(
     convert(model, recipe)
     whole = memory(model, AdamW(model.parameters(), master="fp32"), tokens=tokens)
     prediction = predict(model, whole, shape, tokens=tokens, device=_device(device))
-    values = {"schema_version": SCHEMA_VERSION, "model": name, "recipe": recipe, **prediction.to_dict()}
-    typer.echo(to_json(values) if as_json else f"{name}, recipe {recipe!r}, {mesh}\n{prediction}")
+    values = {"model": name, "recipe": recipe, **prediction.to_dict()}
+    answer(as_json, values, f"{name}, recipe {recipe!r}, {mesh}\n{prediction}")
     return 0
 
 
@@ -142,7 +140,7 @@ def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str], as_js
     from ottava.plan.memory import memory
     from ottava.recipe import get_recipe
     from ottava.train.config import OptimizerConfig
-    from ottava.train.optimizers import make_optimizer, store
+    from ottava.train.model import make_optimizer, store
 
     tree: dict[str, object] = {"weights": "bf16", "master": "fp32"}
     for setting in settings:
@@ -155,11 +153,11 @@ def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str], as_js
     needed = memory(report.model, make_optimizer(model, config), tokens=tokens)
     usual = memory(base, AdamW(base.parameters(), master="fp32"))
     share = needed.state / usual.state
-    values = {"schema_version": SCHEMA_VERSION, "model": name, "recipe": recipe, "optimizer": config.model_dump()}
+    values = {"model": name, "recipe": recipe, "optimizer": config.model_dump()}
     values |= {"memory": needed.to_dict(), "bf16": usual.to_dict(), "share_of_bf16": share}
     text = f"{name}, recipe {recipe!r}, {', '.join(f'{key} {value}' for key, value in tree.items())}\n{needed}\n"
     text += f"{share:.2f} of the {usual.state:,} bytes of BF16 with AdamW's masters and moments in FP32"
-    typer.echo(to_json(values) if as_json else text)
+    answer(as_json, values, text)
     return 0
 
 
@@ -204,8 +202,7 @@ def _plan_history(history: Path, as_json: bool) -> int:
     if not bool(recording.amax.any()):
         raise RecordingError(f"{history}: no tensor was cast in its {len(recording.steps)} recorded steps; train some")
     result = replay(recording)
-    values = {"schema_version": SCHEMA_VERSION, "run_dir": str(history), **result.to_dict()}
     layers = len({tensor.layer for tensor in recording.tensors})
     what = f"{history}: {len(recording.steps):,} steps, {len(recording.tensors)} tensors of {layers} layers"
-    typer.echo(to_json(values) if as_json else f"{what}\n\n{result}")
+    answer(as_json, {"run_dir": str(history), **result.to_dict()}, f"{what}\n\n{result}")
     return 0

@@ -1,23 +1,38 @@
-"""`ottava train`: trains one run from a config, and resumes it from any moment."""
+"""`ottava train`, `demo` and `lab`: train one run, BF16 and FP8 side by side, or recipes as an experiment.
+
+All three save themselves after Ctrl-C or SIGTERM, and print the command that continues them.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from ottava.train import StepRecord, TrainConfig, Trainer
-    from ottava.train.display import RunView
+from ottava.base.text import duration, fixed, listed, signed, to_json
+from ottava.cli.console import answer, joined, print_table, print_verdict, say_saved, stop_on_interrupt
 
-SCHEMA_VERSION = 1
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ottava.lab.page import LabResult
+    from ottava.lab.study import LabSettings
+    from ottava.train.config import TrainConfig
+    from ottava.train.demo import Demo, DemoFolder
+    from ottava.train.display import RunView
+    from ottava.train.loop import Trainer
+    from ottava.train.run_folder import StepRecord
+    from ottava.train.verdict import DemoResult
+
 _REDRAW_SECONDS = 0.25
 
 
@@ -56,9 +71,8 @@ def train(
     of processes. parallel.ep divides model.experts among replicas. batch_size counts the sequences of all processes.
     Each process writes its part of a checkpoint; any number of processes can read it.
     """
-    from ottava.cli.interrupt import say_saved, stop_on_interrupt
-    from ottava.cli.torchrun import joined
-    from ottava.train import Trainer, load_config
+    from ottava.train.config import load_config
+    from ottava.train.loop import Trainer
 
     folder = run_dir or Path("runs") / (config.stem if config else "train")
     # --resume without CONFIG reads the saved settings; load_config reports a folder without them
@@ -67,16 +81,13 @@ def train(
     overrides += settings or ()
     resolved = load_config(folder / "config.yaml" if resume and config is None else config, overrides)
     if print_config:
-        values = {"schema_version": SCHEMA_VERSION, **resolved.model_dump(mode="json")}
-        typer.echo(json.dumps(values) if as_json else resolved.to_yaml(), nl=as_json)
+        answer(as_json, resolved.model_dump(mode="json"), resolved.to_yaml().rstrip("\n"))
         return 0
     with joined(resolved.parallel.timeout), stop_on_interrupt() as stopping:
         trainer = Trainer(resolved, folder, resume=resume)
         finished, stopped = _run(trainer, resolved, stopping, progress_on_stderr=as_json)
-    if trainer.ranks.first and as_json:
-        typer.echo(json.dumps(_result(trainer, resolved, interrupted=not finished)))
-    elif trainer.ranks.first:
-        typer.echo(_summary(trainer, resolved))
+    if trainer.ranks.first:
+        answer(as_json, _result(trainer, resolved, interrupted=not finished), _summary(trainer, resolved))
     if not finished:
         command = f"ottava train --resume --run-dir {shlex.quote(str(folder))}"
         return say_saved(stopped, command, quiet=not trainer.ranks.first)
@@ -144,7 +155,6 @@ def _result(trainer: Trainer, config: TrainConfig, *, interrupted: bool) -> dict
     last = trainer.history[-1] if trainer.history else None
     validation = [record.val_loss for record in trainer.history if record.val_loss is not None]
     return {
-        "schema_version": SCHEMA_VERSION,
         "run_dir": str(trainer.folder.path),
         "recipe": config.build_recipe().name,
         "step": trainer.step,
@@ -173,3 +183,259 @@ def _summary(trainer: Trainer, config: TrainConfig) -> str:
     if result["tokens_per_second"] is not None:
         parts.append(f"{result['tokens_per_second']:,.0f} tokens/s")
     return ", ".join(parts)
+
+
+# --- demo ---
+
+
+def demo(
+    recipes: Annotated[
+        str | None, typer.Option("--recipes", metavar="A,B", help="FP8 recipes, or all; default tensorwise,blockwise.")
+    ] = None,
+    accumulator: Annotated[
+        str | None,
+        typer.Option("--accumulator", metavar="A,B", help="Emulate the sums of these tensor cores, such as hopper."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Training steps of each run.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", help="BF16 runs; their spread is the noise; default 3.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="PATH", help="A text file or a folder; default: Python's own sources."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the trainer.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Default runs/demo.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the unfinished demo in DIR.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard an unfinished demo and start over.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Train a small Llama on real text in BF16 and in FP8, and say whether FP8 cost accuracy.
+
+    The demo writes report.html (one file, works offline), loss.svg and summary.json into the run folder. After Ctrl-C
+    or SIGTERM it saves itself; the same command continues it.
+
+    Exit code 0, or 1 if a recipe diverged or ended clearly above BF16. Clearly means farther than 95 of 100 pairs of
+    BF16 runs with different seeds lie apart, estimated from the BF16 seeds (Student's t). With one seed only divergence
+    counts.
+    """
+    from rich.console import Console
+
+    from ottava.train.demo import DEFAULT_FOLDER, Demo, DemoFolder
+    from ottava.train.display import open_display
+
+    console = Console(stderr=as_json)
+    choices = _choices(recipes, steps, seeds, data, settings, accumulator)
+    folder = DemoFolder.open(run_dir or DEFAULT_FOLDER, choices, resume=resume, fresh=fresh)
+    with stop_on_interrupt() as stopping, only_warnings():
+        trained = Demo(folder)
+        _introduce(console, folder, trained)
+        with open_display(console) as display:
+            finished = trained.train(display, stopping)
+        if not finished:
+            where = "" if run_dir is None else f" --run-dir {shlex.quote(str(run_dir))}"
+            return say_saved(stopping(), f"ottava demo --resume{where}")
+        console.print("[dim]evaluating every run in BF16, too, and measuring every cast ...[/]", highlight=False)
+        result = trained.result()
+        trained.write(result)
+    if as_json:
+        typer.echo(to_json(result.to_dict()))
+    else:
+        _conclude_demo(console, folder, result)
+    return 1 if any(verdict.is_bad for verdict in result.verdicts) else 0
+
+
+@contextmanager
+def only_warnings() -> Iterator[None]:
+    """Hides the trainers' log lines about checkpoints: those of five runs would bury the table."""
+    logger = logging.getLogger("ottava.train")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _choices(
+    recipes: str | None,
+    steps: int | None,
+    seeds: int | None,
+    data: Path | None,
+    settings: list[str] | None,
+    accumulator: str | None = None,
+) -> dict[str, Any]:
+    """The options on the command line, as fields of `DemoSettings`."""
+    from ottava.recipe import RECIPES
+    from ottava.train.config import absolute
+    from ottava.train.demo import DEFAULT_RECIPES
+
+    names = [name.strip() for name in (recipes or "").split(",") if name.strip() not in ("", "bf16")]
+    if names == ["all"]:
+        names = [name for name in RECIPES if name != "bf16"]
+    if accumulator is not None:
+        profiles = [name.strip() for name in accumulator.split(",")]
+        names = [f"{name}/{profile}" for name in names or DEFAULT_RECIPES for profile in profiles]
+    options = {
+        "recipes": tuple(names) if names or recipes is not None else None,
+        "steps": steps,
+        "seeds": seeds,
+        "data": None if data is None else str(absolute(data)),
+        "overrides": tuple(settings) if settings else None,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _introduce(console: Console, folder: DemoFolder, demo: Demo) -> None:
+    """Prints the size, the data and the recipes of the demo."""
+    settings = folder.settings
+    for line in folder.news:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    size = f"{demo.parameters / 1e6:.2f} M parameters, {settings.steps} steps on {demo.runs[0].trainer.corpus.source}"
+    seeds = f"BF16 with {settings.seeds} seed{'s' if settings.seeds > 1 else ''}"
+    console.print("[bold]ottava demo[/]  ", end="")
+    said = f"{size}\n             {listed([seeds, *settings.recipes])}, in turn\n"
+    console.print(said, highlight=False, markup=False, soft_wrap=True)
+
+
+def _conclude_demo(console: Console, folder: DemoFolder, result: DemoResult) -> None:
+    """Prints results, verdicts and the path of the report."""
+    console.print("\nValidation loss in nats per byte", highlight=False)
+    deltas = {verdict.recipe: verdict.delta for verdict in result.verdicts}
+    rows = [
+        (
+            run.recipe,
+            run.seed,
+            "diverged" if run.diverged else fixed(run.final_loss),
+            "" if (delta := deltas.get(run.recipe)) is None else signed(delta),
+            fixed(run.high_precision_loss),
+            f"{run.tokens_per_second:,.0f}",
+            f"{result.speed_ratio(run):.2f}",
+        )
+        for run in result.runs
+    ]
+    header = ("recipe", "seed", "loss", "Δ to BF16", "loss in BF16", "tokens/s", "× BF16")
+    print_table(console, header, rows, left=["recipe"])
+    for verdict in result.news:
+        print_verdict(console, verdict.outcome, verdict.sentence)
+    if result.emulated:
+        line = "operands have the bits of a GPU, but the GEMMs are emulated: tokens/s says nothing about a GPU"
+        console.print(f"      [dim]{line}[/]", highlight=False, soft_wrap=True)
+    console.print(f"\nreport: {folder.path / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+
+
+_FOLDER = Path("runs/lab")
+_QUICK_SEEDS, _QUICK_STEPS, _STEPS, _SEEDS = 2, 16, 120, 5
+
+
+def lab(
+    recipes: Annotated[
+        list[str], typer.Argument(metavar="RECIPES...", help="Names, or YAML files of recipes; BF16 is always there.")
+    ],
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", help="Seeds of each recipe; 2 or more give intervals [5].")
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Training steps of each run [120].")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="2 seeds of 16 small steps, to see that all works.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The page [DIR/lab.html].")] = None,
+    run_dir: Annotated[Path, typer.Option("--run-dir", metavar="DIR", help="Keeps what is measured.")] = _FOLDER,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> int:
+    """Compare recipes with BF16: loss, errors of casts and GEMMs, bias, parts of errors, cost. Writes one page.
+
+    A recipe of your own is a YAML file with what Recipe.to_dict gives; it needs no code. Every seed of a recipe is
+    kept as soon as it is done, so a stopped or killed study goes on with the same command, and a new recipe joins the
+    measured ones. Differences are paired by seed and claimed only if their 95 % interval excludes 0.
+
+    Exit code 0, or 1 if a recipe diverged.
+    """
+    from rich.console import Console
+
+    from ottava.lab.page import LabResult, write_page
+    from ottava.lab.study import LabSettings, Study, read_recipe
+    from ottava.train.checkpoint import atomic_write
+
+    console = Console(stderr=as_json)
+    settings = LabSettings(
+        recipes=tuple(read_recipe(text) for text in recipes),
+        seeds=(_QUICK_SEEDS if quick else _SEEDS) if seeds is None else seeds,
+        steps=(_QUICK_STEPS if quick else _STEPS) if steps is None else steps,
+        quick=quick,
+    )
+    page = out or run_dir / "lab.html"
+    if page.is_dir():
+        raise IsADirectoryError(f"--out {page}: is a folder; needed: a file such as {page / 'lab.html'}")
+    study = Study(settings, run_dir)
+    command = _command(recipes, settings, run_dir, out)
+    with stop_on_interrupt() as stopping, only_warnings():
+        kept = len(study.done())
+        went_on = f"; {kept} of {len(study.tasks())} are measured already" if kept else ""
+        names = ", ".join(recipe.name for recipe in settings.all)
+        console.print("[bold]ottava lab[/]  ", end="")
+        line = f"{names}: {settings.seeds} seeds of {settings.steps} steps each{went_on}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        with _progress(console) as tell:
+            finished = study.run(tell, stopping)
+        if not finished:
+            return say_saved(stopping(), command)
+    result = LabResult(settings, study.done(), command)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(page) as unfinished:
+        unfinished.write_text(write_page(result), encoding="utf-8")
+    if as_json:
+        typer.echo(to_json(result.to_dict()))
+    else:
+        _conclude_lab(console, result, page)
+    return 1 if any(finding.outcome == "diverged" for finding in result.findings) else 0
+
+
+def _command(recipes: list[str], settings: LabSettings, run_dir: Path, out: Path | None) -> str:
+    """The command that repeats the study."""
+    words = ["ottava", "lab", *recipes, "--seeds", str(settings.seeds), "--steps", str(settings.steps)]
+    words += ["--quick"] if settings.quick else []
+    words += ["--run-dir", str(run_dir)] if run_dir != _FOLDER else []
+    return shlex.join([*words, *(["--out", str(out)] if out else [])])
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str, int, int, int, float, float | None], None]]:
+    """Shows the present step in a terminal, a line for each seed elsewhere."""
+    from rich.text import Text
+
+    last = ("", -1)
+    with console.status("") as status:  # prints nothing unless it is a terminal
+
+        def tell(recipe: str, seed: int, step: int, steps: int, done: float, seconds_left: float | None) -> None:
+            nonlocal last
+            left = "" if seconds_left is None else f"  {duration(round(seconds_left))} left"
+            status.update(Text(f"{100 * done:3.0f} %  {recipe}, seed {seed}, step {step}/{steps}{left}"))
+            if not console.is_terminal and (recipe, seed) != last:
+                last = (recipe, seed)
+                line = f"{100 * done:3.0f} %  {recipe}, seed {seed}{left}"
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+        yield tell
+
+
+def _conclude_lab(console: Console, result: LabResult, page: Path) -> None:
+    """Prints for each recipe its loss; on normal data the errors of Y, dX and dW, and whether that of dW is a bias."""
+    rows = []
+    for row in result.table():
+        loss, half, said = row["difference"], row["half"], row["dw_is"]
+        errors = (row[f"error_{name}"] for name in ("y", "dx", "dw"))
+        rows.append(
+            [
+                row["recipe"],
+                "" if loss is None else f"{loss:+.4f}" + ("" if half is None else f" ± {half:.4f}"),
+                *("" if error is None else f"{100 * error:.2f} %" for error in errors),
+                {"open": "not decided"}.get(said, said),
+                f"{row['slowdown']:.2f}",
+            ]
+        )
+    header = ("recipe", "loss - BF16", "error Y", "dX", "dW", "dW is", "s/step")
+    print_table(console, header, rows, left=["recipe"])
+    for finding in result.findings:
+        print_verdict(console, finding.outcome, finding.sentence, ("--", "dim"))
+    console.print(f"\npage: {page}", highlight=False, markup=False, soft_wrap=True)

@@ -1,20 +1,29 @@
-"""`ottava watch`: runs a training script and records its casts."""
+"""`ottava watch`, and what reads its folder: `report`, `table` and `plot`; `import` makes one of another tool's record.
+
+`ottava diagnose`, `compare`, `what-if` and `bisect` read it, too.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from ottava.watching import Watch
+from ottava.base.text import to_json
+from ottava.cli.console import answer
 
-SCHEMA_VERSION = 1
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from ottava.record.reader import Table
+    from ottava.watching.session import Watch
+
 _FAILED, _INTERRUPTED = 1, 130
 
 
@@ -77,8 +86,8 @@ def watch(
 
     Then `ottava diagnose DIR` explains the run, and `ottava report DIR` shows it. The exit code is the script's.
     """
-    from ottava.watching import watch as start
     from ottava.watching.launch import LaunchError, check_script
+    from ottava.watching.session import watch as start
 
     check_script(command)
     if out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -139,7 +148,6 @@ def _print_summary(session: Watch, code: int, *, as_json: bool) -> None:
         return
     coverage = session.writer.manifest["coverage"]
     facts = {
-        "schema_version": SCHEMA_VERSION,
         "folder": str(session.folder),
         "steps": session.steps_done,
         "layers": coverage["linear"],
@@ -148,7 +156,7 @@ def _print_summary(session: Watch, code: int, *, as_json: bool) -> None:
         "script_exit_code": code,
     }
     if as_json:
-        typer.echo(json.dumps(facts))
+        answer(True, facts, "")
         return
     typer.echo(
         f"ottava watch: {facts['steps']} steps, {facts['layers_seen']} of {facts['layers']} linear layers seen, "
@@ -161,3 +169,294 @@ def _print_summary(session: Watch, code: int, *, as_json: bool) -> None:
             "not follow a script into processes that the script starts (mp.spawn): use torchrun",
             err=True,
         )
+
+
+def import_run(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder or file that another tool wrote.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Run folder or checkpoint folder to write.")],
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="te_log, te_dump or tensorboard; default: all kinds in SOURCE.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="Recipe of the run, if SOURCE does not name it.")
+    ] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option("--tag", metavar="TAG=NAME", help="Meaning of a scalar: 'my loss=loss'.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="config.json for a checkpoint file without one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Read the statistics of another tool for compare, diagnose and report; or another tool's checkpoint.
+
+    Reads the logs and tensor dumps of TransformerEngine's debug features (nvdlfw_inspect), also in BioNeMo's layout,
+    and TensorBoard files of TransformerEngine, torchao, Megatron and others. No code of a file is executed.
+
+    A checkpoint is a folder with config.json or safetensors, or a file .pt, .pth, .bin, .ckpt or .safetensors. A folder
+    of Hugging Face's in FP8 becomes one in BF16; `ottava train --init`, `export` and `eval` also take it as it is. A
+    file of TransformerEngine or torchao becomes OUT/model.safetensors with codes, scales and NAME._extra_state, for
+    load_state_dict; with --config it becomes a folder of Hugging Face's, which those commands take.
+
+    Exit code 0; 1 if no layout holds the codes of the file; 2 for an unknown kind, recipe or tag; 4 if nothing could be
+    imported.
+    """
+    if kind is None and _is_checkpoint(source):
+        return _import_checkpoint(source, target, config, as_json=as_json)
+    from ottava.interop.importers import import_run as read
+    from ottava.recipe import get_recipe
+
+    tags = dict(_pair(text) for text in tag or ())
+    run = read(source, target, kind=kind, recipe=get_recipe(recipe).name if recipe else None, tags=tags)
+    table = run.table()
+    facts = {
+        "run_dir": str(target),
+        "rows": len(table),
+        "layers": len(run.manifest["layers"]),
+        "ranks": run.ranks,
+        "steps": run.manifest["imported"]["steps"],
+        "losses": len(run.steps["step"]),
+        **{name: run.manifest["imported"][name] for name in ("files", "not_understood", "notes")},
+    }
+    answer(as_json, facts, _imported(facts))
+    return 0
+
+
+def _is_checkpoint(source: Path) -> bool:
+    if source.is_dir():
+        return (source / "config.json").is_file() or any(source.glob("*.safetensors"))
+    return source.is_file() and source.suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+
+
+def _import_checkpoint(source: Path, target: Path, config: Path | None, *, as_json: bool) -> int:
+    if source.is_dir():
+        from ottava.serving.export import export
+        from ottava.serving.source import of_folder
+
+        report = export(of_folder(source), target, layout="bf16")
+        facts: dict[str, Any] = {"layout": "bf16", "bytes": report.nbytes, "changed": []}
+        text = str(report)
+    else:
+        from ottava.compat.checkpoints import import_checkpoint
+
+        facts = import_checkpoint(source, target, config=config)
+        text = f"{target}: {facts['codes']} weights in FP8, {facts['tensors']} other tensors, {facts['bytes']:,} bytes"
+        if changed := facts["changed"]:
+            text += f"; no layout holds the codes of {len(changed)} weights, which were cast again"
+    answer(as_json, {"checkpoint": str(target), **facts}, text)
+    return int(bool(facts["changed"]))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    tag, equals, name = text.rpartition("=")
+    if not equals or not tag or not name:
+        raise ValueError(f"--tag {text!r}: needs TAG=NAME, such as 'my loss=loss'")
+    return tag, name
+
+
+def _imported(facts: dict[str, Any]) -> str:
+    files, unknown, notes = facts["files"], facts["not_understood"], facts["notes"]
+    lines = [
+        f"{facts['run_dir']}: {facts['rows']:,} rows of {facts['layers']:,} layers at {facts['steps']:,} steps, "
+        f"{facts['losses']:,} of them with a loss or another number",
+        "read: " + ", ".join(f"{count} {name} file{'s' if count != 1 else ''}" for name, count in files.items()),
+    ]
+    if unknown:
+        shown = ", ".join(f"{name} ({count:,})" for name, count in list(unknown.items())[:6])
+        lines.append(f"not understood: {shown}" + (", ..." if len(unknown) > 6 else ""))
+    return "\n".join(
+        [*lines, *(f"note: {note}" for note in notes[:12]), "next: ottava diagnose " + str(facts["run_dir"])]
+    )
+
+
+_Layers = Annotated[
+    list[str] | None,
+    typer.Option("--layers", metavar="P", help="Only layers that match a pattern, '*.fc2' or 're:fc[12]'; repeatable."),
+]
+_Tensors = Annotated[str | None, typer.Option("--tensors", metavar="T", help="Some of X,W,dY,Y,dX,dW.")]
+_Steps = Annotated[str, typer.Option("--steps", metavar="A:B", help="Only these steps: 100:200, :200, 100:, 150.")]
+
+
+def table(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a watched run.")],
+    layers: _Layers = None,
+    tensors: _Tensors = None,
+    steps: _Steps = "",
+    statistics: Annotated[
+        str | None,
+        typer.Option("--statistics", metavar="A,B", help="Columns in place of the usual ones, or all."),
+    ] = None,
+    ranks: Annotated[bool, typer.Option("--ranks", help="A line for each rank, in place of merged numbers.")] = False,
+    form: Annotated[
+        str | None,
+        typer.Option("--format", metavar="F", help="text, csv, json or parquet; default: by FILE's name, or text."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As --format json.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a file.")] = None,
+) -> int:
+    """Print one line per tensor and step: amin, amax, current and delayed scale, cosine, MSE, underflow, overflow.
+
+    As text, columns are separated by spaces, and each number is one that float() reads; nan is a missing one.
+
+    Exit code 0; 2 for an unknown tensor, statistic or format; 4 if the run has no such numbers.
+    """
+    from ottava.base.errors import unknown_name
+    from ottava.measure.statistics import STATISTICS
+    from ottava.record.reader import Run
+    from ottava.report.series import COLUMNS, select, tensor_table
+
+    if as_json and form not in (None, "json"):
+        raise ValueError(f"--json: is --format json; got --format {form}, too")
+    form = "json" if as_json else form or (out.suffix[1:].replace("txt", "text") if out is not None else "text")
+    if form not in _FORMS:
+        raise ValueError(f"--format: {unknown_name('format', form, list(_FORMS))}")
+    if form == "parquet" and out is None:
+        raise ValueError("--format parquet: needs a file; add --out FILE.parquet")
+    names = tuple(STATISTICS) if statistics == "all" else _words(statistics) or COLUMNS
+    chosen = select(Run.open(run), layers=layers or ["*"], tensors=_words(tensors), steps=steps, merge_ranks=not ranks)
+    data = _FORMS[form](tensor_table(chosen, names, ranks=ranks))
+    if out is not None:
+        from ottava.base.files import replacing
+
+        _check_folder(out)
+        with replacing(out) as scratch:
+            scratch.write_bytes(data)
+        typer.echo(f"{out}  {len(chosen):,} lines", err=True)
+    else:
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    return 0
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Watched runs: a good one beside a bad one.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The picture: .svg or .png.")],
+    statistics: Annotated[
+        str | None,
+        typer.Option("--statistics", metavar="A,B", help="One chart for each [mse,underflow_pct]."),
+    ] = None,
+    layers: _Layers = None,
+    tensors: _Tensors = None,
+    steps: _Steps = "",
+) -> int:
+    """Draw statistics of tensors by step, all runs in one picture: the first run solid, the others dashed.
+
+    The six worst tensors get a name and a colour; --layers and --tensors narrow the choice. A .png needs the package
+    resvg-py (pip install 'ottava[png]').
+
+    Exit code 0; 2 for an unknown tensor, statistic or suffix; 3 without the package; 4 if a run has no such numbers.
+    """
+    from ottava.base.files import replacing
+    from ottava.record.reader import Run
+    from ottava.report.charts import standalone, to_png
+    from ottava.report.series import CURVES, curves, known_statistics, run_names, select
+
+    if out.suffix not in (".svg", ".png"):
+        raise ValueError(f"--out {out}: needs a name that ends in .svg or .png")
+    names = known_statistics(_words(statistics) or CURVES)
+    tables = {}
+    for name, path in zip(run_names(runs), runs, strict=True):
+        tables[name] = select(Run.open(path), layers=layers or ["*"], tensors=_words(tensors), steps=steps)
+        _need_numbers(path, tables[name], names)
+    charts = [curves(tables, statistic) for statistic in names]
+    picture = standalone(charts, title=" and ".join(tables), captions=[chart.description for chart in charts])
+    data = to_png(picture) if out.suffix == ".png" else picture.encode()
+    _check_folder(out)
+    with replacing(out) as scratch:
+        scratch.write_bytes(data)
+    typer.echo(f"{out}  {len(data) / 1000:,.0f} kB", err=True)
+    return 0
+
+
+def _need_numbers(path: Path, chosen: Table, names: Iterable[str]) -> None:
+    """Raises RunError if a run recorded no number of a statistic for the chosen tensors."""
+    import numpy as np
+
+    from ottava.measure.statistics import STATISTICS
+    from ottava.record.schema import RunError
+
+    recorded = [name for name in STATISTICS if not np.isnan(chosen.metric(name)).all()]
+    if missing := [name for name in names if name not in recorded]:
+        raise RunError(f"{path}: has no {', '.join(missing)} of these tensors; it has {', '.join(recorded)}")
+
+
+def _check_folder(out: Path) -> None:
+    if not out.resolve().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}; make it first")
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip()) if text else ()
+
+
+def _as_text(table: pa.Table) -> bytes:
+    from ottava.base.text import columns
+    from ottava.measure.statistics import STATISTICS
+
+    def cell(name: str, value: Any) -> str:
+        if name not in STATISTICS:
+            return str(value)
+        return f"{value:.6f}" if name == "cosine" else f"{value:.4g}"  # with four digits 0.99997 would be 1
+
+    units = {name: STATISTICS[name].unit.replace(" ", "_") for name in table.column_names if name in STATISTICS}
+    head = [f"{name}[{unit}]" if (unit := units.get(name)) else name for name in table.column_names]
+    rows = ([cell(name, value) for name, value in row.items()] for row in table.to_pylist())
+    return "\n".join([*columns(head, *rows), ""]).encode()
+
+
+def _as_csv(table: pa.Table) -> bytes:
+    import io
+
+    from pyarrow import csv
+
+    buffer = io.BytesIO()
+    csv.write_csv(table, buffer)
+    return buffer.getvalue()
+
+
+def _as_json(table: pa.Table) -> bytes:
+
+    return (to_json({"schema_version": 1, "rows": table.to_pylist()}, indent=None) + "\n").encode()
+
+
+def _as_parquet(table: pa.Table) -> bytes:
+    import io
+
+    from pyarrow import parquet
+
+    buffer = io.BytesIO()
+    parquet.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+_FORMS = MappingProxyType({"text": _as_text, "csv": _as_csv, "json": _as_json, "parquet": _as_parquet})
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a watched run.", show_default=False)],
+    baseline: Annotated[
+        Path | None, typer.Option("--baseline", metavar="GOOD", help="Folder of a good run to compare with.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Where to write; RUN/report.html by default.")
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Write RUN/report.html: the cause, the tensor, the first step and the remedy.
+
+    The file needs no network and no server. Every picture in it is also there as a table.
+
+    Exit code 1 if the verdict is critical, 4 if RUN is not the folder of a watched run.
+    """
+    from ottava.record.reader import Run
+    from ottava.report.page import make_report
+
+    page = make_report(Run.open(run), baseline=None if baseline is None else Run.open(baseline))
+    path = page.write(out or run / "report.html")
+    verdict, sentence, size = page.diagnosis["verdict"], page.diagnosis["sentence"], path.stat().st_size
+    values = {"run_dir": str(run), "report": str(path), "bytes": size, "verdict": verdict, "sentence": sentence}
+    answer(as_json, values, f"{sentence}\n{path}  {size / 1000:,.0f} kB")
+    if open_it:
+        typer.launch(path.resolve().as_uri())
+    return int(verdict == "critical")

@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.diagnose.diagnose import diagnose
     from ottava.diagnose.history import replay
     from ottava.diagnose.what_if import predict
+    from ottava.experiments.bisect import bisect
     from ottava.interop.state_file import read_scaling_state
     from ottava.measure.observer import Observation, observe
     from ottava.measure.slots import Slots
@@ -17,7 +18,6 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.record.amaxes import read_series
     from ottava.record.dumps import read_dump, save_batch
     from ottava.record.reader import Run
-    from ottava.remedy.bisect import bisect
     from ottava.remedy.fallback import Fallback, by_fork, by_gradient
     from ottava.remedy.guard import SpikeGuard
     from ottava.watching.config import WatchConfig
@@ -35,7 +35,7 @@ _HOMES = MappingProxyType(
         "ottava.record.amaxes": ("read_series",),
         "ottava.record.dumps": ("read_dump", "save_batch"),
         "ottava.record.reader": ("Run",),
-        "ottava.remedy.bisect": ("bisect",),
+        "ottava.experiments.bisect": ("bisect",),
         "ottava.remedy.fallback": ("Fallback", "by_fork", "by_gradient"),
         "ottava.remedy.guard": ("SpikeGuard",),
         "ottava.watching.config": ("WatchConfig",),

@@ -31,10 +31,12 @@ from typing import Any, Literal
 import numpy as np
 
 from ottava.base.errors import unknown_name
-from ottava.diagnose.facts import context_of
+from ottava.base.text import finite
+from ottava.diagnose.difference import bare, compare_batches, differences
+from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import LossCurve
 from ottava.measure import limits
-from ottava.measure.layer_names import SYMBOLS
+from ottava.measure.layer_names import SYMBOLS, only_simulated
 from ottava.numerics.formats import E4M3, FORMATS
 from ottava.record.reader import Run, Table
 from ottava.record.schema import RunError
@@ -43,7 +45,6 @@ Place = tuple[str, str, str]
 """(layer, tensor, direction)."""
 
 _BITS_PER_DB, _OCTAVES_PER_BIT = 1 / limits.DECIBELS_A_BIT, 8.0
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "model.")
 _AROUND = 2  # looks on either side that make the band
 _FORWARD = ("input", "weight", "output")
 
@@ -114,6 +115,8 @@ class Comparison:
     data: dict[str, Any] | None = None
     """{step, what, share_pct}: the first step whose batch differs, in inputs or labels, and the share of such steps;
     step is None if none does; None if a run has no hashes."""
+    differences: Sequence[Mapping[str, Any]] = ()
+    """{kind, key, good, bad, sentence, step, where}: what differs by the facts, in the order of computation."""
 
     @property
     def diverged(self) -> bool:
@@ -122,7 +125,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return asdict(self)
+        return dict(finite(asdict(self)))
 
 
 def compare(good: Run, bad: Run, *, align: str = "step", controls: Sequence[Run] = ()) -> Comparison:
@@ -152,9 +155,12 @@ def compare(good: Run, bad: Run, *, align: str = "step", controls: Sequence[Run]
     layers = [{place[0] for place in side.series} for side in sides[:2]]
     config = _config(good.manifest, bad.manifest)
     compared = len({int(step) for place in places for step in sides[1].paired(sides[0], place)})
-    data = _compare_batches(good, bad)
-    verdict = _said_of(data) + _verdict(config, loss, first, ranked, compared)
-    return Comparison(config, loss, ranked, first, compared, sorted(layers[0] ^ layers[1]), verdict, data)
+    facts = Facts(good), Facts(bad)
+    found = differences(*facts)
+    data = compare_batches(*facts)
+    verdict = _verdict(config, [d.sentence for d in found], data, loss, first, ranked, compared)
+    unmatched = sorted(layers[0] ^ layers[1])
+    return Comparison(config, loss, ranked, first, compared, unmatched, verdict, data, [asdict(d) for d in found])
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,7 @@ class _Side:
 
     def __init__(self, run: Run, align: str) -> None:
         self.run = run
-        self.series = _series(context_of(run).table, run, align)
+        self.series = _series(_shown(run.table()), run, align)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Renames layers to their common names."""
@@ -237,9 +243,9 @@ def _nearest(axis: Any, at: Any) -> Any:
 def _match_layers(sides: Sequence[_Side]) -> None:
     """Gives equal layers equal names: by their names, by their names without wrappers, or by their order."""
     reference = sides[0].layers
-    bare = {_bare(name): name for name in reference}
+    known = {bare(name): name for name in reference}
     for side in sides[1:]:
-        names = {name: bare[_bare(name)] for name in side.layers if name not in reference and _bare(name) in bare}
+        names = {name: known[bare(name)] for name in side.layers if name not in reference and bare(name) in known}
         unnamed = [name for name in side.layers if name not in reference and name not in names]
         free = [name for name in reference if name not in side.layers and name not in names.values()]
         if not names and len(unnamed) == len(free) == len(reference):
@@ -247,10 +253,10 @@ def _match_layers(sides: Sequence[_Side]) -> None:
         side.rename(names)
 
 
-def _bare(name: str) -> str:
-    for word in _WRAPPERS:
-        name = name.replace(word, "") if word.startswith("_") else name.removeprefix(word)
-    return name
+def _shown(table: Table) -> Table:
+    """Without the simulated casts of routers, which every framework leaves in high precision."""
+    pairs = zip(table["layer"], table["source"], strict=True)
+    return table.take([i for i, (layer, source) in enumerate(pairs) if not only_simulated(str(layer), str(source))])
 
 
 def _some(side: _Side) -> str:
@@ -363,32 +369,6 @@ def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], left_at: in
     }
 
 
-def _compare_batches(good: Run, bad: Run) -> dict[str, Any] | None:
-    """The first step at which the runs saw another batch: data comes before settings and casts."""
-    common, mine, theirs = np.intersect1d(good.steps["step"], bad.steps["step"], return_indices=True)
-    differ: dict[str, Any] = {}
-    for what, name in (("inputs", "input_hash"), ("labels", "label_hash")):
-        if name in good.steps and name in bad.steps:
-            a, b = good.steps[name][mine], bad.steps[name][theirs]
-            differ[what] = (a != b) & np.isfinite(a) & np.isfinite(b)
-    if not differ or not len(common):
-        return None
-    either = np.logical_or.reduce(list(differ.values()))
-    if not either.any():
-        return {"step": None, "what": "", "share_pct": 0.0}
-    first = int(np.flatnonzero(either)[0])
-    what = " and ".join(name for name, values in differ.items() if values[first])
-    return {"step": int(common[first]), "what": what, "share_pct": _tidy(100 * float(either.mean()))}
-
-
-def _said_of(data: Mapping[str, Any] | None) -> str:
-    if data is None:
-        return ""
-    if data["step"] is None:
-        return "Both runs saw the same batches. "
-    return f"Their {data['what']} differ from step {data['step']} on, in {data['share_pct']:.0f} % of the steps. "
-
-
 def _compare_loss(good: Run, bad: Run, controls: Sequence[Run]) -> dict[str, Any]:
     """When the bad loss left the good run's band, for the first time and for good, and the last losses."""
     a, b, *others = [LossCurve(run.steps["step"], run.steps["loss"]) for run in (good, bad, *controls)]
@@ -431,13 +411,18 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _verdict(
     config: Sequence[Mapping[str, Any]],
+    differ: Sequence[str],
+    data: Mapping[str, Any] | None,
     loss: Mapping[str, Any],
     first: Mapping[str, Any] | None,
     ranked: Sequence[Mapping[str, Any]],
     compared: int,
 ) -> str:
     settings = [f"{d['key']} ({d['good']} and {d['bad']})" for d in config if "." not in d["key"]][:3]
-    parts = [f"The runs differ in {', '.join(settings)}." if settings else "No setting of the training differs."]
+    parts = [f"The configurations differ in {', '.join(settings)}."] if settings else []
+    parts += differ[:4] or ([] if settings else ["No recorded fact differs."])
+    if data is not None and data["step"] is None:
+        parts.append("Both runs saw the same batches.")
     if first is None:
         parts.append(f"In {compared} looks no cast leaves the good run's band.")
     else:
@@ -455,7 +440,7 @@ def _verdict(
     elif loss["good"] is None:
         parts.append("No loss to compare.")
     else:
-        parts.append("The loss stays in the good run's band.")
+        parts.append(f"The loss stays in the good run's band (last {loss['good']:.4g} and {_text(loss['bad'])}).")
     worst = next((entry for entry in ranked if entry["unit"] != "octaves"), None)
     if first is not None and worst is not None:
         symbol = SYMBOLS.get(worst["tensor"], worst["tensor"])
@@ -464,6 +449,10 @@ def _verdict(
             f"{worst['good']:.4g} at step {worst['step']}."
         )
     return " ".join(parts)
+
+
+def _text(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
 
 
 def said_of_lead(first: Mapping[str, Any]) -> str:

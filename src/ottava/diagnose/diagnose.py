@@ -1,60 +1,77 @@
-"""Explains a run: tests every rule of the rule book, ranks the findings, and lists the rules that it could not test.
+"""Explains a run: what happened, what was tried, which law is broken, and what to do.
 
-Order: software bugs, then data, then configuration, then numerics; within each, severity times confidence. If one
-finding explains another, it shows it under "also". What FP8 has no part in (stage "training") are notes, never alarms;
-they explain what began later, too: a learning rate that blew the weights up explains the casts of these weights.
-Without findings the answer is "no FP8 evidence found" with the share of layers that the watch saw, never "healthy".
+The answer is the first of these that holds: an operand that is not the cast of its tensor; an exact law of training
+that is broken; an experiment that shows what the casts do; a fact in which the run differs from a good run; a
+statistical law. FP8 is blamed only by an experiment. Where nothing could be tried, the answer says so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from ottava.diagnose.conditions import Missing
-from ottava.diagnose.evidence import Evidence, evidence_of
-from ottava.diagnose.facts import context_of
-from ottava.diagnose.fired import Fired, ask_rules, asks_for_findings, holds
-from ottava.diagnose.headline import headline
-from ottava.diagnose.ladder import ladder
-from ottava.diagnose.precedence import STAGES, began, explained
-from ottava.diagnose.rows import AnyRows, CastRows, Context, RunRows
-from ottava.diagnose.rules import Rulebook, TriageNode, load_rules
-from ottava.diagnose.story import of_twin, told
-from ottava.diagnose.training import AmaxRows
-from ottava.record.reader import Run
+from ottava.base.text import finite
+from ottava.diagnose.difference import Difference, differences
+from ottava.diagnose.facts import Facts
+from ottava.diagnose.laws import LAWS, Broken, Law, broken
+from ottava.diagnose.loss import Event, event
+from ottava.diagnose.remedies import ran, render
+from ottava.diagnose.triage import walk
+from ottava.diagnose.trials import Damage, Trial, damage, forecast, judge, named
+from ottava.measure.layer_names import symbol
+from ottava.recipe import GEMMS
+from ottava.record.reader import Run, number_of
 
-_SEVERITY = (("critical", 1.0), ("warning", 0.4), ("note", 0.2))
-_SUPPORTED, _UNSUPPORTED, _REFUTED = 0.1, -0.03, -0.4
-_REFUTED_BELOW = 0.3
+CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType({})
+"""Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
+_ALWAYS = frozenset({"O1", "O2", "O14", "D3"})
+"""Laws without which nothing trains."""
+_NO_CAUSE = frozenset({"recipe", "weights", "batch"})
+"""Differences that good runs have, too: another recipe, another seed."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One number behind a finding."""
+
+    layer: str
+    tensor: str
+    metric: str
+    value: float | str
+    unit: str
+    step: int | None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One rule that fired."""
+    """One answer."""
 
     id: str
+    """Of the law; "FP8" for casts that hurt, "CHECK" for a wrong operand, "DIFF" for a difference."""
     title: str
     stage: str
+    """fp8, suspect (a damaged cast, nothing tried), software, law or difference."""
     severity: str
-    layers: list[str]
-    tensors: list[str]
-    steps: list[int]
-    """First and last step."""
-    evidence: list[Evidence]
-    """Worst first, one per tensor."""
+    """critical, warning or note."""
     cause: str
-    confidence: float
-    refute_by: str
-    remedies: list[dict[str, Any]]
-    source: list[str]
-    also: list[str]
-    """Other symptoms that this finding explains."""
+    """What was seen, with its numbers."""
+    tried: list[str] = field(default_factory=list)
+    """What was tried and what came out."""
+    layers: list[str] = field(default_factory=list)
+    tensors: list[str] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    """First step; [] if it holds for the whole run."""
+    evidence: list[Evidence] = field(default_factory=list)
+    remedies: list[dict[str, Any]] = field(default_factory=list)
+    """{name, text, cost, patch}: the best first."""
+    confidence: float | None = None
+    """Share of right answers of this stage at first looks at blind sets; None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -64,183 +81,335 @@ class Diagnosis:
     verdict: str
     """critical, warning or none."""
     sentence: str
-    coverage_pct: float
-    """Share of the linear layers that the watch saw; NaN if unknown."""
+    """The answer, in one or two sentences."""
+    fp8: str
+    """What the experiments say of FP8: none (nothing cast), innocent, guilty or unknown."""
+    event: str
+    """What happened to the loss; "" if nothing did."""
+    tried: list[str]
+    """The experiments and what came out."""
     findings: list[Finding]
     notes: list[Finding]
-    """What FP8 has no part in, but deserves a look; severity "note"."""
+    """What may be meant, or has no part in the event; severity "note"."""
+    forecast: list[str]
+    """If nothing cast: what FP8 would do."""
     questions: list[dict[str, Any]]
     """The triage tree: {id, question, answer, say, needs}."""
     untested: list[dict[str, str]]
-    """Rules that lack data: {id, title, needs}."""
+    """Laws that lack data: {id, title, needs}."""
     tested: int
-    """Number of rules that had the data they need."""
+    coverage_pct: float
+    """Share of the linear layers that the watch saw; NaN if unknown."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        values = asdict(self)
-        values["coverage_pct"] = None if math.isnan(self.coverage_pct) else self.coverage_pct
-        return values  # evidence has finite numbers only
+        return dict(finite(asdict(self)))
+
+    def __repr__(self) -> str:
+        return f"<Diagnosis {self.verdict}: {self.sentence}>"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        rows = [(f.severity, f.title, f.cause) for f in (*self.findings, *self.notes)]
+        body = "".join(f"<tr>{''.join(f'<td>{escape(word)}</td>' for word in row)}</tr>" for row in rows)
+        return f"<p><b>{escape(self.sentence)}</b></p><table>{body}</table>"
 
     def fails(self, on: str) -> bool:
         """Whether the worst finding is at least as severe as `on`.
 
         Example:
-            >>> Diagnosis("warning", "", 100.0, [], [], [], [], 0).fails("critical")
-            False
+            >>> nothing = Diagnosis("warning", "", "none", "", [], [], [], [], [], [], 0, 100.0)
+            >>> nothing.fails("critical"), nothing.fails("warning")
+            (False, True)
         """
         order = ("none", "warning", "critical")
         return self.verdict != "none" and order.index(self.verdict) >= order.index(on)
 
 
-def diagnose(
-    run: Run,
-    *,
-    baseline: Run | None = None,
-    rules: Path | str | Rulebook | None = None,
-    answers: Mapping[str, str] | None = None,
-) -> Diagnosis:
-    """Tests every rule on a run.
+def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = None) -> Diagnosis:
+    """Explains a run.
 
     Args:
         run: the run folder.
-        baseline: the same training in BF16, or a good run; some rules need it.
-        rules: a file with rules of your own, or a loaded rule book.
-        answers: question in rules.yaml -> answer, for facts that the run folder does not have.
-    Raises:
-        RulesError: the file is wrong, or an answer has no question.
+        baseline: the same training in BF16, or a good run.
+        framework: print changes for this one of `remedies.FRAMEWORKS`; None: for those that ran.
 
     Example:
-        >>> import tempfile, torch, ottava
-        >>> from ottava.measure.walk import measure
-        >>> from ottava.record.schema import SlotKey
+        >>> import tempfile
         >>> from ottava.record.writer import RunWriter
-        >>> x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
-        >>> x[:4] *= 1e5                                                         # massive tokens
-        >>> tally = measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)))
-        >>> key = SlotKey("mlp.fc2", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
         >>> with tempfile.TemporaryDirectory() as folder, RunWriter(f"{folder}/run") as writer:
-        ...     writer.tally(1, key, tally)
+        ...     writer.describe(cast={"ran": False})
+        ...     for step in range(1, 13):
+        ...         writer.step(step, loss=2.5, lr=0.0)
         ...     writer.flush()
-        ...     diagnose(Run.open(f"{folder}/run")).findings[0].id
-        'N1'
+        ...     answer = diagnose(Run.open(f"{folder}/run"))
+        >>> answer.findings[0].title, answer.fp8
+        ('The learning rate is 0', 'none')
     """
-    book = rules if isinstance(rules, Rulebook) else load_rules(rules)
-    answers = dict(answers or {})
-    book.check_answers(answers)
-    context = context_of(run, baseline, answers, book.config)
-    tables: dict[str, AnyRows] = {}
-    fired, untested = ask_rules(context, [rule for rule in book.rules.values() if not asks_for_findings(rule)], tables)
-    numeric = [hit for hit in fired if hit.rule.stage == "numeric"]
-    later = replace(context, findings=len(numeric), first_finding=min((hit.first for hit in numeric), default=math.inf))
-    more, missing = ask_rules(later, [r for r in book.rules.values() if asks_for_findings(r)], {})
-    hits = explained(fired + more)
-    found = [_finding(hit, book, context) for hit in sorted(hits, key=began)]
-    found.sort(key=_rank)  # stable: of equals that which began first
-    findings = [finding for finding in found if finding.stage != "training"]
-    notes = [finding for finding in found if finding.stage == "training"]
-    coverage = _coverage(context)
-    tested = len(book.rules) - len(untested + missing)
+    facts, good = Facts(run), None if baseline is None else Facts(baseline)
+    happened = event(facts.loss, None if good is None else good.loss, facts.guess)
+    trial = judge(facts, happened)
+    differ = [] if good is None else differences(good, facts)
+    frameworks = ran(facts.frameworks, facts.packages) if framework is None else [framework]
+    found = [_checked(facts, frameworks)]
+    hits = broken(facts, happened)
+    found += [_law(law, how, happened, facts, frameworks) for law, how in hits if law.exact and how.grave]
+    found.append(_fp8(facts, trial, happened, frameworks))
+    found += _differing(differ, happened, frameworks)
+    found += [_law(law, how, happened, facts, frameworks) for law, how in hits if not (law.exact and how.grave)]
+    known = _one_answer([finding for finding in found if finding is not None])
+    findings = [f for f in known if f.severity != "note"]
+    notes = [f for f in known if f.severity == "note"]
+    verdict = next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none")
+    untested = [{"id": law.id, "title": law.title, "needs": law.needs} for law in LAWS if not _has(facts, law)]
     return Diagnosis(
-        max((f.severity for f in findings), key=lambda s: dict(_SEVERITY)[s], default="none"),
-        headline(findings, notes, coverage, context, f"{tested} of {len(book.rules)} rules tested"),
-        coverage,
-        findings,
-        notes,
-        _walk(book.triage, context),
-        untested + missing,
-        tested,
+        verdict=verdict,
+        sentence=_sentence(facts, findings, happened, trial),
+        fp8=trial.part,
+        event="" if happened is None else happened.sentence,
+        tried=list(trial.tried),
+        findings=findings,
+        notes=notes,
+        forecast=forecast(facts) if facts.casts is False else [],
+        questions=walk(facts, good, happened, trial),
+        untested=untested,
+        tested=len(LAWS) - len(untested),
+        coverage_pct=facts.coverage,
     )
 
 
-def _finding(hit: Fired, book: Rulebook, context: Context) -> Finding:
-    rule, places, steps = hit.rule, hit.places(), hit.steps()
-    confidence = rule.confidence
-    for condition in rule.support:
-        support = holds(condition, hit)
-        confidence += 0.0 if support is None else _SUPPORTED if support else _UNSUPPORTED
-    if holds(rule.refuted_when, hit):
-        confidence += _REFUTED
-    layers = [layer for layer in dict.fromkeys(layer for layer, _ in places) if layer]
-    if isinstance(hit.rows, AmaxRows) and (last := hit.rows.before(hit.index[0])) is not None:
-        layers = list(dict.fromkeys([*layers, hit.rows.slots[last].layer]))  # it happens between the two
-    evidence = evidence_of(hit)
-    if not steps:  # nothing says where it began: the worst first
-        layers = [layer for layer in dict.fromkeys([*(e.layer for e in evidence), *layers]) if layer]
-    tensors = [tensor for tensor in dict.fromkeys(tensor for _, tensor in places) if tensor]
-    recipe = hit.rows.slots[hit.index[0]].recipe if isinstance(hit.rows, CastRows) else _main_recipe(context)
-    casts = list(dict.fromkeys([*((e.layer, e.tensor) for e in evidence if e.layer), *places]))
-    casts = [cast for cast in casts if all(cast)]
+def _one_answer(found: Sequence[Finding]) -> list[Finding]:
+    """Behind the first answer, what follows from it or is only statistical is a note."""
+    exact = {law.id for law in LAWS if law.exact} | {"CHECK", "FP8"}
+    answer = next((f for f in found if f.severity != "note"), None)
+    return [f if f is answer or f.id in exact else replace(f, severity="note") for f in found]
+
+
+def _confidence(stage: str) -> float | None:
+    right, asked = CONFIDENCE.get(stage, (0, 0))
+    return round(right / asked, 2) if asked else None
+
+
+def _checked(facts: Facts, frameworks: Sequence[str]) -> Finding | None:
+    """An operand that is not the cast of its tensor: a bug of software, whatever the loss does."""
+    checks = list(facts.checks())
+    if not checks:
+        return None
+    first = min(checks, key=lambda c: c["step"])
+    layer, tensor, what = (str(first.get(k) or "") for k in ("layer", "tensor", "check"))
+    where = f"{symbol(tensor)} of {layer}" if tensor else layer
+    cause = f"The operand that the GEMM got for {where} is not the cast of its tensor ({what}), {len(checks)} times."
+    proof = Evidence(layer, tensor, what, number_of(first.get("value")), "", int(first["step"]))
     return Finding(
-        rule.id,
-        of_twin(rule.title, context),
-        rule.stage,
-        "note"
-        if rule.stage == "training"
-        else "critical"
-        if rule.severity == "critical" or holds(rule.critical, hit)
-        else "warning",
-        layers,
-        tensors,
-        [min(steps), max(steps)] if steps else [],
-        evidence,
-        told(of_twin(rule.cause, context), context, hit.rows, hit.index),
-        round(min(max(confidence, 0.05), 0.95), 2),
-        of_twin(rule.refute_by, context),
-        ladder(
-            [book.remedies[name] for name in rule.remedies],
-            context,
-            casts if rule.stage != "training" else [],
-            recipe,
-            id=rule.id,
-            layers=layers,
-            tensor=tensors[0] if len(tensors) == 1 else "",
-        ),
-        list(rule.source),
-        hit.also,
-    )
+        "CHECK", "An operand is not the cast of its tensor", "software", "critical", cause,
+        layers=[layer] if layer else [], tensors=[tensor] if tensor else [], steps=[int(first["step"])],
+        evidence=[proof], remedies=[render("software", {}, frameworks)], confidence=_confidence("software"),
+    )  # fmt: skip
 
 
-def _main_recipe(context: Context) -> str:
-    recipes = list(context.table["recipe"])
-    return max(set(recipes), key=recipes.count) if recipes else ""
+def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks: Sequence[str]) -> Finding:
+    late = happened is not None and how.since is not None and how.since > happened.step + 1
+    if how.grave and law.id in _ALWAYS:
+        severity = "critical"
+    elif late or (not how.grave and (happened is None or law.exact)):
+        severity = "note"
+    else:
+        severity = "critical" if happened is not None and happened.stays is not None else "warning"
+    lr = facts.at("lr", how.since if how.since is not None else math.inf)
+    norm = facts.column("grad_norm")
+    usual = float(np.nanmedian(norm)) if norm is not None else 1.0
+    values = {"lr": f"{lr / 10:.2g}" if math.isfinite(lr) else "a tenth of it", "norm": f"{usual:.2g}"}
+    return Finding(
+        law.id, law.title, "law", severity, how.sentence, layers=list(how.where[:12]),
+        steps=[] if how.since is None else [how.since], remedies=[render(law.remedy, values, frameworks)],
+        confidence=_confidence("law"),
+    )  # fmt: skip
 
 
-def _rank(finding: Finding) -> tuple[int, float, float]:
-    """Bugs first; of numerics the worst, of these that which began first, refuted ones last; of notes the surest."""
-    weight = dict(_SEVERITY)[finding.severity]
-    sure = float(finding.confidence < _REFUTED_BELOW) if finding.stage == "numeric" else -finding.confidence
-    return STAGES.index(finding.stage), -weight, sure
+def _fp8(facts: Facts, trial: Trial, happened: Event | None, frameworks: Sequence[str]) -> Finding | None:
+    """The casts hurt, as an experiment shows; or they may, where nothing could be tried."""
+    if trial.part == "unknown" and facts.casts:
+        return _suspect(facts, happened, frameworks)
+    if trial.part != "guilty":
+        return None
+    hurt = damage(facts, trial.layers)
+    # the worst cast of the place says how; if it is healthy, so may be one before it
+    hurt = hurt if hurt.kind else damage(facts)
+    place = named(trial.place) or hurt.layer
+    title = f"FP8 casts hurt the gradient: {place}" if place else "FP8 casts hurt the gradient"
+    proof = [Evidence("", "", "gradient error", trial.error, "", trial.step)] if math.isfinite(trial.error) else []
+    if hurt.kind:
+        proof.append(Evidence(hurt.layer, hurt.tensor, hurt.metric, hurt.value, "", hurt.step))
+    return Finding(
+        "FP8", title, "fp8", "warning" if happened is None else "critical",
+        " ".join(filter(None, (trial.tried[0], hurt.sentence))), tried=list(trial.tried[1:]),
+        layers=trial.layers or ([hurt.layer] if hurt.layer else []),
+        tensors=list(dict.fromkeys(str(p["operand"]) for p in trial.place if p.get("operand"))),
+        steps=[] if trial.step is None else [trial.step], evidence=proof,
+        remedies=_cures(facts, trial, hurt, frameworks), confidence=_confidence("fp8"),
+    )  # fmt: skip
 
 
-def _coverage(context: Context) -> float:
-    try:
-        return float(context.scalar("run.coverage_pct"))
-    except Missing:
-        return math.nan
+def _suspect(facts: Facts, happened: Event | None, frameworks: Sequence[str]) -> Finding | None:
+    """The weaker answer: a recorded cast is damaged, and no experiment says what that does."""
+    hurt = damage(facts, last=math.inf if happened is None else happened.step)
+    if not hurt.kind:
+        return None
+    proof = Evidence(hurt.layer, hurt.tensor, hurt.metric, hurt.value, "", hurt.step)
+    cause = f"{hurt.sentence} Nothing was tried, so this is no proof."
+    return Finding(
+        "CAST", f"A cast is damaged: {symbol(hurt.tensor)} of {hurt.layer}", "suspect", "warning", cause,
+        layers=[hurt.layer], tensors=[hurt.tensor], steps=[] if hurt.step is None else [hurt.step], evidence=[proof],
+        remedies=_cures(facts, Trial("unknown", ()), hurt, frameworks), confidence=_confidence("suspect"),
+    )  # fmt: skip
 
 
-def _walk(tree: Mapping[str, TriageNode], context: Context) -> list[dict[str, Any]]:
-    """The path through the triage tree; an unknown answer goes on as "no"."""
-    rows = RunRows(context)
-    path: list[dict[str, Any]] = []
-    at = next(iter(tree), None)
-    while at is not None and at not in [step["id"] for step in path]:
-        node = tree[at]
-        answer, missing = node.known.ask(rows)
-        unknown = bool(np.isnan(answer).all())
-        yes = bool((answer == 1).any())
-        branch = node.yes if yes else node.no
-        word = "unknown" if unknown else "yes" if yes else "no"
-        path.append(
-            {
-                "id": node.id,
-                "question": of_twin(node.question, context),
-                "answer": word,
-                "say": "" if unknown else of_twin(branch.say, context),
-                "needs": sorted(missing) if unknown else [],
-                "ask": node.answer if unknown else None,
-            }
+def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) -> list[dict[str, Any]]:
+    """Remedies of damaged casts: those that were tried and cured first, with what they reached; then by the damage."""
+    recipe = facts.recipes[0] if facts.recipes else "tensorwise"
+    layers = trial.layers or ([hurt.layer] if hurt.layer else [])
+    cures = []
+    for arm in trial.arms:
+        if arm.get("inside"):
+            came = (
+                f"the loss is {arm['loss']:.4g}"
+                if "loss" in arm
+                else f"the gradient's error is {100 * arm['error']:.3g} %"
+            )
+            code = f'ottava.convert(model, "{arm["name"]}")'
+            cures.append(render("arm", {"name": arm["name"], "came": came, "code": code}, frameworks))
+    gemms = sorted({str(p["gemm"]) for p in trial.place if p.get("gemm")})
+    off = ", ".join(f"{gemm}=None" for gemm in gemms) or "None"
+    values = {
+        "recipe": recipe,
+        "names": named(trial.place) or ", ".join(layers[:3]),
+        "overrides": "".join(f'.override("{n}", "blockwise")' for n in layers[:8]),
+        "off": "".join(f'.override("{n}", {off})' for n in layers[:8]),
+        "quoted": ", ".join(f'"{n}"' for n in layers[:8]),
+        "regex": "|".join(f"^{re.escape(n)}$" for n in layers[:8]),
+        "gemms": ", ".join(gemms or GEMMS),
+    }
+    predicted = any(str(s) in ("delayed", "guarded") for s in facts.table["scaling"])
+    kinds = ["current"] if predicted and hurt.kind in ("clipped", "flushed") else []
+    kinds += ["finer"] if hurt.kind in ("coarse", "flushed", "") or not predicted else []
+    if layers:
+        kinds.append("high_precision")
+    cures += [render(kind, values, frameworks) for kind in kinds]
+    if math.isfinite(trial.cured) and cures and layers:
+        last = cures[-1]
+        cures[-1] = last | {"text": f"{last['text']} Tried: the gradient's error falls to {100 * trial.cured:.3g} %."}
+        cures = [cures[-1], *cures[:-1]] if not any(arm.get("inside") for arm in trial.arms) else cures
+    return cures
+
+
+def _differing(differ: Sequence[Difference], happened: Event | None, frameworks: Sequence[str]) -> list[Finding | None]:
+    """The differences from a good run, where something happened: what is set or computed otherwise first."""
+    if happened is None:
+        return []
+    early = [d for d in differ if d.step is None or d.step <= happened.step]
+    causes = [d for d in early if d.kind not in _NO_CAUSE]
+    causes += [d for d in early if d.kind == "batch" and d.step not in (None, 1)]
+    causes += [d for d in early if d.kind == "weights" and d.good > 0]
+    # of all weights, or all batches, another seed is the usual reason
+    weak = [d for d in early if d not in causes and d.kind != "recipe"]
+    found: list[Finding | None] = []
+    for one, strong in [*((d, True) for d in causes), *((d, False) for d in weak)]:
+        severity = "note" if not strong else "critical" if happened.stays is not None else "warning"
+        found.append(
+            Finding(
+                "DIFF",
+                _titled(one),
+                "difference",
+                severity,
+                one.sentence,
+                layers=list(one.where[:12]),
+                steps=[] if one.step is None else [one.step],
+                remedies=[_undo(one, frameworks)],
+                confidence=_confidence("difference"),
+            )
         )
-        at = branch.next
-    return path
+    return found
+
+
+_TITLES = MappingProxyType(
+    {
+        "optimizer": "The optimizer is not that of the good run",
+        "parameter": "The parameters are not those of the good run",
+        "weights": "The run begins with other weights than the good run",
+        "batch": "The run sees other batches than the good run",
+        "forward": "The model computes something else than in the good run",
+        "loss": "The loss is computed in another way than in the good run",
+        "backward": "The backward computes something else than in the good run",
+        "update": "The optimizer updates in another way than in the good run",
+    }
+)
+
+
+def _titled(one: Difference) -> str:
+    if one.kind == "setting" and one.key == "lr" and one.good and one.bad:
+        times = one.bad / one.good
+        return (
+            f"The learning rate is {times:.3g} times that of the good run"
+            if times > 1
+            else (f"The learning rate is {1 / times:.3g} times smaller than in the good run")
+        )
+    return _TITLES.get(one.kind, f"The {one.key.replace('_', ' ')} is not that of the good run")
+
+
+def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
+    values = {"key": one.key.replace("_", " "), "good": one.good, "bad": one.bad}
+    if one.kind == "setting":
+        values |= {k: f"{v:.6g}" for k, v in values.items() if isinstance(v, float)}
+        return render("good_lr" if one.key == "lr" else "good_setting", values, frameworks)
+    names = {"weights": "good_weights", "batch": "good_batch", "optimizer": "good_setting", "parameter": "optimizer"}
+    return render(names.get(one.kind, "good_code"), values, frameworks)
+
+
+def _has(facts: Facts, law: Law) -> bool:
+    """Whether the run folder has what a law needs."""
+    columns = {
+        "D1": "input_hash", "D2": "input_hash", "D3": "labels_ignored_pct", "D4": "input_hash", "D5": "input_rms",
+        "O2": "lr", "O5": "kept_gradient", "O6": "extra_steps", "O11": "lr", "G1": "grad_norm",
+        "G2": "grad_norm_used", "M1": "eval_forwards_in_train_mode",
+    }  # fmt: skip
+    if law.id in columns:
+        return facts.column(columns[law.id]) is not None
+    if law.id in ("O4", "O7", "O8", "O12"):
+        return bool(facts.moves)
+    if law.id in ("O1", "O3", "O13"):
+        return bool(facts.parameters)
+    if law.id in ("O9", "O10"):
+        return any("/" in name for name in facts.groups)
+    if law.id == "O14":
+        return bool(facts.experiments("shadow"))
+    return {
+        "M2": "tied" in facts.manifest,
+        "M3": "softmax_twice" in facts.manifest,
+        "M4": math.isfinite(facts.guess),
+    }.get(law.id, True)
+
+
+def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None, trial: Trial) -> str:
+    """The answer: the first finding, or that there is none; and what the experiments say of FP8."""
+    count = len(facts.steps)
+    last = int(facts.steps[-1]) if count else 0
+    ended = facts.manifest.get("ended")
+    end = f" The record stops after step {last}: the run did not end." if ended == "" else ""
+    if ended not in (None, "", "closed"):
+        end = f" The run ended after step {last} with {str(ended)[:120]}."
+    part = {
+        "none": "Nothing was cast, so FP8 has no part in it.",
+        "innocent": "FP8 is innocent: " + (trial.tried[0] if trial.tried else ""),
+        "unknown": "Whether FP8 has a part in it was not tried." if not trial.tried else f"FP8: {trial.tried[0]}",
+        "guilty": "",
+    }[trial.part]
+    if findings:
+        first = findings[0]
+        more = "" if first.stage == "fp8" or not part else f" {part}"
+        return f"{first.title}. {first.cause}{more}{end}"
+    if happened is not None:
+        return f"{happened.sentence} No law is broken, so the cause is not known. {part}{end}".replace("  ", " ")
+    seen = "" if math.isnan(facts.coverage) else f" The watch saw {facts.coverage:.0f} % of the linear layers."
+    steps = f"{count} step{'s' if count != 1 else ''}"
+    return f"No fault found in {steps}. {part}{seen}{end}"

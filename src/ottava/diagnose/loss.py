@@ -7,19 +7,23 @@ do not matter.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ottava.diagnose.conditions import Values
 from ottava.measure.limits import GAUSSIAN, LEAST, WINDOW, robust_z
 
+Values = npt.NDArray[Any]
 _SPIKE = 6.0  # standard deviations
 _BEFORE = 5  # losses before a jump
-_RISE = 0.02  # of the lowest loss: a smaller rise is no divergence
-_RISE_NOISE = 4.0
+_RISE = 0.02  # of the loss before: a smaller jump is no spike
+_RISE_NOISE = 6.0
 _ONSET = 1 / 3
+_FEW = 12  # losses; fewer have no course
+_REACH = 5  # losses that the running median reaches ahead, and their neighbours
 _AROUND = 2  # losses on either side that make the band of a good run
 _GAP = 0.01  # of the loss
 
@@ -52,7 +56,7 @@ class LossCurve:
     Example:
         >>> steps = np.arange(200)
         >>> LossCurve(steps, 5.0 - 0.01 * steps).diverged, LossCurve(steps, 3.0 + abs(steps - 100) / 50).diverged_at
-        ('no', 107.0)
+        ('no', 113.0)
     """
 
     def __init__(self, steps: Values, loss: Values) -> None:
@@ -86,6 +90,33 @@ class LossCurve:
         return bool(np.isfinite(self.loss).any())
 
     @cached_property
+    def _early(self) -> float:
+        """The noise up to the lowest loss: what happens later must not widen its own band."""
+        lowest = int(np.argmin(self.smooth)) if len(self.smooth) else 0
+        part = (self.loss - self.smooth)[: max(lowest + 1, LEAST)]
+        part = part[np.isfinite(part)]
+        return GAUSSIAN * float(np.median(np.abs(part))) if len(part) else 0.0
+
+    @cached_property
+    def rise(self) -> float:
+        """A rise that is no noise: six standard deviations of the noise, and a tenth of all that the loss fell before.
+
+        A loss near zero, as that of a policy gradient, has no scale of its own, so a share of it is no measure.
+        """
+        finite = self.loss[np.isfinite(self.loss)]
+        if not len(finite):
+            return math.inf
+        lowest = float(np.min(self.smooth[np.isfinite(self.smooth)], initial=math.inf))
+        fell = max(float(np.median(finite[:3])) - lowest, 0.0) if math.isfinite(lowest) else 0.0
+        return max(_RISE_NOISE * self._early, 0.1 * fell, 1e-9)
+
+    def at_best(self, before: float) -> float:
+        """The lowest smoothed loss of the steps before one; the first loss if there are none."""
+        part = self.smooth[self.steps < before]
+        part = part[np.isfinite(part)]
+        return float(part.min()) if len(part) else float(self.loss[0]) if len(self.loss) else math.nan
+
+    @cached_property
     def diverged_at(self) -> float:
         """The step from which the loss stays above its lowest, or is not finite; inf if it did not diverge."""
         if not self._known:
@@ -96,13 +127,10 @@ class LossCurve:
         if len(broken) and not np.isfinite(self.loss[-min(3, len(self.loss)) :]).any():
             last = int(np.flatnonzero(np.isfinite(self.loss))[-1])
             return float(self.steps[min(last + 1, len(self.steps) - 1)])
-        if len(self.loss) < 20:
+        if len(self.loss) < _FEW:
             return math.inf
         lowest = int(np.argmin(self.smooth))
-        low = abs(self.smooth[lowest])
-        # divergence adds noise: twice the lowest loss is divergence at any noise
-        limit = self.smooth[lowest] + max(min(_RISE_NOISE * self.noise, low), _RISE * low)
-        above = self.smooth > limit
+        above = self.smooth > self.smooth[lowest] + self.rise
         if not above[-1]:
             return math.inf
         under = np.flatnonzero(~above)
@@ -111,18 +139,16 @@ class LossCurve:
 
     @cached_property
     def onset(self) -> float:
-        """The first step whose loss is not finite or far above all earlier ones; inf without one.
-
-        Far is a third of the lowest loss so far and five times the usual change from step to step until then.
-        """
+        """The first step whose loss is not finite, or above all earlier ones by more than `rise` and five times the
+        usual change; inf without one."""
         low, changes, last = math.inf, list[float](), math.nan
         for step, loss, broken in zip(self.steps, self.loss, self.broken, strict=True):
             if not math.isfinite(loss):
                 if broken:
                     return float(step)
                 continue
-            above = loss - low
-            if above > _ONSET * abs(low) and above > 5 * (float(np.median(changes)) if changes else 0.0):
+            usual = float(np.median(changes)) if changes else 0.0
+            if loss - low > max(self.rise, _ONSET * abs(low), 5 * usual):
                 return float(step)
             changes += [abs(loss - last)] if math.isfinite(last) else []
             low, last = min(low, loss), loss
@@ -157,8 +183,9 @@ class LossCurve:
         inside = np.flatnonzero(~outside)
         start = int(inside[-1]) + 1 if len(inside) else 0
         stays = float(step[start]) if start < len(step) else math.inf
-        # smoothing may see a lasting rise that no single loss shows
-        return min([stays, *(float(at) for at in step[left][:1])]), stays
+        first = float(step[left][0]) if left.any() else stays
+        # the running median sees a lasting rise a few steps before its first loss, and some that no single loss shows
+        return (first, max(stays, first)) if stays < first <= stays + _REACH else (min(first, stays), stays)
 
     @property
     def diverged(self) -> str:
@@ -239,3 +266,61 @@ def _band(steps: Values, good: tuple[LossCurve, ...], *, smooth: bool) -> tuple[
 def _median(values: Any) -> float:
     numbers = values[~np.isnan(values)]
     return float(np.median(numbers)) if len(numbers) else math.nan
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a loss."""
+
+    kind: str
+    """ "not finite", "leaves", "high" (outside the good run's band from the first step on) or "flat"."""
+    step: int
+    """The first step outside the band."""
+    stays: int | None
+    """The step from which the loss stays outside; None if it comes back."""
+    sentence: str
+
+
+def event(loss: LossCurve, good: LossCurve | None = None, guess: float = math.nan) -> Event | None:
+    """The first thing that happens to a loss, told against its own noise or against a good run; None if nothing does.
+
+    Args:
+        loss, good: the curves.
+        guess: ln(classes), the loss of a model that knows nothing; NaN if unknown.
+
+    Example:
+        >>> steps = np.arange(1, 41)
+        >>> event(LossCurve(steps, np.where(steps < 20, 3.0, np.nan))).sentence
+        'The loss is not finite from step 20 on.'
+        >>> event(LossCurve(steps, 4 - steps / 20)) is None
+        True
+    """
+    if not loss._known:
+        return None
+    known = good is not None and bool(np.isfinite(good.loss).any())
+    at, stays = loss.exits(*([good] if known and good is not None else []))
+    broken = loss.steps[loss.broken]
+    first = float(broken[0]) if len(broken) else math.inf
+    if first <= at and math.isfinite(first):
+        return Event("not finite", int(first), int(first), f"The loss is not finite from step {first:.0f} on.")
+    if math.isinf(at):
+        return _flat(loss, guess) if not known else None
+    lasting = None if math.isinf(stays) else int(stays)
+    start = float(loss.steps[0])
+    band = "the good run's band" if known else "the band of its own noise"
+    if known and at <= start + 1 and lasting is not None and lasting <= start + 1:
+        return Event("high", int(at), lasting, f"The loss is above the good run's from step {at:.0f} on.")
+    ends = " and comes back" if lasting is None else " and stays above it"
+    ends += f" from step {lasting} on" if lasting not in (None, int(at)) else ""
+    return Event("leaves", int(at), lasting, f"The loss leaves {band} at step {at:.0f}{ends}.")
+
+
+def _flat(loss: LossCurve, guess: float) -> Event | None:
+    """A loss that stays where a guess is."""
+    finite = loss.loss[np.isfinite(loss.loss)]
+    if len(finite) < 3 * _FEW or not math.isfinite(guess):
+        return None
+    late = float(np.median(finite[-(len(finite) // 3) :]))
+    if late < 0.98 * guess or late > 1.5 * guess:
+        return None
+    return Event("flat", int(loss.steps[0]), None, f"The loss stays at {late:.3g}; a guess has {guess:.3g}.")

@@ -1,7 +1,7 @@
 """Many processes on torch's own engine: FP8 under `parallelize_module`, FSDP2 and DDP, and a check that ranks agree."""
 
+from ottava.distributed.fsdp import fully_shard
 from ottava.distributed.gradients import FP8ReduceScatter, fp8_gradient_hook
-from ottava.distributed.shard import fully_shard
 from ottava.distributed.styles import (
     ColwiseParallel,
     ContextParallel,

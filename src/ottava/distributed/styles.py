@@ -25,20 +25,24 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 
 from ottava.engine.layer import quantized_layers
-from ottava.nn.attention import DotProductAttention
+from ottava.nn.attention import DotProductAttention, MaskRule
 from ottava.nn.convert import convert
 from ottava.nn.cross_entropy import LinearCrossEntropy
-from ottava.nn.expert_parallel import ExpertRanks
-from ottava.nn.layer import Layer
-from ottava.nn.masks import MaskRule
+from ottava.nn.layer import Layer, Projection
 from ottava.nn.mlp import NormMLP
 from ottava.nn.moe import MoE
 from ottava.nn.multihead import MultiheadAttention
 from ottava.nn.norms import LayerNorm, RMSNorm
-from ottava.nn.pieces import Piece
-from ottava.nn.sharding import GatheredOnce, Sharding, TokenSharding, all_gather, reduce_scatter
+from ottava.nn.sharding import (
+    ExpertRanks,
+    GatheredOnce,
+    Sharding,
+    TokenSharding,
+    VocabularySharding,
+    all_gather,
+    reduce_scatter,
+)
 from ottava.nn.transformer import TransformerLayer
-from ottava.nn.vocabulary import VocabularySharding
 from ottava.ops.agreed import AgreedCast
 
 
@@ -72,7 +76,7 @@ class ColwiseParallel(TorchColwise):
         pieces: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.pieces = tuple(Piece(name, rows) for name, rows in (pieces or {}).items())
+        self.pieces = tuple(Projection(name, rows) for name, rows in (pieces or {}).items())
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Embedding):
@@ -348,7 +352,7 @@ def tensor_parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) 
     return plan
 
 
-def _split(style: ParallelStyle, module: nn.Module, sharding: Sharding, pieces: Sequence[Piece] = ()) -> nn.Module:
+def _split(style: ParallelStyle, module: nn.Module, sharding: Sharding, pieces: Sequence[Projection] = ()) -> nn.Module:
     if not isinstance(module, Layer):
         if type(module) is not nn.Linear:
             raise TypeError(
@@ -357,6 +361,6 @@ def _split(style: ParallelStyle, module: nn.Module, sharding: Sharding, pieces: 
             )
         convert(module, "bf16", filter=lambda name, layer: True)
         assert isinstance(module, Layer)
-    module.pieces = tuple(pieces) or module.pieces
+    module.projections = tuple(pieces) or module.projections
     sharding.apply(module, style.src_data_rank)
     return module

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ottava.engine.quantizer import LinearQuantizers, Notes, Quantizer, Record
 from ottava.kernels.native import build as native_build
-from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.sums import column_sums
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import UnmadeGradient, make_rows
@@ -212,8 +211,8 @@ def build_ahead(dtype: torch.dtype, casts: bool = True) -> None:
         return
     inputs = torch.bfloat16 if dtype == torch.float32 else dtype  # FP32 weights run under torch.autocast
     for cast_dtype in dict.fromkeys((inputs, dtype)) if casts else ():  # in the order of need
-        if cast_dtype in native_quantize.VARIANTS:
-            native_build.begin("quantize", native_quantize.VARIANTS[cast_dtype])
+        if cast_dtype in native_build.VARIANTS:
+            native_build.begin("quantize", cast_dtype)
     for name in ("gemm", "sums", "pointwise"):
         native_build.begin(name)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ottava.base.text import finite
-from ottava.base.untrusted import MAX_DEPTH, MAX_PARTS, LimitError, UntrustedError, regular_size
+from ottava.base.untrusted import MAX_DEPTH, MAX_PARTS, LimitError, UntrustedError, parse_json, read_text, regular_size
 from ottava.interop.safe_pickle import RefusedError, StandIn, check_tensors, load_pickle, load_torch
 from ottava.numerics.formats import E4M3, E5M2, Format
 
@@ -41,6 +41,7 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fwd", ("input", "weight", "output")),
     ("bwd", ("grad_output", "grad_input")),
 )
+_TORCH_FILES = ("*.bin", "*.pt", "*.pth")
 _TORCH_MAGIC = (b"PK\x03\x04", b"\x80")
 _FP32_MAX = torch.finfo(torch.float32).max
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -149,53 +150,91 @@ def read_scaling_state(path: Path | str) -> ScalingStateFile:
         StateFileError: the file is missing or damaged, has no scaling state, or reading it would run code.
     """
     path = Path(path)
-    files = sorted(path.glob("*.safetensors")) or [path]
-    try:
-        size = sum(map(regular_size, files))
-    except FileNotFoundError as error:
-        raise StateFileError(f"{path}: does not exist") from error
-    except UntrustedError as error:
-        what = "is a folder without safetensors files; needs one with them, or a file" if path.is_dir() else str(error)
-        raise StateFileError(f"{path}: {what}") from error
-    with files[0].open("rb") as stream:
-        is_torch = stream.read(4).startswith(_TORCH_MAGIC)
-    try:
-        found = [_flatten(load_torch(path))] if is_torch else map(_safetensors_entries, files)
-        entries = {name: value for part in found for name, value in part}
-        check_tensors(entries, size)
-    except RefusedError as error:
-        raise StateFileError(
-            f"{path}: {error}; save the model's state alone: torch.save(model.state_dict(), FILE)"
-        ) from error
-    except Exception as error:  # damaged bytes lead to errors of any kind
-        kind = "file of torch.save" if is_torch else "safetensors file, nor one of torch.save"
-        raise StateFileError(f"{path}: is cut short, damaged or no {kind} ({_first_line(error)})") from error
-    if rows := _ours(path, entries):
-        return ScalingStateFile(path, "ottava", (), tuple(rows))
-    rows, recipes = _transformer_engine(path, entries)
-    if not rows:
+    entries = dict(read_entries(path, is_state))
+    found = state_of(path, entries)
+    if found is None:
         why = f"its {len(entries)} states of TransformerEngine are empty: the recipe keeps none, or FP8 never ran"
         nothing = "holds no scaling state; only recipes that predict scales (delayed, guarded) keep one"
         raise StateFileError(f"{path}: {why if entries else nothing}")
-    return ScalingStateFile(path, "transformer_engine", tuple(recipes), tuple(rows))
+    return found
+
+
+def is_state(name: str) -> bool:
+    """Whether a tensor of this name is scaling state."""
+    return name.endswith(_EXTRA_STATE) or _OURS.fullmatch(name) is not None
+
+
+def state_of(path: Path, entries: Mapping[str, Any]) -> ScalingStateFile | None:
+    """The state in these entries of a file; None if there is none."""
+    if rows := _ours(path, entries):
+        return ScalingStateFile(path, "ottava", (), tuple(rows))
+    rows, recipes = _transformer_engine(path, entries)
+    return ScalingStateFile(path, "transformer_engine", tuple(recipes), tuple(rows)) if rows else None
+
+
+def read_entries(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Any]]:
+    """The entries of a checkpoint with wanted names: dicts in dicts as one level, in the order of the files.
+
+    Args:
+        path: a safetensors file, a file of `torch.save`, or a folder: its safetensors files, those that an index names,
+            or else its files of `torch.save`.
+    Raises:
+        StateFileError: a file is missing or damaged, or reading it would run code.
+    """
+    files = _files(path)
+    for file in files:
+        try:
+            size = regular_size(file)
+            with file.open("rb") as stream:
+                is_torch = stream.read(4).startswith(_TORCH_MAGIC)
+        except FileNotFoundError as error:
+            raise StateFileError(f"{file}: does not exist") from error
+        except UntrustedError as error:
+            what = "is a folder without safetensors files; needs one with them, or a file" if path.is_dir() else error
+            raise StateFileError(f"{path}: {what}") from error
+        try:
+            for name, value in _flatten(load_torch(file), wanted) if is_torch else _safetensors(file, wanted):
+                check_tensors(value, size)
+                yield name, value
+        except RefusedError as error:
+            raise StateFileError(
+                f"{file}: {error}; save the model's state alone: torch.save(model.state_dict(), FILE)"
+            ) from error
+        except Exception as error:  # damaged bytes lead to errors of any kind
+            kind = "file of torch.save" if is_torch else "safetensors file, nor one of torch.save"
+            raise StateFileError(f"{file}: is cut short, damaged or no {kind} ({_first_line(error)})") from error
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a checkpoint; a folder without any is returned itself."""
+    index = next(iter(sorted(path.glob("*.index.json"))), None)
+    if index is None:
+        return sorted(path.glob("*.safetensors")) or [f for s in _TORCH_FILES for f in sorted(path.glob(s))] or [path]
+    try:
+        found = parse_json(read_text(index))
+    except UntrustedError as error:
+        raise StateFileError(f"{index}: {error}") from error
+    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise StateFileError(f"{index}: has no weight_map from tensors to files")
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if Path(name).name != name]:
+        raise StateFileError(f"{index}: names {outside[0]!r}, which is no file of this folder")
+    return [path / name for name in names]
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _wanted(name: str) -> bool:
-    return name.endswith(_EXTRA_STATE) or _OURS.fullmatch(name) is not None
-
-
-def _safetensors_entries(path: Path) -> Iterator[tuple[str, Any]]:
+def _safetensors(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118  # not a mapping
-            if _wanted(name):
+            if wanted(name):
                 yield name, file.get_tensor(name)
 
 
-def _flatten(tree: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(tree: Any, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
     waiting, visits = [("", tree, 0)], 0
     while waiting:
         name, value, depth = waiting.pop()
@@ -205,7 +244,7 @@ def _flatten(tree: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             below = [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]
             waiting += reversed(below)
-        elif _wanted(name):
+        elif wanted(name):
             yield name, value
 
 

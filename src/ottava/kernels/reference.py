@@ -17,13 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.numerics.block_scales import BLOCK_SCALES
 from ottava.numerics.rounding import check_input_dtype, decode, encode_, infinities_to_nan_
-from ottava.numerics.scaling import Granularity, Scale, amax, column_major, compute_scale, with_nan
+from ottava.numerics.scaling import BLOCK_SCALES, Granularity, Scale, amax, column_major, compute_scale, with_nan
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
 NAME = "reference"
 NATIVE = False
+
+FOLD_OCTAVES = 94  # 126 - 16 * 2: E5M2 x E5M2's smallest product is 2**-32; FOLD_OCTAVES of src/gemm.h
 
 
 class Cast(NamedTuple):
@@ -110,14 +111,17 @@ def gemm(
     """(M, K), (N, K) -> (M, N), both contracted over their last dimension. fast_accum changes nothing here."""
     k = a.data.shape[1]
     one_block = a.scale_inv.shape[1] <= 1 and b.scale_inv.shape[1] <= 1
+    kinds = {a.spec.scale_format, b.spec.scale_format}
     if k == 0:  # an expert without tokens: no sum, and no block with a scale
         y = a.scale_inv.new_zeros(a.shape[0], b.shape[0])
-    elif not one_block and a.spec.scale_format != "fp32" and b.spec.scale_format != "fp32":
+    elif one_block or "fp32" in kinds:
+        y = _sum_of_codes(a, b, k if one_block else block_columns(a.spec.granularity, b.spec.granularity, k))
+    elif "e4m3" in kinds or not a.data.is_cpu:
         # fp32 holds code * scale_inv (E4M3 block scales: to half an ulp, see docs), so scaled operands give the same
-        # products without rounding
+        # products without rounding. Whether a GPU's scales could be folded it would have to tell the host
         y = a.dequantize(torch.float32) @ b.dequantize(torch.float32).t()
     else:
-        y = _sum_of_codes(a, b, k if one_block else block_columns(a.spec.granularity, b.spec.granularity, k))
+        y = _sum_of_powers(a, b, k)
     if bias is not None:
         y += bias.to(torch.float32)
     return y.to(out_dtype)
@@ -138,6 +142,33 @@ def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, T
         return y.to(a.dtype)
 
     return dense
+
+
+def _sum_of_powers(a: QuantizedTensor, b: QuantizedTensor, k: int) -> Tensor:
+    """The fp32 sum, of scales in blocks along K that are powers of two; scales enter as in src/gemm.cpp.
+
+    The largest of a row multiplies the finished sum, the others go into the operand relative to it. No bit of an
+    ordinary sum depends on that: powers of two move exponents. But near the ends of fp32 it decides what overflows in
+    between, and a sum that fits would be infinite on one kernel and finite on another.
+    """
+    folded = _fold(a), _fold(b)
+    if sum(octaves for _, _, octaves in folded) > FOLD_OCTAVES:  # the smallest products would become subnormal
+        return _sum_of_codes(a, b, block_columns(a.spec.granularity, b.spec.granularity, k))
+    (x, top_a, _), (w, top_b, _) = folded
+    return (x @ w.t()).mul_(top_a).mul_(top_b.t())
+
+
+def _fold(x_q: QuantizedTensor) -> tuple[Tensor, Tensor, float]:
+    """(decoded codes times scales relative to the largest of their row, those (R, 1), octaves to the smallest)."""
+    scales, granularity = x_q.scale_inv, x_q.spec.granularity
+    tops = scales.amax(1, keepdim=True)
+    rows = granularity.expand(tops, (x_q.shape[0], 1))
+    numbers = decode(x_q.data, x_q.spec.format)
+    if scales.shape[1] == 1:
+        return numbers, rows, 0.0
+    spread = (tops / scales).amax().log2()  # infinite beyond fp32, and NaN where a scale is
+    octaves = float(spread) if bool(tops.isfinite().all()) else math.inf
+    return granularity.multiply_(numbers, scales / tops), rows, math.inf if math.isnan(octaves) else octaves
 
 
 def _sum_of_codes(a: QuantizedTensor, b: QuantizedTensor, step: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ottava.base.errors import need
-from ottava.base.text import columns, number
+from ottava.base.text import columns, data_frame, html_table, number
 from ottava.engine.quantizer import Doors
 from ottava.measure.layer_names import symbol
 from ottava.measure.statistics import STATISTICS
@@ -41,13 +41,28 @@ class Observation:
         self.tallies: dict[Key, Tally] = {}
 
     def __repr__(self) -> str:
+        layers = len({layer for layer, *_ in self.tallies})
+        return f"<Observation: {len(self.tallies)} casts of {layers} layers; print it for the worst first>"
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        return "\n".join(columns(*rows)) if rows[1:] else "no casts: no ottava layer ran in FP8 in this context"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows(), f"{len(self.tallies)} casts, the worst first")
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with the rows of `table`."""
+        return data_frame(self.table())
+
+    def _rows(self) -> list[tuple[str, ...]]:
         casts = sorted(self.table(), key=lambda row: known_or_last(row["row_sqnr_p50_db"]))
-        rows = [("layer", "tensor", "cast", *_SHOWN)]
+        rows: list[tuple[str, ...]] = [("layer", "tensor", "cast", *_SHOWN)]
         for row in casts:
             numbers = (number(row[name], STATISTICS[name].unit) for name in _SHOWN)
             cast = f"{row['format']}[{row['granularity']}]"
             rows.append((row["layer"], symbol(row["tensor"], row["direction"]), cast, *numbers))
-        return "\n".join(columns(*rows)) if casts else "no casts: no ottava layer ran in FP8 in this context"
+        return rows
 
     def add(self, key: Key, tally: Tally) -> None:
         """Merges one cast."""

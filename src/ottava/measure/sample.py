@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ottava.kernels.native import sample as native_sample
+from ottava.kernels.native import measure as native_sample
 from ottava.kernels.native.measure import Look, spec_of
 from ottava.measure.walk import BAND_ROWS
 from ottava.numerics.scaling import BLOCK_128X128, Granularity, column_major

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ottava.base.errors import refuse_other_sums
 from ottava.kernels.native import measure as native_measure
-from ottava.kernels.native import sample as native_sample
+from ottava.kernels.native import measure as native_sample
 from ottava.kernels.native.measure import Layout, Look
 from ottava.measure.anatomy import anatomy
 from ottava.measure.tally import (

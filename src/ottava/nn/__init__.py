@@ -3,26 +3,20 @@
 from ottava.nn.activations import ACTIVATIONS, Activation
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.calibrate import CalibrationReport, calibrate
-from ottava.nn.convert import ConversionReport, convert, default_filter, keep_first_last_bf16
+from ottava.nn.convert import ConversionReport, convert, default_filter, keep_first_last_bf16, model_init
 from ottava.nn.cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from ottava.nn.fp8_checkpoint import LoadReport, load_fp8
 from ottava.nn.graphed import GraphedStep, graphed_step
-from ottava.nn.grouped import GroupedLinear
-from ottava.nn.initialize import model_init
-from ottava.nn.kv_cache import KVCache
-from ottava.nn.linear import Linear
-from ottava.nn.mlp import ActivatedLinear, NormMLP
-from ottava.nn.moe import MoE
-from ottava.nn.multihead import MultiheadAttention
-from ottava.nn.norm_linear import NormLinear
-from ottava.nn.norms import LayerNorm, RMSNorm
-from ottava.nn.permutation import Permutation, permute, sort_by_expert, unpermute
+from ottava.nn.grouped import GroupedLinear, Permutation, permute, sort_by_expert, unpermute
+from ottava.nn.layer import Linear
+from ottava.nn.mlp import ActivatedLinear, NormMLP, fold_smooth_swiglu, smooth_swiglu
+from ottava.nn.moe import MoE, Router, Routing
+from ottava.nn.multihead import KVCache, MultiheadAttention
+from ottava.nn.norms import LayerNorm, NormLinear, RMSNorm
+from ottava.nn.plan import tune
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
 from ottava.nn.rope import RotaryEmbedding, RotaryScaling, packed_positions
-from ottava.nn.router import Router, Routing
-from ottava.nn.smoothing import fold_smooth_swiglu, smooth_swiglu
 from ottava.nn.transformer import TransformerLayer
-from ottava.nn.tune import tune
 from ottava.weights.checkpoint import dequantize_state_dict
 from ottava.weights.parameter import QuantizedWeight
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ottava.base.errors import unknown_name
-from ottava.engine.batch_invariance import in_tiles
+from ottava.engine.autocast import in_tiles
 from ottava.kernels.native import pointwise
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import supports_gradient, supports_rows

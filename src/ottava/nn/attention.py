@@ -1,19 +1,23 @@
-"""Attention proper: softmax(q k.T * scale + mask) v, by torch's fused kernels; it reports which kernel ran.
+"""Attention proper: softmax(q k.T * scale + mask) v, by a kernel of torch's, batch invariant, or on FP8 operands.
 
     scores (B, H, Sq, Sk) = q (B, H, Sq, D) @ k (B, G, Sk, D).T * scale + mask
     y      (B, H, Sq, Dv) = softmax(scores) @ v (B, G, Sk, Dv)           H / G query heads share a key and value head
 
-torch chooses the kernel and falls back to plain formulas that hold all scores in memory. This module asks torch in the
-order that measurements gave, and notes torch's choice.
+torch chooses the kernel and falls back to plain formulas that hold all scores in memory. `DotProductAttention` asks
+torch in the order that measurements gave, and notes torch's choice.
+
+One rule of positions makes every mask. Query i stands at position i, or, aligned to the bottom right, at i + keys -
+queries, so that the last query stands at the last key. A key is seen if its position less that of the query lies within
+the window (-left ... right), if it lies within its sequence's length, and if the caller's mask allows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +25,119 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ottava.base.errors import unknown_name
-from ottava.engine.autocast import ambient
-from ottava.engine.quantizer import AttentionQuantizers
+from ottava.engine.autocast import LANES, ambient, in_tiles
+from ottava.engine.functional import refuse_second_derivative
+from ottava.engine.quantizer import AttentionQuantizers, Quantizer
 from ottava.kernels.custom_operator import constant_in_graph
-from ottava.nn.fp8_attention import fp8_attention
-from ottava.nn.invariant import BACKEND, invariant_attention
-from ottava.nn.masks import MaskRule, build_mask, mask_rule
-from ottava.nn.pieces import local
+from ottava.kernels.native.gemm import multiply_bf16, supports_dense
+from ottava.nn.layer import local
+from ottava.numerics.rounding import decode
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.dispatch import no_autocast
 from ottava.recipe import AttentionRecipe, Recipe, get_recipe
+
+
+class MaskRule(NamedTuple):
+    """A mask by positions."""
+
+    left: int | None = None
+    """The number of keys before its own position that a query sees; None: all."""
+    right: int | None = None
+    """Keys after it; None: all, 0: causal."""
+    bottom_right: bool = False
+    """The last query stands at the last key, as in decoding; False: the first at the first."""
+
+    def is_causal(self, queries: int, keys: int) -> bool:
+        """Whether it is torch's `is_causal`, which needs no mask in memory."""
+        no_left = self.left is None or self.left >= max(queries, keys)
+        return no_left and self.right == 0 and (not self.bottom_right or queries == keys)
+
+    def sees_all(self, queries: int, keys: int) -> bool:
+        """Whether nothing is masked: one query at the bottom right sees all keys of its past, too."""
+        past = keys if self.bottom_right else queries  # the most keys that lie before a query
+        future = queries if self.bottom_right else keys
+        return (self.left is None or self.left >= past - 1) and (self.right is None or self.right >= future - 1)
+
+
+MASKS: Mapping[str, MaskRule] = MappingProxyType(
+    {
+        "no_mask": MaskRule(),
+        "causal": MaskRule(right=0),
+        "causal_bottom_right": MaskRule(right=0, bottom_right=True),
+    }
+)
+
+
+def mask_rule(mask: str, window: tuple[int | None, int | None] | None = None) -> MaskRule:
+    """The rule of a name, narrowed by a window (left, right); None or -1 in a window is no limit.
+
+    Raises:
+        ValueError: unknown mask, or a limit below -1.
+
+    Example:
+        >>> mask_rule("causal", (3, None))
+        MaskRule(left=3, right=0, bottom_right=False)
+    """
+    if mask not in MASKS:
+        raise ValueError(f"attention: {unknown_name('mask', mask, MASKS)}")
+    if window is None:
+        return MASKS[mask]
+    if len(window) != 2 or any(limit is not None and limit < -1 for limit in window):
+        raise ValueError(
+            f"attention: window is {window}; needs (left, right), each a count of keys, or -1 for no limit"
+        )
+    rule = MASKS[mask]
+    left, right = (None if limit == -1 else limit for limit in window)
+    return rule._replace(left=left, right=right if rule.right is None else rule.right)
+
+
+def build_mask(
+    rule: MaskRule,
+    queries: int,
+    keys: int,
+    *,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    given: Tensor | None = None,
+    device: torch.device | None = None,
+) -> Tensor | None:
+    """The mask: a float added to the scores (-inf: not seen) or a bool (True: seen), for (B, H, queries, keys).
+
+    Args:
+        query_lengths, key_lengths: int (B,): how many rows of each sequence are real; the rest is padding. Aligned to
+            the bottom right, the last real query stands at the last real key.
+        given: the caller's, bool (True: is seen) or float (added to the scores), of a shape that broadcasts.
+    Returns:
+        None where all keys are seen.
+
+    Example:
+        >>> build_mask(MaskRule(left=1, right=0), 3, 3)[0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
+    """
+    seen: Tensor | None = None
+    if not rule.sees_all(queries, keys):  # nor, then, within any lengths
+        row = torch.arange(queries, device=device)[:, None]
+        if rule.bottom_right:
+            last = keys if key_lengths is None else key_lengths[:, None, None, None]
+            row = row + last - (queries if query_lengths is None else query_lengths[:, None, None, None])
+        gap = torch.arange(keys, device=device) - row
+        seen = torch.ones_like(gap, dtype=torch.bool)
+        if rule.left is not None:
+            seen = gap >= -rule.left
+        if rule.right is not None:
+            seen = seen & (gap <= rule.right)
+        seen = seen if seen.dim() == 4 else seen[None, None]
+    if key_lengths is not None:
+        real = torch.arange(keys, device=device) < key_lengths[:, None, None, None]
+        seen = real if seen is None else seen & real
+    if given is None or seen is None:
+        return seen if given is None else given
+    if given.dtype == torch.bool:
+        return given & seen
+    return given.masked_fill(~seen, -torch.inf)
+
 
 LAYOUTS: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
     {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
@@ -348,3 +457,251 @@ def _why_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) ->
     )
     found = ", ".join(reason for here, reason in reasons if here)
     return f"no fused kernel takes {found or 'this call'}: all scores are held in memory"
+
+
+# --- on FP8 operands -------------------------------------------------------------------------------------------------
+
+
+def fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+    doors: AttentionQuantizers,
+    recipe: AttentionRecipe,
+) -> Tensor:
+    """Attention on FP8 operands, emulated on every device: plain torch on codes, with hardware's roundings.
+
+        S  = softmax(Q K.T * scale + mask)      Q, K and V are cast with one scale; S is cast for the next GEMM
+        O  = S V                                cast, as FP8 kernels give it
+        dV = S.T dO    dS = S * (dO V.T - rowsum(dO * O))    dQ = dS K * scale    dK = dS.T Q * scale
+
+    The last two GEMMs read the cast of dS, which the field calls dP; dQ, dK and dV share one scale. It holds all scores
+    in memory: it shows the effect of FP8 on a model's numbers, and saves nothing.
+
+    Args:
+        q, k, v: (B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv); the result is (B, H, Sq, Dv), in q's dtype.
+        mask: bool or float, broadcasts to (B, H, Sq, Sk); it gets no gradient.
+        sink: (H,), logits in the denominator.
+    Raises:
+        NotImplementedError: a second derivative, or the gradient of a mask.
+    """
+    if mask is not None and mask.requires_grad:
+        raise NotImplementedError(
+            "FP8 attention: a mask gets no gradient here; run it under a recipe without attention"
+        )
+    return _FP8Attention.apply(q, k, v, mask, sink, scale, doors, recipe, torch.is_grad_enabled())  # type: ignore[no-any-return]
+
+
+class _Codes:
+    """Tensors cast with one scale: their numbers, as fp32, and the factor that dequantizes."""
+
+    def __init__(self, cast: QuantizedTensor, shapes: list[torch.Size]) -> None:
+        self.cast, self.shapes = cast, shapes
+        self.factor = cast.scale_inv.reshape(())
+
+    def numbers(self) -> list[Tensor]:
+        """The values of the codes, before the factor."""
+        return _cut(decode(self.cast.data, self.cast.spec.format), self.shapes)
+
+    def dequantized(self, dtype: torch.dtype) -> list[Tensor]:
+        """Rounded once to dtype."""
+        return _cut(self.cast.dequantize(dtype), self.shapes)
+
+
+def _cast(door: Quantizer, spec: QuantizationSpec, *tensors: Tensor, record: bool = True) -> _Codes:
+    flat = torch.cat([t.reshape(-1) for t in tensors])[None] if len(tensors) > 1 else tensors[0].reshape(1, -1)
+    cast, _ = door(flat, spec, None, columnwise=False, record=record)
+    assert isinstance(cast, QuantizedTensor)
+    return _Codes(cast, [t.shape for t in tensors])
+
+
+def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    parts = flat.reshape(-1).split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Probabilities of keys and of the sink; zeros in rows that see nothing."""
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
+    column = None if sink is None else sink.float().view(1, -1, 1, 1)
+    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    top = top if column is None else top.maximum(column)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    raised = (scores - top).exp()
+    total = raised.sum(-1, keepdim=True)
+    if column is None:
+        return raised / total.masked_fill(total == 0, 1.0), None
+    own = (column - top).exp()
+    return raised / (total + own), own / (total + own)
+
+
+class _FP8Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        sink: Tensor | None,
+        scale: float,
+        doors: Any,
+        recipe: AttentionRecipe,
+        record: bool,
+    ) -> Tensor:
+        with no_autocast(q.device):
+            qkv = _cast(doors.qkv, recipe.qkv, q, k, v, record=record)
+            p, _ = _probabilities(qkv, mask, sink, scale)
+            s = _cast(doors.s, recipe.s, p, record=record)
+            (s_n,), v_n = s.numbers(), _shared(qkv.numbers()[2], q)
+            y = s_n @ v_n * (s.factor * qkv.factor)  # (B, H, Sq, Dv) = (B, H, Sq, Sk) @ (B, H, Sk, Dv)
+            if recipe.o is not None:
+                (y,) = _cast(doors.o, recipe.o, y, record=record).dequantized(torch.float32)
+            y = y.to(q.dtype)
+        ctx.rest = scale, doors, recipe, q.dtype, qkv.shapes, s.shapes
+        # every tensor, so that checkpointing and offloading see it
+        ctx.save_for_backward(mask, sink, y, qkv.cast.data, qkv.cast.scale_inv, s.cast.data, s.cast.scale_inv)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            refuse_second_derivative("FP8 attention", "run that forward under a recipe without FP8 attention")
+        (dy,), (scale, doors, recipe, dtype, qkv_shapes, s_shapes) = grads, ctx.rest
+        mask, sink, y, qkv_data, qkv_scale, s_data, s_scale = ctx.saved_tensors
+        qkv = _Codes(QuantizedTensor(qkv_data, qkv_scale, recipe.qkv, dtype), qkv_shapes)
+        s = _Codes(QuantizedTensor(s_data, s_scale, recipe.s, torch.float32), s_shapes)
+        with no_autocast(dy.device):
+            q_n, k_n, v_n = qkv.numbers()
+            k_n, v_n, (s_n,) = _shared(k_n, q_n), _shared(v_n, q_n), s.numbers()
+            do = _cast(doors.do, recipe.do, dy)
+            (do_n,) = do.numbers()
+            p, p_sink = _probabilities(qkv, mask, sink, scale)
+            along = (do_n * do.factor * y.float()).sum(-1, keepdim=True)
+            ds = p * (do_n @ v_n.mT * (do.factor * qkv.factor) - along)
+            dp = _cast(doors.dp, recipe.dp, ds)
+            (dp_n,) = dp.numbers()
+            factor = dp.factor * qkv.factor * scale
+            dq = dp_n @ k_n * factor  # (B, H, Sq, D) = (B, H, Sq, Sk) @ (B, H, Sk, D)
+            groups = qkv.shapes[1][1]
+            dk = _gathered(dp_n.mT @ q_n * factor, groups)
+            dv = _gathered(s_n.mT @ do_n * (s.factor * do.factor), groups)
+            if recipe.dqkv is not None:
+                dq, dk, dv = _cast(doors.dqkv, recipe.dqkv, dq, dk, dv).dequantized(torch.float32)
+            d_sink = None if p_sink is None else -(p_sink * along).sum((0, 2, 3)).to(sink.dtype)
+        return dq.to(dy.dtype), dk.to(dy.dtype), dv.to(dy.dtype), None, d_sink, None, None, None, None
+
+
+def _probabilities(qkv: _Codes, mask: Tensor | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+    q, k, _ = qkv.numbers()
+    return _softmax(q @ _shared(k, q).mT * (qkv.factor.square() * scale), mask, sink)
+
+
+def _shared(t: Tensor, q: Tensor) -> Tensor:
+    """(B, G, ...) -> (B, H, ...): repeats a head of keys for each query head that shares it."""
+    return t.repeat_interleave(q.shape[1] // t.shape[1], 1)
+
+
+def _gathered(t: Tensor, groups: int) -> Tensor:
+    """(B, H, ...) -> (B, G, ...): the sum over the query heads that share a head."""
+    summed: Tensor = t.unflatten(1, (groups, -1)).sum(2)
+    return summed
+
+
+# --- batch invariant -------------------------------------------------------------------------------------------------
+
+BACKEND = "batch_invariant"
+"""The name of this attention in `last_backend`."""
+_WIDE = 2 * LANES
+
+
+def invariant_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """softmax(q k.T scale + mask) v with bits that depend on a query, its keys and their values alone.
+
+    It multiplies by the batch invariant GEMM and sums softmax's denominator with it: neither other queries, nor
+    padding, nor whether keys came from a cache change a bit.
+
+    Args:
+        q: (B, H, Sq, D); k, v: (B, G, Sk, D), (B, G, Sk, Dv), H a multiple of G; bf16, on a CPU.
+        mask: bool (True: seen) or float (added), broadcast to (B, H, Sq, Sk); None: all keys are seen.
+    Returns:
+        (B, H, Sq, Dv).
+    Raises:
+        ValueError: another dtype or device, or no compiler.
+
+    Example:
+        >>> q, k = torch.randn(1, 2, 5, 16).bfloat16(), torch.randn(1, 1, 7, 16).bfloat16()
+        >>> whole = invariant_attention(q, k, k, None, 0.25)
+        >>> torch.equal(invariant_attention(q[:, :, 3:], k, k, None, 0.25), whole[:, :, 3:])
+        True
+    """
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+    for one in (k, v):
+        if reason := supports_dense(q[0, 0], one[0, 0]):
+            raise ValueError(f"DotProductAttention: batch_invariant was asked for, but {reason}")
+    y: Tensor = _Attention.apply(q, k, v, mask, scale)
+    return y
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        y = q.new_empty(*q.shape[:3], v.shape[3])
+        for b, g, heads, seen in _groups(q, k, mask):
+            p, total = _exponents(_rows(q[b, heads]), k[b, g], seen, scale)
+            y[b, heads] = (multiply_bf16(p, v[b, g].t()) / total).to(q.dtype).view_as(y[b, heads])
+        ctx.save_for_backward(q, k, v, y, mask)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            refuse_second_derivative("batch invariant attention", "run that forward without batch_invariant")
+        (dy,), (q, k, v, y, mask) = grads, ctx.saved_tensors
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        for b, g, heads, seen in _groups(q, k, mask):
+            rows, d_rows = _rows(q[b, heads]), _rows(dy[b, heads])
+            codes, total = _exponents(rows, k[b, g], seen, ctx.scale)
+            p = codes.float() / total
+            aligned = (d_rows.float() * _rows(y[b, heads]).float()).sum(-1, keepdim=True)
+            ds = (p * (multiply_bf16(d_rows, v[b, g]) - aligned) * ctx.scale).to(q.dtype)
+            dq[b, heads] = multiply_bf16(ds, k[b, g].t()).to(q.dtype).view_as(dq[b, heads])
+            dk[b, g] = multiply_bf16(ds.t(), rows.t()).to(k.dtype)
+            dv[b, g] = multiply_bf16(p.to(q.dtype).t(), d_rows.t()).to(v.dtype)
+        return dq, dk, dv, None, None
+
+
+def _groups(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[int, int, slice, Tensor | None]]:
+    """(sequence, key head, the query heads that share it, their mask (rows, Sk)), one after the other."""
+    (batch, heads, queries, _), (groups, keys) = q.shape, k.shape[1:3]
+    shared = heads // groups
+    whole = None if mask is None else mask.expand(batch, heads, queries, keys)
+    for b in range(batch):
+        for g in range(groups):
+            own = slice(g * shared, (g + 1) * shared)
+            yield b, g, own, None if whole is None else whole[b, own].reshape(-1, keys)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _exponents(rows: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """(exp(scores - the largest) (rows, Sk) in bf16, their sum (rows, 1) in fp32, 1 where no key is seen).
+
+    Keys behind the last one that a row sees add zeros at the end of each sum, which change no bit.
+    """
+    scores = multiply_bf16(rows, keys) * scale
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
+    top = scores.amax(-1, keepdim=True)
+    scores = F.pad(scores - torch.where(top == -torch.inf, 0.0, top), (0, -keys.shape[0] % _WIDE), value=-torch.inf)
+    p = in_tiles(torch.exp, scores.view(-1, _WIDE)).view_as(scores).to(rows.dtype)[:, : keys.shape[0]]
+    total = multiply_bf16(p, p.new_ones(1, keys.shape[0]))
+    return p, torch.where(total == 0, 1.0, total)

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from ottava.base.errors import need, unknown_name
 from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text, regular_size
 from ottava.engine.quantizer import Quantizer
-from ottava.nn.convert import convert
-from ottava.nn.weights import put_weight
+from ottava.nn.convert import convert, put_weight
 from ottava.numerics.formats import E2M1, E4M3
 from ottava.numerics.scaling import BLOCK_1X32, PER_ROW, PER_TENSOR, Granularity, ScaleFormat
 from ottava.numerics.tensor import QuantizationSpec

@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ottava.engine.autocast import ambient
 from ottava.engine.quantizer import Quantizer
-from ottava.engine.state import Boundaries, ScalingState, living_states
-from ottava.engine.windows import roll_windows
+from ottava.engine.state import Boundaries, ScalingState, living_states, roll_windows
 
 Work = Callable[[], Any]
 _REASONS = (

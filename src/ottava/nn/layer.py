@@ -1,16 +1,21 @@
-"""The forward of a quantized layer: it finds the recipe, informs the scaling state, and hands a `Call` to the formulas.
+"""A layer under a recipe, wherever its weight lies: in itself, in pieces on ranks, or in a parameter of another module.
 
-A layer is this class and a shape: `Linear` adds torch's constructor and nothing else. Its `produce` runs in front of
-the cast, its `exchange` between cast and GEMM (see `functional`), and its `formula` multiplies the operands. This file
-has no branch for any of them.
+`Layer` finds the recipe, informs the scaling state, and hands a `Call` to the formulas. A layer is this class and a
+shape: `Linear` adds torch's constructor and nothing else. Its `produce` runs in front of the cast, its `exchange`
+between cast and GEMM (see `functional`), and its `formula` multiplies the operands.
+
+Some weights hold several matrices below each other: q, k and v, or gate and up. In one process they are one parameter.
+Ranks that split a layer by output features hold their share of each, so there each is a parameter of its own, as in
+TransformerEngine (`parameters_split`): torch's sharded tensors, checkpoints and optimizers then see ordinary shards.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +28,128 @@ from ottava.engine.quantizer import LinearQuantizers
 from ottava.engine.state import ScalingState
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.kernels.gate import is_plain
-from ottava.nn.invariant import invariant_producer
-from ottava.nn.pieces import Piece, joined_form
 from ottava.ops.dispatch import torch_is_beaten
-from ottava.recipe import Recipe
+from ottava.recipe import Recipe, get_recipe
 from ottava.weights.checkpoint import decode_codes
 from ottava.weights.operands import in_high_precision
-from ottava.weights.parameter import QuantizedWeight
+from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
+
+
+class Projection(NamedTuple):
+    """One of the matrices that lie below each other in the weight of a layer: q, k and v, or gate and up."""
+
+    name: str
+    """Its parameters are NAME_weight and NAME_bias."""
+    rows: int
+    """Of the whole weight."""
+    unit: int = 1
+    """Rows that one rank keeps together: the entries of a head."""
+
+
+def split_projections(layer: Any, projections: Sequence[Projection] = ()) -> None:
+    """Makes each weight of a fused layer a parameter of its own; the layer then joins them in each forward.
+
+    Args:
+        layer: an ottava layer.
+        projections: from top to bottom; none: those that the layer knows (`nn.MultiheadAttention`, `nn.NormMLP`).
+    Raises:
+        ValueError: their rows do not add up to the weight's.
+    Edge cases: optimizers have to be made after it. State dicts of either kind load into both.
+
+    Example:
+        >>> import ottava
+        >>> mlp = ottava.nn.NormMLP(64, 96, activation="swiglu", bias=False)
+        >>> split_projections(mlp.fc1)
+        >>> [name for name, _ in mlp.fc1.named_parameters()], mlp.fc1.weight.shape
+        (['gate_weight', 'up_weight', 'norm.weight', 'norm.bias'], torch.Size([192, 64]))
+    """
+    projections = tuple(projections or layer.projections)
+    rows = [one.rows for one in projections]
+    if sum(rows) != layer.weight.shape[0]:
+        raise ValueError(
+            f"{layer.name or type(layer).__name__}: got projections of {rows} rows; needs {layer.weight.shape[0]} in "
+            "all, as the weight has them"
+        )
+    if is_quantized_weight(layer.weight):
+        raise TypeError(
+            f"{layer.name or type(layer).__name__}: its weight is stored only as codes, and its projections would have "
+            "scales of their own, where a GEMM takes one. Give it numbers, ottava.convert(model, recipe, "
+            "weights='bf16'), or shard it with fully_shard"
+        )
+    layer.projections = projections
+    own = {kind: layer._parameters.pop(kind) for kind in ("weight", "bias")}
+    layer.__class__ = _split_class(layer.__class__)
+    front = {}
+    for kind, whole in own.items():
+        parts = [None] * len(projections) if whole is None else whole.detach().split(rows)
+        for one, part in zip(projections, parts, strict=True):
+            parameter = None if part is None else nn.Parameter(part.clone(), whole.requires_grad)
+            front[f"{one.name}_{kind}"] = parameter
+    layer._parameters.update(front)
+
+
+class SplitWeight:
+    """The part of a layer's class that joins its projections."""
+
+    projections: tuple[Projection, ...]
+    _parameters: dict[str, Any]
+
+    @property
+    def weight(self) -> Tensor:
+        """(N, K): the rows of all projections; on a rank its own rows."""
+        return torch.cat([local(self._parameters[f"{one.name}_weight"]) for one in self.projections])
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(N,) or None; on a rank its own entries."""
+        parts = [self._parameters[f"{one.name}_bias"] for one in self.projections]
+        return None if parts[0] is None else torch.cat([local(part) for part in parts])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for kind in ("weight", "bias"):
+            if (whole := state_dict.pop(f"{prefix}{kind}", None)) is None:
+                continue
+            for one, part in zip(self.projections, whole.split([p.rows for p in self.projections]), strict=True):
+                name = f"{one.name}_{kind}"
+                state_dict[prefix + name] = _shared_as(self._parameters[name], part)
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]  # the layer's
+
+    @property
+    def parameter(self) -> Tensor:
+        """The first projection's; an optimizer that steps it steps all."""
+        first: Tensor = self._parameters[f"{self.projections[0].name}_weight"]
+        return first
+
+
+@functools.lru_cache(maxsize=64)
+def _split_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Split{kind.__name__}", (SplitWeight, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a tensor that ranks share; others as they are."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _shared_as(own: Any, whole: Tensor) -> Tensor:
+    """A whole tensor, split as a parameter is whose place it takes."""
+    if not hasattr(own, "device_mesh") or hasattr(whole, "device_mesh"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor  # it takes a second to import
+
+    return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
+
+
+def joined_form(layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Gives a state dict with a tensor for each projection the form that a layer of one weight has."""
+    for kind in ("weight", "bias"):
+        names = [f"{prefix}{one.name}_{kind}" for one in layer.projections]
+        if kind in layer._parameters and names and all(name in state_dict for name in names):
+            state_dict[f"{prefix}{kind}"] = torch.cat([_whole(state_dict.pop(name)) for name in names])
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class Layer(QuantizedLayer):
@@ -43,8 +163,8 @@ class Layer(QuantizedLayer):
     """A `nn.sharding.Sharding` if the weight is split over ranks."""
     returns_bias: bool = False
     """Whether the caller adds the bias to what `forward` returns."""
-    pieces: tuple[Piece, ...] = ()
-    """The weights that lie below each other in this one: q, k and v, or gate and up."""
+    projections: tuple[Projection, ...] = ()
+    """The matrices that lie below each other in its weight: q, k and v, or gate and up."""
     formula: Callable[..., Tensor] = staticmethod(linear)
     """(input, weight, bias, call, *more) -> result, under a recipe that casts; more: the other arguments of `forward`,
     or the parameters of `produce`."""
@@ -259,6 +379,12 @@ def ready_input(layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None
     return input
 
 
+def invariant_producer(produce: Producer | None) -> Producer | None:
+    """The Producer with rows that depend on no other row."""
+    made = getattr(produce, "batch_invariant", None)
+    return produce if made is None else made()
+
+
 def autocast_dtype(input: Tensor) -> torch.dtype | None:
     """The dtype that torch.autocast gives the operands of a linear; None: autocast is off."""
     device = input.device.type
@@ -296,3 +422,153 @@ def _warn_fp32(recipe: str) -> None:
         "model.bfloat16() with bfloat16 inputs, or run the forward under torch.autocast(device_type, torch.bfloat16)",
         stacklevel=3,
     )
+
+
+class Linear(Layer, nn.Linear):
+    """`torch.nn.Linear` under a recipe.
+
+    Args:
+        recipe: a Recipe or its name; the other arguments are torch's.
+    Shapes: input (..., in_features) -> (..., out_features), any sizes; the layer zero-pads sizes where hardware needs
+        multiples. dtypes: float32, bfloat16, float16; under torch.autocast it first casts the input, as torch does.
+    Raises:
+        ValueError: unknown recipe.
+        TypeError: outside torch.autocast, an input whose dtype is not the weight's; torch raises there, too.
+        NotImplementedError: a second derivative of a layer that did not run torch's linear.
+    Edge cases: `autocast(enabled=False)` runs torch's linear, bit for bit. So does a recipe (or an override) in high
+        precision, with one exception: if another BF16 GEMM is faster than torch's on this CPU (mostly one without BF16
+        units), that GEMM multiplies plain BF16 tensors in eager code, with fp32 sums and one rounding, and the receipt
+        names it. Recomputation by torch.utils.checkpoint uses the recipe of the layer's last forward.
+
+    Example:
+        >>> import ottava
+        >>> layer = ottava.nn.Linear(64, 32, recipe="tensorwise", dtype=torch.bfloat16)
+        >>> layer(torch.ones(2, 64, dtype=torch.bfloat16)).shape, list(layer.state_dict())
+        (torch.Size([2, 32]), ['weight', 'bias'])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | str = "tensorwise",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.adopt(get_recipe(recipe), name="")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    def extra_repr(self) -> str:
+        """torch's, and the recipe."""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+class LayerView(Layer):
+    """One matrix of a parameter of `owner`, as a layer.
+
+    Args:
+        owner: the module that holds the parameters, under the names below.
+        weight: name of the parameter.
+        bias: name of the bias, or None.
+        piece: its part of the first dimension of both: a number (one matrix), a slice (some rows), or None: all.
+        turned: whether the owner keeps the matrix as (K, N).
+        of_bias: its third of the bias, if three weights share a bias; None: the same piece as of the weight.
+
+    The owner calls `run` with views of a whole stack that it makes at once: the backward of separate views would make a
+    gradient of the size of the stack for each.
+
+    Example:
+        >>> attention = nn.MultiheadAttention(64, 2)
+        >>> part = LayerView(attention, "in_proj_weight", "in_proj_bias", slice(64, None))
+        >>> part.out_features, part.in_features, part.bias.shape, list(part.parameters())
+        (128, 64, torch.Size([128]), [])
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        weight: str,
+        bias: str | None,
+        piece: int | slice | None,
+        *,
+        turned: bool = False,
+        of_bias: int | None = None,
+    ) -> None:
+        super().__init__()
+        # the owner's dict: a copy, a pickle or a new parameter in its place keeps the two together
+        self.held, self.names, self.piece, self.turned = owner._parameters, (weight, bias), piece, turned
+        self.of_bias = of_bias
+        self.first: int | None = None
+        """The first piece of a stack that this rank holds; None: this process holds all."""
+        self.share = 1.0
+        """The number of the model's rows that this layer expects."""
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter that holds the weight."""
+        held: Tensor | None = self.held[self.names[0]]
+        assert held is not None
+        return held
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # a layer's own is an attribute
+        """(N, K)."""
+        whole, piece = self.parameter, self.piece
+        if isinstance(piece, int) and self.first is not None:  # each rank holds some of the stack
+            whole, piece = local(whole), piece - self.first
+            if not 0 <= piece < len(whole):  # another rank's: its shape, without memory
+                whole, piece = whole.new_zeros(()).expand(1, *whole.shape[1:]), 0
+        matrix = whole if piece is None else whole[piece]
+        return matrix.t() if self.turned else matrix
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(N,) or None."""
+        whole = None if self.names[1] is None or self.first is not None else self.held[self.names[1]]
+        if whole is None or (self.piece is None and self.of_bias is None):
+            return whole
+        return whole[self.piece] if self.of_bias is None else whole.chunk(3)[self.of_bias]
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        """N."""
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        """K."""
+        return self.weight.shape[1]
+
+    def extra_repr(self) -> str:
+        """Shape and recipe."""
+        return f"{self.in_features} -> {self.out_features} of {self.names[0]}, recipe={self.recipe.name}"
+
+
+class ViewOwner(nn.Module):
+    """A module whose parameters have parts that are layers."""
+
+    def bind(self, parts: Iterable[LayerView]) -> None:
+        """Gives parts without a state (made by hand, or unpickled) one state, for their owner."""
+        if torch.compiler.is_compiling() or any(not part.scaling_state.bound for part in parts):
+            self._bind()
+
+    @constant_in_graph  # a method without arguments: Dynamo of torch 2.11 takes no module as an argument of a constant
+    def _bind(self) -> None:
+        if any(not part.scaling_state.bound for part in self.modules() if isinstance(part, LayerView)):
+            wrapper = ddp_around([self])
+            ScalingState(self if wrapper is None else wrapper.module)
+
+
+def unstacked(whole: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    """The matrices of a stack, with one gradient for all of them."""
+    return [None] * count if whole is None else torch.unbind(whole)
+
+
+def rows_of(layer: nn.Module, tokens: int) -> int:
+    """The number of a forward's tokens that a layer expects; for predictions of speed."""
+    return max(1, round(tokens * layer.share)) if isinstance(layer, LayerView) else tokens

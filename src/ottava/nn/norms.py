@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, alone or in front of a cast: the same formulas, as Producers (see `functional`).
+"""LayerNorm and RMSNorm, alone or in front of a linear's cast: the same formulas, as Producers (see `functional`).
 
     layernorm   x^ = (x - mean) rstd    y = x^ g + b    rstd = 1 / sqrt(var + eps)
     rmsnorm     x^ = x rstd             y = x^ g        rstd = 1 / sqrt(mean(x^2) + eps)
@@ -6,6 +6,7 @@
                 d_gamma = sum over rows of dy x^            d_beta = sum over rows of dy
 
 They compute in fp32 (fp64 for fp64), round once at the end, and keep for backward the input and a mean or rstd a row.
+In `NormLinear` the norm hands its rows to the cast, and the layer never keeps them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from ottava.base.errors import unknown_name
 from ottava.engine.functional import produced
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import normed, supports_rows
+from ottava.nn.layer import Layer
+from ottava.recipe import Recipe, get_recipe
 
 Unmade = tuple[UnmadeRows, tuple[Tensor | None, ...]] | str
 """Rows that a kernel makes and the tensors for backward, or why no kernel makes them."""
@@ -294,3 +297,64 @@ def _gamma(weight: Tensor | None, zero_centered: bool, dtype: torch.dtype) -> Te
     if weight is None:
         return None
     return weight.to(dtype) + 1 if zero_centered else weight.to(dtype)
+
+
+class NormLinear(Layer, nn.Linear):
+    """linear(norm(x)) under a recipe; one backward, in which the normed rows live as codes only.
+
+    Args:
+        norm: "layernorm" or "rmsnorm"; eps, zero_centered_gamma: of the norm, see `LayerNorm`.
+        bias: of the linear; a LayerNorm always has its own bias.
+        recipe: a Recipe or its name; device, dtype: torch's.
+        return_norm_output: return (y, normed rows); the norm then runs alone, and the rows live as long as the caller
+            keeps them.
+    Shapes: input (..., in_features) -> (..., out_features), any sizes. dtypes: float32, bfloat16, float16; under
+        torch.autocast the norm reads the input in its own dtype and rounds its rows to autocast's dtype.
+    Parameters: weight, bias, norm.weight, norm.bias. State dicts and optimizers see the norm as a module, but hooks on
+        it do not run, because the linear makes its rows.
+    Raises: as `Linear` and `LayerNorm`.
+    Edge cases: a recipe that casts nothing runs the norm and torch's linear.
+
+    Example:
+        >>> import ottava
+        >>> layer = ottava.nn.NormLinear(64, 32, norm="rmsnorm", bias=False, dtype=torch.bfloat16)
+        >>> layer(torch.ones(2, 64, dtype=torch.bfloat16)).shape, list(layer.state_dict())
+        (torch.Size([2, 32]), ['weight', 'norm.weight'])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        norm: NormName = "layernorm",
+        eps: float = 1e-5,
+        zero_centered_gamma: bool = False,
+        bias: bool = True,
+        recipe: Recipe | str = "tensorwise",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        return_norm_output: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.norm = make_norm(
+            norm, in_features, eps=eps, zero_centered_gamma=zero_centered_gamma, device=device, dtype=dtype
+        )
+        self.return_norm_output = return_norm_output
+        self.produce = None if return_norm_output else self.norm.formula
+        self.adopt(get_recipe(recipe), name="")
+
+    def produced_with(self) -> tuple[Tensor | None, ...]:
+        """The norm's weight and, for a LayerNorm, its bias."""
+        return self.norm.producer_parameters()
+
+    def forward(self, input: Tensor, *more: Any) -> Any:
+        """(..., in_features) -> (..., out_features), or (that, the normed rows) with return_norm_output."""
+        if not self.return_norm_output:
+            return super().forward(input, *more)
+        rows = self.norm(input)
+        return super().forward(rows, *more), rows
+
+    def extra_repr(self) -> str:
+        """torch's, and the recipe."""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"

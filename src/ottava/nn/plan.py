@@ -5,25 +5,32 @@
 
 The plan refuses a layer that is slower than BF16 in sum, with the reason. It predicts GPU time: in eager mode the host
 needs some 150 us a layer, which only a graph or torch.compile hides. The default constants describe an H200, from data
-sheets and published measurements; `ottava bench ceilings` measures yours (`Device.read`).
+sheets and published measurements; `ottava bench ceilings` measures yours (`Device.read`). `tune` measures the GEMMs of
+a model on this device: from then on each runs its fastest kernel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ottava.base.errors import need
 from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text
+from ottava.engine.layer import quantized_layers
+from ottava.kernels.gemm_choice import Choice, Store, Timer, call_name
 from ottava.nn.foreign import layers_of
-from ottava.nn.part import rows_of
+from ottava.nn.layer import rows_of
 from ottava.numerics.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
 from ottava.numerics.tensor import QuantizationSpec
+from ottava.ops.gemm import tune_gemm
+from ottava.ops.quantize import quantize
 from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
 from ottava.weights.operands import stored_as
 
@@ -311,3 +318,60 @@ def _cast(elements: int, row: QuantizationSpec | None, col: QuantizationSpec | N
     reads = 2 if any(whole) else 1
     launches = 1 if not any(whole) and not wanted[0].predicted else 3  # zeroed amax, and two kernels
     return seconds + reads * 2 * elements / device.transposing + launches * device.launch
+
+
+def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = None) -> dict[str, Choice]:
+    """Times every way to run each quantized GEMM of the model's last forward and backward; results are kept on disk.
+
+    Args:
+        model: converted, and run once, forward and backward, at the sizes it will train with.
+        timer, store: as for `ops.gemm.tune_gemm`.
+    Returns:
+        call -> its measurement; each distinct call once. str() of a measurement is one line.
+    Raises:
+        ValueError: no layer has run a quantized GEMM; or the model is not on a CUDA device, and there is no timer.
+    Edge cases: it does not see calls inside torch.compile; run the model once without it. Operands are random numbers
+    of
+        the same formats and sizes. It takes the time of some hundred GEMMs a call and waits for the device.
+
+    Example:
+        >>> import ottava
+        >>> model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+        >>> report = ottava.convert(model, "tensorwise")
+        >>> model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
+        >>> ottava.nn.plan(model)                                                    # on a GPU it would measure
+        Traceback (most recent call last):
+        ValueError: tune_gemm: got operands on cpu; times are taken on cuda: move them there
+    """
+    need("tune", model, nn.Module)
+    found: dict[str, Choice] = {}
+    for layer in quantized_layers(model):
+        if layer.last_call is None:
+            continue
+        call = layer.last_call.last_training or layer.last_call
+        for gemm, record in call.records.items():
+            cells = getattr(call.recipe, gemm)
+            if not cells.quantized or cells.compute != "native" or cells.accumulator is not None:
+                continue
+            dtype, numbers = getattr(torch, record.out_dtype), _numbers(layer.weight.device)
+            a, b = (
+                quantize(numbers(rows, record.k, dtype=torch.bfloat16), spec)
+                for rows, spec in ((record.m, cells.lhs), (record.n, cells.rhs))
+            )
+            bias = numbers(record.n, dtype=dtype) if gemm == "fprop" and layer.bias is not None else None
+            name = call_name(a, b, dtype, bias, cells.fast_accum)
+            if name not in found:
+                found[name] = tune_gemm(
+                    a, b, out_dtype=dtype, bias=bias, fast_accum=cells.fast_accum, timer=timer, store=store
+                )
+    if not found:
+        raise ValueError(
+            "tune: no layer has run a quantized GEMM; convert the model and run a forward and a backward first, "
+            "without torch.compile"
+        )
+    return found
+
+
+def _numbers(device: torch.device) -> Callable[..., Tensor]:
+    """Normal numbers from a separate generator: tuning does not change a run's random numbers."""
+    return partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))

@@ -8,20 +8,24 @@ in CI.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ottava.base.errors import need
-from ottava.base.text import columns
+from ottava.base.text import columns, data_frame, html_table
 from ottava.engine.layer import QuantizedLayer
 from ottava.nn.attention import FP8_EMULATION, DotProductAttention
-from ottava.nn.outside import weights_outside
+from ottava.nn.convert import weights_outside
 from ottava.ops.gemm import GemmRecord
 from ottava.recipe import GEMMS, GemmRecipe
 from ottava.weights.operands import stored_as
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
+"""A part of a layer's name that counts layers, and that a number gives back as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +89,31 @@ class Receipt:
             "native_fraction": self.native_fraction,
         }
 
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with one row per GEMM."""
+        return data_frame([asdict(row) for row in self.rows])
+
+    def __repr__(self) -> str:
+        return f"<Receipt: {len(self.rows)} GEMMs, {self._summary}>"
+
     def __str__(self) -> str:
+        return "\n".join([*columns(*self._cells), self._summary])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._cells, self._summary)
+
+    @property
+    def _summary(self) -> str:
+        return f"{self.fp8_fraction:.1%} of the linear work in FP8, {self.native_fraction:.1%} on FP8 hardware"
+
+    @property
+    def _cells(self) -> list[tuple[str, ...]]:
         header = ("layer", "gemm", "operands", "kernel", "M x N x K", "padding", "saved", "note")
         rows = grouped(self.rows)
-        cells = ((name, r.gemm, r.operands, r.kernel, r.shape, r.padding, _saved(r), r.note) for name, r in rows)
-        lines = columns(header, *cells)
-        lines.append(f"{self.fp8_fraction:.1%} of the linear work in FP8, {self.native_fraction:.1%} on FP8 hardware")
-        return "\n".join(lines)
+        return [
+            header,
+            *((name, r.gemm, r.operands, r.kernel, r.shape, r.padding, _saved(r), r.note) for name, r in rows),
+        ]
 
 
 def grouped(rows: Sequence[ReceiptRow]) -> list[tuple[str, ReceiptRow]]:
@@ -103,21 +125,26 @@ def grouped(rows: Sequence[ReceiptRow]) -> list[tuple[str, ReceiptRow]]:
         >>> [(name, one.note) for name, one in grouped(rows)]
         [('layers.0-2,4-5.up', ''), ('layers.3.up', 'BF16')]
     """
-    alike: dict[tuple[str, ReceiptRow], list[tuple[int, ...]]] = {}
-    first: dict[tuple[str, ReceiptRow], ReceiptRow] = {}
+    alike: dict[tuple[tuple[str | None, ...], ReceiptRow], list[tuple[int, ...]]] = {}
+    first: dict[tuple[tuple[str | None, ...], ReceiptRow], ReceiptRow] = {}
     for row in rows:
         parts = row.layer.split(".")
-        key = ".".join("{}" if part.isdecimal() else part for part in parts), replace(row, layer="")
-        alike.setdefault(key, []).append(tuple(int(part) for part in parts if part.isdecimal()))
+        words = tuple(None if _NUMBER.fullmatch(part) else part for part in parts)  # a name is data, no template
+        key = words, replace(row, layer="")
+        alike.setdefault(key, []).append(tuple(int(part) for part in parts if _NUMBER.fullmatch(part)))
         first.setdefault(key, row)
     found: list[tuple[str, ReceiptRow]] = []
     for key, numbers in alike.items():
         sides = [sorted(set(side)) for side in zip(*numbers, strict=True)]
         if len(numbers) == math.prod(len(side) for side in sides):  # the name lists all of them and no other
-            found.append((key[0].format(*(_ranges(side) for side in sides)), first[key]))
+            found.append((_filled(key[0], map(_ranges, sides)), first[key]))
         else:
-            found += [(key[0].format(*one), first[key]) for one in numbers]
+            found += [(_filled(key[0], map(str, one)), first[key]) for one in numbers]
     return found
+
+
+def _filled(words: Sequence[str | None], numbers: Iterator[str]) -> str:
+    return ".".join(next(numbers) if word is None else word for word in words)
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -135,7 +162,7 @@ def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
             hides nothing. False: the last call of any kind.
 
     Layers that are not ottava's get one row with that note. So do weights that code outside nn.Linear multiplies
-    (`nn.outside`), under the name of the parameter. Attention gets a row that names its kernel. Compiled code chooses
+    (`nn.convert`), under the name of the parameter. Attention gets a row that names its kernel. Compiled code chooses
     kernels when it runs and notes none; such rows have the kernel "compiled" and show the recipe at the time of
     tracing.
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.base.errors import RefusesUnknownFields, unknown_name
-from ottava.engine.autocast import ambient
-from ottava.engine.batch_invariance import in_tiles
+from ottava.engine.autocast import ambient, in_tiles
 from ottava.kernels.gate import is_plain
 from ottava.kernels.native import pointwise
 

@@ -1,18 +1,26 @@
-"""How a layer runs whose weight is split over the ranks of a tensor-parallel group.
+"""How layers run whose weights are split over ranks: linears and norms, classes of a vocabulary, and experts.
 
     split by output features    y_r = x @ W_r^T        dx = sum over ranks of dy_r @ W_r
     split by input features     y = sum over ranks of x_r @ W_r^T        dx_r = dy @ W_r
+    classes split               lse = log sum over ranks of exp lse_r    the target's logit: a sum over ranks
+    experts split               rows travel to their experts, and results back
 
 Where activations are split along their tokens between such layers (sequence parallelism), x or dy of all ranks is
 gathered in front of a GEMM. Each rank casts its own tokens, and the codes travel: half of the bytes of BF16. Sums over
-ranks travel in the dtype of the activations.
+ranks travel in the dtype of the activations. Of a vocabulary no rank holds the logits of all classes, not even of one
+token: ranks exchange three numbers a token, and sum dx.
+
+Experts: x of this rank's tokens, sorted by expert -> all to all -> by expert, then by rank -> the experts of this rank,
+and y the same way back. Where the recipe lets `GroupedLinear` cast rows before they are sorted, their codes and scales
+travel: a byte a number. Rows of one expert lie in the order of the ranks and of their tokens, so that GEMMs have the
+bits of one process that has all tokens in that order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -21,11 +29,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from ottava.engine.functional import produced
+from ottava.kernels.reference import factors
+from ottava.nn.cross_entropy import _BLOCK, Vocabulary
+from ottava.nn.grouped import Permutation
+from ottava.nn.layer import local, split_projections
+from ottava.nn.moe import MoE
 from ottava.nn.norms import LayerNorm, RMSNorm
-from ottava.nn.pieces import local, split_pieces
-from ottava.numerics.tensor import Operand, QuantizedTensor
-from ottava.ops.agreed import AgreedCast
-from ottava.ops.quantize import cast_both
+from ottava.numerics.scaling import amax
+from ottava.numerics.tensor import Operand, QuantizationSpec, QuantizedTensor
+from ottava.ops.agreed import AgreedCast, largest_of_all, scaled_by_hand
+from ottava.ops.quantize import CastPlan, cast_both
 from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
 
 
@@ -146,7 +159,7 @@ class Replicated:
         return partial
 
 
-class Exchange:
+class SplitExchange:
     """What a layer with a split weight does between its casts and GEMMs, see `functional.Exchange`.
 
     Args:
@@ -200,9 +213,9 @@ class Sharding:
         Raises:
             ValueError: heads that the ranks cannot share.
         """
-        if self.split == 0 and layer.pieces:
+        if self.split == 0 and layer.projections:
             self._check_units(layer)
-            split_pieces(layer)
+            split_projections(layer)
         layer.sharding = self
         for module in layer.modules():
             if isinstance(module, LayerNorm | RMSNorm):
@@ -225,7 +238,7 @@ class Sharding:
         return Replicate() if self.split else Shard(0)
 
     def _check_units(self, layer: Any) -> None:
-        for name, rows, unit in layer.pieces:
+        for name, rows, unit in layer.projections:
             if unit > 1 and rows % (unit * self.mesh.size()):
                 raise ValueError(
                     f"{layer.name or type(layer).__name__}: {name} has {rows // unit} heads, which "
@@ -301,24 +314,26 @@ class Sharding:
         whole = whole.redistribute(self.mesh, (self.output,))
         return whole.to_local() if self.local_output else whole
 
-    def _exchange(self, shape: list[int], place: Placement, once: GatheredOnce | None) -> tuple[Exchange, list[int]]:
+    def _exchange(
+        self, shape: list[int], place: Placement, once: GatheredOnce | None
+    ) -> tuple[SplitExchange, list[int]]:
         """What a layer does between cast and GEMM for tokens of that shape, and the shape of those that leave it."""
         ranks = self.mesh.size()
         if not isinstance(place, Shard):
-            return Exchange(Replicated(self.group), self.split, sums=not isinstance(place, Partial)), shape
+            return SplitExchange(Replicated(self.group), self.split, sums=not isinstance(place, Partial)), shape
         dim = place.dim % (len(shape) + 1)
         if dim == len(shape):
             raise ValueError(f"tensor parallelism: {place} splits features here; needs a dimension of tokens")
         if not self.split:
             held = Tokens(self.group, shape, dim, once)
-            return Exchange(held, 0), [*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]]
+            return SplitExchange(held, 0), [*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]]
         if shape[dim] % ranks:
             raise ValueError(
                 f"sequence parallelism: got {shape[dim]} tokens along dimension {dim} for {ranks} ranks; pad them to "
                 "a multiple"
             )
         own = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
-        return Exchange(Tokens(self.group, own, dim), 1), own
+        return SplitExchange(Tokens(self.group, own, dim), 1), own
 
 
 def shard_codes(weight: QuantizedWeight, mesh: DeviceMesh, split: int, src_data_rank: int | None) -> nn.Parameter:
@@ -425,3 +440,242 @@ def _same(one: Placement, other: Placement, dims: int) -> bool:
     if isinstance(one, Shard) and isinstance(other, Shard):
         return one.dim % dims == other.dim % dims
     return one == other
+
+
+class SharedVocabulary(Vocabulary):
+    """This rank's classes; an `Exchange` of its layer, too.
+
+    Args:
+        group: the ranks, in the order of their classes.
+        first, every: this rank's first class, and the number of all.
+        split: whether each rank has tokens of its own; False: all have all.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, first: int, every: int, split: bool) -> None:
+        self.group, self.first, self.every, self.split = group, first, every, split
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(self, tensor: str, operand: Operand, dim: int) -> Operand:
+        """The tokens of all ranks, as codes."""
+        if not self.split or tensor != "input":
+            return operand
+        return Tokens(self.group, (operand.shape[dim],), 0).gather(operand, dim)
+
+    def sum(self, tensor: str, partial: Tensor) -> Tensor:
+        """Over the classes of all ranks; where tokens are split, of those of this rank."""
+        if tensor != "dx":
+            return partial
+        held = Tokens(self.group, (partial.shape[0] // self.ranks,), 0) if self.split else Replicated(self.group)
+        return held.sum(partial)
+
+    def everybody(self, of_tokens: Tensor) -> Tensor:
+        """(m,) -> (ranks * m,), or itself."""
+        if not self.split:
+            return of_tokens
+        every = of_tokens.new_empty(self.ranks * of_tokens.shape[0])
+        all_gather(every, of_tokens.contiguous(), group=self.group)
+        return every
+
+    def own(self, of_tokens: Tensor) -> Tensor:
+        """This rank's."""
+        return of_tokens.chunk(self.ranks)[self.rank] if self.split and of_tokens.numel() else of_tokens
+
+    def total(self, count: Tensor) -> Tensor:
+        """Summed where tokens are split."""
+        if self.split:
+            dist.all_reduce(count, group=self.group)
+        return count
+
+    def classes(self, here: int) -> int:
+        """All."""
+        return self.every
+
+    def at_once(self, tokens: int) -> int:
+        """Whole blocks, so that a chunk of all ranks has about as many tokens."""
+        return max(_BLOCK, tokens // self.ranks // _BLOCK * _BLOCK) if self.split else tokens
+
+    def places(self, target: Tensor, counts: Tensor, here: int) -> tuple[Tensor, Tensor]:
+        """In this rank's logits."""
+        at = target - self.first
+        inside = counts & (at >= 0) & (at < here)
+        return torch.where(inside, at, 0), inside
+
+    def reduced(self, logits: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One gather of three numbers a token."""
+        mine = torch.stack((logits.logsumexp(-1), own, logits.sum(-1)))
+        every = mine.new_empty(self.ranks * 3, mine.shape[1])
+        all_gather(every, mine, group=self.group)
+        lse, target, total = every.view(self.ranks, 3, -1).unbind(1)
+        return lse.logsumexp(0), target.sum(0), total.sum(0) / self.every
+
+    def __str__(self) -> str:
+        return f"classes split over {self.ranks} ranks"
+
+
+class VocabularySharding(Sharding):
+    """Splits the classes of a `LinearCrossEntropy`. Every rank gets the loss of all tokens.
+
+    Where the input's tokens are split, each rank gives the targets of its own.
+    """
+
+    def apply(self, layer: Any, src_data_rank: int | None = 0) -> None:
+        """As of other layers.
+
+        Raises:
+            ValueError: a rank would have no class.
+        """
+        share = -(-layer.weight.shape[0] // self.mesh.size())
+        if share * (self.mesh.size() - 1) >= layer.weight.shape[0]:
+            raise ValueError(
+                f"ColwiseParallel: {layer.weight.shape[0]} classes leave a rank of {self.mesh.size()} without one; "
+                "take fewer ranks, or pad the vocabulary"
+            )
+        self.first = share * self.mesh.get_local_rank()
+        super().apply(layer, src_data_rank)
+
+    def forward(self, layer: Any, input: Tensor, *more: Any) -> Tensor:
+        """(..., K) and targets (...) -> the loss."""
+        x, place = self._enter(input)
+        (target,) = map(local, more)
+        if self._settled != (layer.quantizers, place):
+            self._settle(layer, place)
+            self._settled = layer.quantizers, place
+        split = isinstance(place, Shard)
+        layer.exchange = SharedVocabulary(self.group, self.first, layer.weight.shape[0], split)
+        rows = x.reshape(-1, x.shape[-1])
+        loss: Tensor = layer.run(rows, local(layer.weight), local(layer.bias), target.flatten())
+        if layer.last_call is not None:
+            layer.last_call.remark = str(layer.exchange)
+        return loss.view(target.shape) if loss.dim() else loss
+
+
+def all_to_all(rows: Tensor, to: list[int], come: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows for each rank, one after the other -> rows of each rank. They travel as bytes: gloo knows no FP8."""
+    flat = rows.contiguous().view(torch.uint8) if rows.dtype.itemsize < 4 else rows.contiguous()
+    arrived = flat.new_empty((sum(come), *flat.shape[1:]))
+    dist.all_to_all_single(arrived, flat, come, to, group=group)
+    return arrived.view(rows.dtype)
+
+
+class RankPermutation:
+    """What a `Permutation` is for one process: rows of the experts of this rank, from the tokens of all ranks.
+
+    Args:
+        own: of this rank's tokens to all experts.
+        group: the ranks, in the order of their experts.
+    """
+
+    travels: ClassVar[bool] = True
+
+    def __init__(self, own: Permutation, group: dist.ProcessGroup) -> None:
+        ranks, self.own, self.group = dist.get_world_size(group), own, group
+        sent = own.counts.view(ranks, -1)  # (ranks, experts of each)
+        ones = [1] * ranks
+        came = all_to_all(sent, ones, ones, group)  # (ranks, experts of this one)
+        self.to, self.come = sent.sum(1).tolist(), came.sum(1).tolist()
+        self.counts = came.sum(0)
+        expert = torch.arange(came.shape[1], device=came.device).repeat(ranks).repeat_interleave(came.flatten())
+        self.rows = expert.argsort(stable=True)
+        """int64 (M,): where each row lies among those that came."""
+        self.back = self.rows.argsort()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """This rank's tokens -> rows of this rank's experts, without a gradient."""
+        return self.deliver(self.own.gather(x))
+
+    def cast(self, x: Tensor, spec: QuantizationSpec, plans: dict[Any, CastPlan]) -> QuantizedTensor:
+        """`gather` as codes, where all rows of an expert have one scale: that of their amax on all ranks.
+
+        Returns:
+            codes (M, K), and the scale of each row (M, 1).
+        """
+        parts = self.own.gather(x.detach()).split(self.own.counts.tolist())
+        own = [amax(part) if part.numel() else x.new_zeros(1, 1, dtype=torch.float32) for part in parts]
+        factor = factors(largest_of_all(torch.cat(own), self.group), spec, None)
+        by_hand, codes = scaled_by_hand(spec), []
+        for part, scale in zip(parts, factor.scale.unbind(), strict=True):
+            cast = cast_both(part, by_hand, None, scale=scale.reshape(()), plans=plans).row
+            assert cast is not None
+            codes.append(cast.data.view(torch.uint8))
+        mine = factor.scale_inv.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
+        data = self.deliver(torch.cat(codes)).view(spec.format.storage_dtype)
+        return QuantizedTensor(data, mine.repeat_interleave(self.counts, 0), spec, x.dtype)
+
+    def combine(self, y: Tensor) -> Tensor:
+        """Rows of this rank's experts -> the sum of each token's rows, without a gradient."""
+        return self.own.combine(self.collect(y))
+
+    def deliver(self, rows: Tensor) -> Tensor:
+        """Rows of this rank's tokens, sorted by expert -> rows of this rank's experts."""
+        return all_to_all(rows, self.to, self.come, self.group).index_select(0, self.rows)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """The inverse of `deliver`."""
+        return all_to_all(rows.index_select(0, self.back), self.come, self.to, self.group)
+
+
+class ExpertRanks:
+    """The ranks among which the experts of an `MoE` are divided.
+
+    Args:
+        mesh: of one dimension.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.group = mesh, mesh.get_group()
+
+    def apply(self, moe: MoE, src_data_rank: int | None = 0) -> None:
+        """Leaves this rank its experts.
+
+        Raises:
+            ValueError: experts that the ranks cannot share evenly.  TypeError: weights that are stored as codes.
+        """
+        ranks = self.mesh.size()
+        for layer in (moe.up, moe.down):
+            experts = layer.weight.shape[0]
+            if experts % ranks:
+                raise ValueError(
+                    f"ExpertParallel: {experts} experts on {ranks} ranks; needs as many on each. Take a number of "
+                    f"ranks that divides {experts}"
+                )
+            if is_quantized_weight(layer.weight):
+                raise TypeError(
+                    "ExpertParallel: the experts are stored only as codes, which torch cannot divide among ranks; call "
+                    "ottava.convert(model, recipe, weights='bf16') first"
+                )
+            layer.first = experts // ranks * self.mesh.get_local_rank()
+            for part in layer.groups:
+                part.first = layer.first
+            for name, parameter in list(layer._parameters.items()):
+                if parameter is not None and not isinstance(parameter, DTensor):
+                    split = distribute_tensor(parameter, self.mesh, [Shard(0)], src_data_rank=src_data_rank)
+                    layer._parameters[name] = nn.Parameter(split, parameter.requires_grad)
+        moe.ranks = self
+
+    def plan(self, own: Permutation) -> Any:
+        """Where this rank's rows go, and which come."""
+        return RankPermutation(own, self.group)
+
+    def collect(self, rows: Tensor, plan: RankPermutation) -> Tensor:
+        """Results of this rank's experts -> those of this rank's tokens, sorted by expert."""
+        return _Collect.apply(plan, rows)  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a model whose experts lie on several ranks cannot be pickled: its process group exists here only. Save "
+            "its state_dict with torch.distributed.checkpoint"
+        )
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: RankPermutation, rows: Tensor) -> Tensor:
+        ctx.plan = plan
+        return plan.collect(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.plan.deliver(grads[0])

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ottava.base.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.numerics.accumulator import Accumulator, get_accumulator
-from ottava.numerics.block_scales import BLOCK_SCALES
 from ottava.numerics.formats import E2M1, E5M2, Format, get_format
 from ottava.numerics.rounding import Rounding, decode
 from ottava.numerics.scaling import (
     BLOCK_128X128,
+    BLOCK_SCALES,
     PER_TENSOR,
     Granularity,
     Scale,
@@ -94,7 +94,7 @@ class QuantizationSpec(RefusesUnknownFields):
     transform: Transform | None = None
     """What the tensor becomes before the cast: a `transforms.Transform`, or its kind, or a mapping; None: itself."""
     block_scale: str = "amax"
-    """How the scale of a block is chosen: "amax", or a rule of `block_scales.BLOCK_SCALES` for NVFP4's blocks."""
+    """How the scale of a block is chosen: "amax", or a rule of `scaling.BLOCK_SCALES` for NVFP4's blocks."""
     repeatable: bool = field(init=False, repr=False, compare=False)
     """Whether the same tensor always gets the same codes: nothing is drawn, and no other operand has a say."""
     key: str = field(init=False, repr=False, compare=False)

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ottava.kernels.reference import factors
-from ottava.numerics.block_scales import BLOCK_SCALES
 from ottava.numerics.rounding import encode_, infinities_to_nan_
-from ottava.numerics.scaling import PER_TENSOR, Scale, amax
+from ottava.numerics.scaling import BLOCK_SCALES, PER_TENSOR, Scale, amax
 from ottava.numerics.tensor import Beside, Both, Operand, QuantizationSpec, QuantizedTensor
 from ottava.numerics.transforms import OneRank
 from ottava.ops.quantize import CastPlan, cast_both, transformed

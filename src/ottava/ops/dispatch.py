@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from ottava.base.errors import unknown_name
-from ottava.kernels import accumulate, bf16_mm, cpu_choice, decoded, gemm_choice, reference, scaled_mm, torch_mm
+from ottava.kernels import accumulate, bf16_mm, decoded, gemm_choice, reference, scaled_mm, torch_mm
 from ottava.kernels.native import accumulate as native_accumulate
-from ottava.kernels.native import decoded as native_decoded
 from ottava.kernels.native import gemm as native_gemm
-from ottava.kernels.native import invariant_gemm
 from ottava.kernels.native.build import Built
 from ottava.kernels.triton import gemm as triton_gemm
 from ottava.numerics.accumulator import Accumulator
@@ -51,12 +49,12 @@ class GemmKernel(Protocol):
 
 # The order of capability; `cpu_ranking` moves a kernel that is clearly faster. On a CPU torch's scaled GEMM rounds more
 # often than the others. It is an oracle there, not an engine, and keeps its place.
-CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, native_decoded, reference, scaled_mm)
+CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, native_gemm.Decoded, reference, scaled_mm)
 # Triton's runs if `tune_gemm` measured it to be the fastest; without a measurement torch's come first.
 ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
 
 
-BATCH_INVARIANT = invariant_gemm
+BATCH_INVARIANT = native_gemm.BatchInvariant
 """The one kernel whose bits of a row do not depend on the other rows; it runs where it is asked for by name."""
 
 
@@ -168,13 +166,15 @@ def _in_order(kernels: tuple[GemmKernel, ...], native: Built) -> tuple[GemmKerne
     """The measured kernels change places among themselves; `native_decoded` makes the reference's bits before it."""
     order = [way.split()[0] for way in _cpu_ranking(kernels, native).order]
     fastest = iter(sorted((kernel for kernel in kernels if kernel.NAME in order), key=lambda k: order.index(k.NAME)))
-    placed = [next(fastest) if kernel.NAME in order else kernel for kernel in kernels if kernel is not native_decoded]
-    if native_decoded in kernels:
-        placed.insert(placed.index(reference), native_decoded)
+    placed = [
+        next(fastest) if kernel.NAME in order else kernel for kernel in kernels if kernel is not native_gemm.Decoded
+    ]
+    if native_gemm.Decoded in kernels:
+        placed.insert(placed.index(reference), native_gemm.Decoded)
     return tuple(placed)
 
 
-def cpu_ranking() -> cpu_choice.Ranking:
+def cpu_ranking() -> gemm_choice.Ranking:
     """The order of kernels on this CPU, measured once a machine; it builds the native kernel.
 
     Example:
@@ -185,17 +185,17 @@ def cpu_ranking() -> cpu_choice.Ranking:
 
 
 @functools.lru_cache(maxsize=8)
-def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> cpu_choice.Ranking:
+def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> gemm_choice.Ranking:
     def way(kernel: GemmKernel, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         return kernel.gemm(a, b, torch.bfloat16, None, False)
 
-    a, b = cpu_choice.operands(2, 2, 2)
+    a, b = gemm_choice.operands(2, 2, 2)
     ways = {}
     for kernel in kernels:
         if kernel is not scaled_mm and kernel.supports_gemm(a, b, torch.bfloat16, None) is None:
             level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
             ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
-    return cpu_choice.rank("kernels", ways, native.key)
+    return gemm_choice.rank("kernels", ways, native.key)
 
 
 def dense_kernels(device: torch.device, dtype: torch.dtype) -> tuple[DenseKernel, ...]:
@@ -211,7 +211,7 @@ def _dense_in_order(kernels: tuple[DenseKernel, ...], native: Built) -> tuple[De
     return tuple(sorted((k for k in kernels if k.NAME in order), key=lambda k: order.index(k.NAME)))
 
 
-def dense_ranking() -> cpu_choice.Ranking:
+def dense_ranking() -> gemm_choice.Ranking:
     """The order of kernels for BF16 operands on this CPU, measured once a machine.
 
     torch emulates BF16 on a CPU without BF16 units, which takes longer than fp32.
@@ -224,17 +224,17 @@ def dense_ranking() -> cpu_choice.Ranking:
 
 
 @functools.lru_cache(maxsize=8)
-def _dense_ranking(kernels: tuple[DenseKernel, ...], native: Built) -> cpu_choice.Ranking:
+def _dense_ranking(kernels: tuple[DenseKernel, ...], native: Built) -> gemm_choice.Ranking:
     def way(kernel: DenseKernel, a: Tensor, b: Tensor) -> Tensor:
         return kernel.plan_dense(a, b, None)(a, b, None)
 
-    a, b = cpu_choice.dense_operands(2, 2, 2)
+    a, b = gemm_choice.dense_operands(2, 2, 2)
     ways = {}
     for kernel in kernels:
         if kernel.supports_dense(a, b) is None:
             level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
             ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
-    return cpu_choice.rank("kernels of BF16 operands", ways, native.key, make=cpu_choice.dense_operands)
+    return gemm_choice.rank("kernels of BF16 operands", ways, native.key, make=gemm_choice.dense_operands)
 
 
 def choose_dense(a: Tensor, b: Tensor, backend: str | None = None) -> tuple[DenseKernel, tuple[str, ...]]:

@@ -18,10 +18,7 @@ from torch import Tensor
 from ottava.kernels import reference
 from ottava.kernels.custom_operator import constant_in_graph, custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
-from ottava.kernels.native import block_scales as native_block_scales
 from ottava.kernels.native import quantize as native_quantize
-from ottava.kernels.native import rotate as native_rotate
-from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.numerics.scaling import read_scales
@@ -112,7 +109,7 @@ Plan = TypeVar("Plan")
 MOST_PLANS = 32
 """The largest number of plans of one door or one layer."""
 
-_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, native_stochastic, native_block_scales, reference)
+_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 
 
@@ -232,10 +229,10 @@ def plan_casts(
         TypeError: dtype.  ValueError: not a matrix.
 
     Example:
-        >>> from ottava.numerics.formats import E4M3
-        >>> plan = plan_casts(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
-        >>> plan.refusals[0]
-        'native_quantize: rounds to nearest even; got stochastic'
+        >>> from ottava.numerics.formats import BF16
+        >>> plan = plan_casts(torch.ones(2, 2), QuantizationSpec(BF16))
+        >>> plan.kernel, plan.refusals[0]
+        ('reference', 'native_quantize: casts to signed formats of at most 8 bits; got BF16')
     """
     x = x.detach()  # codes carry no gradient
     known = spec or spec_t
@@ -322,9 +319,9 @@ def transformed(
 
 def _application(x: Tensor, transform: Transform) -> tuple[ApplyTransform, str, str | None]:
     """(what applies a transform to matrices like x, its name, why no kernel does)."""
-    refusal = native_rotate.supports_transform(x, transform)
+    refusal = native_quantize.supports_transform(x, transform)
     if refusal is None:
-        return native_rotate.plan_transform(x, transform), f"{transform} ({native_rotate.NAME})", None
+        return native_quantize.plan_transform(x, transform), f"{transform} ({native_quantize.NAME})", None
     return transform.apply, str(transform), refusal
 
 
@@ -445,9 +442,9 @@ def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None 
     """The kernel that `quantize` would run on this matrix, and why not the kernels before it, one per line.
 
     Example:
-        >>> from ottava.numerics.formats import E4M3
-        >>> explain_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
-        'native_quantize: rounds to nearest even; got stochastic\\nnative_stochastic: runs'
+        >>> from ottava.numerics.formats import BF16
+        >>> explain_quantize(torch.ones(2, 2), QuantizationSpec(BF16))
+        'native_quantize: casts to signed formats of at most 8 bits; got BF16\\nreference: runs'
     """
     plan = plan_casts(x, spec, scale=scale)
     return "\n".join([*plan.refusals, f"{plan.kernel}: runs"])
@@ -537,3 +534,55 @@ def _quantize_behind_op(x: Tensor, spec: str, met: Tensor | None) -> tuple[Tenso
     x_q = quantize(x, parsed, beside=other)
     aside = x.new_empty(0) if x_q.aside is None else x_q.aside.clone() if x_q.aside is met else x_q.aside
     return x_q.data.contiguous(), x_q.scale_inv, aside
+
+
+# --- x.T from the codes of x, where scales are powers of two: blocks turn without a second rounding ---
+
+_POWERS = ("pow2", "e8m0", "e8m0_floor")
+"""Scale formats in which every scale is a power of two."""
+
+
+def refuse_turn(spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
+    """Why `turn` cannot make x.T from the codes of x; None if it can.
+
+    Example:
+        >>> from ottava.recipe import RECIPES
+        >>> refuse_turn(*RECIPES["blockwise"].cells("input")), refuse_turn(*RECIPES["blockwise_fp32"].cells("input"))
+        (None, 'fp32 scales are no powers of two, so that codes would be rounded twice')
+    """
+    if spec.format != spec_t.format:
+        return f"x is cast to {spec.format} and x.T to {spec_t.format}"
+    for side in (spec, spec_t):
+        if side.scale_format not in _POWERS:
+            return f"{side.scale_format} scales are no powers of two, so that codes would be rounded twice"
+        if not side.repeatable or side.predicted:
+            return f"only x itself can be cast to {side}"
+    return None
+
+
+def turn(x_q: QuantizedTensor, spec_t: QuantizationSpec) -> QuantizedTensor:
+    """x.T cast to spec_t, from the codes of x: between scales that are powers of two a code moves by whole octaves.
+
+    A number loses bits only if it becomes a subnormal of its new block. Then it is rounded once more, by at most half
+    the smallest subnormal. ("e8m0_floor" saturates numbers near the top, as in any cast.) The caller may free x.
+
+    Raises:
+        ValueError: `refuse_turn` gives the reason.
+    Source: FP8-Flow-MoE (arXiv 2511.02302). Its 128x128 tiles take the largest scale of their rows; here each block of
+        x.T has the scale of its own amax.
+
+    Example:
+        >>> from ottava.recipe import RECIPES
+        >>> row, col = RECIPES["mxfp8"].cells("input")
+        >>> x = torch.tensor([[1.0, 300.0], [2.0, 500.0]])
+        >>> from ottava.ops.quantize import quantize
+        >>> turn(quantize(x, row), col).dequantize()                                 # 500 is no number of E4M3
+        tensor([[  1.,   2.],
+                [288., 512.]])
+    """
+    if reason := refuse_turn(x_q.spec, spec_t):
+        raise ValueError(f"turn: {reason}: quantize x.T itself")
+    numbers = dequantize(x_q, torch.float32)  # exact: a code times a power of two
+    turned = cast_both(numbers, None, spec_t).col
+    assert turned is not None
+    return QuantizedTensor(turned.data, turned.scale_inv, spec_t, x_q.dtype)

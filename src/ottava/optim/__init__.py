@@ -5,11 +5,7 @@
 They are torch optimizers: groups, schedulers, closures, GradScaler and state dicts work as torch's.
 """
 
-from ottava.optim.adamw import AdamW
-from ottava.optim.gradients import accumulate_fp32
-from ottava.optim.lion import Lion
-from ottava.optim.muon import Muon
-from ottava.optim.sgd import SGD
-from ottava.optim.warmup import rewarm
+from ottava.optim.engine import accumulate_fp32, rewarm
+from ottava.optim.rules import SGD, AdamW, Lion, Muon
 
 __all__ = ["SGD", "AdamW", "Lion", "Muon", "accumulate_fp32", "rewarm"]

@@ -23,16 +23,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
+from torch.utils.hooks import RemovableHandle
 
 from ottava.base.errors import need, need_type, unknown_name
-from ottava.optim.bound import BOUND
-from ottava.optim.storage import STORAGES, Storage
-from ottava.optim.weights import Piece, WeightStore, choose
+from ottava.optim.storage import STORAGES, Piece, Storage, WeightStore, choose
 from ottava.weights.parameter import is_quantized_weight
 
 STORAGE_OPTIONS = ("master", "moments", "stochastic_rounding", "capturable", "amax_every")
 """Options of an optimizer, not of its state: they stay when a state is loaded."""
 
+BOUND = "amax_bound"
+"""Name of the two FP64 numbers in the state of AdamW: the bound of |w|, and that of q (`rules.measure`)."""
 POSITIVE = "exp_avg_sq"
 """The state that is a denominator."""
 _STATES = frozenset({"exp_avg", POSITIVE, "momentum_buffer"})  # names of all rules here, and of torch's
@@ -516,3 +517,104 @@ def _batches(
         if not wide and sum(one.weight.numel() for _, one in batch) >= most:
             yield open_batches.pop(key)
     yield from open_batches.values()
+
+
+# --- gradients of 16-bit parameters, accumulated in FP32 ---
+
+
+def accumulate_fp32(parameters: Iterable[Tensor]) -> None:
+    """Makes the `.grad` of 16-bit parameters FP32, so that the sum over micro-batches is not rounded to BF16.
+
+    Each backward still gives BF16 numbers; their sum is FP32 (Megatron's `main_grad`). torch's clipping, GradScaler and
+    `zero_grad` work as before. It costs 2 bytes an element, and torch's optimizers refuse such gradients.
+
+    Args:
+        parameters: of a model, before its first backward.
+    Raises:
+        RuntimeError: a parameter has a gradient already.  TypeError: no parameters, such as a model.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        >>> accumulate_fp32([weight])
+        >>> for part in (1.0, 0.001, 0.001, 0.001):
+        ...     (weight * part).sum().backward()
+        >>> weight.grad                                 # in BF16 it would have stayed 1
+        tensor([1.0030])
+    """
+    need("accumulate_fp32", parameters, Iterable, "parameters: model.parameters()")
+    for parameter in parameters:
+        need("accumulate_fp32", parameter, Tensor, "parameters: model.parameters()")
+        if parameter.is_floating_point() and parameter.itemsize < 4:
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    "accumulate_fp32: a parameter has a gradient in 16 bits already; call zero_grad first"
+                )
+            parameter.grad_dtype = torch.float32
+
+
+# --- a second warm-up of the learning rate, after a change of precision ---
+
+
+def rewarm_factor(done: int, steps: int) -> float:
+    """Share of the learning rate in the step after `done` steps of a warm-up of `steps`.
+
+    Example:
+        >>> [rewarm_factor(done, 3) for done in range(5)]
+        [0.25, 0.5, 0.75, 1.0, 1.0]
+    """
+    return min(1.0, (done + 1) / (steps + 1))
+
+
+def rewarm(optimizer: Optimizer, steps: int, *, done: int = 0) -> RemovableHandle:
+    """Lowers the learning rate in the next steps of an optimizer, and lets it rise to its schedule.
+
+    After a switch to FP8, or to another storage of states, gradients and moments do not fit each other for a while, and
+    full steps may throw the model back. The factor applies only within each step, on top of any schedule.
+
+    Args:
+        optimizer: any of torch's or of `ottava.optim`; its lr are numbers.
+        steps: number of steps with a lower rate: the first with 1 / (steps + 1), the last with steps / (steps + 1).
+        done: how many of these steps a resumed run has done.
+    Returns:
+        A handle; `.remove()` ends the warm-up at once.
+    Raises:
+        ValueError: steps or done below 0.  TypeError: no optimizer, or no whole numbers.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> handle = rewarm(optimizer, 1)
+        >>> for _ in range(3):
+        ...     weight.grad = -torch.ones(1)
+        ...     optimizer.step()
+        ...     print(float(weight.detach()), optimizer.param_groups[0]["lr"])
+        0.5 1.0
+        1.5 1.0
+        2.5 1.0
+    """
+    need("rewarm", optimizer, Optimizer, "a torch.optim.Optimizer; its scheduler stays as it is")
+    need_type("rewarm: steps", steps, int)
+    need_type("rewarm: done", done, int)
+    if steps < 0 or done < 0:
+        raise ValueError(f"rewarm: steps is {steps} and done {done}; each needs 0 or more")
+    count = done
+    wanted: list[Any] = []
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        wanted[:] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * rewarm_factor(count, steps)
+
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal count
+        count += 1
+        for group, lr in zip(optimizer.param_groups, wanted, strict=False):  # none, if it was removed meanwhile
+            group["lr"] = lr
+        wanted.clear()
+        if count >= steps:
+            handle.remove()
+
+    handle = optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    return handle

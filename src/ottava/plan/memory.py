@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from ottava.base.errors import need, need_type
 from ottava.engine.layer import QuantizedLayer, quantized_layers
-from ottava.nn.part import rows_of
+from ottava.nn.layer import rows_of
 from ottava.nn.plan import TOKENS
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.weights.parameter import is_quantized_weight, stored_spec

@@ -27,6 +27,7 @@ from ottava.measure.tally import Tallies, Tally, row_of
 from ottava.record.columns import NUMBERS, DenseColumns, LazyTally, MergedColumns, Part, StoredColumns, merged
 from ottava.record.schema import (
     EVENTS,
+    EXPERIMENTS,
     IDENTITY,
     MANIFEST,
     REPORTED,
@@ -250,6 +251,23 @@ class Run:
             raise RunError(f"{path} {why}; needs a folder of `ottava watch` or `ottava train`")
         return cls(path, read_manifest(manifest))
 
+    def __repr__(self) -> str:
+        recipes = ", ".join(self.manifest.get("settings", {}).get("recipes", ()))
+        return f"<Run {self.path}: {len(self.manifest.get('layers', ()))} layers under {recipes or 'no recipe'}>"
+
+    def _repr_html_(self) -> str:
+        from ottava.base.text import html_table
+
+        facts = {"layers": len(self.manifest.get("layers", ())), "steps": len(self.steps["step"])}
+        facts |= {"ranks": len(self.ranks), "events": len(self.events)}
+        return html_table([tuple(facts), tuple(facts.values())], repr(self)[1:-1])
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with one row per step and cast: its identity and every statistic."""
+        from ottava.base.text import data_frame
+
+        return data_frame(self.table().dicts())
+
     @cached_property
     def steps(self) -> dict[str, Any]:
         """Columns of steps.jsonl as float64 arrays of one length, "step" as int64; NaN for a missing number. If a step
@@ -279,6 +297,11 @@ class Run:
     def training(self) -> list[dict[str, Any]]:
         """Lines of training.jsonl."""
         return list(_lines(self.path / TRAINING))
+
+    @cached_property
+    def experiments(self) -> list[dict[str, Any]]:
+        """Lines of experiments.jsonl: what the watch tried while the training ran."""
+        return list(_lines(self.path / EXPERIMENTS))
 
     @cached_property
     def ranks(self) -> list[int]:

@@ -6,6 +6,7 @@
                               folder of `ottava train`, what its metrics.jsonl does not have
     RUN/events.jsonl          a line per event: triggers, dumps, fallbacks, warnings
     RUN/training.jsonl        a line per look: the update of each parameter; and a line per mode of the forward
+    RUN/experiments.jsonl     a line per experiment: what the watch tried, and what came out
     RUN/dumps/*.safetensors   dumped tensors
 
 The files store sums that merge exactly, not statistics. Any tool reads them:
@@ -24,17 +25,15 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from ottava.base.settings import ConfigError, flatten, read_yaml
 from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text
 from ottava.measure.tally import tally_fields
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.recipe import Recipe
 
 SCHEMA_VERSION = 2
 READABLE = (1, SCHEMA_VERSION)
 """Version 1 hashed batches in another way, and read the norm of the gradient after clipping; see `Run.steps`."""
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"
-TRAINING = "training.jsonl"
+TRAINING, EXPERIMENTS = "training.jsonl", "experiments.jsonl"
 TRAINER_MANIFEST, TRAINER_STEPS = "manifest.json", "metrics.jsonl"
 """Files of `ottava train` in the same folder."""
 TRAINER_NUMBERS = frozenset({"loss", "grad_norm", "lr", "tokens", "seconds"})
@@ -140,6 +139,9 @@ def trainer_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         RunError: a file is damaged, or not what `ottava train` writes.
     """
+    from ottava.base.settings import ConfigError, flatten, read_yaml
+    from ottava.recipe import Recipe
+
     path = folder / TRAINER_MANIFEST
     try:
         facts = parse_json(read_text(path))

@@ -32,6 +32,7 @@ from ottava.record.schema import (
     _HISTOGRAM_START,
     DUMPS,
     EVENTS,
+    EXPERIMENTS,
     IDENTITY,
     MANIFEST,
     REPORTED,
@@ -103,7 +104,12 @@ class RunWriter:
         self._untabulated = 0
         self._no_histograms = {f.name: np.zeros(f.metadata["bins"]) for f in tally_fields("histogram")}
         self._tables: list[pa.Table] = []
-        self._lines: dict[str, deque[bytes]] = {STEPS: deque(), EVENTS: deque(), TRAINING: deque()}
+        self._lines: dict[str, deque[bytes]] = {
+            STEPS: deque(),
+            EVENTS: deque(),
+            TRAINING: deque(),
+            EXPERIMENTS: deque(),
+        }
         self._small: list[Path] = []
         self._flush_at = flush_rows
         if (self.path / MANIFEST).exists() and rank == 0:
@@ -119,7 +125,7 @@ class RunWriter:
                 self._cut_back(step)
             numbers = [int(part.stem.split("-")[2]) for part in (self.path / STATS).glob(f"part-{rank}-*.parquet")]
             self._part = max(numbers, default=-1) + 1
-            for name in (STEPS, EVENTS, TRAINING) if append and rank == 0 else ():
+            for name in (STEPS, EVENTS, TRAINING, EXPERIMENTS) if append and rank == 0 else ():
                 _end_line(self.path / name)
             self.describe()
         except OSError as error:
@@ -176,6 +182,11 @@ class RunWriter:
         """Adds a line about the training around the casts."""
         if self.rank == 0:
             self._line(TRAINING, {"step": step, "kind": kind, **facts})
+
+    def experiment(self, step: int, kind: str, **facts: Any) -> None:
+        """Writes a line of experiments.jsonl."""
+        if self.rank == 0:
+            self._line(EXPERIMENTS, {"step": step, "kind": kind, **facts})
 
     def tally(
         self, step: int, key: SlotKey, tally: Tally, *, phase: str = "full", reported: Mapping[str, float] | None = None

@@ -21,14 +21,14 @@ from torch.optim.optimizer import Optimizer
 from ottava.base.errors import unknown_name
 from ottava.diagnose.what_if import Prediction, cell_cost, predict
 from ottava.engine.autocast import autocast
+from ottava.experiments.replay import Loss, Replay, only_pattern, ottava_layers, spelled_out
+from ottava.experiments.snapshot import Snapshot, Stateful
 from ottava.measure import limits
 from ottava.measure.layer_names import symbol
 from ottava.numerics.formats import get_format
 from ottava.recipe import CELL_OF, GEMMS, GemmRecipe, Recipe, get_recipe
 from ottava.record.reader import Table
 from ottava.remedy.guard import EventLog, Spike
-from ottava.remedy.replay import Loss, Replay, only_pattern, ottava_layers, spelled_out
-from ottava.remedy.snapshot import Snapshot, Stateful
 
 Mode = Literal["propose", "apply"]
 CANDIDATES = ("tensorwise", "rowwise", "blockwise", "mxfp8")

@@ -24,8 +24,8 @@ from torch.optim.optimizer import Optimizer
 
 from ottava.engine.autocast import autocast
 from ottava.engine.quantizer import Quantizer
+from ottava.experiments.snapshot import Snapshot, Stateful
 from ottava.measure.limits import LEAST, robust_z
-from ottava.remedy.snapshot import Snapshot, Stateful
 
 TrainStep = Callable[[Any], Any]
 """(batch) -> loss, or (loss, grad_norm): forward, backward and the optimizer's step."""

@@ -23,7 +23,15 @@ from ottava.report.scales import SCALES
 Json = Mapping[str, Any]
 
 FRAMEWORKS = MappingProxyType(
-    {"ottava": "ottava", "megatron": "Megatron", "te": "TransformerEngine", "torchao": "torchao"}
+    {
+        "ottava": "ottava",
+        "megatron": "Megatron",
+        "te": "TransformerEngine",
+        "torchao": "torchao",
+        "transformers": "Hugging Face Trainer",
+        "lightning": "Lightning",
+        "torch": "PyTorch",
+    }
 )
 """Key in a remedy's patch -> name on the tab."""
 WORST_COLUMNS = (
@@ -51,11 +59,9 @@ def finding(entry: Json, grid: Grid) -> dict[str, Any]:
         "when": steps_text(int(first), int(last)) if first is not None and last is not None else "",
         "cause": _sentence(entry.get("cause")),
         "confidence": entry.get("confidence"),
-        "refute_by": str(entry.get("refute_by") or ""),
+        "tried": [str(sentence) for sentence in entry.get("tried") or []],
         "evidence": evidence,
-        "also": [str(name) for name in entry.get("also") or []],
         "remedies": [_remedy(item) for item in entry.get("remedies") or []],
-        "source": listed(map(str, entry.get("source") or []), most=6),
     }
 
 
@@ -69,7 +75,6 @@ def _evidence(item: Json, grid: Grid) -> dict[str, Any]:
         "metric": metric,
         "meaning": statistic.meaning if statistic else "",
         "value": _value(item.get("value"), unit),
-        "threshold": _value(item.get("threshold"), unit) if item.get("threshold") is not None else "",
         "step": item.get("step"),
         "link": _link(item, grid),
     }
@@ -106,16 +111,13 @@ def _remedy(item: Json) -> dict[str, Any]:
         "text": str(item.get("text", "")),
         "cost": "" if cost is None else str(cost),
         "patches": patches,
-        "predicted": str(item.get("predicted") or ""),
-        "notes": [str(note) for note in item.get("notes") or []],
     }
 
 
 def headline(diagnosis: Json) -> str:
-    """The verdict's sentence without the word on its badge."""
-    sentence = str(diagnosis["sentence"])
-    rest = sentence.removeprefix(f"{diagnosis['verdict']}: ")
-    return rest[:1].upper() + rest[1:]
+    """The answer in a few words: the title of the first finding, or else the first sentence."""
+    findings = diagnosis.get("findings") or []
+    return str(findings[0]["title"]) if findings else str(diagnosis["sentence"]).partition(". ")[0].rstrip(".")
 
 
 def questions(diagnosis: Json) -> list[tuple[str, str, str]]:
@@ -129,7 +131,7 @@ def questions(diagnosis: Json) -> list[tuple[str, str, str]]:
 
 
 def untested(diagnosis: Json) -> list[tuple[str, str, str]]:
-    """Rules that lack data: name, title, needs."""
+    """Laws that lack data: name, title, needs."""
     keys = ("id", "title", "needs")
     return [(*(_plain(entry.get(key)) for key in keys),) for entry in diagnosis.get("untested") or []]  # type: ignore[misc]
 

@@ -1,12 +1,18 @@
-"""A checkpoint: the whole state of a run in one safetensors file. No pickle, written atomically, checked when read.
+"""A checkpoint: the whole state of a run. One process writes one safetensors file; several write a folder of them.
+
+    step-000200.safetensors           of one process; its header holds the texts below
+    step-000200/shard-*.safetensors   of several, written by torch.distributed.checkpoint; any number of processes reads
+    step-000200/ottava.json           the texts, and the sizes of all files
 
     model.<name>               the model's state_dict: parameters as they are stored, and the buffers of the FP8 recipe
     optimizer.<name>.<entry>   the optimizer's states of that parameter and its master, if it has one, as stored
-    random.<device>            states of torch's generators
-    header                     texts: step, hashes of config and text, versions, a hash of all these and the tensors
+    random.<device>            states of torch's generators; random.<rank>.<device> in a folder
+    texts                      step, hashes of config and text, versions; of a file also a hash of these and the tensors
 
-The learning rate and the data order are functions of the step, so they need no state. The writer fills a file of
-another name, flushes it to the disk and renames it. So a checkpoint exists whole or not at all.
+There is no pickle. In a folder weights have the names and the order of rows of a model in one process, however the
+processes split them. The learning rate and the data order are functions of the step, so they need no state. The writer
+fills a file or folder of another name, flushes it to the disk and renames it. So a checkpoint exists whole or not at
+all.
 """
 
 from __future__ import annotations
@@ -17,7 +23,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +33,28 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ottava.optim.adamw import ADAMW_STATES
+from ottava.base.files import replacing
+from ottava.base.untrusted import parse_json, read_text
 from ottava.optim.engine import Engine, widened
-from ottava.optim.weights import join
+from ottava.optim.rules import ADAMW_STATES
+from ottava.optim.storage import join
+from ottava.train.ranks import Orders, Ranks, local
 from ottava.weights.checkpoint import infer_spec
 from ottava.weights.parameter import QuantizedWeight, adopt_scales
 
 _FORMAT, _BEFORE = "ottava.train.checkpoint/3", "ottava.train.checkpoint/2"
+_SHARDS = "ottava.train.shards/1"
+HEADER = "ottava.json"
 _MOVED = MappingProxyType(
     {".attention_norm.weight": ".attention.qkv_proj.norm.weight", ".mlp_norm.weight": ".mlp.gate_up_proj.norm.weight"}
 )
@@ -62,17 +81,30 @@ class Checkpoint:
     """On the CPU, by the names above."""
     metadata: Mapping[str, str]
 
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names begin with `prefix`, by the rest of their names."""
+        return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+
 
 @contextmanager
 def as_checkpoint_error(path: Path) -> Iterator[None]:
     """Turns an error in writing to `path` into a CheckpointError with a remedy."""
     try:
         yield
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, CheckpointException, OSError) as error:
         raise CheckpointError(
             f"{path}: cannot be written ({getattr(error, 'strerror', None) or error}). Earlier checkpoints are whole. "
             "Make room, then continue from the last one with --resume"
         ) from error
+
+
+@contextmanager
+def _fitting(path: Path) -> Iterator[None]:
+    """Turns an error in loading into a model or an optimizer into a CheckpointError."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path}: does not fit this run's model: {error}") from error
 
 
 @contextmanager
@@ -82,22 +114,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: the file cannot be written. `path` stays as it was, and the temporary file is removed.
     """
-    temporary = path.with_name(f".{path.name}{_TEMPORARY}")
-    with as_checkpoint_error(path):
-        try:
-            yield temporary
-            with temporary.open("r+b") as stream:
-                os.fsync(stream.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    if os.name == "posix":  # other systems cannot open a folder, and need not
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    with as_checkpoint_error(path), replacing(path, durable=True) as temporary:
+        yield temporary
 
 
 def save_checkpoint(
@@ -165,8 +183,7 @@ def high_precision_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
     A parameter with an FP32 master is that master. A weight with a remainder is joined with it. Others are as stored.
     """
-    states = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
-    weights = {}
+    states, weights = checkpoint.part("model."), {}
     for name, weight in states.items():
         master, rest = (checkpoint.tensors.get(f"optimizer.{name}.{entry}") for entry in ("master", "remainder"))
         scale_inv = states.get(f"{name}_scale_inv")
@@ -191,14 +208,12 @@ def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tenso
         CheckpointError: the checkpoint belongs to another model.
     """
     weights = high_precision_weights(checkpoint)
-    try:
+    with _fitting(checkpoint.path):
         report = model.load_state_dict(weights, strict=False)
         states = (".quantizers.", "_scale_inv")  # no parameters: the run starts them anew
         absent = [name for name in report.missing_keys if not any(part in name for part in states)]
         if absent or report.unexpected_keys:
             raise ValueError(f"it lacks {absent}, and the model lacks {report.unexpected_keys}")
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
     return weights
 
 
@@ -212,7 +227,7 @@ def restore_optimizer(
     Raises:
         CheckpointError: the states are those of another optimizer.
     """
-    entries = {name: widened(state) for name, state in _optimizer_entries(checkpoint).items()}
+    entries = {name: widened(state) for name, state in _optimizer_entries(checkpoint.tensors).items()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         needed = _state_names(optimizer, group)
@@ -248,18 +263,15 @@ def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.opt
     Raises:
         CheckpointError: the checkpoint belongs to another model or optimizer.
     """
-    states = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
-    try:
-        model.load_state_dict(states)
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
-    load_optimizer(checkpoint, model, optimizer, _optimizer_entries(checkpoint))
+    with _fitting(checkpoint.path):
+        model.load_state_dict(checkpoint.part("model."))
+    load_optimizer(checkpoint, model, optimizer, _optimizer_entries(checkpoint.tensors))
 
 
-def _optimizer_entries(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
+def _optimizer_entries(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Name of a parameter -> the entries of its state."""
-    entries: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in checkpoint.tensors.items():
+    entries: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             parameter_name, _, entry = name.removeprefix("optimizer.").rpartition(".")
             entries.setdefault(parameter_name, {})[entry] = tensor
@@ -279,13 +291,16 @@ def load_optimizer(
     Raises:
         CheckpointError: the states are those of another optimizer.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    state = {index: entries[name] for index, name in enumerate(ordered) if name in entries}
-    try:
+    ordered = enumerate(name for _, name in _parameters(model, optimizer))
+    state = {index: entries[name] for index, name in ordered if name in entries}
+    with _fitting(checkpoint.path):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
+
+
+def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Any, str]]:
+    """The parameters of the optimizer in its order, with their names."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
 
 
 def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
@@ -302,3 +317,324 @@ def _digest(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
+
+
+# --- of several processes --------------------------------------------------------------------------------------------
+
+Entries = Mapping[str, tuple[torch.Size, torch.dtype]]
+
+
+def collect_shards(
+    model: nn.Module, optimizer: torch.optim.Optimizer, orders: Orders, random: Mapping[str, Tensor], rank: int
+) -> dict[str, Any]:
+    """This process's part of the run, by its names in a checkpoint; moments in FP32."""
+    values = {f"model.{name}": value for name, value in model.state_dict().items()}
+    names = [name for _, name in _parameters(model, optimizer)]
+    for index, state in optimizer.state_dict()["state"].items():
+        values |= {f"optimizer.{names[index]}.{entry}": value for entry, value in state.items()}
+    values |= {f"random.{rank}.{name}": state for name, state in random.items()}
+    return {name: _as_whole(value, _order_of(name, orders)) for name, value in values.items()}
+
+
+class ShardWriter:
+    """Writes the checkpoints of a run with several processes.
+
+    Args:
+        folder: the folder of all checkpoints.
+        keep: how many of the newest checkpoints to keep.
+        asynchronous: `save` returns before the files are written.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, *, keep: int, asynchronous: bool) -> None:
+        self.folder, self.ranks, self.keep = folder, ranks, keep
+        # a group of its own: collectives of a checkpoint run while those of training do
+        self.group = dist.new_group(backend="gloo") if asynchronous else None
+        self._pending: Future[Any] | None = None
+
+    def save(self, step: int, values: dict[str, Any], header: Mapping[str, str]) -> Path:
+        """Writes `step-000200/` and returns its path."""
+        self.wait()
+        final = self.folder / f"step-{step:06d}"
+        part = self.folder / f".{final.name}.part"
+
+        def clear() -> None:
+            if self.ranks.first:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
+
+        self.ranks.together(clear)
+        facts = {**header, "format": _SHARDS, "step": str(step)}
+        writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
+        if self.group is None:
+            with as_checkpoint_error(final):
+                save(values, storage_writer=writer)
+            self.ranks.together(lambda: self._finish(part, final, facts))
+            return final
+        pending: Any = async_save(values, storage_writer=writer, process_group=self.group)
+        self._pending = pending
+        if self.ranks.first:
+
+            def finish(done: Future[Any]) -> None:
+                if done.exception() is None:
+                    self._finish(part, final, facts)
+
+            pending.add_done_callback(finish)
+        return final
+
+    def wait(self) -> None:
+        """Waits until the pending checkpoint is written, if there is one.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written.
+        """
+        if (pending := self._pending) is not None:
+            self._pending = None
+            with as_checkpoint_error(self.folder):
+                pending.result()
+            self.ranks.together(lambda: None)
+
+    def _finish(self, part: Path, final: Path, header: Mapping[str, Any]) -> None:
+        if self.ranks.first:
+            sizes = {file.name: file.stat().st_size for file in sorted(part.glob("*.safetensors"))}
+            with atomic_write(part / HEADER) as temporary:
+                temporary.write_text(json.dumps({**header, "files": sizes}, indent=2) + "\n", encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(part, final)
+            prune(self.folder, int(header["step"]), self.keep)
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Reads the header of a checkpoint of several processes, and checks that its files are whole.
+
+    Raises:
+        CheckpointError: the folder is no such checkpoint, or a file is missing or has another size.
+    """
+    try:
+        header = parse_json(read_text(path / HEADER))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: is no checkpoint of `ottava train` ({error})") from error
+    sound = isinstance(header, dict) and isinstance(header.get("files"), dict)
+    if not sound or header.get("format") != _SHARDS or not str(header.get("step", "")).isdecimal():
+        raise CheckpointError(f"{path / HEADER}: is damaged, or of another version; needed: format {_SHARDS!r}")
+    for name, size in header["files"].items():
+        file = path / str(name)
+        if not file.is_file() or file.stat().st_size != size:
+            raise CheckpointError(f"{file}: is missing, cut short or damaged; {HEADER} lists it with {size} bytes")
+    return dict(header)
+
+
+def read_whole(path: Path) -> Checkpoint:
+    """The checkpoint with all tensors whole, in this process alone."""
+    header = read_header(path)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in _entries(path).items()}
+    _load(path, tensors, alone=True)
+    first = {name: value for name, value in tensors.items() if not name.startswith("random.")}
+    first |= {name.replace(".0.", ".", 1): t for name, t in tensors.items() if name.startswith("random.0.")}
+    return Checkpoint(path, int(header["step"]), first, {name: str(value) for name, value in header.items()})
+
+
+def restore_shards(
+    source: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, orders: Orders, rank: int
+) -> dict[str, Tensor]:
+    """Fills this process's part of a run from a checkpoint of any number of processes.
+
+    Returns:
+        The states of this process's random generators, if the checkpoint has them.
+    Raises:
+        CheckpointError: the checkpoint belongs to another model or optimizer, or is damaged.
+    """
+    folder = not source.tensors
+    entries = _entries(source.path) if folder else {n: (t.shape, t.dtype) for n, t in source.tensors.items()}
+    wanted: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for parameter, name in _parameters(model, optimizer):
+        for entry in (key for key in entries if key.rpartition(".")[0] == f"optimizer.{name}"):
+            shape, dtype = entries[entry]
+            if shape == parameter.shape:
+                wanted[entry] = torch.empty_like(_plain(parameter.detach()), dtype=dtype)
+            elif not isinstance(parameter, DTensor) or not shape:  # group scales fit no other split into shards
+                wanted[entry] = torch.empty(shape, dtype=dtype)
+    prefix = f"random.{rank}." if any(name.startswith(f"random.{rank}.") for name in entries) else "random."
+    random = [name for name in entries if name.startswith(prefix) and name.removeprefix(prefix) in ("cpu", "cuda")]
+    wanted |= {name: torch.empty(entries[name][0], dtype=torch.uint8) for name in random}
+    if lacking := [name for name in wanted if name not in entries]:
+        raise CheckpointError(f"{source.path}: does not fit this run's model: it lacks {', '.join(lacking[:3])}")
+    values = {
+        name: _plain(value) if _order_of(name, orders) is None else torch.empty(value.shape, dtype=value.dtype)
+        for name, value in wanted.items()
+    }
+    if folder:
+        _load(source.path, values)
+    else:
+        for name, value in values.items():
+            _fill(value, source.tensors[name])
+    for name in wanted:
+        if (order := _order_of(name, orders)) is not None:
+            _fill(_plain(wanted[name]), values[name][order.cpu()])
+            values[name] = wanted[name]
+    with _fitting(source.path):
+        model.load_state_dict({name.removeprefix("model."): values[name] for name in values if name[:6] == "model."})
+    load_optimizer(source, model, optimizer, _optimizer_entries(values))
+    return {name.removeprefix(prefix): values[name] for name in random}
+
+
+def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
+    """Writes the tensors of a checkpoint folder as one safetensors file in a new folder.
+
+    Args:
+        source: a folder of several processes, of `ottava train` or of torch's HuggingFaceStorageWriter.
+        target: a folder that does not exist yet.
+        keep: write optimizer and random states, too. False: the model alone, by its own names.
+    Returns:
+        The numbers of "tensors" and of "bytes".
+    """
+    if target.exists():
+        raise CheckpointError(f"{target}: exists; give a new folder")
+    if ours := (source / HEADER).exists():
+        read_header(source)
+    entries = _entries(source)
+    chosen = [name for name in entries if keep or not ours or name.startswith("model.")]
+    tensors = {name: torch.empty(entries[name][0], dtype=entries[name][1]) for name in chosen}
+    _load(source, tensors, alone=True)
+    target.mkdir(parents=True)
+    if ours and not keep:
+        tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
+    with replacing(target / "model.safetensors") as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    return {"tensors": len(tensors), "bytes": sum(value.nbytes for value in tensors.values())}
+
+
+def _entries(path: Path) -> Entries:
+    if path.is_file():
+        raise CheckpointError(f"{path}: is one file already; needs the folder of a checkpoint of several processes")
+    if (path / "checkpoints").is_dir():
+        raise CheckpointError(f"{path}: is a run folder; give one of the folders in {path / 'checkpoints'}")
+    try:
+        metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except Exception as error:  # the errors of safetensors, json and the file system have no common class
+        raise CheckpointError(f"{path}: cannot be read: a file of it is damaged ({error})") from error
+    if not metadata:
+        raise CheckpointError(f"{path}: holds no safetensors files, as several processes of `ottava train` write them")
+    return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items()}  # type: ignore[union-attr]
+
+
+def _load(path: Path, values: dict[str, Any], *, alone: bool = False) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `alone` wants that
+            load(values, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
+    except (CheckpointException, OSError, ValueError, RuntimeError, AssertionError) as error:
+        raise CheckpointError(f"{path}: cannot be read, or does not fit this run: {error}") from error
+
+
+def _order_of(name: str, orders: Orders) -> Tensor | None:
+    """The order of rows of a fused weight or of its optimizer state; None for other tensors."""
+    plain = name.removeprefix("model.") if name.startswith("model.") else name.removeprefix("optimizer.")
+    entry = plain.rpartition(".")
+    return orders.get(plain, None if entry[2] == "step" else orders.get(entry[0]))
+
+
+def _plain(value: Any) -> Any:
+    """A DTensor of plain numbers, if the shard is a tensor subclass that holds them; else the value itself."""
+    if isinstance(value, DTensor) and hasattr(shard := value.to_local(), "numbers"):
+        whole: dict[str, Any] = {"shape": value.shape, "stride": value.stride()}
+        return DTensor.from_local(shard.numbers, value.device_mesh, value.placements, run_check=False, **whole)
+    return value
+
+
+def _as_whole(value: Any, order: Tensor | None) -> Any:
+    value = _plain(value.detach() if isinstance(value, Tensor) else value)
+    if order is None:
+        return value
+    whole = value.full_tensor()
+    return torch.empty_like(whole).index_copy_(0, order, whole)
+
+
+def _fill(target: Any, whole: Tensor) -> None:
+    if isinstance(target, DTensor):
+        part = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+        local(target).copy_(local(part))
+    else:
+        target.copy_(whole)
+
+
+# --- the newest of a run ---------------------------------------------------------------------------------------------
+
+
+def read_any(path: Path, *, whole: bool = True) -> Checkpoint:
+    """A checkpoint of one process or of several.
+
+    Args:
+        whole: read the tensors of a folder, too. False: `restore_shards` reads them later.
+    Raises:
+        CheckpointError: the file or folder is damaged, or no checkpoint of ottava.
+    """
+    if not path.is_dir():
+        return read_checkpoint(path)
+    if whole:
+        return read_whole(path)
+    header = read_header(path)
+    return Checkpoint(path, int(header["step"]), {}, {name: str(value) for name, value in header.items()})
+
+
+def newest_checkpoint(folder: Path, *, whole: bool = True) -> tuple[Checkpoint | None, list[str]]:
+    """The newest readable checkpoint (None in a folder without any), and the errors of newer ones.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is readable.
+    """
+    problems: list[str] = []
+    for _, path in checkpoints_in(folder):
+        try:
+            return read_any(path, whole=whole), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError("\n".join([*problems, "there is no older checkpoint; start again in another run folder"]))
+    return None, []
+
+
+def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint `source`, or the newest readable checkpoint of the run folder `source`.
+
+    Returns:
+        The checkpoint, and the errors of newer ones, as from `newest_checkpoint`.
+    Raises:
+        CheckpointError: there is no checkpoint, or none is readable.
+    """
+    if not source.exists():
+        raise CheckpointError(f"{source}: does not exist; needed: a run folder of `ottava train`, or a checkpoint")
+    checkpoint: Checkpoint | None
+    problems: list[str] = []
+    if source.is_dir() and not (source / HEADER).exists():
+        checkpoint, problems = newest_checkpoint(source / "checkpoints")
+    else:
+        checkpoint = read_any(source)
+    if checkpoint is None:
+        raise CheckpointError(f"{source}: holds no checkpoint; needed: a run folder of `ottava train`, or a checkpoint")
+    return checkpoint, problems
+
+
+def newest_of_run(
+    folder: Path, identity: Mapping[str, str], *, whole: bool, older: Collection[str] = ()
+) -> Checkpoint | None:
+    """The newest readable checkpoint of a run, or None.
+
+    Args:
+        identity: hashes of the run, "config" and "text"; the checkpoint must have the same.
+        older: further hashes of the config: those of older versions.
+    Raises:
+        CheckpointError: the checkpoint has another config or text, or no checkpoint is readable.
+    """
+    checkpoint, problems = newest_checkpoint(folder, whole=whole)
+    for problem in problems:
+        _log.warning("skipped a checkpoint: %s", problem)
+    if checkpoint is None:
+        _log.warning("no checkpoint in %s yet: starting from the first step", folder.parent)
+        return None
+    for name in ("config", "text"):
+        if checkpoint.metadata.get(name) not in (identity[name], *(older if name == "config" else ())):
+            raise CheckpointError(
+                f"{checkpoint.path}: comes from a run with another {name}, so this run cannot continue it. "
+                f"Restore that {name}, or start again in another run folder"
+            )
+    return checkpoint

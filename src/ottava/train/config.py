@@ -20,14 +20,20 @@ from pydantic import Field, field_validator, model_validator
 from ottava.base.settings import Positive, Section, apply_override, read_yaml
 from ottava.numerics.accumulator import get_accumulator
 from ottava.recipe import Recipe, get_recipe
-from ottava.watching import WatchConfig
+from ottava.watching.config import WatchConfig
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 def absolute(path: Path | None) -> Path | None:
     """The absolute path, for the saved config: a user may resume the run from another folder."""
-    return None if path is None else path.expanduser().absolute()
+    try:
+        return None if path is None else path.expanduser().absolute()
+    except RuntimeError:
+        name = path.parts[0] if path else ""
+        raise ValueError(
+            f"{path}: there is no user {name[1:]!r}, whose home {name} would be; write ./{path} for a file of that name"
+        ) from None
 
 
 class ModelConfig(Section):
@@ -243,6 +249,15 @@ _LATER = MappingProxyType(
 _DEFAULTS = MappingProxyType({"model": ModelConfig(), "optimizer": OptimizerConfig()})
 
 
+DEMO_SETTINGS = (
+    "batch_size=16",
+    "sequence_length=64",  # in so few steps, more and shorter sequences learn faster
+    "schedule.warmup_fraction=0.2",  # after a slow start the seeds end closer together, and smaller differences show
+    "evaluation.batches=8",
+    "checkpoint.every=50",
+    "checkpoint.keep=1",
+)
+"""Values of the demo and of the lab: runs so short that a laptop does several."""
 FREE = ("checkpoint", "evaluation", "microbatches", "parallel", "watch")
 """Settings that a resumed run may change."""
 

@@ -1,4 +1,6 @@
-"""The text of a run, as bytes: every byte is a token, so there is no tokenizer and the loss is in nats per byte.
+"""What a run needs before it starts: its text as bytes, a device, and enough memory.
+
+Every byte is a token, so there is no tokenizer and the loss is in nats per byte.
 
 A batch is a pure function of (seed, step). So a run can resume at any step without a data cursor, and two runs with the
 same seed read the same data under any recipe.
@@ -17,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ottava.train.config import DataConfig
+from ottava.base.settings import ConfigError
+from ottava.train.config import DataConfig, TrainConfig
 
 # The default text leaves out tests (a third of the library, with many tables), generated tables and other packages.
 _NOT_LIBRARY = frozenset(
@@ -173,3 +176,69 @@ def _read(files: Iterable[Path], max_bytes: int | None, *, skip_binary: bool) ->
         if text and not (skip_binary and 0 in text[:1024]):
             budget = None if budget is None else budget - len(text)
             yield text
+
+
+# --- a device, a text, memory: checked before a run writes anything --------------------------------------------------
+
+_GB = 10**9
+_UNKNOWN_MEMORY = 8 * 1024 * _GB
+"""Bytes of memory to assume if the system does not report its size."""
+
+
+class DeviceError(RuntimeError):
+    """The config needs hardware that this machine lacks."""
+
+    exit_code = 3
+
+
+def gather(config: TrainConfig) -> tuple[torch.device, ByteCorpus]:
+    """Finds the device and reads the text of the config.
+
+    Raises:
+        DeviceError: the machine has no such device.
+        DataError: there is no text, or too little.
+        ConfigError: the run cannot fit into the device's memory.
+    """
+    device = find_device(config.device)
+    refuse_oversized(config, device)
+    corpus = ByteCorpus.load(config.data)
+    corpus.require(config.sequence_length)
+    return device, corpus
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(
+            f"device {name!r} does not exist: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs; "
+            "set device=cpu or device=auto"
+        )
+    return device
+
+
+def refuse_oversized(config: TrainConfig, device: torch.device) -> None:
+    """Raises ConfigError if the run needs more memory than the device has.
+
+    The check is a lower bound: FP32 weights, gradients and AdamW's two moments, the logits of a batch with their
+    gradients in FP32, and the places of the validation batches. A run within the bound may still run out of memory.
+    """
+    needed = 4 * 4 * config.model.parameters + 2 * 4 * 256 * config.batch_size * config.sequence_length
+    needed += 8 * config.evaluation.batches * config.batch_size
+    memory = _memory(device)
+    if needed > memory:
+        raise ConfigError(
+            f"batch_size {config.batch_size:,}, sequence_length {config.sequence_length:,}, evaluation.batches "
+            f"{config.evaluation.batches:,} and a model of {config.model.parameters:,} parameters need more than "
+            f"{needed // _GB:,} GB of memory; {device} has {memory // _GB:,} GB. Lower the largest of them"
+        )
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if not hasattr(os, "sysconf"):  # Windows
+        return _UNKNOWN_MEMORY
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

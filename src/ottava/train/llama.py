@@ -1,22 +1,37 @@
-"""The trainer's model as a Hugging Face Llama, for inference engines: the same formula, with separate projections."""
+"""The trainer's model as a Hugging Face Llama, for inference engines, and such a Llama as the trainer's model.
+
+Both have the same formula. A Llama has separate projections, and here its tokens are bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ottava.base.untrusted import UntrustedError
 from ottava.engine.layer import QuantizedLayer, quantized_layers
-from ottava.nn.convert import default_filter
-from ottava.serving.source import Source, Weight, cast_of, input_scale_of, numbers, rows_of_cast
-from ottava.train.checkpoint import Checkpoint, CheckpointError, high_precision_weights
+from ottava.nn.convert import convert, default_filter, put_weight
+from ottava.nn.fp8_checkpoint import open_tensors
+from ottava.numerics.scaling import PER_TENSOR
+from ottava.numerics.tensor import QuantizedTensor
+from ottava.recipe import Recipe, get_recipe
+from ottava.serving.source import Source, Weight, cast_of, input_scale_of, numbers, of_folder, rows_of_cast
+from ottava.train.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    find_checkpoint,
+    high_precision_weights,
+)
 from ottava.train.config import ModelConfig, TrainConfig, load_config
-from ottava.train.model import VOCABULARY, ByteTransformer
-from ottava.train.newest import find_checkpoint
-from ottava.train.optimizers import store
+from ottava.train.model import VOCABULARY, ByteTransformer, store
+from ottava.weights.checkpoint import dequantize_state_dict, keep_in_state_dict
+from ottava.weights.parameter import QuantizedWeight, store_scales
 
 
 def of_run(source: Path) -> Source:
@@ -46,9 +61,8 @@ def model_of_run(source: Path) -> tuple[ByteTransformer, TrainConfig, Checkpoint
     with torch.random.fork_rng(devices=[]):
         model = ByteTransformer(config.model, config.sequence_length)
     store(model, config.build_recipe(), config.optimizer)
-    states = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
     try:
-        model.load_state_dict(states)
+        model.load_state_dict(checkpoint.part("model."))
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: does not fit the settings of its run: {error}") from error
     return model, config, checkpoint
@@ -156,3 +170,188 @@ def _config(config: ModelConfig, sequence_length: int) -> dict[str, Any]:
         "eos_token_id": None,
         "dtype": "bfloat16",
     }
+
+
+# --- from a Llama ----------------------------------------------------------------------------------------------------
+
+_FIXED: Mapping[str, Any] = MappingProxyType(
+    {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    | {"rope_scaling": None}
+)
+"""Keys of config.json, and the one value that the trainer's model has."""
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a path is a folder of weights alone: of Hugging Face's, or what `ottava consolidate` writes."""
+    names = ("model.safetensors", "model.safetensors.index.json", "config.json")
+    return path.is_dir() and any((path / name).is_file() for name in names)
+
+
+def settings_of(config: Mapping[str, Any], folder: Path) -> tuple[ModelConfig, int]:
+    """The trainer's settings of a Llama's config.json: the model, and the longest sequence.
+
+    Raises:
+        CheckpointError: the trainer's model has another formula; the message names the key.
+    """
+    rope = config.get("rope_parameters") or {}
+    found = {**config, "rope_scaling": config.get("rope_scaling")}
+    if isinstance(rope, dict) and rope.get("rope_type", "default") != "default":
+        found["rope_scaling"] = rope["rope_type"]
+    for key, wanted in _FIXED.items():
+        if found.get(key, wanted) != wanted:
+            raise CheckpointError(
+                f"{folder}: {key} is {found[key]!r}, and the model of `ottava train` has {wanted!r}. Train this one in "
+                "your own loop: ottava.load_fp8 (FP8) or from_pretrained (BF16), then ottava.convert"
+            )
+    try:
+        model = ModelConfig(
+            d_model=config["hidden_size"],
+            layers=config["num_hidden_layers"],
+            heads=config["num_attention_heads"],
+            kv_heads=config.get("num_key_value_heads", config["num_attention_heads"]),
+            ffn=config["intermediate_size"],
+            rope_theta=(rope.get("rope_theta") if isinstance(rope, dict) else None) or config.get("rope_theta", 1e4),
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+        )
+        head = config.get("head_dim") or model.d_model // model.heads
+        if head * model.heads != model.d_model:
+            raise ValueError(f"head_dim {head} x {model.heads} heads is not hidden_size {model.d_model}")
+        return model, int(config.get("max_position_embeddings", 2048))
+    except (KeyError, ValueError, TypeError) as error:
+        what = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{folder}: its config.json does not describe a Llama: {what}") from error
+
+
+def read_weights(folder: Path, config: ModelConfig) -> Checkpoint:
+    """The weights in a folder as a checkpoint of step 0 without optimizer states; FP8 codes are decoded to FP32.
+
+    Args:
+        config: of the run that starts with them; it must be that of the folder.
+    Raises:
+        CheckpointError: the folder is damaged, or of another model; the message has the settings that fit.
+    """
+    try:
+        if (folder / "config.json").is_file():
+            source = of_folder(folder)
+            found, _ = settings_of(source.config, folder)
+            if found != config:
+                apart = [f"--set model.{k}={v}" for k, v in found.model_dump().items() if v != getattr(config, k)]
+                raise CheckpointError(f"{folder}: is of another model; it needs {' '.join(apart)}")
+            tensors = {name: _numbers(pieces) for name, pieces in _joined_names(source, found, folder)}
+        else:
+            with ExitStack() as files:
+                entries = open_tensors(folder, files)
+                state = {name: file.get_tensor(name) for name, file in entries.items()}
+            tensors = {n: t for n, t in dequantize_state_dict(state, torch.float32).items() if ".quantizers." not in n}
+    except (UntrustedError, OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{folder}: cannot be read: {error}") from error
+    return Checkpoint(folder, 0, {f"model.{name}": tensor for name, tensor in tensors.items()}, {})
+
+
+def model_of(source: Source, folder: Path, recipe: str | Recipe | None) -> tuple[ByteTransformer, int]:
+    """The trainer's model with the weights of a folder, and its longest sequence; FP8 weights stay codes.
+
+    Args:
+        recipe: for its layers; None: high precision.
+    Raises:
+        CheckpointError: the trainer's model cannot hold the weights.
+        ValueError: the recipe cannot use the codes.
+    """
+    config, longest = settings_of(source.config, folder)
+    chosen = get_recipe(recipe or "bf16")
+    with torch.random.fork_rng(devices=[]):
+        model = ByteTransformer(config, longest)
+    coded = {}
+    with torch.no_grad():
+        for name, pieces in _joined_names(source, config, folder):
+            cast = joined([piece.cast for piece in pieces])
+            if cast is None and chosen.quantized and any(piece.codes is not None for piece in pieces):
+                raise ValueError(
+                    f"{folder}: {name} joins {', '.join(piece.module for piece in pieces)}, whose scales cannot be "
+                    f"joined for recipe {chosen.name!r}; export the checkpoint again, or take 'bf16'"
+                )
+            if cast is not None:
+                coded[name.removesuffix(".weight")] = cast
+            _copy(model.get_parameter(name), _numbers(pieces), name, folder)
+    only = None if not coded else lambda name, _: name in coded
+    if coded:
+        convert(model, "bf16", filter=only)
+    for module, cast in coded.items():
+        old = model.get_submodule(module)._parameters["weight"]
+        assert old is not None
+        scales = store_scales(cast.scale_inv, cast.spec)
+        weight = QuantizedWeight(cast.data.contiguous(), scales, cast.spec, torch.bfloat16)
+        put_weight(module, old, weight, requires_grad=False)
+        keep_in_state_dict(model.get_submodule(module), "weight")
+    if chosen.quantized:
+        try:
+            convert(model, chosen, filter=only)
+        except ValueError as error:
+            raise ValueError(
+                f"{folder}: recipe {chosen.name!r} cannot multiply its codes ({error}). To compare it under another "
+                "recipe, write its weights in BF16 first: ottava import"
+            ) from error
+    return model, longest
+
+
+def _joined_names(source: Source, config: ModelConfig, folder: Path) -> Iterator[tuple[str, list[Weight]]]:
+    """Each parameter of the trainer's model with the tensors whose rows it has."""
+    weights = {weight.module: weight for weight in source.weights if weight.name.endswith(".weight")}
+    if "lm_head" not in weights and "model.embed_tokens" in weights:
+        weights["lm_head"] = weights["model.embed_tokens"]  # tied
+    known = table(config)
+    needed = {name for _, names in known for name in names}
+    if missing := sorted(needed - weights.keys()):
+        raise CheckpointError(f"{folder}: lacks {missing[0]}.weight and {len(missing) - 1} more tensors of its config")
+    extra = sorted(one.name for one in source.weights if one.name.removesuffix(".weight") not in needed)
+    if extra:
+        raise CheckpointError(f"{folder}: holds {extra[0]}, which the model of `ottava train` does not have")
+    for ours, theirs in known:
+        yield f"{ours}.weight", [weights[name] for name in theirs]
+
+
+def _numbers(pieces: Sequence[Weight]) -> Tensor:
+    return torch.cat([piece.tensor.float() for piece in pieces])
+
+
+def _copy(parameter: nn.Parameter, values: Tensor, name: str, folder: Path) -> None:
+    if parameter.shape != values.shape:
+        raise CheckpointError(
+            f"{folder}: {name} has shape {tuple(values.shape)}; its config.json needs {tuple(parameter.shape)}"
+        )
+    parameter.copy_(values)
+
+
+def joined(casts: Sequence[QuantizedTensor | None]) -> QuantizedTensor | None:
+    """The cast of matrices that stand one below the other; None if one has no cast, or blocks would be cut.
+
+    Example:
+        >>> from ottava.ops.quantize import quantize
+        >>> from ottava.numerics.formats import E4M3
+        >>> from ottava.numerics.tensor import QuantizationSpec
+        >>> from ottava.numerics.scaling import PER_ROW
+        >>> one = quantize(torch.randn(3, 32), QuantizationSpec(E4M3, PER_ROW))
+        >>> joined([one, one]).shape
+        torch.Size([6, 32])
+    """
+    if any(cast is None for cast in casts):
+        return None
+    whole = [cast for cast in casts if cast is not None]
+    first = whole[0]
+    rows = first.spec.granularity.rows
+    if any(cast.spec.granularity != first.spec.granularity for cast in whole):
+        return None
+    scales = [cast.scale_inv for cast in whole]
+    if first.spec.granularity == PER_TENSOR:
+        if any(not torch.equal(one, scales[0]) for one in scales):
+            return None
+        scale_inv = scales[0]
+    elif rows is None or any(cast.shape[0] % rows for cast in whole[:-1]):
+        return None
+    else:
+        scale_inv = torch.cat(scales)
+    powers = [cast.spec for cast in whole if cast.spec.scale_format == "fp32"]
+    spec = powers[0] if powers else first.spec
+    return QuantizedTensor(torch.cat([cast.data for cast in whole]), scale_inv, spec, first.dtype)

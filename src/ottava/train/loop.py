@@ -17,6 +17,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,39 +26,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.base.settings import flatten
+from ottava.base.settings import ConfigError, flatten
 from ottava.engine.autocast import autocast
 from ottava.engine.state import ScalingState
+from ottava.nn.calibrate import calibrate
 from ottava.nn.convert import ConversionReport
 from ottava.nn.receipt import receipt
-from ottava.optim.warmup import rewarm_factor
+from ottava.optim.engine import rewarm_factor
 from ottava.record.amaxes import AmaxLog
 from ottava.remedy.fallback import Fallback, Proposal, Verdict, by_gradient
 from ottava.remedy.guard import SpikeGuard
 from ottava.train.checkpoint import (
     Checkpoint,
+    ShardWriter,
     as_checkpoint_error,
+    collect_shards,
     collect_state,
+    find_checkpoint,
+    newest_of_run,
     remove_temporary_files,
+    restore_optimizer,
+    restore_shards,
     restore_state,
+    restore_weights,
     save_checkpoint,
 )
 from ottava.train.config import TrainConfig
-from ottava.train.faults import explain_divergence, explained
-from ottava.train.model import ByteTransformer, loss
-from ottava.train.newest import newest_of_run
-from ottava.train.optimizers import make_optimizer, store
-from ottava.train.parallel import split
-from ottava.train.passes import Microbatches, Passes, Pipeline
-from ottava.train.ranks import SPLITS, Ranks
-from ottava.train.requirements import find_device, gather
+from ottava.train.data import find_device, gather
+from ottava.train.llama import is_weights, read_weights
+from ottava.train.model import ByteTransformer, loss, make_optimizer, store
+from ottava.train.parallel import Microbatches, Passes, Pipeline, split
+from ottava.train.ranks import SPLITS, Ranks, explain_divergence, explained
 from ottava.train.run_folder import FollowerFolder, RunFolder, StepRecord
-from ottava.train.shards import ShardWriter, collect_shards, restore_shards
-from ottava.train.start import Start, start_from
-from ottava.watching import Watch, watch
+from ottava.watching.session import Watch, watch
 
 RECEIPT_VERSION = 1
+_CALIBRATION_BATCHES = 16  # a whole window of the registered recipes
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state that a run took from another run."""
+
+    step: int
+    """Optimizer steps that count as done."""
+    records: list[StepRecord]
+    """Records of these steps, if the other run's folder holds them all."""
+    facts: dict[str, Any]
+    """Entries for the manifest."""
 
 
 class Trainer:
@@ -165,7 +182,51 @@ class Trainer:
         self._optimizer = make_optimizer(self.model, self.config.optimizer)
 
     def _start(self) -> Start:
-        return start_from(self.config, self.model, self._optimizer, self._scaling, self.batch, self.loss_of)
+        """Loads the parts of `config.init` that `config.carry` names, calibrates predicted scales, and logs both."""
+        config = self.config
+        assert config.init is not None
+        continues = config.carry == "optimizer"
+        if alone := is_weights(config.init):
+            if continues:
+                raise ConfigError(
+                    f"{config.init}: holds weights alone, without states of an optimizer; take carry=weights"
+                )
+            checkpoint, problems = read_weights(config.init, config.model), list[str]()
+        else:
+            checkpoint, problems = find_checkpoint(config.init)
+        for problem in problems:
+            _log.warning("skipped a checkpoint: %s", problem)
+        weights = restore_weights(checkpoint, self.model)
+        if continues:
+            if checkpoint.step >= config.steps:
+                raise ConfigError(
+                    f"{checkpoint.path}: is of step {checkpoint.step}, but this run ends at steps={config.steps}; set "
+                    "more"
+                )
+            restore_optimizer(checkpoint, self.model, self._optimizer, weights)
+            said = (
+                "continues from step %(step)d of %(path)s with its weights, optimizer states and step count, but "
+                "without its scaling histories; masters start from its weights in the highest precision that it holds"
+            )
+        elif alone:
+            said = "starts from the weights of %(path)s; FP8 codes among them are decoded to FP32"
+        else:
+            said = (
+                "starts from the weights of %(path)s (step %(step)d), without its optimizer states, scaling histories "
+                "and step count"
+            )
+        _log.info(said, {"path": checkpoint.path, "step": checkpoint.step})
+        step = checkpoint.step if continues else 0
+        batches = _CALIBRATION_BATCHES if self._scaling.predicts else 0
+        if batches:
+            calibrate(self.model, map(self.batch, range(step + 1, step + batches + 1)), loss=self.loss_of)
+            self._scaling.take_amax()  # drop the amaxes of calibration
+            _log.info("calibrated the predicted scales on the first %d batches, in high precision", batches)
+        if config.rewarm:
+            _log.info("the learning rate rises to its schedule in %d steps", config.rewarm)
+        facts = {"from": str(checkpoint.path), "step": checkpoint.step, "calibration_batches": batches}
+        facts |= {"carried": ["weights", "optimizer", "step"] if continues else ["weights"]}
+        return Start(step, _records_of(checkpoint) if continues else [], facts)
 
     def _share(self, checkpoint: Checkpoint | None) -> None:
         """Splits the model over the processes, and fills this process's part from the checkpoint."""
@@ -438,11 +499,7 @@ class Trainer:
             self._random = states or self._random
         else:
             restore_state(checkpoint, model, self._optimizer)
-            self._random = {
-                name.removeprefix("random."): state
-                for name, state in checkpoint.tensors.items()
-                if name.startswith("random.")
-            }
+            self._random = checkpoint.part("random.")
         for name in ("torch", "ottava", "threads", "device", "parallel", "microbatches"):
             if self.ranks.first and checkpoint.metadata.get(name, identity[name]) != identity[name]:
                 _log.warning(
@@ -484,3 +541,15 @@ def _set_random_states(states: Mapping[str, Tensor], device: torch.device) -> No
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _records_of(checkpoint: Checkpoint) -> list[StepRecord]:
+    """The steps of the other run, if the checkpoint lies in its folder."""
+    path = checkpoint.path.parent.parent / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()[: checkpoint.step]
+        records = [StepRecord.from_json(line) for line in lines]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        _log.warning("%s: cannot be read (%s): the curve of this run begins at its own first step", path, error)
+        return []
+    return records if [record.step for record in records] == list(range(1, checkpoint.step + 1)) else []

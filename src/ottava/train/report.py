@@ -18,7 +18,7 @@ from ottava.nn.receipt import ReceiptRow, grouped
 from ottava.report.charts import Band, Chart, Line, color, nice_ticks, smooth, standalone
 from ottava.report.charts import render as drawn
 from ottava.report.frame import render
-from ottava.train.summary import REFERENCE, DemoResult, RunResult
+from ottava.train.verdict import REFERENCE, DemoResult, RunResult
 
 # The three tensors that a Linear casts, with their names in the report.
 _TENSORS = MappingProxyType({"input": "Input X", "weight": "Weight W", "grad_output": "Gradient dY"})

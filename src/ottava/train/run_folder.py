@@ -3,13 +3,15 @@
 config.yaml       every setting, as resolved
 manifest.json     command, versions, machine, size of the model, converted layers; every resumption
 metrics.jsonl     a `StepRecord` per line, written at the end of the step
-checkpoints/      see checkpoint.py, and shards.py for those of several processes
+checkpoints/      see checkpoint.py
 receipt.json      the kernel of each GEMM, written at the end
-.lock             names the process that holds the run (see folder_lock.py)
+.lock             names the process that holds the run (see `FolderLock`)
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import math
@@ -18,7 +20,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -26,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import BaseFileLock, FileLock, Timeout
 
 from ottava.base.settings import ConfigError, flatten
 from ottava.base.text import to_json
 from ottava.base.untrusted import parse_json, read_text
 from ottava.train.checkpoint import CheckpointError, as_checkpoint_error, atomic_write
 from ottava.train.config import FREE, TrainConfig, load_config
-from ottava.train.folder_lock import FolderLock, NoLock
 
 MANIFEST_VERSION = 1
 _log = logging.getLogger(__name__)
@@ -249,3 +252,94 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()
+
+
+# --- one process per folder ------------------------------------------------------------------------------------------
+
+_LOCK = ".lock"
+_NO_LOCKS = frozenset(getattr(errno, name) for name in ("ENOLCK", "ENOSYS", "EINVAL", "ENOTSUP", "EOPNOTSUPP"))
+
+
+class FolderLock:
+    """Makes the folder if it is missing, and holds it until `release`, the end of the process or garbage collection.
+
+    A process takes the lock before it looks at the folder: two processes that look at the same time would both find the
+    folder free. The system releases the lock of a process that is killed.
+
+    Raises:
+        ConfigError: another process, or another object of this one, holds the folder; or the path cannot be a folder.
+    Edge cases: on a file system without locks it logs a warning and holds no lock.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     lock = FolderLock(Path(parent) / "run")
+        ...     lock.release()
+        ...     list(Path(parent).iterdir())                         # the folder was removed again
+        []
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / _LOCK
+        lock = FileLock(path, timeout=0, thread_local=False)
+        new: list[Path] = []
+        try:
+            new += [parent for parent in (folder, *folder.parents) if not parent.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+            path.write_text(f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
+        except Timeout as error:
+            raise ConfigError(
+                f"{folder}: is in use by {_holder(path)}. Two processes would spoil the run: wait until that process "
+                "ends, or give another run folder"
+            ) from error
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                _log.warning(
+                    "%s: the file system has no locks (%s); do not start a second process there", folder, error
+                )
+            elif not lock.is_locked:  # else: Windows lets nobody write to a locked file
+                files = [parent for parent in (folder, *folder.parents) if os.path.isfile(parent)]
+                why = f"{files[0]} is a file; needed: a folder" if files else error.strerror
+                raise ConfigError(
+                    f"{folder}: cannot be a run folder: {why}. Give another one with --run-dir"
+                ) from error
+        self.release = weakref.finalize(self, _release, lock, new, os.getpid())
+        """Releases the folder, and removes it if the lock made it and it is still empty."""
+
+    @contextlib.contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """Releases the lock if the block ends with an exception."""
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
+
+
+class NoLock:
+    """Stands in for `FolderLock` where another process of the run holds the lock."""
+
+    def release(self) -> None:
+        """Does nothing."""
+
+    def released_on_error(self) -> contextlib.AbstractContextManager[None]:
+        """Does nothing."""
+        return contextlib.nullcontext()
+
+
+def _holder(path: Path) -> str:
+    """The process that a lock's file names."""
+    try:
+        return path.read_text(encoding="utf-8").strip() or "another process"
+    except OSError:
+        return "another process"
+
+
+def _release(lock: BaseFileLock, new: list[Path], owner: int) -> None:
+    if os.getpid() == owner:  # a forked child does not own the folder
+        with contextlib.suppress(OSError):  # Windows removes no open file; a used folder is not empty
+            Path(lock.lock_file).unlink(missing_ok=True)
+            for folder in new:
+                folder.rmdir()
+        lock.release()

@@ -1,4 +1,4 @@
-"""Opens what `ottava eval` compares: runs of ottava train, checkpoints of Hugging Face's, and recipes on them."""
+"""Opens one side of `ottava eval`: a run or a Hugging Face checkpoint, optionally under a recipe."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from ottava.serving.view import (
 from ottava.train.checkpoint import CheckpointError, high_precision_weights, restore_weights
 from ottava.train.config import DataConfig
 from ottava.train.data import ByteCorpus, DataError
-from ottava.train.from_llama import model_of, settings_of
-from ottava.train.llama import as_llama, model_of_run, run_of
+from ottava.train.llama import as_llama, model_of, model_of_run, run_of, settings_of
 from ottava.train.model import ByteTransformer
 
 

@@ -12,7 +12,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_serializer
 
 from ottava.base.errors import unknown_name
 from ottava.base.settings import ConfigError, Count, Positive, Section, read_yaml
-from ottava.interop.te_config import is_te_config, read_te_config
 from ottava.measure import limits
 from ottava.measure.layer_names import SYMBOLS
 from ottava.measure.tally import Detail
@@ -202,6 +201,8 @@ class WatchConfig(Section):
     """Note the amax of inputs and gradients in every step, in a ring that a trigger writes to the run folder."""
     flight: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Steps in that ring."""
+    shadow: Count = 100
+    """Steps from one shadow step to the next, see `experiments`: the gradient with casts and without. 0: none."""
     triggers: Triggers = Field(default_factory=Triggers)
     dump: DumpConfig = Field(default_factory=DumpConfig)
     sinks: Sinks = ()
@@ -231,6 +232,8 @@ class WatchConfig(Section):
         Raises:
             ConfigError: the file is missing, is no mapping, or has a wrong setting.
         """
+        from ottava.interop.te_config import is_te_config, read_te_config
+
         path = Path(source) if isinstance(source, (str, Path)) else None
         tree = read_yaml(path) if path else {} if source is None else source
         if isinstance(tree, Mapping) and is_te_config(tree):

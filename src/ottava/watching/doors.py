@@ -72,6 +72,11 @@ class DoorTap:
             or (_is_layer(layer) and (layer.parameter.dim() > 2 or id(layer.parameter) not in used))
         }
 
+    @property
+    def attached(self) -> bool:
+        """Whether it watches."""
+        return self._hooks.attached
+
     def attach(self) -> None:
         """Starts watching."""
         self._hooks.attach()

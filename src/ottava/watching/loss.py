@@ -23,6 +23,8 @@ class LossTap:
         rooted: called before a backward with all its roots, which lead to the graph.
         ended: called when a backward has ended and every gradient is in place, with the factor of a GradScaler, or
             None.
+        began: called with every root, also one that is no scalar: the root, the unscaled loss, the gradient that the
+            backward begins with, and whether the graph is retained.
 
     Edge cases: ignores roots that are no scalars (a pipeline stage passes gradients on), and a backward inside a
         backward (reentrant checkpointing). If a loop divides its loss by the number of micro-batches, the root is the
@@ -44,8 +46,9 @@ class LossTap:
         seen: Callable[[Tensor], None],
         rooted: Callable[[list[Tensor]], None] = lambda roots: None,
         ended: Callable[[Tensor | None], None] = lambda scale: None,
+        began: Callable[[Tensor, Tensor, Tensor | None, bool], None] = lambda root, loss, gradient, retain: None,
     ) -> None:
-        self._seen, self._rooted, self._ended = seen, rooted, ended
+        self._seen, self._rooted, self._ended, self._began = seen, rooted, ended, began
         self._active = False
         self._patches: list[tuple[Any, str, Any, Any]] = []
         self._unscaled: tuple[weakref.ref[Tensor], Tensor, Tensor | None] | None = None
@@ -88,13 +91,19 @@ class LossTap:
         setattr(owner, name, wrapped)
         self._patches.append((owner, name, wrapped, original))
 
-    def _before_backward(self, tensors: Any = None, *_: Any, **__: Any) -> None:
+    def _before_backward(
+        self, tensors: Any = None, grad_tensors: Any = None, retain_graph: Any = None, *_: Any, **__: Any
+    ) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
         roots: Iterable[Any] = (tensors,) if isinstance(tensors, Tensor) else tensors
         if not isinstance(roots, (tuple, list)):
             return  # a GradientEdge, or an error that torch will raise
         self._scale = None
+        gradients = grad_tensors if isinstance(grad_tensors, (tuple, list)) else [grad_tensors] * len(roots)
+        for i, (root, gradient) in enumerate(zip(roots, gradients, strict=False)):
+            if isinstance(root, Tensor):
+                self._began(root, self._as_it_was(root), gradient, bool(retain_graph) or i + 1 < len(roots))
         usable = [x for x in roots if isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta]
         for root in usable:
             if root.numel() == 1:

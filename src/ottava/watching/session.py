@@ -35,6 +35,7 @@ from torch.optim.optimizer import (
 
 from ottava.base.errors import need
 from ottava.base.settings import ConfigError
+from ottava.experiments.laboratory import Laboratory
 from ottava.measure.tally import Tallies, Tally
 from ottava.recipe import Recipe
 from ottava.record.reader import Run, Table
@@ -151,7 +152,17 @@ class Watch:
             learned=self._learned,
         )
         self.training = TrainingTap(model, batches=config.batches, report=self._reports, timed=self.collector.timed)
-        self.losses = LossTap(self._saw_loss, self._rooted, self._backward_ended)
+        self.laboratory = Laboratory(
+            self._models,
+            every=config.shadow,
+            recipe=config.recipes[0],
+            write=self.writer.experiment,
+            name_of=self.modules.names.parameter,
+            name_of_module=lambda module: self.modules.names.of(module) or type(module).__name__,
+            quiet=self._quiet,
+            step=step,
+        )
+        self.losses = LossTap(self._saw_loss, self._rooted, self._backward_ended, self.laboratory.backward)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
         self._read = read
         self._ended: deque[Ended] = deque()
@@ -211,6 +222,7 @@ class Watch:
         """Stops watching inside the context: no hooks, and no step ends."""
         self._disarm()
         self.losses.detach()
+        self.laboratory.drop()
         self._paused = self.training.paused = True
         try:
             yield
@@ -235,6 +247,7 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
         self.training.close()
+        self.laboratory.drop()
         self.losses.detach()
         self._disarm()
         self.changes.undo()
@@ -298,6 +311,29 @@ class Watch:
         with self.collector.timed():
             self.training.backward_ended(scale)
 
+    def _models(self) -> list[nn.Module]:
+        return (
+            [model]
+            if self._model is not None and (model := self._model()) is not None
+            else [*self.modules.names.roots()]
+        )
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Sees nothing inside the context, in the middle of a step."""
+        attached, paused = self.doors.attached, self.training.paused
+        self._disarm()
+        self.losses.detach()
+        self.training.paused = True
+        try:
+            yield
+        finally:
+            self.losses.attach()
+            self.training.paused = paused
+            if attached:
+                self.doors.attach()
+                self.modules.attach()
+
     def _reports(self, kind: str, **facts: Any) -> None:
         self.writer.training(self.steps_done + 1, kind, **facts)
 
@@ -305,6 +341,10 @@ class Watch:
         if not self._paused and self._is_ours(optimizer):
             with self.collector.timed():
                 self.training.before(optimizer)
+        if not self._paused and self._is_ours(optimizer):
+            before = self.laboratory.seconds
+            self.laboratory.before_step(optimizer)
+            self._step_started += self.laboratory.seconds - before  # no second of the training's
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._paused or not self._is_ours(optimizer):
@@ -419,6 +459,7 @@ class Watch:
             return
         for trigger in triggers:
             self.writer.event(ended.step, "trigger", **trigger.facts())
+        self.laboratory.triggered(triggers[0].reason)
         self._keep_flight(triggers[0].reason)
         self.dumps.triggered()
         self.writer.event(self.steps_done, "burst", until=self.schedule.burst_until)
@@ -495,6 +536,7 @@ class Watch:
         if self.collector.looking or self.collector.noting or self.changes.config:
             self.doors.attach()
             self.modules.attach()
+        self.laboratory.begin(step)
         if self.collector.looking and self.config.compiled == "eager":
             self._stance = torch.compiler.set_stance("force_eager")
 

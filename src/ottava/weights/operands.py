@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.numerics.tensor import Lent, Operand, QuantizationSpec, QuantizedTensor, spec_from_key
-from ottava.ops.turn import refuse_turn, turn
+from ottava.ops.quantize import refuse_turn, turn
 from ottava.weights.parameter import QuantizedWeight, describe, stored_spec
 
 

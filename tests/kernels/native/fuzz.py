@@ -26,28 +26,23 @@ from torch import Tensor
 from kernels.native.test_measure import assert_same as assert_same_tally
 from ottava.engine.quantizer import Quantizer
 from ottava.kernels import reference
-from ottava.kernels.native import block_scales as native_block_scales
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native import measure as native_measure
+from ottava.kernels.native import measure as native_sample
 from ottava.kernels.native import quantize as native_quantize
-from ottava.kernels.native import rotate as native_rotate
-from ottava.kernels.native import sample as native_sample
-from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.native import sums as native_sums
 from ottava.kernels.native.measure import Look
 from ottava.measure.sample import squares_of
 from ottava.measure.tally import DETAILS
 from ottava.measure.walk import measure_all, survey
 from ottava.numerics import scaling
-from ottava.numerics.block_scales import TE_FOUR_OVER_SIX
 from ottava.numerics.formats import E2M1, FORMATS
 from ottava.numerics.rounding import decode
-from ottava.numerics.scaling import BLOCK_1X16, Granularity, ScaleFormat
+from ottava.numerics.scaling import BLOCK_1X16, TE_FOUR_OVER_SIX, Granularity, ScaleFormat
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.numerics.transforms import Hadamard
 
-NATIVE = (native_quantize, native_gemm, native_measure, native_sample, native_stochastic, native_sums)
-NATIVE += (native_block_scales, native_rotate)
+NATIVE = (native_quantize, native_gemm, native_measure, native_sample, native_sums)
 SMALL = tuple(fmt for fmt in FORMATS.values() if fmt.bits <= 8 and fmt.signed)
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 EDGES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 96, 97, 127, 128, 129, 130, 191, 192, 255, 256, 257)
@@ -280,8 +275,8 @@ def stochastic(case: Case) -> None:
     torch.manual_seed(seed)
     truth = reference.quantize(x, spec)
     torch.manual_seed(seed)
-    with case.fence.around(native_stochastic):
-        ours = native_stochastic.quantize(x, spec)
+    with case.fence.around(native_quantize):
+        ours = native_quantize.quantize(x, spec)
     for name in ("data", "scale_inv", "amax"):
         same(getattr(ours, name), getattr(truth, name), name)
 
@@ -299,8 +294,8 @@ def rule(case: Case) -> None:
     torch.manual_seed(seed)
     truth = reference.quantize(x, spec)
     torch.manual_seed(seed)
-    with case.fence.around(native_block_scales):
-        ours = native_block_scales.quantize(x, spec)
+    with case.fence.around(native_quantize):
+        ours = native_quantize.quantize(x, spec)
     for name in ("data", "scale_inv", "amax"):
         same(getattr(ours, name), getattr(truth, name), name)
 
@@ -311,8 +306,8 @@ def rotate(case: Case) -> None:
     case.threads()
     case.say(rotation, case.layout)
     aside = rotation.prepare(x, None)
-    with case.fence.around(native_rotate):
-        ours = native_rotate.plan_transform(x, rotation)(x, aside)
+    with case.fence.around(native_quantize):
+        ours = native_quantize.plan_transform(x, rotation)(x, aside)
     same(ours, rotation.apply(x, aside), "numbers")
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ottava.kernels.native import build as native_build
-from ottava.kernels.native import quantize as native_quantize
 
 FLAGS = {"scalar": ("-O0",), "SSE2": ("-march=x86-64",), "AVX2": ("-march=haswell",)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,13 +36,28 @@ def for_each_older_build(test):  # type: ignore[no-untyped-def]
 
 
 def use_older_build(
-    module: Any, source: str, flags: tuple[str, ...], dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, flags: tuple[str, ...], dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Builds a file of C++ with these flags and lets the module run it."""
+    """Builds a file of C++ with these flags, and lets all kernels run it."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
-    variant = [f"-D{name}" for name in [native_quantize.VARIANTS[dtype]] if name]
-    file, made = str(native_build.SOURCES / source), str(folder / "made.so")
+    variant = [f"-D{name}" for name in [native_build.VARIANTS[dtype]] if name]
+    file, made = str(native_build.SOURCES / f"{name}.cpp"), str(folder / "made.so")
     subprocess.run([compiler, *native_build._FLAGS, *flags, *variant, file, "-o", made], check=True, timeout=800)
     library = ctypes.CDLL(made)
-    module._declare(library)
-    monkeypatch.setattr(module, "built", lambda *_: native_build.Built(library, ""))
+    native_build.declare(library)
+    ours = native_build.load
+
+    def load(asked: str, *rest: Any, **more: Any) -> native_build.Built:
+        return native_build.Built(library, "") if asked == name else ours(asked, *rest, **more)
+
+    monkeypatch.setattr(native_build, "load", load)
+
+
+def take_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets one file of C++ have no library; the others keep theirs."""
+    ours = native_build.load
+
+    def load(asked: str, *rest: Any, **more: Any) -> native_build.Built:
+        return native_build.Built(None, "no C++ compiler") if asked == name else ours(asked, *rest, **more)
+
+    monkeypatch.setattr(native_build, "load", load)

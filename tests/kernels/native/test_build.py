@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native.build import BuildSettings, Built, build, from_environment
@@ -456,8 +457,11 @@ def test_no_header_is_included_that_takes_long_to_read() -> None:
     assert named <= small, named - small
 
 
-def test_functions_are_declared_where_there_is_a_library() -> None:
-    """ctypes would take a pointer for a 32-bit int."""
-    declared: list[ctypes.CDLL] = []
-    found = native_build.load("quantize", declared.append)
-    assert declared == ([] if found.library is None else [found.library])
+def test_every_function_is_declared() -> None:
+    """ctypes would take a pointer for a 32-bit int: what a file offers has a line in the table, and no line is old."""
+    texts = [path.read_text("utf-8") for path in native_build.SOURCES.glob("*.cpp")]
+    offered = {name for text in texts for name in re.findall(r"^(?:extern.*|\w[\w *]*)\bottava_(\w+)\(", text, re.M)}
+    assert offered == set(native_build._SYMBOLS)
+    if (library := native_build.load("quantize", torch.float16).library) is not None:
+        assert library.ottava_cast.argtypes == (ctypes.c_void_p,)
+        assert not hasattr(library, "ottava_gemm")

@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from kernels.native import fuzz
+from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
 
+REASON = native_build.load("quantize").reason
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="mmap and mprotect as Linux numbers their flags"),
-    pytest.mark.skipif(bool(native_quantize.built().reason), reason=native_quantize.built().reason),
+    pytest.mark.skipif(bool(REASON), reason=REASON),
 ]
 
 CASES = 12

@@ -15,12 +15,26 @@ import pytest
 import torch
 from torch import Tensor
 
+import ottava
+from kernels.native.older_builds import take_library
 from ottava.kernels import reference
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
+from ottava.kernels.native.gemm import BatchInvariant as invariant_gemm
+from ottava.kernels.native.gemm import Decoded as decoded
 from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0
-from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+from ottava.numerics.scaling import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    PER_ROW,
+    Granularity,
+    ScaleFormat,
+)
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops.quantize import quantize
+from ottava.recipe import RECIPES
 from sweep import sweep
 
 Pair = tuple[QuantizationSpec, QuantizationSpec]
@@ -195,6 +209,31 @@ def test_folding_changes_no_product(level: int) -> None:
         assert torch.equal(native_gemm.run(in_columns(a), in_columns(b), torch.float32, None, level)[0].double(), exact)
 
 
+@sweep(granularity=[BLOCK_1X32, BLOCK_1X128], scale_format=["e8m0", "e8m0_floor", "pow2"], level=LEVELS.values())
+def test_what_overflows_in_between_does_so_in_the_reference(
+    granularity: Granularity, scale_format: ScaleFormat, level: int
+) -> None:
+    """Scales that are powers of two enter in one order; decoded operands, the witness, overflow elsewhere."""
+    spec, (m, n, k) = QuantizationSpec(E4M3, granularity, scale_format), (17, 33, 260)
+    modes, found, elsewhere = set(), set[bool](), 0
+    for octaves, sign in itertools.product((30, 60, 110, 120), (1, -1)):
+        sides = []
+        for rows, turn in ((m, 1), (n, sign)):
+            exponents = torch.randint(octaves - 30, octaves, (rows, -(-k // 32))).mul(turn).float()
+            sides.append(torch.randn(rows, k) * torch.exp2(exponents).repeat_interleave(32, 1)[:, :k])
+        a, b = (cast(x.clamp(-3e38, 3e38), spec) for x in sides)
+        y, mode = native_gemm.run(a, b, torch.float32, None, level)
+        truth, decoded = reference.gemm(a, b, torch.float32, None), a.dequantize() @ b.dequantize().t()
+        assert torch.equal(y.isfinite(), truth.isfinite())
+        assert torch.equal(y.isnan(), truth.isnan())
+        modes.add(mode)
+        found |= set(y.isfinite().flatten().tolist())
+        elsewhere += int((decoded.isfinite() != truth.isfinite()).sum())
+    assert found == {True, False}
+    assert modes <= {"fold", "steps"}
+    assert elsewhere > 0
+
+
 @sweep(
     lhs=["tensor", "row", "1x128", "*x16", "4x6"],
     rhs=["tensor", "1x32", "16x16", "128x128", "*x10"],
@@ -341,3 +380,103 @@ def test_it_says_that_it_pads_nothing_and_emulates() -> None:
     """For receipts."""
     a = cast(torch.ones(5, 7), QuantizationSpec(E4M3))
     assert (native_gemm.padding(a, a), native_gemm.NATIVE) == ("", False)
+
+
+# --- operands that C++ decodes: the bits of the reference ---
+
+REASON = native_build.load("decode").reason or native_build.load("gemm").reason
+needs_both = pytest.mark.skipif(bool(REASON), reason=REASON)
+CELLS = [
+    (replace(gemm.lhs, transform=None), replace(gemm.rhs, transform=None))
+    for gemm in (getattr(RECIPES["nvfp4"], name) for name in ("fprop", "dgrad", "wgrad"))
+]
+MIXED = (QuantizationSpec(ottava.E2M1, BLOCK_1X16, "e4m3"), QuantizationSpec(ottava.E4M3, BLOCK_1X16, "e8m0"))
+
+
+@needs_both
+@sweep(cells=[*CELLS, MIXED], with_bias=[False, True])
+def test_the_bits_are_the_references(
+    cells: tuple[QuantizationSpec, QuantizationSpec], sizes: tuple[int, int, int], with_bias: bool, dtype: torch.dtype
+) -> None:
+    """Ragged blocks, operands in rows and in columns; empty ones are the reference's."""
+    m, n, k = sizes
+    a, b = (quantize(torch.randn(rows, k).to(dtype), cell) for rows, cell in zip((m, n), cells, strict=True))
+    reason = decoded.supports_gemm(a, b, dtype, None)
+    if 0 in sizes or k <= 16:
+        assert "empty operand" in str(reason) or "one scale for each row" in str(reason)
+        return
+    assert reason is None
+    bias = torch.randn(n).to(dtype) if with_bias else None
+    for one in (a, replace(a, data=a.data.t().contiguous().t())):
+        for other in (b, replace(b, data=b.data.t().contiguous().t(), scale_inv=b.scale_inv.t().contiguous().t())):
+            ours, truth = (kernel.gemm(one, other, dtype, bias) for kernel in (decoded, reference))
+            assert torch.equal(ours, truth)
+
+
+@needs_both
+def test_it_runs_where_scales_have_two_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receipt names it; without a library the reference runs, with the same bits."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 48)).bfloat16(), torch.randn(32, 64).bfloat16()
+    ottava.convert(model, "nvfp4")
+    y = model(x)
+    assert ottava.receipt(model).rows[0].kernel == decoded.NAME
+    take_library("decode", monkeypatch)
+    a, b = (quantize(torch.randn(4, 64), cell) for cell in CELLS[0])
+    assert decoded.supports_gemm(a, b, torch.bfloat16, None) == "native_decoded: native_quantize: no C++ compiler"
+    again = torch.nn.Sequential(torch.nn.Linear(64, 48)).bfloat16()
+    again.load_state_dict(model.state_dict(), strict=False)
+    ottava.convert(again, "nvfp4")
+    assert torch.equal(again(x), y)
+    assert ottava.receipt(again).rows[0].kernel == reference.NAME
+
+
+@needs_both
+def test_what_it_cannot_multiply_it_refuses() -> None:
+    """With the reason."""
+    rows = quantize(torch.ones(4, 64), QuantizationSpec(ottava.E4M3))
+    assert "scales on two levels; got fp32 and fp32" in str(decoded.supports_gemm(rows, rows, torch.bfloat16, None))
+    a = quantize(torch.ones(4, 64), CELLS[0][0])
+    assert "scales on two levels; got e4m3 and fp32" in str(decoded.supports_gemm(a, rows, torch.bfloat16, None))
+    short = quantize(torch.ones(4, 16), CELLS[0][0])
+    assert "one scale for each row" in str(decoded.supports_gemm(short, short, torch.bfloat16, None))
+
+
+# --- the batch invariant GEMM: bits of a row alone, also where the other rows change how scales enter ---
+
+
+@needs_both
+def test_a_row_of_tiny_numbers_changes_no_other_row() -> None:
+    """It keeps `native_gemm` from folding scales into exponents, and so changes the order of sums of all rows."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 512).bfloat16()
+    x[7] = x[7] * torch.cat([torch.full((256,), 2.0**-60), torch.full((256,), 2.0**60)]).bfloat16()
+    spec = RECIPES["mxfp8"].fprop
+    assert spec.lhs is not None
+    assert spec.rhs is not None
+    w = ottava.quantize(torch.randn(64, 512).bfloat16(), spec.rhs)
+    a, alone = ottava.quantize(x, spec.lhs), ottava.quantize(x[:7], spec.lhs)
+    (whole, mode), (part, other) = (native_gemm.run(one, w, torch.float32, None) for one in (a, alone))
+    assert (mode, other) == ("steps", "fold")
+    assert not torch.equal(whole[:7], part)
+    y = invariant_gemm.gemm(a, w, torch.float32, None)
+    assert torch.equal(y[:7], invariant_gemm.gemm(alone, w, torch.float32, None))
+    assert torch.equal(y, whole)
+
+
+@needs_both
+def test_matrices_in_bf16_have_an_fp32_result() -> None:
+    """Each row alone, in any number of them; the witness is fp64."""
+    torch.manual_seed(1)
+    for m, n, k in ((1, 1, 1), (37, 65, 130), (200, 24, 1030)):
+        a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+        y = native_gemm.multiply_bf16(a, b)
+        exact = a.double() @ b.double().t()
+        bound = k * 2.0**-24 * (a.double().abs() @ b.double().abs().t())
+        assert bool(((y.double() - exact).abs() <= bound).all())
+        for i in (0, m // 2, m - 1):
+            assert torch.equal(native_gemm.multiply_bf16(a[i : i + 1], b), y[i : i + 1])
+        longer = torch.nn.functional.pad(a, (0, 77)), torch.nn.functional.pad(b, (0, 77), value=3.0)
+        assert torch.equal(native_gemm.multiply_bf16(*longer), y)  # zeros behind change nothing
+    assert invariant_gemm.supports_dense(a.float(), b.float()) is not None
+    plan = invariant_gemm.plan_dense(a, b, None)
+    assert torch.equal(plan(a, b, None), y.bfloat16())

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.kernels import cpu_choice, reference
-from ottava.kernels.cpu_choice import Ranking
+from ottava.kernels import gemm_choice, reference
+from ottava.kernels.gemm_choice import Ranking
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.build import Built
@@ -65,7 +65,7 @@ def test_the_fastest_level_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for favourite in names:
             ranking = Ranking(tuple(sorted(names, key=lambda name: name != favourite)), None, None)
-            monkeypatch.setattr(cpu_choice, "rank", lambda *_, ranking=ranking: ranking)
+            monkeypatch.setattr(gemm_choice, "rank", lambda *_, ranking=ranking: ranking)
             native_gemm._ranking.cache_clear()
             native_gemm._fastest.cache_clear()
             assert native_gemm.fastest().name == favourite
@@ -111,7 +111,7 @@ class Fake:
 def loads(**libraries: Fake | str) -> Callable[..., Built]:
     """native_build.load, where `best`, or a level by its number, is what there is."""
 
-    def load(name: str, declare: object = None, variant: str = "") -> Built:
+    def load(name: str, dtype: object = None, variant: str = "") -> Built:
         found = libraries.get(f"level_{variant[-1:]}" if variant else "best", "no such instruction set")
         return Built(None, found, failed_trial=not variant) if isinstance(found, str) else Built(found, "")  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ EVERY = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16)
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    if reason := native_build.load(pointwise.NAME, pointwise._declare).reason:
+    if reason := native_build.load(pointwise.NAME).reason:
         pytest.skip(reason)
     before = torch.get_num_threads()
     yield
@@ -85,7 +85,7 @@ def test_other_tensors_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(pointwise, "_silu_tables", lambda: None)
         assert pointwise.swiglu(x) is None
-    monkeypatch.setattr(native_build, "load", lambda name, declare: native_build.Built(None, "no compiler"))
+    monkeypatch.setattr(native_build, "load", lambda name: native_build.Built(None, "no compiler"))
     assert pointwise.swiglu(x) is None
     heads = torch.randn(3, 2, 4)
     angles = torch.randn(3, 1, 4)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels.native.older_builds import for_each_older_build, use_older_build
+from kernels.native.older_builds import for_each_older_build, take_library, use_older_build
 from layout_samples import LAYOUTS, tiles
 from ottava.engine.quantizer import Quantizer
 from ottava.kernels import reference
+from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native import sums as native_sums
-from ottava.kernels.native.build import Built
 from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
 from ottava.numerics.rounding import decode
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity
@@ -28,7 +28,8 @@ from ottava.ops.quantize import cast_both, explain_quantize, quantize
 from sweep import sweep
 
 SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2, E4M3FNUZ, E5M2FNUZ)
-needs_library = pytest.mark.skipif(bool(native_quantize.built().reason), reason=native_quantize.built().reason)
+REASON = native_build.load("quantize").reason
+needs_library = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
 def raw(codes: Tensor) -> Tensor:
@@ -167,7 +168,7 @@ def test_instruction_sets_change_no_bit(
     flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three older builds against the reference; the default build is what all other tests run."""
-    use_older_build(native_quantize, "quantize.cpp", flags, dtype, tmp_path, monkeypatch)
+    use_older_build("quantize", flags, dtype, tmp_path, monkeypatch)
     x = tiles(140, 300, dtype)
     x[0, 5], x[3, 7] = math.inf, math.nan
     for fmt in SMALL:
@@ -233,11 +234,8 @@ def test_what_is_not_cast_in_one_reading() -> None:
     x, tensor, row = torch.randn(8, 8), QuantizationSpec(E4M3), QuantizationSpec(E4M3, PER_ROW)
     nvfp4 = QuantizationSpec(E2M1, Granularity(1, 16), "e4m3")
     blocks = QuantizationSpec(E4M3, BLOCK_1X128)
-    if native_quantize.built().reason:
-        assert (
-            native_quantize.supports_quantize_both(x, blocks, blocks)
-            == f"native_quantize: {native_quantize.built().reason}"
-        )
+    if REASON:
+        assert native_quantize.supports_quantize_both(x, blocks, blocks) == f"native_quantize: {REASON}"
         return
     assert "one cast serves" in str(native_quantize.supports_quantize_both(x, tensor, tensor))
     assert "blocks as long as the matrix" in str(native_quantize.supports_quantize_both(x, row, row))
@@ -362,14 +360,8 @@ def test_without_a_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -
     """The same bits; the reason is in the explanation."""
     x, spec = torch.randn(40, 300), QuantizationSpec(E4M3, BLOCK_1X128)
     before = cast_both(x, spec, None)
-    monkeypatch.setattr(native_quantize, "built", lambda *_: Built(None, "no C++ compiler"))
-    lines = [
-        "native_quantize: no C++ compiler",
-        "native_stochastic: rounds stochastically; got nearest_even",
-        "native_block_scales: chooses scales by a rule for FP4; got amax",
-        "reference: runs",
-    ]
-    assert explain_quantize(x, spec).split("\n") == lines
+    take_library("quantize", monkeypatch)
+    assert explain_quantize(x, spec).split("\n") == ["native_quantize: no C++ compiler", "reference: runs"]
     after = cast_both(x, spec, None)
     assert torch.equal(raw(before[0].data), raw(after[0].data))
     assert torch.equal(before[0].scale_inv, after[0].scale_inv)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.native.older_builds import for_each_older_build, use_older_build
+from kernels.native.older_builds import for_each_older_build, take_library, use_older_build
 from layout_samples import LAYOUTS, tiles
-from ottava.kernels.native import rotate
-from ottava.kernels.native.build import Built
+from ottava.kernels.native import build as native_build
+from ottava.kernels.native import quantize as native_quantize
 from ottava.numerics.transforms import Hadamard, Mean
 from ottava.ops.quantize import explain_quantize, quantize
 from ottava.recipe import RECIPES
@@ -25,14 +25,15 @@ ROTATIONS = (
     Hadamard(512, "fresh"),
     Hadamard(16, 7, rounded=False),
 )
-needs_library = pytest.mark.skipif(bool(rotate.built().reason), reason=rotate.built().reason)
+REASON = native_build.load("rotate").reason
+needs_library = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
 def assert_same(x: Tensor, rotation: Hadamard) -> None:
     """Dtype, shape and bits; NaN equals NaN. -0 never comes out."""
-    assert rotate.supports_transform(x, rotation) is None
+    assert native_quantize.supports_transform(x, rotation) is None
     aside = rotation.prepare(x, None)
-    ours, truth = rotate.plan_transform(x, rotation)(x, aside), rotation.apply(x, aside)
+    ours, truth = native_quantize.plan_transform(x, rotation)(x, aside), rotation.apply(x, aside)
     assert (ours.dtype, ours.shape, ours.stride()) == (truth.dtype, truth.shape, truth.stride())
     bits = torch.int16 if ours.dtype == torch.bfloat16 else torch.int32
     lost = truth.isnan()
@@ -62,7 +63,7 @@ def test_threads_change_no_bit() -> None:
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         try:
-            turned.append(rotate.plan_transform(x, ROTATIONS[0])(x, None))
+            turned.append(native_quantize.plan_transform(x, ROTATIONS[0])(x, None))
         finally:
             torch.set_num_threads(1)
     assert torch.equal(turned[0], turned[1])
@@ -75,7 +76,7 @@ def test_instruction_sets_change_no_bit(
     flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three older builds against the definition; the default build is what all other tests run."""
-    use_older_build(rotate, "rotate.cpp", flags, dtype, tmp_path, monkeypatch)
+    use_older_build("rotate", flags, dtype, tmp_path, monkeypatch)
     for rotation in ROTATIONS:
         assert_same(tiles(140, 300, dtype), rotation)
         assert_same(tiles(140, 300, dtype).t(), rotation)
@@ -87,9 +88,9 @@ def test_what_it_cannot_turn_it_refuses() -> None:
         (torch.ones(2, 2), Mean(), "rotates; got mean"),
         (torch.ones(2, 2, device="meta"), Hadamard(), "runs on a cpu; got meta"),
         (torch.ones(2, 2, dtype=torch.float64), Hadamard(), "got torch.float64"),
-        (torch.ones(0, 2), Hadamard(), "turns a matrix with elements; got (0, 2)"),
+        (torch.ones(0, 2), Hadamard(), "rotates a matrix with elements; got (0, 2)"),
     ):
-        assert message in str(rotate.supports_transform(x, transform))
+        assert message in str(native_quantize.supports_transform(x, transform))
 
 
 @needs_library
@@ -98,8 +99,8 @@ def test_the_explanation_names_what_turns(monkeypatch: pytest.MonkeyPatch) -> No
     x, spec = torch.randn(40, 300).bfloat16(), RECIPES["four_over_six"].wgrad.rhs
     assert spec is not None
     before = quantize(x, spec)
-    assert explain_quantize(x, spec) == "hadamard 16 (native_rotate) before a cast: runs"
-    monkeypatch.setattr(rotate, "built", lambda *_: Built(None, "no C++ compiler"))
-    lines = ["native_rotate: no C++ compiler", "hadamard 16 before a cast: runs"]
+    assert explain_quantize(x, spec) == "hadamard 16 (native_quantize) before a cast: runs"
+    take_library("rotate", monkeypatch)
+    lines = ["native_quantize: no C++ compiler", "hadamard 16 before a cast: runs"]
     assert explain_quantize(x, spec).split("\n") == lines
     assert torch.equal(quantize(x, spec).data, before.data)

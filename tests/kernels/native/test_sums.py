@@ -26,9 +26,9 @@ def _threads() -> Iterator[None]:
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the library, and as on a machine without a compiler."""
     if request.param == "torch":
-        monkeypatch.setattr(native_build, "load", lambda name, declare: native_build.Built(None, "no compiler"))
-    elif native_build.load("sums", native_sums._declare).library is None:
-        pytest.skip(native_build.load("sums", native_sums._declare).reason)
+        monkeypatch.setattr(native_build, "load", lambda name: native_build.Built(None, "no compiler"))
+    elif native_build.load("sums").library is None:
+        pytest.skip(native_build.load("sums").reason)
     return request.param
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from ottava.kernels.native import build as native_build
-from ottava.kernels.native import sums as native_sums
 from ottava.kernels.native import trial as native_trial
 
 
@@ -24,7 +23,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(os.name != "posix", reason="native kernels are built on Linux and macOS")
 def test_a_library_is_loaded_and_then_handed_to_its_script(tmp_path: Path) -> None:
     """Without torch, and without anything else that takes long to import; what no loader takes is said."""
-    library = native_build.load("sums", native_sums._declare).library
+    library = native_build.load("sums").library
     if library is None:
         pytest.skip("no library here")
     ran = run(library._name)

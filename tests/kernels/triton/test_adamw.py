@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ottava.kernels.triton import adamw as triton_adamw
 from ottava.kernels.triton.adamw import supports_adamw
 from ottava.optim import AdamW, Lion
-from ottava.optim.weights import join
+from ottava.optim.storage import join
 from sweep import sweep
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels.triton.adamw import step_adamw
-from ottava.optim.weights import _split, join
+from ottava.optim.storage import _split, join
 from sweep import sweep
 from witnesses import fused_multiply_add
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ottava
 from ottava.engine.quantizer import Quantizer
-from ottava.engine.windows import roll_windows
+from ottava.engine.state import roll_windows
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton import roll as triton_roll
 from ottava.numerics.formats import E4M3, E5M2

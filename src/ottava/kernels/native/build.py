@@ -40,7 +40,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
 
 _LOGGER = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "src"
@@ -66,6 +69,33 @@ _TRIAL_TIMEOUT = 20
 _OWN_FAULTS = ("SIGILL", "SIGSEGV", "SIGFPE", "SIGABRT", "SIGTRAP")
 """Signals that a library causes itself. After others the next process tries again (SIGBUS: a truncated file)."""
 _NOT_LOADED = 3  # the exit code of trial.py
+
+VARIANTS: Mapping[torch.dtype | None, str] = MappingProxyType(
+    {torch.bfloat16: "", torch.float32: "OTTAVA_TYPE=Float32", torch.float16: "OTTAVA_TYPE=Float16"}
+)
+"""dtype -> macro with which a file is compiled for such tensors. A library for bf16 and one for fp32 each compile in
+half the time of one for both, and few programs need both."""
+
+_INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+# Most functions take one packed struct, as bytes: ctypes takes longer over fourteen arguments than a small cast does.
+_JOB = (_POINTER,)
+_SYMBOLS: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
+    {
+        **dict.fromkeys(("cast", "cast_both", "factors", "cast_by_rule", "rotate"), (_INT, _JOB)),
+        **dict.fromkeys(("column_sums", "gemm", "accumulate"), (_INT, _JOB)),
+        **dict.fromkeys(("cast_stochastic", "swiglu", "rotate_heads"), (None, _JOB)),
+        **dict.fromkeys(("gemm_level", "gemm_unit"), (_INT, ())),
+        **dict.fromkeys(("sums", "extremes"), (ctypes.c_char_p, ())),
+        "scales": (None, (_POINTER, _SIZE, *[_POINTER] * 3)),
+        "decode": (None, (_POINTER, *[_SIZE] * 4, _POINTER, *[_INT] * 4, _POINTER, _INT, _INT)),
+        "checksum": (ctypes.c_uint64, (_POINTER, _SIZE, _POINTER, _INT)),
+        "survey": (_INT, (_POINTER, _INT, *[_SIZE] * 3, _POINTER, _INT)),
+        "take": (None, (_POINTER, _INT, *[_SIZE] * 4, _POINTER, _SIZE, _POINTER, _POINTER, _INT)),
+        "measure": (_INT, (_POINTER, _SIZE, _POINTER, _INT)),
+    }
+)
+"""Every `ottava_NAME` of `src`, by its NAME -> what it returns and takes; each stands in one file. ctypes would cut a
+pointer to the 32 bits of an int where nobody tells it otherwise."""
 
 
 @dataclass(frozen=True)
@@ -130,33 +160,39 @@ def from_environment(variables: Mapping[str, str] | None = None) -> BuildSetting
     return BuildSettings(enabled, given_variables.get("CXX", ""), cache)
 
 
-@functools.lru_cache(maxsize=32)
-def load(name: str, declare: Callable[[ctypes.CDLL], None] | None = None, variant: str = "") -> Built:
+@functools.lru_cache(maxsize=64)
+def load(name: str, dtype: torch.dtype | None = None, variant: str = "") -> Built:
     """The library of src/NAME.cpp; builds it if necessary, once for each process, name and variant.
 
     The log says once if there is no library, or if each process must build it. If another thread builds it (`begin`),
     this call waits for that thread.
 
     Args:
-        declare: sets the argument types of its functions.
-        variant: a macro, "NAME=VALUE", for a separate library of the file. A library for bf16 and one for fp32 each
-            compile in half the time of one for both, and few programs need both.
+        dtype: of the tensors that it reads, where the file has one of VARIANTS for each.
+        variant: a macro, "NAME=VALUE", for a separate library of the file.
 
     Example:
         >>> load("nothing_of_that_name").library is None
         True
     """
-    built = _once(name, variant, from_environment(), os.getpid())()
+    built = _once(name, variant or VARIANTS.get(dtype, ""), from_environment(), os.getpid())()
     if built.library is None:
         _LOGGER.info("%s.cpp: %s. The slower reference runs instead.", name, built.reason)
-    elif declare is not None:
+    else:
         declare(built.library)
     if built.note:
         _LOGGER.info("%s", built.note)
     return built
 
 
-def begin(name: str, variant: str = "") -> None:
+def declare(library: ctypes.CDLL) -> None:
+    """Tells ctypes what the functions of a library return and take."""
+    for name, (result, arguments) in _SYMBOLS.items():
+        if (function := getattr(library, f"ottava_{name}", None)) is not None:
+            function.restype, function.argtypes = result, arguments
+
+
+def begin(name: str, dtype: torch.dtype | None = None) -> None:
     """Starts to build a library in the background for a later `load`, and returns at once. A second call does nothing.
 
     Edge cases: `load` reports the errors. A process that ends meanwhile waits for the compiler, so that no partial file
@@ -168,7 +204,7 @@ def begin(name: str, variant: str = "") -> None:
         >>> load("quantize").seconds < 60  # waits for this one only
         True
     """
-    _in_background(_once(name, variant, from_environment(), os.getpid()))
+    _in_background(_once(name, VARIANTS.get(dtype, ""), from_environment(), os.getpid()))
 
 
 @functools.lru_cache(maxsize=64)

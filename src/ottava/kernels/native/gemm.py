@@ -23,14 +23,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.kernels import cpu_choice
-from ottava.kernels.cpu_choice import Ranking
+from ottava.kernels import gemm_choice
 from ottava.kernels.gate import address, pointer, refusal
+from ottava.kernels.gemm_choice import Ranking
 from ottava.kernels.native import build as native_build
+from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.build import Built
 from ottava.numerics.formats import Format
 from ottava.numerics.rounding import code_values
-from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor, RunGemm
 
 NAME = "native_gemm"
 NATIVE = False
@@ -64,7 +65,7 @@ def built(level: int | None = None) -> Built:
 
 
 def _variant(level: int) -> Built:
-    return native_build.load("gemm", None, f"OTTAVA_LEVEL={level}")
+    return native_build.load("gemm", variant=f"OTTAVA_LEVEL={level}")
 
 
 def levels() -> tuple[int, ...]:
@@ -89,7 +90,7 @@ def _ranking(best: Built) -> Ranking:
 
     candidates = [level for level in levels() if level in (levels()[0], _RIVALS.get(levels()[0]))]
     ways = {LEVELS[level]: functools.partial(way, level) for level in candidates if not built(level).reason}
-    return cpu_choice.rank("levels of native_gemm", ways, best.key)
+    return gemm_choice.rank("levels of native_gemm", ways, best.key)
 
 
 class Level(NamedTuple):
@@ -303,3 +304,97 @@ def _along_memory(codes: Tensor) -> bool:
 def _table(fmt: Format) -> Tensor:
     values = code_values(fmt)
     return torch.nn.functional.pad(values, (0, 256 - values.numel()))
+
+
+class BatchInvariant:
+    """`native_gemm` with each element of y as one sum over k in one order, whatever the other rows are and how many.
+
+    Its walk already has that order. Only how power-of-two scales enter depends on the numbers of all rows (they are
+    folded into exponents if the smallest product of the matrix allows it), so here they always multiply the sums of
+    steps. In high precision there is one scale for each matrix, so nothing is folded.
+    """
+
+    NAME = f"{NAME} batch_invariant"
+    NATIVE = NATIVE
+    supports_gemm, supports_dense = staticmethod(supports_gemm), staticmethod(supports_dense)
+    plan_gemm, plan_dense = staticmethod(functools.partial(plan_gemm, fold=False)), staticmethod(plan_dense)
+    padding = staticmethod(padding)
+
+    @staticmethod
+    def gemm(
+        a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
+    ) -> Tensor:
+        """(M, K), (N, K) -> (M, N)."""
+        return plan_gemm(a, b, out_dtype, bias, fold=False)(a, b, bias)
+
+
+def multiply_bf16(a: Tensor, b: Tensor) -> Tensor:
+    """(M, K), (N, K) in bf16 -> (M, N) in fp32, batch invariant."""
+    one = torch.ones(1, 1)
+    first, second = Dense(a, one), Dense(b, one)
+    y: Tensor = plan_gemm(first, second, torch.float32, None)(first, second, None)
+    return y
+
+
+class Decoded:
+    """GEMMs on codes with two levels of scales: C++ decodes the operands, torch multiplies them in fp32.
+
+    The bits are those of the reference, which decodes with a table of torch: that takes longer than the products do.
+    """
+
+    NAME = "native_decoded"
+    NATIVE = False
+    padding = staticmethod(padding)
+
+    @staticmethod
+    def supports_gemm(
+        a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None
+    ) -> str | None:
+        """Why this kernel does not take the call; None if it does.
+
+        Example:
+            >>> import ottava
+            >>> a = ottava.quantize(torch.ones(2, 2), ottava.QuantizationSpec(ottava.E4M3))
+            >>> Decoded.supports_gemm(a, a, torch.bfloat16, None)
+            'native_decoded: scales on two levels; got fp32 and fp32'
+        """
+        kinds = {a.spec.scale_format, b.spec.scale_format}
+        if "e4m3" not in kinds or "fp32" in kinds:
+            return f"{Decoded.NAME}: scales on two levels; got {a.spec.scale_format} and {b.spec.scale_format}"
+        if 0 in (*a.shape, *b.shape):
+            return f"{Decoded.NAME}: an empty operand"
+        if max(a.scale_inv.shape[1], b.scale_inv.shape[1]) <= 1:
+            return f"{Decoded.NAME}: scales change along k; got one scale for each row"
+        if reason := refusal(a.scale_inv, b.scale_inv):
+            return f"{Decoded.NAME}: takes plain tensors; {reason}"
+        for operand in (a, b):
+            if operand.scale_inv.dtype != torch.float32:
+                return f"{Decoded.NAME}: takes scales in fp32; got {operand.scale_inv.dtype}"
+            if reason := native_quantize.supports_decode(operand.data, operand.spec.format):
+                return f"{Decoded.NAME}: {reason}"
+        return None
+
+    @staticmethod
+    def plan_gemm(
+        a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
+    ) -> RunGemm:
+        """(a (M, K), b (N, K), bias) -> y (M, N), for all operands like these; fast_accum changes nothing here."""
+        lhs, rhs = (native_quantize.plan_dequantize(side, torch.float32) for side in (a, b))
+
+        def run(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
+            if torch.is_autocast_enabled("cpu"):  # it would multiply in BF16
+                with torch.autocast("cpu", enabled=False):
+                    return run(a, b, bias)
+            y = lhs(a) @ rhs(b).t()
+            if bias is not None:
+                y += bias.to(torch.float32)
+            return y.to(out_dtype)
+
+        return run
+
+    @staticmethod
+    def gemm(
+        a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
+    ) -> Tensor:
+        """(M, K), (N, K) -> (M, N)."""
+        return Decoded.plan_gemm(a, b, out_dtype, bias)(a, b, bias)

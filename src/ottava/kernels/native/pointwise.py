@@ -27,11 +27,6 @@ _SMALL = 1 << 14  # elements; a single thread is done with so few before others 
 _CHECKED = 16  # gradients by which each of the 65,536 numbers is checked
 
 
-def _declare(library: ctypes.CDLL) -> None:
-    for function in (library.ottava_swiglu, library.ottava_rotate):
-        function.restype, function.argtypes = None, [ctypes.c_char_p]
-
-
 def swiglu(x: Tensor) -> Tensor | None:
     """x (..., 2 F) -> silu(gate) * up (..., F), the bits of these two operations in torch; None: not for this tensor.
 
@@ -72,7 +67,7 @@ def _library(*tensors: Tensor) -> ctypes.CDLL | None:
     for x in tensors:
         if x.dtype != torch.bfloat16 or not _readable(x) or not x.is_contiguous():
             return None
-    return native_build.load(NAME, _declare).library
+    return native_build.load(NAME).library
 
 
 def _readable(x: Tensor) -> bool:
@@ -137,12 +132,12 @@ def rotate(
         if n != 1 and stride != expected:
             return None
         expected = stride * n if n != 1 else expected
-    library = native_build.load(NAME, _declare).library
+    library = native_build.load(NAME).library
     if library is None:
         return None
     y = torch.empty(x.shape, dtype=dtype, device="cpu")
     threads = torch.get_num_threads() if x.numel() > _SMALL else 1
-    library.ottava_rotate(
+    library.ottava_rotate_heads(
         _ROTATION.pack(
             *(address(x), x.dtype == torch.bfloat16, tokens.numel(), heads, size, step, x.stride(-2)),
             *(address(y), dtype == torch.bfloat16, address(cos), address(sin), angles.numel(), dim),

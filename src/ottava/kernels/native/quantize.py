@@ -1,7 +1,13 @@
-"""Quantize and dequantize on a CPU in C++ (src/quantize.cpp, src/decode.cpp): the reference's bits, much faster.
+"""Casts on a CPU in C++: the reference's bits, much faster. The work is done by these files of src:
 
-`native.build` compiles it on first use. If that fails, `supports_quantize` says why, and the reference runs. It uses as
-many threads as torch; neither their number nor the instruction set changes a bit.
+    quantize       rounds to nearest even; with scales that are given, predicted or their own; x and x.T in one reading
+    stochastic     rounds at random, by the scales of `quantize`
+    block_scales   searches NVFP4's scales by a rule, and makes the codes, in one reading
+    rotate         Hadamard transforms in front of a cast
+    decode         codes to numbers
+
+Where a file cannot be built, `supports_quantize` says why, and the reference runs. Neither the number of threads nor
+the instruction set changes a bit.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ import ctypes
 import functools
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -19,33 +25,41 @@ from torch import Tensor
 
 from ottava.kernels import reference
 from ottava.kernels.gate import address, pointer, refusal
-from ottava.kernels.native.build import Built, load
+from ottava.kernels.native import build as native_build
 from ottava.kernels.reference import Cast
-from ottava.numerics.formats import E4M3, Format
-from ottava.numerics.rounding import check_input_dtype
-from ottava.numerics.scaling import Granularity, column_major
+from ottava.numerics.formats import E2M1, E4M3, Format
+from ottava.numerics.rounding import check_input_dtype, draw_seed
+from ottava.numerics.scaling import FOUR_OVER_SIX_TOPS, MS_EDEN_TOPS, TE_FOUR_OVER_SIX, Granularity, column_major
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.transforms import Hadamard, Transform
 
 NAME = "native_quantize"
 
-VARIANTS = MappingProxyType(
-    {torch.bfloat16: "", torch.float32: "OTTAVA_TYPE=Float32", torch.float16: "OTTAVA_TYPE=Float16"}
+RULES: Mapping[str, tuple[int, float, tuple[float, ...]]] = MappingProxyType(
+    {"four_over_six": (0, *FOUR_OVER_SIX_TOPS), "ms_eden": (1, *MS_EDEN_TOPS)}
+    | {
+        rule: (2 if error == "MAE" else 3, bound * E2M1.max, FOUR_OVER_SIX_TOPS[1])
+        for rule, (bound, error) in TE_FOUR_OVER_SIX.items()
+    }
 )
-"""dtype -> macro with which a file is compiled for such tensors."""
+"""Rule -> its number in the C++ file, the tensor's amax times its scale, where a block's amax may go."""
 _SCALE_FORMATS = ("fp32", "pow2", "e8m0", "e8m0_floor", "e4m3")
-_INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 _TILE_BYTES = 1 << 19  # of x, cast twice from a second-level cache; narrower tiles cost more calls than they save reads
 _MOST_OCTAVES = 64  # of margin and guard; with more, intermediate numbers would leave fp32
-
+_LARGEST_BLOCK = 1 << 14  # elements whose errors a rule sums at once
+_PIECE = 64  # signs that a rotation draws at once
 
 RunCast = Callable[[Tensor, Tensor | None, Tensor | None], Cast]
 """(x, scale, staged) -> the cast."""
 CastPair = tuple[Cast, Cast]
 """Of x and of x.T."""
 
-_JOB = struct.Struct("@PqqqqqPPPPPPqq")
-_BOTH = struct.Struct("@Pqqqqqq" + 2 * "qqPPPP")
-"""The C++ file's `CastJob` and `Both`. Packed: ctypes takes longer over fourteen arguments than a small cast does."""
+# the structs of the C++ files, packed
+_JOB = struct.Struct("@PqqqqqPPPPPPqq")  # CastJob
+_BOTH = struct.Struct("@Pqqqqqq" + 2 * "qqPPPP")  # Both
+_STOCHASTIC = struct.Struct("@PPPqqqqqqiiiif")
+_RULE = struct.Struct("@PPPPqqqqqqqqfff")
+_ROTATION = struct.Struct("@PPPqqqqqqqqqd")
 
 
 class _Cast(ctypes.Structure):
@@ -58,50 +72,39 @@ class _Cast(ctypes.Structure):
     )
 
 
-def built(dtype: torch.dtype = torch.bfloat16) -> Built:
-    """The library that casts from a dtype, or why there is none."""
-    return load("quantize", _declare, VARIANTS.get(dtype, ""))
-
-
-def built_decoder() -> Built:
-    """The library that decodes, or why there is none."""
-    return load("decode", _declare_decoder)
-
-
-def _declare_decoder(library: ctypes.CDLL) -> None:
-    library.ottava_decode.restype = None
-    library.ottava_decode.argtypes = [
-        *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER),
-        *(_INT, _INT, _INT, _INT, _POINTER, _INT, _INT),
-    ]
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    library.ottava_scales.restype = None
-    library.ottava_cast.restype = _INT
-    library.ottava_cast.argtypes = [ctypes.c_char_p]
-    library.ottava_cast_both.restype = _INT
-    library.ottava_cast_both.argtypes = [ctypes.c_char_p]
-
-
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
     """Why this kernel does not take such a cast; None if it does.
 
     Example:
-        >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
-        'native_quantize: rounds to nearest even; got stochastic'
+        >>> from ottava.numerics.formats import BF16
+        >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(BF16))
+        'native_quantize: casts to signed formats of at most 8 bits; got BF16'
     """
     if not x.is_cpu or (scale is not None and not scale.is_cpu):
         return f"{NAME}: runs on a cpu; got {x.device.type}"
-    if (reason := settings(spec).refusal) is not None:
-        return reason
+    cell = settings(spec)
+    if cell.refusal is not None:
+        return cell.refusal
     if reason := refusal(x):
         return f"{NAME}: takes plain tensors; {reason}"
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
         return f"{NAME}: takes one fp32 scale; got {scale.numel()} of {scale.dtype}"
-    if reason := built(x.dtype).reason:
-        return f"{NAME}: {reason}"
+    if (
+        cell.library == "block_scales"
+        and math.prod(spec.granularity.block_shape((x.shape[0], x.shape[-1]))) > _LARGEST_BLOCK
+    ):
+        return f"{NAME}: searches scales of blocks of at most {_LARGEST_BLOCK:,} elements; got {spec.granularity}"
+    for library in {cell.library, "quantize" if cell.library == "stochastic" else cell.library}:
+        if reason := native_build.load(library, x.dtype).reason:
+            return f"{NAME}: {reason}"
     return None
+
+
+def supports_rounding(x: Tensor, spec: QuantizationSpec) -> str | None:
+    """As `supports_quantize`, of casts that round to nearest by the amax of each block."""
+    if (library := settings(spec).library) == "quantize":
+        return supports_quantize(x, spec)
+    return f"{NAME}: rounds to nearest by the amax of blocks here; got {spec.rounding}, {spec.block_scale} ({library})"
 
 
 def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, staged: Tensor | None = None) -> Cast:
@@ -129,6 +132,8 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
     if not x.numel():  # no codes and no amax, but a scale
         return lambda x, scale, staged: reference.quantize(x, spec, scale)
+    if (plan := _PLANS.get(settings(spec).library)) is not None:
+        return plan(x, spec)
     rows, cols = x.shape
     (stride, step), turned = x.stride(), column_major(x)
     cell, granularity = settings(spec), spec.granularity
@@ -141,9 +146,7 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
     sizes = (rows, cols, pitch, *granularity.block_shape((rows, cols)))
     code_dtype, float32, threads, pack = spec.format.storage_dtype, torch.float32, torch.get_num_threads, _JOB.pack
     empty, cpu = torch.empty_strided, x.device  # torch takes longer to read a size alone, or "cpu"
-    library = built(x.dtype).library
-    assert library is not None  # supports_quantize was asked
-    cast = library.ottava_cast
+    cast = _library("quantize", x.dtype).ottava_cast
 
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
         if copied:
@@ -173,7 +176,7 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
 def supports_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
     """Why this kernel does not cast x to spec and x.T to spec_t in one reading; None if it does."""
     for side in (spec, spec_t):
-        if reason := supports_quantize(x, side):
+        if reason := supports_rounding(x, side):
             return reason
         if side.scale_format == "e4m3":
             return f"{NAME}: two-level scales want the whole tensor's amax first"
@@ -215,9 +218,7 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
     sizes = rows, cols, lines.stride(0) if rows > 1 else cols, height, width
     cell, cell_t = settings(first), settings(second)  # they must live as long as this plan
     dtypes, float32 = (first.format.storage_dtype, second.format.storage_dtype), torch.float32
-    library = built(x.dtype).library
-    assert library is not None  # supports_quantize_both was asked
-    cast_both, threads, pack = library.ottava_cast_both, torch.get_num_threads, _BOTH.pack
+    cast_both, threads, pack = _library("quantize", x.dtype).ottava_cast_both, torch.get_num_threads, _BOTH.pack
     empty, cpu = torch.empty_strided, x.device
 
     def run(x: Tensor) -> CastPair:
@@ -240,6 +241,124 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
     return run
 
 
+def _plan_stochastic(x: Tensor, spec: QuantizationSpec) -> RunCast:
+    """Scales by `ottava_factors`, or by torch if a rule chooses them; then codes, from one drawn seed."""
+    shape, granularity, fmt = (x.shape[0], x.shape[1]), spec.granularity, spec.format
+    block, grid, cell = granularity.block_shape(shape), granularity.grid_shape(shape), settings(spec)
+    numbers = fmt.mantissa_bits, fmt.emin, fmt.bits, nan_code(fmt), fmt.max
+    factors, round_ = (
+        _library("quantize", x.dtype).ottava_factors,
+        _library("stochastic", x.dtype).ottava_cast_stochastic,
+    )
+    by_rule, empty, threads = spec.block_scale != "amax", torch.empty, torch.get_num_threads
+
+    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
+        x = x.detach().contiguous()  # random numbers run along rows
+        data = empty(shape, dtype=fmt.storage_dtype, device="cpu")
+        if by_rule:
+            amax = reference.amax(x, granularity)
+            factor, scale_inv = reference.factors_of(x, amax, spec, granularity, scale)
+            factor = factor.contiguous()
+        else:
+            factor = empty(grid, dtype=torch.float32, device="cpu")
+            scale_inv, amax = (
+                torch.empty_like(factor, dtype=torch.float32),
+                torch.empty_like(factor, dtype=torch.float32),
+            )
+            given = 0 if scale is None else pointer(scale)
+            addresses = cell.address, given, address(factor), address(scale_inv), address(amax), 0
+            if factors(_JOB.pack(address(x), *shape, shape[1], *block, *addresses, False, threads())):
+                raise MemoryError(f"quantize: no memory for the scales of {shape[0]} x {shape[1]} elements")
+        seed = int(draw_seed(x.device))
+        places = address(x), address(factor), address(data)
+        round_(_STOCHASTIC.pack(*places, *shape, *block, seed, threads(), *numbers))
+        return Cast(data, scale_inv, amax)
+
+    return run
+
+
+def _plan_by_rule(x: Tensor, spec: QuantizationSpec) -> RunCast:
+    """One reading searches the scales of a row of blocks and makes its codes."""
+    shape, (rule, top, candidates) = (x.shape[0], x.shape[1]), RULES[spec.block_scale]
+    block, grid = spec.granularity.block_shape(shape), spec.granularity.grid_shape(shape)
+    group = 0 if spec.transform is None else spec.transform.group or 0
+    cast = _library("block_scales", x.dtype).ottava_cast_by_rule
+
+    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
+        x = x.detach().contiguous()
+        data = torch.empty(shape, dtype=spec.format.storage_dtype, device="cpu")
+        scale_inv, amax = (torch.empty(grid, dtype=torch.float32, device="cpu") for _ in range(2))
+        seed = int(draw_seed(x.device)) if spec.block_scale == "ms_eden" else 0
+        job = _RULE.pack(
+            *map(address, (x, data, scale_inv, amax)),
+            *(*shape, *block, group, seed, torch.get_num_threads(), rule),
+            *(top, candidates[0], candidates[-1]),
+        )
+        if cast(job):
+            raise MemoryError(f"quantize: no memory for the errors of a block of {block[0]} x {block[1]}")
+        return Cast(data, scale_inv, amax)
+
+    return run
+
+
+_PLANS: Mapping[str, Callable[[Tensor, QuantizationSpec], RunCast]] = MappingProxyType(
+    {"stochastic": _plan_stochastic, "block_scales": _plan_by_rule}
+)
+"""The files besides quantize.cpp -> the plan of their casts, for every matrix of the dtype and shape of x."""
+
+
+def supports_transform(x: Tensor, transform: Transform) -> str | None:
+    """Why no C++ transforms x; None if it does.
+
+    Example:
+        >>> supports_transform(torch.ones(2, 2, dtype=torch.float64), Hadamard())
+        'native_quantize: rotates float32, bfloat16 and float16; got torch.float64'
+    """
+    if not isinstance(transform, Hadamard):
+        return f"{NAME}: rotates; got {transform.kind}"
+    if not x.is_cpu:
+        return f"{NAME}: runs on a cpu; got {x.device.type}"
+    if x.dtype not in native_build.VARIANTS:
+        return f"{NAME}: rotates float32, bfloat16 and float16; got {x.dtype}"
+    if x.dim() != 2 or not x.numel():
+        return f"{NAME}: rotates a matrix with elements; got {tuple(x.shape)}"
+    if reason := refusal(x):
+        return f"{NAME}: takes plain tensors; {reason}"
+    reason = native_build.load("rotate", x.dtype).reason
+    return f"{NAME}: {reason}" if reason else None
+
+
+def plan_transform(x: Tensor, transform: Transform) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """`transform.apply` for every matrix of the dtype and shape of x; call `supports_transform` first.
+
+    Example:
+        >>> x = torch.randn(3, 40)
+        >>> reason, turn = supports_transform(x, Hadamard()), Hadamard().apply
+        >>> reason is not None or plan_transform(x, Hadamard())(x, None).equal(turn(x, None))
+        True
+    """
+    assert isinstance(transform, Hadamard)  # supports_transform was asked
+    (rows, cols), size = x.shape, transform.size
+    dtype = torch.bfloat16 if transform.narrows(x.dtype) else torch.float32
+    out_shape = rows, -(-cols // size) * size
+    rotate = _library("rotate", x.dtype).ottava_rotate
+
+    def run(x: Tensor, aside: Tensor | None) -> Tensor:
+        drawn, out = aside is not None, torch.empty(out_shape, dtype=dtype, device="cpu")
+        padded = -(-size // _PIECE) * _PIECE
+        signs = torch.empty(padded, dtype=torch.float64, device="cpu") if drawn else transform.diagonal(None, x.device)
+        job = _ROTATION.pack(
+            *map(address, (x, signs, out)),
+            *(rows, cols, *x.stride(), size, dtype == torch.bfloat16, torch.get_num_threads()),
+            *(drawn, 0 if aside is None else int(aside), transform.factor),
+        )
+        if rotate(job):
+            raise MemoryError(f"hadamard: no memory for groups of {size}")
+        return out
+
+    return run
+
+
 def supports_decode(codes: Tensor, fmt: Format) -> str | None:
     """Why this kernel does not decode these codes; None if it does."""
     if not codes.is_cpu:
@@ -248,7 +367,7 @@ def supports_decode(codes: Tensor, fmt: Format) -> str | None:
         return f"{NAME}: decodes plain tensors; {reason}"
     if fmt.bits > 8 or not fmt.signed:
         return f"{NAME}: decodes signed formats of at most 8 bits; got {fmt}"
-    if reason := built_decoder().reason:
+    if reason := native_build.load("decode").reason:
         return f"{NAME}: {reason}"
     return None
 
@@ -276,7 +395,13 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     dense = raw.is_contiguous() or (raw.dim() == 2 and raw.t().is_contiguous())
     raw = raw if dense else raw.contiguous()
     numbers = torch.empty_like(raw, dtype=dtype)  # the strides of the codes
-    _decode(raw, (1, raw.numel()), (1, raw.numel()), torch.ones(1, device="cpu"), fmt, numbers)
+    if raw.numel():
+        all_of_it = 1, raw.numel()
+        one = torch.ones(1, device="cpu")
+        _library("decode").ottava_decode(
+            *(pointer(raw), *all_of_it, *all_of_it, pointer(one), *_code_numbers(fmt)),
+            *(pointer(numbers), int(dtype == torch.bfloat16), torch.get_num_threads()),
+        )
     return numbers
 
 
@@ -293,30 +418,43 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         >>> supports_decode(x_q.data, E4M3) is not None or dequantize(x_q, torch.float32).equal(x_q.dequantize())
         True
     """
-    codes, scales, granularity = x_q.data.view(torch.uint8), x_q.scale_inv, x_q.spec.granularity
-    turned = column_major(codes)
+    return plan_dequantize(x_q, dtype)(x_q)
+
+
+def plan_dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Callable[[QuantizedTensor], Tensor]:
+    """`dequantize` for all operands of the spec, shape and strides of x_q."""
+    fmt, granularity, turned = x_q.spec.format, x_q.spec.granularity, column_major(x_q.data)
+    rows, cols = x_q.data.shape
     if turned:
-        codes, scales, granularity = codes.t(), scales.t(), granularity.transposed
-    codes, scales = codes.contiguous(), scales.contiguous()
-    numbers = torch.empty(codes.shape, dtype=dtype, device="cpu")
-    rows, cols = codes.shape
-    _decode(codes, (rows, cols), granularity.block_shape((rows, cols)), scales, x_q.spec.format, numbers)
-    return numbers.t() if turned else numbers
+        rows, cols, granularity = cols, rows, granularity.transposed
+    if not rows or not cols:
+        return lambda x_q: torch.empty(x_q.shape, dtype=dtype, device="cpu")
+    sizes = rows, cols, *granularity.block_shape((rows, cols))
+    numbers, in_bf16 = _code_numbers(fmt), int(dtype == torch.bfloat16)
+    decode, threads, empty = _library("decode").ottava_decode, torch.get_num_threads, torch.empty
+
+    def run(x_q: QuantizedTensor) -> Tensor:
+        codes, scales = x_q.data, x_q.scale_inv
+        if turned:
+            codes, scales = codes.t(), scales.t()
+        codes, scales = codes.contiguous(), scales.contiguous()
+        out = empty((rows, cols), dtype=dtype, device="cpu")
+        decode(address(codes), *sizes, address(scales), *numbers, address(out), in_bf16, threads())
+        return out.t() if turned else out
+
+    return run
 
 
-def _decode(
-    codes: Tensor, shape: tuple[int, int], block: tuple[int, int], scales: Tensor, fmt: Format, out: Tensor
-) -> None:
-    if not codes.numel():
-        return
-    library = load("decode", _declare_decoder).library
-    assert library is not None  # supports_decode was asked
+def _library(name: str, dtype: torch.dtype | None = None) -> ctypes.CDLL:
+    library = native_build.load(name, dtype).library
+    assert library is not None  # a `supports_*` was asked
+    return library
+
+
+def _code_numbers(fmt: Format) -> tuple[int, int, int, int]:
+    """mantissa_bits, bias, bits, and the first code that is no number, -1 if there is none."""
     largest = int((fmt.max / 2.0**fmt.emax - 1 + fmt.emax + fmt.bias) * 2**fmt.mantissa_bits)  # as a code
-    library.ottava_decode(
-        *(pointer(codes), *shape, *block, pointer(scales)),
-        *(fmt.mantissa_bits, fmt.bias, fmt.bits, largest + 1 if fmt.has_nan else -1),
-        *(out.data_ptr(), int(out.dtype == torch.bfloat16), torch.get_num_threads()),
-    )
+    return fmt.mantissa_bits, fmt.bias, fmt.bits, largest + 1 if fmt.has_nan else -1
 
 
 def nan_code(fmt: Format) -> int:
@@ -336,6 +474,8 @@ class CastSettings(NamedTuple):
 
     refusal: str | None
     """Why this kernel makes no such casts."""
+    library: str
+    """The file of C++ that makes the codes."""
     cast: _Cast
     """The numbers of the spec."""
     address: int
@@ -347,18 +487,17 @@ class CastSettings(NamedTuple):
 @functools.lru_cache(maxsize=512)
 def settings(spec: QuantizationSpec) -> CastSettings:
     """The settings of a spec; computed once."""
-    fmt = spec.format
+    fmt, by_rule, at_random = spec.format, spec.block_scale != "amax", spec.rounding == "stochastic"
+    library = "stochastic" if at_random else "block_scales" if by_rule else "quantize"
     refusal = None
-    if spec.rounding != "nearest_even":
-        refusal = f"{NAME}: rounds to nearest even; got {spec.rounding}"
-    elif spec.block_scale != "amax":
-        refusal = f"{NAME}: scales blocks by their amax; got {spec.block_scale}"
-    elif fmt.bits > 8 or not fmt.signed:
+    if fmt.bits > 8 or not fmt.signed:
         refusal = f"{NAME}: casts to signed formats of at most 8 bits; got {fmt}"
+    elif by_rule and not at_random and spec.block_scale not in RULES:
+        refusal = f"{NAME}: has no rule {spec.block_scale!r} for block scales"
     elif abs(spec.margin) > _MOST_OCTAVES or spec.guard_bits > _MOST_OCTAVES:
         refusal = f"{NAME}: takes at most {_MOST_OCTAVES} octaves; got margin {spec.margin}, guard {spec.guard_bits}"
     if refusal is not None:
-        return CastSettings(refusal, _Cast(), 0, spec.granularity.transposed)
+        return CastSettings(refusal, library, _Cast(), 0, spec.granularity.transposed)
     cast = _Cast(
         mantissa_bits=fmt.mantissa_bits,
         emin=fmt.emin,
@@ -374,4 +513,4 @@ def settings(spec: QuantizationSpec) -> CastSettings:
         guard_floor=fmt.max * 2.0**-spec.guard_bits,
         tensor_top=E4M3.max * fmt.max * 2.0**-spec.margin,
     )
-    return CastSettings(None, cast, ctypes.addressof(cast), spec.granularity.transposed)
+    return CastSettings(None, library, cast, ctypes.addressof(cast), spec.granularity.transposed)

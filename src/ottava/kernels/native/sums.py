@@ -24,13 +24,6 @@ _SMALL = 1 << 16  # bytes; a single thread sums so few before others wake up
 _SUMS = struct.Struct("=8q")  # struct Sums of src/sums.cpp
 
 
-def _declare(library: ctypes.CDLL) -> None:
-    library.ottava_checksum.restype = ctypes.c_uint64
-    library.ottava_checksum.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
-    library.ottava_column_sums.restype = ctypes.c_int
-    library.ottava_column_sums.argtypes = [ctypes.c_char_p]
-
-
 def checksum(x: Tensor) -> int:
     """A hash of the bits of a CPU tensor, of any dtype and strides; comparable within one process.
 
@@ -43,7 +36,7 @@ def checksum(x: Tensor) -> int:
     there, nbytes = address(bits) if bits.is_cpu else 0, bits.nbytes
     if there <= LOWEST:
         there = pointer(bits)
-    library = native_build.load("sums", _declare).library
+    library = native_build.load("sums").library
     if library is None:
         return zlib.crc32((ctypes.c_char * nbytes).from_address(there))
     if nbytes <= _SEGMENT:
@@ -81,7 +74,7 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
         usable = usable and type(x) in PLAIN and address(x) > LOWEST and not x.is_neg()
     except RuntimeError:  # torch.func has wrapped it
         usable = False
-    library = native_build.load("sums", _declare).library if usable else None
+    library = native_build.load("sums").library if usable else None
     if library is None:
         return x.detach().sum(0, dtype=torch.float32).to(dtype)
     x = x if x.stride(1) == 1 else x.detach().contiguous()

@@ -63,11 +63,11 @@ def step_adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One step of a parameter, in place; the rule is that of `ottava.optim.adamw.update_adamw`.
+    """One step of a parameter, in place; the rule is that of `ottava.optim.rules.update_adamw`.
 
     Args:
         weight: fp32 or bf16, contiguous, as all others are.
-        extra: of a bf16 weight: its fp32 master, or int16, the remainder that `ottava.optim.weights` describes.
+        extra: of a bf16 weight: its fp32 master, or int16, the remainder that `ottava.optim.storage` describes.
         gradient, mean, square: fp32 or bf16; mean and square are the moments after the last step.
         step: the number of this step, from 1.
         lr, betas, eps, weight_decay: as in `AdamW`.

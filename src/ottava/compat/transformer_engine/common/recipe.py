@@ -16,8 +16,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from ottava.base.errors import RefusesUnknownFields, unknown_name
 from ottava.numerics import formats
-from ottava.numerics.block_scales import TE_FOUR_OVER_SIX
-from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, Granularity, ScaleFormat
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, TE_FOUR_OVER_SIX, Granularity, ScaleFormat
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import GEMMS, HIGH_PRECISION, TENSOR_OF, AttentionRecipe, GemmRecipe, get_recipe
 from ottava.recipe import Recipe as OttavaRecipe

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ottava.compat.transformer_engine.pytorch.module import device_for
-from ottava.nn.kv_cache import KVCache, LayerCache
+from ottava.nn.multihead import KVCache, LayerCache
 
 
 class InferenceParams:

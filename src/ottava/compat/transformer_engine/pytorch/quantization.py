@@ -18,7 +18,7 @@ from ottava.base.errors import need
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling, Recipe
 from ottava.engine.autocast import AMBIENT, Autocast
 from ottava.engine.autocast import autocast as our_autocast
-from ottava.nn.initialize import model_init
+from ottava.nn.convert import model_init
 
 _HIGH_PRECISION = "bf16"
 

@@ -100,7 +100,7 @@ void ottava_swiglu(const Gated* call) {
   }
 }
 
-void ottava_rotate(const Rotation* call) {
+void ottava_rotate_heads(const Rotation* call) {
   if (call->in_bf16)
     call->out_bf16 ? turn<uint16_t, uint16_t>(*call) : turn<uint16_t, float>(*call);
   else

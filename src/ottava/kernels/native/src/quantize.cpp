@@ -28,7 +28,7 @@ constexpr int64_t UNIT_BYTES = 1 << 18;   // of x, read twice: for amax and for 
 
 struct Walk {
   const void* x;
-  uint8_t* out;
+  uint8_t* out;  // null: factors are all that is wanted
   int64_t rows, cols, stride, block_rows, block_cols, grid_rows, grid_cols;
   const Cast* cast;
   const float* given;
@@ -219,7 +219,7 @@ bool tall(const Walk& w) {
   const auto numbers = [=](int64_t line) { return flat ? smaller(SPAN, total - line * SPAN) : length; };
   const Int* x = static_cast<const Int*>(w.x);
   const Encoder code(*w.cast);
-  const bool known = w.grid_cols == 1 && w.given != nullptr && *w.given > 0 && !w.cast->guarded;
+  const bool known = w.out && w.grid_cols == 1 && w.given != nullptr && *w.given > 0 && !w.cast->guarded;
   const Array<Int> scratch(w.threads * w.grid_cols);
   if (!scratch) return false;
   fill(scratch.get(), w.threads * w.grid_cols, Int(0));
@@ -242,7 +242,7 @@ bool tall(const Walk& w) {
   }
   scales(w.amax, w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
   const bool nans = may_have_nan(w.amax, w.factor, w.grid_cols, *w.cast, w.scale_inv), one = w.grid_cols == 1;
-  if (known) return true;
+  if (known || !w.out) return true;
   int16_t* const base = reinterpret_cast<int16_t*>(scratch.get());  // the amaxes are used up
   const bool by_bases = !one && !nans && bases_of(w, w.factor, w.grid_cols, base);
   if (one && !nans && total >= WORTH_STEPS) steps = steps_of(*w.factor, *w.cast);
@@ -264,10 +264,12 @@ bool tall(const Walk& w) {
 template <class T>
 bool walk(const Walk& w) {
   if (w.grid_rows == 1) return tall<T>(w);
-  if (w.cast->scale_format != TWO_LEVEL) return bands<T>(w, ALL);
+  if (w.cast->scale_format != TWO_LEVEL) return bands<T>(w, w.out ? ALL : AMAX | SCALE);
   if (!bands<T>(w, AMAX)) return false;
   scales(w.amax, w.grid_rows * w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
-  return bands<T>(w, ENCODE);
+  if (w.out) return bands<T>(w, ENCODE);
+  may_have_nan(w.amax, w.factor, w.grid_rows * w.grid_cols, *w.cast, w.scale_inv);  // NaN into the scales of such blocks
+  return true;
 }
 
 __attribute__((noinline)) void turn(const float* from, int64_t rows, int64_t cols, float* to) {  // in strips as wide as a cache line
@@ -309,6 +311,18 @@ extern "C" int ottava_cast(const CastJob* job) {
   }
   if (apart) turn(inverses, grid_rows, grid_cols, scale_inv), turn(amaxes, grid_rows, grid_cols, amax);
   return 0;
+}
+
+// The factors of a cast, into job->out as floats, with their inverses and the amaxes, but no codes; the job is not turned.
+extern "C" int ottava_factors(const CastJob* job) {
+  const int64_t grid_rows = (job->rows + job->block_rows - 1) / job->block_rows;
+  const int64_t grid_cols = (job->cols + job->block_cols - 1) / job->block_cols;
+  const int64_t share = larger<int64_t>(job->rows * job->cols / SMALLEST_SHARE, 1);
+  Steps steps;  // none are made
+  const Walk w{job->x,    nullptr,    job->rows,      job->cols, job->stride, job->block_rows, job->block_cols,
+               grid_rows, grid_cols,  job->cast,      job->given, job->scale_inv, job->amax,
+               reinterpret_cast<float*>(job->out), &steps, int(smaller<int64_t>(larger<int64_t>(job->threads, 1), share))};
+  return walk<OTTAVA_TYPE>(w) ? 0 : 1;
 }
 
 // Current scales of n amaxes.

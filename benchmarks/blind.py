@@ -1,0 +1,107 @@
+"""First looks at blind sets: `python benchmarks/blind.py SET [--only NAME]`.
+
+A set is a folder of benchmarks/blind with training scripts and truth.yaml. Its author read neither laws nor other sets,
+and the set was committed before its first run. Each script runs under `ottava watch` as its users would run it,
+`SCRIPT good` and `SCRIPT bad`; a clean case runs `SCRIPT good` alone, and any finding is an alarm. The answer of
+`ottava diagnose --json` is stored beside the truth in benchmarks/results/blind-SET.json, where a judge who did not write
+the debugger adds "right" or "wrong". What is said of FP8 is judged here: guilty where the truth says so, and nowhere else.
+
+    truth.yaml    - name: lr_too_high          the script, without .py
+                    fp8: false                 whether the casts do it
+                    truth: the learning rate is 300 times too high
+                    place: ""                  a layer or parameter, where there is one
+                    ranks: 1                   processes, by torchrun
+                    clean: false
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+RUNS = HERE.parent / "runs" / "blind"
+
+
+def watched(script: Path, word: str, ranks: int, folder: Path) -> tuple[Path, str]:
+    """Runs a script under the watch once; returns its run folder and the end of its error, if it failed."""
+    if not (folder / "watch.json").is_file():
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        command = [sys.executable, *launcher, "-m", "ottava", "watch", "--out", str(folder), "--", str(script), word]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=900)
+        if done.returncode and not (folder / "watch.json").is_file():
+            return folder, done.stderr[-400:]
+    return folder, ""
+
+
+def answered(run: Path, good: Path | None) -> dict[str, Any]:
+    """What `ottava diagnose` says of a run, and how long it took in CPU seconds."""
+    command = [sys.executable, "-m", "ottava", "diagnose", str(run), "--json", "--fail-on", "never"]
+    command += ["--baseline", str(good)] if good is not None else []
+    before = time.process_time(), os.times().children_user
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    seconds = os.times().children_user - before[1]
+    if done.returncode:
+        return {"error": done.stderr[-400:], "seconds": seconds}
+    values = json.loads(done.stdout)
+    keys = ("verdict", "sentence", "fp8", "event", "tried")
+    found = [{k: f[k] for k in ("id", "title", "stage", "severity", "cause", "layers")} for f in values["findings"][:3]]
+    remedies = [r["text"] for f in values["findings"][:1] for r in f["remedies"][:2]]
+    return {**{k: values[k] for k in keys}, "findings": found, "remedies": remedies, "seconds": round(seconds, 2)}
+
+
+def look(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """One case: what is said of it with the good run beside it, and alone."""
+    script, ranks = folder / f"{case['name']}.py", int(case.get("ranks") or 1)
+    at = RUNS / folder.name
+    good, broken = watched(script, "good", ranks, at / f"{case['name']}-good")
+    result: dict[str, Any] = {**case}
+    if case.get("clean"):
+        result["alone"] = answered(good, None) if not broken else {"error": broken}
+        result["alarm"] = bool(result["alone"].get("findings"))
+        return result
+    bad, failed = watched(script, "bad", ranks, at / f"{case['name']}-bad")
+    if broken or failed:
+        return {**result, "error": broken or failed}
+    result["beside"], result["alone"] = answered(bad, good), answered(bad, None)
+    for how in ("beside", "alone"):
+        accused = any(f["stage"] in ("fp8", "software") for f in result[how].get("findings", []))
+        result[f"fp8_{how}"] = "right" if accused == bool(case.get("fp8")) else "accused" if accused else "missed"
+    return result
+
+
+def main() -> int:
+    """Looks at every case of a set and writes what was said."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("set", choices=sorted(p.name for p in (HERE / "blind").iterdir() if p.is_dir()))
+    parser.add_argument("--only", default="", help="part of a case's name")
+    options = parser.parse_args()
+    folder = HERE / "blind" / options.set
+    out = HERE / "results" / f"blind-{options.set}.json"
+    results = []
+    for case in yaml.safe_load((folder / "truth.yaml").read_text(encoding="utf-8")):
+        if options.only not in case["name"]:
+            continue
+        results.append(look(folder, case))
+        said = results[-1].get("beside") or results[-1].get("alone") or {}
+        mark = results[-1].get("fp8_beside") or ("ALARM" if results[-1].get("alarm") else "quiet")
+        print(f"{mark:8} {case['name']:28} {case.get('truth', 'clean')}\n{'':9}{said.get('sentence') or results[-1]}", flush=True)
+    counts = Counter(r.get("fp8_beside") or ("alarm" if r.get("alarm") else "quiet") for r in results)
+    print(json.dumps(counts))
+    if not options.only:
+        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,497 @@
+"""Laws of training: what a step that works cannot break. A law is data: an entry of `LAWS`, and a function of facts.
+
+Two kinds. An exact law reads a fact of the program: no optimizer holds this weight. A statistical law reads a number
+that is far outside what training gives; it is asked only where something happened to the loss, because the same number
+may be harmless elsewhere. FP8 has no part in a law: `trials` says what the casts did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ottava.diagnose.facts import Facts
+from ottava.diagnose.loss import Event
+
+_MOST_NAMES = 4
+
+
+@dataclass(frozen=True)
+class Broken:
+    """How a run breaks a law."""
+
+    sentence: str
+    """What was seen, with its numbers."""
+    since: int | None = None
+    """The first step; None if it holds for the whole run."""
+    where: tuple[str, ...] = ()
+    """Parameters or layers."""
+    numbers: dict[str, Any] = field(default_factory=dict)
+    grave: bool = True
+    """False: it may be meant, so it is a note unless something happened to the loss."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law and how to ask it."""
+
+    id: str
+    title: str
+    """The answer if this law is the first one broken."""
+    ask: Callable[[Facts, Event | None], Broken | None]
+    exact: bool
+    remedy: str
+    """A name in `remedies.REMEDIES`."""
+    needs: str
+    """What the run folder must have; shown where it is missing."""
+
+
+def broken(facts: Facts, event: Event | None) -> list[tuple[Law, Broken]]:
+    """The laws that a run breaks: exact ones first, then the earliest, then in the order of computation."""
+    found = []
+    for law in LAWS:
+        if not law.exact and event is None:
+            continue
+        if (how := law.ask(facts, event)) is not None:
+            found.append((law, how))
+    return sorted(found, key=lambda pair: (not pair[0].exact, pair[1].since or 0))
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def _counted(facts: Facts, name: str) -> tuple[int, int] | None:
+    """(steps in which a counter is above zero, the first of them); None without."""
+    values = facts.column(name)
+    if values is None or not (hit := np.nan_to_num(values) > 0).any():
+        return None
+    return int(hit.sum()), facts.since(hit)
+
+
+# data
+
+
+def _inputs_broken(facts: Facts, event: Event | None) -> Broken | None:
+    for what, name in (("inputs", "input_nonfinite"), ("labels", "label_nonfinite")):
+        if (hit := _counted(facts, name)) is not None:
+            return Broken(f"The {what} hold infinities or NaN in {hit[0]} steps, first at step {hit[1]}.", hit[1])
+    return None
+
+
+def _inputs_empty(facts: Facts, event: Event | None) -> Broken | None:
+    for name, said in (
+        ("blank_inputs", "All inputs are zero"),
+        ("samples_alike_pct", "All samples of a batch are equal"),
+    ):
+        values = facts.column(name)
+        if values is None:
+            continue
+        hit = np.nan_to_num(values) >= (1.0 if name == "blank_inputs" else 99.0)
+        if hit.mean() >= 0.5:
+            return Broken(f"{said} in {hit.sum()} of {len(hit)} steps.", facts.since(hit), grave=name == "blank_inputs")
+    return None
+
+
+def _labels_dead(facts: Facts, event: Event | None) -> Broken | None:
+    ignored, equal = facts.column("labels_ignored_pct"), facts.column("labels_equal_pct")
+    if ignored is not None and (hit := np.nan_to_num(ignored) >= 100.0).mean() >= 0.25:
+        return Broken(f"All labels are ignored in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
+    if equal is not None and (hit := np.nan_to_num(equal) >= 100.0).mean() >= 0.75 and len(hit) > 3:
+        return Broken(f"All labels of a batch are one class in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
+    return None
+
+
+def _same_batch(facts: Facts, event: Event | None) -> Broken | None:
+    batches = facts.batches
+    if batches is None or len(batches) < 8:
+        return None
+    repeated = np.append(False, batches[1:] == batches[:-1])
+    if repeated[1:].mean() < 0.8:
+        return None
+    first = facts.since(repeated)
+    whole = len(set(batches.tolist())) == 1
+    said = "Every step trains on the same batch" if whole else f"From step {first} on the batch repeats"
+    return Broken(
+        f"{said}: {len(set(batches.tolist()))} different batches in {len(batches)} steps.", first, grave=False
+    )
+
+
+def _bad_batch(facts: Facts, event: Event | None) -> Broken | None:
+    sizes = facts.column("input_rms")
+    if event is None or sizes is None:
+        return None
+    at = np.flatnonzero(np.isin(facts.steps, (event.step, event.step - 1)))
+    before = sizes[facts.steps < event.step - 1]
+    before = before[np.isfinite(before)]
+    if len(before) < 3 or not len(at):
+        return None
+    usual = float(np.median(before))
+    worst = at[int(np.nanargmax(np.nan_to_num(sizes[at])))]
+    if not sizes[worst] > 5 * max(usual, 1e-12) or sizes[worst] < 1.5 * float(before.max()):
+        return None
+    step = int(facts.steps[worst])
+    return Broken(f"The inputs of step {step} are {sizes[worst] / usual:.3g} times as large as before.", step)
+
+
+# the optimizer
+
+
+def _outside(name: str) -> bool:
+    return name.startswith("optimizer[")
+
+
+def _never_stepped(facts: Facts, event: Event | None) -> Broken | None:
+    own = [p for p in facts.parameters if p.get("trains") and not _outside(str(p["name"]))]
+    others = [str(p["name"]) for p in facts.parameters if _outside(str(p["name"]))]
+    if own and not any(p.get("held") for p in own) and others:
+        return Broken(
+            f"The optimizer steps {len(others)} tensors, and none of them is a parameter of the model that ran."
+        )
+    steps, backwards = facts.column("optimizer_steps"), facts.column("backwards")
+    if steps is not None and backwards is not None and np.nansum(steps) == 0 and np.nansum(backwards) > 3:
+        return Broken(f"{np.nansum(backwards):.0f} backwards ran, and no optimizer stepped.")
+    return None
+
+
+def _lr_zero(facts: Facts, event: Event | None) -> Broken | None:
+    lr = facts.column("lr")
+    if lr is None or len(lr) < 4:
+        return None
+    zero = lr == 0
+    # a warm-up begins, and a schedule ends, with 0
+    inner = zero[1:-1] if zero.sum() < len(zero) else zero
+    if inner.sum() < max(3, 0.1 * len(lr)):
+        return None
+    first = int(np.flatnonzero(zero[1:])[0]) + 1 if not zero.all() else 0
+    return Broken(
+        f"The learning rate is 0 in {zero.sum()} of {len(lr)} steps, from step {int(facts.steps[first])} on.",
+        int(facts.steps[first]),
+    )
+
+
+def _unheld(facts: Facts, event: Event | None) -> Broken | None:
+    own = [p for p in facts.parameters if p.get("trains") and not _outside(str(p["name"]))]
+    lost = [str(p["name"]) for p in own if not p.get("held")]
+    if not lost or len(lost) == len(own):
+        return None
+    share = sum(map(facts.size, lost)) / max(sum(facts.size(str(p["name"])) for p in own), 1)
+    said = f"No optimizer holds {len(lost)} of {len(own)} trained parameters ({_names(lost)})"
+    return Broken(f"{said}: {100 * share:.3g} % of their elements.", where=tuple(lost), grave=share > 0.02)
+
+
+def _no_gradient(facts: Facts, event: Event | None) -> Broken | None:
+    looks = list(facts.moves.values())
+    names = [str(p["name"]) for p in facts.parameters if p.get("trains") and p.get("held")]
+    if len(looks) < 2 or not names:
+        return None
+    dead = [n for n in names if all(not (look.get(n) or {}).get("gradient", 0.0) > 0 for look in looks)]
+    dead = [n for n in dead if not any(math.isnan((look.get(n) or {}).get("gradient", 0.0)) for look in looks)]
+    if not dead:
+        return None
+    share = sum(map(facts.size, dead)) / max(sum(map(facts.size, names)), 1)
+    said = f"{len(dead)} of {len(names)} parameters get no gradient in any look ({_names(dead)})"
+    return Broken(f"{said}: {100 * share:.3g} % of all elements.", where=tuple(dead), grave=share > 0.3)
+
+
+def _kept_gradient(facts: Facts, event: Event | None) -> Broken | None:
+    kept = facts.column("kept_gradient")
+    if kept is None or (hit := np.nan_to_num(kept) > 0).sum() < 2:
+        return None
+    return Broken(
+        f"In {hit.sum()} steps the gradient of the step before was still there when the first backward began.",
+        facts.since(hit),
+    )
+
+
+def _steps_again(facts: Facts, event: Event | None) -> Broken | None:
+    for name, said in (
+        ("extra_steps", "The optimizer steps again without a new backward"),
+        ("shared_parameters", "Two optimizers step the same parameters after one backward"),
+        ("restarts", "An optimizer begins anew, without its moments,"),
+    ):
+        values = facts.column(name)
+        if values is not None and (hit := np.nan_to_num(values) > 0)[1:].sum() >= 2:
+            return Broken(f"{said} in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
+    return None
+
+
+def _written(facts: Facts, event: Event | None) -> Broken | None:
+    found: dict[str, list[int]] = {}
+    for step, rows in sorted(facts.moves.items()):
+        for name, row in rows.items():
+            if row["written"] > 0.01:
+                found.setdefault(name, []).append(step)
+    if not found:
+        return None
+    first = min(steps[0] for steps in found.values())
+    names = sorted(found, key=lambda n: found[n][0])
+    said = f"{len(names)} parameters changed between two steps, not by an optimizer ({_names(names)})"
+    return Broken(f"{said}, first before step {first}.", first, tuple(names), grave=False)
+
+
+def _vanish(facts: Facts, event: Event | None) -> Broken | None:
+    still: dict[str, list[float]] = {}
+    for step, rows in facts.moves.items():
+        if facts.at("lr", step) == 0:
+            continue
+        for name, row in rows.items():
+            low = str(next((p.get("dtype") for p in facts.parameters if p["name"] == name), "")) in _HALF
+            if low and facts.size(name) > 64 and math.isfinite(row["still"]):
+                still.setdefault(name, []).append(row["still"])
+    stuck = [n for n, values in still.items() if float(np.median(values)) >= 0.9]
+    if not stuck or len(stuck) < 0.5 * len(still):
+        return None
+    lr = facts.column("lr")
+    if lr is not None and not (np.nan_to_num(lr) > 0).any():
+        return None
+    return Broken(
+        f"{len(stuck)} of {len(still)} 16-bit weights do not move in 90 % of their elements ({_names(stuck)}): the "
+        "update is smaller than half a unit of the weight's last bit.",
+        where=tuple(stuck),
+    )
+
+
+_HALF = ("bfloat16", "float16")
+
+
+def _betas(facts: Facts, event: Event | None) -> Broken | None:
+    for name, beta1 in facts.groups.items():
+        if not name.startswith("beta1/"):
+            continue
+        group = name.partition("/")[2]
+        beta2, eps = facts.groups.get(f"beta2/{group}"), facts.groups.get(f"eps/{group}")
+        if beta2 is not None and (hit := beta1 > beta2).mean() > 0.5:
+            said = f"Adam's betas are ({beta1[-1]:g}, {beta2[-1]:g}): the first is above the second."
+            return Broken(said, facts.since(hit))
+        if event is not None and beta2 is not None and (hit := beta2 < 0.8).mean() > 0.5:
+            return Broken(f"Adam's second beta is {beta2[-1]:g}: steps follow single gradients.", facts.since(hit))
+        if event is not None and eps is not None and (hit := eps >= 1e-3).mean() > 0.5:
+            return Broken(f"Adam's eps is {eps[-1]:g}: it hides the second moment.", facts.since(hit))
+    return None
+
+
+def _decay(facts: Facts, event: Event | None) -> Broken | None:
+    for name, decay in facts.groups.items():
+        kind, _, group = name.partition("/")
+        lr = facts.groups.get(f"lr/{group}")
+        if kind != "weight_decay" or lr is None:
+            continue
+        share = np.nan_to_num(lr * decay)
+        if (hit := share > 0.02).mean() > 0.5:
+            share_text = f"{100 * float(np.median(share)):.3g} %"
+            said = f"Weight decay takes {share_text} of each weight in every step (lr x decay)"
+            return Broken(f"{said}: lr {lr[-1]:g}, decay {decay[-1]:g}.", facts.since(hit))
+    return None
+
+
+def _lr_jump(facts: Facts, event: Event | None) -> Broken | None:
+    for name, lr in facts.groups.items():
+        if not name.startswith("lr") or event is None or len(lr) < 3:
+            continue
+        with np.errstate(all="ignore"):
+            jump = lr[1:] / lr[:-1]
+        near = (facts.steps[1:] > event.step - 12) & (facts.steps[1:] <= event.step) & (facts.steps[1:] > 3)
+        hit = np.flatnonzero(near & (jump > 2.5) & np.isfinite(jump))
+        if len(hit):
+            i = int(hit[0])
+            step = int(facts.steps[i + 1])
+            said = f"The learning rate jumps from {lr[i]:.3g} to {lr[i + 1]:.3g} at step {step}"
+            return Broken(f"{said}, {_before(step, event.step)}.", step)
+    return None
+
+
+def _before(step: int, event: int) -> str:
+    count = event - step
+    return "as the loss leaves" if count == 0 else f"{count} step{'s' if count > 1 else ''} before the loss leaves"
+
+
+def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
+    """The step itself is too long: its own batch gets worse by it, or it moves a large part of each weight."""
+    worse = [e for e in facts.experiments("shadow") if _overshoots(e)]
+    tried = [e for e in facts.experiments("shadow") if _known(e, "loss_after")]
+    lr = facts.at("lr", event.step if event is not None else math.inf)
+    rate = f" with lr {lr:.3g}" if math.isfinite(lr) else ""
+    if worse and len(worse) >= 0.5 * len(tried):
+        one = worse[0]
+        return Broken(
+            f"The step makes its own batch worse in {len(worse)} of {len(tried)} trials{rate}: at step {one['step']} "
+            f"the loss of the same batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}.",
+            int(one["step"]),
+            numbers={"loss": one["loss"], "loss_after": one["loss_after"]},
+        )
+    if event is None:
+        return None
+    ratios = facts.update_ratio(last=event.step)
+    high = [(step, ratio) for step, ratio in ratios if ratio > _LONG]
+    if not high or len(high) < 0.5 * len(ratios):
+        return None
+    step, ratio = max(high, key=lambda pair: pair[1])
+    return Broken(
+        f"Step {step} moves the median weight matrix by {100 * ratio:.3g} % of itself{rate}.",
+        step,
+        numbers={"update_ratio": ratio},
+    )
+
+
+_LONG = 0.3  # of the weight in one step; AdamW at lr 1e-3 gives 5 % on weights of std 0.02
+
+
+def _known(entry: Any, *names: str) -> bool:
+    return all(isinstance(entry.get(n), (int, float)) and math.isfinite(entry[n]) for n in names)
+
+
+def _overshoots(entry: Any) -> bool:
+    if not _known(entry, "loss", "loss_after"):
+        return False
+    return bool(entry["loss_after"] > entry["loss"] + 0.02 * abs(entry["loss"]) + 1e-6)
+
+
+def _idle_step(facts: Facts, event: Event | None) -> Broken | None:
+    tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after")]
+    same = [e for e in tried if e["loss_after"] == e["loss"] and facts.at("lr", e["step"]) > 0]
+    if len(tried) < 2 or len(same) < len(tried):
+        return None
+    return Broken(
+        f"The step changes nothing: after it the same batch has the same loss to the bit, in {len(same)} trials.",
+        int(same[0]["step"]),
+    )
+
+
+def _own_rate(facts: Facts, event: Event | None) -> Broken | None:
+    """A group with a rate of its own, whose parameters run away from the others."""
+    rates = {str(p["name"]): facts.held(str(p["name"])).get("lr") for p in facts.parameters}
+    known = {n: float(r) for n, r in rates.items() if isinstance(r, (int, float)) and r > 0}
+    if len(set(known.values())) < 2 or event is None:
+        return None
+    sizes: dict[float, int] = {}
+    for name, rate in known.items():
+        sizes[rate] = sizes.get(rate, 0) + max(facts.size(name), 1)
+    main = max(sizes, key=lambda r: sizes[r])
+    fast = [n for n, rate in known.items() if rate > 10 * main]
+    if not fast:
+        return None
+    times = max(known[n] for n in fast) / main
+    return Broken(f"{_names(fast)} learn {times:.3g} times as fast as the other parameters.", where=tuple(fast))
+
+
+# gradients and the loop
+
+
+def _explodes(facts: Facts, event: Event | None) -> Broken | None:
+    norm = facts.column("grad_norm")
+    if event is None or norm is None:
+        return None
+    before = norm[(facts.steps < event.step - 2) & np.isfinite(norm)]
+    near = (facts.steps >= event.step - 2) & (facts.steps <= event.step) & np.isfinite(norm)
+    if len(before) < 4 or not near.any():
+        return None
+    usual, worst = float(np.median(before)), float(norm[near].max())
+    clip = facts.clip
+    held = clip is not None and float(np.nanmax(clip[near])) > 2
+    if held or not worst > 20 * max(usual, 1e-12):
+        return None
+    step = int(facts.steps[near][int(np.argmax(norm[near]))])
+    return Broken(f"The gradient norm goes from {usual:.3g} to {worst:.3g} at step {step}, and nothing clips it.", step)
+
+
+def _clipped(facts: Facts, event: Event | None) -> Broken | None:
+    clip = facts.clip
+    if clip is None or event is None or event.kind not in ("flat", "high"):
+        return None
+    usual = float(np.median(clip[np.isfinite(clip)])) if np.isfinite(clip).any() else 1.0
+    if usual < 20:
+        return None
+    return Broken(f"Clipping shortens the gradient {usual:.3g} times in the median step.", grave=False)
+
+
+def _validation_trains(facts: Facts, event: Event | None) -> Broken | None:
+    if (hit := _counted(facts, "eval_forwards_in_train_mode")) is None:
+        return None
+    delayed = any(str(s) in ("delayed", "guarded") for s in facts.table["scaling"])
+    cast = ", whose amaxes would enter the predicted scales" if delayed else ""
+    return Broken(
+        f"{hit[0]} steps hold a forward without gradients in training mode, first at step {hit[1]}{cast}.",
+        hit[1],
+        grave=False,
+    )
+
+
+# the model
+
+
+def _tied_apart(facts: Facts, event: Event | None) -> Broken | None:
+    pairs = [t.get("names") or () for t in facts.manifest.get("tied") or () if isinstance(t, dict) and t.get("apart")]
+    if not pairs:
+        return None
+    said = "; ".join(" and ".join(map(str, pair)) for pair in pairs[:2])
+    return Broken(f"{said} began as one matrix and are two now.", where=tuple(map(str, pairs[0])))
+
+
+def _softmax_twice(facts: Facts, event: Event | None) -> Broken | None:
+    if not facts.manifest.get("softmax_twice"):
+        return None
+    return Broken("A softmax feeds the cross-entropy, which has its own.")
+
+
+def _starts_high(facts: Facts, event: Event | None) -> Broken | None:
+    loss = facts.loss.loss
+    if not len(loss) or int(facts.steps[0]) != 1 or not loss[0] > 4 * facts.guess:
+        return None
+    said = f"The first loss is {loss[0]:.4g}, {loss[0] / facts.guess:.2g} times that of a guess ({facts.guess:.3g})"
+    return Broken(f"{said}: logits are far too large before any step.", 1)
+
+
+def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
+    if event is None or event.kind != "not finite":
+        return None
+    for entry in facts.experiments("nonfinite"):
+        operand = f", operand {entry['operand']}" if entry.get("operand") else ""
+        said = f"The first result that is not finite is {entry.get('operation')} in {entry.get('module') or 'the loss'}"
+        return Broken(f"{said} ({entry.get('direction')}{operand}) at step {entry['step']}.", int(entry["step"]))
+    table = facts.run.table(phase=None)
+    bad = np.asarray(table.metric("nonfinite")) > 0
+    if len(table) and not bad.any() and (table["step"] >= event.step - 1).any():
+        return Broken("The loss is not finite, and every recorded tensor is: look at the loss itself.", event.step)
+    if bad.any():
+        rows = np.flatnonzero(bad)
+        i = int(rows[np.argmin(table["step"][rows])])
+        where, step = str(table["layer"][i]), int(table["step"][i])
+        return Broken(f"{where} has the first {table['tensor'][i]} that is not finite, at step {step}.", step, (where,))
+    return None
+
+
+LAWS: tuple[Law, ...] = (
+    Law("D1", "The batches hold infinities or NaN", _inputs_broken, True, "data", "inputs (batches: true)"),
+    Law("D2", "The inputs are empty", _inputs_empty, True, "data", "inputs (batches: true)"),
+    Law("D3", "The labels teach nothing", _labels_dead, True, "labels", "labels of a cross-entropy"),
+    Law("D4", "The same batch comes again and again", _same_batch, True, "data", "hashes of batches"),
+    Law("D5", "One batch is far larger than the others", _bad_batch, False, "data", "sizes of inputs"),
+    Law("O1", "No optimizer steps this model", _never_stepped, True, "optimizer", "parameters of the optimizers"),
+    Law("O2", "The learning rate is 0", _lr_zero, True, "schedule", "lr"),
+    Law("O3", "Some parameters are in no optimizer", _unheld, True, "optimizer", "parameters of the optimizers"),
+    Law("O4", "Most of the model gets no gradient", _no_gradient, True, "graph", "two full looks"),
+    Law("O5", "Gradients are never cleared", _kept_gradient, True, "zero_grad", "gradients before backward"),
+    Law("O6", "The optimizer steps more than once, or forgets its moments", _steps_again, True, "optimizer", "steps"),
+    Law("O7", "Something else than the optimizer writes the weights", _written, True, "written", "two full looks"),
+    Law("O8", "Updates vanish in 16-bit weights", _vanish, True, "masters", "full looks"),
+    Law("O9", "Adam's settings are unusual", _betas, True, "betas", "settings of the optimizer"),
+    Law("O10", "Weight decay is too strong", _decay, True, "decay", "settings of the optimizer"),
+    Law("O11", "The learning rate jumps", _lr_jump, False, "schedule", "lr"),
+    Law("O12", "The learning rate is too high", _lr_high, False, "lower_lr", "a shadow step, or full looks"),
+    Law("O13", "One group of parameters learns far too fast", _own_rate, False, "group_lr", "settings"),
+    Law("O14", "The step changes nothing", _idle_step, True, "optimizer", "shadow steps"),
+    Law("G1", "The gradient explodes, and nothing clips it", _explodes, False, "clip", "grad_norm"),
+    Law("G2", "Clipping takes nearly all of the gradient", _clipped, False, "clip_less", "grad_norm before clipping"),
+    Law("M1", "Validation runs in training mode", _validation_trains, True, "eval", "modes of forwards"),
+    Law("M2", "Tied weights are apart", _tied_apart, True, "tie", "parameters"),
+    Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "the graph of the loss"),
+    Law("M4", "The model begins far above a guess", _starts_high, False, "init", "classes of the loss"),
+    Law("M5", "A result is not finite", _loss_alone, False, "nonfinite", "a captured step, or full looks"),
+)
+"""In the order of computation: data, model and optimizer."""

@@ -1,0 +1,180 @@
+"""Remedies as data: what to do about a broken law or a damaged cast, with the change for the framework that ran.
+
+A change names only what its framework has. Where a framework has no change of its own, the text stands alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from string import Template
+from types import MappingProxyType
+from typing import Any
+
+FRAMEWORKS = ("ottava", "te", "torchao", "megatron", "transformers", "lightning", "torch")
+"""Names of `ottava diagnose --for`. transformers: arguments of its Trainer, and of TRL's."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A remedy."""
+
+    text: str
+    cost: str = "nothing"
+    patch: Mapping[str, str] = field(default_factory=dict)
+    """Framework -> the change to paste; ${names} are replaced."""
+
+
+def _lr(value: str) -> dict[str, str]:
+    return {
+        "torch": f"for group in optimizer.param_groups:\n    group['lr'] = {value}",
+        "ottava": f"for group in optimizer.param_groups:\n    group['lr'] = {value}",
+        "transformers": f"TrainingArguments(..., learning_rate={value})",
+        "lightning": f"def configure_optimizers(self):\n    return torch.optim.AdamW(self.parameters(), lr={value})",
+        "megatron": f"--lr {value}",
+    }
+
+
+REMEDIES: Mapping[str, Remedy] = MappingProxyType(
+    {
+        # the training
+        "data": Remedy("Look at the batches of these steps: print what the loader gives."),
+        "labels": Remedy("Look at the labels: shift, padding and ignore_index of the collator."),
+        "optimizer": Remedy(
+            "Make the optimizer from model.parameters() of the model that runs, after the last change of the model.",
+            patch={"torch": "optimizer = torch.optim.AdamW(model.parameters(), lr=lr)"},
+        ),
+        "schedule": Remedy(
+            "Look at the schedule: its number of steps, and who calls scheduler.step().",
+            patch={"transformers": 'TrainingArguments(..., lr_scheduler_type="cosine", warmup_ratio=0.03)'},
+        ),
+        "graph": Remedy("Look for detach(), no_grad() or an output that the loss does not use."),
+        "zero_grad": Remedy(
+            "Clear the gradients after each step.", patch={"torch": "optimizer.step()\noptimizer.zero_grad()"}
+        ),
+        "written": Remedy("Find what writes to these weights: an EMA, a clamp, a load_state_dict in the loop."),
+        "masters": Remedy(
+            "Keep FP32 master weights, or round updates stochastically.",
+            cost="4 bytes a parameter",
+            patch={
+                "ottava": "optimizer = ottava.optim.AdamW(model.parameters(), lr=lr)    # keeps FP32 masters",
+                "torch": "model.float()    # and torch.autocast('cuda', dtype=torch.bfloat16) around the forward",
+                "transformers": "model = AutoModel.from_pretrained(name, dtype=torch.float32)\n"
+                "TrainingArguments(..., bf16=True)",
+            },
+        ),
+        "betas": Remedy(
+            "Use betas (0.9, 0.95) and eps 1e-8, unless you have a reason.",
+            patch={
+                "torch": "torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8)",
+                "transformers": "TrainingArguments(..., adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)",
+                "megatron": "--adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8",
+            },
+        ),
+        "decay": Remedy(
+            "Lower the weight decay: 0.1 is usual for language models.",
+            patch={
+                "torch": "torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)",
+                "transformers": "TrainingArguments(..., weight_decay=0.1)",
+                "megatron": "--weight-decay 0.1",
+            },
+        ),
+        "lower_lr": Remedy("Lower the learning rate to ${lr}, and warm it up.", patch=_lr("${lr}")),
+        "good_lr": Remedy("Use the good run's learning rate, ${good}.", patch=_lr("${good}")),
+        "good_setting": Remedy("Use the good run's ${key}: ${good} in place of ${bad}."),
+        "good_weights": Remedy("Begin with the good run's weights, and check how they are loaded and laid out."),
+        "good_batch": Remedy(
+            "Give both runs the same batches: the seed, the order of workers, and the resumed position."
+        ),
+        "good_code": Remedy("Compare the code of the two runs at this place."),
+        "group_lr": Remedy("Give these parameters the rate of the others, or warm them up."),
+        "clip": Remedy(
+            "Clip the gradient norm at ${norm}.",
+            patch={
+                "torch": "torch.nn.utils.clip_grad_norm_(model.parameters(), ${norm})    # before optimizer.step()",
+                "transformers": "TrainingArguments(..., max_grad_norm=${norm})",
+                "lightning": "Trainer(..., gradient_clip_val=${norm})",
+                "megatron": "--clip-grad ${norm}",
+            },
+        ),
+        "clip_less": Remedy("Clip at a norm that most steps stay under, or sum losses as a mean."),
+        "eval": Remedy(
+            "Validate in evaluation mode.",
+            patch={"torch": "model.eval()\nwith torch.no_grad():\n    validate(model)\nmodel.train()"},
+        ),
+        "tie": Remedy(
+            "Tie the weights again after the model was converted or loaded.",
+            patch={"transformers": "model.tie_weights()", "torch": "model.head.weight = model.embedding.weight"},
+        ),
+        "softmax": Remedy("Give the cross-entropy the logits, without a softmax."),
+        "init": Remedy("Look at the initial weights of the last layer, and at scales of embeddings and logits."),
+        "nonfinite": Remedy(
+            "Look at this operation: a division by zero, a logarithm of zero, a mask that hides a row."
+        ),
+        "software": Remedy("This is a bug of the software, not of the recipe. Report it with this run folder."),
+        # the casts
+        "arm": Remedy("Train under ${name}: ${came}.", cost="see docs/performance.md", patch={"ottava": "${code}"}),
+        "current": Remedy(
+            "Take scales from the present amax, in place of a history.",
+            cost="one more pass over each tensor",
+            patch={
+                "ottava": 'ottava.convert(model, "tensorwise")',
+                "te": "fp8_recipe = te.common.recipe.Float8CurrentScaling()",
+                "megatron": "--fp8-recipe tensorwise",
+                "transformers": 'OttavaConfig(recipe="tensorwise")',
+            },
+        ),
+        "finer": Remedy(
+            "Give the layers of ${names} a scale for every block.",
+            cost="about 5 to 15 % of the GEMM's time on H100",
+            patch={
+                "ottava": 'recipe = ottava.get_recipe("${recipe}")${overrides}\nottava.convert(model, recipe)',
+                "te": "fp8_recipe = te.common.recipe.Float8BlockScaling()    # for all layers",
+                "megatron": "--fp8-recipe blockwise",
+                "torchao": 'config = Float8LinearConfig.from_recipe_name("rowwise")',
+                "transformers": 'OttavaConfig(recipe="blockwise")',
+            },
+        ),
+        "high_precision": Remedy(
+            "Run ${names} in BF16.",
+            cost="the speed of FP8 in these GEMMs",
+            patch={
+                "ottava": 'recipe = ottava.get_recipe("${recipe}")${off}\nottava.convert(model, recipe)',
+                "te": "# a file for nvdlfw_inspect: debug_api.initialize(config_file=...)\nin_high_precision:\n"
+                "  enabled: True\n  layers:\n    layer_name_regex_pattern: '${regex}'\n  transformer_engine:\n"
+                "    DisableQuantizationGEMM:\n      enabled: True\n      gemms: [${gemms}]",
+                "torchao": "keep = {${quoted}}\n"
+                "convert_to_float8_training(model, module_filter_fn=lambda m, name: name not in keep)",
+                "megatron": "--first-last-layers-bf16    # if they are the ends",
+                "transformers": 'OttavaConfig(recipe="${recipe}", skip=[${quoted}])',
+            },
+        ),
+    }
+)
+
+
+def render(name: str, values: Mapping[str, Any], frameworks: Sequence[str]) -> dict[str, Any]:
+    """A remedy as plain values: {name, text, cost, patch}, with the patches of the frameworks that ran.
+
+    Example:
+        >>> render("good_lr", {"good": "0.001"}, ["torch"])["patch"]["torch"].splitlines()[1]
+        "    group['lr'] = 0.001"
+    """
+    remedy = REMEDIES[name]
+    words = {key: str(value) for key, value in values.items()}
+    wanted = [f for f in frameworks if f in remedy.patch] or [f for f in ("torch",) if f in remedy.patch]
+    patch = {f: Template(remedy.patch[f]).safe_substitute(words) for f in wanted}
+    return {"name": name, "text": Template(remedy.text).safe_substitute(words), "cost": remedy.cost, "patch": patch}
+
+
+def ran(frameworks: Sequence[str], packages: set[str]) -> list[str]:
+    """The frameworks to print changes for: who casts, then who drives; plain torch where nobody else does.
+
+    Example:
+        >>> ran(["transformers", "accelerate"], {"torch"}), ran([], {"ottava"})
+        (['transformers', 'torch'], ['ottava', 'torch'])
+    """
+    short = {"transformer_engine": "te", "trl": "transformers", "accelerate": "torch"}
+    names = [short.get(name, name) for name in (*sorted(packages), *frameworks)]
+    names = [name for name in names if name in FRAMEWORKS and name != "torch"]
+    return [*dict.fromkeys(names), "torch"]

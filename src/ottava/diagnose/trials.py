@@ -1,0 +1,289 @@
+"""Is it FP8? Reads the experiments that a watched process made, cheapest first; the first that decides, decides.
+
+    E0  logic        nothing cast, so FP8 has no part in the run
+    E3  replay       the recorded steps again, as they ran and in high precision: the event stays, or it is gone
+    E1  shadow step  one batch, the gradient with casts and without: their distance against the gradient itself
+    E2  ablation     parts of the casts off, halving the set: the smallest set whose casts make that distance
+
+A replay shows the event itself, so it stands above the shadow step. A distance is judged by a level of its formats: it
+is what rounding alone gives, times three (`benchmarks/shadow.py` measures it). A distance inside the noise of the batch
+is harmless, whatever an amax does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+
+from ottava.diagnose.facts import Facts
+from ottava.diagnose.loss import Event
+from ottava.measure.layer_names import symbol
+from ottava.measure.limits import critical_db
+from ottava.numerics.formats import FORMATS
+
+Part = Literal["none", "innocent", "guilty", "unknown"]
+LEVEL = MappingProxyType({8: 0.15, 6: 0.25, 4: 0.45})
+"""Bits of the narrowest format -> the distance ||g_casts - g|| / ||g|| above which casts hurt."""
+_NOISE = 0.3  # of the batch's own noise; healthy runs have 0.02 to 0.16
+_BLOWN = 100.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
+_OPERANDS = MappingProxyType(
+    {
+        ("fprop", "lhs"): "input",
+        ("fprop", "rhs"): "weight",
+        ("dgrad", "lhs"): "grad_output",
+        ("dgrad", "rhs"): "weight",
+        ("wgrad", "lhs"): "grad_output",
+        ("wgrad", "rhs"): "input",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the experiments say about FP8."""
+
+    part: Part
+    tried: tuple[str, ...]
+    """What was tried and what came out, a sentence each."""
+    step: int | None = None
+    """The step of the experiment that decides."""
+    error: float = math.nan
+    """||g_casts - g|| / ||g|| there."""
+    cured: float = math.nan
+    """The same with the casts of `place` off."""
+    place: tuple[Mapping[str, str], ...] = ()
+    """{layer, gemm, operand}: the smallest set of casts that makes it; operand and gemm may be missing."""
+    arms: tuple[Mapping[str, Any], ...] = ()
+    """{name, loss or error}: remedies that were tried, cheapest first."""
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers of `place`."""
+        return list(dict.fromkeys(str(p["layer"]) for p in self.place if p.get("layer")))
+
+
+def judge(facts: Facts, event: Event | None) -> Trial:
+    """What the experiments of a run say about FP8's part in its event.
+
+    Example:
+        >>> import tempfile
+        >>> from ottava.record.reader import Run
+        >>> from ottava.record.writer import RunWriter
+        >>> with tempfile.TemporaryDirectory() as folder, RunWriter(f"{folder}/run") as writer:
+        ...     writer.describe(cast={"ran": False})
+        ...     writer.flush()
+        ...     judge(Facts(Run.open(f"{folder}/run")), None).part
+        'none'
+    """
+    if facts.casts is False:
+        return Trial("none", ("Nothing was cast in this run, so FP8 has no part in it.",))
+    refused = tuple(f"Step {e['step']}: {e.get('why')}" for e in facts.experiments("refused")[:2])
+    if (replayed := _replayed(facts, event)) is not None:
+        return _placed(facts, replayed)
+    shadows = [e for e in facts.experiments("shadow") if e.get("mode") != "simulated" and _error(e) is not None]
+    if not shadows:
+        why = refused or ("No shadow step was taken, so nothing was tried.",)
+        return Trial("unknown" if facts.casts else "none", why if facts.casts else ("No cast is recorded.",))
+    return _placed(facts, _shadowed(facts, event, shadows))
+
+
+def _error(entry: Mapping[str, Any]) -> float | None:
+    value = entry.get("error")
+    return float(value) if isinstance(value, (int, float)) and not math.isnan(value) else None
+
+
+def _replayed(facts: Facts, event: Event | None) -> Trial | None:
+    for entry in facts.experiments("replay"):
+        arms = {str(a.get("name")): list(a.get("losses") or ()) for a in entry.get("arms") or ()}
+        ran, without = arms.get("as it ran"), arms.get("high precision")
+        if event is None or not ran or not without or not int(entry.get("from", 0)) <= event.step <= entry["step"]:
+            continue
+        if not entry.get("reproduces"):
+            return None  # weaker than a shadow step
+        limit = facts.loss.at_best(event.step) + facts.loss.rise
+        came, gone = not ran[-1] <= limit, without[-1] <= limit
+        steps = f"Steps {entry['from']} to {entry['step']} were replayed: as they ran the loss reached {ran[-1]:.4g}"
+        said = f"{steps}, in high precision {without[-1]:.4g}."
+        if not came:
+            continue
+        others = [
+            {"name": a["name"], "loss": a["losses"][-1], "inside": bool(a["losses"][-1] <= limit)}
+            for a in entry["arms"]
+            if a.get("name") not in ("as it ran", "high precision") and a.get("losses")
+        ]
+        tried = [f"Replayed under {a['name']}: {a['loss']:.4g}." for a in others]
+        return Trial("guilty" if gone else "innocent", (said, *tried), int(entry["step"]), arms=tuple(others))
+    return None
+
+
+def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]]) -> Trial:
+    before = [e for e in shadows if event is None or e["step"] <= event.step]
+    after = [e for e in shadows if event is not None and e["step"] > event.step]
+    steps = f"{len(shadows)} shadow step{'s' if len(shadows) > 1 else ''}"
+    if hurt := [e for e in before if _hurts(facts, e)]:
+        worst = max(hurt, key=lambda e: float(e["error"]))
+        return Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
+    usual = float(np.median([float(e.get("norm") or 0.0) for e in before])) if before else math.nan
+    for entry in after:
+        blown = not float(entry.get("norm") or math.inf) <= _BLOWN * usual
+        if _hurts(facts, entry):
+            if blown:
+                said = f"{_said(entry, facts)} The gradient had already blown up, so this does not say who began."
+                return Trial("unknown", (said,), int(entry["step"]), float(entry["error"]))
+            return Trial("guilty", (_said(entry, facts),), int(entry["step"]), float(entry["error"]))
+    worst = max(before or after, key=lambda e: float(e["error"]))
+    said = f"{steps}: with casts the gradient differs by at most {100 * worst['error']:.3g} % from that without"
+    ends = f"{said} (level {100 * _level(facts, worst):.0f} %)."
+    return Trial("innocent", (ends,), int(worst["step"]), float(worst["error"]))
+
+
+def _level(facts: Facts, entry: Mapping[str, Any]) -> float:
+    """The level of the narrowest format that casts."""
+    names = {str(f) for f in facts.table["format"]}
+    bits = [FORMATS[name].bits for name in names if name in FORMATS]
+    if "fp4" in str(entry.get("recipe", "")) or "nvfp4" in str(entry.get("recipe", "")):
+        bits.append(4)
+    return LEVEL.get(min(bits, default=8), LEVEL[8])
+
+
+def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:
+    error, noise = float(entry["error"]), entry.get("noise")
+    if error <= _level(facts, entry):
+        return False
+    inside = isinstance(noise, (int, float)) and noise < _NOISE and abs(entry.get("bias") or 0.0) < 0.1
+    return not inside
+
+
+def _said(entry: Mapping[str, Any], facts: Facts) -> str:
+    noise, bias = entry.get("noise"), entry.get("bias")
+    said = f"At step {entry['step']} the gradient with casts differs by {100 * float(entry['error']):.3g} % from "
+    said += f"that without (level {100 * _level(facts, entry):.0f} %)"
+    if isinstance(noise, (int, float)) and math.isfinite(noise):
+        said += f", {noise:.2g} times the noise of the batch"
+    if isinstance(bias, (int, float)) and abs(bias) > 0.05:
+        said += f"; it is {100 * abs(bias):.0f} % too {'long' if bias > 0 else 'short'} along the gradient"
+    return said + "."
+
+
+def _placed(facts: Facts, trial: Trial) -> Trial:
+    """The trial with the place that an ablation found, or else that of the worst parameter."""
+    if trial.part != "guilty":
+        return trial
+    found = [e for e in facts.experiments("ablation") if e.get("set")]
+    if found:
+        best = min(found, key=lambda e: abs(e["step"] - (trial.step or 0)))
+        place = tuple(
+            {**p, "operand": _OPERANDS.get((p.get("gemm"), p.get("operand")), p.get("operand")) or ""}
+            for p in best["set"]
+        )
+        before, after = float(best.get("error_before", math.nan)), float(best.get("error_after", math.nan))
+        fell = f"falls from {100 * before:.3g} % to {100 * after:.3g} %"
+        said = f"With {named(place)} in high precision the gradient's error {fell}."
+        level = _level(facts, best)
+        tried_arms = (a for a in best.get("ladder") or () if isinstance(a.get("error"), (int, float)))
+        ladder = tuple({**a, "inside": a["error"] <= level} for a in tried_arms)
+        tried = tuple(f"Under {a['name']} it is {100 * a['error']:.3g} %." for a in ladder)
+        return Trial(
+            "guilty", (*trial.tried, said, *tried), trial.step, trial.error, after, place, trial.arms or ladder
+        )
+    shadow = next((e for e in facts.experiments("shadow") if e["step"] == trial.step), None)
+    worst = (shadow or {}).get("worst") or []
+    layers = [str(w["parameter"]).rpartition(".")[0] for w in worst[:1] if w.get("parameter")]
+    return Trial(
+        trial.part, trial.tried, trial.step, trial.error, trial.cured, tuple({"layer": n} for n in layers), trial.arms
+    )
+
+
+def named(place: Sequence[Mapping[str, str]]) -> str:
+    """A set of casts in words.
+
+    Example:
+        >>> named([{"layer": "fc1", "gemm": "wgrad", "operand": "input"}])
+        "X of fc1's wgrad"
+    """
+    words = []
+    for part in place[:3]:
+        layer, gemm, operand = (part.get(k) or "" for k in ("layer", "gemm", "operand"))
+        words.append(
+            f"{symbol(operand)} of {layer}'s {gemm}"
+            if operand and gemm
+            else f"{layer}'s {gemm}"
+            if gemm
+            else f"{symbol(operand)} of {layer}"
+            if operand
+            else layer
+        )
+    more = f" and {len(place) - 3} more" if len(place) > 3 else ""
+    return ", ".join(words) + more
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What a cast does to its tensor."""
+
+    kind: Literal["clipped", "flushed", "coarse", ""]
+    sentence: str
+    layer: str = ""
+    tensor: str = ""
+    metric: str = ""
+    value: float = math.nan
+    step: int | None = None
+
+
+_KINDS = (
+    ("clipped", "overflow_pct", 0.1, "{value:.3g} % of the elements of {where} are clipped"),
+    ("flushed", "underflow_pct", 10.0, "{value:.3g} % of the elements of {where} underflow to zero"),
+)
+
+
+def damage(facts: Facts, layers: Sequence[str] = (), last: float = math.inf) -> Damage:
+    """The worst that a recorded real cast did to a tensor: clipped, flushed, or coarse.
+
+    Args:
+        layers: only these; none: all.
+        last: only looks up to this step.
+    """
+    table = facts.worst_casts()
+    keep = (np.asarray(table["step"]) <= last) & np.array(
+        [not layers or n in layers for n in table["layer"]], dtype=bool
+    )
+    table = table.take(np.flatnonzero(keep))
+    if not len(table):
+        return Damage("", "")
+    for kind, metric, limit, text in _KINDS:
+        values = np.asarray(table.metric(metric), dtype=np.float64)
+        if np.isfinite(values).any() and np.nanmax(values) > limit:
+            return _damage(table, kind, metric, int(np.nanargmax(values)), values, text)
+    values = np.asarray(table.metric("row_sqnr_p50_db"), dtype=np.float64)
+    floors = np.array([critical_db(FORMATS[f]) if f in FORMATS else math.nan for f in table["format"]])
+    short = floors - values
+    if np.isfinite(short).any() and np.nanmax(short) > 0:
+        text = "the median row of {where} keeps {value:.3g} dB: one scale must serve a few large values and all others"
+        return _damage(table, "coarse", "row_sqnr_p50_db", int(np.nanargmax(short)), values, text)
+    return Damage("", "")
+
+
+def _damage(table: Any, kind: Any, metric: str, i: int, values: Any, text: str) -> Damage:
+    layer, tensor, step = str(table["layer"][i]), str(table["tensor"][i]), int(table["step"][i])
+    where = f"{layer}.{symbol(tensor, str(table['direction'][i]))}"
+    sentence = text.format(value=float(values[i]), where=where)
+    return Damage(
+        kind, f"{sentence[0].upper()}{sentence[1:]} (step {step}).", layer, tensor, metric, float(values[i]), step
+    )
+
+
+def forecast(facts: Facts) -> list[str]:
+    """What simulated casts say about a model that does not cast: "If you switch this model to FP8"."""
+    said = []
+    for entry in facts.experiments("shadow"):
+        if entry.get("mode") == "simulated" and (error := _error(entry)) is not None:
+            said.append(
+                f"Under {entry.get('recipe')} the gradient of step {entry['step']} would differ by {100 * error:.3g} % "
+                f"(level {100 * _level(facts, entry):.0f} %)."
+            )
+    return said[-2:]

@@ -1,0 +1,402 @@
+"""Records what a training step computes around its models, so that the step can be run again without the user's code.
+
+    forward     a call of a model: its arguments and surroundings, and the gradients that came back to its outputs
+    operation   what the training loop computes from the outputs: the loss, seen by a TorchFunctionMode
+    backward    the tensor on which backward() was called
+
+Together they are a program. Nobody calls the user's loss function again: a replay repeats its operations. A loss that
+cannot be repeated so, such as one with an autograd.Function, is replaced by the gradients that came back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ottava.experiments.surroundings import Autocasts, Kept, Surroundings, autocasts
+
+_MOST_OPERATIONS = 4096
+_WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__")
+
+
+class Slot(NamedTuple):
+    """The place of a tensor that the program makes."""
+
+    number: int
+
+
+@dataclasses.dataclass(eq=False)
+class Forward:
+    """A training forward of a model."""
+
+    module: nn.Module
+    arguments: Any
+    """(args, kwargs) with Kept and Slot in place of tensors."""
+    around: Surroundings
+    slots: tuple[int, ...] = ()
+    """The slot of each tensor in what it returned."""
+    outputs: tuple[int, ...] = ()
+    """Numbers of the tensors in it that need a gradient, each once."""
+    inner: frozenset[int] = frozenset()
+    """Those of them from which another one was computed inside the model, such as the logits behind its loss."""
+    gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    """Number of an output -> the gradient that came back to it, over all backwards."""
+    scalar: bool = False
+    """Whether an output that needs a gradient is a scalar: the model computes its loss itself."""
+    chained: bool = False
+    """Whether an argument was made by an earlier forward."""
+
+    @property
+    def samples(self) -> int:
+        """Length of the first dimension that most tensor arguments share; 0: none."""
+        sizes = [x.value().shape[0] for x in leaves(self.arguments) if isinstance(x, Kept) and x.value().dim()]
+        return max(sizes, key=sizes.count) if sizes else 0
+
+    def part(self, rows: slice | None) -> tuple[Any, Any]:
+        """(args, kwargs) with some rows of every tensor whose first dimension is the samples."""
+        count = 0 if rows is None else self.samples
+
+        def cut(x: Any) -> Any:
+            if not isinstance(x, Kept):
+                return x
+            value = x.value()
+            return value[rows] if count and value.dim() and value.shape[0] == count else value
+
+        return tree_map(cut, self.arguments)  # type: ignore[no-any-return]
+
+
+class Operation(NamedTuple):
+    """A function of torch that the training loop called on what a model gave."""
+
+    function: Callable[..., Any]
+    arguments: Any
+    results: tuple[int | None, ...]
+    """The slot of each tensor in the result."""
+    writes: bool
+    """Whether it writes to an argument."""
+    gradients: bool
+    """Whether gradients were on."""
+    autocasts: Autocasts
+
+
+class Backward(NamedTuple):
+    """A call of backward()."""
+
+    root: int | None
+    """Slot of the root; None: the program did not make it."""
+    value: Kept
+    """The root."""
+    loss: Kept
+    """The loss before a GradScaler multiplied it."""
+    gradient: Kept | None
+    retain: bool
+
+
+Entry = Forward | Operation | Backward
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """What one optimizer step computed."""
+
+    entries: list[Entry]
+    broken: str = ""
+    """Why the operations behind the models cannot be repeated."""
+
+    @property
+    def forwards(self) -> list[Forward]:
+        """The forwards, in order."""
+        return [entry for entry in self.entries if isinstance(entry, Forward)]
+
+    @property
+    def backwards(self) -> list[Backward]:
+        """The backwards, in order."""
+        return [entry for entry in self.entries if isinstance(entry, Backward)]
+
+    def needed(self) -> list[Entry]:
+        """The entries without the operations that no backward needs, such as sums for a log."""
+        wanted = {entry.root for entry in self.backwards}
+        kept: list[Entry] = []
+        for entry in reversed(self.entries):
+            if isinstance(entry, Operation):
+                slots = [x.number for x in leaves(entry.arguments) if isinstance(x, Slot)]
+                if not (wanted & {*entry.results} or (entry.writes and slots)):
+                    continue
+                wanted |= {*slots}
+            elif isinstance(entry, Forward):
+                wanted |= {x.number for x in leaves(entry.arguments) if isinstance(x, Slot)}
+            kept.append(entry)
+        return kept[::-1]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The models that ran."""
+        return list({id(f.module): f.module for f in self.forwards}.values())
+
+
+class Recorder:
+    """Records a step of these models.
+
+    Args:
+        roots: the models, as the training calls them.
+
+    Example:
+        >>> model = nn.Linear(4, 4)
+        >>> recorder = Recorder([model])
+        >>> loss = model(torch.ones(2, 4)).square().mean()
+        >>> recorder.backward(loss, loss, None, False)
+        >>> loss.backward()
+        >>> program = recorder.finish()
+        >>> [type(entry).__name__ for entry in program.entries], program.broken
+        (['Forward', 'Operation', 'Operation', 'Backward'], '')
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self.program = Program([])
+        self._slots = 0
+        self._known: dict[int, tuple[Tensor, int]] = {}
+        self._history: dict[int, Any] = {}
+        self._inside: list[Forward | None] = []
+        self._tail = _Tail(self)
+        self._compiled = _has_compiled()
+        self._handles: list[Any] = []
+        for root in roots:
+            self._handles += [
+                root.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
+                root.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            ]
+
+    def finish(self) -> Program:
+        """Ends the recording and removes every hook."""
+        self.close()
+        if self._compiled and any(entry.root is None for entry in self.program.backwards):
+            self.program.broken = self.program.broken or "this process runs compiled code"
+        return self.program
+
+    def close(self) -> None:
+        """Removes every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._tail.leave()
+        self._known.clear()
+        self._history.clear()
+
+    # --- forwards -------------------------------------------------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._tail.leave()
+        trains = torch.is_grad_enabled() and not self._inside and torch._C._current_graph_task_id() == -1
+        if not trains:
+            self._inside.append(None)
+            return
+        arguments = self._kept((tuple(args), dict(kwargs)))
+        chained = any(isinstance(leaf, Slot) for leaf in leaves(arguments))
+        self._inside.append(Forward(module, arguments, Surroundings.of(module), chained=chained))
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._inside:
+            return
+        forward = self._inside.pop()
+        if forward is None or output is None:  # None: the forward raised
+            if not self._inside and self.program.entries:
+                self._enter()
+            return
+        self.program.entries.append(forward)
+        found = list(tensors_in(output))
+        forward.slots = tuple(map(self._know, found))
+        floats = {id(x): i for i, x in enumerate(found) if x.requires_grad and x.is_floating_point()}
+        forward.outputs = tuple(floats.values())
+        forward.inner = _inner({i: found[i] for i in forward.outputs})
+        for number in forward.outputs:
+            forward.scalar |= found[number].numel() == 1
+            found[number].register_hook(_keeper(forward, number))
+        self._enter()
+
+    def _enter(self) -> None:
+        if not self._compiled:
+            self._tail.enter()
+
+    # --- operations -----------------------------------------------------------------------------------------------
+
+    def operation(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a function of torch, and records it if it reads what the program has made."""
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not any(self._number(x) is not None for x in given):
+            return function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        writes = name in _WRITES or (name.endswith("_") and not name.startswith("__")) or kwargs.get("out") is not None
+        for x in given:
+            self._check(x)
+        arguments = self._kept((args, kwargs), copies=writes)
+        state = torch.is_grad_enabled(), autocasts()
+        result = function(*args, **kwargs)
+        found = list(tensors_in(result))
+        if found or name == "__setitem__":
+            if len(self.program.entries) > _MOST_OPERATIONS:
+                self.program.broken = f"the loss has more than {_MOST_OPERATIONS} operations"
+                self._tail.leave()
+                return result
+            slots = tuple(self._know(x) for x in found)
+            self.program.entries.append(Operation(function, arguments, slots, writes, *state))
+            if writes:
+                for x in given:
+                    if self._number(x) is not None:
+                        self._history[self._number(x) or 0] = x.grad_fn
+        return result
+
+    def _check(self, x: Tensor) -> None:
+        """Notes a tensor whose history the program did not see: an autograd.Function made or changed it."""
+        number = self._number(x)
+        if number is None:
+            if x.requires_grad and not x.is_leaf:
+                self.program.broken = "the loss reads a tensor with a graph that was not recorded"
+        elif self._history.get(number) is not x.grad_fn:
+            self.program.broken = "an autograd.Function or a compiled function is part of the loss"
+
+    # --- backwards ------------------------------------------------------------------------------------------------
+
+    def backward(self, root: Tensor, loss: Tensor, gradient: Tensor | None, retain: bool) -> None:
+        """Notes a backward that is about to begin."""
+        self._tail.leave()
+        number = self._number(root)
+        if number is None:
+            self.program.broken = self.program.broken or "the loss was not computed from what the model returned"
+        else:
+            self._check(root)
+        kept = None if gradient is None else Kept(gradient)
+        self.program.entries.append(Backward(number, Kept(root.detach()), Kept(loss.detach()), kept, retain))
+        if not retain:
+            self._known.clear()
+            self._history.clear()
+
+    # --- tensors --------------------------------------------------------------------------------------------------
+
+    def _number(self, x: Tensor) -> int | None:
+        entry = self._known.get(id(x))
+        return entry[1] if entry is not None and entry[0] is x else None
+
+    def _know(self, x: Tensor) -> int:
+        number = self._number(x)
+        if number is None:
+            number = self._slots
+            self._slots += 1
+            self._known[id(x)] = (x, number)
+        self._history[number] = x.grad_fn
+        return number
+
+    def _kept(self, tree: Any, *, copies: bool = False) -> Any:
+        def keep(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            number = self._number(x)
+            return Slot(number) if number is not None else Kept(x, copies=copies)
+
+        return tree_map(keep, tree)
+
+
+class _Tail(TorchFunctionMode):
+    """Sees the functions of torch that the training loop calls.
+
+    It lies at the bottom of the stack of modes, so that the modes of others come and go as they like: each of them
+    pops the top. Only torch's own DeviceContext insists on the very bottom.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder, self._active = recorder, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or not self._active or torch._C._current_graph_task_id() != -1:
+            return func(*args, **kwargs)
+        return self._recorder.operation(func, args, kwargs)
+
+    def enter(self) -> None:
+        self._active = True
+        if self not in _stack():
+            others = [torch.overrides._pop_mode() for _ in _stack()][::-1]
+            device = others and type(others[0]).__name__ == "DeviceContext"
+            for mode in (*others[: int(bool(device))], self, *others[int(bool(device)) :]):
+                torch.overrides._push_mode(mode)
+
+    def leave(self) -> None:
+        self._active = False
+        if self in _stack():  # not while one of its own calls runs: it is off the stack then, and comes back idle
+            others = [torch.overrides._pop_mode() for _ in _stack()][::-1]
+            for mode in others:
+                if mode is not self:
+                    torch.overrides._push_mode(mode)
+
+
+def _stack() -> list[Any]:
+    return torch.overrides._get_current_function_mode_stack()
+
+
+def _has_compiled() -> bool:
+    """Whether torch has compiled code in this process: a new mode would make it compile again."""
+    module = sys.modules.get("torch._dynamo.utils")
+    return module is not None and bool(module.counters["frames"])
+
+
+def _keeper(forward: Forward, number: int) -> Callable[[Tensor], None]:
+    def keep(gradient: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        with torch.no_grad():
+            before = forward.gradients.get(number)
+            forward.gradients[number] = gradient.detach() if before is None else before + gradient
+
+    return keep
+
+
+def _inner(outputs: Mapping[int, Tensor]) -> frozenset[int]:
+    """The outputs on the way to another output."""
+    if len(outputs) < 2:
+        return frozenset()
+    ends = {x.grad_fn: i for i, x in outputs.items() if x.grad_fn is not None}
+    found: set[int] = set()
+    seen = set(ends)
+    waiting = [after for node in ends for after, _ in node.next_functions]
+    while waiting and len(found) < len(ends):
+        node = waiting.pop()
+        if node in ends:
+            found.add(ends[node])
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [after for after, _ in node.next_functions]
+    return frozenset(found)
+
+
+def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
+    """As torch's; a Slot is a leaf."""
+    return pytree.tree_map(change, tree, is_leaf=lambda x: isinstance(x, Slot))
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree; a Slot is one."""
+    return pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Slot))  # type: ignore[no-any-return]
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors of what a model returned, in a fixed order: containers, dataclasses, mappings."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, field.name, None))

@@ -1,0 +1,283 @@
+"""Replays one batch under any recipe, with the same numbers every time, and leaves no trace in the model.
+
+After each replay it restores gradients, buffers, all state of predicted scales (histories, staged amaxes, cached
+weights, the counters of `ScalingState`) and torch's random generators. It never touches parameters and optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava.engine.autocast import autocast
+from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.numerics.tensor import QuantizedTensor
+from ottava.ops.advice import Advice
+from ottava.ops.gemm import whole
+from ottava.recipe import GEMMS, TENSOR_OF, Override, Recipe, get_recipe
+from ottava.record.random_state import random_states, random_states_kept
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) -> scalar; calls the model."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+_SMALL = 1 << 20
+"""Bytes of a tensor up to which an attribute is copied, as buffers are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """The result of one replay."""
+
+    loss: float
+    gradients: tuple[Tensor | None, ...]
+    """One per trained parameter, in the model's order; None for a parameter without one. Empty if only losses count."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The distance of one replay from another."""
+
+    loss: float
+    """Loss of the replay."""
+    error: float
+    """0 to 1. For gradients: root mean square over parameters of |g - g0| / |g0|, each at most 1, so that small
+    parameters count like large ones. For losses: |loss - loss0| / |loss0|. 1 if a number is not finite."""
+    angle_deg: float
+    """Angle between the whole gradients; NaN for losses."""
+
+
+class Replay:
+    """A batch that can be run again.
+
+    Args:
+        model: any module with ottava layers.
+        batch: passed to `loss` as it is.
+        loss: (model, batch) -> scalar.
+        random: states of torch's generators at the start of every replay; None: the present states.
+        target: compare "gradient" (runs backward) or "loss".
+
+    Example:
+        >>> import ottava
+        >>> model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+        >>> report = ottava.convert(model, "tensorwise")
+        >>> x = torch.randn(8, 64, dtype=torch.bfloat16)
+        >>> replay = Replay(model, x, lambda net, batch: net(batch).float().square().mean())
+        >>> reference = replay.run(None)
+        >>> 0.01 < replay.compare(replay.run(ottava.RECIPES["tensorwise"]), reference).error < 0.1
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss,
+        *,
+        random: Mapping[str, Tensor] | None = None,
+        target: str = "gradient",
+    ) -> None:
+        self.model, self.batch, self.loss, self.target = model, batch, loss, target
+        self.random = random_states() if random is None else random
+        self.runs = 0
+
+    def run(self, recipe: Recipe | None, *, own: bool = False) -> Outcome:
+        """Runs the batch under a recipe; None: in high precision; own: every layer under its own recipe."""
+        self.runs += 1
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        with untouched(self.model), random_states_kept(self.random):
+            context = autocast() if own else autocast(recipe, enabled=recipe is not None)
+            with torch.set_grad_enabled(self.target == "gradient"), context, torch.compiler.set_stance("force_eager"):
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "recipe .* is running on float32")  # the training warned already
+                    value = self.loss(self.model, self.batch)
+                if self.target == "gradient":
+                    value.backward()
+            gradients = tuple(p.grad for p in parameters) if self.target == "gradient" else ()
+            return Outcome(float(value.detach()), gradients)
+
+    def compare(self, outcome: Outcome, reference: Outcome) -> Deviation:
+        """The deviation of `outcome` from `reference`."""
+        if self.target == "loss":
+            gap = abs(outcome.loss - reference.loss) / max(abs(reference.loss), 1e-30)
+            return Deviation(outcome.loss, min(gap, 1.0) if math.isfinite(gap) else 1.0, math.nan)
+        return Deviation(outcome.loss, *gradient_error(outcome.gradients, reference.gradients))
+
+
+def gradient_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> tuple[float, float]:
+    """`Deviation.error` and `Deviation.angle_deg` of two gradients. Tensors that are None or zero in the reference do
+    not count.
+
+    Example:
+        >>> one, other = [torch.tensor([3.0, 0.0])], [torch.tensor([0.0, 3.0])]
+        >>> error, angle = gradient_error(one, other)
+        >>> error, round(angle)
+        (1.0, 90)
+    """
+    shares, dot, norm, norm0 = [], 0.0, 0.0, 0.0
+    for g, g0 in zip(got, reference, strict=True):
+        if g0 is None:
+            continue
+        a = torch.zeros_like(g0) if g is None else g
+        a, b = a.double().flatten(), g0.double().flatten()
+        square = float(b @ b)
+        if square == 0.0:
+            continue
+        share = float((a - b) @ (a - b)) / square
+        shares.append(min(share, 1.0) if math.isfinite(share) else 1.0)
+        dot, norm, norm0 = dot + float(a @ b), norm + float(a @ a), norm0 + square
+    if not shares:
+        return 0.0, 0.0
+    error = math.sqrt(sum(shares) / len(shares))
+    if not math.isfinite(norm) or norm == 0.0:
+        return error, 90.0
+    return error, math.degrees(math.acos(max(-1.0, min(1.0, dot / math.sqrt(norm * norm0)))))
+
+
+def ottava_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """Full name -> layer with a recipe, in the order of the model.
+
+    Raises:
+        ValueError: the model has none, or two have one name because they were converted separately.
+    """
+    layers: dict[str, QuantizedLayer] = {}
+    for layer in quantized_layers(model):
+        if layer.name in layers:
+            raise ValueError(
+                f"two layers have the name {layer.name!r}, because they were converted separately; call ottava.convert "
+                "on the whole model, so that each layer gets its full name"
+            )
+        layers[layer.name] = layer
+    if not layers:
+        raise ValueError("the model has no ottava layers; call ottava.convert(model) first, or convert a copy of it")
+    return layers
+
+
+def spelled_out(cells: Mapping[str, Recipe], gemms: Sequence[str] = GEMMS) -> Recipe:
+    """A recipe for `autocast` that gives each of these layers its cells in these GEMMs, and high precision elsewhere.
+
+    Example:
+        >>> import ottava
+        >>> recipe = spelled_out({"fc*": ottava.RECIPES["rowwise"]}, ["fprop"])
+        >>> [recipe.for_layer(name).fprop.quantized for name in ("fc*", "fc1")], recipe.for_layer("fc*").wgrad.quantized
+        ([True, False], False)
+    """
+    overrides = tuple(
+        Override(only_pattern(name), tuple((gemm, getattr(recipe, gemm)) for gemm in gemms))
+        for name, recipe in cells.items()
+    )
+    return replace(get_recipe("bf16"), name="replay", overrides=overrides)
+
+
+def only_pattern(name: str) -> str:
+    """A pattern for an override that matches only this name.
+
+    Example:
+        >>> only_pattern("experts[3].fc1")
+        'experts[[]3].fc1'
+    """
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name) or "*"
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restores what forward and backward change in a model: gradients, buffers, attributes of modules, and the state
+    of predicted scales. What an attribute of another class holds is not seen."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    modules = [_Attributes(m) for m in model.modules()]
+    tensors = {id(t): t for m in modules for t in m.tensors()}.values()
+    values = [(t, t.clone()) for t in tensors]
+    states = {id(s): (s, _copied(vars(s))) for m in modules if (s := m.attributes.get("scaling_state")) is not None}
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for module in modules:
+                module.restore()
+            for tensor, value in values:
+                tensor.copy_(value)
+            for state, attributes in states.values():
+                vars(state).clear()
+                vars(state).update(attributes)
+
+
+class _Attributes:
+    """What a module holds beside its parameters and children: by name, and the contents of lists, sets and dicts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.attributes = module, dict(vars(module))
+        own = [v for k, v in self.attributes.items() if k == "_buffers" or k not in _OF_MODULES]
+        self._contents = [(v, v.copy()) for v in own if type(v) in (list, dict, set)]
+        self._generators = [(v, v.get_state()) for v in own if isinstance(v, torch.Generator)]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Buffers and small tensors that a forward may write to."""
+        for value in (*self.attributes.values(), *self.module._buffers.values()):
+            plain = isinstance(value, Tensor) and not value.is_inference() and not value.requires_grad
+            if plain and (value.nbytes <= _SMALL or any(value is b for b in self.module._buffers.values())):
+                yield value
+
+    def restore(self) -> None:
+        """Puts everything back but the numbers in tensors."""
+        vars(self.module).clear()
+        vars(self.module).update(self.attributes)
+        for live, saved in self._contents:
+            if isinstance(live, list):
+                live[:] = saved
+            else:
+                live.clear()
+                live.update(saved)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+
+def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    mutable = (set, dict, list, Advice)
+    return {name: value.copy() if isinstance(value, mutable) else value for name, value in attributes.items()}
+
+
+@contextmanager
+def door_hooks(layer: Any, hook: Callable[[str, Tensor, Any], Any]) -> Iterator[None]:
+    """Calls hook(tensor, x, (row, col)) after every cast of a layer. If it returns something, that replaces the
+    operands."""
+    handles = [
+        door.register_forward_hook(lambda _, args, output, name=name: hook(name, args[0], output))
+        for name, door in layer.quantizers.named_children()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def one_operand(gemm: str, quantized: str | None) -> Callable[[str, Tensor, Any], Any]:
+    """A hook that gives a GEMM the decoded cast of one operand, and the other in high precision; None: both decoded."""
+    lhs, rhs = TENSOR_OF[gemm, "lhs"], TENSOR_OF[gemm, "rhs"]
+
+    def hook(tensor: str, x: Tensor, output: tuple[Any, Any]) -> tuple[Any, Any]:
+        operands = list(output)
+        for name, direction in (lhs, rhs):
+            index = int(direction == "col")
+            operand = operands[index]
+            if name != tensor or not isinstance(operand, QuantizedTensor):
+                continue
+            if quantized is None or quantized == tensor:
+                operands[index] = whole(operand).to(x.dtype)
+            else:
+                exact = x.t() if direction == "col" else x
+                transform = operand.spec.transform
+                operands[index] = exact if transform is None else whole(operand, operand.transformed(exact)).to(x.dtype)
+        return operands[0], operands[1]
+
+    return hook

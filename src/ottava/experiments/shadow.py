@@ -1,0 +1,222 @@
+"""The shadow step: the gradient of a captured step with casts and without: same weights, batch and random state.
+
+error = |g_casts - g| / |g|                 how far the casts move the gradient
+noise = |g_casts - g| / |sigma|             sigma: the gradient of one half of the samples less that of the other,
+                                            over all samples' count: how far the batch itself leaves g uncertain
+bias  = <g_casts - g, g> / |g|^2            the part that does not average out
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava.experiments.casts import Casts
+from ottava.experiments.passes import Gradients, Pass, Player
+from ottava.experiments.program import Program
+from ottava.experiments.replay import untouched
+from ottava.experiments.surroundings import random_kept
+
+_SHOWN = 5
+_FLOOR = 1e-3
+"""Parameters whose gradient is a smaller part of the whole are not ranked by their noise."""
+
+
+@contextmanager
+def nothing_changes(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Restores all that a run of these models changes: see `replay.untouched`; and random generators."""
+    with ExitStack() as stack:
+        stack.enter_context(random_kept())
+        for model in models:
+            stack.enter_context(untouched(model))
+        yield
+
+
+def parameters_of(models: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that get gradients, each once."""
+    return [p for p in {id(p): p for m in models for p in m.parameters()}.values() if p.requires_grad]
+
+
+class Shadow:
+    """A shadow step of a program, made between the last backward and the optimizer's step.
+
+    Args:
+        program: what the step has computed.
+        casts: what to turn off, or on.
+        parameters: of the models.
+    Raises:
+        NotReplayableError: the program cannot run again.
+    """
+
+    def __init__(self, program: Program, casts: Casts, parameters: Sequence[nn.Parameter]) -> None:
+        self.program, self.casts, self.parameters = program, casts, list(parameters)
+        self.player = Player(program, parameters)
+        self.ran = [p.grad for p in parameters]
+        self.ratio = _ratio(program)
+        self.began = time.perf_counter(), time.process_time()
+
+    def facts(self, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
+        """Runs it; the facts of its line in experiments.jsonl."""
+        own, other = self.casts.with_casts, self.casts.without
+        real = self.casts.mode == "real"
+        ours = self.player.run(own if real else other, tail=self.player.tail, halves=not real)
+        tail = self.player.tail and self._same_losses(ours)
+        if self.player.tail and not tail:
+            ours = self.player.run(own if real else other, tail=False, halves=not real)
+        self.tail = tail
+        theirs = self.player.run(other if real else own, tail=tail, halves=real)
+        cast, exact = (ours, theirs) if real else (theirs, ours)
+        self.exact = exact.gradients
+        noise = exact.noise if exact.noise is not None else self._noise_of_rows(exact)
+        replay_error = self._replay_error(ours.gradients)
+        summary = compared(cast.gradients, exact.gradients, noise, self.parameters, name_of)
+        summary["norm"] = summary["norm"] / self.ratio
+        reproduces = replay_error is not None and replay_error <= _tolerance(self.ran)
+        losses = [float(x) / self.ratio for x in self._values()]
+        return {
+            "mode": self.casts.mode,
+            "recipe": self.casts.recipe,
+            "reproduces": reproduces,
+            "replay_error": replay_error,
+            "tail": "replayed" if tail else "recorded",
+            **({} if tail else {"why_recorded": self.program.broken or "the repeated loss has other bits"}),
+            "loss": _mean([float(x) / self.ratio for x in cast.losses] if cast.losses and tail else losses),
+            "loss_without": _mean([float(x) / self.ratio for x in exact.losses]) if tail else None,
+            **summary,
+            "seconds": time.perf_counter() - self.began[0],
+            "cpu_seconds": time.process_time() - self.began[1],
+        }
+
+    def _values(self) -> list[Tensor]:
+        return [entry.value.value() for entry in self.program.backwards]
+
+    def _same_losses(self, ours: Pass) -> bool:
+        """Whether the repeated losses have the bits of the run's."""
+        values = self._values()
+        pairs = zip(ours.losses, values, strict=False)
+        return len(ours.losses) == len(values) and all(torch.equal(a, b) or _both_nan(a, b) for a, b in pairs)
+
+    def _replay_error(self, found: Gradients) -> float | None:
+        """|f g - p.grad| / |p.grad| for the factor f of clipping, scaling and averaging that fits; None: no gradient.
+
+        Gradients of several processes are averages, which one process cannot repeat."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return None
+        pairs = [(g, local(r)) for g, r in zip(found, self.ran, strict=True) if g is not None and r is not None]
+        if not pairs:
+            return None
+        if all(torch.equal(local(g), r) for g, r in pairs):
+            return 0.0
+        dots = [(_dot(local(g), r), _dot(local(g), local(g)), _dot(r, r)) for g, r in pairs]
+        across, own, ran = (math.fsum(column) for column in zip(*dots, strict=True))
+        if not (own > 0 and ran > 0 and math.isfinite(across + own + ran)):
+            return None
+        factor = across / own
+        left = math.fsum(_square(local(g).float() * factor - r.float()) for g, r in pairs)
+        return math.sqrt(left / ran)
+
+    def _noise_of_rows(self, exact: Pass) -> Gradients | None:
+        """The noise from the first half of every forward's samples, where outputs have no rows: a model that returns
+        its loss."""
+        samples = min((f.samples for f in self.program.forwards), default=0)
+        if samples < 2 or not self.tail:
+            return None
+        way = self.casts.without
+        half = self.player.run(way, tail=True, rows=slice(0, samples // 2))
+        one, all_of_it = _mean([float(x) for x in half.losses]), _mean([float(x) for x in exact.losses])
+        if one is None or all_of_it is None:
+            return None
+        factor = 2.0 if abs(one - all_of_it / 2) < abs(one - all_of_it) else 1.0  # the loss is a sum, or a mean
+        pairs = zip(half.gradients, exact.gradients, strict=True)
+        return [None if a is None or g is None else factor * a - g for a, g in pairs]
+
+
+def compared(
+    cast: Gradients,
+    exact: Gradients,
+    noise: Gradients | None,
+    parameters: Sequence[Tensor],
+    name_of: Callable[[Tensor], str],
+) -> dict[str, Any]:
+    """error, noise, bias, norm and the worst parameters of two gradients."""
+    rows: list[tuple[Tensor, list[float]]] = []
+    for i, (a, b) in enumerate(zip(cast, exact, strict=True)):
+        if a is None or b is None:
+            continue
+        g, difference = local(b).float(), local(a).float() - local(b).float()
+        spread = None if noise is None or noise[i] is None else noise[i]
+        of_noise = math.nan if spread is None else _square(local(spread))
+        rows.append((parameters[i], [_square(difference), _square(g), _dot(difference, g), of_noise]))
+    error2, norm2, dot = (math.fsum(numbers[k] for _, numbers in rows) for k in range(3))
+    known = [numbers[3] for _, numbers in rows if not math.isnan(numbers[3])]
+    whole = math.fsum(known) if known else math.nan
+
+    def entry(parameter: Tensor, numbers: list[float]) -> dict[str, Any]:
+        e, g, _, n = numbers
+        return {"parameter": name_of(parameter), "error": _root(e, g), "noise": _root(e, n), "share": _over(e, error2)}
+
+    def badness(row: tuple[Tensor, list[float]]) -> float:
+        e, g, _, n = row[1]
+        if not math.isfinite(e):
+            return math.inf
+        ranked = row[0].numel() > 1 and g > _FLOOR**2 * norm2 and n > 0
+        return e / n if ranked else (0.0 if known else _over(e, error2) or 0.0)
+
+    worst = sorted(rows, key=badness, reverse=True)[:_SHOWN]
+    return {
+        "error": _root(error2, norm2),
+        "noise": _root(error2, whole),
+        "bias": _over(dot, norm2),
+        "norm": math.sqrt(norm2) if norm2 >= 0 else math.nan,
+        "worst": [entry(*row) for row in worst],
+    }
+
+
+def local(x: Tensor) -> Tensor:
+    """This process's part of a DTensor; any other tensor as it is."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _square(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+
+
+def _dot(x: Tensor, y: Tensor) -> float:
+    return float((x.double() * y.double()).sum())
+
+
+def _over(a: float, b: float) -> float | None:
+    return a / b if b > 0 and math.isfinite(a / b) else None
+
+
+def _root(a: float, b: float) -> float | None:
+    ratio = _over(a, b)
+    return None if ratio is None else math.sqrt(ratio)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _ratio(program: Program) -> float:
+    """The factor of a GradScaler."""
+    for entry in program.backwards:
+        root, loss = float(entry.value.value()), float(entry.loss.value())
+        if math.isfinite(root / loss if loss else math.nan):
+            return root / loss
+    return 1.0
+
+
+def _both_nan(a: Tensor, b: Tensor) -> bool:
+    return bool(a.isnan().all() and b.isnan().all())
+
+
+def _tolerance(gradients: Gradients) -> float:
+    """The rounding of a product with a factor, as clipping multiplies."""
+    return max((torch.finfo(g.dtype).eps for g in gradients if g is not None), default=0.0)

@@ -1,0 +1,212 @@
+"""A watched run tries itself without its casts, says what it found, and trains on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ottava
+from ottava.record.reader import Run
+
+
+class Net(nn.Module):
+    """Dropout, batch norm, a counter and, perhaps, checkpointing: everything that a second forward disturbs."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.up, self.norm, self.mid, self.down = (
+            nn.Linear(32, 96),
+            nn.BatchNorm1d(96),
+            nn.Linear(96, 96),
+            nn.Linear(96, 32),
+        )
+        self.drop, self.reentrant, self.calls = nn.Dropout(0.1), reentrant, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.drop(torch.relu(self.norm(self.up(x))))
+        if self.reentrant is None:
+            hidden = torch.relu(self.mid(hidden))
+        else:
+            hidden = checkpoint(self.mid, hidden, use_reentrant=self.reentrant)
+        return self.down(hidden)
+
+
+def mse(y: Tensor, x: Tensor) -> Tensor:
+    return nn.functional.mse_loss(y, 2 * x)
+
+
+def trained(
+    folder: Path | None,
+    *,
+    recipe: str = "tensorwise",
+    model: Callable[[], nn.Module] = Net,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    loss: Callable[[Tensor, Tensor], Tensor] = mse,
+    micro: int = 1,
+    steps: int = 11,
+    lr: float = 1e-3,
+    spoil: Callable[[nn.Module], object] = lambda net: None,
+    convert: Callable[[nn.Module], object] | None = None,
+    **settings: Any,
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """All tensors after a short training, and the lines of its experiments; folder None: it is not watched."""
+    torch.manual_seed(0)
+    net = model()
+    if convert is not None:
+        convert(net)
+    elif recipe:
+        ottava.convert(net, recipe)
+    spoil(net)
+    stepper = optimizer(net.parameters(), lr=lr)
+    watch = None if folder is None else ottava.watch(net, folder, **settings)
+    for _ in range(steps):
+        for _ in range(micro):
+            x = torch.randn(256, 32)
+            (loss(net(x), x) / micro).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        stepper.step()
+        stepper.zero_grad()
+    after = {name: t.clone() for name, t in net.state_dict().items()} | {"random": torch.rand(3)}
+    for i, state in enumerate(stepper.state.values()):
+        after |= {f"{i}.{k}": v.clone() for k, v in state.items() if isinstance(v, Tensor)}
+    after["calls"] = torch.tensor(getattr(net, "calls", 0))
+    if watch is None or folder is None:
+        return after, []
+    watch.close()
+    return after, Run.open(folder).experiments
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd, accumulation": {"optimizer": torch.optim.SGD, "micro": 2},
+    "delayed": {"recipe": "delayed"},
+    "checkpointing": {"model": lambda: Net(False)},
+    "reentrant checkpointing": {"model": lambda: Net(True)},
+    "nothing cast": {"recipe": ""},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_keeps_every_bit_and_the_shadow_repeats_it(case: str, tmp_path: Path) -> None:
+    alone, _ = trained(None, **CASES[case])
+    watched, lines = trained(tmp_path / "run", **CASES[case])
+    assert {name for name in alone if not torch.equal(alone[name], watched[name])} == set()
+    assert [line["step"] for line in lines] == [5, 10]
+    for line in lines:
+        assert line["kind"] == "shadow", line
+        assert (line["reproduces"], line["tail"]) == (True, "replayed"), line
+        assert line["mode"] == ("real" if case != "nothing cast" else "simulated")
+        assert 0.005 < line["error"] < 0.15  # healthy 8-bit casts
+        assert 0.0 < line["noise"] < 0.5
+        assert abs(line["bias"]) < line["error"]
+        assert len(line["worst"]) == 5
+        assert line["loss"] != line["loss_without"]
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * 3.0
+
+
+def _through(y: Tensor, x: Tensor) -> Tensor:
+    return mse(_Through.apply(y), x)
+
+
+class _Counts:
+    """A loss with a memory: called twice, it would be another one."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, y: Tensor, x: Tensor) -> Tensor:
+        self.calls += 1
+        return mse(y, x) * (1 + 0.01 * self.calls)
+
+
+def test_a_loss_with_a_function_of_its_own_is_replaced_by_the_gradients_that_came_back(tmp_path: Path) -> None:
+    _, lines = trained(tmp_path / "run", loss=_through)
+    found = [(line["tail"], line["reproduces"], line["loss_without"]) for line in lines]
+    assert found == [("recorded", True, None)] * 2
+    assert "autograd.Function" in lines[0]["why_recorded"]
+
+
+def test_nobody_calls_the_loss_function_twice(tmp_path: Path) -> None:
+    loss = _Counts()
+    _, lines = trained(tmp_path / "run", loss=loss)
+    assert loss.calls == 11
+    assert all(line["reproduces"] and line["tail"] == "replayed" for line in lines)
+
+
+def _underflowing(net: nn.Module) -> None:
+    """A margin under which most numbers of the input of `mid` underflow in its forward."""
+    recipe = ottava.get_recipe("tensorwise")
+    assert recipe.fprop.lhs is not None
+    spec = replace(recipe.fprop.lhs, margin=16)
+    ottava.convert(net, recipe.override("mid", fprop=replace(recipe.fprop, lhs=spec)))
+
+
+def test_a_margin_that_makes_an_operand_underflow_is_seen(tmp_path: Path) -> None:
+    _, lines = trained(tmp_path / "run", convert=_underflowing)
+    shadows = [line for line in lines if line["kind"] == "shadow"]
+    assert all(line["error"] > 0.15 for line in shadows)
+    (found,) = (line for line in lines if line["kind"] == "ablation")
+    assert found["set"] == [{"layer": "mid", "gemm": "fprop", "operand": "input"}]
+    assert found["error_after"] < found["error_before"] / 2
+    assert found["trials"] <= 40
+
+
+def test_a_learning_rate_that_is_too_high_is_not_the_casts(tmp_path: Path) -> None:
+    _, lines = trained(tmp_path / "run", lr=0.3, optimizer=torch.optim.SGD)
+    assert all(line["error"] < 0.15 for line in lines), [line["error"] for line in lines]
+
+
+def test_zero_switches_experiments_off(tmp_path: Path) -> None:
+    assert trained(tmp_path / "run", shadow=0)[1] == []
+
+
+def test_torchao_runs_without_its_casts(tmp_path: Path) -> None:
+    float8 = pytest.importorskip("torchao.float8")
+
+    def convert(net: nn.Module) -> None:
+        config = float8.Float8LinearConfig(emulate=True)
+        float8.convert_to_float8_training(net, config=config, module_filter_fn=lambda m, name: name == "mid")
+
+    alone, _ = trained(None, convert=convert)
+    watched, lines = trained(tmp_path / "run", convert=convert)
+    assert all(torch.equal(alone[name], watched[name]) for name in alone)
+    assert [line["recipe"] for line in lines] == ["torchao TENSORWISE"] * 2
+    assert all(line["reproduces"] and 0.005 < line["error"] < 0.15 for line in lines)
+    assert {entry["parameter"] for entry in lines[0]["worst"]} & {"mid.weight", "mid.bias", "up.weight"}
+
+
+class _ReturnsLoss(nn.Module):
+    """As Hugging Face's models: labels go in, a dataclass with the loss comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.net(x)
+        return {"loss": mse(y, x), "logits": y}
+
+
+def test_a_model_that_returns_its_loss(tmp_path: Path) -> None:
+    _, lines = trained(tmp_path / "run", model=_ReturnsLoss, loss=lambda out, x: out["loss"])
+    assert all(line["reproduces"] and line["tail"] == "replayed" for line in lines)
+    assert all(0.0 < line["noise"] < 0.5 and line["error"] < 0.15 for line in lines)
+    _, plain = trained(tmp_path / "plain")
+    assert [line["norm"] for line in lines] == [line["norm"] for line in plain]  # no path counts twice
