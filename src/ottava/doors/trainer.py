@@ -27,8 +27,8 @@ from ottava.measure.limits import LEAST, WINDOW, robust_z
 from ottava.nn.receipt import receipt
 from ottava.record.reader import Table
 from ottava.record.schema import MANIFEST
-from ottava.watching.session import Watch, watch
 from ottava.watching.loss import LossTap
+from ottava.watching.session import Watch, watch
 
 need_host("transformers")
 
