@@ -391,25 +391,25 @@ def test_doors_are_called_as_modules() -> None:
 @pytest.mark.parametrize(
     "dtype, casts",
     [
-        (torch.bfloat16, [""]),
-        (torch.float16, ["OTTAVA_TYPE=Float16"]),
-        (torch.float32, ["", "OTTAVA_TYPE=Float32"]),  # torch.autocast gives BF16 inputs
+        (torch.bfloat16, [torch.bfloat16]),
+        (torch.float16, [torch.float16]),
+        (torch.float32, [torch.bfloat16, torch.float32]),  # torch.autocast gives BF16 inputs
         (torch.float64, []),
     ],
 )
 def test_what_a_step_needs_is_built_ahead(
-    dtype: torch.dtype, casts: list[str], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, casts: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Casts from what will come, in the order of need, GEMMs and sums; once; nothing beside an accelerator."""
-    begun: list[tuple[str, str]] = []
-    monkeypatch.setattr(native_build, "begin", lambda name, variant="": begun.append((name, variant)))
+    begun: list[tuple[str, torch.dtype | None]] = []
+    monkeypatch.setattr(native_build, "begin", lambda name, dtype=None: begun.append((name, dtype)))
     for there in (True, False):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda there=there: there)
         functional.build_ahead.cache_clear()
         assert begun == []
         for _ in range(2):
             functional.build_ahead(dtype)
-    assert begun == [*(("quantize", v) for v in casts), ("gemm", ""), ("sums", ""), ("pointwise", "")]
+    assert begun == [*(("quantize", v) for v in casts), ("gemm", None), ("sums", None), ("pointwise", None)]
 
 
 def test_amds_formats_run_all_three_gemms() -> None:

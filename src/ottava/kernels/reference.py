@@ -169,7 +169,7 @@ def _fold(x_q: QuantizedTensor) -> tuple[Tensor, Tensor, float]:
     tops = scales.amax(1, keepdim=True)
     rows = granularity.expand(tops, (x_q.shape[0], 1))
     numbers = decode(x_q.data, x_q.spec.format)
-    if scales.shape[1] == 1:
+    if scales.shape[1] == 1 or not scales.numel():  # an expert without tokens has no scale
         return numbers, rows, 0.0
     spread = (tops / scales).amax().log2()  # infinite beyond fp32, and NaN where a scale is
     octaves = float(spread) if bool(tops.isfinite().all()) else math.inf

@@ -240,8 +240,8 @@ def plan_gemm(
         >>> from ottava import QuantizationSpec, quantize
         >>> from ottava.numerics.formats import E4M3
         >>> a = quantize(torch.eye(2), QuantizationSpec(E4M3))
-        >>> plan_gemm(a, a, out_dtype=torch.bfloat16, compute="bf16").record.kernel
-        'torch.mm bfloat16'
+        >>> plan_gemm(a, a, out_dtype=torch.bfloat16, compute="bf16").record.kernel.endswith(" bfloat16")
+        True
     """
     _check(a, b, bias, accumulator, compute)
     if (rest := rests(a, b)) is not None:
