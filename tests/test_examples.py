@@ -55,3 +55,19 @@ def test_the_example_config_is_valid() -> None:
     from ottava.train.config import load_config
 
     assert load_config(ROOT / "examples" / "train.yaml", []).steps > 0
+
+
+def test_the_trainer_example_logs_and_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    lines = runpy.run_path(str(ROOT / "examples" / "trainer.py"))["main"](tmp_path, 10)
+    assert [line["step"] for line in lines] == [5, 10]
+    assert all(0.3 < line["ottava/fp8_share"] < 0.6 for line in lines)  # one of two blocks, and no head
+    assert lines[1]["loss"] < lines[0]["loss"]
+    assert "complaints: []" in capsys.readouterr().out
+
+
+def test_the_accelerate_example_goes_on_as_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    first, again = runpy.run_path(str(ROOT / "examples" / "accelerate_fp8.py"))["main"](tmp_path)
+    assert first == again
+    assert again[-1] < first[0] + 0.1

@@ -91,3 +91,17 @@ def test_a_sharded_model_is_named(tmp_path: Path) -> None:
         assert refuse_model(model) == "0.weight is sharded already: convert first, then shard"
     finally:
         dist.destroy_process_group()
+
+
+def test_the_page_has_the_versions_and_lines_of_the_doors() -> None:
+    """docs/doors.md: a line a host."""
+    page = (ROOT / "docs" / "doors.md").read_text("utf-8")
+    for name, host in HOSTS.items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| {name}"))
+        cells = [cell.strip() for cell in row.split("|")]
+        modules = re.findall(r"`ottava\.([\w.]+)`", cells[4])
+        paths = [ROOT / "src" / "ottava" / f"{module.replace('.', '/')}.py" for module in modules]
+        lines = sum(len(path.read_text("utf-8").splitlines()) for path in paths)
+        wanted = [host.least, host.tried, str(lines), f"`pip install 'ottava[{host.extra}]'`"]
+        assert [cells[2], cells[3], cells[5], cells[6]] == wanted, f"{name}: {lines} lines"
+        assert host.module in cells[4]

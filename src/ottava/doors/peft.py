@@ -38,7 +38,7 @@ def with_fp8_weights(config: LoraConfig) -> LoraConfig:
     return config
 
 
-class Fp8LoraLinear(LoraLinear):  # type: ignore[misc]
+class Fp8LoraLinear(LoraLinear):
     """LoRA on a linear layer; while its weight is in high precision, PEFT's own."""
 
     merge_error = 0.0
@@ -53,7 +53,8 @@ class Fp8LoraLinear(LoraLinear):  # type: ignore[misc]
         """
         weight = self.get_base_layer().weight
         if not is_quantized_weight(weight):
-            return super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+            return
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         for name in names:
             if name in self.lora_variant or self.lora_bias[name]:
@@ -64,17 +65,16 @@ class Fp8LoraLinear(LoraLinear):  # type: ignore[misc]
         if names:
             self._add(weight, sum(self._delta(name) for name in names), "merged")
             self.merged_adapters += names
-        return None
 
     def unmerge(self) -> None:
         """Subtracts merged adapters, with another cast: codes come back near to what they were, not exactly."""
         weight = self.get_base_layer().weight
         if not is_quantized_weight(weight):
-            return super().unmerge()
+            super().unmerge()
+            return
         if self.merged_adapters:
             self._add(weight, -sum(self._delta(name) for name in self.merged_adapters), "unmerged")
             self.merged_adapters.clear()
-        return None
 
     def _delta(self, name: str) -> Any:
         return self.get_delta_weight(name).float()

@@ -38,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 Numbers = dict[str, float | str]
 
 
-class OttavaCallback(TrainerCallback):  # type: ignore[misc]
+class OttavaCallback(TrainerCallback):
     """Logs five numbers of an FP8 run, keeps its record for `ottava diagnose`, and stops it on demand.
 
         ottava/fp8_share       share of the linear work that ran with quantized operands, 0 to 1

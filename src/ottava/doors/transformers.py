@@ -36,7 +36,7 @@ METHOD = "ottava"
 
 
 @register_quantization_config(METHOD)
-class OttavaConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class OttavaConfig(QuantizationConfigMixin):
     """Puts a model of transformers under a recipe when it is loaded, and again when its checkpoints are loaded.
 
     Args:
@@ -92,7 +92,7 @@ class OttavaConfig(QuantizationConfigMixin):  # type: ignore[misc]
             if not any(fnmatchcase(name, pattern) for name in layers):
                 raise ValueError(f"OttavaConfig: skip: no layer matches: {unknown_name('pattern', pattern, layers)}")
 
-        def chosen(name: str, layer: nn.Linear) -> str | None:
+        def chosen(name: str, layer: Any) -> str | None:
             pattern = next((one for one in self.skip if fnmatchcase(name, one)), None)
             return default_filter(name, layer) if pattern is None else f"skipped by {pattern!r}"
 
@@ -116,7 +116,7 @@ class OttavaConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 @register_quantizer(METHOD)
-class OttavaQuantizer(HfQuantizer):  # type: ignore[misc]
+class OttavaQuantizer(HfQuantizer):
     """What transformers calls while it loads and saves a model with an `OttavaConfig`."""
 
     is_trainable = is_qat_trainable = is_compileable = True
