@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from ottava.nn.convert import convert
+from ottava.serving.answers import View, blocks_of, decode_bytes, encode_bytes
 from ottava.serving.export import export
-from ottava.serving.view import View, blocks_of, decode_bytes, encode_bytes
 from ottava.train.config import ModelConfig
 from ottava.train.llama import as_llama
 from ottava.train.model import ByteTransformer, loss

@@ -123,6 +123,8 @@ def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     if name.startswith("ottava.kernels.triton.") and name.endswith("device_code"):
         pytest.importorskip("triton", reason="Triton has no build for this machine")
     monkeypatch.chdir(tmp_path)
+    if name.startswith("ottava.doors."):
+        pytest.importorskip(name, reason="its host is not installed", exc_type=ImportError)
     failed, _ = doctest.testmod(
         importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     )

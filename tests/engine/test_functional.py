@@ -391,25 +391,25 @@ def test_doors_are_called_as_modules() -> None:
 @pytest.mark.parametrize(
     "dtype, casts",
     [
-        (torch.bfloat16, [""]),
-        (torch.float16, ["OTTAVA_TYPE=Float16"]),
-        (torch.float32, ["", "OTTAVA_TYPE=Float32"]),  # torch.autocast gives BF16 inputs
+        (torch.bfloat16, [torch.bfloat16]),
+        (torch.float16, [torch.float16]),
+        (torch.float32, [torch.bfloat16, torch.float32]),  # torch.autocast gives BF16 inputs
         (torch.float64, []),
     ],
 )
 def test_what_a_step_needs_is_built_ahead(
-    dtype: torch.dtype, casts: list[str], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, casts: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Casts from what will come, in the order of need, GEMMs and sums; once; nothing beside an accelerator."""
-    begun: list[tuple[str, str]] = []
-    monkeypatch.setattr(native_build, "begin", lambda name, variant="": begun.append((name, variant)))
+    begun: list[tuple[str, torch.dtype | None]] = []
+    monkeypatch.setattr(native_build, "begin", lambda name, dtype=None: begun.append((name, dtype)))
     for there in (True, False):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda there=there: there)
         functional.build_ahead.cache_clear()
         assert begun == []
         for _ in range(2):
             functional.build_ahead(dtype)
-    assert begun == [*(("quantize", v) for v in casts), ("gemm", ""), ("sums", ""), ("pointwise", "")]
+    assert begun == [*(("quantize", v) for v in casts), ("gemm", None), ("sums", None), ("pointwise", None)]
 
 
 def test_amds_formats_run_all_three_gemms() -> None:
@@ -437,3 +437,27 @@ def test_amds_formats_run_all_three_gemms() -> None:
         assert got is not None
         bound = (a.shape[1] + 8) * 2.0**-24 * (a.abs() @ b.abs().t())
         assert ((got.detach().double() - a @ b.t()).abs() <= bound).all()
+
+
+@sweep(sizes=[(7, 97, 65), (5, 33, 13), (65, 257, 5)])
+def test_the_number_of_threads_changes_only_what_torch_sums(recipe: ottava.Recipe, sizes: tuple[int, int, int]) -> None:
+    """Odd and small FP32 matrices, of which torch's own GEMM adds in another order; the receipt tells where it ran."""
+    (m, k, n), outs = sizes, []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            torch.manual_seed(3)
+            layer = ottava.nn.Linear(k, n, recipe=recipe)
+            x = torch.randn(m, k, requires_grad=True)
+            y = layer(x)
+            y.backward(torch.randn(m, n))
+            outs.append((layer, y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
+        finally:
+            torch.set_num_threads(1)
+    call = outs[0][0].last_call
+    records = call.records if call is not None else {}
+    for gemm, one, other in zip(("fprop", "dgrad", "wgrad"), outs[0][1:4], outs[1][1:4], strict=True):
+        if gemm in records and records[gemm].kernel == "native_gemm":
+            assert torch.equal(one, other), gemm
+    if records:
+        assert torch.equal(outs[0][4], outs[1][4])  # the bias

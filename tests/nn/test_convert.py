@@ -351,7 +351,7 @@ def test_what_is_no_module_is_refused_in_words() -> None:
         ("receipt", lambda m: ottava.receipt(m)),  # type: ignore[arg-type]
         ("receipt", lambda m: ottava.assert_fp8(m)),  # type: ignore[arg-type]
         ("calibrate", lambda m: ottava.calibrate(m, [batch])),  # type: ignore[arg-type]
-        ("tune", lambda m: ottava.nn.plan(m)),  # type: ignore[arg-type]
+        ("tune", lambda m: ottava.nn.tune(m)),  # type: ignore[arg-type]
         ("plan_model", lambda m: plan_model(m, "tensorwise", tokens=8)),  # type: ignore[arg-type]
         ("observe", lambda m: ottava.debug.observe(m).__enter__()),  # type: ignore[arg-type]
         ("Slots", lambda m: ottava.debug.Slots(m)),  # type: ignore[arg-type]

@@ -214,7 +214,7 @@ def test_no_buffer_stays_on_meta(tmp_path: Path) -> None:
     assert model(torch.randn(3, 192, dtype=torch.bfloat16)).isfinite().all()
     stuck.filled = ("table",)
     forgotten[1].rope = forgotten[0]
-    for other, names in ((stuck, "rope.places"), (forgotten[1], "rope.table, rope.places")):
+    for other, names in ((stuck, "rope.places"), (forgotten[1], "rope.table and rope.places")):
         with pytest.raises(UntrustedError, match=rf"lacks {names}: buffers of the model on the meta device"):
             load_fp8(other, tmp_path)
         assert all(tensor.is_meta for tensor in (*other.parameters(), *other.buffers()))
@@ -251,7 +251,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def bad_folders(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """LayerView of the message -> what of a good folder is replaced."""
+    """Part of the message -> what of a good folder is replaced."""
 
     def with_config(**changes: Any) -> dict[str, Any]:
         return {"config": {"quantization_config": {**config["quantization_config"], **changes}}}

@@ -165,11 +165,11 @@ def test_what_is_measured_is_what_is_looked_up(recipe: str, monkeypatch: pytest.
     assert bool(names) == ("bf16_gemm" not in recipe)
     if not names:
         with pytest.raises(ValueError, match="tune: no layer has run a quantized GEMM"):
-            ottava.nn.plan(net, timer=timer, store=store)
+            ottava.nn.tune(net, timer=timer, store=store)
         return
     asked.clear()
     before = torch.get_rng_state()
-    choices = ottava.nn.plan(net, timer=timer, store=store)
+    choices = ottava.nn.tune(net, timer=timer, store=store)
     assert torch.equal(torch.get_rng_state(), before)
     assert set(choices) == names
     assert all(store.known(name) == choice for name, choice in choices.items())
@@ -178,9 +178,9 @@ def test_what_is_measured_is_what_is_looked_up(recipe: str, monkeypatch: pytest.
 
 def test_a_model_that_has_not_run_is_refused() -> None:
     with pytest.raises(ValueError, match="convert the model and run a forward and a backward first"):
-        ottava.nn.plan(model("tensorwise"), timer=timer)
+        ottava.nn.tune(model("tensorwise"), timer=timer)
     with pytest.raises(ValueError, match="no layer has run a quantized GEMM"):
-        ottava.nn.plan(nn.Linear(4, 4), timer=timer)
+        ottava.nn.tune(nn.Linear(4, 4), timer=timer)
 
 
 @pytest.mark.gpu
@@ -191,7 +191,7 @@ def test_a_tuned_model_trains_on(recipe: str, tmp_path: object, monkeypatch: pyt
     net = model(recipe, bias=False).cuda()
     x = torch.randn(256, 64, dtype=torch.bfloat16, device="cuda")
     net(x).sum().backward()
-    choices = ottava.nn.plan(net, store=Store(None, "test"))
+    choices = ottava.nn.tune(net, store=Store(None, "test"))
     monkeypatch.setattr(gemm_choice, "known", lambda *call: choices.get(call_name(*call)))
     net(x).sum().backward()
     for layer in (net[0], net[2]):

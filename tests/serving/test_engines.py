@@ -78,7 +78,11 @@ def test_parts_of_a_joined_linear() -> None:
 
 def test_targets_and_bad_lists() -> None:
     rule = ENGINES["vllm"].rules["compressed-tensors"]
-    config = {"config_groups": {"group_0": {"targets": ["re:.*down_proj$"]}}, "ignore": []}
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": ["re:.*down_proj$"], "weights": {"num_bits": 8, "type": "float"}}},
+        "ignore": [],
+    }
     assert {name for name, one in decide(rule, config, MLP).items() if one.quantized} == {n for n in MLP if "down" in n}
     for bad in ({"ignore": "lm_head"}, {"ignore": [3]}):
         with pytest.raises(UntrustedError, match="needs a list of names"):

@@ -1,10 +1,11 @@
-"""Each fault that was put into a checkpoint is named, and clean pairs are called clean."""
+"""Two checkpoints, with and without a fault: the verdict names it, from the command line and in the page."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ottava.nn.convert import convert
-from ottava.serving.evaluate import Evaluation, evaluate
-from ottava.serving.layouts import LAYOUTS
+from ottava.serving.answers import Answers, ChunkMean, View
+from ottava.serving.difference import Difference, Differences
+from ottava.serving.evaluate import RULES, Compared, Evaluation, Generation, evaluate, judge, render_page, write_page
 from ottava.serving.source import Source, Weight, cast_of
-from ottava.serving.view import View
 from ottava.train.model import ByteTransformer
 from ottava.train.views import open_view
+from ottava.weights.layouts import LAYOUTS
 from serving_samples import PROSE, TEXT, exported, learned, view
 
 UP, QUERY = "model.layers.1.mlp.up_proj", "model.layers.0.self_attn.q_proj"
@@ -188,3 +190,57 @@ def test_bad_input_ends_in_a_sentence() -> None:
     shifted = View("b", one.model, one.blocks, one.source, lambda text: [0, *text.encode()], one.decode)
     with pytest.raises(ValueError, match="tokenizers differ"):
         found(one, shifted)
+
+
+CLEAN = Difference("m.up.weight", "", "", "", "", True, None, 0.0, 1.0, 1.0, False)
+
+
+def case(one: Difference = CLEAN, kl: float = 0.0, change: float = 0.0, a: bool = False, b: bool = False) -> Compared:
+    def interval(x: float) -> ChunkMean:
+        return ChunkMean(x, x - 0.001, x + 0.001)
+
+    answers = Answers("t", 64, 1.0, 1.0 + change, interval(change), interval(kl), interval(0.9))
+    return Compared(Differences((one,), (), (), ()), answers, (answers,), (), (a, a), (b, b))
+
+
+def test_each_rule_answers_to_its_facts_and_an_earlier_one_wins() -> None:
+    wrong = replace(CLEAN, outside=1.0, factor=2.0)
+    cast = replace(CLEAN, cast_b="E4M3[tensor]", activation_b="E4M3[tensor]")
+    mixed = replace(cast, cast_a="E4M3[row]", activation_a="E4M3[row]")
+    for facts, kind in (
+        (case(), "same"),
+        (case(kl=0.0109), "same"),  # the interval still touches the tolerance
+        (case(kl=0.02), "unexplained"),
+        (case(change=-0.02), "unexplained"),
+        (case(cast, b=True), "same"),
+        (case(cast, kl=0.02, b=True), "too-coarse"),
+        (case(mixed, a=True, b=True), "same"),
+        (case(mixed, kl=0.02, a=True, b=True), "other-layers"),
+        (case(replace(CLEAN, cast_a="E4M3[row]"), kl=0.02, a=True), "serve-fp8"),
+        (case(replace(CLEAN, cast_a="E4M3[row]"), a=True, b=True), "other-layers"),
+        (case(replace(cast, name="lm_head.weight"), b=True), "other-layers"),
+        (case(wrong, kl=0.02, b=True), "wrong-values"),
+    ):
+        verdict = judge(facts)
+        assert verdict.kind == kind, verdict
+        assert verdict.good == (kind == "same")
+        assert verdict.evidence
+        assert verdict.remedy
+    assert len(RULES) == 7
+
+
+def test_the_page_says_what_was_found(tmp_path: Path) -> None:
+    found = evaluate(view(learned()), view(learned("rowwise")), {"a & b": TEXT}, chunks=4, generate=0)
+    said = Generation("p", "<script>alert(1)</script>\n", "y", 0, 2)
+    path = write_page(replace(found, generations=(said,)), tmp_path / "new" / "page.html")
+    page = path.read_text(encoding="utf-8")
+    assert found.verdict.sentence in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;⏎" in page
+    assert "a &amp; b" in page
+    assert "src=" not in page
+    assert f"{found.answers.perplexity_b:.4g}" in page
+    for tensor in found.weights.tensors:
+        assert tensor.name.replace(".", ".<wbr>") in page
+    assert "<svg" in page
+    assert "<svg" not in render_page(replace(found, blocks=()))
+    assert [file.name for file in path.parent.iterdir()] == ["page.html"]

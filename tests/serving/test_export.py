@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import ottava
 from ottava.numerics.formats import E4M3
 from ottava.serving.export import ExportError, export
-from ottava.serving.layouts import LAYOUTS
 from ottava.serving.source import Source, Weight, of_model
+from ottava.weights.layouts import LAYOUTS
 
 RECIPE_OF = {
     "compressed-tensors-block": "blockwise_fp32",

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.numerics.scaling import PER_ROW
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import GemmRecipe, Recipe
-from ottava.serving.alone import made_up
-from ottava.serving.causes import CAUSES
-from ottava.serving.parity import parity, place
+from ottava.serving.engines import Decision
+from ottava.serving.parity import CAUSES, activation_cause, layer_set, parity, place
+from ottava.serving.sides import Side, made_up, spec_of
 from ottava.serving.source import Source, Weight, of_model
+from ottava.weights.layouts import InputCast
 
 BLOCKS = ("blockwise_fp32", "compressed-tensors-block")
 TENSOR = ("delayed", "modelopt")
@@ -359,7 +361,10 @@ def test_each_fault_is_named_first(family: str, pair: Callable[..., Any]) -> Non
         got = certificate.first
         if got is None or got.cause != cause or got.layer != seeded.get("at", got.layer):
             wrong.append((name, got, seeded.get("at")))
-        elif cause not in ("kv-cache", "not-fp8", "parts", "unread"):
+        elif cause == "unread":  # of which nothing else can be said
+            assert len(certificate.findings) == 1
+            assert {row.served for row in certificate.rows} == {"not read"}
+        elif cause not in ("kv-cache", "not-fp8", "parts"):
             assert certificate.sha256_trained != certificate.sha256_served, name
     assert not wrong, wrong
 
@@ -455,3 +460,38 @@ def test_the_order_of_execution() -> None:
         "norm",
         "lm_head",
     ]
+
+
+TOKEN = InputCast(PER_ROW, powers=False, static=False)
+
+
+def test_casts_of_activations() -> None:
+    for other, cause in (
+        (TOKEN, None),
+        (None, "activation-granularity"),
+        (InputCast(PER_TENSOR, False, False), "activation-granularity"),
+        (InputCast(PER_ROW, False, True, 0.5), "activation-scale"),
+        (InputCast(PER_ROW, True, False), "activation-format"),
+        (InputCast(PER_ROW, False, False, rounded=False), "activation-rounding"),
+    ):
+        got = activation_cause(TOKEN, other)
+        assert (got and got[0]) == cause, other
+    assert activation_cause(None, None) is None
+    assert spec_of(TOKEN, QuantizationSpec(E4M3)) == QuantizationSpec(E4M3, PER_ROW)
+    powers = spec_of(InputCast(BLOCK_1X32, True, False), QuantizationSpec(E4M3, BLOCK_1X32, "e8m0"))
+    assert powers == QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
+    assert spec_of(InputCast(BLOCK_1X128, True, False), QuantizationSpec(E4M3)).scale_format == "pow2"
+
+
+def test_what_a_linear_in_high_precision_is_called() -> None:
+    """A router, a head, another linear; in a list of names the pattern decides."""
+    plain = Side(torch.zeros(4, 4))
+    there = Side(torch.zeros(4, 4), codes=True)
+    for name, cause in (("l.0.mlp.gate", "router"), ("lm_head", "head"), ("l.0.mlp.up_proj", "extra")):
+        got = layer_set(name, plain, there, Decision(False), [name])
+        assert got is not None
+        assert got[0] == cause
+    assert layer_set("up", plain, plain, Decision(False), []) is None
+    assert layer_set("up", plain, plain, Decision(True), []) is None  # a config without a cast of activations
+    got = layer_set("up", plain, there, Decision(False, refused="why"), [])
+    assert got == ("parts", "why")

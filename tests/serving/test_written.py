@@ -19,10 +19,10 @@ from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES, GemmRecipe, Recipe
 from ottava.serving.difference import differences
 from ottava.serving.export import ExportError, export
-from ottava.serving.layouts import LAYOUTS
 from ottava.serving.parity import parity
 from ottava.serving.sides import under
 from ottava.serving.source import Source, Weight, cast_of, of_folder, of_model
+from ottava.weights.layouts import LAYOUTS
 
 NAN, INF = float("nan"), float("inf")
 

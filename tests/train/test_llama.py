@@ -13,13 +13,13 @@ from ottava.base.settings import ConfigError
 from ottava.cli.app import app
 from ottava.nn.convert import convert
 from ottava.serving.export import export
-from ottava.serving.layouts import LAYOUTS
 from ottava.serving.source import of_folder
 from ottava.train.checkpoint import CheckpointError
 from ottava.train.config import ModelConfig, load_config
 from ottava.train.llama import as_llama, is_weights, model_of, of_run, read_weights, settings_of
 from ottava.train.loop import Trainer
 from ottava.train.model import ByteTransformer
+from ottava.weights.layouts import LAYOUTS
 from ottava.weights.parameter import QuantizedWeight
 from serving_samples import CONFIG, LENGTH, TEXT, exported, learned
 

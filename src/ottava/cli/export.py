@@ -12,7 +12,7 @@ from typer import Argument, Option
 from ottava.cli.console import answer, print_table
 
 if TYPE_CHECKING:
-    from ottava.serving.alone import Text
+    from ottava.serving.sides import Text
     from ottava.serving.source import Source
 
 
@@ -72,6 +72,7 @@ def export(
     layout: Annotated[
         str | None,
         Option(
+            "--layout",
             "-l",
             metavar="L",
             help="bf16, compressed-tensors-{block,channel,tensor,mxfp8,mxfp4,nvfp4}, fp8-block, fp8-block-ue8m0, "
@@ -86,7 +87,8 @@ def export(
         bool, Option("--recast", help="Cast the weights anew where the layout does not hold their cast.")
     ] = False,
     engine: Annotated[
-        str | None, Option("-e", metavar="E", help="vllm, sglang, transformers or trtllm, which will serve it.")
+        str | None,
+        Option("--engine", "-e", metavar="E", help="vllm, sglang, transformers or trtllm, which will serve it."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> int:
@@ -152,7 +154,9 @@ def parity(
         Path, Argument(metavar="TRAIN", help="A run of ottava train, one of its checkpoints, or a BF16 checkpoint.")
     ],
     checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="The folder that the engine reads.")],
-    engine: Annotated[str, Option("-e", metavar="E", help="vllm, sglang, transformers or trtllm.")] = "vllm",
+    engine: Annotated[
+        str, Option("--engine", "-e", metavar="E", help="vllm, sglang, transformers or trtllm.")
+    ] = "vllm",
     recipe: Annotated[str | None, Option(metavar="R", help="The recipe of the training, if TRAIN is in BF16.")] = None,
     settings: Annotated[
         Path | None, Option("--engine-config", metavar="F", help="JSON: settings of the engine, in its own words.")
@@ -162,7 +166,7 @@ def parity(
     ] = None,
     text: Annotated[Path | None, Option(metavar="F", help="A text to measure the KL on.")] = None,
     kl: Annotated[bool, Option("--kl/--no-kl", help="Measure the KL of each linear that differs, alone.")] = True,
-    out: Annotated[Path | None, Option("-o", metavar="F", help="Write the certificate as JSON.")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", metavar="F", help="Write the certificate as JSON.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the certificate as one JSON object.")] = False,
 ) -> int:
     """Compare what training multiplied with what an engine multiplies after it has read a checkpoint.
@@ -208,7 +212,7 @@ def _text(source: Source, checkpoint: Path, path: Path | None) -> Text:
     """Bytes for a model that reads bytes, the tokens of the checkpoint's tokenizer, or always the same tokens."""
     import torch
 
-    from ottava.serving.alone import SAMPLE, Text, made_up
+    from ottava.serving.sides import SAMPLE, Text, made_up
 
     vocabulary, length = int(source.config.get("vocab_size") or 0), 128
     if vocabulary == 256:
@@ -238,7 +242,9 @@ def evaluate(
     chunks: Annotated[int, Option(min=2, help="Chunks of each text.")] = 64,
     tolerance: Annotated[float, Option(min=0.0, help="Nats a token of loss or KL that count as nothing.")] = 0.01,
     generate: Annotated[int, Option(min=0, help="Tokens of greedy generations.")] = 32,
-    out: Annotated[Path | None, Option("-o", metavar="FILE", help="Write an HTML page with all numbers.")] = None,
+    out: Annotated[
+        Path | None, Option("--out", "-o", metavar="FILE", help="Write an HTML page with all numbers.")
+    ] = None,
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Compare two checkpoints by their weights and by their answers to text, and say what is wrong.
@@ -265,7 +271,7 @@ def evaluate(
     )
     values = found.to_dict()
     if out is not None:
-        from ottava.serving.evaluation_page import write_page
+        from ottava.serving.evaluate import write_page
 
         values["page"] = str(write_page(found, out))
     answer(as_json, values, str(found) + (f"\n\n{out}" if out else ""))

@@ -33,7 +33,7 @@ def watch(
         list[str], Argument(metavar="-- SCRIPT [ARGUMENTS]", help="The words after `python`: a file, or -m MODULE.")
     ],
     out: Annotated[
-        Path | None, Option("-o", metavar="DIR", help="The run folder; default runs/watch-SCRIPT-TIME.")
+        Path | None, Option("--out", "-o", metavar="DIR", help="The run folder; default runs/watch-SCRIPT-TIME.")
     ] = None,
     config: Annotated[Path | None, Option(metavar="FILE.yaml", help="Settings; options overrule them.")] = None,
     every: Annotated[
@@ -293,7 +293,7 @@ def table(
         Option("--format", metavar="F", help="text, csv, json or parquet; default: by FILE's name, or text."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="As --format json.")] = False,
-    out: Annotated[Path | None, Option("-o", metavar="FILE", help="Write a file.")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="Write a file.")] = None,
 ) -> int:
     """Print one line per tensor and step: amin, amax, current and delayed scale, cosine, MSE, underflow, overflow.
 
@@ -326,7 +326,7 @@ def table(
 
 def plot(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Watched runs: a good one beside a bad one.")],
-    out: Annotated[Path, Option("-o", metavar="FILE", help="The picture: .svg or .png.")],
+    out: Annotated[Path, Option("--out", "-o", metavar="FILE", help="The picture: .svg or .png.")],
     statistics: Annotated[str | None, Option(metavar="A,B", help="One chart for each [mse,underflow_pct].")] = None,
     layers: _Layers = None,
     tensors: _Tensors = None,
@@ -430,7 +430,7 @@ def report(
     run: Annotated[Path, Argument(metavar="RUN", help="Folder of a watched run.", show_default=False)],
     baseline: Annotated[Path | None, Option(metavar="GOOD", help="Folder of a good run to compare with.")] = None,
     out: Annotated[
-        Path | None, Option("-o", metavar="FILE", help="Where to write; RUN/report.html by default.")
+        Path | None, Option("--out", "-o", metavar="FILE", help="Where to write; RUN/report.html by default.")
     ] = None,
     open_it: Annotated[bool, Option("--open", help="Open the report in the browser.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,

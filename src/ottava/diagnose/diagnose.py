@@ -32,6 +32,8 @@ CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType({})
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "O14", "D3"})
 """Laws without which nothing trains."""
+_OF_CASTS = frozenset({"O4", "O7", "O8", "O14"})
+"""Laws that casts can break, too: a gradient that underflows is none."""
 _NO_CAUSE = frozenset({"recipe", "weights", "batch"})
 """Differences that good runs have, too: another recipe, another seed."""
 
@@ -154,10 +156,13 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     frameworks = ran(facts.frameworks, facts.packages) if framework is None else [framework]
     found = [_checked(facts, frameworks)]
     hits = broken(facts, happened)
-    found += [_law(law, how, happened, facts, frameworks) for law, how in hits if law.exact and how.grave]
+    laws = [(law, how, _law(law, how, happened, facts, frameworks)) for law, how in hits]
+    strong = [law.exact and how.grave for law, how, _ in laws]
+    found += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id not in _OF_CASTS]
     found.append(_fp8(facts, trial, happened, frameworks))
+    found += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
     found += _differing(differ, happened, frameworks)
-    found += [_law(law, how, happened, facts, frameworks) for law, how in hits if not (law.exact and how.grave)]
+    found += [f for (_, _, f), exact in zip(laws, strong, strict=True) if not exact]
     known = _one_answer([finding for finding in found if finding is not None])
     findings = [f for f in known if f.severity != "note"]
     notes = [f for f in known if f.severity == "note"]

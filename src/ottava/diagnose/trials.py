@@ -131,7 +131,7 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         return Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
     usual = float(np.median([float(e.get("norm") or 0.0) for e in before])) if before else math.nan
     for entry in after:
-        # a jump between two shadow steps shows in the one that the trigger asked for; later ones see what has come of it
+        # a jump between two shadow steps shows in that of the trigger; later ones see what has come of it
         if before and event is not None and entry["step"] > event.step + _NEAR:
             break
         blown = not float(entry.get("norm") or math.inf) <= _BLOWN * usual

@@ -149,6 +149,7 @@ def _view_name(ambient_recipe: int, layer: str) -> str:
     assert recipe is not None
     assert id(recipe) == ambient_recipe
     name = f"{hash(recipe)}:{layer.replace('.', '/')}"  # Dynamo takes no dot in an attribute's name
+    # an attribute stays: the number of recipes times the number of layers bounds them
     setattr(_COMPILED_VIEW, name, recipe.for_layer(layer))
     return name
 
@@ -176,6 +177,7 @@ def ambient() -> Ambient:
     if torch.compiler.is_compiling():
         return _COMPILED_VIEW.ambient
     innermost = AMBIENT.get()
+    # each layer passes here, so an autocast that no layer heard had no effect and says so at its end
     innermost.ear.heard = True
     return innermost
 
@@ -231,6 +233,7 @@ class Autocast(AbstractContextManager[None]):
             TypeError: a generator or coroutine function: a call runs nothing of its body.
         """
         lazy = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        # silence here would run the body outside of the autocast, in another recipe
         if any(is_lazy(function) for is_lazy in lazy):
             name = getattr(function, "__qualname__", repr(function))
             raise TypeError(
@@ -329,20 +332,27 @@ def _entering(
     batch_invariant: bool | None = None,
 ) -> Iterator[None]:
     """One entering of an `autocast`."""
+    # not `ambient()`: entering an autocast inside of another is not what a layer does, and must not be heard
     outer = AMBIENT.get()
     recipe = asked or outer.recipe
+    # a recipe that names its accumulators keeps them under an autocast that names another around it
     own = asked is not None and any(getattr(asked, gemm).accumulator is not None for gemm in GEMMS)
     profile = accumulator or (None if own else outer.accumulator)
     if recipe is not None:
+        # one object for equal recipes, so that a loop with an autocast in each step compiles once
         recipe = _interned(recipe if profile is None else _under(recipe, profile))
+    # only the outermost autocast with TransformerEngine's timing makes boundaries: an inner one would change scales in
+    # the middle of a forward
     session = Session() if calibrating or (update == "autocast" and outer.session is None) else None
     on, around = enabled and not calibrating, session or outer.session
     invariant = on and (outer.batch_invariant if batch_invariant is None else batch_invariant)
     entered = Ambient(recipe, on, calibrating, profile, group or outer.group, around, invariant)
     token = AMBIENT.set(entered)
+    # compiled code guards on this attribute: it recompiles here, and finds its graph again when the autocast ends
     _COMPILED_VIEW.ambient = entered
     try:
         yield
+        # not in `finally`: an exception leaves histories as they were
         if session is not None and calibrating:
             session.close("all")
         elif session is not None and torch.is_grad_enabled():
@@ -437,6 +447,8 @@ def in_tiles(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
     rows = [x.reshape(-1, x.shape[-1]) for x in operands]
     count, wide = rows[0].shape[0], max(x.shape[-1] for x in rows)
     whole = all(x.shape[-1] % (2 * LANES) == 0 for x in rows)  # also in the halves of a gated activation
+    # torch runs the ends of a tensor by scalar code with other roundings than its vectors: tiles of one size have no
+    # such ends at all, or all rows have them
     tile = max(1, _TILE // max(wide, 1)) if whole else 1
     if short := -count % tile:
         rows = [torch.nn.functional.pad(x, (0, 0, 0, short)) for x in rows]

@@ -213,6 +213,7 @@ def build_ahead(dtype: torch.dtype, casts: bool = True) -> None:
     for cast_dtype in dict.fromkeys((inputs, dtype)) if casts else ():  # in the order of need
         if cast_dtype in native_build.VARIANTS:
             native_build.begin("quantize", cast_dtype)
+    # one compiler each, side by side
     for name in ("gemm", "sums", "pointwise"):
         native_build.begin(name)
 
@@ -230,28 +231,36 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         # needs_input_grad is requires_grad, without regard to grad mode
         _, _, *needed = ctx.needs_input_grad
+        # grad mode came in as an argument, because a Function's forward always runs without it
         needs_dx = grad_enabled and (needed[0] or True in needed[3:])  # for x, or a parameter of the Producer
         needs_dw = grad_enabled and needed[1]
         fprop, wgrad = call.recipe.fprop, call.recipe.wgrad
         made: tuple[Tensor | None, ...] = ()
         rows: Tensor | UnmadeRows = x
         notes: Notes = []
+        # amaxes of a forward wait for its backward: evaluation and frozen forwards must leave no trace in a history
         record: Record = notes if grad_enabled else False
         if call.produce is not None:
             cells = (fprop.lhs, wgrad.rhs) if needs_dw else (fprop.lhs,)
             rows, made = _made(call, call.produce, x, parameters, weight.shape[1], cells)
         x_row, x_col = call.doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=record)
         if call.exchange is not None:
+            # codes and scales travel, a byte a number: the cast came first
             x_row = call.exchange.gather("input", x_row, 0)
         dtype = rows.dtype
         y, w_col = forward_gemm(call, x_row, weight, bias, dtype, needs_dx=needs_dx, record=record)
         ctx.call, ctx.dtypes = call, (dtype, weight.dtype, None if bias is None else bias.dtype)
+        # a Producer's own tensors serve only the gradients of what it read and of its parameters
         made = made if needs_dx else ()
+        # x and w themselves are not kept: the operands of x.T and w.T are all that the backward multiplies (decision
+        # 12)
         tensors, ctx.described, saved_bytes = flattened((x_col, w_col))
+        # whether there will be a backward is known here, and nowhere later
         ctx.notes = call.keep(notes, linked=True in needed) if notes else notes
         ctx.save_for_backward(*tensors, *made)  # every tensor but notes, so that checkpointing and offloading see it
         if not torch.compiler.is_compiling():
             if isinstance(weight, QuantizedWeight):
+                # an operand that is the weight's own memory costs nothing until the backward
                 saved_bytes -= shared_bytes(w_col, weight)
             if isinstance(x_col, Tensor):  # a weight in high precision lives anyway
                 saved_bytes += x_col.nbytes
@@ -344,6 +353,7 @@ def backward_gemms(
         w_col = weight_operands(w_col, None, dgrad.rhs, rowwise=False)[1]
     # db first: the operation that made dy has left a part of it in a cache
     db = column_sums(dy, bias_dtype) if needs_db and bias_dtype is not None else None
+    # the cast below makes the numbers; nobody else has seen them
     rows = dy.taken() if isinstance(dy, UnmadeGradient) else dy
     dy_row, dy_col = call.doors.grad_output(
         rows, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw, record=notes, beside=(w_col, x_col)
@@ -394,6 +404,7 @@ def _pulled_back(
 def _left_unmade(ctx: Any, produce: Producer, d_rows: Tensor, saved: Sequence[Tensor | None]) -> UnmadeRows | None:
     """The gradient of what a Producer has read, if a linear made that and its cast makes the gradient."""
     unmade = getattr(produce, "unmade_gradient", None)
+    # autograd's graph tells who will receive this gradient: only a linear of ours casts what it makes
     node: Any = None if unmade is None else ctx.next_functions[0][0]
     while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"):
         node = node.next_functions[0][0]
@@ -415,6 +426,7 @@ def _refuse_gradient(node: Any, rows: UnmadeRows) -> str | None:
     call: Call = node.call
     _, _, needs_x, needs_dw, needs_db, *more = node.needs_input_grad
     try:
+        # torch.autograd.grad returns gradients of chosen tensors to its caller, who knows nothing of unmade ones
         alone = all(torch._C._will_engine_execute_node(after) for after, _ in node.next_functions if after is not None)
     except RuntimeError:  # torch's answer about a leaf in torch.autograd.grad
         alone = False
@@ -435,6 +447,7 @@ def _made(
     cells: tuple[QuantizationSpec | None, ...],
 ) -> tuple[Tensor | UnmadeRows, tuple[Tensor | None, ...]]:
     """What a Producer makes, in the dtype that the linear behind it runs in; on a GPU the cast may make it."""
+    # under torch.autocast the linear runs in 16 bits, whatever the norm reads
     dtype = x.dtype if call.dtype is None else call.dtype
     unmade = None if torch.compiler.is_compiling() else getattr(produce, "unmade", None)
     rows: Tensor | UnmadeRows

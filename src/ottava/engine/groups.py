@@ -60,6 +60,7 @@ def need_plain(wrapper: nn.Module, model: nn.Module) -> None:
     Raises:
         TypeError: with the name of such a parameter, and what to call instead.
     """
+    # DDP broadcasts parameters by their memory, and a DTensor has only a part of it
     split = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), None)
     if split is not None and isinstance(wrapper, DistributedDataParallel):
         raise TypeError(
@@ -76,6 +77,7 @@ def mesh_group(model: nn.Module | None) -> dist.ProcessGroup | None:
     meshes += [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
     if not meshes:
         return None
+    # experts may be sharded over a part of the ranks; amaxes are those of all
     mesh = max(meshes, key=lambda mesh: mesh.size())
     group: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
     return group
@@ -108,6 +110,7 @@ def agree(
     entry = dist.distributed_c10d._world.pg_map.get(group)  # None: other code than torch.distributed made the group
     if entry is None or (size := dist.get_world_size(group)) < 2:
         return
+    # a store, not a collective: a rank with another recipe would enter another collective, and all would wait
     store, rank = entry[1], dist.get_rank(group)
     table = list(dict.fromkeys("none" if s is None else json.dumps(s.to_dict(), sort_keys=True) for s in specs))
     places = {text: i for i, text in enumerate(table)}
@@ -115,6 +118,7 @@ def agree(
     mine = {"names": list(names), "table": table, "doors": doors}
     turn = store.add(f"ottava/turn of {rank}", 1)  # the calls of all ranks have one order, as those of collectives
     store.set(f"ottava/{turn}/{rank}", json.dumps(mine))
+    # rank 0 compares itself with all, so every difference is seen by two ranks, in O(ranks) reads
     for other in () if not names else range(1, size) if rank == 0 else (0,):
         key = f"ottava/{turn}/{other}"
         try:
@@ -170,6 +174,7 @@ class _Join(JoinHook):
         """torch calls this for each iteration of the other ranks."""
         self._theirs.main_hook()
         wrapper = self._wrapper()
+        # no_sync accumulates on the other ranks: there is no boundary yet that this rank could take part in
         if wrapper is not None and wrapper.require_forward_param_sync:  # torch's hook sets it if it reduced gradients
             self._shadow(wrapper)
 

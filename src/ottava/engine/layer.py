@@ -62,4 +62,5 @@ def quantized_layers(model: nn.Module) -> list[QuantizedLayer]:
         >>> [layer.name for layer in quantized_layers(model)]
         ['0']
     """
+    # the order of modules is that of ranks too: a place in an all-reduce stands for a layer
     return [module for module in model.modules() if isinstance(module, QuantizedLayer)]

@@ -96,6 +96,7 @@ class Quantizer(nn.Module):
         spec = cast_row or cast_col
         if spec is not None and spec.scaling == "current" and (cast_col is None or cast_col.scaling == "current"):
             row, col, _ = self.cast(x, cast_row, cast_col, plans=self.plans, beside=beside)
+        # two cells with scales of their own are two casts: one history cannot predict both
         elif cast_row is not None and cast_col is not None and cast_row != cast_col:  # each with a scale of its own
             row, col = self._predict(x, cast_row, None, record)[0], self._predict(x, None, cast_col, record)[1]
         elif spec is not None:
@@ -128,8 +129,10 @@ class Quantizer(nn.Module):
         if spec.scaling == "current":
             row, col, _ = self.cast(x, row_spec, col_spec, plans=self.plans)
             return row, col
+        # evaluation may ask for a spec that this door has no buffers for, and must make none
         scale = self.scale_for(spec, x.device, record is not False)
         staged = self.staged if record is True else None
+        # the caller stages it after its backward: until then it must not touch the door's memory
         if isinstance(record, list) and not torch.compiler.is_compiling():
             staged = scale.new_zeros(4)  # a kernel may raise it, and a GPU's needs the fourth
         row, col, amax = self.cast(x, row_spec, col_spec, scale=scale, staged=staged, plans=self.plans)
@@ -186,11 +189,13 @@ class Quantizer(nn.Module):
             self.register_buffer("scale", _first_scale(spec, device))
             for name in ("nonfinite_count", "guard_count"):
                 self.register_buffer(name, torch.zeros((), dtype=torch.int64, device=device))
+            # no buffer: DistributedDataParallel would send rank 0's over it in every forward
             self.staged = torch.zeros(3, dtype=torch.float32, device=device)
             self.spec = spec
             return
         self.spec = spec
         if old.amax_history_len != spec.amax_history_len:
+            # newest first, so what is cut off or filled up is the oldest
             kept = min(old.amax_history_len, spec.amax_history_len)
             self.amax_history = _resized(self.amax_history, spec.amax_history_len)
             warnings.warn(
@@ -230,6 +235,7 @@ class Quantizer(nn.Module):
         self.pack = None
         for name, tensor in buffers.items():
             device = fn(tensor).device
+            # meta tensors have no numbers to move; `reset` fills them below
             setattr(self, name, torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
         if any(tensor.is_meta for tensor in buffers.values()):
             self.reset()  # to_empty leaves the memory of such tensors as it was
@@ -265,6 +271,7 @@ class Quantizer(nn.Module):
         if lacking := [prefix + name for name in _BUFFERS if name not in here]:
             missing.extend(lacking)
             return
+        # checked before anything is copied: half of a state is none
         loaded = {name: state_dict[key] for name, key in here.items()}
         if reason := _invalid(loaded, self.spec):
             errors.append(f"{prefix.removesuffix('.')}: {reason}")
@@ -397,9 +404,11 @@ class WeightQuantizer(Quantizer):
                 x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record, beside=beside
             )
         assert row_spec is not None  # `kept` says so
+        # bits on a CPU, promises on an accelerator: a checksum there would have to be read back
         witness = checksum(x) if on_cpu else self._steps
         scale = None if self.spec is None else _identity(self.scale)
         version = 0 if x.is_inference() else x._version
+        # all that the cast depends on; a changed recipe, or a moved scale, is another key
         key = (x.data_ptr(), version, x.dtype, witness, row_spec, col_spec, self.spec, scale)
         seen, row, col = None, None, None
         if self.cached is not None and self.cached[0] == key:
@@ -414,6 +423,7 @@ class WeightQuantizer(Quantizer):
         if wants_row or wants_col:
             notes: Notes = []
             own: Record = notes if recorded else False
+            # tensors made in inference mode can never be saved for a backward, and this cast may be
             with torch.inference_mode(False), torch.no_grad():  # a later training step may save the kept cast
                 both = super().forward(x, row_spec, col_spec, rowwise=wants_row, columnwise=wants_col, record=own)
             row, col = both[0] if wants_row else row, both[1] if wants_col else col
@@ -426,6 +436,7 @@ class WeightQuantizer(Quantizer):
             record.append((self, seen))
         elif seen is not None and record:
             self.stage(seen)
+        # a kept operand that this call did not ask for stays in the cache only
         return row if rowwise else None, col if columnwise else None
 
     def _predicts(self, *specs: QuantizationSpec | None) -> bool:
@@ -474,6 +485,7 @@ def stage(notes: Notes) -> None:
                     first[id(door)] = door.staged, seen
         if first:
             staged, raised = zip(*first.values(), strict=True)
+            # one launch for all doors of a backward, not one for each
             torch._foreach_maximum_(list(staged), list(raised))
         notes = later
 
@@ -520,6 +532,7 @@ class LinearQuantizers(Doors):
         if torch.compiler.is_compiling():  # Dynamo would guard on `_ready`
             return self._prepared_for(recipe)
         doors: dict[str, Any] = self._modules
+        # four objects that are mostly the same as last time: identity answers before equality has to
         seen = recipe, doors["input"].spec, doors["weight"].spec, doors["grad_output"].spec
         if self._ready == seen:  # mostly the same objects, whose fields Python need not compare
             return True

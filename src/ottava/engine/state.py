@@ -18,7 +18,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -34,6 +34,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from ottava.base.errors import need
+from ottava.base.text import listed
 from ottava.engine.autocast import Part
 from ottava.engine.groups import (
     agree,
@@ -49,12 +50,15 @@ from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.engine.quantizer import Notes, Quantizer, WeightQuantizer, stage
 from ottava.kernels.triton import roll as triton_roll
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.ops.advice import Advice
 from ottava.recipe import TENSORS, Recipe
 from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
 
 _UNREAD_BOUNDARIES = 8
 _JOIN = "delayed scaling: DistributedDataParallel.join does not go with"
+
+
+_FORWARDS = 256  # without a step before the hint: more than micro-batches and evaluations need
+_ENOUGH = 16  # of one optimizer before the hint names idle layers: other optimizers may step less often
 
 
 class DoorAmax(NamedTuple):
@@ -104,6 +108,7 @@ class ScalingState:
     def __init__(self, model: nn.Module | None, group: dist.ProcessGroup | None = None) -> None:
         if model is not None:
             need("ScalingState", model, nn.Module)
+        # weak: a hook that kept its model alive would keep all its memory after `del model`
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self.group = group
         self.boundaries = 0
@@ -128,6 +133,7 @@ class ScalingState:
             for layer in quantized_layers(model):
                 earlier = layer.scaling_state  # `ScalingState(model).update()` in a loop must not forget the group
                 self._found_group = self._found_group or earlier.group or earlier._found_group
+                # a state made in the middle of a run goes on counting: 0 would look like a start without a history
                 self.boundaries = max(self.boundaries, earlier.boundaries)
                 layer.scaling_state = self
             if self.predicts:
@@ -146,6 +152,7 @@ class ScalingState:
         doors = self.doors()
         for door in self.weight_doors():
             door.cached = None
+        # the doors of a part; the others keep what they have staged for their own boundary
         backward = {id(layer.quantizers.grad_output) for layer in self._layers()}
         self._roll([door for door in doors if part == "all" or (id(door) in backward) == (part == "backward")])
 
@@ -248,6 +255,7 @@ class ScalingState:
         self.moved_by_autocast = moved_by_autocast
         self._excused.clear()
         self.find_group(group)
+        # said at the first forward that would predict, because a wrapped model without predicted scales is fine
         if self._refusal and self.group is None:
             raise RuntimeError(f"delayed scaling: {self._refusal}")
         if self.boundaries == 0:
@@ -257,6 +265,7 @@ class ScalingState:
         """A layer calls this in each forward. Takes the group of the autocast, or of the wrapper around the layer."""
         self._found_group = named or self._found_group
         active = DistributedDataParallel._get_active_ddp_module()
+        # in each forward, so the search in the wrapper's modules runs once a wrapper
         known = active is None or active is self._wrapper()
         if not known and (wrapper := ddp_around(self._layers())) is not None:
             self._wrapper, self._found_group = weakref.ref(wrapper), wrapper.process_group
@@ -277,12 +286,15 @@ class ScalingState:
         if task not in self._notes:
             self.settle()
             self._notes[task] = []
+            # torch calls it when this backward has run as a whole; one that fails never calls it, so its amaxes are
+            # dropped
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._after_backward, task))
         self._notes[task] += notes
 
     def _after_backward(self, task: int) -> None:
         notes = self._notes.pop(task) + self._unlinked()
         self.stage(notes)
+        # a gradient may lie on a parameter that the layer holds a piece of
         leaves = [parameter for layer in self._layers() if (parameter := layer.parameter).is_leaf]
         graded = [parameter for parameter in leaves if parameter.grad is not None]
         if notes and not graded and self._has_no_gradient():
@@ -313,6 +325,7 @@ class ScalingState:
     def settle(self) -> None:
         """Drops the staged amaxes of a step that was skipped: its gradients are gone, and no optimizer has stepped."""
         alive = [ref() for ref in self.graded]
+        # a loss scaler that found an infinity skips the step, and zero_grad follows: no other sign is given
         if alive and all(p is not None and p.grad is None for p in alive):
             self.discard()
 
@@ -427,6 +440,7 @@ class ScalingState:
         if group is None and not any(door.spec is not None for door in due):
             return
         device = live[0].scale.device if live else self._device()
+        # one tensor for one collective: every door of the model has a column, whether it ran here or not
         lanes = torch.cat([_staged(doors, device), self._due_lane(doors, due, device)])  # (4, doors)
         if group is not None:
             self._agree(group)
@@ -438,14 +452,18 @@ class ScalingState:
                 raise RuntimeError(
                     f"{_JOIN} compiled code, which cannot exchange amaxes at the end of a backward: use one of the two"
                 )
+        # what is not due on any rank contributes zeros, and zeros change nothing
         lanes = lanes * lanes[3]
+        # read later, if somebody asks: reading here would wait for the device in every step
         self._unread.append((self.boundaries, [weakref.ref(door) for door in doors], lanes))
         with torch.no_grad():
             roll_windows(doors, lanes)
 
     def _due_lane(self, doors: list[Quantizer], due: list[Quantizer], device: torch.device) -> Tensor:
         """(1, doors): 1 for a door that is due. The state keeps it, because making one waits for the device."""
+        # by identity: two doors with equal buffers are two doors
         wanted = {id(door) for door in due}
+        # one byte a door: a mask that a dict can hold
         key = bytes(id(door) in wanted for door in doors), device
         if key not in self._due_lanes:
             self._due_lanes[key] = torch.tensor([list(key[0])], dtype=torch.float32, device=device)
@@ -521,6 +539,7 @@ class _Steps:
         """After a step."""
         for state in self.living():
             state.after_step(optimizer)
+        # after all states: what others see is the step as a whole
         for ref in self.others:
             if (other := ref()) is not None:
                 other(optimizer)
@@ -541,6 +560,7 @@ def living_states() -> list[ScalingState]:
 
 def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
     """Tells the states of a model about its wrapper; ranks compare their specs, ranks without layers too."""
+    # a model may be two converted halves, each with a state
     states = list(dict.fromkeys(layer.scaling_state for layer in quantized_layers(model)))
     if states:
         need_plain(wrapper, model)
@@ -557,6 +577,7 @@ def _send_codes(wrapper: nn.Module, weights: list[QuantizedWeight]) -> None:
     changes nothing."""
     with torch.no_grad():
         for weight in weights if isinstance(wrapper, DistributedDataParallel) else ():
+            # codes, not numbers: sent numbers would be cast again, and a second rounding is another weight
             dist.broadcast(weight.detach(), group_src=0, group=wrapper.process_group)  # type: ignore[arg-type]
             weight.sent = True
 
@@ -610,6 +631,7 @@ class _Pack:
 
     def holds(self, doors: list[Quantizer], columns: list[int]) -> bool:
         """Whether all doors still hold views: a moved, copied or newly prepared door has buffers of its own."""
+        # the doors of a spec change when a layer gets another recipe or device
         same = self.columns == columns and self.ids == [id(door) for door in doors]
         return same and all(door.pack is self for door in doors)
 
@@ -640,6 +662,7 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
             continue
         last, nonfinite, guard, due = lanes.to(device)[:, pack.index]
         touched = last > 0
+        # (T, L): the newest first, the oldest falls off
         rolled = torch.cat([last[:, None], pack.history[:, :-1]], dim=1)
         pack.history.copy_(torch.where(touched[:, None], rolled, pack.history))
         scale, usable = spec.from_window(pack.history)
@@ -650,3 +673,116 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
     for door in doors:
         if isinstance(door, WeightQuantizer) and door.spec is not None:
             door.cached = None  # the next forward casts again, so that its amax enters the next window
+
+
+# --- hints, each once: predicted scales do not change, or start without a history. None is an error ---
+
+
+class Advice:
+    """The memory of one `ScalingState`: the events that it counted, and the hints that it gave."""
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        self._weight_version: tuple[int, int] | None = None
+        self._steps: dict[int, int] = {}
+        self._stepped: set[int] = set()
+        self.began = self._asked_idle = False
+
+    def copy(self) -> Advice:
+        """A copy for a replay, which must leave no trace."""
+        twin = Advice()
+        vars(twin).update(vars(self), _steps=self._steps.copy(), _stepped=self._stepped.copy())
+        return twin
+
+    def saw_forward(self, weight: Tensor) -> None:
+        """Counts training forwards before the first boundary; warns if the weights change and no boundary comes."""
+        if self.began or weight.is_meta:
+            return
+        # torch counts writes to a tensor: an optimizer that nobody told us of moves the version all the same
+        version = (id(weight), weight._version)
+        if self._weight_version is None:
+            self._weight_version = version
+        if self._weight_version[0] != version[0]:
+            return  # count the forwards of one layer only
+        self._forwards += 1
+        stepped = self._weight_version[1] != version[1] and not dist.is_initialized()
+        if stepped or self._forwards > _FORWARDS:
+            self._weight_version = version
+            # Python shows a warning of one text and place once
+            warnings.warn(
+                "delayed scaling: the weights have changed, or many forwards have passed, and ottava saw no step "
+                "boundary, so the scales do not move. ottava sees the step() of torch optimizers; in another loop call "
+                "ottava.ScalingState(model).update() after each weight update",
+                stacklevel=4,
+            )
+
+    def first_step(self, model: nn.Module, layers: Iterable[Any], *, boundaries: int) -> None:
+        """Runs before the first step of an optimizer of the model: warns of a start without a history.
+
+        It warns only if the model looks trained: the elements of some norm's weight differ.
+        """
+        self.began = True
+        if not _readable(model):
+            return
+        doors = [door for layer in layers for door in layer.quantizers.doors if door.spec is not None]
+        if not doors or boundaries or not _looks_trained(model) or any(bool(door.amax_history.any()) for door in doors):
+            return
+        start = "the current scale of each tensor" if doors[0].spec.bootstrap else "scale 1, whatever the tensor"
+        warnings.warn(
+            "delayed scaling starts on weights that look trained, and has no history: the first step casts with "
+            f"{start}, the next ones with scales predicted from the few amaxes since then. To fill the histories from "
+            "some batches before the first step: ottava.calibrate(model, batches, loss=loss)",
+            stacklevel=2,
+        )
+
+    def after_step(self, optimizer: object, stepped: Collection[int], layers: Iterable[Any]) -> None:
+        """Runs after the boundary of an optimizer's step: names trainable layers that no optimizer steps.
+
+        stepped: ids of the optimizer's parameters. Another rank's step (ZeroRedundancyOptimizer) counts too: its
+            boundary has cleared the layer's staged amaxes.
+        """
+        if self._asked_idle:
+            return
+        layers = list(layers)
+        self._stepped.update(id(layer.parameter) for layer in layers if id(layer.parameter) in stepped)
+        count = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        if count < _ENOUGH or not all(_readable(layer) for layer in layers):
+            return
+        self._asked_idle = True
+        idle = [m for m in layers if m.parameter.requires_grad and id(m.parameter) not in self._stepped and _waits(m)]
+        if idle:
+            names = listed((layer.name or type(layer).__name__ for layer in idle), most=3)
+            warnings.warn(
+                f"delayed scaling: in {_ENOUGH} steps no optimizer has stepped the trainable weights of {names}, so "
+                "their scales do not move. Give these weights to the optimizer, or freeze them with "
+                "requires_grad_(False), or call ottava.ScalingState(model).update() after each step",
+                stacklevel=2,
+            )
+
+
+def _waits(layer: Any) -> bool:
+    """Whether a door has staged an amax that no boundary has taken."""
+    return any(door.spec is not None and bool(door.staged[0] > 0) for door in layer.quantizers.doors)
+
+
+def _readable(module: nn.Module) -> bool:
+    """Whether Python may read parameters now: not on meta, in the capture of a CUDA graph, or while compiling."""
+    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return False
+    return not any(p.is_meta for p in module.parameters())
+
+
+def _looks_trained(model: nn.Module) -> bool:
+    """Whether the elements of a norm's weight differ. All parameters of a norm are vectors, and its weight starts with
+    equal elements."""
+    for module in model.modules():
+        parameters = dict(module.named_parameters(recurse=False))
+        weight = parameters.get("weight")
+        flat = "_fsdp_flattened"  # torch's mark of a part of a matrix that FSDP1 keeps as a vector
+        if weight is None or any(p.dim() != 1 or hasattr(p, flat) for p in parameters.values()):
+            continue
+        # every rank looks at its own rows
+        shard: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+        if shard.numel() and bool((shard != shard[0]).any()):
+            return True
+    return False

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ottava.engine.autocast import autocast
 from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.engine.state import Advice
 from ottava.numerics.tensor import QuantizedTensor
-from ottava.ops.advice import Advice
 from ottava.ops.gemm import whole
 from ottava.recipe import GEMMS, TENSOR_OF, Override, Recipe, get_recipe
 from ottava.record.random_state import random_states, random_states_kept

@@ -69,9 +69,11 @@ def gemm(
     """(M, K), (N, K) -> (M, N), both contracted over their last dimension; c (M, N) fp32 starts the accumulator."""
     k = a.shape[1]
     accumulator, inside = instruction(a.spec, b.spec, accumulator)
+    # what the accumulator begins with: (M, N), zeros without c
     start = torch.zeros(a.shape[0], b.shape[0], device=a.device) if c is None else c
     if inside:
         (lhs, lhs_exp, of_a), (rhs, rhs_exp, of_b) = (_scaled(side, accumulator) for side in (a, b))
+        # c stands outside of the scales of the tensors, so it goes in divided by them, and comes out multiplied
         y = accumulate(lhs, lhs_exp, rhs, rhs_exp, start / of_a / of_b, accumulator) * of_a * of_b
         return (y if bias is None else y + bias.to(torch.float32)).to(out_dtype)
     step = block_columns(a.spec.granularity, b.spec.granularity, k)
@@ -81,6 +83,7 @@ def gemm(
     for at in range(0, k, max(step, 1)):
         columns = slice(at, at + step)
         of_a, of_b = scale_of_block(a, at), scale_of_block(b, at).t()
+        # a block's sum begins at zero and is added in fp32; one sum over all of K begins at c
         begin = torch.zeros_like(start) if step < k else start if c is None else start / of_a / of_b
         part = accumulate(
             lhs[:, columns], exponents[0][:, columns], rhs[:, columns], exponents[1][:, columns], begin, accumulator
@@ -100,6 +103,7 @@ def accumulate(a: Tensor, a_exp: Tensor, b: Tensor, b_exp: Tensor, start: Tensor
     """
     assert rule.group is not None
     (m, k), n = a.shape, b.shape[0]
+    # all products of a group lie in memory at once: (rows, n, group) in float64
     rows = max(1, _AT_ONCE // max(1, n * min(rule.group, k)))
     if m > rows:
         parts = [slice(r, r + rows) for r in range(0, m, rows)]
@@ -115,22 +119,29 @@ def accumulate(a: Tensor, a_exp: Tensor, b: Tensor, b_exp: Tensor, start: Tensor
             products, exponents = products.unflatten(2, (-1, rule.dot)).sum(3), exponents[:, :, :: rule.dot]
         finite = products.isfinite()
         special = special + torch.where(finite, 0.0, products).sum(2)
+        # so that an infinity does not take part in the alignment of the others
         products = torch.where(finite, products, 0.0)
         carry = _next(products, exponents, carry, rule)
         special = special + torch.where(carry.abs() < _BEYOND, 0.0, carry * torch.inf)
+        # a sum beyond fp32 is infinite from here on; `special` remembers its sign
         carry = torch.where(carry.abs() < _BEYOND, carry, 0.0)
         if rule.promotion and ((at + rule.group) % rule.promotion == 0 or at + rule.group >= k):
             total, carry = total + carry.float(), torch.zeros_like(carry)
+    # exact: the rule has kept no more bits than fp32 holds
     result = carry.float() if rule.promotion is None else total
     return torch.where(special == 0, result, special.float())
 
 
 def _next(products: Tensor, exponents: Tensor, carry: Tensor, rule: Accumulator) -> Tensor:
     """One group (M, N, group) and the accumulator (M, N) -> the accumulator; of dots also those that are zero count."""
+    # hardware aligns all products to the largest exponent, and cuts what lies below its last bit. A product of zero has
+    # no exponent and does not take part; a dot that is zero does
     largest = torch.where((products != 0) | (rule.dot > 1), exponents, _NOTHING).amax(2)
     largest = torch.maximum(largest, floor_log2(carry).clamp(min=-126))  # a zero's -126 is no more than any other's
+    # in these units the bits that survive are those before the point
     unit = power_of_two(rule.fraction_bits - largest)
     sums = (products * unit[:, :, None]).trunc().sum(2) + (carry * unit).trunc()  # exact: far below 2**53
+    # float64 has room for every aligned sum, so its bits may be cut like those of the hardware
     bits = (sums * power_of_two(largest - rule.fraction_bits)).view(torch.int64)
     dropped = 52 - rule.kept_bits
     if rule.rounding == "nearest_even":
@@ -151,6 +162,7 @@ def _scaled(x: QuantizedTensor, rule: Accumulator) -> tuple[Tensor, Tensor, Tens
     numbers = decode(x.data, x.spec.format).double()
     if rule.dot == 1:
         exponents = exponents + _exponents(numbers, x.spec.format)
+    # zeros with the exponent of the last column: a dot that the edge cuts off aligns as a whole one does
     pad = -x.shape[1] % rule.dot
     edge = exponents[:, -1:].expand(-1, pad)
     return torch.nn.functional.pad(numbers * wide, (0, pad)), torch.cat([exponents, edge], 1), outside
@@ -166,6 +178,7 @@ def block_scales(x: QuantizedTensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: no two such scales give the products.
     """
+    # E8M0's scales are in the instruction's form already
     if x.spec.scale_format != "e4m3" or not x.scale_inv.numel():
         return x.scale_inv, x.scale_inv.new_ones(1, 1)
     codes = x.spec.granularity.blocks(decode(x.data, x.spec.format) != 0)
@@ -180,6 +193,7 @@ def block_scales(x: QuantizedTensor) -> tuple[Tensor, Tensor]:
     # 256 or 384 where a rule leaves room for a scale that is half as large again
     likely = tops.new_tensor([384.0, 256.0] if x.spec.block_scale in _TO_256 else [E4M3.max])
     for top in torch.cat([likely, tops]):
+        # a quotient rounds, so the scale of the tensor may be one of its neighbours
         for tensor in _neighbours(largest / top):
             found = round_to_format(known / tensor, E4M3)
             if torch.equal(found * tensor, known):

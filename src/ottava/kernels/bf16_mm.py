@@ -72,6 +72,8 @@ def gemm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
 ) -> Tensor:
     """(M, K), (N, K) -> (M, N), both contracted over their last dimension. fast_accum changes nothing here."""
+    # a scale of a whole tensor goes into alpha, which oneDNN multiplies the fp32 sum by; one of a row or block moves
+    # exponents of the operand
     alpha, operands = 1.0, []
     for x in (a, b):
         numbers = decode(x.data, x.spec.format)
@@ -81,6 +83,7 @@ def gemm(
             x.spec.granularity.multiply_(numbers, x.scale_inv.to(torch.bfloat16))
         operands.append(numbers)
     if bias is None:
+        # addmm with beta 0 never reads it: mm has no alpha
         nothing = operands[0].new_zeros(1).expand(a.shape[0], b.shape[0])
         return torch.addmm(nothing, operands[0], operands[1].t(), beta=0, alpha=alpha)
     return torch.addmm(bias, operands[0], operands[1].t(), alpha=alpha)

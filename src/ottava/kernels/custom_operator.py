@@ -52,6 +52,8 @@ def custom_operator(schema: str, fake: Callable[..., Any], *tags: torch.Tag) -> 
     """
     name, bracket, rest = schema.partition("(")
     qualified = f"ottava::{name}"
+    # the pieces of `torch.library.custom_op`, without the wrappers that it puts around them: those are for operators
+    # that mutate, alias or want a gradient
     torch.library.define(qualified, bracket + rest, tags=(torch.Tag.pt2_compliant_tag, *tags))
     torch.library.register_fake(qualified, fake)
 

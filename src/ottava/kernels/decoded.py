@@ -45,6 +45,7 @@ def gemm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
 ) -> Tensor:
     """(M, K), (N, K) -> (M, N), both contracted over their last dimension. fast_accum changes nothing here."""
+    # y (M, N) = a (M, K) @ b (N, K).T; with one scale along K codes are exact in BF16, whatever the scale is
     one_block = a.scale_inv.shape[1] <= 1 and b.scale_inv.shape[1] <= 1
     if one_block:
         y = _mm(*(decode(t.data, t.spec.format).to(torch.bfloat16) for t in (a, b)))
@@ -60,6 +61,7 @@ def gemm(
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """BF16 products, fp32 sums and result."""
+    # an fp32 result of BF16 products: rounding to BF16 here would be a second one
     if a.device.type == "cuda":
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     return a.float() @ b.float().t()

@@ -83,6 +83,8 @@ class Store:
         self._choices: dict[str, Choice] = {}
         self.changes = 0
         """The number of calls of `keep`; each outdates earlier plans."""
+        # one reading of the folder: later files of other processes hold for later processes, so that no run changes
+        # kernels in its middle
         for path in sorted(folder.glob(f"gemm-{_hash(device)}-*.json")) if folder is not None else ():
             if (read := _read(path)) is not None:
                 self._choices[read[0]] = read[1]
@@ -108,10 +110,13 @@ class Store:
         path = self.path(call)
         if path is None:
             return "no cache folder: the measurement holds for this process; set OTTAVA_CACHE"
+        # mappings are read-only views, which json does not take
         plain = {name: dict(value) for name, value in choice._asdict().items()}
         body = json.dumps({"call": call, "device": self._device, **plain})
         try:
             handle, name = tempfile.mkstemp(prefix=".gemm-", dir=path.parent)
+            # the checksum is that of the text as it stands in the file: parsing and writing it again may give other
+            # text
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump({"sha256": _hash(body), "body": body}, file)
             if first and (theirs := _publish(Path(name), path)) is not None:
@@ -212,6 +217,7 @@ def measure(ways: Mapping[str, Callable[[], Tensor]], judge: Judge, timer: Timer
     samples: dict[str, list[float]] = {name: [] for name in ways if name not in failed}
     if not samples:
         raise RuntimeError(f"no way to run this GEMM works: {Choice({}, failed)}")
+    # in turns, so that a neighbour who takes the machine for a moment takes it from all of them
     for _ in range(_ROUNDS):
         for name, times in samples.items():
             times.append(timer(ways[name]) * 1e3)
@@ -238,6 +244,7 @@ def device_timer(device: torch.device) -> Timer:
 def _publish(written: Path, path: Path) -> Choice | None:
     """First writer wins: puts a file in its place, or returns the choice of a whole file that is already there."""
     try:
+        # a link fails where the name is taken, and a rename would not: so the first of several processes decides
         os.link(written, path)
     except OSError:  # it exists, or this file system has no links
         if (theirs := _read(path)) is not None:
@@ -257,6 +264,7 @@ def _read(path: Path) -> tuple[str, Choice] | None:
             return None
         body: dict[str, Any] = json.loads(outer["body"])
         times = {str(way): float(value) for way, value in body["milliseconds"].items()}
+        # a file with the right checksum may still be one of another program
         if not times or not all(math.isfinite(value) for value in times.values()):
             return None
         biased = {str(way): float(value) for way, value in body.get("biased", {}).items()}
@@ -349,6 +357,8 @@ def ordered(ways: tuple[str, ...], milliseconds: Mapping[str, float]) -> tuple[s
     """
     order: list[str] = []
     waiting = [way for way in ways if way in milliseconds]
+    # not a sort by time: a way keeps its place before one that is faster by less than MARGIN, so two machines of one
+    # kind have one order
     while waiting:
         fastest = min(milliseconds[way] for way in waiting)
         order.append(next(way for way in waiting if milliseconds[way] <= MARGIN * fastest))
@@ -366,6 +376,7 @@ def operands(m: int, n: int, k: int) -> tuple[QuantizedTensor, QuantizedTensor]:
     spec = QuantizationSpec(E4M3)
     sides = []
     for rows, factor in ((m, 2654435761), (n, 2246822519)):  # multipliers of hashes; torch's generator stays as it is
+        # no random numbers: drawing some would move the generator of a run that only asks for a kernel
         i = torch.arange(rows * k, device="cpu").reshape(rows, k)
         numbers = (i * factor % 2**32 >> 15) % 17 - 8
         codes = numbers.to(torch.float32).to(E4M3.storage_dtype)
@@ -413,6 +424,7 @@ def _measure(ways: Mapping[str, Way], make: Callable[[int, int, int], tuple[Any,
         finally:
             torch.set_num_threads(threads)
 
+    # torch.set_num_threads(1) in this thread would stay for the caller's OpenMP team
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()

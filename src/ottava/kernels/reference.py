@@ -56,6 +56,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     check_input_dtype(x, "quantize")
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
+    # a rule may mix neighbours of a row, and random numbers are counted along rows: both see x as it is
     ordinary = spec.rounding == "nearest_even" and spec.block_scale == "amax"
     if column_major(x) and ordinary:  # cast along memory; random numbers keep the order of x
         data, scale_inv, block_amax = _quantize(x.t(), spec, spec.granularity.transposed, scale)
@@ -66,6 +67,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
 def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None) -> Cast:
     block_amax = amax(x, granularity)
     factor, scale_inv = factors_of(x, block_amax, spec, granularity, scale)
+    # a copy in fp32: torch multiplies in place there, block by block, and the caller keeps its x
     y = granularity.multiply_(infinities_to_nan_(x.to(torch.float32, copy=True), spec.format), factor)
     return Cast(encode_(y, spec.format, rounding=spec.rounding), scale_inv, block_amax)
 
@@ -82,12 +84,14 @@ def factors_of(
 
 def factors(block_amax: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> Scale:
     """The factor of each block and its inverse: `scale` where `quantize` takes it, else the current scale."""
+    # also where a scale is given: the guard, and a door without history, fall back to it
     current = compute_scale(block_amax, spec.format, scale_format=spec.scale_format, margin=spec.margin)
     if scale is None:
         return current
     given = scale.reshape(1, 1).expand_as(block_amax)
     taken = given > 0
     if spec.scaling == "guarded":
+        # where amax lands: within the top guard_bits octaves the prediction stands
         top = block_amax * given
         inside = (top <= spec.format.max) & (top >= spec.format.max * 2.0**-spec.guard_bits)
         taken = taken & (inside | (block_amax == 0))
@@ -161,10 +165,11 @@ def _sum_of_powers(a: QuantizedTensor, b: QuantizedTensor, k: int) -> Tensor:
 def _fold(x_q: QuantizedTensor) -> tuple[Tensor, Tensor, float]:
     """(decoded codes times scales relative to the largest of their row, those (R, 1), octaves to the smallest)."""
     scales, granularity = x_q.scale_inv, x_q.spec.granularity
+    # a power of two times another is exact, so the largest may leave the sum
     tops = scales.amax(1, keepdim=True)
     rows = granularity.expand(tops, (x_q.shape[0], 1))
     numbers = decode(x_q.data, x_q.spec.format)
-    if scales.shape[1] == 1:
+    if scales.shape[1] == 1 or not scales.numel():  # an expert without tokens has no scale
         return numbers, rows, 0.0
     spread = (tops / scales).amax().log2()  # infinite beyond fp32, and NaN where a scale is
     octaves = float(spread) if bool(tops.isfinite().all()) else math.inf
@@ -180,6 +185,7 @@ def _sum_of_codes(a: QuantizedTensor, b: QuantizedTensor, step: int) -> Tensor:
     y = a_codes.new_zeros(a.shape[0], b.shape[0])
     for start in range(0, k, step):
         stop = min(start + step, k)
+        # (M, step) @ (step, N): inside a step no scale changes, so its sum may be scaled as a whole
         y += _scale(a_codes[:, start:stop] @ b_codes[:, start:stop].t(), a, b, start)
     return y
 
@@ -193,6 +199,7 @@ def block_columns(a: Granularity, b: Granularity, k: int) -> int:
 def _scale(sums: Tensor, a: QuantizedTensor, b: QuantizedTensor, start: int) -> Tensor:
     """sums (M, N) over the block of K that begins at `start`, times the scales of that block."""
     for operand, rows_first in ((a, True), (b, False)):
+        # first a's, then b's: the order decides where a product of two large scales overflows
         scale_inv = scale_of_block(operand, start)
         sums *= scale_inv if rows_first else scale_inv.t()
     return sums

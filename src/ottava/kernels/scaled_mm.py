@@ -46,6 +46,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
             f"{NAME}: takes scales per tensor and per row, and 1x128 with 1x128 or 128x128; "
             f"got {a.spec.granularity} and {b.spec.granularity}"
         )
+    # torch wants one kind on both sides: a scale of a tensor is expanded to one a row
     per_row = PER_ROW in sides
     if blocks and out_dtype == torch.float16:
         return f"{NAME}: blocks give bfloat16 and float32; got {out_dtype}"
@@ -109,12 +110,14 @@ class Arguments(NamedTuple):
 def arguments(a: QuantizedTensor, b: QuantizedTensor) -> Arguments:
     """Pads and lays out the operands as CUDA's kernels need them; copies only where it must."""
     m, n, k = _sizes(a, b)
+    # TN: both contracted over their last dimension, the only layouts that FP8 tensor cores of sm_90 read
     codes_a, codes_b = _pad(a.data, m, k), _pad(b.data, n, k).t()
     if not _has_blocks(a):
         if a.scale_inv.numel() == b.scale_inv.numel() == 1:
             one = ScalingType.TensorWise
             return Arguments(codes_a, codes_b, a.scale_inv, one, b.scale_inv, one)
         row = ScalingType.RowWise
+        # a row of the padding gets scale 1: its codes are zeros, and 0 * NaN would not be
         scale_a, scale_b = _rows(a.scale_inv, a.shape[0], m), _rows(b.scale_inv, b.shape[0], n)
         return Arguments(codes_a, codes_b, scale_a.contiguous(), row, scale_b.t().contiguous(), row)
     (scale_a, kind_a), (scale_b, kind_b) = _block_scales(a, m), _block_scales(b, n)
@@ -127,6 +130,7 @@ def gemm(
     """(M, K), (N, K) -> (M, N), both contracted over their last dimension."""
     blocks = _has_blocks(a)
     ready = arguments(a, b)
+    # with blocks nobody says whether cuBLASLt adds a bias before or after it rounds
     own_bias = bias if blocks else None
     if bias is not None and not blocks and ready.b.shape[1] != bias.shape[0]:
         bias = nn.functional.pad(bias, (0, ready.b.shape[1] - bias.shape[0]))
@@ -141,6 +145,7 @@ def gemm(
         output_dtype=torch.float32 if own_bias is not None else out_dtype,
         use_fast_accum=fast_accum and not blocks,
     )
+    # the rows and columns of the padding are zeros, or the bias
     y = y[: a.shape[0], : b.shape[0]]
     if own_bias is not None:
         y = (y + own_bias.to(torch.float32)).to(out_dtype)
@@ -153,6 +158,7 @@ def plan_gemm(
     """`gemm` for all operands like these. Without padding and copies the plan is torch's call alone."""
     device = a.device.type
     kind = ScalingType.TensorWise if a.scale_inv.numel() == b.scale_inv.numel() == 1 else ScalingType.RowWise
+    # an entry for each row, so that torch's call takes the scales as they lie
     whole = kind == ScalingType.TensorWise or (len(a.scale_inv), len(b.scale_inv)) == (a.shape[0], b.shape[0])
     contiguous = a.data.is_contiguous() and b.data.is_contiguous()
     direct = whole and contiguous and not _has_blocks(a) and not padding(a, b)
@@ -204,6 +210,7 @@ def _block_scales(x_q: QuantizedTensor, rows: int) -> tuple[Tensor, ScalingType]
     if x_q.spec.granularity == BLOCK_1X128:  # (rows, K / 128) -> the same with strides (1, rows)
         padded = nn.functional.pad(scale_inv, (0, 0, 0, rows - scale_inv.shape[0]), value=1.0)
         return padded.t().contiguous().t(), ScalingType.BlockWise1x128
+    # cuBLASLt reads scales of 128 x 128 blocks in fours along K
     fours = _aligned(scale_inv.shape[1], 4)  # (rows / 128, K / 128) -> (K / 128 in fours, rows / 128), strides (1, .)
     padded = nn.functional.pad(scale_inv, (0, fours - scale_inv.shape[1]), value=1.0)
     return padded.contiguous().t(), ScalingType.BlockWise128x128

@@ -519,9 +519,7 @@ def _spec_of(held: Held) -> tuple[QuantizationSpec | None, str]:
         return None, "the recipe keeps it in high precision"
     if any(isinstance(part.piece, slice) for part in parts):
         return None, "its layers multiply some of its rows"
-    if held.parameter.dim() == 2 and held.layers[0][1].out_features != held.parameter.shape[0]:
-        return None, "kept as (in, out): blocks of codes lie along its other side"
-    if any(part.turned for part in parts):
+    if any(getattr(layer, "turned", False) for _, layer in held.layers):
         return None, "kept as (in, out): blocks of codes lie along its other side"
     return stored_spec(spec), ""
 

@@ -267,6 +267,7 @@ def _added_at_once(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 class TurnedLinear(Changed, Layer):
     """A linear layer whose parameter `weight` is (in, out)."""
 
+    turned = True
     plain = staticmethod(_added_at_once)
 
     @property

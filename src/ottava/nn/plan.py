@@ -108,7 +108,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class GemmPlan:
+class GemmTime:
     """One GEMM, predicted."""
 
     kernel: str
@@ -127,7 +127,7 @@ class LayerPlan:
     """In the model."""
     shape: tuple[int, int, int]
     """(M, K, N): tokens, input features, output features."""
-    gemms: Mapping[str, GemmPlan]
+    gemms: Mapping[str, GemmTime]
     """fprop, dgrad, wgrad."""
     casts: float
     """Seconds of all casts, forward and backward."""
@@ -276,15 +276,15 @@ def plan_model(model: nn.Module, recipe: Recipe | str, *, tokens: int, device: D
     return Plan(recipe, tokens, device, tuple(plans))
 
 
-def _gemm(sizes: tuple[int, int, int], cells: GemmRecipe, device: Device) -> GemmPlan:
+def _gemm(sizes: tuple[int, int, int], cells: GemmRecipe, device: Device) -> GemmTime:
     bf16 = device.gemm(*sizes, device.bf16, 2)
     kernel, ratio = _kernel(cells, device)
     if kernel == "bf16":
-        return GemmPlan(kernel, bf16, bf16)
+        return GemmTime(kernel, bf16, bf16)
     if kernel == "emulated":  # decoded to BF16 first: 1 byte read and 2 written an element
         m, n, k = sizes
-        return GemmPlan(kernel, bf16, bf16 + 3 * (m * k + n * k) / device.bandwidth + 2 * device.launch)
-    return GemmPlan(kernel, bf16, device.gemm(*sizes, device.bf16 * ratio, 1))
+        return GemmTime(kernel, bf16, bf16 + 3 * (m * k + n * k) / device.bandwidth + 2 * device.launch)
+    return GemmTime(kernel, bf16, device.gemm(*sizes, device.bf16 * ratio, 1))
 
 
 def _kernel(cells: GemmRecipe, device: Device) -> tuple[str, float]:
@@ -339,7 +339,7 @@ def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = 
         >>> model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
         >>> report = ottava.convert(model, "tensorwise")
         >>> model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
-        >>> ottava.nn.plan(model)                                                    # on a GPU it would measure
+        >>> ottava.nn.tune(model)                                                    # on a GPU it would measure
         Traceback (most recent call last):
         ValueError: tune_gemm: got operands on cpu; times are taken on cuda: move them there
     """

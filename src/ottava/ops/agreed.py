@@ -51,6 +51,7 @@ class AgreedCast:
         """As `ops.quantize.cast_both`, with the largest amax of all ranks; it stages nothing."""
         known = spec or spec_t
         assert known is not None
+        # no collective for a prediction: all ranks made it of the same amaxes
         if known.scaling == "delayed" and scale is not None and scale.is_cpu and bool(scale > 0):
             # predicted, and equal on all ranks; on an accelerator the host would wait for the comparison
             return cast_both(x, spec, spec_t, scale=scale, staged=staged, plans=plans)
@@ -84,6 +85,7 @@ class AgreedCast:
     ) -> QuantizedTensor:
         """The cast behind a transform."""
         granularity, two_levels = spec.granularity, spec.scale_format == "e4m3"
+        # a whole extent along the split dimension lies on several ranks; any other block lies on one
         reaches_over = (granularity.rows, granularity.cols)[dim] is None
         if not reaches_over and not two_levels:
             bare = spec if spec.transform is None else scaled_by_hand(spec)
@@ -95,9 +97,11 @@ class AgreedCast:
             largest = self._largest(largest)
         factor = self._two_levels(x, largest, spec) if two_levels else factors(largest, spec, scale)
         if granularity == PER_TENSOR:  # by the fastest kernel
+            # a given scale lets every kernel cast: only the amax was a matter of all ranks
             x_q = cast_both(x, scaled_by_hand(spec), None, scale=factor.scale.reshape(()), plans=plans).row
             assert x_q is not None
             return QuantizedTensor(x_q.data, factor.scale_inv, spec, x.dtype, largest)
+        # no kernel takes a scale for each block, so torch's operations cast here, with the reference's bits
         numbers = infinities_to_nan_(x.detach().to(torch.float32, copy=True), spec.format)
         numbers = granularity.multiply_(numbers, factor.scale)
         return QuantizedTensor(
@@ -106,6 +110,7 @@ class AgreedCast:
 
     def _two_levels(self, x: Tensor, largest: Tensor, spec: QuantizationSpec) -> Scale:
         """NVFP4's scales: one a block, below the scale of the whole tensor, on which the ranks agree."""
+        # one infinity on one rank must not decide the scale of the whole tensor
         finite = torch.where(largest.isfinite(), largest, 0.0)
         top = self._largest(finite.amax().reshape(1, 1) if finite.numel() else finite.new_zeros(1, 1))
         if spec.block_scale != "amax":
@@ -149,6 +154,7 @@ class _Ranks(OneRank):
 
 def largest_of_all(amaxes: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The largest of all ranks, entry by entry; infinite if a rank has a NaN, because collectives do not order NaN."""
+    # MAX of a collective may drop a NaN on one backend and keep it on another
     amaxes = torch.where(amaxes.isnan(), torch.inf, amaxes)
     dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
     return amaxes

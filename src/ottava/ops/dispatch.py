@@ -149,6 +149,7 @@ class Chosen(NamedTuple):
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Turns torch.autocast off for operations with explicit dtypes: it must not make fp32 accumulation BF16."""
+    # under autocast torch would cast the fp32 operands of an emulated GEMM to BF16
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -164,6 +165,7 @@ def gemm_kernels(device: torch.device) -> tuple[GemmKernel, ...]:
 @functools.lru_cache(maxsize=8)
 def _in_order(kernels: tuple[GemmKernel, ...], native: Built) -> tuple[GemmKernel, ...]:
     """The measured kernels change places among themselves; `native_decoded` makes the reference's bits before it."""
+    # names of ways carry their instruction set behind a blank
     order = [way.split()[0] for way in _cpu_ranking(kernels, native).order]
     fastest = iter(sorted((kernel for kernel in kernels if kernel.NAME in order), key=lambda k: order.index(k.NAME)))
     placed = [
@@ -192,6 +194,7 @@ def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> gemm_choice.
     a, b = gemm_choice.operands(2, 2, 2)
     ways = {}
     for kernel in kernels:
+        # torch's FP8 GEMM on a CPU is an oracle for tests, not a rival
         if kernel is not scaled_mm and kernel.supports_gemm(a, b, torch.bfloat16, None) is None:
             level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
             ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
@@ -252,6 +255,7 @@ def choose_dense(a: Tensor, b: Tensor, backend: str | None = None) -> tuple[Dens
         if (reason := kernel.supports_dense(a, b)) is None:
             return kernel, tuple(refusals)
         refusals.append(reason)
+    # torch takes everything, so a GEMM in high precision is never refused
     return torch_mm, tuple(refusals)
 
 
@@ -295,7 +299,9 @@ def choose_gemm(
     """
     kernels = gemm_kernels(a.device)
     if backend is not None:
-        named = [kernel for kernel in (*kernels, BATCH_INVARIANT) if backend == kernel.NAME]
+        # the batch invariant kernel is in no table, because only who asks for it pays for it
+        every: tuple[GemmKernel, ...] = (*kernels, BATCH_INVARIANT)
+        named = [kernel for kernel in every if backend == kernel.NAME]
         if not named:
             raise ValueError(f"gemm: {unknown_name('backend', backend, [kernel.NAME for kernel in kernels])}")
         if reason := named[0].supports_gemm(a, b, out_dtype, bias):
@@ -309,6 +315,7 @@ def choose_gemm(
     for kernel in kernels:
         reason = kernel.supports_gemm(a, b, out_dtype, bias)
         reads_scales = getattr(kernel, "reads_scales", None)
+        # a plan is kept by shapes: where a refusal read numbers, the next operands may get another kernel
         lasting = lasting and not (reads_scales is not None and reads_scales(a, b))
         if reason is None:
             return Chosen(kernel, tuple(refusals), lasting)
@@ -331,6 +338,7 @@ def measured(
 ) -> gemm_choice.Choice | None:
     """The measurement of a call on its device; None: there is none, or a kernel has changed since."""
     choice = gemm_choice.known(a, b, out_dtype, bias, fast_accum)
+    # a changed kernel may be faster, slower or wrong now: its old measurement says nothing
     if choice is not None and choice.made_of != made_of(a.device):
         return None
     return choice
@@ -345,6 +353,7 @@ def runner(
     fast_accum: bool,
 ) -> RunGemm:
     """A function that runs a kernel on all operands like these: from its `plan_gemm`, else its `gemm`."""
+    # a kernel without a plan decides anew in each call
     plan = getattr(kernel, "plan_gemm", None)
     if plan is not None:
         run: RunGemm = plan(a, b, out_dtype, bias, fast_accum)

@@ -8,6 +8,7 @@ torch.compile a GEMM is an opaque custom operator (`ottava::gemm`), with the bit
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,11 +21,12 @@ from ottava.base.errors import need_type
 from ottava.kernels import gemm_choice, reference, scaled_mm, torch_mm
 from ottava.kernels.custom_operator import custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
-from ottava.numerics.accumulator import Accumulator, accumulator_from_key, get_accumulator, lost_share
+from ottava.kernels.reference import block_columns
+from ottava.numerics.accumulator import ACCUMULATORS, Accumulator, accumulator_from_key, get_accumulator, lost_share
 from ottava.numerics.formats import dtype_name
+from ottava.numerics.rounding import decode
 from ottava.numerics.tensor import Operand, QuantizedTensor, refuse_pair, spec_from_key
 from ottava.numerics.transforms import LowRank
-from ottava.ops.advice import short_sums
 from ottava.ops.dispatch import (
     BATCH_INVARIANT,
     choose_accumulating,
@@ -131,6 +133,8 @@ def gemm(
         _check_start(a, b, c, compute)
     if torch.compiler.is_compiling():
         return _compiled(a, b, out_dtype, bias, fast_accum, compute, profile, c)
+    # an emulated accumulator begins with c as hardware does; other kernels take no c, and get it added to an fp32
+    # result
     start = c if profile is not None and profile.emulated else None
     after = None if c is None or c is start else c.detach()  # a sum in fp32 gets c, then the bias
     settings = (fast_accum, compute, backend, profile)
@@ -185,6 +189,7 @@ def multiply(
         profile = cells.accumulator
         held: tuple[Tensor, ...] = (data, other, a.scale_inv, b.scale_inv, data if bias is None else bias)
     elif isinstance(a, Tensor) and isinstance(b, Tensor):
+        # as torch.autocast would: an fp32 weight meets activations of 16 bits
         b = b if b.dtype == a.dtype else b.to(a.dtype)
         data, other, specs, held = a, b, (0, 0), (a, b, a if bias is None else bias)
         profile = None  # a debugger may have decoded the operands
@@ -197,15 +202,20 @@ def multiply(
     key: tuple[Any, ...] = ()
     try:
         layout = (data.dtype, data.shape, data.stride(), other.dtype, other.shape, other.stride(), data.device)
+        # the gate's look at all tensors at once; of what has no address no plan is kept
         plain = set(map(type, held)) <= _PLAIN and min(map(address, held)) > LOWEST
         added = None if bias is None else bias.dtype
+        # specs by `id`: hashing two of them takes longer than the rest of this function, and a kept plan keeps them
+        # alive
         key = (specs, layout, plain, out_dtype, added, cells.fast_accum, cells.compute, id(profile), backend)
         plan = plans.get(key) if plain else None
     except RuntimeError:  # a tensor has no strides or no memory
         plain = False
+    # tune_gemm may have measured since: the plan of before would run on
     if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
         plan = plan_gemm(a, b, out_dtype, bias, cells.fast_accum, cells.compute, backend, profile)
         quantized = isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and cells.compute == "native"
+        # the hint once for each K: a sum's loss depends on its length
         if plain and quantized and all(kept.record.k != plan.record.k for kept in plans.values()):
             short_sums(a, b, profile, cells.fast_accum and plan.record.kernel == scaled_mm.NAME)  # type: ignore[arg-type]
         if plan.lasting and plain:
@@ -230,11 +240,12 @@ def plan_gemm(
         >>> from ottava import QuantizationSpec, quantize
         >>> from ottava.numerics.formats import E4M3
         >>> a = quantize(torch.eye(2), QuantizationSpec(E4M3))
-        >>> plan_gemm(a, a, out_dtype=torch.bfloat16, compute="bf16").record.kernel
-        'torch.mm bfloat16'
+        >>> plan_gemm(a, a, out_dtype=torch.bfloat16, compute="bf16").record.kernel.endswith(" bfloat16")
+        True
     """
     _check(a, b, bias, accumulator, compute)
     if (rest := rests(a, b)) is not None:
+        # the product of the rests stays in fp32 until the parts are added: one rounding
         plan = plan_gemm(*rest, torch.float32, None, fast_accum, compute, backend, accumulator)
         record = replace(plan.record, out_dtype=dtype_name(out_dtype))
         return plan._replace(run=with_parts(plan.run, out_dtype), record=record)
@@ -245,6 +256,7 @@ def plan_gemm(
             backend = backend or (None if a.device.type == "cpu" else reference.NAME)  # tensor cores do not sum in fp32
         chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
         kernel = chosen.kernel
+        # on a CPU one measurement holds for all calls, and for the whole process
         known = gemm_choice.store(a.device).changes if a.device.type == "cuda" else 0
         return GemmPlan(
             runner(kernel, a, b, out_dtype, bias, fast_accum),
@@ -367,11 +379,13 @@ def tune_gemm(
     if timer is None and a.device.type != "cuda":
         raise ValueError(f"tune_gemm: got operands on {a.device.type}; times are taken on cuda: move them there")
     call = partial(gemm_ways, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
+    # random signs cancel, and hide what a short accumulator loses
     pairs = (a, b), (a.magnitudes(), b.magnitudes())
     (ways, biased), (truth, biased_truth) = (
         [call(*pair) for pair in pairs],
         [reference.gemm(*pair, torch.float32, bias) for pair in pairs],
     )
+    # fast accumulation was permitted to lose as much as Hopper's does, and no more
     allowed = _WRONG + (lost_share(a.shape[1], 1.0, "hopper") if fast_accum else 0.0)
     lost: dict[str, float] = {}
 
@@ -569,10 +583,13 @@ def _added(y: Tensor, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     of them is errors of the casts."""
     one, other = _part(a), _part(b)
     if one is not None and other is not None:
+        # (M, r) @ (r, K) @ (K, s) @ (s, N), from the inside: r and s are 1 for a mean, and K is the long side
         y = y + one.left @ (one.right.t() @ other.right) @ other.left.t()
+        # both rests have no mean along K, so a mean times a rest is zero but for rounding
         if _centred(a) and _centred(b):
             return y
     if one is not None:
+        # the part of a meets the rest of b as it was cast: what b lost in its cast is lost in this product, too
         y = y + one.left @ (one.right.t() @ dequantize(b, torch.float32).t())
     if other is not None:
         y = y + (dequantize(a, torch.float32) @ other.right) @ other.left.t()
@@ -587,3 +604,55 @@ def _part(operand: Any) -> LowRank | None:
     if not isinstance(operand, QuantizedTensor) or operand.spec.transform is None or operand.aside is None:
         return None
     return operand.spec.transform.low_rank(operand.aside, (operand.shape[0], operand.shape[1]))
+
+
+# --- a hint, once: biased sums lose magnitude in short accumulators. It is no error, and nothing else would show it ---
+
+_LONG_SUM = 1024  # products in a sum: below, no accumulator loses 2 %
+_SAMPLE = 64  # rows of each operand whose cosines tell how much a GEMM's sums are biased
+_LOST = 0.01  # the share of a sum that is worth a hint
+
+
+def short_sums(a: QuantizedTensor, b: QuantizedTensor, accumulator: Accumulator | None, fast: bool) -> None:
+    """Warns of a GEMM whose biased sums lose a percent or more in a short accumulator; once for each K and share.
+
+    Args:
+        accumulator: the profile that is emulated; None: the device's own sums.
+        fast: whether those are a Hopper's fast ones.
+    """
+    k = a.shape[1]
+    chain = block_columns(a.spec.granularity, b.spec.granularity, k)
+    if chain < _LONG_SUM or (accumulator is None and not _is_short(a, fast)):
+        return
+    profile = ACCUMULATORS["hopper"] if accumulator is None else accumulator
+    if profile.kept_bits >= 23 or (a.data.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    share = lost_share(chain, _alignment(a, b), profile)
+    if share >= _LOST:
+        warnings.warn(
+            f"a GEMM over K = {k:,} keeps its sums in a short accumulator ({profile.name}), and its operands are "
+            f"biased: sums lose about {float(f'{share:.0e}'):.0%} of their magnitude. Give this GEMM fast_accum=False, "
+            "or a recipe with blocks along K; docs/accumulation.md tells more",
+            stacklevel=2,
+        )
+
+
+def _is_short(a: QuantizedTensor, fast: bool) -> bool:
+    """Whether the device's sums are those of a short accumulator: FP8 on Ada and Hopper."""
+    return fast and a.data.is_cuda and torch.cuda.get_device_capability(a.device) in ((8, 9), (9, 0))
+
+
+@torch.no_grad()
+def _alignment(a: QuantizedTensor, b: QuantizedTensor) -> float:
+    """The mean magnitude of the cosines between some rows of two operands, larger ones weigh more."""
+    sides = []
+    for side in (a, b):
+        # rows from all over the matrix: neighbours are often alike
+        rows = slice(None, None, -(-side.shape[0] // _SAMPLE))
+        numbers = side.spec.granularity.expand(side.scale_inv, (side.shape[0], side.shape[1]))
+        numbers = numbers.expand(*side.shape)[rows]
+        numbers = numbers * decode(side.data[rows], side.spec.format)
+        sides.append(torch.nn.functional.normalize(numbers, dim=1))
+    # a sum whose terms have one sign has a cosine near 1; such sums lose most
+    cosines = (sides[0] @ sides[1].t()).abs().nan_to_num(0.0)
+    return float(cosines.square().sum() / cosines.sum().clamp_min(1e-30))

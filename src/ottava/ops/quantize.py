@@ -38,6 +38,7 @@ def cast_in_graph(
         of_x_t = None if spec_t is None else _behind(x.t(), spec_t, beside[1])
         return Both(of_x, of_x_t, None)
     if spec is not None and spec_t is not None:
+        # decided while torch traces, from strings: a graph has one operator or two, and no branch
         at_once, one_scale = _both_of(_casts_as(x), spec.key, spec_t.key)
         if at_once:
             data, scale_inv, amax, data_t, own = torch.ops.ottava.quantize_both(x, spec.key, spec_t.key, scale)
@@ -64,6 +65,7 @@ def _behind(x: Tensor, spec: QuantizationSpec, other: Operand | None) -> Quantiz
         data, scale_inv, _ = torch.ops.ottava.quantize(x, spec.key, None)
         return QuantizedTensor(data, scale_inv, spec, x.dtype)
     met = other.aside if isinstance(other, QuantizedTensor) and spec.transform.paired else None
+    # two casts that draw are two results, whatever their inputs; without the tag Inductor would merge them
     operator = torch.ops.ottava.quantize_drawn if _draws(spec.key) else torch.ops.ottava.quantize_behind
     data, scale_inv, aside = operator(x, spec.key, met)
     return QuantizedTensor(data, scale_inv, spec, x.dtype, aside=None if aside.dim() == 1 else aside)
@@ -189,6 +191,7 @@ def cast_both(
     plan = key = None
     if plans is not None and type(x) in PLAIN:
         try:
+            # where a tensor lies decides the kernel, which numbers it holds never does
             lies = (x.dtype, x.shape, x.stride(), x.device, address(x) > LOWEST, x.is_neg())
             key = (id(spec), id(spec_t), lies, scale is None, staged is None)
             plan = plans.get(key)
@@ -239,6 +242,7 @@ def plan_casts(
     assert known is not None
     if (spec is not None and spec.transform) or (spec_t is not None and spec_t.transform):
         return _transformed(x, spec, spec_t)
+    # one cast serves both where blocks of x are blocks of x.T: a tensor, or squares
     alike = spec is None or spec_t is None or spec == spec_t
     if native_quantize not in _casts(x) and not any(
         triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t) if s
@@ -248,6 +252,7 @@ def plan_casts(
         return _one_for_both(x, spec, spec_t, scale)
     if spec is None or spec_t is None:
         return _alone(x, spec, spec_t, scale)
+    # a predicted scale is one for the tensor, and its codes serve x.T by their transpose: no kernel for two
     natively = scale is None and staged is None and native_quantize in _casts(x)
     if natively and native_quantize.supports_quantize_both(x, spec, spec_t) is None:
         return CastPlan(_both_natively(x, spec, spec_t), native_quantize.NAME, (), (spec, spec_t))
@@ -274,6 +279,7 @@ def _one_for_both(
         data, scale_inv, amax = cast(x, scale, staged)
         kept = amax if on_cpu or one_scale else None  # nobody reads amaxes of blocks back from an accelerator
         row = QuantizedTensor(data, scale_inv, known, dtype, kept) if wants_row else None
+        # one entry is its own transpose, and a view less is a microsecond less
         turned = scale_inv if one_scale else scale_inv.t()
         col = QuantizedTensor(data.t(), turned, known, dtype, kept) if wants_col else None
         return Both(row, col, None if kernel is native_quantize and staged is not None and x.numel() else amax)
@@ -311,6 +317,7 @@ def transformed(
         apply: `transform.apply`, or a kernel with its bits; None: the first that takes x.
     """
     apply = apply or _application(x, transform)[0]
+    # both sides of a product need the same signs: who is cast second takes those of the first
     met = other.aside if isinstance(other, QuantizedTensor) and transform.paired else None
     with no_autocast(x.device):
         aside = transform.prepare(x, met, ranks)
@@ -341,6 +348,7 @@ def _transformed(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationS
         if spec is None:
             return None
         y, aside = (x, None) if spec.transform is None else transformed(x, spec.transform, other, apply=applied[turned])
+        # the transform decides dtype and shape of what is cast, so this plan can be made only behind it
         if turned not in planned:  # all x of this plan are alike, so all y are
             planned[turned] = _alone(y, spec, None, None)
         y_q = planned[turned].run(y, None, None).row
@@ -374,6 +382,7 @@ def refuse_unmade(rows: UnmadeRows, *specs: QuantizationSpec | None) -> str | No
         return "a cell in high precision takes the rows themselves"
     if any(spec.transform for spec in specs if spec):
         return "a transform takes the rows themselves"
+    # rows are made from x where x lies, so what holds for x holds for them
     reasons = (triton_quantize.supports_quantize(rows.x, spec) for spec in specs if spec)
     return next(filter(None, reasons), None)
 
@@ -465,6 +474,7 @@ def _as_promised(data: Tensor, x: Tensor) -> Tensor:
     """Codes of x with the strides that compiled code expects; nearly always they have them."""
     if data.stride() == x.stride() and x.device.type == "cpu":
         return data
+    # the fake kernel has promised strides to Inductor, which reads memory by them without a look at the tensor
     strides = _codes_like(x, data.dtype, "meta").stride()
     if data.stride() == strides:
         return data
@@ -583,6 +593,7 @@ def turn(x_q: QuantizedTensor, spec_t: QuantizationSpec) -> QuantizedTensor:
     if reason := refuse_turn(x_q.spec, spec_t):
         raise ValueError(f"turn: {reason}: quantize x.T itself")
     numbers = dequantize(x_q, torch.float32)  # exact: a code times a power of two
+    # a cast from numbers: each block of x.T gets the scale of its own amax
     turned = cast_both(numbers, None, spec_t).col
     assert turned is not None
     return QuantizedTensor(turned.data, turned.scale_inv, spec_t, x_q.dtype)

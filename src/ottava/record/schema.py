@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from ottava.base.settings import ConfigError, flatten, read_yaml
 from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text
 from ottava.measure.tally import tally_fields
 
@@ -142,6 +141,9 @@ def trainer_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         RunError: a file is damaged, or not what `ottava train` writes.
     """
+    from ottava.base.settings import ConfigError, flatten, read_yaml
+    from ottava.recipe import Recipe
+
     path = folder / TRAINER_MANIFEST
     try:
         facts = parse_json(read_text(path))

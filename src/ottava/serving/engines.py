@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from ottava.base.untrusted import UntrustedError
 from ottava.numerics.scaling import BLOCK_1X32, PER_ROW, PER_TENSOR, Granularity
+from ottava.weights.layouts import REGEX, compiled, matches, read_quantization
 
 Match = Callable[[str, str], bool]
 """(pattern, name of a module) -> whether the pattern is meant for it."""
-REGEX = "re:"
 
 
 def exact(pattern: str, name: str) -> bool:
@@ -30,12 +30,12 @@ def exact(pattern: str, name: str) -> bool:
 
 def regex(pattern: str, name: str) -> bool:
     """A regular expression behind "re:", from the start of the name; its end is open."""
-    return pattern.startswith(REGEX) and _compiled(pattern[len(REGEX) :]).match(name) is not None
+    return matches(pattern, name)
 
 
 def whole_regex(pattern: str, name: str) -> bool:
     """A regular expression behind "re:", for the whole name."""
-    return pattern.startswith(REGEX) and _compiled(pattern[len(REGEX) :]).fullmatch(name) is not None
+    return pattern.startswith(REGEX) and compiled(pattern[len(REGEX) :]).fullmatch(name) is not None
 
 
 def contains(pattern: str, name: str) -> bool:
@@ -61,22 +61,12 @@ def bounded(pattern: str, name: str) -> bool:
         (False, True, True)
     """
     return (
-        name.endswith(pattern)
-        or _compiled(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", shown=pattern).match(name) is not None
+        name.endswith(pattern) or compiled(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", shown=pattern).match(name) is not None
     )
 
 
-def _compiled(pattern: str, shown: str = "") -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise UntrustedError(
-            f"pattern {shown or pattern!r} of ignored layers is no regular expression: {error}"
-        ) from error
-
-
 @dataclass(frozen=True)
-class Rule:
+class IgnoreRule:
     """How one engine reads the list of ignored layers of one quant_method."""
 
     keys: tuple[str, ...]
@@ -92,11 +82,11 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Engine:
+class InferenceEngine:
     """One engine."""
 
     name: str
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, IgnoreRule]
     """By quant_method; a method that lacks is not read."""
     tensor_dynamic: Granularity | None = None
     """What it does in place of one dynamic scale for all tokens; None: that."""
@@ -124,10 +114,11 @@ class Engine:
         for kind, family, why in self.refuses:
             if kind in (method, config.get("format")) and family in ("", model_type):
                 return f"{self.name} {why}"
-        if experts and self.experts is not None and (group := first_group(config)) is not None:
-            bits, blocks = (group.get("weights") or {}).get("num_bits", 8), weight_blocks(config)
-            if (bits, blocks) not in self.experts:
-                return f"{self.name} loads no experts of {bits} bits with scales for {blocks} in compressed-tensors"
+        if experts and self.experts is not None and method == "compressed-tensors":
+            for group in read_quantization(config).groups:
+                if (group.bits, group.blocks) not in self.experts:
+                    kind = f"{group.bits} bits with scales for {group.blocks}"
+                    return f"{self.name} loads no experts of {kind} in compressed-tensors"
         return ""
 
     def leaves(self, name: str) -> str:
@@ -152,26 +143,26 @@ JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 )
 """The linears that engines join, by the name of the joined one."""
-STRATEGIES = MappingProxyType({"token": PER_ROW, "tensor": PER_TENSOR, "channel": PER_ROW})
-"""Strategies of compressed-tensors without a block size."""
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+")
 
-_LISTED = Rule(("ignore",), (exact, regex))
+_LISTED = IgnoreRule(("ignore",), (exact, regex))
 _FP8_KEYS = ("ignored_layers", "modules_to_not_convert")
-_VLLM_FP8 = Rule(_FP8_KEYS, (exact,))
-_SGLANG_FP8 = Rule(_FP8_KEYS, (dotted,))
-_HF_FP8 = Rule(("modules_to_not_convert",), (bounded,), partly="apart")
-_TRT = Rule(("exclude_modules", "ignore", "modules_to_not_convert"), (shell, whole_regex), parents=True, partly="all")
+_VLLM_FP8 = IgnoreRule(_FP8_KEYS, (exact,))
+_SGLANG_FP8 = IgnoreRule(_FP8_KEYS, (dotted,))
+_HF_FP8 = IgnoreRule(("modules_to_not_convert",), (bounded,), partly="apart")
+_TRT = IgnoreRule(
+    ("exclude_modules", "ignore", "modules_to_not_convert"), (shell, whole_regex), parents=True, partly="all"
+)
 
 _ENTRIES = (
-    Engine(
+    InferenceEngine(
         "vllm",
         MappingProxyType(
             {
                 "compressed-tensors": _LISTED,
                 "fp8": _VLLM_FP8,
                 "mxfp8": _VLLM_FP8,
-                "modelopt": Rule(("exclude_modules", "ignore"), (exact,), joined=(contains, shell)),
+                "modelopt": IgnoreRule(("exclude_modules", "ignore"), (exact,), joined=(contains, shell)),
             }
         ),
         tensor_dynamic=PER_ROW,
@@ -183,14 +174,14 @@ _ENTRIES = (
             }
         ),
     ),
-    Engine(
+    InferenceEngine(
         "sglang",
         MappingProxyType(
             {
                 "compressed-tensors": _LISTED,
                 "fp8": _SGLANG_FP8,
                 "mxfp8": _SGLANG_FP8,
-                "modelopt": Rule(("exclude_modules", "ignore"), (dotted,), joined=(shell,)),
+                "modelopt": IgnoreRule(("exclude_modules", "ignore"), (dotted,), joined=(shell,)),
             }
         ),
         tensor_dynamic=PER_ROW,
@@ -204,11 +195,11 @@ _ENTRIES = (
             ),
         ),
     ),
-    Engine(
+    InferenceEngine(
         "transformers",
         MappingProxyType(
             {
-                "compressed-tensors": Rule(("ignore",), (exact, regex), partly="apart"),
+                "compressed-tensors": IgnoreRule(("ignore",), (exact, regex), partly="apart"),
                 "fp8": _HF_FP8,
                 "mxfp8": _HF_FP8,
             }
@@ -216,16 +207,16 @@ _ENTRIES = (
         never="",
         experts=((8, PER_TENSOR), (8, PER_ROW), (4, BLOCK_1X32)),  # of others it fails, or drops the tensor's scale
     ),
-    Engine(
+    InferenceEngine(
         "trtllm",
         MappingProxyType({"modelopt": _TRT, "fp8": _TRT, "compressed-tensors": _TRT}),
         settings=MappingProxyType({"kv_cache_dtype": "kv_cache_dtype", "kv_cache_config.dtype": "kv_cache_dtype"}),
     ),
 )
-ENGINES: Mapping[str, Engine] = MappingProxyType({engine.name: engine for engine in _ENTRIES})
+ENGINES: Mapping[str, InferenceEngine] = MappingProxyType({engine.name: engine for engine in _ENTRIES})
 
 
-def decide(rule: Rule, config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Decision]:
+def decide(rule: IgnoreRule, config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Decision]:
     """What an engine does with each linear of a checkpoint.
 
     Args:
@@ -244,12 +235,12 @@ def decide(rule: Rule, config: Mapping[str, Any], names: Iterable[str]) -> dict[
     found: Any = next((config[key] for key in rule.keys if config.get(key) is not None), [])
     if not isinstance(found, list) or not all(isinstance(pattern, str) for pattern in found):
         raise UntrustedError(f"quantization_config: the list of ignored layers is {found!r}; needs a list of names")
-    targets = _targets(config)
+    groups = read_quantization(config).groups if config.get("config_groups") else None
     decided: dict[str, Decision] = {}
     for joined, parts in units(names).items():
         each = {part: _ignored(rule, found, joined, part) for part in parts}
         for part in parts:
-            if each[part].quantized and targets is not None and not _targeted(targets, part):
+            if each[part].quantized and groups is not None and not any(group.has(part) for group in groups):
                 each[part] = Decision(False, "", "no group of the config has it as a target")
         kept = [decision for decision in each.values() if not decision.quantized]
         if rule.partly == "apart" or len(kept) in (0, len(parts)):
@@ -282,7 +273,7 @@ def units(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _ignored(rule: Rule, patterns: Sequence[str], joined: str, part: str) -> Decision:
+def _ignored(rule: IgnoreRule, patterns: Sequence[str], joined: str, part: str) -> Decision:
     tried = [(match, part) for match in rule.parts]
     if rule.parents:
         above = part.split(".")
@@ -294,47 +285,3 @@ def _ignored(rule: Rule, patterns: Sequence[str], joined: str, part: str) -> Dec
             if match(pattern, name):
                 return Decision(False, pattern, f"{match.__name__}, against {name}")
     return Decision(True)
-
-
-def _targets(config: Mapping[str, Any]) -> list[str] | None:
-    """The targets of all groups of compressed-tensors; None: the method has no targets."""
-    groups = config.get("config_groups")
-    if not isinstance(groups, dict):
-        return None
-    return [str(target) for group in groups.values() for target in ((group or {}).get("targets") or ())]
-
-
-def _targeted(targets: Sequence[str], name: str) -> bool:
-    return any(target.lower() == "linear" or exact(target, name) or regex(target, name) for target in targets)
-
-
-def weight_blocks(found: Mapping[str, Any]) -> Granularity:
-    """The blocks of weights that a quantization_config announces."""
-    if (groups := first_group(found)) is not None:
-        weights = groups.get("weights") or {}
-        if weights.get("strategy") == "block":
-            return block_size(weights.get("block_structure"))
-        if weights.get("strategy") in ("group", "tensor_group"):
-            return block_size([1, weights.get("group_size")])
-        return STRATEGIES.get(weights.get("strategy") or "tensor", PER_TENSOR)
-    if block := found.get("weight_block_size"):
-        return block_size(block)
-    return PER_ROW if "PER_CHANNEL" in str(found.get("quant_algo")) else PER_TENSOR
-
-
-def first_group(found: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The first group of compressed-tensors; None: another method."""
-    groups = found.get("config_groups")
-    if not isinstance(groups, dict):
-        return None
-    first: Any = next(iter(groups.values()), {})
-    return first if isinstance(first, dict) else {}
-
-
-def block_size(size: Any) -> Granularity:
-    """(rows, columns) of a config as blocks."""
-    try:
-        rows, cols = size
-        return Granularity(rows, cols)
-    except (TypeError, ValueError) as error:
-        raise UntrustedError(f"config.json: block size {size!r}; needs two numbers such as [128, 128]") from error

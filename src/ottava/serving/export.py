@@ -27,8 +27,8 @@ from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
 from ottava.serving.engines import ENGINES
-from ottava.serving.layouts import DEFAULT, LAYOUTS, Facts, Layout
 from ottava.serving.source import Source, Weight, copy_files, of_folder, of_model, rows_of_cast, same_numbers
+from ottava.weights.layouts import DEFAULT, LAYOUTS, Layout
 
 REPORT = "export.json"
 _SHARD_BYTES = 5_000_000_000
@@ -105,7 +105,7 @@ def export(
     Args:
         model: a model (converted by ottava or not), the folder of a BF16 checkpoint of Hugging Face's, or a `Source`.
         folder: a new or empty folder.
-        layout: a name of `serving.layouts.LAYOUTS`. None: the first that holds the codes of the trained forward; for a
+        layout: a name of `weights.layouts.LAYOUTS`. None: the first that holds the codes of the trained forward; for a
             model without casts compressed-tensors-block.
         config: the content of config.json; None: the model's own.
         static: write a scale of the activations of each linear, from histories of delayed scaling or of calibration.
@@ -155,9 +155,9 @@ def export(
     more = _activation_scales(source, stays, kv_scales or {}, static=static and form.spec is not None)
     linears = [weight.module for weight in source.weights if weight.linear]
     tree = dict(source.config)
-    if form.config is not None:
-        facts = Facts(ignored=[name for name in linears if name in stays], static=static, kv_cache=bool(kv_scales))
-        tree["quantization_config"] = form.config(facts)
+    if form.spec is not None:
+        kept = [name for name in linears if name in stays]
+        tree["quantization_config"] = form.config(ignored=kept, static=static, kv_cache=bool(kv_scales))
         _refuse_unread(form, tree, engine, [name for name in linears if name not in stays])
     written: list[Written] = []
     with beside(folder) as scratch:
@@ -204,13 +204,11 @@ def _refuse_unread(form: Layout, config: Mapping[str, Any], engine: str | None, 
 
 def _unread(form: Layout, config: Mapping[str, Any], engine: str | None, names: Sequence[str]) -> str:
     """Why an engine does not read these linears in a layout; without a name only experts count, in transformers."""
-    assert form.config is not None
-    found = form.config(Facts(ignored=(), static=form.static, kv_cache=False))
     reader = ENGINES[engine or "transformers"]
-    if engine is None and found["quant_method"] not in reader.rules:
+    if engine is None and form.method not in reader.rules:
         return ""
     experts = any(".experts." in name for name in names)
-    return reader.unread(found, str(config.get("model_type", "")), experts=experts)
+    return reader.unread(form.config(static=form.static), str(config.get("model_type", "")), experts=experts)
 
 
 def _activation_scales(
@@ -431,12 +429,8 @@ def _shards(parts: Iterable[dict[str, Tensor]], most: int) -> Iterator[dict[str,
 def _write_texts(folder: Path, source: Source, config: dict[str, Any], report: ExportReport) -> None:
     copy_files(source, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if report.layout == "modelopt":
-        own = config["quantization_config"]
-        about = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8" if own["kv_cache_scheme"] else None}
-        about["exclude_modules"] = own["ignore"]
-        body = {"producer": {"name": "ottava"}, "quantization": about}
-        (folder / "hf_quant_config.json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+    for name, body in LAYOUTS[report.layout].beside(config.get("quantization_config") or {}).items():
+        (folder / name).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
     (folder / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,10 +1,15 @@
-"""What multiplies in each linear: on the side of training, and on the side of an engine that reads a checkpoint."""
+"""What multiplies in each linear, of training and in an engine that reads a checkpoint; and the damage of one linear.
+
+The damage is the KL of a decoder in which that linear alone is the engine's, from the one that was trained. The decoder
+is Llama's formula over named tensors (Llama, Mistral, Qwen 2 and 3), in FP32 around the linears, whose operands are
+cast as each side casts them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,53 +17,33 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ottava.base.errors import unknown_name
-from ottava.base.untrusted import UntrustedError, parse_json, read_text
-from ottava.nn.fp8_checkpoint import open_tensors
+from ottava.base.untrusted import UntrustedError
+from ottava.nn.attention import DotProductAttention
+from ottava.nn.rope import RotaryEmbedding, RotaryScaling, RotaryTable, rotate
 from ottava.numerics.formats import E2M1, E4M3, E5M2, Format
-from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity, ScaleFormat
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_TENSOR, Granularity, ScaleFormat
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
 from ottava.recipe import Recipe
-from ottava.serving.engines import (
-    ENGINES,
-    STRATEGIES,
-    Decision,
-    Engine,
-    block_size,
-    decide,
-    first_group,
-    units,
-    weight_blocks,
-)
+from ottava.serving.engines import ENGINES, Decision, InferenceEngine, decide, units
 from ottava.serving.source import Source, Weight
+from ottava.weights.layouts import (
+    INPUT_KEYS,
+    SCALE_KEYS,
+    Group,
+    InputCast,
+    Quantization,
+    open_tensors,
+    read_config,
+    read_quantization,
+)
 
-SCALE_KEYS = ("weight_scale_inv", "weight_scale")
-INPUT_KEYS = ("input_scale", "activation_scale")
 _POWERS = ("pow2", "e8m0", "e8m0_floor")
 _CODES = MappingProxyType({torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.uint8: E2M1})
-
-
-@dataclass(frozen=True)
-class Cast:
-    """The cast of activations in front of a linear."""
-
-    granularity: Granularity
-    powers: bool
-    """Whether scales are powers of two."""
-    static: bool
-    """Whether the scale is a number of the checkpoint, or of a history."""
-    scale_inv: float | None = None
-    """That number."""
-    rounded: bool = True
-    """Whether a fused activation is rounded to BF16 before its cast."""
-
-    def __str__(self) -> str:
-        known = "" if self.scale_inv is None else f" {self.scale_inv:.6g}"
-        words = ["powers of two" if self.powers else "fp32", f"static{known}" if self.static else "dynamic"]
-        return f"[{', '.join([str(self.granularity), *words, *([] if self.rounded else ['not rounded to BF16'])])}]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +54,7 @@ class Side:
     """In high precision; of codes what they decode to."""
     cast: QuantizedTensor | None = None
     """What is multiplied, if not bf16(weight)."""
-    activations: Cast | None = None
+    activations: InputCast | None = None
     """None: they stay in high precision."""
     layer: str = ""
     """Its layer in training."""
@@ -133,12 +118,12 @@ def trained(source: Source) -> Model:
     return Model(linears, plain, source.config, tied)
 
 
-def _cast_of(spec: QuantizationSpec | None, weight: Weight) -> Cast | None:
+def _cast_of(spec: QuantizationSpec | None, weight: Weight) -> InputCast | None:
     if spec is None:
         return None
     known = weight.input_scale_inv if spec.predicted else None
     stored = None if known is None else torch.tensor(known, dtype=torch.float32).item()
-    return Cast(spec.granularity, spec.scale_format in _POWERS, spec.predicted, stored)
+    return InputCast(spec.granularity, spec.scale_format in _POWERS, spec.predicted, stored)
 
 
 def under(source: Source, recipe: Recipe) -> Source:
@@ -175,39 +160,38 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None)
     if engine not in ENGINES:
         raise ValueError(f"parity: {unknown_name('engine', engine, ENGINES)}")
     reader = ENGINES[engine]
-    config = read_config(folder)
-    found = config.get("quantization_config") or {}
     words = _words(reader, settings or {})
     try:
+        config = read_config(folder)
+        found = config.get("quantization_config") or {}
         with ExitStack() as files:
             tensors = {name: file.get_tensor(name) for name, file in sorted(open_tensors(folder, files).items())}
     except (UntrustedError, OSError) as error:
         raise UntrustedError(f"parity: {folder} cannot be read: {error}") from error
-    method = str(found.get("quant_method", "")).lower()
     tied = bool(config.get("tie_word_embeddings", False)) or "lm_head.weight" not in tensors
     weights = {name.removesuffix(".weight"): t for name, t in tensors.items() if _is_linear(name, t)}
     names = [name for name in weights if not (tied and name == "lm_head")]
-    rule = reader.rules.get(method)
-    decisions = decide(rule, found, names) if rule is not None else {name: Decision(bool(method)) for name in names}
+    model_type = str(config.get("model_type", ""))
+    unread = reader.unread(found, model_type)
+    rule = None if unread else reader.rules.get(str(found.get("quant_method", "")).lower())
+    quantization = None if rule is None else read_quantization(found)
+    decisions = {name: Decision(False) for name in names} if rule is None else decide(rule, found, names)
     decisions |= {name: Decision(False, "", never) for name in names if (never := reader.leaves(name))}
-    experts = any(".experts." in name and decisions[name].quantized for name in names)
-    unread = reader.unread(found, str(config.get("model_type", "")), experts=experts)
-    linears = {n: _side(n, weights[n], tensors, decisions[n], found, reader, words) for n in names}
+    if any(".experts." in name and decisions[name].quantized for name in names):
+        unread = reader.unread(found, model_type, experts=True)
+    linears = {n: _side(n, weights[n], tensors, decisions[n], quantization, reader, words) for n in names}
     if rule is not None and rule.partly != "apart":
         linears = _rejoined(linears)
     used = {f"{n}.{key}" for n in names for key in ("weight", *SCALE_KEYS, *INPUT_KEYS)}
-    kv = bool(found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo"))
+    used |= {name for name in tensors if name.endswith(("k_scale", "v_scale"))}
+    cached = quantization is not None and quantization.kv_cache
     return Model(
         linears,
-        {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name not in used and not name.endswith(("k_scale", "v_scale"))
-        },
+        {name: tensor for name, tensor in tensors.items() if name not in used},
         config,
         tied,
         decisions,
-        kv or "fp8" in str(words.get("kv_cache_dtype", "")),
+        cached or "fp8" in str(words.get("kv_cache_dtype", "")),
         unread,
         files={
             path.name: _file_digest(path)
@@ -217,25 +201,7 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None)
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json; ModelOpt's own file stands in for a quantization_config."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UntrustedError(f"parity: {folder} has no config.json; needs the folder of a checkpoint")
-    try:
-        config = parse_json(read_text(path))
-        more = folder / "hf_quant_config.json"
-        if isinstance(config, dict) and not config.get("quantization_config") and more.is_file():
-            own = parse_json(read_text(more))
-            config["quantization_config"] = {"quant_method": "modelopt", **dict(own.get("quantization") or {})}
-    except (UntrustedError, AttributeError, TypeError, ValueError) as error:
-        raise UntrustedError(f"parity: {path}: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("quantization_config") or {}, dict):
-        raise UntrustedError(f"parity: {path} is no object, or its quantization_config is none")
-    return config
-
-
-def _words(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _words(engine: InferenceEngine, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of an engine in our words.
 
     Raises:
@@ -264,24 +230,28 @@ def _side(
     weight: Tensor,
     tensors: Mapping[str, Tensor],
     decision: Decision,
-    found: Mapping[str, Any],
-    engine: Engine,
+    quantization: Quantization | None,
+    engine: InferenceEngine,
     words: Mapping[str, Any],
 ) -> Side:
     """A linear as the engine multiplies it, before it joins any."""
+    group = None if quantization is None else quantization.group_of(name) or quantization.groups[0]
     fmt = _CODES.get(weight.dtype)
-    if fmt is None:
+    if fmt is None or group is None:
+        wanted = decision.quantized and group is not None
         return Side(
-            weight, activations=_activations(name, tensors, found, engine, words) if decision.quantized else None
+            weight if fmt is None else weight.float(),
+            activations=_activations(name, tensors, group, engine, words) if wanted and group is not None else None,
+            codes=fmt is not None,
         )
     stored = next((tensors[f"{name}.{key}"] for key in SCALE_KEYS if f"{name}.{key}" in tensors), None)
     if stored is None:
         return Side(weight.float(), codes=True)
     scale_inv = stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored
-    cast = _decoded(weight, scale_inv.to(torch.float32), fmt, found)
+    cast = _decoded(weight, scale_inv.to(torch.float32), fmt, group.blocks)
     if not decision.quantized:  # the engine loads the codes as numbers
         return Side(weight.float(), codes=True)
-    activations = _activations(name, tensors, found, engine, words)
+    activations = _activations(name, tensors, group, engine, words)
     wants_powers = _truth(words.get("ue8m0"))
     if wants_powers and cast.spec.granularity.rows == 128 and not _are_powers(cast.scale_inv):
         cast = quantize(cast.dequantize(torch.float32), replace(cast.spec, scale_format="pow2"))
@@ -296,9 +266,8 @@ def _are_powers(scale_inv: Tensor) -> bool:
     return bool((torch.frexp(scale_inv).mantissa == 0.5).all())
 
 
-def _decoded(codes: Tensor, scale_inv: Tensor, fmt: Format, found: Mapping[str, Any]) -> QuantizedTensor:
+def _decoded(codes: Tensor, scale_inv: Tensor, fmt: Format, size: Granularity) -> QuantizedTensor:
     """Codes and scales by the blocks of the config; a grid of another shape stays as it is stored, and is compared."""
-    size = weight_blocks(found)
     grid = size.grid_shape((codes.shape[0], codes.shape[1]))
     kind: ScaleFormat = "e8m0" if size == BLOCK_1X32 else "fp32"
     if scale_inv.numel() == grid[0] * grid[1]:
@@ -315,27 +284,18 @@ def _by_shape(codes: Tensor, scale_inv: Tensor) -> Granularity:
 
 
 def _activations(
-    name: str, tensors: Mapping[str, Tensor], found: Mapping[str, Any], engine: Engine, words: Mapping[str, Any]
-) -> Cast | None:
+    name: str, tensors: Mapping[str, Tensor], group: Group, engine: InferenceEngine, words: Mapping[str, Any]
+) -> InputCast | None:
     """How the engine casts the input of a linear."""
-    blocks = weight_blocks(found)
-    powers = str(found.get("scale_fmt")) == "ue8m0" or _truth(words.get("ue8m0")) or blocks == BLOCK_1X32
-    if (group := first_group(found)) is not None:
-        if not (own := group.get("input_activations")):
-            return None
-        static, strategy = not own.get("dynamic", True), own.get("strategy") or "tensor"
-        size = block_size([1, own.get("group_size")]) if strategy == "group" else STRATEGIES.get(strategy, PER_TENSOR)
-    else:
-        algo = str(found.get("quant_algo"))
-        static = found.get("activation_scheme") == "static" or algo == "FP8"
-        by_token = PER_ROW if "PER_TOKEN" in algo else PER_TENSOR
-        size = by_token if blocks.cols is None else Granularity(1, blocks.cols)
-    if size == PER_TENSOR and not static and engine.tensor_dynamic is not None:
+    if (cast := group.inputs) is None:
+        return None
+    size, powers = cast.granularity, cast.powers or _truth(words.get("ue8m0"))
+    if size == PER_TENSOR and not cast.static and engine.tensor_dynamic is not None:
         size = engine.tensor_dynamic
     stored = next((tensors[f"{name}.{key}"] for key in INPUT_KEYS if f"{name}.{key}" in tensors), None)
-    scale_inv = float(stored.float().max()) if static and stored is not None and stored.numel() else None
+    scale_inv = float(stored.float().max()) if cast.static and stored is not None and stored.numel() else None
     fused = _truth(words.get("fuse_act_quant")) and name.rpartition(".")[2] in ("down_proj", "w2", "fc2")
-    return Cast(size, powers and size in (BLOCK_1X128, BLOCK_1X32), static, scale_inv, not fused)
+    return InputCast(size, powers and size in (BLOCK_1X128, BLOCK_1X32), cast.static, scale_inv, not fused)
 
 
 def _rejoined(linears: Mapping[str, Side]) -> dict[str, Side]:
@@ -375,3 +335,119 @@ def _expert_groups(parts: list[str]) -> list[list[str]]:
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SAMPLE = (
+    "A trainer and an inference engine that quantize other layers, other values or other layouts compute other things, "
+    "in silence. This text is short, and the same for every certificate: it shows which layer hurts, not how much."
+)
+"""A text for models that read bytes."""
+_MOST = 32
+"""Linears that are measured; each costs a forward."""
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Tokens for a measurement."""
+
+    ids: Tensor
+    """int64 (T,)."""
+    said: str
+    """What they are, for the certificate."""
+
+
+def made_up(vocabulary: int, length: int = 128) -> Text:
+    """Tokens without a tokenizer: always the same ones, drawn evenly."""
+    drawn = torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(0))
+    return Text(drawn, f"{length} tokens drawn evenly from the vocabulary (no tokenizer was read)")
+
+
+def kl_alone(ours: Model, theirs: Model, changed: Sequence[str], text: Text | None) -> tuple[dict[str, float], str]:
+    """(linear -> nats per token, what was measured or why not).
+
+    The KL of a token is KL(p of training || p with this linear as the engine has it); the mean over tokens.
+    """
+    family = str(ours.config.get("model_type", ""))
+    if text is None:
+        return {}, "not measured"
+    if not changed:
+        return {}, "0: both sides multiply the same operands"
+    if family not in FAMILIES:
+        return {}, f"not measured: model_type {family!r} is none of {', '.join(FAMILIES)}"
+    if int(text.ids.max()) >= int(ours.config.get("vocab_size", 0)):
+        return {}, "not measured: the text has tokens beyond the vocabulary"
+    with torch.no_grad():
+        base = F.log_softmax(logits(ours, ours.linears, text.ids), -1)
+        found = {}
+        for name in changed[:_MOST]:
+            alone = F.log_softmax(logits(ours, {**ours.linears, name: theirs.linears[name]}, text.ids), -1)
+            found[name] = float((base.exp() * (base - alone)).sum(-1).mean())
+    left = f"; the first {_MOST} of {len(changed)} linears" if len(changed) > _MOST else ""
+    return found, f"nats per token, each linear alone, on {text.said}{left}"
+
+
+def logits(model: Model, linears: Mapping[str, Side], ids: Tensor) -> Tensor:
+    """ids int64 (T,) -> logits fp32 (T, V).
+
+    Raises:
+        KeyError: the tensors are not those of such a decoder.
+    """
+    config, plain = model.config, {name: tensor.float() for name, tensor in model.plain.items()}
+    heads, groups = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    eps = config["rms_norm_eps"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], plain[f"{name}.weight"], eps)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        y = multiply(x, linears[name])
+        return y if (bias := plain.get(f"{name}.bias")) is None else y + bias
+
+    attention = DotProductAttention(mask="causal")
+    rotary = _rotary(config, size, ids.shape[0])
+    x = plain["model.embed_tokens.weight"].bfloat16().float()[ids]
+    for i in range(config["num_hidden_layers"]):
+        here = f"model.layers.{i}"
+        rows = norm(x, f"{here}.input_layernorm")
+        q, k, v = (
+            linear(rows, f"{here}.self_attn.{one}_proj").view(1, -1, n, size)
+            for one, n in zip("qkv", (heads, groups, groups), strict=True)
+        )
+        if f"{here}.self_attn.q_norm.weight" in plain:
+            q, k = norm(q, f"{here}.self_attn.q_norm"), norm(k, f"{here}.self_attn.k_norm")
+        y = attention(rotate(q, rotary), rotate(k, rotary), v)
+        x = x + linear(y.flatten(-2)[0], f"{here}.self_attn.o_proj")
+        rows = norm(x, f"{here}.post_attention_layernorm")
+        gated = F.silu(linear(rows, f"{here}.mlp.gate_proj")) * linear(rows, f"{here}.mlp.up_proj")
+        x = x + linear(gated, f"{here}.mlp.down_proj")
+    x = norm(x, "model.norm")
+    return x @ plain["model.embed_tokens.weight"].bfloat16().float().t() if model.tied else linear(x, "lm_head")
+
+
+def _rotary(config: Mapping[str, Any], size: int, length: int) -> RotaryTable:
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0)
+    known = {name: value for name, value in rope.items() if name in RotaryScaling.__dataclass_fields__}
+    table: RotaryTable = RotaryEmbedding(size, base=base, scaling=RotaryScaling(**known))(torch.arange(length))
+    return table
+
+
+def multiply(x: Tensor, side: Side) -> Tensor:
+    """x fp32 (T, K) -> y fp32 (T, N), with operands as the side has them."""
+    rows = x.bfloat16().float()
+    if side.activations is not None and side.cast is not None:
+        cast = side.activations
+        scale = torch.tensor(1 / cast.scale_inv) if cast.static and cast.scale_inv else None
+        given = x.bfloat16() if cast.rounded else x
+        rows = quantize(given, spec_of(cast, side.cast.spec), scale=scale).dequantize(torch.float32)
+    weight = side.weight.bfloat16().float() if side.cast is None else side.cast.dequantize(torch.float32)
+    return rows @ weight.t()
+
+
+def spec_of(cast: InputCast, weight: QuantizationSpec) -> QuantizationSpec:
+    """The spec by which activations are cast in front of a weight of this spec."""
+    powers = "e8m0" if weight.scale_format in ("e8m0", "e8m0_floor") else "pow2"
+    numbers = "e4m3" if weight.scale_format == "e4m3" else "fp32"
+    return QuantizationSpec(weight.format, cast.granularity, powers if cast.powers else numbers)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,13 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from ottava.base.errors import need
-from ottava.base.untrusted import UntrustedError, parse_json, read_text
+from ottava.base.untrusted import UntrustedError
 from ottava.engine.layer import QuantizedLayer
 from ottava.nn.convert import default_filter
 from ottava.nn.foreign import TurnedLinear, parts_of
-from ottava.nn.fp8_checkpoint import block_sizes, is_codes, is_scale, open_tensors, read_codes, scales_of
 from ottava.numerics.scaling import Granularity
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.weights.layouts import (
+    INPUT_KEYS,
+    is_codes,
+    is_scale,
+    open_tensors,
+    read_codes,
+    read_config,
+    read_quantization,
+    scales_of,
+)
 from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
 
 _EXPERT = re.compile(r"\.experts\.(?P<number>\d+)\.")
@@ -310,20 +319,12 @@ def of_folder(folder: Path) -> Source:
     Raises:
         UntrustedError: the folder is damaged, or quantized in another way.
     """
-    path = folder / "config.json"
-    if not path.is_file():
+    if not (folder / "config.json").is_file():
         raise UntrustedError(f"{folder} has no config.json; needs a checkpoint or a run of ottava train")
     try:
-        config = parse_json(read_text(path))
-    except UntrustedError as error:
-        raise UntrustedError(f"{path}: {error}") from error
-    if not isinstance(config, dict):
-        raise UntrustedError(f"{path} is no object")
-    quantization = config.pop("quantization_config", None)
-    try:
-        if not isinstance(quantization, dict | None):
-            raise UntrustedError("its quantization_config is no object")
-        sizes = block_sizes(quantization) if quantization else []
+        config = read_config(folder)
+        said = config.pop("quantization_config", None)
+        sizes = read_quantization(said).blocks if said else ()
         with ExitStack() as files:
             tensors = open_tensors(folder, files)
             turned = _turned_names(tensors)
@@ -353,7 +354,7 @@ def _in_file(name: str, tensors: Mapping[str, Any], turned: Collection[str]) -> 
     return replace(weight, stays=_TURNED) if is_turned else weight
 
 
-def _of_codes(name: str, tensors: Mapping[str, Any], sizes: list[Granularity]) -> Weight:
+def _of_codes(name: str, tensors: Mapping[str, Any], sizes: Sequence[Granularity]) -> Weight:
     scale_inv, spec = scales_of(name, tensors, sizes)
     file = tensors[name]
     shape = tuple(file.get_slice(name).get_shape())
@@ -362,8 +363,8 @@ def _of_codes(name: str, tensors: Mapping[str, Any], sizes: list[Granularity]) -
         return QuantizedTensor(read_codes(name, tensors), scale_inv, spec, torch.bfloat16)
 
     decoded = Unread(shape, lambda: codes().dequantize(torch.float32))
-    static = name.removesuffix("weight") + "input_scale"
-    scale = float(tensors[static].get_tensor(static).float().amax()) if static in tensors else None
+    static = next((key for last in INPUT_KEYS if (key := name.removesuffix("weight") + last) in tensors), None)
+    scale = None if static is None else float(tensors[static].get_tensor(static).float().amax())
     return Weight(name, decoded, True, "", Unread(shape, codes), scale)
 
 

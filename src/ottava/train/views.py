@@ -9,8 +9,7 @@ import torch
 
 from ottava.nn.convert import convert
 from ottava.recipe import get_recipe
-from ottava.serving.source import Source, of_folder
-from ottava.serving.view import (
+from ottava.serving.answers import (
     ENGINE,
     View,
     blocks_of,
@@ -21,6 +20,7 @@ from ottava.serving.view import (
     named,
     of_hugging_face,
 )
+from ottava.serving.source import Source, of_folder
 from ottava.train.checkpoint import CheckpointError, high_precision_weights, restore_weights
 from ottava.train.config import DataConfig
 from ottava.train.data import ByteCorpus, DataError

@@ -102,5 +102,7 @@ def _joined(norms: Sequence[Tensor], scale: Any) -> Tensor:
     if not norms:
         return torch.zeros(1)
     device = norms[0].device
-    whole = torch.stack([x if x.device == device else x.to(device) for x in norms]).norm().to(torch.float32).reshape(1)
-    return whole / scale.to(device) if isinstance(scale, Tensor) else whole
+    whole: Tensor = (
+        torch.stack([x if x.device == device else x.to(device) for x in norms]).norm().to(torch.float32).reshape(1)
+    )
+    return torch.div(whole, scale.to(device)) if isinstance(scale, Tensor) else whole

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import torch
+
 import warm
 
 SCRIPT = """
@@ -50,7 +52,7 @@ def test_a_script_runs_unchanged_and_learns(tmp_path: Path) -> None:
 
 def test_what_cannot_run_says_what_to_do(tmp_path: Path) -> None:
     """No script, a missing script, TransformerEngine for JAX, and a GPU on a machine without one."""
-    assert run("--help").stdout.startswith("python -m ottava.compat.transformer_engine script.py")
+    assert run("--help").stdout.startswith("python -m ottava.compat.transformer_engine [--cpu] script.py")
     missing = run(tmp_path / "nowhere.py")
     assert (missing.returncode, missing.stderr.strip()) == (
         2,
@@ -68,3 +70,53 @@ def test_what_cannot_run_says_what_to_do(tmp_path: Path) -> None:
     if "This machine has no CUDA device" not in failed.stderr:
         assert "RuntimeError: CUDA" in failed.stderr  # it has one
     script.write_text("import transformer_engine.pytorch as te\nte.Linear(4, 4, device='cuda')\n")
+
+
+ON_A_GPU = """
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Format
+
+assert torch.cuda.is_available(), "this tutorial needs a GPU"
+torch.manual_seed(1)
+layer = te.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cuda").to(torch.bfloat16)
+x = torch.rand(16, 2, 64, dtype=torch.bfloat16).cuda()
+optimizer = te.optimizers.FusedAdam(layer.parameters(), lr=1e-3)
+start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+torch.cuda.synchronize()
+start.record()
+for step in range(4):
+    with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(fp8_format=Format.HYBRID)):
+        y = layer(x)
+    loss = (y - x).float().square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+end.record()
+torch.cuda.synchronize()
+start.elapsed_time(end)
+"""
+
+
+def test_a_script_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
+    """Unchanged, with the losses of the script whose CUDA was taken out by hand; what has no counterpart is named."""
+    script, by_hand = tmp_path / "tutorial.py", tmp_path / "by_hand.py"
+    script.write_text(ON_A_GPU)
+    lines = [
+        line for line in ON_A_GPU.splitlines() if not any(w in line for w in ("torch.cuda.", ".record()", "elapsed"))
+    ]
+    by_hand.write_text("\n".join(lines).replace(', device="cuda"', ', device="cpu"').replace(".cuda()", ""))
+    ran, expected = run("--cpu", script), run(by_hand)
+    assert (ran.returncode, expected.returncode) == (0, 0), ran.stderr + expected.stderr
+    assert ran.stdout == expected.stdout
+    assert len(ran.stdout.split()) == 4
+    assert "--cpu: 'cuda' devices, .cuda() and the questions of torch.cuda go to the CPU" in ran.stderr
+
+    script.write_text("import torch\ntorch.cuda.get_device_properties(0)\n")
+    failed = run("--cpu", script)
+    assert failed.returncode == 1
+    if not torch.backends.cuda.is_built():
+        assert "needs a CUDA device: --cpu has no counterpart of it. Leave the call out." in failed.stderr
+    assert run("--cpu").returncode == 2
+    assert run("--cpu").stderr == "--cpu: got no script; needed: --cpu script.py [arguments]\n"

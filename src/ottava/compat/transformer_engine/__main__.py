@@ -1,11 +1,13 @@
-"""`python -m ottava.compat.transformer_engine script.py [arguments]`: runs a TransformerEngine script on ottava.
+"""`python -m ottava.compat.transformer_engine [--cpu] script.py [arguments]`: runs a TransformerEngine script here.
 
 Every `import transformer_engine...` in the script imports this package. A module below transformer_engine.pytorch that
-ottava lacks offers the names of transformer_engine.pytorch.
+ottava lacks offers the names of transformer_engine.pytorch. With --cpu, what the script asks of CUDA goes to the CPU:
+devices, `.cuda()` and the questions of torch.cuda (`ottava.compat.on_cpu` lists them). CUDA graphs do not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 import sys
 from collections.abc import Sequence
@@ -15,6 +17,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
+
+from ottava.compat.on_cpu import SENTENCE, missing, on_cpu
 
 _THEIRS, _OURS = "transformer_engine", "ottava.compat.transformer_engine"
 
@@ -53,21 +57,31 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip().replace("`", ""), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
+    redirected = arguments[0] == "--cpu"
+    arguments = arguments[redirected:]
+    if not arguments:
+        print("--cpu: got no script; needed: --cpu script.py [arguments]", file=sys.stderr)
+        return 2
+    if redirected:
+        print(SENTENCE, file=sys.stderr)
     sys.meta_path.insert(0, StandIn())
     sys.argv = list(arguments)
     sys.path[0] = arguments[0].rpartition("/")[0] or "."
     try:
-        runpy.run_path(arguments[0], run_name="__main__")
+        with on_cpu() if redirected else contextlib.nullcontext():
+            runpy.run_path(arguments[0], run_name="__main__")
     except OSError as error:
         if error.filename != arguments[0]:
             raise
         print(f"{arguments[0]}: {error.strerror}; needed: a Python script", file=sys.stderr)
         return 2
-    except (AssertionError, RuntimeError) as error:
-        if not torch.cuda.is_available() and ("CUDA" in str(error) or "NVIDIA" in str(error)):
+    except Exception as error:
+        if redirected and (name := missing(error.__traceback__)):
+            error.add_note(f"{name} needs a CUDA device: --cpu has no counterpart of it. Leave the call out.")
+        elif not redirected and not torch.cuda.is_available() and ("CUDA" in str(error) or "NVIDIA" in str(error)):
             error.add_note(
-                "This machine has no CUDA device. In the script, change .cuda() to .cpu() and device='cuda' to "
-                "device='cpu': ottava computes the same bits there."
+                "This machine has no CUDA device. Put --cpu in front of the script: then its .cuda() and device='cuda' "
+                "mean the CPU, where casts have the same bits."
             )
         raise
     return 0

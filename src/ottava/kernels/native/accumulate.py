@@ -84,12 +84,14 @@ def plan_accumulate(
         scales = a.scale_inv, b.scale_inv
         if inside:
             (of_a, above_a), (of_b, above_b) = reference.block_scales(a), reference.block_scales(b)
+            # the reference has room for every exponent, and the same bits
             if not _fits(of_a, of_b):
                 return reference.gemm(a, b, out_dtype, bias, accumulator, c)
             scales, c = (of_a, of_b), None if c is None else c / above_a / above_b
         y = torch.empty(m, n, dtype=torch.float32, device="cpu")
         added = None if bias is None else bias.detach().to(torch.float32).contiguous()
         c = None if c is None else c.detach().contiguous()
+        # the bits do not depend on it: one thread sums an element from first to last
         team = min(torch.get_num_threads(), max(m * n * k // _SMALLEST_SHARE, 1))
         arrays = (pointer(y), pointer(c), pointer(None if inside else added), k, k if inside else step, team)
         sides = (*side(a, scales[0], tables[0]), *side(b, scales[1], tables[1]))

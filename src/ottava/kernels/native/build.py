@@ -282,6 +282,8 @@ def _build(name: str, settings: BuildSettings, variant: str) -> Built:
     cache, note = usable_cache(settings.cache)
     if cache is not None and (cached := _from_cache(cache, name, key)) is not None:
         return cached._replace(key=key)
+    # asked before compiling: a compiler that runs out of space fails like one that does not know a flag, and all of
+    # _EXTRAS would be tried
     if cache is not None and _is_full(cache):
         note = f"{cache} is on a full disk: compiled anew in every process; free 16 MiB or set OTTAVA_CACHE"
         cache = None
@@ -302,6 +304,7 @@ def _compile_and_load(source: Path, compiler: tuple[str, ...], folder: Path, cac
     started = time.perf_counter()
     made = folder / "made.so"
     errors: list[str] = []
+    # the first set of flags that works decides; a compiler without OpenMP gives a library with one thread
     for extra in _EXTRAS:
         ran = _run([*compiler, *_FLAGS, *extra, f"-I{source.parent}", str(source), "-o", str(made)], temporary=folder)
         if ran.returncode == 0 and made.is_file():
@@ -309,7 +312,9 @@ def _compile_and_load(source: Path, compiler: tuple[str, ...], folder: Path, cac
         errors.append(_first_error(ran.stderr or ran.stdout) or f"exit code {ran.returncode}")
     else:
         return Built(None, f"{shlex.join(compiler)} could not compile {source.name}: {errors[-1]}")
+    # nobody else may write to what this process will execute, whatever the umask is
     made.chmod(0o700)
+    # in another process, because an illegal instruction ends the process that meets it
     if failure := _trial(source, made):
         if cache is not None and failure.lasting:
             _remember(failure.wrong, folder, cache / f"{source.stem}-{key}-failed")
@@ -317,6 +322,8 @@ def _compile_and_load(source: Path, compiler: tuple[str, ...], folder: Path, cac
     target = made
     if cache is not None:
         target = cache / f"{source.stem}-{key}-{_EXTRAS.index(extra)}-{_digest(made)}.so"
+        # one rename publishes it: no process loads half a file, and of two builders the later one replaces equal
+        # content
         os.replace(made, target)
     seconds = time.perf_counter() - started
     return Built(ctypes.CDLL(str(target)), "", seconds, (*_FLAGS, *extra))
@@ -340,6 +347,7 @@ def _trial(source: Path, library: Path) -> _Failure | None:
         return None
     except subprocess.TimeoutExpired:
         return _Failure(f"its trial did not end within {_TRIAL_TIMEOUT} s", False)
+    # killed by a signal: its own fault will happen again, one from outside (a full machine) may not
     if ran.returncode < 0:
         ended = signal.Signals(-ran.returncode).name
         return _Failure(f"its trial was ended by {ended}", ended in _OWN_FAULTS)
@@ -356,6 +364,7 @@ def _own_trial(source: Path) -> list[Path]:
 def _cut_off(library: Path) -> str:
     """Why a library of Linux (ELF, 64 bits) is truncated, by its last part, the table of its sections; else "". A
     truncated library may load, and then end the process at the first call of a missing function."""
+    # the table of sections ends an ELF file, so a truncated one lacks its end
     content = library.read_bytes()
     if len(content) < 64 or content[:6] != b"\x7fELF\x02\x01":
         return ""  # the trial will load it
@@ -389,6 +398,7 @@ def _failed_before(cache: Path, name: str, key: str) -> Built | None:
 
 
 def _from_cache(cache: Path, name: str, key: str) -> Built | None:
+    # the content's hash is in the name: a damaged file is passed over, and built anew
     for path in sorted(cache.glob(f"{name}-{key}-*.so")):
         number, content = path.stem.rsplit("-", 2)[1:]
         try:
@@ -402,6 +412,7 @@ def _from_cache(cache: Path, name: str, key: str) -> Built | None:
 
 
 def _key(source: Path, compiler: tuple[str, ...]) -> str:
+    # an updated compiler under the same name makes another library
     described = _run([*compiler, "--version"])
     try:
         own_version = version("ottava")
@@ -435,6 +446,7 @@ def cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").split("\n\n")[0].splitlines()
     except OSError:
         return f"{platform.processor()} {platform.version()}"
+    # not the whole file: clock rates and core numbers change from one reading to the next
     x86 = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
     arm = ("Features", "CPU implementer", "CPU part")
     return "\n".join(line for line in lines if line.partition(":")[0].strip() in (*x86, *arm))

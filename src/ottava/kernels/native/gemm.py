@@ -56,6 +56,7 @@ def built(level: int | None = None) -> Built:
     Edge case: if the best level fails its trial, the best that passes; `note` says so.
     """
     best = native_build.load("gemm")
+    # such as an instruction that this CPU reports and does not run
     if level is None and best.failed_trial:
         others = (_variant(other) for other in reversed(range(len(LEVELS))))
         return next((other._replace(note=best.reason) for other in others if other.library is not None), best)
@@ -74,6 +75,7 @@ def levels() -> tuple[int, ...]:
     if library is None:
         return ()
     best = library.ottava_gemm_level()
+    # each level contains the next
     family = (5, 4, 0) if best > 3 else (3, 2, 1, 0)  # of aarch64, of x86-64
     return family[family.index(best) :]
 
@@ -134,6 +136,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     if out_dtype not in _TYPES:
         return f"{NAME}: gives float32, bfloat16 or float16; got {out_dtype}"
     step = _step(cells[0].cols, cells[1].cols, k)
+    # BF16 units multiply pairs along k: a scale may not change inside a pair
     if step % 2 and step < k:
         return f"{NAME}: scales change at odd places of k: {a.spec.granularity} and {b.spec.granularity}"
     level = fastest()
@@ -217,12 +220,14 @@ def plan_gemm(
         raise RuntimeError(f"{NAME}: {chosen.reason}; ask supports_gemm first")
     (m, k), n = a.data.shape, b.data.shape[0]
     cells = _cell(a.spec), _cell(b.spec)
+    # the kernel walks rows or columns of codes without gaps; anything else is copied once a call
     copied, copied_b = (not _along_memory(side.data) for side in (a, b))
     strides = (k, 1) if copied else a.data.stride()
     strides_b = (k, 1) if copied_b else b.data.stride()
     first, second = cells  # their tables must live as long as this plan
     block, block_b = ((cell.rows or rows, cell.cols or k) for cell, rows in zip(cells, (m, n), strict=True))
     step, exact = _step(cells[0].cols, cells[1].cols, k), fold and cells[0].exact and cells[1].exact
+    # the library widens 16-bit biases itself: a cast by torch would be one more launch in a call of microseconds
     as_it_is = bias is not None and bias.dtype in _TYPES
     code, code_of_bias = _TYPES.index(out_dtype), _TYPES.index(bias.dtype) if bias is not None and as_it_is else 0
     threads, pack, multiply, cpu = torch.get_num_threads, _CALL.pack, library.ottava_gemm, a.data.device
@@ -290,6 +295,7 @@ def _step(a: int | None, b: int | None, k: int) -> int:
     """The number of k between changes of a scale; a, b: columns of the blocks of either side."""
     if a is None and b is None:
         return k
+    # scales of either side change at multiples of its block, so of neither inside their common divisor
     blocks = [cols for cols in (a, b) if cols is not None and cols < k]
     return math.gcd(*blocks) if blocks else k
 

@@ -94,6 +94,7 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
     if isinstance(cast, QuantizedTensor):
         if any(not t.is_cpu or refusal(t) for t in (cast.data, cast.scale_inv)):
             return f"{NAME}: takes plain tensors on a cpu"
+        # the guard of a predicted cast is judged by the scales that quantize.cpp computes
         if spec.predicted and (why := _constants(spec).plan.refusal or native_build.load("quantize", x.dtype).reason):
             return why
         if x.shape != cast.shape:
@@ -152,12 +153,14 @@ def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor,
     width = layout.width
     sums = torch.zeros(len(looks), width, dtype=torch.float64, device="cpu")
     extremes = torch.empty(len(looks), len(layout.extremes), dtype=torch.float64, device="cpu")
+    # one library a dtype, so one call for all looks of a dtype: its threads share them
     for dtype in dict.fromkeys([look.x.dtype for look in looks]):
         indices = [i for i, look in enumerate(looks) if look.x.dtype == dtype]
         jobs = (_Job * len(indices))()
         kept = [_fill(job, looks[i]) for job, i in zip(jobs, indices, strict=True)]
         for job, i in zip(jobs, indices, strict=True):
             job.detail = detail
+            # each job writes its own row of fp64: threads share no memory, and no sum depends on their order
             job.sums = pointer(sums) + 8 * width * i
             job.extremes = pointer(extremes) + 8 * len(layout.extremes) * i
         settings = _Library(places=ctypes.addressof(_places(layout, dtype)), width=layout.used)
@@ -190,6 +193,7 @@ def _constants(spec: QuantizationSpec) -> _Constants:
 @functools.lru_cache(maxsize=512)
 def _constants_of(key: str, fmt: Format) -> _Constants:
     spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
+    # the code of the largest number; the next one is infinity or NaN
     largest = (fmt.max / 2.0**fmt.emax - 1) * 2**fmt.mantissa_bits + (fmt.emax + fmt.bias) * 2**fmt.mantissa_bits
     return _Constants(
         native_quantize.settings(replace(spec, rounding="nearest_even")),  # given codes may have another rounding
@@ -220,6 +224,7 @@ def _fill(job: _Job, look: Look) -> tuple[object, ...]:
     """Fills a job; returns the objects that must live until the job is done."""
     x, made, scale, spec = _strided(look.x), look.cast, look.scale, spec_of(look)
     known = _constants(spec)
+    # a copy of a struct: filling twenty fields one by one takes Python longer than measuring a small tensor takes C++
     ctypes.pointer(job)[0] = _job_of(spec.key, spec.format, *x.shape)
     job.x, (job.x_row, job.x_col), job.extent = pointer(x), steps(x), pointer(look.extent)
     job.cast = ctypes.addressof(known.plan.cast)
@@ -285,11 +290,13 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     target = x.dtype if dtype is None else dtype
     row, col = steps(x)
     if col != 1:  # the order of elements does not matter
+        # extremes and counts do not depend on the order, so columns are read as rows
         x, row, col = (x.t(), col, 1) if row == 1 else (x.contiguous(), x.shape[1], 1)
     library = native_build.load("sample", x.dtype).library
     assert library is not None  # supports_survey was asked
     to = _ROUNDED.get(target, 0) if target != x.dtype else 0
     finite = library.ottava_survey(pointer(x), to, *x.shape, row, pointer(extent), torch.get_num_threads())
+    # the amax of cast numbers is the cast amax, but what overflows in the cast has to be counted
     return extent if finite or target == x.dtype else survey(x.to(target))
 
 
@@ -336,6 +343,7 @@ def take(x: Tensor, bands: Sequence[range], squares: Tensor | None = None) -> Te
     library = native_build.load("sample", _holds(x)).library
     assert library is not None  # supports_take was asked
     numbers = (ctypes.c_int64 * (3 * len(bands)))(*(n for band in bands for n in (band.start, band.stop, band.step)))
+    # waking a thread takes longer than copying a few rows
     threads = torch.get_num_threads() if taken.numel() >= _SHARED else 1
     from_to = *steps(x), rows, cols, numbers, len(bands), pointer(taken)
     library.ottava_take(pointer(x), x.element_size(), *from_to, pointer(squares), threads)

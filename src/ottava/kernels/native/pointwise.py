@@ -92,6 +92,7 @@ def _silu_tables() -> _SiluTables | None:
     """None if torch's kernels here give other bits than these tables."""
     bits = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16)
     x = bits.view(torch.bfloat16)
+    # as torch's silu_backward computes it; the check below decides whether this build of torch does
     sigmoid = 1 / (1 + x.float().neg().exp())
     slopes = torch.stack((sigmoid, 1 + x.float() * (1 - sigmoid)), 1)
     tables = _SiluTables(F.silu(x), slopes)
@@ -127,6 +128,7 @@ def rotate(
         return None
     if not (cos.is_contiguous() and sin.is_contiguous()) or tokens[len(tokens) - len(angles) :] != angles:
         return None
+    # the library takes one distance between tokens: dimensions of tokens must fold into one
     expected = step
     for n, stride in zip(reversed(tokens), reversed(x.stride()[:-2]), strict=True):
         if n != 1 and stride != expected:

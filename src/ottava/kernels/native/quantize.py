@@ -30,6 +30,7 @@ from ottava.kernels.reference import Cast
 from ottava.numerics.formats import E2M1, E4M3, Format
 from ottava.numerics.rounding import check_input_dtype, draw_seed
 from ottava.numerics.scaling import FOUR_OVER_SIX_TOPS, MS_EDEN_TOPS, TE_FOUR_OVER_SIX, Granularity, column_major
+from ottava.numerics.scaling import amax as block_amax
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.numerics.transforms import Hadamard, Transform
 
@@ -210,10 +211,13 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
     turned = column_major(x)
     lines, (first, second) = (x.t(), (spec_t, spec)) if turned else (x, (spec, spec_t))
     rows, cols = shape = (lines.shape[0], lines.shape[1])
+    # in the orientation of the lines in memory, where blocks of x.T are blocks turned
     granularity, granularity_t = first.granularity, settings(second).transposed
     block, block_t = granularity.block_shape(shape), granularity_t.block_shape(shape)
     grid, grid_t = granularity.grid_shape(shape), granularity_t.grid_shape(shape)[::-1]
+    # a tile holds whole blocks of both casts, so neither needs an amax from outside of it
     height, width = math.lcm(block[0], block_t[0]), math.lcm(block[1], block_t[1])
+    # as wide as the cache allows: each tile costs two calls, and rows of a tile begin anew
     width = min(width * max(_TILE_BYTES // (height * width * x.element_size()), 1), cols)
     sizes = rows, cols, lines.stride(0) if rows > 1 else cols, height, width
     cell, cell_t = settings(first), settings(second)  # they must live as long as this plan
@@ -235,6 +239,7 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
         )
         if cast_both(job):
             raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
+        # what lies row by row in memory is the first of the C++ file's two; for a matrix in columns that is x.T
         lies, other = Cast(codes, scale_inv, amax), Cast(codes_t, scale_inv_t, amax_t)
         return (other, lies) if turned else (lies, other)
 
@@ -250,16 +255,18 @@ def _plan_stochastic(x: Tensor, spec: QuantizationSpec) -> RunCast:
         _library("quantize", x.dtype).ottava_factors,
         _library("stochastic", x.dtype).ottava_cast_stochastic,
     )
+    # a rule reads the numbers of a block, not only its amax; only torch has all of them
     by_rule, empty, threads = spec.block_scale != "amax", torch.empty, torch.get_num_threads
 
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
         x = x.detach().contiguous()  # random numbers run along rows
         data = empty(shape, dtype=fmt.storage_dtype, device="cpu")
         if by_rule:
-            amax = reference.amax(x, granularity)
+            amax = block_amax(x, granularity)
             factor, scale_inv = reference.factors_of(x, amax, spec, granularity, scale)
             factor = factor.contiguous()
         else:
+            # amax, scales and factors in one reading, by one call
             factor = empty(grid, dtype=torch.float32, device="cpu")
             scale_inv, amax = (
                 torch.empty_like(factor, dtype=torch.float32),
@@ -270,6 +277,7 @@ def _plan_stochastic(x: Tensor, spec: QuantizationSpec) -> RunCast:
             if factors(_JOB.pack(address(x), *shape, shape[1], *block, *addresses, False, threads())):
                 raise MemoryError(f"quantize: no memory for the scales of {shape[0]} x {shape[1]} elements")
         seed = int(draw_seed(x.device))
+        # the factor of the cast, not the stored inverse: 1 / (1 / s) need not be s
         places = address(x), address(factor), address(data)
         round_(_STOCHASTIC.pack(*places, *shape, *block, seed, threads(), *numbers))
         return Cast(data, scale_inv, amax)
@@ -346,6 +354,7 @@ def plan_transform(x: Tensor, transform: Transform) -> Callable[[Tensor, Tensor 
     def run(x: Tensor, aside: Tensor | None) -> Tensor:
         drawn, out = aside is not None, torch.empty(out_shape, dtype=dtype, device="cpu")
         padded = -(-size // _PIECE) * _PIECE
+        # C++ draws fresh signs from the seed, whole pieces at a time, into memory that torch made
         signs = torch.empty(padded, dtype=torch.float64, device="cpu") if drawn else transform.diagonal(None, x.device)
         job = _ROTATION.pack(
             *map(address, (x, signs, out)),
@@ -387,11 +396,13 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
         >>> supports_decode(codes, E2M1) is not None or decode(codes, E2M1).tolist() == [0.5, -6.0, 6.0]
         True
     """
+    # uint8 would be read as codes of any format
     if codes.dtype != fmt.storage_dtype:
         raise TypeError(f"decode: {fmt} codes are held in {fmt.storage_dtype}; got {codes.dtype}")
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"decode: got dtype {dtype}; needs float32 or bfloat16")
     raw = codes.view(torch.uint8)
+    # any order of codes will do, as long as none is skipped: each is decoded by itself
     dense = raw.is_contiguous() or (raw.dim() == 2 and raw.t().is_contiguous())
     raw = raw if dense else raw.contiguous()
     numbers = torch.empty_like(raw, dtype=dtype)  # the strides of the codes
@@ -488,6 +499,7 @@ class CastSettings(NamedTuple):
 def settings(spec: QuantizationSpec) -> CastSettings:
     """The settings of a spec; computed once."""
     fmt, by_rule, at_random = spec.format, spec.block_scale != "amax", spec.rounding == "stochastic"
+    # random rounding first: by a rule it takes scales that torch has chosen
     library = "stochastic" if at_random else "block_scales" if by_rule else "quantize"
     refusal = None
     if fmt.bits > 8 or not fmt.signed:

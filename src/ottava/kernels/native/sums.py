@@ -69,6 +69,7 @@ def _promised(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not x.is_cpu and x.dtype == dtype:  # one launch: a GPU's sum of 16-bit numbers is fp32 until it ends
         return x.sum(0)
+    # a column-major matrix is torch's: its columns are contiguous there, and the C++ walk goes along rows
     usable = x.is_cpu and x.dtype in _TYPES and x.numel() > 0 and (x.stride(1) == 1 or not column_major(x))
     try:  # the gate's look
         usable = usable and type(x) in PLAIN and address(x) > LOWEST and not x.is_neg()

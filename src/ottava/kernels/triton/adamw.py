@@ -45,6 +45,7 @@ def supports_adamw(weight: Tensor, extra: Tensor | None, gradient: Tensor, mean:
         return f"{NAME}: takes contiguous tensors; got strides {', '.join(str(tensor.stride()) for tensor in every)}"
     if reason := refusal(*every):
         return f"{NAME}: takes plain tensors; {reason}"
+    # the compiler for AMD fuses other multiply-adds than torch's build does
     if torch.version.hip is not None:
         return f"{NAME}: steps on NVIDIA GPUs, where its fused multiply-adds are those of torch"
     return refuse_device(weight.device)
@@ -75,6 +76,7 @@ def step_adamw(
     launched(weight, extra, gradient, mean, square)
     beta1, beta2 = betas
     numbers = (1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5, eps)
+    # a remainder is added to the bits of the weight, so the kernel reads them as integers
     stored = weight.view(torch.int16) if extra is not None and extra.dtype == torch.int16 else weight
     count = weight.numel()
     if count == 0:

@@ -32,6 +32,7 @@ def _float(bits):
 @triton.jit
 def _power_of_two(exponent):
     """2**exponent for exponents from -127 (the one subnormal of E8M0) to 127."""
+    # 0x00400000 is 2**-127, a subnormal number; all others are an exponent field and nothing else
     return _float(tl.where(exponent < -126, 0x00400000, (exponent + 127) << 23))
 
 
@@ -47,21 +48,29 @@ def _scale_of(
     """(scale, scale_inv) from the bits of an amax: 1 if it is 0 or not finite, but then NaN as scale_inv if the codes
     have no NaN."""
     finite = magnitude < 0x7F800000
+    # the amax comes as bits: the atomic maximum that found it was one of integers
     usable = (magnitude > 0) & finite
+    # 0x3F800000 is 1.0: with it nothing below overflows, and the last lines replace the result
     amax = _float(tl.where(usable, magnitude, 0x3F800000))
     if SCALE_FORMAT == "e8m0" or SCALE_FORMAT == "e8m0_floor":
         subnormal = amax < 1.1754943508222875e-38
         wide = _bits(tl.where(subnormal, amax * 4294967296.0, amax))  # exact: now it is normal
+        # a subnormal number has no exponent field to read: times 2**32 it has one, 32 too large
         exponent = (wide >> 23) - tl.where(subnormal, 127 + 32, 127) + E8M0_SHIFT
         if SCALE_FORMAT == "e8m0":
+            # one octave more exactly where the significand of amax is above that of the format's largest number:
+            # nothing saturates then, and log2 would have to be exact to find the same
             exponent += tl.where((wide & 0x007FFFFF) > E8M0_MANTISSA, 1, 0)
         exponent = tl.where(usable, tl.minimum(tl.maximum(exponent, -127), 127), 0)
         scale, scale_inv = _power_of_two(-exponent), _power_of_two(exponent)
     else:
+        # two tensors are divided, as in the reference: a scalar over a tensor would be a product with a reciprocal,
+        # which rounds twice
         scale = tl.minimum(tl.math.div_rn(tl.zeros_like(amax) + top, amax), 3.4028234663852886e38)
         if SCALE_FORMAT == "pow2":
             subnormal = scale < 1.1754943508222875e-38
             wide = tl.where(subnormal, scale * 4294967296.0, scale)
+            # without its mantissa a number is the power of two below it
             power = _float(_bits(wide) & 0x7F800000)
             scale = tl.where(subnormal, power * 2.3283064365386963e-10, power)
         scale = tl.where(usable, scale, 1.0)
@@ -88,19 +97,24 @@ def _encode(
     """
     y = x * factor
     if HAS_NAN:
+        # decision 1 of the design: infinity must not saturate, or a GradScaler would not see it
         y = tl.fma(x, tl.zeros_like(x), y)  # x * 0 is a zero with the sign of y, or NaN: one instruction
     if NATIVE == "E4M3":
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     if NATIVE == "E5M2":
         return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
     SHIFT: tl.constexpr = 23 - MANTISSA
+    # the rest is for devices that do not convert, and for FP4 and FP6, which none converts
     nan, bits = y != y, _bits(y)
+    # clamped before it is rounded: a number just above MAX must not round to the code behind it, which is no number
     magnitude = tl.minimum(bits & 0x7FFFFFFF, _bits(tl.zeros_like(y) + MAX))
+    # half a unit of the last kept bit, less one, plus that bit: a tie reaches the next code only from an odd one
     rounded = magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
     normal = (rounded >> SHIFT) - ((127 - BIAS) << MANTISSA)
     # an ulp of this power of two is the smallest subnormal: the addition rounds, and the last bits are the code
     POWER: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     tiny = _bits(_float(magnitude) + _float(tl.zeros_like(magnitude) + POWER)) - POWER
+    # below the smallest normal number of the format: (128 - BIAS) is its exponent field in fp32
     code = tl.where(magnitude < ((128 - BIAS) << 23), tiny, normal)
     code = tl.where(nan, (1 << SIGN) - 1, code)  # all ones; without NaN that is the largest number
     negative = tl.where(nan, 0, (bits >> 31) & 1)
@@ -111,12 +125,14 @@ def _encode(
 def _store(q_ptr, codes, r, c, rows, cols):
     """codes (r, c) into a contiguous matrix of that many rows and columns."""
     mask = (r[:, None] < rows) & (c[None, :] < cols)
+    # int64: a place in a matrix of 2**31 elements or more does not fit in int32
     tl.store(q_ptr + r.to(tl.int64)[:, None] * cols + c[None, :], codes, mask=mask)
 
 
 @triton.jit
 def _per_element(per_block, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """One entry a block -> one an element of the tile."""
+    # (blocks down, 1, blocks across, 1): the two extents of a block are the ones to broadcast
     spread = tl.reshape(per_block, (TR // BR, 1, TC // BC, 1))
     return tl.reshape(tl.broadcast_to(spread, (TR // BR, BR, TC // BC, BC)), (TR, TC))
 
@@ -124,6 +140,7 @@ def _per_element(per_block, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr
 @triton.jit
 def _block_amax(magnitude, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Bits of the largest magnitude of each block of a tile."""
+    # rows and columns of a block become axes 1 and 3
     blocks = tl.reshape(magnitude, (TR // BR, BR, TC // BC, BC))
     return tl.max(tl.max(blocks, axis=3), axis=1)
 
@@ -161,6 +178,7 @@ def _factor(
         scale, scale_inv = _scale_of(amax, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN)
         i = row_tile * (TR // BR) + tl.arange(0, TR // BR)
         j = col_tile * (TC // BC) + tl.arange(0, TC // BC)
+        # the last tile may lie beyond the last block; of a ragged block it has read zeros, which raise no amax
         inside = (i[:, None] < tl.cdiv(rows, BR)) & (j[None, :] < tl.cdiv(cols, BC))
         where = i.to(tl.int64)[:, None] * stride_r + j.to(tl.int64)[None, :] * stride_c
         tl.store(amax_ptr + where, amax, mask=inside)
@@ -170,6 +188,7 @@ def _factor(
         scale, scale_inv = _scale_of(
             tl.load(amax_ptr + r, mask=r < rows, other=0), top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN
         )
+        # all tiles of a row know its scale; one of them writes it
         if col_tile == 0:
             tl.store(scale_inv_ptr + r, scale_inv, mask=r < rows)
         return tl.broadcast_to(scale[:, None], (TR, TC))
@@ -213,6 +232,7 @@ def amax_kernel(
     x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
     magnitude = _bits(x) & 0x7FFFFFFF
     if TENSOR:
+        # a maximum is exact in any order, so no bit depends on which program comes first
         tl.atomic_max(tensor_ptr, tl.max(tl.max(magnitude, axis=1), axis=0))
     if ROWS:
         tl.atomic_max(rows_ptr + r, tl.max(magnitude, axis=1), mask=r < rows)
@@ -275,6 +295,7 @@ def cast_kernel(
         )  # fmt: skip
         codes = _encode(x, factor, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
         _store(q_ptr, codes, r, c, rows, cols)
+        # the codes are in registers: x.T costs its stores and nothing else
         if SHARED:
             _store(qt_ptr, tl.trans(codes), c, r, cols, rows)
     if MODE_T != "":
@@ -283,6 +304,7 @@ def cast_kernel(
             magnitude, amax_t_ptr, scale_inv_t_ptr, r, c, row_tile, col_tile, rows, cols, 1, grid_rows, top,
             MODE_T, BR_T, BC_T, TR, TC, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN,
         )  # fmt: skip
+        # from x, not from the codes of x: a second rounding would be another number
         codes_t = _encode(x, factor_t, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
         _store(qt_ptr, tl.trans(codes_t), c, r, cols, rows)
 
@@ -355,10 +377,12 @@ def predicted_kernel(
                 tl.store(staged_ptr + 1, tl.maximum(tl.load(staged_ptr + 1), tl.where(finite, 0.0, 1.0)))
                 tl.store(staged_ptr + 2, tl.maximum(tl.load(staged_ptr + 2), tl.where(fired, 1.0, 0.0)))
         factor = scale
+        # mostly the prediction holds, and this second launch ends here, after a few scalar loads
         wanted = taken == 0
     if wanted:
         r, c, _, _ = tile_place(tile, rows, cols, TR, TC)
         x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
+        # the amax of this step, for the next prediction: x is in registers anyway
         if not REDO:
             tl.atomic_max(amax_ptr, tl.max(tl.max(_bits(x) & 0x7FFFFFFF, axis=1), axis=0))
         codes = _encode(x, factor, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
@@ -390,6 +414,7 @@ def roll_kernel(
     not for the largest. WINDOW: a power of two that holds a window.
     """
     tensor = tl.program_id(0)
+    # lanes has a column for each door of the model; index picks those of this spec
     lane = lanes_ptr + tl.load(index_ptr + tensor)
     last = tl.load(lane)
     touched = last > 0
@@ -397,12 +422,14 @@ def roll_kernel(
     window_ptr = history_ptr + tensor.to(tl.int64) * length + j
     inside = j < length
     here = tl.load(window_ptr, mask=inside, other=0.0)
+    # the window moves by one place: each entry reads its newer neighbour
     before = tl.load(window_ptr - 1, mask=inside & (j > 0), other=0.0)
     tl.debug_barrier()  # all threads have read before a thread overwrites its neighbour's input
     window = tl.where(touched, tl.where(j == 0, last, before), here)
     tl.store(window_ptr, window, mask=inside)
     magnitude = tl.max(tl.where((j == 0) | (not NEWEST), _bits(window), 0), axis=0)
     scale, _ = _scale_of(magnitude, top, SCALE_FORMAT, 0, 0, True)
+    # an idle tensor keeps its scale; so does one whose window holds nothing finite
     usable = touched & (magnitude > 0) & (magnitude < 0x7F800000)
     tl.store(scale_ptr + tensor, tl.where(usable, scale, tl.load(scale_ptr + tensor)))
     nonfinite = tl.load(nonfinite_ptr + tensor) + tl.load(lane + doors).to(tl.int64)
@@ -411,6 +438,7 @@ def roll_kernel(
     tl.store(guard_ptr + tensor, guard)
     c = tl.arange(0, 4)
     staged = tl.load(staged_ptr + tensor * 3 + c, mask=c < 3, other=0.0)
+    # due is 1 or 0: an entry that is not due stays as it was staged
     tl.store(staged_ptr + tensor * 3 + c, staged * (1.0 - tl.load(lane + 3 * doors)), mask=c < 3)
 
 
@@ -422,6 +450,7 @@ def _total(values):
 @triton.jit
 def _decode(codes, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr):
     """The finite numbers of codes, one a byte: as subnormals of fp32 or beyond, brought up by an exact power of two."""
+    # 2**(127 - BIAS): the distance between the two biases
     power = _float(tl.zeros_like(codes) + ((254 - BIAS) << 23))
     magnitude = _float((codes & ((1 << SIGN) - 1)) << (23 - MANTISSA)) * power
     return tl.where((codes >> SIGN) & 1 != 0, -magnitude, magnitude)
@@ -430,6 +459,7 @@ def _decode(codes, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexp
 @triton.jit
 def _count(slot_ptr, PLACE: tl.constexpr, number):
     """In fp64 whole numbers add exactly, in any order."""
+    # up to 2**53 elements
     tl.atomic_add(slot_ptr + PLACE, number.to(tl.float64))
 
 

@@ -147,6 +147,7 @@ def plan_gemm(
     choice = gemm_choice.known(a, b, out_dtype, bias, fast_accum)
     measured = choice.milliseconds if choice is not None else ()
     named = {way(config): config for config in usable}
+    # a measurement lists the fastest first, other kernels among them
     best = next((named[name] for name in measured if name in named), usable[0])
     return plan_under(a, b, out_dtype, bias, best)
 
@@ -174,10 +175,13 @@ def plan_under(
     """As `plan_gemm`, under the given configuration."""
     device = importlib.import_module("ottava.kernels.triton.gemm_device_code")
     (m, k), n = a.shape, b.shape[0]
+    # y itself is written by TMA only where its rows begin at multiples of 16 bytes
     described = n * out_dtype.itemsize % _DESCRIPTOR_BYTES == 0
     launch = gemm_launch(a, b, bias is not None, described, config)
+    # programs stay on their multiprocessors and walk over tiles: a launch of more would wait in line
     tiles = -(-m // config.rows) * -(-n // config.cols)
     kernel = device.gemm_kernel[(min(tiles, _programs(a.device)),)]
+    # TMA: the hardware computes addresses, swizzles shared memory and reads zeros beyond an edge
     descriptor = device.TensorDescriptor.from_tensor
     boxes = [config.rows, _BLOCK], [config.cols, _BLOCK], [config.rows, config.cols]
 

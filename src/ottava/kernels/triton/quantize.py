@@ -116,6 +116,7 @@ def quantize_both(
         if column_major(x):  # x.T is the one that lies row by row
             cast_t, cast = quantize_both(x.t(), spec_t, spec, scale, staged)
             return cast, cast_t
+    # one launch has one format for both sides; two formats read x twice
     if spec is not None and spec_t is not None and _settings(spec) != _settings(spec_t):
         return quantize_both(x, spec, None, scale, staged)[0], quantize_both(x, None, spec_t, scale, staged)[1]
     launched(_read(x)[0], scale, staged)
@@ -198,6 +199,7 @@ def _current(x: Tensor | UnmadeRows, spec: QuantizationSpec | None, spec_t: Quan
     device, (read, shape, made) = _device_code(), _read(x)
     whole = {side.mode: side.amax for side in (row, col) if side.mode not in ("", "blocks")}
     if whole:
+        # blocks lie inside a tile and need no pass of their own
         launch = amax_launch(tuple(whole))
         buffers = [whole.get(mode, row.amax) for mode in ("tensor", "rows", "cols")]
         device.amax_kernel[_grid(x, launch)](read, *buffers, *shape, **{**launch, **made})
@@ -224,12 +226,14 @@ def _predicted(
 ) -> Casts:
     known = spec or spec_t
     assert known is not None
+    # the fourth entry of a staged vector is zeroed memory for the amax, in the allocation that is there already
     room = None if staged is None or staged.numel() == 3 else staged[3:].view(torch.int32)
     row = _side(x, spec, transposed=False, room=room)
     col = _side(x, spec_t, transposed=True, partner=row, room=room)
     one = row if spec is not None else col
     sides, stages = (spec is not None, spec_t is not None), staged is not None
     read, shape, made = _read(x)
+    # both are launched always: whether the second has work is known on the device only
     for redo in (False, True):
         launch = predicted_launch(known, *sides, redo, _converts(x.device), redo and stages)
         _device_code().predicted_kernel[_grid(x, launch)](

@@ -76,6 +76,7 @@ def roll(
 @functools.lru_cache(maxsize=256)
 def roll_launch(spec: QuantizationSpec) -> Mapping[str, Any]:
     """The compile-time parameters with which `roll_kernel` is launched."""
+    # Triton's ranges have lengths of powers of two; the kernel masks the rest
     window = 1 << (spec.amax_history_len - 1).bit_length()
     constants = {"NEWEST": spec.amax_compute_algo == "most_recent", "SCALE_FORMAT": spec.scale_format, "WINDOW": window}
     return MappingProxyType(constants | {"num_warps": max(1, min(4, window // 256))})

@@ -46,6 +46,7 @@ def supports_rows(make: str, x: Tensor, dtype: torch.dtype, *parameters: Tensor 
         return f"{NAME}: makes {', '.join(MADE)}; got {make}"
     if x.device.type != "cuda":
         return f"{NAME}: runs on cuda; got {x.device.type}"
+    # wider rows than x would hold digits that torch has rounded away
     if x.dtype not in _DTYPES or dtype not in (x.dtype, *_DTYPES[1:]):
         return f"{NAME}: makes rows of float32, bfloat16 or float16, and none wider than x; got {x.dtype} to {dtype}"
     if x.numel() == 0 or x.stride(-1) != 1:
@@ -94,6 +95,7 @@ class UnmadeGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch calls a classmethod
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # a layer with an input of three dimensions puts one view between itself and its linear; others make the numbers
         if func is torch.ops.aten.view.default and args[1] and args[1][-1] == args[0].shape[-1]:
             shape = tuple(args[1])
             if -1 not in shape:
@@ -106,6 +108,8 @@ class UnmadeGradient(Tensor):
 
     def taken(self) -> UnmadeRows:
         """What a cast makes it of; for use on the current stream."""
+        # the cast may run on another stream than the operation that freed these: the allocator must not hand them out
+        # meanwhile
         for read in (self.rows.x, self.rows.beside):
             if read is not None and read.is_cuda:
                 read.record_stream(torch.cuda.current_stream(read.device))

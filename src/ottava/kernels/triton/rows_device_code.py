@@ -15,6 +15,7 @@ from triton.language.extra.cuda import libdevice
 @triton.jit
 def _activated(x, MAKE: tl.constexpr):
     if MAKE == "silu":
+        # torch's own kernel has this division too: x * sigmoid(x) would round once more
         return tl.math.div_rn(x, 1.0 + libdevice.exp(-x))
     if MAKE == "gelu":
         return x * 0.5 * (1.0 + libdevice.erf(x * 0.7071067811865476))
@@ -40,7 +41,9 @@ def _gradient(dy, x, DTYPE: tl.constexpr, MAKE: tl.constexpr):
         inner = 0.7978845608028654 * (1.0 + 0.134145 * (x * x))
         return dy * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner)
     if MAKE == "relu2":
+        # torch differentiates a square as two operations, and writes the first in the dtype of x
         return (dy * 2.0).to(DTYPE).to(tl.float32) * _activated(x, "relu")
+    # of NaN the comparison is false, and the gradient passes, as in torch
     return tl.where(x <= 0, 0.0, dy)
 
 
@@ -50,16 +53,21 @@ def _pulled(x_ptr, dy_ptr, r, c, rows, cols, stride_r, stride_c, MAKE: tl.conste
 
     GATED: dy has half of the columns, a multiple of 16 of them, so that 16 neighbours of dx read neighbours.
     """
+    # x and dx are (rows, 2 features) with a gate: first the gate, then what it multiplies
     wide = cols // 2 if GATED else cols
+    # both halves of dx read the same elements of x; the compiler could not see that neighbours stay neighbours, and
+    # would load them one by one
     first = tl.max_contiguous(tl.multiple_of(tl.where(c >= wide, c - wide, c), 16), 16) if GATED else c
     mask = (r[:, None] < rows) & (c[None, :] < cols)
     where = x_ptr + r.to(tl.int64)[:, None] * stride_r + first.to(tl.int64)[None, :] * stride_c
     x = tl.load(where, mask=mask, other=0.0).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
     dy = tl.load(dy_ptr + r.to(tl.int64)[:, None] * wide + first[None, :], mask=mask, other=0.0)
+    # torch's kernels take dy in the dtype of x
     dy = dy.to(dtype).to(tl.float32)
     if not GATED:
         return _gradient(dy, x, dtype, MAKE)
+    # a tile may hold columns of both halves
     is_gate = (c < wide)[None, :]
     up = tl.load(where + wide.to(tl.int64) * stride_c, mask=mask & is_gate, other=1.0).to(tl.float32)
     dy = (dy * up).to(dtype).to(tl.float32)
@@ -73,6 +81,7 @@ def _pulled(x_ptr, dy_ptr, r, c, rows, cols, stride_r, stride_c, MAKE: tl.conste
 def tile_place(tile, rows, cols, TR: tl.constexpr, TC: tl.constexpr):
     """(row and column numbers, row tile, column tile) of a tile; tiles go along rows."""
     across = tl.cdiv(cols, TC)
+    # along rows: neighbouring programs read neighbouring memory
     row_tile, col_tile = tile // across, tile % across
     return row_tile * TR + tl.arange(0, TR), col_tile * TC + tl.arange(0, TC), row_tile, col_tile
 
@@ -106,6 +115,7 @@ def load_rows(
     dtype = x_ptr.dtype.element_ty
     if MAKE == "":
         return x
+    # as `nn.norms` has it, operation by operation: a fused multiply-add would give other bits
     if MAKE == "rmsnorm" or MAKE == "layernorm":
         if MAKE == "layernorm":
             x -= tl.load(beside_ptr + r, mask=r < rows, other=0.0)[:, None]
@@ -115,6 +125,7 @@ def load_rows(
             y *= (gamma + 1.0 if FLAG else gamma)[None, :]
         if beta_ptr is not None:
             y += tl.load(beta_ptr + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
+        # beta made numbers of the zeros beyond the edges, and these would raise an amax
         y = tl.where(mask, y, 0.0)
     elif beside_ptr is not None:
         y = _pulled(x_ptr, beside_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG)
@@ -124,6 +135,7 @@ def load_rows(
             up = tl.load(where + cols.to(tl.int64) * stride_c, mask=mask, other=0.0).to(tl.float32)
             y = y.to(dtype).to(tl.float32) * up
     y = y.to(dtype).to(tl.float32)
+    # an autocast casts the result again; two roundings are not one
     if DTYPE == "bf16":
         y = y.to(tl.bfloat16).to(tl.float32)
     if DTYPE == "fp16":
@@ -171,6 +183,7 @@ def row_statistics_kernel(x_ptr, statistics_ptr, rows, cols, stride_r, eps, MAKE
     total = tl.zeros((TC,), tl.float32)
     for start in range(0, cols, TC):
         c = start + tl.arange(0, TC)
+        # about the mean, in a second pass: a difference of two large sums would cancel
         d = tl.where(c < cols, tl.load(x_ptr + c, mask=c < cols, other=0.0).to(tl.float32) - mean, 0.0)
         total += d * d
     variance = tl.math.div_rn(tl.sum(total, axis=0), cols.to(tl.float32))

@@ -69,6 +69,7 @@ def new_slot(device: torch.device | str, fields: Mapping[str, int]) -> Tensor:
     bins = fields.get("exponents", 0)
     refuse_other_sums("triton_statistics", fields, dict.fromkeys(_NUMBERS, 0) | ({"exponents": bins} if bins else {}))
     slot = torch.zeros(len(_NUMBERS) + bins, dtype=torch.float64, device=device)
+    # minima merge by the minimum; all other fields begin at zero
     slot[_NUMBERS.index("amin")].fill_(math.inf)
     return slot
 
@@ -91,6 +92,7 @@ def fill_slot(slot: Tensor, x: Tensor, x_q: QuantizedTensor, *, every: int, phas
     launch = statistics_launch(spec, len(slot) - len(_NUMBERS))
     tiles = -(-x.shape[0] // launch["TR"]) * -(-x.shape[1] // launch["TC"])
     scale_rows, scale_cols = x_q.scale_inv.stride()
+    # a stride of 0 reads the one scale for every row or column of a tile
     blocks = (scale_rows if spec.granularity.rows else 0, scale_cols if spec.granularity.cols else 0)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         importlib.import_module("ottava.kernels.triton.device_code").statistics_kernel[(-(-tiles // every),)](

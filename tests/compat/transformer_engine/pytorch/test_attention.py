@@ -1,18 +1,19 @@
-"""TransformerEngine's attention against the formula in fp64: its masks, layouts, rotation and names of parameters."""
+"""TransformerEngine's attention against torch's: masks, layouts, rotary angles, and generation with its caches."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from ottava.compat.transformer_engine.pytorch.attention import MASKS
-
-from .test_rope import turned
+from ottava.compat.transformer_engine.pytorch.attention import MASKS, rotary_table
+from ottava.nn.rope import rotate
+from sweep import sweep
 
 SEQUENCE, BATCH, HEADS, DIM = 6, 2, 4, 8
 
@@ -189,3 +190,174 @@ def test_orders_that_ottava_does_not_have_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="attn_mask_type='no_mask' of this call needs 'no_mask'"):
         layer(x, attn_mask_type="no_mask")
     assert torch.equal(layer(x, attn_mask_type="padding_causal"), layer(x))
+
+
+HEADS_INFERENCE, GROUPS, DIM_INFERENCE, HIDDEN = 4, 2, 8, 32
+STEPS: list[dict[str, int]] = [
+    {"a": 5, "b": 2, "c": 3},  # prompts of their own lengths
+    {"a": 1, "b": 1, "c": 1},
+    {"c": 1, "a": 1, "b": 1},  # in another order
+    {"d": 4, "c": 1, "a": 2},  # b is finished, d begins, a reads two
+    {"c": 1, "d": 1, "a": 1},
+    {"b": 3},  # a new text under an old name, alone
+    {"b": 1},
+]
+LENGTH = 12
+
+
+def texts() -> dict[str, Tensor]:
+    """(tokens, HIDDEN) of each sequence, fp64."""
+    rng = torch.Generator().manual_seed(0)
+    return {name: torch.randn(LENGTH, HIDDEN, generator=rng, dtype=torch.float64) for name in "abcd"}
+
+
+def params(**changes: Any) -> te.InferenceParams:
+    sizes: dict[str, Any] = {"num_heads_kv": GROUPS, "head_dim_k": DIM_INFERENCE, "dtype": torch.float64, **changes}
+    return te.InferenceParams(3, LENGTH, **sizes)
+
+
+def generate(run: Any, past: te.InferenceParams, layout: str) -> dict[str, list[Tensor]]:
+    """Runs STEPS; the rows of each sequence. Padding is large, so that whoever reads it is found out."""
+    found: dict[str, list[Tensor]] = {}
+    read = texts()
+    for step in STEPS:
+        past.pre_step(OrderedDict(step))
+        x = torch.full((len(step), max(step.values()), HIDDEN), 1e6, dtype=torch.float64)
+        for row, (name, new) in enumerate(step.items()):
+            start = past.sequences_pre_step[name]
+            if start == 0:
+                found[name + "'" if name in found else name] = []
+            x[row, :new] = read[name][start : start + new]
+        with torch.no_grad():
+            y = run(x if layout == "bshd" else x.transpose(0, 1), past)
+        y = y if layout == "bshd" else y.transpose(0, 1)
+        for row, (name, new) in enumerate(step.items()):
+            found[name + "'" if name + "'" in found else name].append(y[row, :new])
+    return found
+
+
+def same(found: dict[str, list[Tensor]], whole: Any) -> None:
+    """Within 256 roundings of fp64 of the whole text, read at once."""
+    for name, parts in found.items():
+        rows = torch.cat(parts)
+        with torch.no_grad():
+            expected = whole(texts()[name[0]][: len(rows)])
+        assert (rows - expected).abs().max() <= 2**-52 * 256 * expected.abs().max(), name
+
+
+@sweep(layout=["sbhd", "bshd"], norm=["RMSNorm", "LayerNorm"])
+def test_a_model_that_reads_token_by_token_gives_what_it_gives_at_once(layout: str, norm: str) -> None:
+    """Two layers with rotation and grouped queries; prompts of several lengths, sequences that come and go."""
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"normalization": norm, "attn_input_format": layout, "num_gqa_groups": GROUPS}
+    settings |= {"params_dtype": torch.float64, "activation": "swiglu", "rotary_pos_interleaved": norm == "RMSNorm"}
+    layers = [te.TransformerLayer(HIDDEN, 48, HEADS_INFERENCE, layer_number=i + 1, **settings) for i in range(2)]
+    model = nn.ModuleList(layers).eval()
+    angles = te.RotaryPositionEmbedding(DIM_INFERENCE, interleaved=norm == "RMSNorm")(LENGTH)
+
+    def run(x: Tensor, past: te.InferenceParams | None) -> Tensor:
+        kind = "padding_causal" if past is None or max(past.new_tokens) > 1 else "padding"
+        for layer in model:
+            x = layer(x, self_attn_mask_type=kind, rotary_pos_emb=angles, inference_params=past)
+        return x
+
+    past = params()
+    found = generate(run, past, layout)
+    axis = 0 if layout == "bshd" else 1
+    same(found, lambda x: run(x.unsqueeze(axis), None).squeeze(axis))
+    past.reset()
+    again = generate(run, past, layout)
+    assert all(torch.equal(torch.cat(again[name]), torch.cat(rows)) for name, rows in found.items())
+    assert sorted(past.caches) == [1, 2]
+
+
+@sweep(layout=["sbhd", "bshd"], kind=["multihead", "core"])
+def test_attention_alone_reads_token_by_token(layout: str, kind: str) -> None:
+    """MultiheadAttention, and DotProductAttention, which is given queries, keys and values."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"num_gqa_groups": GROUPS, "attention_dropout": 0.0, "qkv_format": layout}
+    if kind == "multihead":
+        layer = te.MultiheadAttention(HIDDEN, HEADS_INFERENCE, layer_number=7, params_dtype=torch.float64, **sizes)
+    else:
+        layer = te.DotProductAttention(HEADS_INFERENCE, DIM_INFERENCE, layer_number=7, **sizes)
+
+    def run(x: Tensor, past: te.InferenceParams | None) -> Tensor:
+        if kind == "multihead":
+            return layer(x, attn_mask_type="padding_causal", inference_params=past)
+        heads = x.unflatten(-1, (HEADS_INFERENCE, DIM_INFERENCE))
+        k, v = heads[..., :GROUPS, :], heads[..., GROUPS:, :] + 1
+        return layer(heads, k, v, attn_mask_type="padding_causal", inference_params=past)
+
+    axis = 0 if layout == "bshd" else 1
+    same(generate(run, params(), layout), lambda x: run(x.unsqueeze(axis), None).squeeze(axis))
+
+
+def test_what_does_not_work_is_refused_by_name() -> None:
+    layer = te.TransformerLayer(HIDDEN, 48, HEADS_INFERENCE, layer_number=1, attn_input_format="bshd").eval()
+    past, x = params(num_heads_kv=HEADS_INFERENCE, dtype=torch.float32), torch.ones(2, 3, HIDDEN)
+    with pytest.raises(ValueError, match="got 2 sequences of 3 new tokens; pre_step got 0, of"):
+        layer(x, inference_params=past)
+    past.pre_step({"a": 3, "b": 2})
+    with pytest.raises(ValueError, match=r"got 2 sequences of 4 new tokens; pre_step got 2, of \[3, 2\]"):
+        layer(torch.ones(2, 4, HIDDEN), inference_params=past)
+    with pytest.raises(ValueError, match="this step needs 3"):
+        layer(x, inference_params=past, rotary_pos_emb=te.RotaryPositionEmbedding(DIM_INFERENCE)(2))
+    for wrong in ({"self_attn_mask_type": "padding"}, {"attention_mask": torch.zeros(2, 1, 1, 3, dtype=torch.bool)}):
+        with pytest.raises(NotImplementedError, match=r"attention to a cache is causal"):
+            layer(x, inference_params=past, **wrong)
+    with pytest.raises(ValueError, match="inference_params need a layer_number"):
+        te.TransformerLayer(HIDDEN, 48, HEADS_INFERENCE, attn_input_format="bshd")(x, inference_params=past)
+    with pytest.raises(NotImplementedError, match="inference_params with 'thd' are not in ottava"):
+        te.MultiheadAttention(HIDDEN, HEADS_INFERENCE, qkv_format="thd", layer_number=1)(x[0], inference_params=past)
+    for step, reason in (({}, "got {}; needs 1 to 3 sequences"), ({"a": 0}, "1 or more new tokens each")):
+        with pytest.raises(ValueError, match=reason):
+            past.pre_step(step)
+    with pytest.raises(ValueError, match="max_sequence_length is 12"):
+        past.pre_step({"a": 10})
+    assert past.sequences == {"a": 3, "b": 2}  # a refused step changes nothing
+    assert past.get_seqlens_pre_step().tolist() == [0, 0]
+    with pytest.raises(TypeError, match="inference_params is a dict; needs an InferenceParams"):
+        layer(x, inference_params={})
+    with pytest.raises(NotImplementedError, match="sequence_len_offset is a name of TransformerEngine"):
+        past.sequence_len_offset += 1
+    with pytest.raises(ValueError, match="needs num_heads_kv, head_dim_k and dtype"):
+        te.InferenceParams(1, 1)
+    with pytest.raises(NotImplementedError, match="is_paged=True and custom_cache_manager are not in ottava"):
+        params(is_paged=True, page_size=4, total_num_pages=9)
+
+
+def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Pairs as complex numbers, (S, B, H, D)."""
+    half = angles.shape[-1] // 2
+    radians = (angles[..., ::2] if interleaved else angles[..., :half]).double()
+    pairs = x.double().unflatten(-1, (half, 2) if interleaved else (2, half))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    real, imaginary = a * radians.cos() - b * radians.sin(), a * radians.sin() + b * radians.cos()
+    return torch.stack((real, imaginary), -1 if interleaved else -2).flatten(-2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles_turn_heads_as_complex_numbers(interleaved: bool) -> None:
+    """In every layout, and squeezed for long contexts."""
+    angles = te.RotaryPositionEmbedding(DIM, interleaved=interleaved)(SEQUENCE)
+    assert angles.shape == (SEQUENCE, 1, 1, DIM)
+    x = torch.randn(SEQUENCE, BATCH, HEADS, DIM, generator=torch.Generator().manual_seed(0))
+    expected, longer = turned(x, angles, interleaved), te.RotaryPositionEmbedding(DIM, interleaved=interleaved)(9)
+    for layout, forth, back in (("sbhd", x, lambda y: y), ("bshd", x.transpose(0, 1), lambda y: y.transpose(0, 1))):
+        table = rotary_table(longer, interleaved, layout, forth)
+        assert table is not None
+        assert (back(rotate(forth, table)).double() - expected).abs().max() <= 1e-5
+    table = rotary_table(longer, interleaved, "thd", x[:, 0], torch.tensor([0, 4, SEQUENCE]))
+    assert table is not None
+    packed = torch.cat((turned(x[:4, :1], angles[:4], interleaved), turned(x[4:, :1], angles[:2], interleaved)))
+    assert (rotate(x[:, 0], table).double() - packed[:, 0]).abs().max() <= 1e-5
+    with pytest.raises(ValueError, match="got angles of 2 positions; needs 6"):
+        rotary_table(angles[:2], interleaved, "sbhd", x)
+    plain = te.RotaryPositionEmbedding(DIM, interleaved=interleaved)
+    squeezed = te.RotaryPositionEmbedding(DIM, 1.0, 4, 64, interleaved=interleaved)
+    assert torch.allclose(squeezed(64), plain(64) / 4)
+    assert torch.allclose(squeezed(512), plain(512) / 8)
+    assert torch.allclose(plain(3, offset=2), plain(5)[2:])
+    assert te.RotaryPositionEmbedding(DIM, 0.5)(2).shape[-1] == DIM // 2
+    with pytest.raises(NotImplementedError, match="different angles for queries and keys"):
+        rotary_table((angles, angles), interleaved, "sbhd", x)

@@ -7,11 +7,11 @@ from typing import Any
 from ottava.compat.transformer_engine.pytorch import optimizers
 from ottava.compat.transformer_engine.pytorch.attention import (
     DotProductAttention,
+    InferenceParams,
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
 from ottava.compat.transformer_engine.pytorch.distributed import checkpoint
-from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
 from ottava.compat.transformer_engine.pytorch.module import (
     GroupedLinear,
     LayerNorm,

@@ -37,10 +37,13 @@ def device_for(device: torch.device | str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = torch.device(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(
-            f"device={str(device)!r}: this machine has no CUDA device. Leave the argument out, or give device='cpu': "
-            "ottava computes the same bits there"
-        )
+        try:
+            return torch.empty(0, device=chosen).device  # `compat.on_cpu` gives another device
+        except (AssertionError, RuntimeError) as error:
+            raise RuntimeError(
+                f"device={str(device)!r}: this machine has no CUDA device. Leave the argument out, give device='cpu', "
+                "or run the script with --cpu: casts have the same bits there"
+            ) from error
     return chosen
 
 

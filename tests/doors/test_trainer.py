@@ -1,0 +1,229 @@
+"""`OttavaCallback` in real trainers: transformers' Trainer, and TRL's SFT, DPO and GRPO."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_samples import hf, made, rows, same, saved
+from ottava.doors.trainer import OttavaCallback
+from ottava.doors.transformers import OttavaConfig
+from ottava.record.reader import Run
+
+KEYS = ("fp8_share", "worst_sqnr_db", "worst_tensor", "grad_norm", "loss_events")
+
+
+class Recorder(hf.TrainerCallback):  # type: ignore[misc]
+    """Stands where W&B's callback stands: before all callbacks of the user."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.lines.append(dict(logs))
+
+
+@pytest.fixture
+def logger(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda report_to: [recorder])
+    return recorder
+
+
+def fp8(recipe: str = "delayed") -> Any:
+    model = made()
+    OttavaConfig(recipe).convert(model)
+    return model
+
+
+def trainer(folder: Path, callback: OttavaCallback | None, model: Any = None, **settings: Any) -> Any:
+    own = {name: settings.pop(name) for name in ("compute_loss_func", "train_dataset") if name in settings}
+    defaults = {"max_steps": 6, "logging_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    args = hf.TrainingArguments(folder, **defaults | {"use_cpu": True, "disable_tqdm": True} | settings)
+    given = {"train_dataset": rows(), "callbacks": [callback] if callback else []} | own
+    return hf.Trainer(model or fp8(), args, **given)
+
+
+def of(line: dict[str, Any], key: str) -> Any:
+    return line[f"ottava/{key}"]
+
+
+def test_the_numbers_reach_a_logger_and_the_history(tmp_path: Path, logger: Recorder) -> None:
+    callback = OttavaCallback()
+    run = trainer(tmp_path, callback)
+    run.train()
+    lines = [line for line in logger.lines if "loss" in line]
+    assert len(lines) == 3
+    assert all({f"ottava/{key}" for key in KEYS} <= line.keys() for line in lines)
+    assert [line for line in run.state.log_history if "loss" in line] == [
+        line | {"step": step} for line, step in zip(lines, (2, 4, 6), strict=True)
+    ]
+    assert not any(key.startswith("ottava/") for key in logger.lines[-1])  # the summary of the run
+    assert of(lines[0], "fp8_share") == pytest.approx(14 * 3 / (14 * 3 + 3), abs=0.1)
+    table = Run.open(tmp_path / "ottava").table()
+    last = table["step"] == table["step"].max()
+    worst = table.metric("row_sqnr_p50_db")[last].min()
+    assert of(lines[2], "worst_sqnr_db") == pytest.approx(worst)
+    assert 15 < worst < 40
+    names = {f"{key.layer}/{key.tensor}" for key, here in zip(table.keys(), last, strict=True) if here}
+    assert of(lines[2], "worst_tensor") in names
+
+
+def test_the_gradient_norm_is_that_before_clipping(tmp_path: Path, logger: Recorder) -> None:
+    """Trap 6: after clipping every norm is max_grad_norm. Between two logs the largest counts."""
+    for steps in (1, 3):
+        trainer(tmp_path / str(steps), OttavaCallback(), max_grad_norm=1e-3, logging_steps=steps).train()
+    each, some = ([line for line in logger.lines if "loss" in line][part] for part in (slice(6), slice(6, None)))
+    assert [of(line, "grad_norm") for line in each] == pytest.approx([line["grad_norm"] for line in each])
+    assert min(of(line, "grad_norm") for line in each) > 0.1
+    largest = [max(of(line, "grad_norm") for line in part) for part in (each[:3], each[3:])]
+    assert [of(line, "grad_norm") for line in some] == largest
+
+
+def test_training_keeps_every_bit(tmp_path: Path) -> None:
+    states = []
+    for callback in (None, OttavaCallback()):
+        run = trainer(tmp_path / str(callback is None), callback)
+        run.train()
+        states.append(run.model.state_dict())
+    assert same(*states)
+
+
+def test_a_loss_that_jumps_is_an_event(tmp_path: Path, logger: Recorder, caplog: pytest.LogCaptureFixture) -> None:
+    seen = []
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        seen.append(0)
+        return outputs["logits"].float().square().mean() * (1e3 if len(seen) == 19 else 1.0)
+
+    callback = OttavaCallback()
+    trainer(tmp_path, callback, max_steps=22, logging_steps=11, compute_loss_func=loss, learning_rate=0.0).train()
+    lines = [line for line in logger.lines if "loss" in line]
+    assert callback.events == [19]
+    assert [of(line, "loss_events") for line in lines] == [0, 1]
+    assert "ottava/loss_z" not in lines[0]  # sixteen losses are the fewest to compare with
+    assert of(lines[1], "loss_z") > 100
+    assert any("loss event at step 19" in line for line in caplog.messages)
+    trainer(
+        tmp_path / "nan",
+        callback := OttavaCallback(),
+        compute_loss_func=lambda o, *_, **__: o["logits"].sum() * math.nan,
+    ).train()
+    assert callback.events == [1, 2, 3, 4, 5, 6]
+
+
+def test_it_stops_on_demand_with_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Any] = []
+    callback = OttavaCallback(stop_when=lambda line: seen.append(line) or ("enough" if len(seen) == 2 else False))  # type: ignore[func-returns-value]
+    run = trainer(tmp_path / "a", callback, max_steps=50, save_strategy="steps", save_steps=100)
+    run.train()
+    assert (run.state.global_step, callback.stopped) == (4, "enough")
+    assert (tmp_path / "a" / "checkpoint-4").exists()
+    assert any("stops at step 4: enough" in line for line in caplog.messages)
+    callback = OttavaCallback(stop_when=lambda line: callback.stop("by hand") or False)  # type: ignore[func-returns-value]
+    run = trainer(tmp_path / "b", callback, max_steps=50)
+    run.train()
+    assert (run.state.global_step, callback.stopped) == (2, "by hand")
+    assert not list((tmp_path / "b").glob("checkpoint-*"))
+
+
+def test_torch_gets_its_functions_back(tmp_path: Path) -> None:
+    clip, backward = torch.nn.utils.clip_grad_norm_, torch.autograd.backward
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ArithmeticError("mine")
+
+    callback = OttavaCallback()
+    run = trainer(tmp_path, callback, compute_loss_func=fails)
+    with pytest.raises(ArithmeticError, match="mine"):
+        run.train()
+    run.compute_loss_func = None
+    run.train()  # the same callback, after a training that an exception ended
+    assert torch.nn.utils.clip_grad_norm_ is clip
+    assert torch.autograd.backward is backward
+    assert [line for line in run.state.log_history if "loss" in line][-1]["ottava/grad_norm"] > 0
+
+
+def test_records_go_on_or_begin_anew(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 3}
+    trainer(tmp_path, OttavaCallback(), **settings).train()
+    trainer(tmp_path, OttavaCallback(), **settings, max_steps=8).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-3")
+    )
+    assert Run.open(tmp_path / "ottava").steps["step"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    trainer(tmp_path, OttavaCallback(), max_steps=2).train()
+    assert Run.open(tmp_path / "ottava-2").steps["step"].tolist() == [1, 2]
+    trainer(tmp_path, OttavaCallback(tmp_path / "mine", every=1), max_steps=3).train()
+    assert set(Run.open(tmp_path / "mine").table()["step"].tolist()) == {1, 2, 3}
+
+
+def test_one_more_number_is_one_more_function(tmp_path: Path, logger: Recorder) -> None:
+    callback = OttavaCallback()
+    callback.sources.append(lambda: {"mine": 7.0})
+    trainer(tmp_path, callback).train()
+    assert [line["mine"] for line in logger.lines if "loss" in line] == [7.0] * 3
+
+
+def test_a_model_without_fp8_says_so(tmp_path: Path, logger: Recorder) -> None:
+    trainer(tmp_path, OttavaCallback(), model=made()).train()
+    assert of(logger.lines[0], "fp8_share") == 0.0
+    assert of(logger.lines[0], "worst_sqnr_db") > 10  # of simulated casts
+
+
+# --- TRL -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    """A tokenizer of single words, made here."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i + 3 for i in range(100)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+def texts(*columns: str) -> Any:
+    datasets = pytest.importorskip("datasets")
+    lines = [" ".join(f"w{(i * j) % 97}" for j in range(2, 12)) for i in range(1, 17)]
+    return datasets.Dataset.from_dict({column: [f"{line} w{n}" for line in lines] for n, column in enumerate(columns)})
+
+
+def trl_arguments(kind: str, folder: Path, **settings: Any) -> Any:
+    trl = pytest.importorskip("trl")
+    defaults = {"max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    always = {"use_cpu": True, "disable_tqdm": True, "report_to": [], "bf16": False, "gradient_checkpointing": False}
+    return getattr(trl, f"{kind}Config")(str(folder), **defaults | always | settings)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_trl_trains_and_logs(kind: str, tmp_path: Path, tokenizer: Any) -> None:
+    trl = pytest.importorskip("trl")
+    columns = {"SFT": ("text",), "DPO": ("prompt", "chosen", "rejected"), "GRPO": ("prompt",)}[kind]
+    more: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    if kind == "GRPO":
+        more["reward_funcs"] = lambda completions, **_: [float(len(set(text.split()))) for text in completions]
+        settings = {"num_generations": 2, "max_completion_length": 6}
+    config = OttavaConfig("delayed")
+    model = hf.AutoModelForCausalLM.from_pretrained(saved(tmp_path / "hub"), quantization_config=config)
+    run = getattr(trl, f"{kind}Trainer")(
+        model,
+        args=trl_arguments(kind, tmp_path, **settings),
+        train_dataset=texts(*columns),
+        processing_class=tokenizer,
+        callbacks=[OttavaCallback()],
+        **more,
+    )
+    run.train()
+    lines = [line for line in run.state.log_history if "loss" in line]
+    assert len(lines) == 2
+    assert all({f"ottava/{key}" for key in KEYS} <= line.keys() for line in lines)
+    assert of(lines[0], "fp8_share") > 0.8
