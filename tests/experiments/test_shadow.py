@@ -210,3 +210,42 @@ def test_a_model_that_returns_its_loss(tmp_path: Path) -> None:
     assert all(0.0 < line["noise"] < 0.5 and line["error"] < 0.15 for line in lines)
     _, plain = trained(tmp_path / "plain")
     assert [line["norm"] for line in lines] == [line["norm"] for line in plain]  # no path counts twice
+
+
+def test_a_grad_scaler_and_autocast_are_repeated(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-2), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with ottava.watch(None, tmp_path / "run") as watch:
+        for _ in range(6):
+            x = torch.randn(64, 64)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = mse(net(x), x)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    (line,) = Run.open(watch.folder).experiments
+    assert (line["mode"], line["reproduces"], line["tail"]) == ("simulated", True, "replayed"), line
+    assert 1.0 < line["loss"] < 10.0  # unscaled
+    assert line["norm"] < 10.0
+
+
+def test_modules_under_the_names_of_transformer_engine(tmp_path: Path) -> None:
+    from ottava.compat.transformer_engine import pytorch as te
+    from ottava.compat.transformer_engine.common.recipe import DelayedScaling
+
+    torch.manual_seed(0)
+    net = nn.Sequential(te.Linear(64, 128), nn.GELU(), te.LayerNormLinear(128, 64))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with ottava.watch(net, tmp_path / "run") as watch:
+        for _ in range(6):
+            x = torch.randn(64, 64)
+            with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):  # scales change before the shadow
+                y = net(x)
+            mse(y.float(), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (line,) = Run.open(watch.folder).experiments
+    assert (line["mode"], line["recipe"], line["reproduces"]) == ("real", "DelayedScaling", True), line
+    assert 0.005 < line["error"] < 0.15

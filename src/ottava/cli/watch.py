@@ -88,12 +88,9 @@ def watch(
 
     Then `ottava diagnose DIR` explains the run, and `ottava report DIR` shows it. The exit code is the script's.
     """
-    from ottava.watching.launch import LaunchError, check_script
     from ottava.watching.session import watch as start
 
-    check_script(command)
-    if out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise LaunchError("watch: several processes write to one folder; name it with --out DIR")
+    _check(command, out)
     options = {
         "every": every,
         "recipes": recipe,
@@ -111,6 +108,15 @@ def watch(
     session = start(None, out or _folder(command), config, step=step, append=append, **settings)
     _print_summary(session, code := _run(session, command), as_json=as_json)
     return code
+
+
+def _check(command: list[str], out: Path | None) -> None:
+    """Refuses words that no script follows, and a folder that several processes would choose for themselves."""
+    from ottava.watching.launch import LaunchError, check_script
+
+    check_script(command)
+    if out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise LaunchError("watch: several processes write to one folder; name it with --out DIR")
 
 
 def _run(session: Watch, command: list[str]) -> int:

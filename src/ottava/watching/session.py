@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,9 @@ from ottava.watching.readback import Amaxes, Ended, Read, read_back
 from ottava.watching.schedule import Jumps, Schedule, Trigger
 from ottava.watching.sinks import make_sinks, publish
 from ottava.watching.training import UPDATES, TrainingTap
+
+if TYPE_CHECKING:
+    from ottava.experiments.laboratory import Laboratory
 
 _LOG = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5.0
@@ -152,19 +155,7 @@ class Watch:
             learned=self._learned,
         )
         self.training = TrainingTap(model, batches=config.batches, report=self._reports, timed=self.collector.timed)
-        from ottava.experiments.laboratory import Laboratory  # it brings every layer: only a running watch needs it
-
-        self.laboratory = Laboratory(
-            self._models,
-            every=config.shadow,
-            replay=config.replay,
-            recipe=config.recipes[0],
-            write=self.writer.experiment,
-            name_of=self.modules.names.parameter,
-            name_of_module=lambda module: self.modules.names.of(module) or type(module).__name__,
-            quiet=self._quiet,
-            step=step,
-        )
+        self.laboratory = self._make_laboratory(step)
         self.losses = LossTap(self._saw_loss, self._rooted, self._backward_ended, self.laboratory.backward)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
         self._read = read
@@ -192,6 +183,21 @@ class Watch:
         for note in config.notes:
             self._warn(note)
         self._arm(step + 1)
+
+    def _make_laboratory(self, step: int) -> Laboratory:
+        from ottava.experiments.laboratory import Laboratory  # it brings every layer: only a running watch needs it
+
+        return Laboratory(
+            self._models,
+            every=self.config.shadow,
+            replay=self.config.replay,
+            recipe=self.config.recipes[0],
+            write=self.writer.experiment,
+            name_of=self.modules.names.parameter,
+            name_of_module=lambda module: self.modules.names.of(module) or type(module).__name__,
+            quiet=self._quiet,
+            step=step,
+        )
 
     def log(self, **numbers: float) -> None:
         """Adds numbers to the line of the running step: loss, grad_norm, lr, tokens, or any other name. Without a loss
