@@ -337,7 +337,7 @@ def test_rows_that_are_taken_are_those_rows(dtype: torch.dtype, threads: int) ->
             bands += [range(top, min(top + 128, len(x)), 4) for top in range(0, len(x), 256)]
             for matrix in (x, quantize(x, QuantizationSpec(E5M2)).data.view(torch.uint8)):
                 if reason := native_sample.supports_take(matrix):
-                    assert reason == f"native_sample: takes a matrix in rows or columns; got strides {matrix.stride()}"
+                    assert reason == f"native_measure: takes a matrix in rows or columns; got strides {matrix.stride()}"
                     continue
                 taken = native_sample.take(matrix, bands)
                 assert torch.equal(taken, torch.cat([matrix[b.start : b.stop : b.step] for b in bands]))
