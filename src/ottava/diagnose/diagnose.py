@@ -259,8 +259,8 @@ def _fp8(facts: Facts, trial: Trial, happened: Event | None, frameworks: Sequenc
 def _suspect(facts: Facts, happened: Event | None, frameworks: Sequence[str]) -> Finding | None:
     """The weaker answer: a recorded cast is damaged, and no experiment says what that does."""
     hurt = damage(facts, last=math.inf if happened is None else happened.step)
-    if not hurt.kind:
-        return None
+    if not hurt.kind or facts.experiments("shadow"):
+        return None  # what an experiment could not decide, a statistic does not
     proof = Evidence(hurt.layer, hurt.tensor, hurt.metric, hurt.value, "", hurt.step)
     cause = f"{hurt.sentence} Nothing was tried, so this is no proof."
     return Finding(

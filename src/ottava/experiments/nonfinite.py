@@ -45,7 +45,8 @@ class _Seer(TorchDispatchMode):
         kwargs = kwargs or {}
         before = [] if self.found else _read(args, kwargs)
         result = func(*args, **kwargs)
-        if self.found is None:
+        # memory that nobody has written yet holds anything
+        if self.found is None and "empty" not in str(func):
             wrong = [x for x in pytree.tree_leaves(result) if _is_float(x) and not bool(x.isfinite().all())]
             if wrong and (operand := _innocent(before, wrong, args, kwargs)) is not None:
                 back = torch._C._current_graph_task_id() != -1
