@@ -2,8 +2,9 @@
 
 Trains the byte model twice in FP8, from the same weights and on the same batches, under a watch. The bad run differs in
 one number: its learning rate is far too high. `compare` names the setting that differs, the tensor that left the good
-run's band first, and the most damaged tensors. `diagnose` names the cause. The folders stay for `ottava compare`,
-`ottava diagnose`, `ottava what-if` and `ottava report`. Half a minute on one CPU core.
+run's band first, and the most damaged tensors. `diagnose` names the learning rate, and says what trying the casts
+told about FP8. The folders stay for `ottava compare`, `ottava diagnose`, `ottava what-if` and `ottava report`.
+Half a minute on one CPU core.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ottava.train.model import ByteTransformer, loss
 
 SETTINGS = load_config(None, ["model.layers=3"])
 LEARNING_RATES = {"good": 2e-3, "bad": 1e-1}
-RECIPE = "delayed"
+RECIPE = "tensorwise"
 BATCH, LENGTH = 12, 64
 
 
