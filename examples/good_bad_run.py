@@ -50,14 +50,14 @@ def train(folder: Path, learning_rate: float, steps: int) -> Run:
 
 
 def damage(good: Run, bad: Run) -> list[dict[str, Any]]:
-    """The highest underflow and the lowest row SQNR of every cast in both runs, worst of the bad run first."""
+    """The highest underflow and the lowest row SQNR of every cast in both runs, highest underflow of the bad run first."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for name, run in (("good", good), ("bad", bad)):
         for slot, table in run.table().where(direction="row").groups():
             row = rows.setdefault((slot.layer, slot.tensor), {"tensor": f"{slot.layer}.{SYMBOLS[slot.tensor]}"})
             row[f"{name}_underflow"] = float(table.metric("underflow_pct").max())
             row[f"{name}_sqnr"] = float(table.metric("row_sqnr_p50_db").min())
-    return sorted(rows.values(), key=lambda row: row["bad_sqnr"])
+    return sorted(rows.values(), key=lambda row: -row["bad_underflow"])
 
 
 def main(folder: str | Path = "runs/good-bad", steps: int = 80) -> dict[str, Any]:
