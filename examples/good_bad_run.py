@@ -50,7 +50,7 @@ def train(folder: Path, learning_rate: float, steps: int) -> Run:
 
 
 def damage(good: Run, bad: Run) -> list[dict[str, Any]]:
-    """The highest underflow and the lowest row SQNR of every cast in both runs, highest underflow of the bad run first."""
+    """The highest underflow and the lowest row SQNR of every cast in both runs; the bad run's underflow sorts."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for name, run in (("good", good), ("bad", bad)):
         for slot, table in run.table().where(direction="row").groups():
