@@ -123,7 +123,7 @@ def manifest(layers: int, recipe: str) -> dict[str, Any]:
         for name, (kind, n, k) in names.items()
     ]
     return {
-        "versions": {"ottava": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+        "versions": {"ottava": "0.2.0", "torch": "2.13.0", "python": "3.11.7"},
         "command": ["python", "train.py", "--config", "small model.yaml"],
         "started": "2026-11-21T13:00:00",
         "host": {"device": "cpu", "platform": "Linux", "world_size": 1},
