@@ -2,9 +2,9 @@
 
 A set is a folder of benchmarks/blind with training scripts and truth.yaml. Its author read neither laws nor other sets,
 and the set was committed before its first run. Each script runs under `ottava watch` as its users would run it,
-`SCRIPT good` and `SCRIPT bad`; a clean case runs `SCRIPT good` alone, and any finding is an alarm. The answer of
-`ottava diagnose --json` is stored beside the truth in benchmarks/results/blind-SET.json, where a judge who did not write
-the debugger adds "right" or "wrong". What is said of FP8 is judged here: guilty where the truth says so, and nowhere else.
+`SCRIPT good` and `SCRIPT bad`; a clean case runs `SCRIPT good` alone, and any finding is an alarm. What
+`ottava diagnose --json` said is stored beside the truth in benchmarks/results/blind-SET.json. A judge who did not write
+the debugger adds "right" or "wrong". What is said of FP8 is judged here: guilty where the truth says so, nowhere else.
 
     truth.yaml    - name: lr_too_high          the script, without .py
                     fp8: false                 whether the casts do it

@@ -212,7 +212,7 @@ def test_fp8_is_blamed_by_an_experiment_only(tmp_path: Path) -> None:
     assert innocent.fp8 == "innocent"
     assert innocent.sentence.endswith("differs by at most 4 % from that without (level 15 %).")
     # what has blown up before it was looked at says nothing about who began
-    blown = (shadow(10, 0.04), shadow(30, 0.9, norm=1e6))
+    blown = (shadow(10, 0.04), shadow(22, 0.9, norm=1e6))
     assert diagnose(record(tmp_path / "e", rises, casts=True, experiments=blown)).fp8 == "unknown"
     assert diagnose(record(tmp_path / "f", rises, casts=False, experiments=(shadow(10, 0.6),))).fp8 == "none"
 

@@ -77,7 +77,7 @@ def test_fp8_of_accelerate_itself_gets_the_line_to_write(accelerator: Any) -> No
     with pytest.raises(TypeError, match=r"prepare: got a LlamaForCausalLM; needs an accelerate.Accelerator"):
         door.prepare(made(), accelerator)
     model = door.prepare(accelerator, made())
-    with pytest.raises(ValueError, match="runs under recipe 'tensorwise' already"):
+    with pytest.raises(ValueError, match="is under ottava's recipe 'tensorwise' already"):
         door.prepare(accelerator, model)
 
 

@@ -242,7 +242,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     assert report.skipped["model.layers.0.mlp.experts.down_proj_groups.3"] == "skipped by '*.experts.*'"
     model = made()
     OttavaConfig().convert(model)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM: 'model.layers.0.self_attn.q_proj' runs under recipe"):
+    with pytest.raises(ValueError, match=r"OttavaConfig: model.layers.0.self_attn.q_proj is under ottava's recipe"):
         OttavaConfig().convert(model)
 
 
@@ -250,7 +250,7 @@ def test_a_model_that_torchao_has_quantized_is_refused(tmp_path: Path) -> None:
     torchao = pytest.importorskip("torchao.quantization")
     model = made()
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
-    with pytest.raises(ValueError, match=r"quantized by somebody else: load it in high precision"):
+    with pytest.raises(ValueError, match=r"weight is quantized already \(a Int8Tensor of torchao\)"):
         OttavaConfig().convert(model)
 
 

@@ -34,6 +34,7 @@ _ALWAYS = frozenset({"O1", "O2", "O14", "D3"})
 """Laws without which nothing trains."""
 _OF_CASTS = frozenset({"O4", "O7", "O8", "O14"})
 """Laws that casts can break, too: a gradient that underflows is none."""
+_HEALTHY = 0.02  # update over weight
 _NO_CAUSE = frozenset({"recipe", "weights", "batch"})
 """Differences that good runs have, too: another recipe, another seed."""
 
@@ -224,7 +225,10 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     lr = facts.at("lr", how.since if how.since is not None else math.inf)
     norm = facts.column("grad_norm")
     usual = float(np.nanmedian(norm)) if norm is not None else 1.0
-    values = {"lr": f"{lr / 10:.2g}" if math.isfinite(lr) else "a tenth of it", "norm": f"{usual:.2g}"}
+    # a step that moves the median weight by 2 % of itself, where the updates are known
+    ratio = float(how.numbers.get("update_ratio", math.nan))
+    slower = lr * _HEALTHY / ratio if ratio > _HEALTHY else lr / 10
+    values = {"lr": f"{slower:.2g}" if math.isfinite(slower) else "a tenth of it", "norm": f"{usual:.2g}"}
     return Finding(
         law.id, law.title, "law", severity, how.sentence, layers=list(how.where[:12]),
         steps=[] if how.since is None else [how.since], remedies=[render(law.remedy, values, frameworks)],

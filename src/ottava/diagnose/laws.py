@@ -323,7 +323,7 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
             f"The step makes its own batch worse in {len(worse)} of {len(tried)} trials{rate}: at step {one['step']} "
             f"the loss of the same batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}.",
             int(one["step"]),
-            numbers={"loss": one["loss"], "loss_after": one["loss_after"]},
+            numbers=_moved(facts, int(one["step"])),
         )
     if event is None:
         return None
@@ -340,6 +340,12 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
 
 
 _LONG = 0.3  # of the weight in one step; AdamW at lr 1e-3 gives 5 % on weights of std 0.02
+
+
+def _moved(facts: Facts, step: int) -> dict[str, float]:
+    """The largest update over weight up to a step, if a look saw one."""
+    ratios = [ratio for _, ratio in facts.update_ratio(last=step)]
+    return {"update_ratio": max(ratios)} if ratios else {}
 
 
 def _known(entry: Any, *names: str) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ottava.base.errors import need
 from ottava.doors.entries import take_histories
-from ottava.doors.hosts import need_host, refuse_model
+from ottava.doors.host import need_host, refuse_model
 from ottava.engine.layer import quantized_layers
 from ottava.nn.convert import convert
 from ottava.recipe import Recipe
@@ -52,8 +52,7 @@ def prepare(
             "prepare: got Accelerator(mixed_precision='fp8'), which converts layers itself; write "
             f"prepare(Accelerator(mixed_precision='bf16'), model, ..., recipe={getattr(recipe, 'name', recipe)!r})"
         )
-    if reason := refuse_model(model):
-        raise ValueError(f"prepare: {type(model).__name__}: {reason}")
+    refuse_model("prepare", model)
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     on_meta = plugin is not None and bool(plugin.cpu_ram_efficient_loading)
     if on_meta and settings.get("weights") == "fp8":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from fnmatch import fnmatchcase
-from importlib import import_module
 from typing import Any
 
 from pydantic import BaseModel, field_validator
@@ -86,4 +85,6 @@ class OttavaPlugin(BasePlugin):
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
         """The callback of the Trainer's door, unless `ottava_log` is false."""
-        return [import_module("ottava.doors.trainer").OttavaCallback()] if cfg.ottava_log is not False else []
+        from ottava.doors.trainer import OttavaCallback  # needs transformers; logs alone do
+
+        return [OttavaCallback()] if cfg.ottava_log is not False else []

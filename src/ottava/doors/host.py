@@ -8,33 +8,42 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ottava.base.errors import need
 from ottava.engine.layer import QuantizedLayer
 
 
+class HostError(ImportError):
+    """The host of a door is missing or too old; the message names the extra."""
+
+    exit_code = 3
+
+
 class Host(NamedTuple):
-    """A package that a door plugs into."""
+    """A package that a door plugs into; ottava's extra has the name of the door."""
 
     package: str
-    """Its name for pip, and in ottava's extra of the same name as the door."""
+    """Its name for pip."""
     oldest: str
-    """The oldest version whose hooks the door knows."""
+    """The oldest version that the door takes."""
     tried: str
     """The version that its tests ran with last."""
 
 
 HOSTS: Mapping[str, Host] = MappingProxyType(
     {
+        "transformers": Host("transformers", "5.0", "5.23.0"),
+        "accelerate": Host("accelerate", "1.10", "1.15.0"),
+        "peft": Host("peft", "0.18", "0.21.2"),
         "lightning": Host("lightning", "2.4", "2.6.6"),
         "torchtitan": Host("torchtitan", "0.3", "0.3.0"),
         "megatron": Host("megatron-core", "0.16", "0.16.1"),
         "axolotl": Host("axolotl", "0.19", "0.19.0"),
     }
 )
-"""Door -> its host."""
+"""Door -> its host. `ottava.doors.trainer` has the host of the door transformers."""
 
 _QUANTIZERS = (
     "bitsandbytes",
@@ -53,16 +62,19 @@ def need_host(door: str) -> None:
     """Refuses a machine without the host of a door, or with a host that is too old.
 
     Raises:
-        ImportError: the message has the version that was found, the one that is needed, and the command.
+        HostError: the message has the version that was found, the one that is needed, and the command.
     """
-    host = HOSTS[door]
-    needs = f"needs {host.package} {host.oldest} or newer (tried: {host.tried}): pip install 'ottava[{door}]'"
+    package, oldest, tried = HOSTS[door]
     try:
-        found = version(host.package)
+        found = version(package)
     except PackageNotFoundError:
-        raise ModuleNotFoundError(f"ottava.doors.{door}: {host.package} is not installed; {needs}", name=door) from None
-    if _numbers(found) < _numbers(host.oldest):
-        raise ImportError(f"ottava.doors.{door}: got {host.package} {found}; {needs}", name=door)
+        found = ""
+    if not found or _numbers(found) < _numbers(oldest):
+        got = f"{package} {found}" if found else f"no {package}"
+        raise HostError(
+            f"ottava's door to {door}: got {got}; needs {package} {oldest} or newer (tried: {tried}): "
+            f"pip install 'ottava[{door}]'"
+        )
 
 
 def refuse_model(door: str, model: nn.Module) -> None:
@@ -93,6 +105,11 @@ def _of_module(module: nn.Module) -> str | None:
         return "is compiled; hand in the plain model, and call torch.compile after the conversion"
     if type(module).__name__ == "FullyShardedDataParallel":
         return "is sharded by FSDP1; convert first and shard after"
+    if isinstance(getattr(module, "module", None), nn.Module) and hasattr(module, "no_sync"):
+        return f"is wrapped by {type(module).__name__}; convert first and wrap after"
+    method: Any = getattr(module, "quantization_method", None)
+    if method not in (None, "ottava"):
+        return f"is quantized by {getattr(method, 'value', method)!r}; load it without that quantization_config"
     package = type(module).__module__.partition(".")[0]
     if package in _QUANTIZERS and hasattr(module, "in_features"):
         return f"is a {type(module).__name__} of {package}, which quantizes by itself; build the model without it"
@@ -106,14 +123,17 @@ def _of_parameter(parameter: Any) -> str | None:
         return f"is sharded already, as {type(parameter).__name__}; convert first and shard after"
     if parameter.is_meta:
         return "is on the meta device, without numbers; load the weights first"
-    kind = type(parameter.data)
-    if kind is not torch.Tensor or parameter.dtype.itemsize == 1 or not parameter.is_floating_point():
-        held = parameter.dtype if kind is torch.Tensor else f"a {kind.__name__} of {kind.__module__.partition('.')[0]}"
-        return f"is quantized already ({held}); load the model without quantization"
+    if is_lazy(parameter):
+        return "has no size yet; run the model once first"
+    kind = type(parameter)
+    if kind is not nn.Parameter:
+        return f"is quantized already (a {kind.__name__} of {kind.__module__.partition('.')[0]}); load plain weights"
+    if parameter.dtype.itemsize == 1 or not (parameter.is_floating_point() or parameter.is_complex()):
+        return f"is quantized already ({parameter.dtype}); load the model without quantization"
     return None
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """2.6.6 -> (2, 6, 6); what follows the numbers does not count."""
+    """2.6.1rc1 -> (2, 6, 1, 0), so that 5 and 5.0 are one version."""
     found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    return (*map(int, found[0].split(".") if found else ()), 0, 0, 0, 0)[:4]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.doors.hosts import need_host
+from ottava.doors.host import need_host
 from ottava.weights.parameter import is_quantized_weight
 
 need_host("peft")

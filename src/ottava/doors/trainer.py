@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ottava.doors.hosts import need_host
+from ottava.doors.host import need_host
 from ottava.measure.limits import LEAST, WINDOW, robust_z
 from ottava.nn.receipt import receipt
 from ottava.record.reader import Table

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ottava.base.errors import unknown_name
 from ottava.doors.entries import HISTORIES, NOT_LOADED, pack, read_entries, take_histories, unpack_before_load
-from ottava.doors.hosts import need_host, refuse_model
+from ottava.doors.host import need_host, refuse_model
 from ottava.nn.convert import ConversionReport, convert, default_filter
 from ottava.nn.foreign import layers_of
 from ottava.nn.layer import LayerView
@@ -83,10 +83,9 @@ class OttavaConfig(QuantizationConfigMixin):
         """Puts a model under the recipe that `from_pretrained` has not loaded, such as one from `from_config`.
 
         Raises:
-            ValueError: somebody has changed the model already (`hosts.refuse_model`), or a pattern matches no layer.
+            ValueError: somebody has changed the model already (`refuse_model`), or a pattern matches no layer.
         """
-        if reason := refuse_model(model):
-            raise ValueError(f"OttavaConfig: {type(model).__name__}: {reason}")
+        refuse_model("OttavaConfig", model)
         layers = layers_of(model)
         for pattern in self.skip:
             if not any(fnmatchcase(name, pattern) for name in layers):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ottava.base.untrusted import UntrustedError
 from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.nn.convert import convert, default_filter, put_weight
-from ottava.nn.fp8_checkpoint import open_tensors
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
@@ -31,6 +30,7 @@ from ottava.train.checkpoint import (
 from ottava.train.config import ModelConfig, TrainConfig, load_config
 from ottava.train.model import VOCABULARY, ByteTransformer, store
 from ottava.weights.checkpoint import dequantize_state_dict, keep_in_state_dict
+from ottava.weights.layouts import open_tensors
 from ottava.weights.parameter import QuantizedWeight, store_scales
 
 

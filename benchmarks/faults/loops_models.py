@@ -1,4 +1,4 @@
-"""Models for the second lab's half G: packed documents with or without recomputation, preferences, a teacher that is a
+"""Models for set G: packed documents with or without recomputation, preferences, a teacher that is a
 moving average, a policy with a value, a variational autoencoder, graphs, sets.
 """
 
@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from second_lab import BATCH, CLASSES, MODELS, VOCABULARY, WIDTH, make_batch
+from models import BATCH, CLASSES, MODELS, VOCABULARY, WIDTH, make_batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

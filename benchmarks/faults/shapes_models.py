@@ -1,4 +1,4 @@
-"""Models for the second lab's half E: a ConvNet with MLPs, a Perceiver, grouped queries with rotations, latent
+"""Models for set E: a ConvNet with MLPs, a Perceiver, grouped queries with rotations, latent
 attention, parallel blocks, BERT with its norms behind, a masked autoencoder, an LSTM, a U of blocks, shared experts.
 """
 
@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from second_lab import BATCH, CLASSES, MODELS, TOKENS, VOCABULARY, WIDTH, Attention, Feed, make_batch
+from models import BATCH, CLASSES, MODELS, TOKENS, VOCABULARY, WIDTH, Attention, Feed, make_batch
 from torch import Tensor, nn
 
 MASK, PIXELS, FEATURES, COORDINATES = VOCABULARY - 1, 48, 32, 32

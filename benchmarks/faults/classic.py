@@ -1,4 +1,4 @@
-"""The faults of the second lab: half A may tune rules, half B only reports; see second_faults.py."""
+"""Faults of small GPTs, Llamas, ViTs, mixers, encoder-decoders and experts (sets A and B); see run.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from second_lab import VOCABULARY, Lab
+from models import VOCABULARY, Lab
 from torch import Tensor
 
 import ottava
@@ -26,7 +26,7 @@ class Case:
     kind: str
     """The model."""
     family: tuple[str, ...]
-    """Families of causes that are right; see FAMILIES in second_faults.py. None: clean."""
+    """Families of causes that its author names; (): clean."""
     place: str = ""
     """Part of the name of the layer, or "" if the fault has no place."""
     fp8: bool = True

@@ -1,5 +1,5 @@
-"""Half G of the second lab: faults in loops of other shapes, and runs without one; written without knowledge of the
-rules, see second_faults.py, docs/LOG.md.
+"""Faults in loops of other shapes, and runs without one (set G); written without knowledge of the
+diagnosis, see run.py.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from fourth_injections import with_scaled_input
-from second_injections import case, clean, later
-from second_lab import Lab
-from sixth_lab import SEPARATOR, preferred  # registers its models, too
+from classic import case, clean, later
+from loops_models import SEPARATOR, preferred  # registers its models, too
+from models import Lab
+from shapes import with_scaled_input
 from torch import Tensor
 
 import ottava

@@ -1,4 +1,4 @@
-"""Models for the second lab's halves C and D: a diffusion transformer, a gated recurrence, two towers, a ranking model,
+"""Models for sets C and D: a diffusion transformer, a gated recurrence, two towers, a ranking model,
 adapters on a frozen GPT, torch's own encoder, and a GPT whose MLP multiplies parameters itself.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from second_lab import BLOCKS, MODELS, TOKENS, VOCABULARY, WIDTH, Attention, Feed, Net, make_batch
+from models import BLOCKS, MODELS, TOKENS, VOCABULARY, WIDTH, Attention, Feed, Net, make_batch
 from torch import Tensor, nn
 
 PIXELS, DENSE, TABLES = 12, 16, 4

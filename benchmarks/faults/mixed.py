@@ -1,4 +1,4 @@
-"""Halves C and D of the second lab's faults, written before any of them was run; see second_faults.py, docs/LOG.md."""
+"""Faults of diffusion, towers, rankings, adapters and recurrences (sets C and D); see run.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import third_lab  # registers its models
+import mixed_models  # registers its models
 import torch
-from second_injections import case, clean, later
-from second_lab import Lab
+from classic import case, clean, later
+from models import Lab
 from torch import Tensor
 
 import ottava
@@ -17,7 +17,7 @@ from ottava.engine.quantizer import Quantizer
 from ottava.recipe import get_recipe
 
 
-# --- half C: numbers and scales ------------------------------------------------------------------------------------
+# --- set C: numbers and scales ------------------------------------------------------------------------------------
 @case("C", "dit", "growth", "blocks.1", steps=24)
 def modulation_runs_away(lab: Lab) -> None:
     def grow() -> None:
@@ -235,7 +235,7 @@ def _average(lab: Lab) -> None:
         for own, other in zip(kept.parameters(), lab.model.parameters(), strict=True):
             own.data.lerp_(other.data, 0.1)
 
-    kept = third_lab.Diffusion()
+    kept = mixed_models.Diffusion()
     lab.after_step.append(average)
 
 
@@ -260,7 +260,7 @@ for _kind, _recipe, _options in (
     clean("C", _kind, _recipe, **_options)
 
 
-# --- half D: written after the mending that half C led to, before any of it was run ----------------------------------
+# --- set D ----------------------------------
 @case("D", "llama", "channel growth token row outlier", "blocks.1.mlp", steps=24)
 def gate_and_value_align(lab: Lab) -> None:
     def align() -> None:

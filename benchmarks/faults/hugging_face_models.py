@@ -1,4 +1,4 @@
-"""Models for the second lab's half F: small, randomly initialized ones of Hugging Face's transformers; LoRA of peft.
+"""Models for set F: small, randomly initialized ones of Hugging Face's transformers; LoRA of peft.
 
 A batch is what a data collator makes: token ids, an attention mask, labels as long as the ids, -100 where the loss must
 not look. The loss is the one that transformers itself uses for the model. Imports transformers when a model is made, so
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from second_lab import MODELS
+from models import MODELS
 from torch import Tensor, nn
 
 WIDTH, HEADS, WORDS, LENGTH, ROWS, TOPICS, MELS = 64, 4, 96, 24, 12, 8, 16
@@ -24,7 +24,7 @@ IGNORED = -100
 
 
 def missing() -> str:
-    """A sentence if a package is missing that half F needs, or ""."""
+    """A sentence if a package is missing that set F needs, or ""."""
     absent = [name for name in ("transformers", "peft") if find_spec(name) is None]
     return f"Half F needs {' and '.join(absent)}: pip install {' '.join(absent)}. It ran nothing." if absent else ""
 

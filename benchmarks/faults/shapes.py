@@ -1,4 +1,4 @@
-"""Half E of the second lab's faults: written without knowledge of the rules; see second_faults.py, docs/LOG.md."""
+"""Faults of ConvNets, Perceivers, autoencoders and other shapes (set E); see run.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import fourth_lab  # registers its models
+import shapes_models  # registers its models
 import torch
 import torch.nn.functional as F
-from second_injections import case, clean, later
-from second_lab import Lab
+from classic import case, clean, later
+from models import Lab
 from torch import Tensor, nn
 
 import ottava
@@ -258,7 +258,7 @@ def sorted_by_class(lab: Lab) -> None:
 
     def change(batch: list[Tensor]) -> list[Tensor]:
         generator = torch.Generator().manual_seed(lab.step)
-        many = [fourth_lab.photographs(generator) for _ in range(16)]
+        many = [shapes_models.photographs(generator) for _ in range(16)]
         image, labels = (torch.cat(parts) for parts in zip(*many, strict=True))
         rows = labels[:, 0] == (lab.step - 1) // 2
         return [image[rows][:16], labels[rows][:16]]

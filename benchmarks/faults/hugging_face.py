@@ -1,4 +1,4 @@
-"""Half F of the second lab's faults: Hugging Face's models, written without a look at the rules of the diagnosis.
+"""Faults of Hugging Face's models (set F), written without a look at the diagnosis; see run.py.
 
 Nobody ran `diagnose` on these cases while they were written: losses and the errors of casts set their strength.
 """
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fifth_lab import EOS, IGNORED, PAD, UNKNOWN
-from second_injections import case, clean, later, times
-from second_lab import Lab
+from classic import case, clean, later, times
+from hugging_face_models import EOS, IGNORED, PAD, UNKNOWN
+from models import Lab
 from torch import Tensor, nn
 
 import ottava

@@ -1,4 +1,4 @@
-"""Other models than fault_lab's, and a training run of one under the watch; see second_faults.py."""
+"""Small models, and a training run of one under the watch; see run.py."""
 
 from __future__ import annotations
 

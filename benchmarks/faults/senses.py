@@ -1,5 +1,5 @@
-"""Half H of the second lab, models included: sliding windows between sandwich norms, images with questions, a field
-from coordinates, speech frames, a gated classifier. Written without knowledge of the rules, see second_faults.py.
+"""Set H, models included: sliding windows between sandwich norms, images with questions, a field
+from coordinates, speech frames, a gated classifier. Written without knowledge of the diagnosis, see run.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fourth_injections import with_scaled_input
-from second_injections import case, clean, later
-from second_lab import BATCH, CLASSES, MODELS, TOKENS, VOCABULARY, WIDTH, Lab, make_batch
+from classic import case, clean, later
+from models import BATCH, CLASSES, MODELS, TOKENS, VOCABULARY, WIDTH, Lab, make_batch
+from shapes import with_scaled_input
 from torch import Tensor, nn
 
 from ottava.engine.quantizer import Quantizer
@@ -249,7 +249,7 @@ def doors(lab: Lab, kind: str) -> list[Quantizer]:
     return [door for door in found if door.spec is not None]
 
 
-# --- half H: numbers and scales --------------------------------------------------------------------------------------
+# --- set H: numbers and scales --------------------------------------------------------------------------------------
 @case("H", "window", "clip jump margin_low two_sites", "mlp.down", recipe="delayed", accumulate=3, steps=14)
 def history_of_the_last_microbatch(lab: Lab) -> None:
     """Earlier microbatches never reach the history; the last one is short of long documents."""
@@ -376,7 +376,7 @@ def penalty_of_few_boundary_points(lab: Lab) -> None:
     lab.layer("layers.2").register_forward_hook(lambda _, __, y: Weighted.apply(y, True))
 
 
-# --- half H: training and data ---------------------------------------------------------------------------------------
+# --- set H: training and data ---------------------------------------------------------------------------------------
 @case("H", "fusion", "labels", "", fp8=False, steps=18)
 def answers_cut_off_by_a_length_limit(lab: Lab) -> None:
     """All answers of some batches lie behind the limit, so that each label is the ignored one."""
@@ -446,7 +446,7 @@ def silence_is_divided_by_its_deviation(lab: Lab) -> None:
     lab.change_input("embed", lambda x: (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True))
 
 
-# --- half H: clean ---------------------------------------------------------------------------------------------------
+# --- set H: clean ---------------------------------------------------------------------------------------------------
 def _closed_gates(lab: Lab) -> None:
     for i in range(3):
         lab.layer(f"blocks.{i}").gates.data.zero_()

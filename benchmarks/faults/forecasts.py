@@ -1,6 +1,6 @@
-"""Half I of the second lab, models included: a forecaster of two views, sessions of a shop, a pyramid of patches,
-experts beside attention, retention. Twelve faults and twelve healthy trainings; written without knowledge of the rules,
-see second_faults.py.
+"""Set I, models included: a forecaster of two views, sessions of a shop, a pyramid of patches,
+experts beside attention, retention. Twelve faults and twelve healthy trainings; written without knowledge of it,
+see run.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fourth_injections import with_scaled_input
-from second_injections import case, clean, later
-from second_lab import MODELS, Lab
-from sixth_injections import with_rate
+from classic import case, clean, later
+from loops import with_rate
+from models import MODELS, Lab
+from shapes import with_scaled_input
 from torch import Tensor, nn
 
 from ottava.engine.quantizer import Quantizer
