@@ -137,7 +137,8 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         blown = not float(entry.get("norm") or math.inf) <= _BLOWN * usual
         if _hurts(facts, entry):
             if blown:
-                said = f"{_said(entry, facts)} The gradient had already blown up, so this does not say who began."
+                why = "The gradient had already blown up" if before else "No shadow step came before the loss left"
+                said = f"{_said(entry, facts)} {why}, so this does not say who began."
                 return Trial("unknown", (said,), int(entry["step"]), float(entry["error"]))
             return Trial("guilty", (_said(entry, facts),), int(entry["step"]), float(entry["error"]))
     worst = max(before or after, key=lambda e: float(e["error"]))
