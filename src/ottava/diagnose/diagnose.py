@@ -166,7 +166,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     others += _differing(differ, happened, frameworks)
     others += [f for (_, _, f), exact in zip(laws, strong, strict=True) if not exact]
     # casts that were tried only after the event may suffer from what made it
-    after = happened is not None and trial.step is not None and trial.step > happened.step
+    after = happened is not None and trial.step is not None and trial.step >= happened.step
     hurt = _fp8(facts, trial, happened, frameworks)
     found += [*others, hurt] if after else [hurt, *others]
     known = _one_answer([finding for finding in found if finding is not None])
