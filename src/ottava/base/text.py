@@ -16,7 +16,6 @@ from typing import Any
 _COUNTS = frozenset({"elements"})
 _WORDLESS = frozenset({"", "of x", "of x squared"})
 _MINUS = "\N{MINUS SIGN}"
-_THREE_DIGITS = decimal.Context(prec=3, rounding=decimal.ROUND_HALF_UP)
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -56,7 +55,8 @@ def rounded_alike(value: float) -> float:
         >>> rounded_alike(2.125), rounded_alike(-112.5), rounded_alike(0.0)  # Python's own format gives 2.12 and 112
         (2.13, -113.0, 0.0)
     """
-    return float(_THREE_DIGITS.create_decimal_from_float(value))
+    three_digits = decimal.Context(prec=3, rounding=decimal.ROUND_HALF_UP)  # made here: a context notes what it rounded
+    return float(three_digits.create_decimal_from_float(value))
 
 
 def elide(name: str, width: int) -> str:
