@@ -33,7 +33,7 @@ def watched(folder: Path, rows: int = 0) -> tuple[Path, dict[str, torch.Tensor]]
     ottava.convert(model, "nvfp4")
     x, dy = torch.randn(96, 64).bfloat16() + 3, torch.randn(96, 48).bfloat16() * 1e-3
     x[:, 5] *= 40
-    with ottava.watching.watch(model, folder, sample=1, dump={"steps": [1], "layers": "*", "rows": rows}) as seen:
+    with ottava.watch(model, folder, sample=1, dump={"steps": [1], "layers": "*", "rows": rows}) as seen:
         model(x).backward(dy)
         torch.optim.SGD(model.parameters(), lr=0.0).step()
         seen.flush()

@@ -353,6 +353,9 @@ def test_layers_without_a_sample_are_named_once_after_two_looks() -> None:
         "seen": True,
         "tensors": ["input", "weight", "grad_output"],
         "why": "",
+        "package": "torch",
+        "recipe": "",
+        "casts": {},
     }
 
 

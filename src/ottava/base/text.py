@@ -55,7 +55,7 @@ def rounded_alike(value: float) -> float:
         >>> rounded_alike(2.125), rounded_alike(-112.5), rounded_alike(0.0)  # Python's own format gives 2.12 and 112
         (2.13, -113.0, 0.0)
     """
-    three_digits = decimal.Context(prec=3, rounding=decimal.ROUND_HALF_UP)  # made here: a context notes what it rounded
+    three_digits = decimal.Context(prec=3, rounding=decimal.ROUND_HALF_UP)
     return float(three_digits.create_decimal_from_float(value))
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from ottava.record.reader import Table
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.", "model.")
 _FORWARD, _BACKWARD, _LOSS, _UPDATE = 0.02, 0.08, 0.01, 0.25  # relative
-_SETTINGS = {"lr": "learning rate", "weight_decay": "weight decay", "eps": "eps", "momentum": "momentum"}
+_SETTINGS = MappingProxyType({"lr": "learning rate", "weight_decay": "weight decay"})
 
 
 @dataclass(frozen=True)

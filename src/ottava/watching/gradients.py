@@ -37,7 +37,7 @@ class Gradients:
         >>> gradients.note([weight])
         >>> _ = torch.nn.utils.clip_grad_norm_([weight], 1.5)
         >>> {name: round(norm.item(), 3) for name, norm in gradients.norms(optimizer, [weight], {}).items()}
-        {'grad_norm': 6.0, 'grad_norm_used': 1.5}
+        {'grad_norm_used': 1.5, 'grad_norm': 6.0}
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,9 +41,10 @@ _GROUPS = 8  # parameter groups whose settings are columns
 _SETTINGS = ("lr", "weight_decay", "eps", "momentum")
 _PLAIN = (int, float, tuple, str, bool)
 _HASHED = 16_384  # elements of a parameter that its hash reads
-_TRAINERS = {"pytorch_lightning": "lightning", "ottava.train": "ottava"} | {
-    name: name for name in ("transformers", "trl", "accelerate", "lightning", "torchtitan", "megatron", "deepspeed")
-}
+_TRAINERS = MappingProxyType(
+    {"pytorch_lightning": "lightning", "ottava.train": "ottava"}
+    | {name: name for name in ("transformers", "trl", "accelerate", "lightning", "torchtitan", "megatron", "deepspeed")}
+)
 """Package of a function -> name in the manifest's "framework"."""
 
 
