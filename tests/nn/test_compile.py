@@ -116,7 +116,7 @@ def test_transforms_stay_in_the_graph() -> None:
 
 
 @pytest.mark.parametrize("recipe", KINDS)
-def test_mixed_precision_gives_the_bits_of_eager(recipe: str) -> None:
+def test_mixed_precision_gives_the_bits_of_eager(recipe: str, torch_first: None) -> None:
     """FP32 parameters under torch.autocast, entered outside of the compiled code."""
     eager, model = network(recipe, torch.float32), network(recipe, torch.float32)
     assert_same(train(model, compiled(model), low=True), train(eager, eager, low=True))

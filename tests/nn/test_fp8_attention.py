@@ -194,7 +194,7 @@ def test_the_debugger_sees_every_operand(tmp_path: Path) -> None:
     assert {tensor for name, tensor in keys if name == "attention.attention"} == set(ATTENTION_TENSORS)
     assert run.manifest["coverage"]["linear"] == run.manifest["coverage"]["seen"] == 5
     assert not [event for event in run.events if event["kind"] == "check"]
-    assert "coverage 100 %" in diagnose(run).sentence
+    assert "saw 100 % of the linear layers" in diagnose(run).sentence
     plain = TransformerLayer(32, 48, 4, dtype=torch.bfloat16)  # its attention casts nothing, and is not missed
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     with ottava.watch(plain, tmp_path / "plain", every=1):

@@ -128,7 +128,7 @@ def test_a_master_of_the_rounded_weight_is_biased() -> None:
     assert error > 5 * step.norm() / initial.norm()
 
 
-def test_grouped_experts_are_one_stored_stack() -> None:
+def test_grouped_experts_are_one_stored_stack(torch_first: None) -> None:
     """Each expert with its own scales, cast together or alone, with empty groups."""
     for recipe in ("tensorwise", "blockwise", "mxfp8"):
         for once in (False, True):

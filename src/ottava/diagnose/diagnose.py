@@ -324,8 +324,8 @@ def _differing(differ: Sequence[Difference], happened: Event | None, frameworks:
     early = [d for d in differ if d.step is None or d.step <= happened.step]
     causes = [d for d in early if d.kind not in _NO_CAUSE]
     causes += [d for d in early if d.kind == "batch" and d.step not in (None, 1)]
-    causes += [d for d in early if d.kind == "weights" and d.good > 0]
-    # of all weights, or all batches, another seed is the usual reason
+    # of all weights, or all batches, another seed is the usual reason; but a seed moves no loss from the first step on
+    causes += [d for d in early if d.kind == "weights" and (d.good > 0 or happened.kind == "high")]
     weak = [d for d in early if d not in causes and d.kind != "recipe"]
     found: list[Finding | None] = []
     for one, strong in [*((d, True) for d in causes), *((d, False) for d in weak)]:
