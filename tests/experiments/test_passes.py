@@ -1,4 +1,4 @@
-"""A recorded step runs again with its casts, without them and with some of them, and an ablation finds those that hurt."""
+"""A recorded step runs again with its casts, without them and with some; an ablation finds those that hurt."""
 
 from __future__ import annotations
 
