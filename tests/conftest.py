@@ -10,7 +10,7 @@ import triton_mode  # noqa: F401  # isort: skip
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from ottava.numerics.formats import Format
 from ottava.numerics.rounding import decode
 from ottava.numerics.scaling import Granularity, ScaleFormat
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.ops import dispatch
 from ottava.recipe import Recipe
 from published import hold
 from sweep import AXES, PAIRS
@@ -81,6 +82,16 @@ def _seed() -> None:
 def table(request: pytest.FixtureRequest) -> Callable[..., None]:
     """table(name, header, rows): holds a table of docs/guarantees.md against what ran."""
     return functools.partial(hold, publish=request.config.getoption("--publish"))
+
+
+@pytest.fixture
+def torch_first(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if torch's GEMM had been measured to be the fastest for BF16 operands: the same kernels on every machine."""
+    order = (dispatch.torch_mm, *(kernel for kernel in dispatch.DENSE_KERNELS if kernel is not dispatch.torch_mm))
+    monkeypatch.setattr(dispatch, "_dense_in_order", lambda kernels, native: order)
+    dispatch.torch_is_beaten.cache_clear()
+    yield
+    dispatch.torch_is_beaten.cache_clear()
 
 
 @pytest.fixture(params=AXES["fmt"], ids=str)

@@ -31,7 +31,7 @@ MOST_CALLS = {
     "mxfp8": 38,
     "mxfp8_floor": 38,
     "rowwise": 47,
-    "rowwise_with_gw_hp": 42,
+    "rowwise_with_gw_hp": 44 if torch_is_beaten() else 42,  # its wgrad is a dense GEMM
     # C++ decodes each operand with two levels of scales by itself; transforms and rules keep their plans all the same
     "nvfp4": 52,
     "nvfp4_rht": 68,
@@ -80,7 +80,8 @@ def test_a_warm_step_asks_nothing_that_was_answered(recipe: ottava.Recipe) -> No
     assert len(set(files)) <= MOST_FILES.get(recipe.name, OTHERS[1])
     asked = [name for _, name in seen if name.startswith(("supports", "choose", "plan_", "refuse"))]
     if recipe.wgrad.lhs is not None and recipe.wgrad.lhs.transform is not None:
-        asked = [name for name in asked if name != "supports_decode"]  # products of parts decode a tensor, by no plan
+        by_no_plan = {"supports_decode", "plan_dequantize"}  # products of parts decode a tensor
+        asked = [name for name in asked if name not in by_no_plan]
     assert [name for name in asked if "<locals>" not in name] == []
 
 

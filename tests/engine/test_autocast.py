@@ -227,7 +227,7 @@ def test_one_gemm_of_one_layer_can_be_switched(gemm: str) -> None:
         assert [torch.equal(a, b) for a, b in zip(got, plain, strict=True)] == [True, True, True, True, False, True]
 
 
-def test_overrides_of_the_context_replace_those_of_the_model() -> None:
+def test_overrides_of_the_context_replace_those_of_the_model(torch_first: None) -> None:
     """A recipe given by autocast is the whole recipe: the model's own overrides do not leak into it."""
     own = ottava.get_recipe("tensorwise").override("0", "bf16")
     model = network(own)

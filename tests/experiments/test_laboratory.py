@@ -1,18 +1,62 @@
-"""Which steps get an experiment, what is written of it, and what is refused with a reason."""
+"""When a watched run experiments, what the step does to its own batch, and what cannot be tried."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.experiments.laboratory import Laboratory
+from ottava.experiments.laboratory import EARLY, Laboratory
+from ottava.record.reader import Run
+from ottava.watching.session import watch
 
 
-def trained(model: nn.Module, steps: int, *, every: int, asked: int = 0, holds: bool = True) -> list[dict[str, Any]]:
+def trained(folder: Path, *, convert: bool, lr: float = 0.05, steps: int = 12) -> Run:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
+    if convert:
+        ottava.convert(model, "tensorwise")
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    with watch(model, folder):
+        for _ in range(steps):
+            loss = nn.functional.mse_loss(model(x).float(), x.float())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return Run.open(folder)
+
+
+def test_shadow_steps_come_early_and_then_by_the_period(tmp_path: Path) -> None:
+    for convert, mode in ((True, "real"), (False, "simulated")):
+        lines = [e for e in trained(tmp_path / mode, convert=convert).experiments if e["kind"] == "shadow"]
+        assert [e["step"] for e in lines] == [step for step in EARLY if step <= 12]
+        assert {e["mode"] for e in lines} == {mode}
+
+
+def test_a_step_makes_its_own_batch_better_unless_it_is_too_long(tmp_path: Path) -> None:
+    """SGD on one batch: a short step goes down, one of a hundred times the stable length goes up."""
+    for lr, better in ((0.05, True), (100.0, False)):
+        first = next(e for e in trained(tmp_path / str(lr), convert=True, lr=lr, steps=6).experiments)
+        assert first["tail"] == "replayed"
+        assert (first["loss_after"] < first["loss"]) is better, first
+
+
+def test_no_experiment_if_nobody_wants_one(tmp_path: Path) -> None:
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, tmp_path / "run", shadow=0):
+        for _ in range(6):
+            model(torch.randn(8, 32)).square().mean().backward()
+            optimizer.step()
+    assert Run.open(tmp_path / "run").experiments == []
+
+
+def lines_of(model: nn.Module, steps: int, *, every: int, asked: int = 0, holds: bool = True) -> list[dict[str, Any]]:
     """The lines that a laboratory writes; `asked`: a step after which something happens."""
     lines: list[dict[str, Any]] = []
     optimizer = torch.optim.SGD(model.parameters() if holds else [nn.Parameter(torch.zeros(1))], lr=0.01)
@@ -58,8 +102,8 @@ def network(recipe: str) -> nn.Module:
     return model
 
 
-def test_early_steps_then_multiples_and_the_step_after_an_event_get_a_shadow() -> None:
-    lines = trained(network("tensorwise"), 25, every=12, asked=14)
+def test_the_step_after_an_event_gets_a_shadow() -> None:
+    lines = lines_of(network("tensorwise"), 25, every=12, asked=14)
     assert [(line["step"], line["why"]) for line in lines] == [
         (5, "schedule"),
         (10, "schedule"),
@@ -73,7 +117,7 @@ def test_early_steps_then_multiples_and_the_step_after_an_event_get_a_shadow() -
 
 
 def test_of_a_run_without_casts_two_shadows_are_a_forecast() -> None:
-    lines = trained(network(""), 22, every=20)
+    lines = lines_of(network(""), 22, every=20)
     assert [(line["step"], line["mode"], line["recipe"]) for line in lines] == [
         (5, "simulated", "mxfp8"),
         (10, "simulated", "mxfp8"),
@@ -81,13 +125,9 @@ def test_of_a_run_without_casts_two_shadows_are_a_forecast() -> None:
 
 
 def test_what_cannot_be_tried_is_said_once() -> None:
-    (line,) = trained(network("tensorwise"), 12, every=12, holds=False)
+    (line,) = lines_of(network("tensorwise"), 12, every=12, holds=False)
     assert (line["kind"], line["of"]) == ("refused", "shadow")
     assert line["why"] == "no forward of the watched model was seen in the step"
     wrapped = type("DataParallel", (nn.Sequential,), {})(network("tensorwise"))
-    (line,) = trained(wrapped, 12, every=12)
+    (line,) = lines_of(wrapped, 12, every=12)
     assert line["why"] == "DataParallel shards or copies the model by itself"
-
-
-def test_zero_switches_experiments_off() -> None:
-    assert trained(network("tensorwise"), 6, every=0, asked=2) == []

@@ -42,7 +42,7 @@ def linear_rows(model: nn.Module) -> list[object]:
     return [row for row in ottava.receipt(model).rows if row.gemm != "all"]
 
 
-def test_a_training_step_has_three_rows_a_layer(recipe: Recipe) -> None:
+def test_a_training_step_has_three_rows_a_layer(recipe: Recipe, torch_first: None) -> None:
     """Operands are those of the recipe's table, shapes M x N x K of each GEMM, the kernel the one that ran."""
     model = network(recipe)
     model(data(128)).sum().backward()  # whole groups of any rotation
@@ -97,7 +97,7 @@ def test_what_no_gradient_needs_has_not_run() -> None:
     assert {kernels["0.wgrad"], kernels["2.dgrad"]} <= set(ENGINES)
 
 
-def test_autocast_is_seen() -> None:
+def test_autocast_is_seen(torch_first: None) -> None:
     """The receipt is of the call, not of the conversion; the note names the recipe that had the word."""
     model = network("tensorwise")
     with ottava.autocast("mxfp8"):
@@ -162,7 +162,7 @@ def test_an_override_of_the_model_is_named_as_such() -> None:
     assert rows(model, "note")["0.wgrad"] == "recipe 'rowwise_with_gw_hp' keeps it in high precision"
 
 
-def test_the_diagnostic_form_shows_both_truths() -> None:
+def test_the_diagnostic_form_shows_both_truths(torch_first: None) -> None:
     """FP8 operands, BF16 GEMM: quantized, on no FP8 hardware."""
     model = network("tensorwise/fp8_inputs_bf16_gemm")
     model(data()).sum().backward()
@@ -223,7 +223,7 @@ def test_mixed_precision_reaches_the_hardware(monkeypatch: pytest.MonkeyPatch) -
     assert ottava.receipt(model).native_fraction == 1
 
 
-def test_saved_bytes_are_those_of_the_autograd_graph(recipe: Recipe) -> None:
+def test_saved_bytes_are_those_of_the_autograd_graph(recipe: Recipe, torch_first: None) -> None:
     """What saved_tensors_hooks counts for the layer, less the weight, which lives anyway; and torch's own count."""
     torch.manual_seed(0)
     model, plain = nn.Sequential(nn.Linear(64, 96)).bfloat16(), nn.Linear(64, 96).bfloat16()
