@@ -34,6 +34,8 @@ _ALWAYS = frozenset({"O1", "O2", "O14", "D3"})
 """Laws without which nothing trains."""
 _OF_CASTS = frozenset({"O4", "O7", "O8", "O14"})
 """Laws that casts can break, too: a gradient that underflows is none."""
+_MEANT = frozenset({"D2", "D4", "M1"})
+"""Laws that may be broken on purpose even where something happens to the loss."""
 _HEALTHY = 0.02  # update over weight
 _NO_CAUSE = frozenset({"recipe", "weights", "batch"})
 """Differences that good runs have, too: another recipe, another seed."""
@@ -160,10 +162,13 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     laws = [(law, how, _law(law, how, happened, facts, frameworks)) for law, how in hits]
     strong = [law.exact and how.grave for law, how, _ in laws]
     found += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id not in _OF_CASTS]
-    found.append(_fp8(facts, trial, happened, frameworks))
-    found += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
-    found += _differing(differ, happened, frameworks)
-    found += [f for (_, _, f), exact in zip(laws, strong, strict=True) if not exact]
+    others = [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
+    others += _differing(differ, happened, frameworks)
+    others += [f for (_, _, f), exact in zip(laws, strong, strict=True) if not exact]
+    # casts that were tried only after the event may suffer from what made it
+    after = happened is not None and trial.step is not None and trial.step >= happened.step
+    hurt = _fp8(facts, trial, happened, frameworks)
+    found += [*others, hurt] if after else [hurt, *others]
     known = _one_answer([finding for finding in found if finding is not None])
     findings = [f for f in known if f.severity != "note"]
     notes = [f for f in known if f.severity == "note"]
@@ -187,7 +192,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
 
 def _one_answer(found: Sequence[Finding]) -> list[Finding]:
     """Behind the first answer, what follows from it or is only statistical is a note."""
-    exact = {law.id for law in LAWS if law.exact} | {"CHECK", "FP8"}
+    exact = {law.id for law in LAWS if law.exact} | {"CHECK"}
     answer = next((f for f in found if f.severity != "note"), None)
     return [f if f is answer or f.id in exact else replace(f, severity="note") for f in found]
 
@@ -218,7 +223,7 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     late = happened is not None and how.since is not None and how.since > happened.step + 1
     if how.grave and law.id in _ALWAYS:
         severity = "critical"
-    elif late or (not how.grave and (happened is None or law.exact)):
+    elif late or (not how.grave and (happened is None or law.id in _MEANT)):
         severity = "note"
     else:
         severity = "critical" if happened is not None and happened.stays is not None else "warning"

@@ -27,7 +27,8 @@ from ottava.measure.layer_names import symbol
 from ottava.record.reader import Table
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.", "model.")
-_FORWARD, _BACKWARD, _LOSS, _UPDATE = 0.02, 0.08, 0.01, 0.25  # relative
+_FORWARD, _BACKWARD, _LOSS, _UPDATE = 0.02, 0.08, 0.01, 0.25  # relative, of runs that cast differently
+_SAME = 0.004  # half a unit of BF16's last bit
 _SETTINGS = MappingProxyType({"lr": "learning rate", "weight_decay": "weight decay"})
 
 
@@ -223,9 +224,14 @@ def _layers(good: Facts, bad: Facts, tensor: str, step: int, limit: float) -> tu
     return both, [n for n in both if _apart(a[n], b[n], limit)], a, b
 
 
+def _limit(good: Facts, bad: Facts, limit: float) -> float:
+    """The relative distance of equal computations: that of other casts, or else a few roundings of BF16."""
+    return limit if bool(good.casts) != bool(bad.casts) or good.recipes != bad.recipes else _SAME
+
+
 def _forward(good: Facts, bad: Facts, step: int) -> list[Difference]:
     for tensor in ("weight", "input"):
-        both, apart, a, b = _layers(good, bad, tensor, step, _FORWARD)
+        both, apart, a, b = _layers(good, bad, tensor, step, _limit(good, bad, _FORWARD))
         if not apart:
             continue
         name, before = apart[0], both[: both.index(apart[0])]
@@ -251,7 +257,7 @@ def _loss(good: Facts, bad: Facts, step: int) -> list[Difference]:
     moved = [
         abs(e["loss"] - e["loss_without"]) for e in bad.experiments("shadow") if _numbers(e, "loss", "loss_without")
     ]
-    limit = max(_LOSS * max(abs(a), abs(b)), 3 * max(moved, default=0.0))
+    limit = max(_limit(good, bad, _LOSS) * max(abs(a), abs(b)), 3 * max(moved, default=0.0))
     if abs(a - b) <= limit or math.isnan(a):
         return []
     both, _, _, _ = _layers(good, bad, "input", step, _FORWARD)

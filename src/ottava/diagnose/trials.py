@@ -6,7 +6,7 @@
     E2  ablation     parts of the casts off, halving the set: the smallest set whose casts make that distance
 
 A replay shows the event itself, so it stands above the shadow step. A distance is judged by a level of its formats: it
-is what rounding alone gives, times three (`benchmarks/shadow.py` measures it). A distance inside the noise of the batch
+is about three times what rounding alone gives in small models (docs/LOG.md). A distance inside the noise of the batch
 is harmless, whatever an amax does.
 """
 
@@ -123,13 +123,15 @@ def _replayed(facts: Facts, event: Event | None) -> Trial | None:
 
 
 def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]]) -> Trial:
-    before = [e for e in shadows if event is None or e["step"] <= event.step]
-    after = [e for e in shadows if event is not None and e["step"] > event.step]
+    # the loss of a step is made by the steps before it
+    before = [e for e in shadows if event is None or e["step"] < event.step]
+    after = [e for e in shadows if event is not None and e["step"] >= event.step]
     steps = f"{len(shadows)} shadow step{'s' if len(shadows) > 1 else ''}"
     if hurt := [e for e in before if _hurts(facts, e)]:
         worst = max(hurt, key=lambda e: float(e["error"]))
         return Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
-    usual = float(np.median([float(e.get("norm") or 0.0) for e in before])) if before else math.nan
+    norms = [float(e.get("norm") or 0.0) for e in before] or _first_norms(facts, event)
+    usual = float(np.median(norms)) if norms else math.inf
     for entry in after:
         # a jump between two shadow steps shows in that of the trigger; later ones see what has come of it
         if before and event is not None and entry["step"] > event.step + _NEAR:
@@ -144,6 +146,14 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     said = f"{steps}: with casts the gradient differs by at most {100 * worst['error']:.3g} % from that without"
     ends = f"{said} (level {100 * _level(facts, worst):.0f} %)."
     return Trial("innocent", (ends,), int(worst["step"]), float(worst["error"]))
+
+
+def _first_norms(facts: Facts, event: Event | None) -> list[float]:
+    """Gradient norms up to the event, or of the first step."""
+    norms = facts.column("grad_norm")
+    if norms is None or event is None:
+        return []
+    return [float(n) for n in norms[facts.steps <= max(event.step, facts.steps[0])] if math.isfinite(n)]
 
 
 def _level(facts: Facts, entry: Mapping[str, Any]) -> float:

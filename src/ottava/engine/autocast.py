@@ -6,7 +6,7 @@ once and hands it to its backward.
 
 torch.compile cannot trace a ContextVar, and a constant in its place would silently go stale. So `autocast` also writes
 its settings into `_COMPILED_VIEW`, a plain object on which Dynamo guards: entering or leaving an autocast recompiles.
-The price: compiled code sees the autocast that any thread entered or left last (docs/design.md, decision 9).
+The price: compiled code sees the autocast that any thread entered or left last (docs/design.md, decision 10).
 """
 
 from __future__ import annotations

@@ -204,10 +204,9 @@ class TrainingTap:
         if capturing():
             return
         if self._backwards - 1 in self._stepped_at.values():  # the first one since an optimizer stepped
-            some = sorted((p for ref, _ in self._held.values() if (p := ref()) is not None), key=Tensor.numel)
-            left = [g for p in some[:_CHECKED] if (g := p.grad) is not None and plain(g)[0] is not None]
-            found = [g.detach().abs().amax().to(torch.float32) for g in left if g.numel()]
-            self._numbers["kept_gradient"] = torch.stack(found).amax().reshape(1) if found else torch.zeros(1)
+            # of several optimizers, one may leave its gradients until its own turn, as those of two players do
+            found = [_left(optimizer) for ref in self._optimizers if (optimizer := ref()) is not None]
+            self._numbers["kept_gradient"] = torch.stack(found).amin().reshape(1) if found else torch.zeros(1)
         self.batches.backward(roots if self._hashes else ())
 
     def backward_ended(self, scale: Tensor | None = None) -> None:
@@ -423,6 +422,13 @@ class TrainingTap:
                 if all(isinstance(w, Tensor) for w in weights) and weights[0] is not weights[1]:
                     ties.append({"names": ["input embeddings", "output embeddings"], "shared": False, "apart": True})
         return ties
+
+
+def _left(optimizer: Optimizer) -> Tensor:
+    """The largest gradient that some parameters of an optimizer still have; 0 if they have none."""
+    some = sorted((p for group in optimizer.param_groups for p in group["params"]), key=Tensor.numel)
+    left = [g for p in some[:_CHECKED] if (g := p.grad) is not None and plain(g)[0] is not None and g.numel()]
+    return torch.stack([g.detach().abs().amax().float() for g in left]).amax() if left else torch.zeros(())
 
 
 def _samples(parameters: Sequence[Tensor]) -> Tensor:
