@@ -316,8 +316,12 @@ def test_clean_run_exits_0_and_writes_its_file(tmp_path: Path, capsys: pytest.Ca
     assert [path.name for path in folder.glob("report*")] == ["report.html"]  # nothing half-written
 
 
-def test_damaged_run_exits_1_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_operand_exits_1_and_a_damaged_cast_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad, out = looked_at(tmp_path / "good", 1.0), looked_at(tmp_path / "bad", 1e5), tmp_path / "page.html"
+    assert run("report", bad, "--baseline", good, "--out", out) == 0
+    assert "Nothing was tried, so this is no proof." in capsys.readouterr().out
+    with RunWriter(bad, append=True, step=8) as writer:
+        writer.event(8, "check", check="stale_weight", layer="layers.1.mlp.down_proj", tensor="weight", value=3.0)
     assert run("report", bad, "--baseline", good, "--out", out) == 1
     sentence = capsys.readouterr().out.splitlines()[0]
     html = out.read_text(encoding="utf-8")

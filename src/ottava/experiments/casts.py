@@ -81,10 +81,10 @@ def only_without(casts: Casts, off: Collection[tuple[str, str]]) -> Way:
     """The run with the casts of these (layer, GEMM) off; of layers of other packages, GEMM is ""."""
     layers = {name for name, _ in off}
     torchao = [m for name, m in casts.layers.items() if name in layers and is_torchao(m)]
-    overrides = tuple(
-        Override(_only(n), tuple((g, getattr(recipe, g)) for g in GEMMS if (n, g) not in off))
-        for n, recipe in casts.recipes.items()
-    )
+    left = {
+        n: tuple((g, getattr(recipe, g)) for g in GEMMS if (n, g) not in off) for n, recipe in casts.recipes.items()
+    }
+    overrides = tuple(Override(_only(name), gemms) for name, gemms in left.items() if gemms)
     recipe = replace(get_recipe("bf16"), name="ablation", overrides=overrides)
 
     def ambient(before: Ambient) -> Ambient:
