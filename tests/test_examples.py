@@ -25,9 +25,9 @@ def test_resuming_from_bf16_is_smooth_with_calibration(capsys: pytest.CaptureFix
 def test_the_bad_run_is_told_from_the_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The one setting that differs comes first, FC2's inputs suffer, and FP8 is not blamed.
 
-            BF16 diverges at this learning rate, too. Which tensor suffers most is a matter of the last bits: training is
-        chaotic. 24 of its 80 steps take their share of the half a minute of CPU time that its page promises.
-        """
+    BF16 diverges at this learning rate, too. Which tensor suffers most is a matter of the last bits.
+    24 of its 80 steps take their share of the half a minute of CPU time that its page promises.
+    """
     example = runpy.run_path(str(ROOT / "examples" / "good_bad_run.py"))
     assert "Half a minute on one CPU core" in example["__doc__"]
     threads, started = torch.get_num_threads(), time.process_time()

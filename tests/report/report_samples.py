@@ -174,7 +174,7 @@ def diagnosis_of(layer: str, step: int) -> dict[str, Any]:
         "steps": [step - 10, step],
         "evidence": evidence,
         "cause": "A few tokens hold nearly all of the energy; one scale for the tensor casts all others to zero.",
-        "confidence": 0.92,
+        "confidence": [11, 12],
         "tried": ["With X of fc2's fprop in high precision the gradient's error falls from 60 % to 3 %."],
         "remedies": [
             {"text": "Give this operand a scale per row", "cost": "2 % of this GEMM", "patch": patch},
@@ -191,7 +191,7 @@ def diagnosis_of(layer: str, step: int) -> dict[str, Any]:
         "title": "A predicted scale clipped",
         "severity": "warning",
         "remedies": [],
-        "confidence": 0.6,
+        "confidence": [3, 5],
     }
     return {
         "verdict": "critical",

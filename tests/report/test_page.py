@@ -94,7 +94,7 @@ def test_page_says_all_that_is_known(whole: str) -> None:
         "Outlier tokens own the scale",
         "61.7 %",
         "Float8BlockScaling()",
-        "Of such answers 92 % were right",
+        "Of such first answers to unseen faults 11 of 12 were right.",
         "max_logit",
         "Does a BF16 run spike as often?",
         "The watch saw 12 of 13 linear layers",

@@ -83,7 +83,8 @@ def _text(result: Diagnosis, every: bool) -> str:
 
 
 def _finding(number: int, finding: Finding) -> list[str]:
-    sure = "" if finding.confidence is None else f", right in {100 * finding.confidence:.0f} % of such answers"
+    right = finding.confidence
+    sure = "" if right is None else f"; such first answers to unseen faults: {right[0]} of {right[1]} right"
     when = f", step {finding.steps[0]}" if finding.steps else ""
     lines = [f"{number}. {finding.title}  ({finding.severity}{when}{sure})", f"   {finding.cause}"]
     lines += [f"   {sentence}" for sentence in finding.tried]

@@ -28,7 +28,9 @@ from ottava.measure.layer_names import symbol
 from ottava.recipe import GEMMS
 from ottava.record.reader import Run, number_of
 
-CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType({})
+CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
+    {"fp8": (11, 11), "difference": (2, 2), "law": (3, 5)}
+)
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "O14", "D3"})
 """Laws without which nothing trains."""
@@ -75,8 +77,8 @@ class Finding:
     evidence: list[Evidence] = field(default_factory=list)
     remedies: list[dict[str, Any]] = field(default_factory=list)
     """{name, text, cost, patch}: the best first."""
-    confidence: float | None = None
-    """Share of right answers of this stage at first looks at blind sets; None: not measured."""
+    confidence: tuple[int, int] | None = None
+    """(right, asked): answers of this stage at first looks at blind sets; None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     untested = [{"id": law.id, "title": law.title, "needs": law.needs} for law in LAWS if not _has(facts, law)]
     return Diagnosis(
         verdict=verdict,
-        sentence=_sentence(facts, findings, happened, trial),
+        sentence=_sentence(facts, findings, happened, trial, good is not None),
         fp8=trial.part,
         event="" if happened is None else happened.sentence,
         tried=list(trial.tried),
@@ -197,9 +199,8 @@ def _one_answer(found: Sequence[Finding]) -> list[Finding]:
     return [f if f is answer or f.id in exact else replace(f, severity="note") for f in found]
 
 
-def _confidence(stage: str) -> float | None:
-    right, asked = CONFIDENCE.get(stage, (0, 0))
-    return round(right / asked, 2) if asked else None
+def _confidence(stage: str) -> tuple[int, int] | None:
+    return CONFIDENCE.get(stage)
 
 
 def _checked(facts: Facts, frameworks: Sequence[str]) -> Finding | None:
@@ -404,7 +405,7 @@ def _has(facts: Facts, law: Law) -> bool:
     }.get(law.id, True)
 
 
-def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None, trial: Trial) -> str:
+def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None, trial: Trial, compared: bool) -> str:
     """The answer: the first finding, or that there is none; and what the experiments say of FP8."""
     count = len(facts.steps)
     last = int(facts.steps[-1]) if count else 0
@@ -422,7 +423,7 @@ def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None,
         first = findings[0]
         more = "" if first.stage == "fp8" or not part else f" {part}"
         return f"{first.title}. {first.cause}{more}{end}"
-    if happened is not None:
+    if happened is not None and (happened.stays is not None or compared):
         return f"{happened.sentence} No law is broken, so the cause is not known. {part}{end}".replace("  ", " ")
     seen = "" if math.isnan(facts.coverage) else f" The watch saw {facts.coverage:.0f} % of the linear layers."
     steps = f"{count} step{'s' if count != 1 else ''}"
