@@ -324,7 +324,8 @@ def _differing(differ: Sequence[Difference], happened: Event | None, frameworks:
         return []
     early = [d for d in differ if d.step is None or d.step <= happened.step]
     causes = [d for d in early if d.kind not in _NO_CAUSE]
-    causes += [d for d in early if d.kind == "batch" and d.step not in (None, 1)]
+    same_start = not any(d.kind == "weights" for d in differ)  # then no other seed explains other batches
+    causes += [d for d in early if d.kind == "batch" and (same_start or d.step not in (None, 1))]
     # of all weights, or all batches, another seed is the usual reason; but a seed moves no loss from the first step on
     causes += [d for d in early if d.kind == "weights" and (d.good > 0 or happened.kind == "high")]
     weak = [d for d in early if d not in causes and d.kind != "recipe"]

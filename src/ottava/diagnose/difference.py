@@ -70,7 +70,7 @@ def differences(good: Facts, bad: Facts) -> list[Difference]:
         computed = _forward(good, bad, first) or _loss(good, bad, first) or _backward(good, bad, first)
         # another setting makes another update
         settled = any(d.kind in ("setting", "optimizer") for d in found)
-        found += computed or ([] if settled else _update(good, bad, first))
+        found += computed or _clipping(good, bad, first) or ([] if settled else _update(good, bad, first))
     return found
 
 
@@ -284,6 +284,19 @@ def _backward(good: Facts, bad: Facts, step: int) -> list[Difference]:
     sizes = f"rms {a[name]:.4g} and {b[name]:.4g}, step {step}"
     said = f"The same forward gives another backward: {fine} ({sizes})."
     return [Difference("backward", f"{name}.dY", a[name], b[name], said, step, (name,))]
+
+
+def _clipping(good: Facts, bad: Facts, step: int) -> list[Difference]:
+    """The same gradient, and another one at the optimizer: clipping, or a GradScaler, in another order."""
+    whole, used = ([f.at(name, step) for f in (good, bad)] for name in ("grad_norm", "grad_norm_used"))
+    if (
+        not all(map(math.isfinite, (*whole, *used)))
+        or _apart(whole[0], whole[1], _BACKWARD)
+        or not _apart(used[0], used[1], _BACKWARD)
+    ):
+        return []
+    said = f"The same gradient reaches the optimizer with another norm at step {step}: {used[0]:.4g} and {used[1]:.4g}"
+    return [Difference("update", "grad_norm_used", used[0], used[1], f"{said} (clipping, or unscaling).", step)]
 
 
 def _update(good: Facts, bad: Facts, step: int) -> list[Difference]:
