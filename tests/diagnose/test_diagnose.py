@@ -217,6 +217,23 @@ def test_fp8_is_blamed_by_an_experiment_only(tmp_path: Path) -> None:
     assert diagnose(record(tmp_path / "f", rises, casts=False, experiments=(shadow(10, 0.6),))).fp8 == "none"
 
 
+def test_a_trial_behind_the_event_does_not_say_who_began(tmp_path: Path) -> None:
+    """Casts of a model that went wrong for another reason hurt, too."""
+    good = record(tmp_path / "good", casts=True, experiments=(shadow(10, 0.05),))
+    late = record(
+        tmp_path / "bad",
+        lambda s: {**rises(s, 4), "lr": 0.1, "lr/0": 0.1},
+        casts=True,
+        experiments=(shadow(5, 0.6),),
+    )
+    result = diagnose(late, baseline=good)
+    assert (first(result), result.fp8) == ("DIFF", "unknown")
+    assert result.findings[0].title.startswith("The learning rate is 100 times")
+    # where nothing else explains it, the casts are the answer
+    alone = record(tmp_path / "alone", lambda s: rises(s, 4), casts=True, experiments=(shadow(5, 0.6),))
+    assert first(diagnose(alone)) == "FP8"
+
+
 def test_a_replay_stands_above_a_shadow_step(tmp_path: Path) -> None:
     def arms(ran: float, without: float, reproduces: bool = True) -> dict[str, Any]:
         losses = {"as it ran": ran, "high precision": without, "blockwise": without}

@@ -164,11 +164,15 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     laws = [(law, how, _law(law, how, happened, facts, frameworks)) for law, how in hits]
     strong = [law.exact and how.grave for law, how, _ in laws]
     found += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id not in _OF_CASTS]
-    others = [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
+    others: list[Finding | None] = []
+    others += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
     others += _differing(differ, happened, frameworks)
     others += [f for (_, _, f), exact in zip(laws, strong, strict=True) if not exact]
     # casts that were tried only after the event may suffer from what made it
     after = happened is not None and trial.step is not None and trial.step >= happened.step
+    if after and trial.part == "guilty" and any(f is not None and f.severity != "note" for f in (*found, *others)):
+        said = f"{trial.tried[0]} It was tried when the loss had left, so this does not say who began."
+        trial = replace(trial, part="unknown", tried=(said, *trial.tried[1:]))
     hurt = _fp8(facts, trial, happened, frameworks)
     found += [*others, hurt] if after else [hurt, *others]
     known = _one_answer([finding for finding in found if finding is not None])
