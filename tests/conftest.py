@@ -6,6 +6,8 @@ new entry is tested the day it is added. Under `@sweep` it does so in one loop; 
 
 from __future__ import annotations
 
+import sys
+
 import triton_mode  # noqa: F401  # isort: skip
 
 import functools
@@ -187,3 +189,18 @@ def float64_gemm() -> Callable[[QuantizedTensor, QuantizedTensor, Tensor | None]
         return y, (a.shape[1] + 6) * 2.0**-24 * magnitude
 
     return gemm
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled(request: pytest.FixtureRequest) -> None:
+    """Forgets the code that torch has compiled for tests before: in a process that has some, a watch records gradients
+    in place of the loss, and its numbers are others."""
+    parts = request.node.nodeid.split("/")
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is not None and utils.counters["frames"] and (parts[1] in _EXPERIMENT or parts[1][:9] in _EXPERIMENT):
+        sys.modules["torch._dynamo"].reset()
+        utils.counters.clear()
+
+
+_EXPERIMENT = ("experiments", "diagnose", "watching", "test_docs", "test_exam")
+"""Tests whose watches experiment: folders, and the beginnings of files."""
