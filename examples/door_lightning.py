@@ -38,6 +38,7 @@ def main(recipe: str = "delayed") -> list[float]:
     data = torch.utils.data.TensorDataset(torch.randn(1024, 64, generator=torch.Generator().manual_seed(1)))
     batches = torch.utils.data.DataLoader(data, batch_size=64)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet["enable_checkpointing"] = False  # it saves by itself below
     losses = []
     with TemporaryDirectory() as folder:
         file = Path(folder, "half.ckpt")
