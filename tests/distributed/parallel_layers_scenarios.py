@@ -46,7 +46,7 @@ def grads(model: nn.Module) -> dict[str, Tensor]:
             for n, p in module._parameters.items()
             if p is not None and p.grad is not None
         }
-        split = [] if "weight" in module._parameters else [piece.name for piece in getattr(module, "pieces", ())]
+        split = [] if "weight" in module._parameters else [piece.name for piece in getattr(module, "projections", ())]
         for kind in ("weight", "bias") if split else ():
             parts = [own.pop(f"{name}_{kind}") for name in split if f"{name}_{kind}" in own]
             if parts:
