@@ -23,12 +23,10 @@ import numpy as np
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.measure.layer_names import symbol
-from ottava.measure.limits import critical_db
+from ottava.measure.limits import critical_db, gradient_level
 from ottava.numerics.formats import FORMATS
 
 Part = Literal["none", "innocent", "guilty", "unknown"]
-LEVEL = MappingProxyType({8: 0.15, 6: 0.25, 4: 0.45})
-"""Bits of the narrowest format -> the distance ||g_casts - g|| / ||g|| above which casts hurt."""
 _NOISE = 0.3  # of the batch's own noise; healthy runs have 0.02 to 0.16
 _NEAR = 3  # steps
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
@@ -162,7 +160,7 @@ def _level(facts: Facts, entry: Mapping[str, Any]) -> float:
     bits = [FORMATS[name].bits for name in names if name in FORMATS]
     if "fp4" in str(entry.get("recipe", "")) or "nvfp4" in str(entry.get("recipe", "")):
         bits.append(4)
-    return LEVEL.get(min(bits, default=8), LEVEL[8])
+    return gradient_level(min(bits, default=8))
 
 
 def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ottava.experiments.ablation import Ablation
-from ottava.experiments.casts import FOUR_BITS, Casts, casts_of
+from ottava.experiments.casts import Casts, casts_of
 from ottava.experiments.nonfinite import first_nonfinite
 from ottava.experiments.passes import Player
 from ottava.experiments.program import Program, Recorder
 from ottava.experiments.rerun import CALM, Ring
 from ottava.experiments.shadow import Shadow, nothing_changes, parameters_of
 from ottava.experiments.surroundings import NotReplayableError
-from ottava.measure.limits import robust_z
+from ottava.measure.limits import gradient_level, robust_z
 from ottava.recipe import Recipe
 
 _LOG = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ class Laboratory:
 
 def level(casts: Casts) -> float:
     """The error from which on casts are suspect."""
-    return 0.45 if casts.bits <= FOUR_BITS else 0.15
+    return gradient_level(casts.bits)
 
 
 def _alone() -> bool:

@@ -66,6 +66,19 @@ NOISE_DB = 12.0
 """SQNR below which a cast of any format is mostly noise: `critical_db` of E5M2."""
 
 
+_GRADIENT = MappingProxyType({8: 0.15, 6: 0.25, 4: 0.45})
+
+
+def gradient_level(bits: int) -> float:
+    """The distance ||g_casts - g|| / ||g|| above which casts hurt, by the bits of the narrowest format.
+
+    Example:
+        >>> gradient_level(8), gradient_level(4)
+        (0.15, 0.45)
+    """
+    return _GRADIENT.get(bits, _GRADIENT[8])
+
+
 GAUSSIAN = 1.4826  # standard deviation over median absolute deviation
 
 WINDOW, LEAST = 64, 16  # losses to compare a new one with, and the fewest that are enough
