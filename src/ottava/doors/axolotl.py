@@ -12,15 +12,13 @@ It converts the model after it is built and before adapters are added, so LoRA t
 from __future__ import annotations
 
 import logging
-from fnmatch import fnmatchcase
 from typing import Any
 
 from pydantic import BaseModel, field_validator
 from torch import nn
 
-from ottava.base.errors import unknown_name
-from ottava.doors.host import need_host, refuse_model
-from ottava.nn.convert import convert, default_filter
+from ottava.doors.host import need_host, refuse_model, without
+from ottava.nn.convert import convert
 from ottava.nn.foreign import layers_of
 from ottava.recipe import get_recipe
 
@@ -72,16 +70,8 @@ class OttavaPlugin(BasePlugin):
         if cfg.ottava_recipe is None:
             return
         refuse_model("OttavaPlugin", model)
-        skip, layers = cfg.ottava_skip or (), layers_of(model)
-        for pattern in skip:
-            if not any(fnmatchcase(name, pattern) for name in layers):
-                raise ValueError(f"OttavaPlugin: ottava_skip: {unknown_name('pattern', pattern, layers)}")
-
-        def chosen(name: str, layer: nn.Linear) -> str | None:
-            pattern = next((one for one in skip if fnmatchcase(name, one)), None)
-            return default_filter(name, layer) if pattern is None else f"skipped by {pattern!r}"
-
-        _LOG.info("ottava: %s", convert(model, cfg.ottava_recipe, filter=chosen))
+        stays = without("OttavaPlugin: ottava_skip", cfg.ottava_skip or (), layers_of(model))
+        _LOG.info("ottava: %s", convert(model, cfg.ottava_recipe, filter=stays))
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
         """The callback of the Trainer's door, unless `ottava_log` is false."""
