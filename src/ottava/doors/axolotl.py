@@ -6,7 +6,8 @@
     ottava_skip: ["*.layers.0.*"]
     ottava_log: true
 
-It converts the model after it is built and before adapters are added, so LoRA trains beside an FP8 model.
+It converts the model after it is built and before adapters are added, so LoRA trains beside an FP8 model. What Axolotl
+saves loads as that of the doors to transformers.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from typing import Any
 from pydantic import BaseModel, field_validator
 from torch import nn
 
-from ottava.doors.host import need_host, refuse_model, without
-from ottava.nn.convert import convert
-from ottava.nn.foreign import layers_of
+from ottava.doors.host import need_host
 from ottava.recipe import get_recipe
 
 need_host("axolotl")
 
 from axolotl.integrations.base import BasePlugin  # noqa: E402  # after the check
+
+from ottava.doors.trainer import OttavaCallback  # noqa: E402
+from ottava.doors.transformers import OttavaConfig  # noqa: E402
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,12 +71,9 @@ class OttavaPlugin(BasePlugin):
         """
         if cfg.ottava_recipe is None:
             return
-        refuse_model("OttavaPlugin", model)
-        stays = without("OttavaPlugin: ottava_skip", cfg.ottava_skip or (), layers_of(model))
-        _LOG.info("ottava: %s", convert(model, cfg.ottava_recipe, filter=stays))
+        report = OttavaConfig(cfg.ottava_recipe, skip=cfg.ottava_skip or ()).convert(model)
+        _LOG.info("ottava: %s", report)
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
         """The callback of the Trainer's door, unless `ottava_log` is false."""
-        from ottava.doors.trainer import OttavaCallback  # needs transformers; logs alone do
-
         return [OttavaCallback()] if cfg.ottava_log is not False else []
