@@ -36,8 +36,9 @@ def said(what, seen=set()):
     if what not in seen:
         seen.add(what)
         print(f"timed {what} {time.perf_counter() - start:.1f}", flush=True)
-import torch, ottava
-torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: said("step"))
+import ottava
+from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
+after_step(lambda *_: said("step"))
 receipt = ottava.receipt
 def first(*args, **kwargs):
     found = receipt(*args, **kwargs)

@@ -42,6 +42,8 @@ def main(fp8_recipe: str = "tensorwise", steps: int = 5) -> list[float]:
             optimizer.step()
             losses.append(loss.item())
         print(ottava.receipt(model), "losses: " + ", ".join(f"{loss:.3f}" for loss in losses), sep="\n")
+        torch.save(model.state_dict(), f"{folder}/gpt.pt")
+        print(model.load_state_dict(torch.load(f"{folder}/gpt.pt", weights_only=False)))  # Megatron's extra state
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
     return losses

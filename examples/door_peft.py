@@ -43,8 +43,9 @@ def main(recipe: str = "tensorwise", steps: int = 10) -> tuple[list[float], floa
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         again = PeftModel.from_pretrained(base(recipe), folder, config=adapters).merge_and_unload()
-    print(f"losses {losses[0]:.3f} to {losses[-1]:.3f}; merged {again(input_ids=ids, labels=ids).loss.item():.3f}")
-    return losses, again(input_ids=ids, labels=ids).loss.item()
+    merged = again(input_ids=ids, labels=ids).loss.item()
+    print(f"losses {losses[0]:.3f} to {losses[-1]:.3f}; merged {merged:.3f}")
+    return losses, merged
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tempfile
 
 import torch
 from torchtitan.models.llama3 import llama3_configs
 from torchtitan.protocols.model_spec import ModelSpec
 
+import ottava
 import ottava.doors.torchtitan as door
 
 
@@ -30,9 +32,20 @@ def main(recipe: str = "mxfp8") -> list[str]:
     model.verify_module_protocol()
     ours = [name for name, module in model.named_modules() if isinstance(module, door.OttavaLinear)]
     print(f"{len(ours)} linears under {recipe}, from {ours[0]} to {ours[-1]}")
-    feed_forward = model.layers["1"].feed_forward.to_empty(device="cpu").bfloat16()
-    feed_forward(torch.zeros(4, config.dim, dtype=torch.bfloat16))
-    print("layers.1.feed_forward.w1 ran under", feed_forward.w1.last_call.recipe.name)
+    mlp = model.layers["1"].feed_forward.to_empty(device="cpu").bfloat16()  # FlexAttention has no backward on a CPU
+    for weight in mlp.parameters():
+        torch.nn.init.normal_(weight, std=0.02)
+    optimizer, x = torch.optim.AdamW(mlp.parameters(), 1e-2), torch.randn(64, config.dim).bfloat16()
+    for _ in range(5):
+        loss = (mlp(x) - x).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(ottava.receipt(mlp), f"loss {loss.item():.3f}", sep="\n")
+    with tempfile.TemporaryFile() as file:
+        torch.save(mlp.state_dict(), file)
+        file.seek(0)
+        print(mlp.load_state_dict(torch.load(file)))
     return ours
 
 
