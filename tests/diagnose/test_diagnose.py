@@ -47,6 +47,7 @@ def healthy(step: int) -> dict[str, float]:
         "input_rms": 20.0,
         "label_hash": 300.0 + step,
         "kept_gradient": 0.0,
+        "written": 0.0,
         "extra_steps": 0.0,
         "restarts": 0.0,
         "shared_parameters": 0.0,
@@ -127,7 +128,7 @@ BREAKS: dict[str, dict[str, Any]] = {
     "O4": {"move": lambda n, s: {"gradient": 0.0} if n.startswith("layers") else {}},
     "O5": {"change": lambda s: {"kept_gradient": 1.0}},
     "O6": {"change": lambda s: {"restarts": float(s > 1)}},
-    "O7": {"move": lambda n, s: {"written": 1.0} if n.startswith("layers.0") else {}},
+    "O7": {"change": lambda s: {"written": float(s in (9, 17))}},
     "O8": {
         "move": lambda n, s: {"still": 0.97},
         "parameters": [{**p, "dtype": "bfloat16"} for p in parameters()],
@@ -284,6 +285,12 @@ DIFFERS: dict[str, tuple[dict[str, Any], str]] = {
         {"change": rises, "weights": {n: f"{i if i else 99:016x}" for i, n in enumerate(NAMES)}},
         "embed.weight",
     ),
+    "program": (
+        {"change": lambda s: {**rises(s), "written": float(s in (12, 15))}},
+        "This run has weights that something else than an optimizer wrote in step 12, the good one has none. The two "
+        "differ in 2 steps.",
+    ),
+    "count": ({"change": lambda s: {**rises(s), "backwards": 1.0 + (s > 13)}}, "Step 14 has 2 backwards"),
     "labels": ({"change": lambda s: {**rises(s), "label_hash": 300.0 + s + (s > 10)}}, "labels differ from step 11 on"),
     "forward": (
         {"change": rises, "sizes": {("layers.0.fc2", "input"): 1.4}},

@@ -357,6 +357,7 @@ _TITLES = MappingProxyType(
         "optimizer": "The optimizer is not that of the good run",
         "parameter": "The parameters are not those of the good run",
         "weights": "The run begins with other weights than the good run",
+        "program": "The loop does something else than in the good run",
         "batch": "The run sees other batches than the good run",
         "forward": "The model computes something else than in the good run",
         "loss": "The loss is computed in another way than in the good run",
@@ -396,7 +397,7 @@ def _has(facts: Facts, law: Law) -> bool:
     if law.id in columns:
         return facts.column(columns[law.id]) is not None
     if law.id in ("O4", "O7", "O8", "O12"):
-        return bool(facts.moves)
+        return bool(facts.moves) or (law.id == "O7" and facts.column("written") is not None)
     if law.id in ("O1", "O3", "O13"):
         return bool(facts.parameters)
     if law.id in ("O9", "O10"):

@@ -227,12 +227,17 @@ def _written(facts: Facts, event: Event | None) -> Broken | None:
         for name, row in rows.items():
             if row["written"] > 0.01:
                 found.setdefault(name, []).append(step)
-    if not found:
+    steps = facts.column("written")  # a record of version 1 has looks only
+    looks = sorted({s for seen in found.values() for s in seen})
+    every = looks if steps is None else facts.steps[np.nan_to_num(steps) > 0].tolist()
+    if not every:
         return None
-    first = min(steps[0] for steps in found.values())
     names = sorted(found, key=lambda n: found[n][0])
-    said = f"{len(names)} parameters changed between two steps, not by an optimizer ({_names(names)})"
-    return Broken(f"{said}, first before step {first}.", first, tuple(names), grave=False)
+    what = f"{len(names)} parameters ({_names(names)})" if names else "Weights"
+    said = f"{what} changed between two steps, not by an optimizer, before {len(every)} of {len(facts.steps)} steps"
+    # clamped or normalized weights are written in every step; what moves the loss begins as the loss leaves
+    began = event is not None and 0 <= event.step - every[0] <= 3
+    return Broken(f"{said}, first before step {every[0]}.", every[0], tuple(names), grave=began)
 
 
 def _vanish(facts: Facts, event: Event | None) -> Broken | None:

@@ -35,7 +35,8 @@ from ottava.watching.gradients import Gradients, dense
 from ottava.watching.operands import capturing, plain
 
 _SAMPLED = 1024  # elements of a parameter whose update is measured
-_CHECKED = 4  # parameters whose gradient is looked at before a backward, the smallest ones
+_CHECKED = 4  # parameters that are looked at in every step: gradients before a backward, weights after a step
+_GUARDED = 64  # elements of such a weight
 _RANDOM = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth")
 _GROUPS = 8  # parameter groups whose settings are columns
 _SETTINGS = ("lr", "weight_decay", "eps", "momentum")
@@ -114,6 +115,7 @@ class TrainingTap:
         self._before: tuple[list[Tensor], Tensor] | None = None
         self._left: tuple[list[Tensor], Tensor] | None = None
         self._written: tuple[list[Tensor], Tensor] | None = None
+        self._guarded: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._updates: Updates | None = None
         self._modes: set[tuple[Any, ...]] = set()
         self._casting: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module] | None]
@@ -233,6 +235,7 @@ class TrainingTap:
         usable = [p for p in parameters if dense(p.grad) is not None and dense(p) is not None]
         tensors = [p for p in usable if p.dim()]
         with torch.no_grad():
+            self._note_written(tensors)
             if self._drained_at == self._backwards > 0:  # the step of this backward has ended
                 self.gradients.joins(optimizer)
             else:
@@ -255,6 +258,7 @@ class TrainingTap:
         known = any(ref() is optimizer for ref in self._optimizers)
         if not known:
             self._optimizers.append(weakref.ref(optimizer))
+        self._guard(optimizer)
         if self._before is None and known and not self.looking:
             return
         self._note_held(optimizer, name_of)
@@ -269,6 +273,23 @@ class TrainingTap:
             same = written is not None and [*map(id, written[0])] == [*map(id, parameters)]
             self._updates = Updates(named, _moved(parameters, before, after, written[1] if written and same else None))
             self._left = parameters, after
+
+    def _guard(self, optimizer: Optimizer) -> None:
+        """Keeps a few numbers of a few parameters, as the optimizer left them."""
+        if capturing():
+            return
+        some = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.dim()]
+        for p in some[:: -(-len(some) // _CHECKED) or 1]:
+            if dense(p) is not None:
+                self._guarded[id(p)] = weakref.ref(p), _samples([p], _GUARDED)
+
+    def _note_written(self, parameters: Sequence[Tensor]) -> None:
+        """The share of these numbers that something else has changed since: an average that was swapped in, say."""
+        left = [(p, known[1]) for p in parameters if (known := self._guarded.get(id(p))) and known[0]() is p]
+        if left:
+            now = [(_samples([p], _GUARDED), before) for p, before in left]
+            changed = [((x != before) & x.isfinite()).float().mean() for x, before in now]
+            self._numbers["written"] = torch.stack(changed).amax().reshape(1)
 
     def _note_held(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:
         """Notes every tensor that an optimizer holds, with its settings; those of no model get a name of their own."""
@@ -431,12 +452,12 @@ def _left(optimizer: Optimizer) -> Tensor:
     return torch.stack([g.detach().abs().amax().float() for g in left]).amax() if left else torch.zeros(())
 
 
-def _samples(parameters: Sequence[Tensor]) -> Tensor:
-    """Up to 1024 elements of each, joined, fp32; copied."""
+def _samples(parameters: Sequence[Tensor], most: int = _SAMPLED) -> Tensor:
+    """Up to `most` elements of each, joined, fp32; copied."""
     parts = []
     for p in parameters:
         flat = plain(p)[0].reshape(-1)  # type: ignore[union-attr]
-        parts.append(flat[:: -(-flat.numel() // _SAMPLED)].to(parameters[0].device, torch.float32, copy=True))
+        parts.append(flat[:: -(-flat.numel() // most)].to(parameters[0].device, torch.float32, copy=True))
     return torch.cat(parts)
 
 
