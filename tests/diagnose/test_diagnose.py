@@ -70,6 +70,21 @@ def parameters(**held: Any) -> list[dict[str, Any]]:
     return [{**p, "held": held.get(str(p["name"]).replace(".", "_"), HELD)} for p in facts]
 
 
+def write_steps(
+    writer: RunWriter,
+    facts: Mapping[str, Any],
+    change: Callable[[int], Mapping[str, float]],
+    move: Callable[[str, int], Mapping[str, float]],
+) -> None:
+    writer.describe(**facts)
+    for step in range(1, STEPS + 1):
+        writer.step(step, **{**healthy(step), **change(step)})
+        if step in (1, 2, 4, 8, 16, 32):
+            rows = [{**moves(n, step), **move(n, step)} for n in NAMES]
+            columns = {k: [row[k] for row in rows] for k in rows[0]}
+            writer.training(step, "updates", parameters=list(NAMES), **columns)
+
+
 def record(
     folder: Path,
     change: Callable[[int], Mapping[str, float]] = lambda step: {},
@@ -78,19 +93,17 @@ def record(
     experiments: tuple[Mapping[str, Any], ...] = (),
     sizes: Mapping[tuple[str, str], float] | None = None,
     casts: bool = False,
+    ranks: Mapping[int, Mapping[str, Any]] | None = None,
     **manifest: Any,
 ) -> Run:
     facts = {"parameters": parameters(), "weights": {n: f"{i:016x}" for i, n in enumerate(NAMES)}, "classes": 64}
     facts |= {"cast": {"ran": casts}, "framework": [], "softmax_twice": False, "tied": []}
     facts |= {"coverage": {"linear": 4, "seen": 4, "skipped": []}} | manifest
+    for rank, how in (ranks or {}).items():
+        with RunWriter(folder, rank=rank) as writer:
+            write_steps(writer, facts, how.get("change", change), how.get("move", move))
     with RunWriter(folder) as writer:
-        writer.describe(**facts)
-        for step in range(1, STEPS + 1):
-            writer.step(step, **{**healthy(step), **change(step)})
-            if step in (1, 2, 4, 8, 16, 32):
-                rows = [{**moves(n, step), **move(n, step)} for n in NAMES]
-                columns = {k: [row[k] for row in rows] for k in rows[0]}
-                writer.training(step, "updates", parameters=list(NAMES), **columns)
+        write_steps(writer, facts, change, move)
         for layer in ("layers.0.fc1", "layers.0.fc2", "layers.1.fc1"):
             for tensor in ("input", "weight", "grad_output"):
                 x = torch.randn(32, 64, generator=torch.Generator().manual_seed(7))
@@ -141,12 +154,7 @@ BREAKS: dict[str, dict[str, Any]] = {
         "change": rises,
         "parameters": parameters(head_weight={**HELD, "lr": 1.0}),
     },
-    "O14": {
-        "experiments": tuple(
-            {"step": s, "kind": "shadow", "mode": "simulated", "error": 0.05, "loss": 2.5, "loss_after": 2.5}
-            for s in (5, 10)
-        )
-    },
+    "R1": {"ranks": {1: {"move": lambda n, s: {"weight": 0.03} if s > 4 and n != "embed.weight" else {}}}},
     "G1": {
         "change": lambda s: {
             **rises(s),
@@ -182,6 +190,39 @@ def test_each_law_is_broken_by_what_it_says_and_by_nothing_else(tmp_path: Path) 
         assert first(result) == law, (law, first(result), result.sentence)
         assert result.fp8 == "none"
         assert all(f.stage != "fp8" for f in result.findings)
+
+
+def test_ranks_are_compared_as_runs_of_one_program_on_other_data(tmp_path: Path) -> None:
+    """Settings, steps, weights and gradients; but neither weights that are split nor what one rank may do alone."""
+    other_data = {"change": lambda s: {"input_hash": 900.0 + s, "label_hash": 900.0 + s, "loss": 2.0}}
+    grows = lambda n, s: {"weight": 0.02 + 0.001 * s} if s > 1 else {}  # noqa: E731
+    names = {"weights": {n: f"{i + 50:016x}" for i, n in enumerate(NAMES)}}
+    said: dict[str, tuple[dict[str, Any], str]] = {
+        "healthy": (other_data, ""),
+        "lr": ({"change": lambda s: {"lr": 0.1, "lr/0": 0.1, "input_hash": 900.0 + s}}, "The learning rate differs"),
+        "steps": ({"change": lambda s: {"optimizer_steps": 1.0 + (s == 9), "input_hash": 900.0 + s}}, "Step 9 has 2"),
+        "weights": ({**other_data, "move": grows}, "are no longer equal in the look at step 2."),
+        "gradients": (
+            {**other_data, "move": lambda n, s: {**grows(n, s), "gradient": 2e-3}},
+            "their gradients differ from step 1 on: nobody averaged them",
+        ),
+        "averaged by the optimizer": ({**other_data, "move": lambda n, s: {"gradient": 2e-3}}, ""),
+        "validation on one rank": ({"change": lambda s: {"forwards": 1.0 + (s == 9), "input_hash": 900.0 + s}}, ""),
+    }
+    for name, (how, sentence) in said.items():
+        result = diagnose(record(tmp_path / name, ranks={1: how}))
+        assert [f.id for f in result.findings] == (["R1"] if sentence else []), (name, result.sentence)
+        assert sentence in result.sentence
+    split = [{**p, "sharded": True} for p in parameters()]
+    assert not diagnose(record(tmp_path / "split", ranks={1: {**other_data, "move": grows}}, parameters=split)).findings
+    one = diagnose(record(tmp_path / "batches", ranks={1: {}}))
+    assert (one.findings, one.notes[0].id) == ([], "D4")
+    # other weights, and the same gradient from other batches: nobody sent the first weights to all ranks
+    folder = tmp_path / "unsent"
+    run = record(folder, ranks={1: {**other_data, "move": lambda n, s: {"weight": 0.03}}})
+    manifest = folder / "ranks" / "1" / "watch.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **names}), encoding="utf-8")
+    assert "Ranks share their gradients and hold other weights" in diagnose(Run.open(run.path)).sentence
 
 
 def shadow(step: int, error: float, **more: Any) -> dict[str, Any]:

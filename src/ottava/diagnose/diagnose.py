@@ -32,9 +32,9 @@ CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
     {"fp8": (11, 11), "difference": (2, 2), "law": (3, 5)}
 )
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
-_ALWAYS = frozenset({"O1", "O2", "O14", "D3"})
+_ALWAYS = frozenset({"O1", "O2", "D3"})
 """Laws without which nothing trains."""
-_OF_CASTS = frozenset({"O4", "O7", "O8", "O14"})
+_OF_CASTS = frozenset({"O4", "O7", "O8"})
 """Laws that casts can break, too: a gradient that underflows is none."""
 _MEANT = frozenset({"D2", "D4", "M1"})
 """Laws that may be broken on purpose even where something happens to the loss."""
@@ -402,9 +402,8 @@ def _has(facts: Facts, law: Law) -> bool:
         return bool(facts.parameters)
     if law.id in ("O9", "O10"):
         return any("/" in name for name in facts.groups)
-    if law.id == "O14":
-        return bool(facts.experiments("shadow"))
     return {
+        "R1": bool(facts.ranks),
         "M2": "tied" in facts.manifest,
         "M3": "softmax_twice" in facts.manifest,
         "M4": math.isfinite(facts.guess),

@@ -89,6 +89,11 @@ def differences(good: Facts, bad: Facts) -> list[Difference]:
     return found
 
 
+def settings_and_loop(good: Facts, bad: Facts) -> list[Difference]:
+    """The differences between two runs of one program on other data."""
+    return [*_optimizers(good, bad), *_groups(good, bad), *_program(good, bad)]
+
+
 def _recipes(good: Facts, bad: Facts) -> Iterator[Difference]:
     def of(facts: Facts) -> str:
         return ", ".join(facts.recipes) or "none" if facts.casts else "nothing is cast"

@@ -143,6 +143,11 @@ class Facts:
                 found.append((step, float(np.median(ratios))))
         return found
 
+    @cached_property
+    def ranks(self) -> dict[int, Facts]:
+        """Rank -> its facts, for the ranks above 0."""
+        return {rank: Facts(run) for rank, run in self.run.of_ranks.items()}
+
     # --- batches ------------------------------------------------------------------------------------------------
 
     @cached_property

@@ -16,6 +16,7 @@ import numpy as np
 
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
+from ottava.diagnose.ranks import parted, same_batches
 
 _MOST_NAMES = 4
 
@@ -109,6 +110,8 @@ def _labels_dead(facts: Facts, event: Event | None) -> Broken | None:
 
 def _same_batch(facts: Facts, event: Event | None) -> Broken | None:
     batches = facts.batches
+    if same_batches(facts):
+        return Broken(f"All {1 + len(facts.ranks)} ranks train on the same batches, so one would do.", grave=False)
     if batches is None or len(batches) < 8:
         return None
     repeated = np.append(False, batches[1:] == batches[:-1])
@@ -120,6 +123,14 @@ def _same_batch(facts: Facts, event: Event | None) -> Broken | None:
     return Broken(
         f"{said}: {len(set(batches.tolist()))} different batches in {len(batches)} steps.", first, grave=False
     )
+
+
+def _ranks_part(facts: Facts, event: Event | None) -> Broken | None:
+    found = list(parted(facts))
+    if not found:
+        return None
+    first = min(found, key=lambda d: (d.step or 0, d.kind == "ranks"))
+    return Broken(first.sentence, first.step, first.where)
 
 
 def _bad_batch(facts: Facts, event: Event | None) -> Broken | None:
@@ -156,7 +167,12 @@ def _never_stepped(facts: Facts, event: Event | None) -> Broken | None:
     steps, backwards = facts.column("optimizer_steps"), facts.column("backwards")
     if steps is not None and backwards is not None and np.nansum(steps) == 0 and np.nansum(backwards) > 3:
         return Broken(f"{np.nansum(backwards):.0f} backwards ran, and no optimizer stepped.")
-    return None
+    tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after")]
+    same = [e for e in tried if e["loss_after"] == e["loss"] and facts.at("lr", e["step"]) > 0]
+    if len(tried) < 2 or len(same) < len(tried):
+        return None
+    said = f"The step changes nothing: after it the same batch has the same loss to the bit, in {len(same)} trials."
+    return Broken(said, int(same[0]["step"]))
 
 
 def _lr_zero(facts: Facts, event: Event | None) -> Broken | None:
@@ -363,17 +379,6 @@ def _overshoots(entry: Any) -> bool:
     return bool(entry["loss_after"] > entry["loss"] + 0.02 * abs(entry["loss"]) + 1e-6)
 
 
-def _idle_step(facts: Facts, event: Event | None) -> Broken | None:
-    tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after")]
-    same = [e for e in tried if e["loss_after"] == e["loss"] and facts.at("lr", e["step"]) > 0]
-    if len(tried) < 2 or len(same) < len(tried):
-        return None
-    return Broken(
-        f"The step changes nothing: after it the same batch has the same loss to the bit, in {len(same)} trials.",
-        int(same[0]["step"]),
-    )
-
-
 def _own_rate(facts: Facts, event: Event | None) -> Broken | None:
     """A group with a rate of its own, whose parameters run away from the others."""
     rates = {str(p["name"]): facts.held(str(p["name"])).get("lr") for p in facts.parameters}
@@ -483,7 +488,7 @@ LAWS: tuple[Law, ...] = (
     Law("D3", "The labels teach nothing", _labels_dead, True, "labels", "labels of a cross-entropy"),
     Law("D4", "The same batch comes again and again", _same_batch, True, "data", "hashes of batches"),
     Law("D5", "One batch is far larger than the others", _bad_batch, False, "data", "sizes of inputs"),
-    Law("O1", "No optimizer steps this model", _never_stepped, True, "optimizer", "parameters of the optimizers"),
+    Law("O1", "No optimizer moves this model", _never_stepped, True, "optimizer", "parameters of the optimizers"),
     Law("O2", "The learning rate is 0", _lr_zero, True, "schedule", "lr"),
     Law("O3", "Some parameters are in no optimizer", _unheld, True, "optimizer", "parameters of the optimizers"),
     Law("O4", "Most of the model gets no gradient", _no_gradient, True, "graph", "two full looks"),
@@ -496,9 +501,9 @@ LAWS: tuple[Law, ...] = (
     Law("O11", "The learning rate jumps", _lr_jump, False, "schedule", "lr"),
     Law("O12", "The learning rate is too high", _lr_high, False, "lower_lr", "a shadow step, or full looks"),
     Law("O13", "One group of parameters learns far too fast", _own_rate, False, "group_lr", "settings"),
-    Law("O14", "The step changes nothing", _idle_step, True, "optimizer", "shadow steps"),
     Law("G1", "The gradient explodes, and nothing clips it", _explodes, False, "clip", "grad_norm"),
     Law("G2", "Clipping takes nearly all of the gradient", _clipped, False, "clip_less", "grad_norm before clipping"),
+    Law("R1", "The ranks have parted", _ranks_part, True, "ranks", "several ranks"),
     Law("M1", "Validation runs in training mode", _validation_trains, True, "eval", "modes of forwards"),
     Law("M2", "Tied weights are apart", _tied_apart, True, "tie", "parameters"),
     Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "the graph of the loss"),

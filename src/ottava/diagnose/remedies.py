@@ -106,6 +106,12 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Tie the weights again after the model was converted or loaded.",
             patch={"transformers": "model.tie_weights()", "torch": "model.head.weight = model.embedding.weight"},
         ),
+        "ranks": Remedy(
+            "Average the gradients of copied weights over the ranks, and give every rank the same settings and steps.",
+            patch={
+                "torch": "model = torch.nn.parallel.DistributedDataParallel(model)    # and call it, not model.module"
+            },
+        ),
         "softmax": Remedy("Give the cross-entropy the logits, without a softmax."),
         "init": Remedy("Look at the initial weights of the last layer, and at scales of embeddings and logits."),
         "nonfinite": Remedy(

@@ -30,6 +30,7 @@ from ottava.record.schema import (
     EXPERIMENTS,
     IDENTITY,
     MANIFEST,
+    RANKS,
     REPORTED,
     STATS,
     STEPS,
@@ -307,6 +308,13 @@ class Run:
     def experiments(self) -> list[dict[str, Any]]:
         """Lines of experiments.jsonl: what the watch tried while the training ran."""
         return list(_lines(self.path / EXPERIMENTS))
+
+    @cached_property
+    def of_ranks(self) -> dict[int, Run]:
+        """Rank -> its own steps, parameters and updates, for the ranks above 0."""
+        folder = self.path / RANKS
+        found = [p for p in folder.iterdir() if p.name.isdecimal()] if folder.is_dir() else []
+        return {int(p.name): Run.open(p) for p in sorted(found, key=lambda p: int(p.name)) if (p / MANIFEST).is_file()}
 
     @cached_property
     def ranks(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 Statistics go into small Parquet files, each written under another name and renamed. Each line of steps and events is
 one write to a file opened for appending. Every rank writes its own parts and waits for no other; the reader merges
-ranks. Only rank 0 writes steps and the manifest.
+ranks. The steps and the manifest of a rank above 0 lie in a folder of its own.
 
 While the disk is full, numbers wait in memory; they are written with later ones.
 """
@@ -35,6 +35,7 @@ from ottava.record.schema import (
     EXPERIMENTS,
     IDENTITY,
     MANIFEST,
+    RANKS,
     REPORTED,
     SCHEMA_VERSION,
     STATS,
@@ -94,11 +95,12 @@ class RunWriter:
         patient: bool = False,
     ) -> None:
         self.path, self.rank, self.flush_rows = Path(path), rank, flush_rows
+        self._own = self.path / RANKS / str(rank) if rank else self.path
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         self.lost: Counter[str] = Counter()
         """Numbers of "rows", "lines" and "dumps" that a patient writer lost."""
         self._patient = self._failed = False
-        self._trained = (self.path / TRAINER_MANIFEST).is_file()
+        self._trained = (self._own / TRAINER_MANIFEST).is_file()
         self._now = step or 0
         self._rows: list[_Rows] = []
         self._untabulated = 0
@@ -112,21 +114,23 @@ class RunWriter:
         }
         self._small: list[Path] = []
         self._flush_at = flush_rows
-        if (self.path / MANIFEST).exists() and rank == 0:
+        if (self._own / MANIFEST).exists():
             if not append:
                 raise RunError(
                     f"{self.path} already has a watched run; give another folder, or go on in this one with "
                     "append=True (--append on the command line)"
                 )
-            self.manifest = read_manifest(self.path / MANIFEST)
+            self.manifest = read_manifest(self._own / MANIFEST)
         try:
             (self.path / STATS).mkdir(parents=True, exist_ok=True)
+            self._own.mkdir(parents=True, exist_ok=True)
             if append and step is not None:
                 self._cut_back(step)
             numbers = [int(part.stem.split("-")[2]) for part in (self.path / STATS).glob(f"part-{rank}-*.parquet")]
             self._part = max(numbers, default=-1) + 1
-            for name in (STEPS, EVENTS, TRAINING, EXPERIMENTS) if append and rank == 0 else ():
-                _end_line(self.path / name)
+            for name in self._lines if append else ():
+                if name != EVENTS or rank == 0:  # the others may be writing to it
+                    _end_line(self._file(name))
             self.describe()
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error}); give another folder, or make room") from error
@@ -160,19 +164,17 @@ class RunWriter:
     def describe(self, **facts: Any) -> None:
         """Adds facts to the manifest: plain JSON values."""
         self.manifest |= facts | ({"lost": dict(+self.lost)} if +self.lost else {})
-        if self.rank == 0:
-            with self.attempt(), replacing(self.path / MANIFEST) as scratch:
-                # a part a line: Python's own encoder, which indents, takes ten times as long
-                parts = (f"{json.dumps(name)}: {json.dumps(_jsonable(part))}" for name, part in self.manifest.items())
-                scratch.write_bytes(("{\n" + ",\n".join(parts) + "\n}\n").encode())
+        with self.attempt(), replacing(self._own / MANIFEST) as scratch:
+            # a part a line: Python's own encoder, which indents, takes ten times as long
+            parts = (f"{json.dumps(name)}: {json.dumps(_jsonable(part))}" for name, part in self.manifest.items())
+            scratch.write_bytes(("{\n" + ",\n".join(parts) + "\n}\n").encode())
 
     def step(self, step: int, **numbers: float | None) -> None:
         """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown."""
-        if self.rank == 0:
-            elsewhere = TRAINER_NUMBERS if self._trained else frozenset[str]()
-            known = {k: v for k, v in numbers.items() if v is not None}
-            known = {k: v for k, v in known.items() if k not in elsewhere or not math.isfinite(v)}
-            self._line(STEPS, {"step": step, **known})
+        elsewhere = TRAINER_NUMBERS if self._trained else frozenset[str]()
+        known = {k: v for k, v in numbers.items() if v is not None}
+        known = {k: v for k, v in known.items() if k not in elsewhere or not math.isfinite(v)}
+        self._line(STEPS, {"step": step, **known})
 
     def event(self, step: int, kind: str, **facts: Any) -> None:
         """Writes a line of events.jsonl."""
@@ -180,8 +182,7 @@ class RunWriter:
 
     def training(self, step: int, kind: str, **facts: Any) -> None:
         """Adds a line about the training around the casts."""
-        if self.rank == 0:
-            self._line(TRAINING, {"step": step, "kind": kind, **facts})
+        self._line(TRAINING, {"step": step, "kind": kind, **facts})
 
     def experiment(self, step: int, kind: str, **facts: Any) -> None:
         """Writes a line of experiments.jsonl."""
@@ -279,8 +280,8 @@ class RunWriter:
             earlier = table.filter(pc.field("step") <= step)
             if earlier.num_rows < table.num_rows:
                 _store(earlier, part)
-        lines = self.path / STEPS
-        if self.rank == 0 and lines.exists():
+        lines = self._own / STEPS
+        if lines.exists():
             kept_lines = [line for line in lines.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
             with replacing(lines) as scratch:
                 scratch.write_bytes(b"".join(kept_lines))
@@ -304,9 +305,12 @@ class RunWriter:
             lines.popleft()
             self.lost["lines"] += 1
 
+    def _file(self, name: str) -> Path:
+        return (self.path if name == EVENTS else self._own) / name
+
     def _write_lines(self, name: str) -> None:
         if self._lines[name]:
-            with self.attempt(), (self.path / name).open("ab", buffering=0) as stream:
+            with self.attempt(), self._file(name).open("ab", buffering=0) as stream:
                 append(stream, b"".join(self._lines[name]))
                 self._lines[name].clear()
 

@@ -32,7 +32,7 @@ from torch.optim.optimizer import Optimizer
 from ottava.engine.layer import QuantizedLayer
 from ottava.watching.batches import Batches
 from ottava.watching.gradients import Gradients, dense
-from ottava.watching.operands import capturing, plain
+from ottava.watching.operands import SHARD, capturing, plain
 
 _SAMPLED = 1024  # elements of a parameter whose update is measured
 _CHECKED = 4  # parameters that are looked at in every step: gradients before a backward, weights after a step
@@ -391,7 +391,8 @@ class TrainingTap:
             facts = held[1]["held"] if held is not None and held[0]() is p else None
             kind = str(p.dtype).removeprefix("torch.")
             trains = p.requires_grad and (facts is not None or bool(self._held))
-            parameters.append({"name": name, "shape": list(p.shape), "dtype": kind, "trains": trains, "held": facts})
+            about = {"name": name, "shape": list(p.shape), "dtype": kind, "trains": trains, "held": facts}
+            parameters.append(about | ({"sharded": True} if plain(p)[1] == SHARD else {}))
         parameters += [{"name": name, **facts} for name, facts in self._bare.items()]
         loss = {"classes": self.batches.classes, "softmax_twice": bool(self.batches.softmax_twice)}
         dtypes = {"inputs": sorted(self.batches.dtypes)} if self.batches.dtypes else {}
