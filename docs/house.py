@@ -78,6 +78,7 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
     return found & known.keys()
 
 
+@functools.cache
 def knows() -> dict[str, set[str]]:
     """Room -> the rooms that its files import."""
     rooms: dict[str, set[str]] = {}
@@ -128,9 +129,11 @@ def draw(lines: bool = False) -> str:
     text = []
     for number, floor in reversed(list(enumerate(floors(rooms)))):
         for room in floor:
-            files = [p for p in SOURCE.rglob("*") if p.suffix in CODE and room_of(p) == room]
-            size = f"{len(files):4} files {sum(len(p.read_text('utf-8').splitlines()) for p in files):6} lines  "
-            text.append(f"{number:2}  {room:17}{size if lines else ''}-> {', '.join(direct(room, rooms)) or '.'}")
+            size = ""
+            if lines:
+                files = [p for p in SOURCE.rglob("*") if p.suffix in CODE and room_of(p) == room]
+                size = f"{len(files):4} files {sum(len(p.read_text('utf-8').splitlines()) for p in files):6} lines  "
+            text.append(f"{number:2}  {room:17}{size}-> {', '.join(direct(room, rooms)) or '.'}")
     return "\n".join(text)
 
 
