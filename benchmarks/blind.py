@@ -1,4 +1,4 @@
-"""First looks at blind sets: `python benchmarks/blind.py SET [--only NAME]`.
+"""First looks at blind sets: `python benchmarks/blind.py SET [--only NAME]`; `--count` adds up all judged ones.
 
 A set is a folder of benchmarks/blind with training scripts and truth.yaml. Its author read neither laws nor other sets,
 and the set was committed before its first run. Each script runs under `ottava watch` as its users would run it,
@@ -80,12 +80,29 @@ def look(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def counted() -> dict[str, tuple[int, int]]:
+    """Stage of a first answer -> (right, asked) over all judged first looks: `diagnose.CONFIDENCE`. A finding in a clean
+    run is a wrong answer."""
+    right, asked = Counter[str](), Counter[str]()
+    for path in sorted((HERE / "results").glob("blind-*.json")):
+        for case in json.loads(path.read_text(encoding="utf-8")):
+            for how in ("beside", "alone"):
+                if found := (case.get(how) or {}).get("findings"):
+                    asked[found[0]["stage"]] += 1
+                    right[found[0]["stage"]] += (case.get("judged") or {}).get(how) == "right"
+    return {stage: (right[stage], asked[stage]) for stage in sorted(asked)}
+
+
 def main() -> int:
     """Looks at every case of a set and writes what was said."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("set", choices=sorted(p.name for p in (HERE / "blind").iterdir() if p.is_dir()))
+    parser.add_argument("set", nargs="?", choices=sorted(p.name for p in (HERE / "blind").iterdir() if p.is_dir()))
+    parser.add_argument("--count", action="store_true", help="print (right, asked) by stage, and look at nothing")
     parser.add_argument("--only", default="", help="part of a case's name")
     options = parser.parse_args()
+    if options.count or options.set is None:
+        print(counted())
+        return 0
     folder = HERE / "blind" / options.set
     out = HERE / "results" / f"blind-{options.set}.json"
     results = []

@@ -6,6 +6,7 @@ Every law is broken by a record that differs from a healthy one in nothing else.
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import ottava
-from ottava.diagnose.diagnose import Diagnosis, diagnose
+from ottava.diagnose.diagnose import CONFIDENCE, Diagnosis, diagnose
 from ottava.diagnose.laws import LAWS
 from ottava.measure.walk import measure
 from ottava.record.reader import Run
@@ -371,3 +372,9 @@ def test_patches_are_those_of_the_framework_that_ran(tmp_path: Path) -> None:
 @pytest.mark.parametrize("severity, fails", [("critical", True), ("warning", True)])
 def test_fails_from_a_severity_on(tmp_path: Path, severity: str, fails: bool) -> None:
     assert diagnose(record(tmp_path / "run", **BREAKS["O2"])).fails(severity) is fails
+
+
+def test_a_confidence_is_what_the_first_looks_gave() -> None:
+    """`python benchmarks/blind.py --count`, over the answers and their judgements as they are stored."""
+    blind = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks" / "blind.py"))
+    assert dict(CONFIDENCE) == blind["counted"]()
