@@ -298,28 +298,26 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
             )
             code = f'ottava.convert(model, "{arm["name"]}")'
             cures.append(render("arm", {"name": arm["name"], "came": came, "code": code}, frameworks))
-    gemms = sorted({str(p["gemm"]) for p in trial.place if p.get("gemm")})
-    off = ", ".join(f"{gemm}=None" for gemm in gemms) or "None"
+    # whole layers: what hurts most in one step is not all that hurts in the others
     values = {
         "recipe": recipe,
-        "names": named(trial.place) or ", ".join(layers[:3]),
-        "overrides": "".join(f'.override("{n}", "blockwise")' for n in layers[:8]),
-        "off": "".join(f'.override("{n}", {off})' for n in layers[:8]),
-        "quoted": ", ".join(f'"{n}"' for n in layers[:8]),
-        "regex": "|".join(f"^{re.escape(n)}$" for n in layers[:8]),
-        "gemms": ", ".join(gemms or GEMMS),
+        "names": ", ".join(layers[:4]) + (f" and {len(layers) - 4} more layers" if len(layers) > 4 else ""),
+        "overrides": "".join(f'.override("{n}", "blockwise")' for n in layers),
+        "off": "".join(f'.override("{n}", "bf16")' for n in layers),
+        "quoted": ", ".join(f'"{n}"' for n in layers),
+        "regex": "|".join(f"^{re.escape(n)}$" for n in layers),
+        "gemms": ", ".join(GEMMS),
     }
     predicted = any(str(s) in ("delayed", "guarded") for s in facts.table["scaling"])
-    kinds = ["current"] if predicted and hurt.kind in ("clipped", "flushed") else []
-    kinds += ["finer"] if hurt.kind in ("coarse", "flushed", "") or not predicted else []
-    if layers:
-        kinds.append("high_precision")
-    cures += [render(kind, values, frameworks) for kind in kinds]
-    if math.isfinite(trial.cured) and cures and layers:
-        last = cures[-1]
-        cures[-1] = last | {"text": f"{last['text']} Tried: the gradient's error falls to {100 * trial.cured:.3g} %."}
-        cures = [cures[-1], *cures[:-1]] if not any(arm.get("inside") for arm in trial.arms) else cures
-    return cures
+    stale = predicted and hurt.kind in ("clipped", "flushed")
+    kinds = ["current"] if stale else []
+    kinds += ["high_precision"] if layers else []
+    kinds += ["finer"] if layers and (hurt.kind in ("coarse", "flushed", "") or not predicted) else []
+    rendered = {kind: render(kind, values, frameworks) for kind in kinds}
+    if math.isfinite(trial.cured) and layers:
+        came = f"Without the worst of these casts the gradient's error falls to {100 * trial.cured:.3g} %."
+        rendered["high_precision"]["text"] += f" Tried: {came[0].lower()}{came[1:]}"
+    return cures + list(rendered.values())
 
 
 def _differing(differ: Sequence[Difference], happened: Event | None, frameworks: Sequence[str]) -> list[Finding | None]:

@@ -131,7 +131,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             },
         ),
         "finer": Remedy(
-            "Give the layers of ${names} a scale for every block.",
+            "Give ${names} a scale for every block.",
             cost="about 5 to 15 % of the GEMM's time on H100",
             patch={
                 "ottava": 'recipe = ottava.get_recipe("${recipe}")${overrides}\nottava.convert(model, recipe)',
@@ -143,7 +143,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         ),
         "high_precision": Remedy(
             "Run ${names} in BF16.",
-            cost="the speed of FP8 in these GEMMs",
+            cost="the speed of FP8 in these layers",
             patch={
                 "ottava": 'recipe = ottava.get_recipe("${recipe}")${off}\nottava.convert(model, recipe)',
                 "te": "# a file for nvdlfw_inspect: debug_api.initialize(config_file=...)\nin_high_precision:\n"

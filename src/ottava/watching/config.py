@@ -103,7 +103,7 @@ class Intervention(Section):
     in high precision for "fake"."""
     action: Literal["high_precision", "fake", "current"]
     """"high_precision": no cast. "fake": casts, and a GEMM in BF16 on the decoded codes. "current": one scale a tensor
-    from its present amax, in place of a predicted one."""
+    from its present amax and without a margin, in place of a predicted one."""
     format: Literal["E4M3", "E5M2"] = "E4M3"
     """Of "fake"."""
 
