@@ -246,7 +246,7 @@ def test_fp8_is_blamed_by_an_experiment_only(tmp_path: Path) -> None:
     assert (guilty.fp8, guilty.verdict, first(guilty)) == ("guilty", "critical", "FP8")
     assert guilty.findings[0].title == "FP8 casts hurt the gradient: X of layers.0.fc2's fprop"
     assert "falls from 60 % to 3 %" in " ".join(guilty.findings[0].tried)
-    assert 'override("layers.0.fc2", fprop=None)' in guilty.findings[0].remedies[0]["patch"]["ottava"]
+    assert 'override("layers.0.fc2", "bf16")' in guilty.findings[0].remedies[0]["patch"]["ottava"]
     # the same error without a rise of the loss is a warning, inside the noise of the batch it is nothing
     assert diagnose(record(tmp_path / "b", casts=True, experiments=(shadow(10, 0.6),))).verdict == "warning"
     quiet = shadow(10, 0.6, noise=0.1)
