@@ -149,7 +149,8 @@ class OttavaCallback(TrainerCallback):
             return {}
         shadows = [e for e in recent.experiments if e["kind"] == "shadow"]
         affordable = self._asked <= _ASKING * self.max_overhead * (began - self._began)
-        if affordable or recent.experiments[-1:] != self._tried:
+        broken = not np.isfinite(recent.steps["loss"][recent.steps["step"] > self._logged]).all()
+        if affordable or broken or recent.experiments[-1:] != self._tried:
             self.diagnosis, self._tried = diagnose(recent), recent.experiments[-1:]
             happened = event((facts := Facts(recent)).loss, guess=facts.guess)
             known = happened is not None and (happened.kind == "not finite" or len(facts.steps) >= WINDOW)
