@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +165,25 @@ def test_it_stops_on_demand_with_a_checkpoint(tmp_path: Path, caplog: pytest.Log
     run.train()
     assert (run.state.global_step, callback.stopped) == (2, "by hand")
     assert not list((tmp_path / "b").glob("checkpoint-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("who", "step", "stopped", "asked"), [("line", 6, ["enough", ""], [3, 0]), ("hand", 4, ["", "by hand"], [0, 0])]
+)
+def test_ranks_stop_together(who: str, step: int, stopped: list[str], asked: list[int], tmp_path: Path) -> None:
+    """Two ranks, of which one wants to stop: one that stopped alone would leave the other waiting."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script = [str(Path(__file__).with_name("trainer_ranks.py")), str(tmp_path), who]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", port, *script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [json.loads((tmp_path / f"rank{rank}.json").read_text("utf-8")) for rank in range(2)]
+    assert [one["step"] for one in told] == [step, step]
+    assert [one["stopped"] for one in told] == stopped
+    assert [one["asked"] for one in told] == asked
 
 
 def test_torch_gets_its_functions_back(tmp_path: Path) -> None:

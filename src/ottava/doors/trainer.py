@@ -46,7 +46,8 @@ class OttavaCallback(TrainerCallback):
 
     Args:
         folder: of the watched run; None: `ottava` in the Trainer's output_dir.
-        stop_when: gets each line of the log; True or a reason stops the training, with a checkpoint.
+        stop_when: gets each line of the log; True or a reason stops the training, with a checkpoint. Of several
+            processes the first is asked.
         max_overhead: share of the run's time for the watch, half of it for shadow steps; see docs/doors.md.
         settings: further fields of WatchConfig, such as `shadow`, the steps from one shadow step to the next.
 
@@ -105,14 +106,16 @@ class OttavaCallback(TrainerCallback):
         """Adds the numbers to a line of the training; stops if somebody asked to."""
         if logs is None or "loss" not in logs or self.watch is None:
             return
-        self._recent = self.watch.recent()
-        for source in self.sources:
-            logs |= source()
-        self._logged = max(self._recent.steps["step"], default=self._logged)
-        if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1] |= logs
-        answer = self.stop_when(logs) if self.stop_when is not None else False
-        self.stopped = self.stopped or (answer if isinstance(answer, str) else "stop_when said so" if answer else "")
+        if state.is_world_process_zero:  # the others log nothing, and write no steps
+            self._recent = self.watch.recent()
+            for source in self.sources:
+                logs |= source()
+            self._logged = max(self._recent.steps["step"], default=self._logged)
+            if state.log_history and state.log_history[-1].get("step") == state.global_step:
+                state.log_history[-1] |= logs
+            answer = self.stop_when(logs) if self.stop_when is not None else False
+            said = answer if isinstance(answer, str) else "stop_when said so" if answer else ""
+            self.stopped = self.stopped or said
         if _any_rank(bool(self.stopped), self._model):
             control.should_training_stop, control.should_save = True, args.save_strategy != "no"
             _LOG.warning("ottava: training stops at step %d: %s", state.global_step, self.stopped or "another rank")
