@@ -149,7 +149,8 @@ def time_trainer(target: Path, steps: int, rounds: int) -> None:
     told = {"torch": torch.__version__, "transformers": hf.__version__, "threads": torch.get_num_threads()}
     told |= {"steps": steps, "seconds": "CPU time of the process", "rounds": measured}
     target.write_text(json.dumps(told | {"median_overhead": statistics.median(ratios)}, indent=1) + "\n", "utf-8")
-    print(f"{steps} steps: {100 * statistics.median(ratios):+.2f} %, from {100 * min(ratios):+.2f} to {100 * max(ratios):+.2f} %")
+    low, middle, high = (f"{100 * one:+.2f} %" for one in (min(ratios), statistics.median(ratios), max(ratios)))
+    print(f"{steps} steps: {middle}, from {low} to {high}")
 
 
 def write_run(folder: Path, steps: int = 1000, layers: int = 40, every: int = 1) -> None:

@@ -161,7 +161,9 @@ class OttavaCallback(TrainerCallback):
             self._asked += time.perf_counter() - began
         found: Numbers = {} if self.diagnosis is None else {"ottava/fp8_verdict": self.diagnosis.fp8}
         found |= {} if self.event is None else {"ottava/loss_event": self.event.step}
-        return found | {"ottava/fp8_damage": float(e["error"]) for e in shadows[-1:] if e["error"] is not None}
+        if shadows and shadows[-1]["error"] is not None:
+            found["ottava/fp8_damage"] = float(shadows[-1]["error"])
+        return found
 
 
 def _folder(folder: Path, step: int) -> tuple[Path, bool]:

@@ -81,7 +81,8 @@ class Laboratory:
         early: bool = True,
     ) -> None:
         self._share = min(share, _SHARE)
-        self._early, self._free = (EARLY, _FREE) if early else (EARLY[:1], 1)
+        self._early: tuple[int, ...] = EARLY if early else EARLY[:1]
+        self._free = _FREE if early else 1
         if every and not early:  # counted in steps, because ranks must agree
             every = max(every, math.ceil(_PRICE / max(self._share, 1e-6)))
         self._roots, self._every, self._recipe, self._write = roots, every, recipe, write
@@ -230,7 +231,8 @@ class Laboratory:
         if not (due or self._postponed):
             return ""
         spent = self.seconds / max(time.perf_counter() - self._started, 1e-9)
-        self._postponed = _alone() and self._shadows >= self._free and spent > self._share  # ranks must agree, clocks do not
+        broke = self._shadows >= self._free and spent > self._share
+        self._postponed = _alone() and broke  # ranks must agree, clocks do not
         return "" if self._postponed else "schedule"
 
     def _models(self, step: int) -> list[nn.Module]:
