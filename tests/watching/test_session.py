@@ -381,7 +381,7 @@ def test_overhead_above_the_limit_makes_looks_rarer(tmp_path: Path) -> None:
 
 
 def test_a_watch_that_may_not_look_early_pays_first(tmp_path: Path) -> None:
-    """After the first look and shadow step nothing comes that the budget has not paid for; memory has what files have."""
+    """After the first look and shadow step nothing comes unpaid; memory has what files have."""
     model = build()
     with watch(model, tmp_path / "run", max_overhead=1e-6, early=False) as seen:
         train(model, 120)
