@@ -83,6 +83,19 @@ def test_a_layer_that_has_not_run_says_so() -> None:
     assert {row.weight for row in ottava.receipt(model).rows if row.layer == "2"} == {0}
 
 
+def test_a_layer_with_a_forward_of_its_own_is_named() -> None:
+    """torchao's Float8Linear is an nn.Linear, and what it multiplies nobody here knows."""
+    torchao = pytest.importorskip("torchao.float8")
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).bfloat16()
+    torchao.convert_to_float8_training(model, module_filter_fn=lambda module, name: name == "1")
+    plain, own = ottava.receipt(model).rows
+    assert (plain.operands, plain.kernel) == ("high precision", "torch")
+    assert (own.operands, own.kernel, own.fp8) == ("unknown", "unknown", False)
+    assert own.note == "a Float8Linear of torchao: runs its own forward"
+    with pytest.raises(AssertionError, match="a Float8Linear of torchao: runs its own forward"):
+        ottava.assert_fp8(model)
+
+
 def test_what_no_gradient_needs_has_not_run() -> None:
     """No backward yet; a frozen weight has no wgrad, the first layer of a model no dgrad."""
     model = network()

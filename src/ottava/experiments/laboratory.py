@@ -33,7 +33,9 @@ _LOG = logging.getLogger(__name__)
 EARLY = (5, 10, 20, 50)
 """Steps of the first shadows, counted from the beginning of the watch; later ones are multiples of the period."""
 _FREE, _SHARE = 3, 0.02
-"""Shadows that the budget does not count, and the share of the run's time for the others."""
+"""Shadows that the budget does not count, and the largest share of the run's time for the others."""
+_PRICE = 4
+"""Steps that a shadow takes the time of: two and a half passes forward and backward, and one forward."""
 _BETWEEN_TRIGGERS, _BETWEEN_REPLAYS = 20, 100
 _SIMULATED = 2
 """Shadows of a run that casts nothing: what they show is a forecast."""
@@ -59,6 +61,8 @@ class Laboratory:
         name_of_module: full name of a module.
         quiet: a context in which the watch sees nothing.
         step: steps done.
+        share: of the run's time, for the shadows that no trigger asked for.
+        early: False: the first shadow only, and then none before the share has paid for it.
     """
 
     def __init__(
@@ -73,7 +77,14 @@ class Laboratory:
         name_of_module: Callable[[nn.Module], str],
         quiet: Callable[[], AbstractContextManager[Any]],
         step: int = 0,
+        share: float = _SHARE,
+        early: bool = True,
     ) -> None:
+        self._share = min(share, _SHARE)
+        self._early: tuple[int, ...] = EARLY if early else EARLY[:1]
+        self._free = _FREE if early else 1
+        if every and not early:  # counted in steps, because ranks must agree
+            every = max(every, math.ceil(_PRICE / max(self._share, 1e-6)))
         self._roots, self._every, self._recipe, self._write = roots, every, recipe, write
         self._name_of, self._name_of_module, self._quiet = name_of, name_of_module, quiet
         self._first, self._step = step, step
@@ -216,11 +227,12 @@ class Laboratory:
             self._last_trigger, why, self._asked = step, self._asked, ""
             return why if _alone() or self._no_collectives(step) else ""
         number = step - self._first
-        due = number in (n for n in EARLY if n < self._every) or number % self._every == 0
+        due = number in (n for n in self._early if n < self._every) or number % self._every == 0
         if not (due or self._postponed):
             return ""
         spent = self.seconds / max(time.perf_counter() - self._started, 1e-9)
-        self._postponed = _alone() and self._shadows >= _FREE and spent > _SHARE  # ranks must agree, clocks do not
+        broke = self._shadows >= self._free and spent > self._share
+        self._postponed = _alone() and broke  # ranks must agree, clocks do not
         return "" if self._postponed else "schedule"
 
     def _models(self, step: int) -> list[nn.Module]:

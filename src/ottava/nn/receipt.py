@@ -184,7 +184,7 @@ def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
             rows.append(_attention(name, module))
         elif isinstance(module, nn.Linear):
             shape = f"? x {module.out_features} x {module.in_features}"
-            rows.append(_torchs(name, shape, "not converted: runs torch's own linear", module.weight.numel()))
+            rows.append(_not_ours(name, shape, module))
     for weight in weights_outside(model):
         rows.append(_torchs(weight.name, f"? of {' x '.join(map(str, weight.shape))}", weight.reason, weight.elements))
     return Receipt(tuple(rows))
@@ -199,6 +199,14 @@ def _attention(name: str, module: DotProductAttention) -> ReceiptRow:
     fp8 = kernel == FP8_EMULATION
     operands, note = (module.last_note, "") if fp8 else ("high precision", module.last_note)
     return ReceiptRow(name, "attention", operands, kernel, text, "", fp8, False, 0, 0, note, 0)
+
+
+def _not_ours(name: str, shape: str, module: nn.Linear) -> ReceiptRow:
+    """A linear layer that is not converted. One that has a forward of its own may run it in any format."""
+    if type(module).forward is nn.Linear.forward:
+        return _torchs(name, shape, "not converted: runs torch's own linear", module.weight.numel())
+    note = f"a {type(module).__name__} of {type(module).__module__.partition('.')[0]}: runs its own forward"
+    return replace(_torchs(name, shape, note, module.weight.numel()), operands="unknown", kernel="unknown")
 
 
 def _torchs(name: str, shape: str, note: str, elements: int) -> ReceiptRow:

@@ -52,6 +52,7 @@ from ottava.record.schema import (
 _LOG = logging.getLogger(__name__)
 _PARTS_MERGED = 64
 """Each look is a part, so that a kill loses little. So many parts are merged, or a long run would have thousands."""
+_RECENT = 256
 _WAITING_BYTES, _WAITING_LINES = 64 * 2**20, 2**16
 """Limits of statistics, and of steps or events, that wait for a full disk; beyond them the oldest are lost."""
 _WRITE_ERRORS = (OSError, pa.ArrowException)
@@ -97,6 +98,10 @@ class RunWriter:
         self.path, self.rank, self.flush_rows = Path(path), rank, flush_rows
         self._own = self.path / RANKS / str(rank) if rank else self.path
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+        self.recent: Mapping[str, deque[Mapping[str, Any]]] = {
+            name: deque(maxlen=_RECENT) for name in (STEPS, EVENTS, TRAINING, EXPERIMENTS)
+        }
+        """The last 256 lines of each file, as this rank has written them."""
         self.lost: Counter[str] = Counter()
         """Numbers of "rows", "lines" and "dumps" that a patient writer lost."""
         self._patient = self._failed = False
@@ -106,12 +111,7 @@ class RunWriter:
         self._untabulated = 0
         self._no_histograms = {f.name: np.zeros(f.metadata["bins"]) for f in tally_fields("histogram")}
         self._tables: list[pa.Table] = []
-        self._lines: dict[str, deque[bytes]] = {
-            STEPS: deque(),
-            EVENTS: deque(),
-            TRAINING: deque(),
-            EXPERIMENTS: deque(),
-        }
+        self._lines: dict[str, deque[bytes]] = {name: deque() for name in self.recent}
         self._small: list[Path] = []
         self._flush_at = flush_rows
         if (self._own / MANIFEST).exists():
@@ -212,6 +212,9 @@ class RunWriter:
         self.flush()
         self._tables = [table.filter(pc.field("step") <= step) for table in self._tables]
         self._lines[STEPS] = deque(line for line in self._lines[STEPS] if _step_of(line) <= step)
+        kept = [line for line in self.recent[STEPS] if line["step"] <= step]
+        self.recent[STEPS].clear()
+        self.recent[STEPS].extend(kept)
         with self.attempt():
             self._cut_back(step)
 
@@ -297,6 +300,7 @@ class RunWriter:
 
     def _line(self, name: str, values: Mapping[str, Any]) -> None:
         self._now = values["step"]
+        self.recent[name].append(values)
         lines = self._lines[name]
         lines.append((json.dumps(_jsonable(values)) + "\n").encode())
         if len(lines) == 1:  # more lines wait only if a write failed, for the next flush
