@@ -257,7 +257,10 @@ def test_fp8_is_blamed_by_an_experiment_only(tmp_path: Path) -> None:
     # what has blown up before it was looked at says nothing about who began
     blown = (shadow(10, 0.04), shadow(22, 0.9, norm=1e6))
     assert diagnose(record(tmp_path / "e", rises, casts=True, experiments=blown)).fp8 == "unknown"
-    assert diagnose(record(tmp_path / "f", rises, casts=False, experiments=(shadow(10, 0.6),))).fp8 == "none"
+    assert (
+        diagnose(record(tmp_path / "f", rises, casts=False, experiments=(shadow(10, 0.6, mode="simulated"),))).fp8
+        == "none"
+    )
 
 
 def test_a_trial_behind_the_event_does_not_say_who_began(tmp_path: Path) -> None:
