@@ -17,8 +17,7 @@ from ottava.diagnose.compare import said_of_lead
 from ottava.diagnose.what_if import Prediction, cheapest, summary
 from ottava.measure.layer_names import symbol
 from ottava.measure.statistics import STATISTICS
-from ottava.report.grid import Grid
-from ottava.report.scales import SCALES
+from ottava.report.grid import SCALES, Grid
 
 Json = Mapping[str, Any]
 
