@@ -204,8 +204,8 @@ def _logarithmic(chart: Chart) -> Chart:
     return replace(chart, lines=lines, bands=bands, y_range=y_range)
 
 
-def to_png(picture: str, *, zoom: int = 2) -> bytes:
-    """Converts a picture of `standalone` to PNG, with `zoom` times its pixels.
+def to_png(picture: str) -> bytes:
+    """Converts a picture of `standalone` to PNG, with twice its pixels.
 
     Raises:
         ImportError: the package resvg-py is not installed.
@@ -216,7 +216,7 @@ def to_png(picture: str, *, zoom: int = 2) -> bytes:
         raise ImportError("a PNG needs the package resvg-py; pip install 'ottava[png]', or write a .svg") from error
     for name, value in sorted(LIGHT.items(), reverse=True):  # resvg does not support CSS variables
         picture = picture.replace(f"var(--{name})", value)
-    return bytes(resvg_py.svg_to_bytes(svg_string=picture, zoom=zoom, font_family="DejaVu Sans"))
+    return bytes(resvg_py.svg_to_bytes(svg_string=picture, zoom=2, font_family="DejaVu Sans"))
 
 
 @dataclass(frozen=True)
