@@ -29,7 +29,6 @@ from ottava.report.grid import Grid
 from ottava.report.payload import payload
 from ottava.report.timeline import marks, not_finite_from, thin, worst_runs
 
-REPORT = "report.html"
 _MOST_POINTS = 800
 _TABLE_STEPS = 120
 _MOST_PREDICTED_ROWS = 3000
