@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from report_samples import comparison_of, diagnosis_of
-from test_page import KINDS, NOTHING, Checker, degenerate
+from test_page import KINDS, NOTHING, degenerate
 
 from ottava.base.text import number
 from ottava.measure.statistics import STATISTICS
 from ottava.record.reader import Run
 from ottava.report.grid import Grid
 from ottava.report.page import render_report
+from page_checker import Checker
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")

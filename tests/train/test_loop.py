@@ -22,32 +22,10 @@ from ottava.recipe import RECIPES, Recipe
 from ottava.record.reader import Run
 from ottava.train.checkpoint import CheckpointError, high_precision_weights, read_checkpoint
 from ottava.train.config import TrainConfig, load_config
-from ottava.train.data import DataError, DeviceError
+from ottava.train.data import DataError
 from ottava.train.loop import Trainer
 from ottava.train.run_folder import StepRecord
-
-TINY = (
-    "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",
-    "data.max_bytes=200000",
-    "batch_size=4",
-    "sequence_length=32",
-    "steps=12",
-    "checkpoint.every=4",
-    "evaluation={every: 5, batches: 2}",
-)
-
-
-def tiny(*overrides: str) -> TrainConfig:
-    return load_config(None, [*TINY, *overrides])
-
-
-def curve(history: list[StepRecord]) -> list[StepRecord]:
-    """The history without the one field that a clock decides."""
-    return [replace(record, seconds=0.0) for record in history]
-
-
-def saved_curve(run: Path) -> list[StepRecord]:
-    return curve([StepRecord.from_json(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
+from train_samples import SHORT, STORED, TINY, curve, saved_curve, tiny
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed"])
@@ -293,20 +271,6 @@ def test_changed_text_and_lost_metrics_are_refused(tmp_path: Path) -> None:
         Trainer(config, run, resume=True)
 
 
-def test_nothing_is_written_when_the_text_is_too_short(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_bytes(b"short")
-    with pytest.raises(DataError, match="a sequence needs 33"):
-        Trainer(tiny(f"data.path={text}"), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has the hardware whose absence is tested")
-def test_missing_hardware_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="sees 0 CUDA GPUs; set device=cpu or device=auto"):
-        Trainer(tiny("device=cuda"), tmp_path / "run")
-
-
 def test_predicted_scales_start_calibrated_on_the_weights_of_another_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -338,12 +302,19 @@ def test_predicted_scales_start_calibrated_on_the_weights_of_another_run(
     assert curve(Trainer(config, tmp_path / "third", resume=True).advance()) == expected
 
 
-def test_weights_that_do_not_fit_leave_nothing_behind(tmp_path: Path) -> None:
+def test_a_run_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Weights that do not fit, and a text that is too short."""
     Trainer(tiny("recipe=bf16"), tmp_path / "first").advance(4)
-    for settings in (["model.layers=2"], [f"init={tmp_path / 'none'}"]):
-        with pytest.raises(CheckpointError):
-            Trainer(tiny(f"init={tmp_path / 'first'}", *settings), tmp_path / "second")
-    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+    (tmp_path / "text").write_bytes(b"short")
+    init = f"init={tmp_path / 'first'}"
+    for settings, error, words in (
+        ([init, "model.layers=2"], CheckpointError, "does not fit"),
+        ([f"init={tmp_path / 'none'}"], CheckpointError, "does not exist"),
+        ([f"data.path={tmp_path / 'text'}"], DataError, "a sequence needs 33"),
+    ):
+        with pytest.raises(error, match=words):
+            Trainer(tiny(*settings), tmp_path / "second")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "text"]
 
 
 def test_folder_is_held_until_the_run_is_done_or_closed(tmp_path: Path) -> None:
@@ -431,10 +402,6 @@ def test_killed_at_any_moment_the_curve_is_that_of_an_uninterrupted_run(recipe: 
     newest = Path("checkpoints", "step-000060.safetensors")
     resumed, direct = read_checkpoint(run / newest), read_checkpoint(whole / newest)
     assert resumed.metadata == direct.metadata  # the hash of all tensors is part of it
-
-
-SHORT = ("batch_size=2", "steps=6", "checkpoint.every=2", "evaluation={every: 0, batches: 1}")
-STORED = ("optimizer.weights=fp8", "optimizer.master=remainder", "optimizer.moments=fp8")
 
 
 def test_a_run_switches_to_fp8_and_back_in_its_middle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -539,7 +506,7 @@ KILLED_WITH_A_WATCH = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_loop import tiny
+from train_samples import tiny
 from ottava.train.loop import Trainer
 for name, every in (("before", 100), ("after", 2)):
     settings = ("recipe=bf16", "watch={every: 1}", f"checkpoint.every={every}")
@@ -551,7 +518,7 @@ os._exit(9)
 def test_a_kill_loses_nothing_that_a_checkpoint_holds_and_resumes_without_one(tmp_path: Path) -> None:
     """Killed before the first checkpoint, a watched run begins again in its folder; killed after one, the looks of the
     steps before it are on record."""
-    assert warm.run(["-c", KILLED_WITH_A_WATCH, str(tmp_path), str(Path(__file__).parent)]).returncode == 9
+    assert warm.run(["-c", KILLED_WITH_A_WATCH, str(tmp_path), str(Path(__file__).parents[1])]).returncode == 9
     assert set(Run.open(tmp_path / "after").table()["step"].tolist()) >= {1, 2}
     resumed = Trainer(tiny("recipe=bf16", "watch={every: 1}", "checkpoint.every=100"), tmp_path / "before", resume=True)
     resumed.advance()
@@ -616,9 +583,3 @@ def test_a_badly_cast_layer_falls_back(mode: str, tmp_path: Path) -> None:
     assert changed == applied
     assert bool(applied) == (mode == "apply")
     assert json.dumps(events)
-
-
-def test_a_fallback_without_a_watch_is_refused() -> None:
-    """Without a watch the fallback would see nothing."""
-    with pytest.raises(ConfigError, match="needs a watch"):
-        tiny("auto_fallback=propose")

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,11 @@ import torch
 from ottava.bench.models import PlainByteTransformer
 from ottava.optim import AdamW, Muon
 from ottava.train.checkpoint import _renamed, newest_checkpoint
-from ottava.train.config import ModelConfig, TrainConfig, load_config
+from ottava.train.config import ModelConfig
 from ottava.train.loop import Trainer
 from ottava.train.model import ByteTransformer, loss
-from ottava.train.run_folder import StepRecord
 from ottava.weights.parameter import is_quantized_weight
+from train_samples import SHORT, STORED, curve, tiny
 
 SMALL = ModelConfig(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48)
 
@@ -125,16 +124,6 @@ def test_every_parameter_learns(autocast: bool) -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
-TINY = (
-    "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",
-    "data.max_bytes=200000",
-    "batch_size=2",
-    "sequence_length=32",
-    "steps=6",
-    "checkpoint.every=2",
-    "evaluation={every: 0, batches: 1}",
-)
-STORED = ("optimizer.weights=fp8", "optimizer.master=remainder", "optimizer.moments=fp8")
 OPTIONS = (
     ("optimizer.weights=bf16", "optimizer.master=fp32", "optimizer.moments=bf16"),
     ("optimizer.weights=bf16", "optimizer.master=remainder", "optimizer.moments=fp8", "recipe=delayed"),
@@ -153,14 +142,6 @@ OPTIONS = (
 )
 
 
-def tiny(*overrides: str) -> TrainConfig:
-    return load_config(None, [*TINY, *overrides])
-
-
-def curve(history: list[StepRecord]) -> list[StepRecord]:
-    return [replace(record, seconds=0.0) for record in history]
-
-
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -176,7 +157,7 @@ def saved(run: Path) -> dict[str, torch.Tensor]:
 def test_every_option_survives_kill_9_bit_for_bit(tmp_path: Path) -> None:
     """A fork of this process trains and is killed between two checkpoints; this process continues the run."""
     for number, options in enumerate(OPTIONS):
-        config = tiny(*options)
+        config = tiny(*SHORT, *options)
         whole, run = tmp_path / f"whole{number}", tmp_path / f"run{number}"
         expected = Trainer(config, whole).advance()
         child = os.fork()
@@ -198,17 +179,17 @@ def test_every_option_survives_kill_9_bit_for_bit(tmp_path: Path) -> None:
 
 def test_the_default_is_torchs_fused_adamw(tmp_path: Path) -> None:
     """Its bits are those of runs before there was a choice; a setting at its default leaves the digest as it was."""
-    trainer = Trainer(tiny(), tmp_path / "run")
+    trainer = Trainer(tiny(*SHORT), tmp_path / "run")
     assert type(trainer._optimizer) is torch.optim.AdamW
     assert trainer._optimizer.param_groups[0]["fused"] is True
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["optimizer"] == "torch.optim.adamw.AdamW"
-    digests = {tiny(*options).digest() for options in ((), ("optimizer.momentum=0.95",), ("rewarm=0",))}
+    digests = {tiny(*SHORT, *options).digest() for options in ((), ("optimizer.momentum=0.95",), ("rewarm=0",))}
     assert len(digests) == 1
-    assert tiny("optimizer.moments=bf16").digest() not in digests
+    assert tiny(*SHORT, "optimizer.moments=bf16").digest() not in digests
 
 
 def test_settings_make_what_they_say(tmp_path: Path) -> None:
-    trainer = Trainer(tiny(*STORED, "recipe=delayed"), tmp_path / "a")
+    trainer = Trainer(tiny(*SHORT, *STORED, "recipe=delayed"), tmp_path / "a")
     trainer.advance(2)
     trainer.close()
     assert isinstance(trainer._optimizer, AdamW)
@@ -216,7 +197,7 @@ def test_settings_make_what_they_say(tmp_path: Path) -> None:
     assert set(dtypes.values()) == {torch.bfloat16}
     stored = [name for name, p in trainer.model.named_parameters() if is_quantized_weight(p)]
     assert stored == [f"{name}.weight" for name in trainer.conversion.converted]
-    muon = Trainer(tiny("optimizer.name=muon"), tmp_path / "b")
+    muon = Trainer(tiny(*SHORT, "optimizer.name=muon"), tmp_path / "b")
     muon.close()
     assert isinstance(muon._optimizer, Muon)
     inner, ends, gains = muon._optimizer.param_groups
