@@ -262,7 +262,8 @@ def driven(page: Path) -> dict[str, str]:
     addresses = {}
     for name, script in ACTS.items():
         acting = page.with_name(f"{name}.html")
-        wait = f"<script>setTimeout(() => {{ {script} }}, 800)</script></body>"
+        seen = "observe(document.documentElement, { attributeFilter: ['data-drawn'] })"  # a busy machine draws late
+        wait = f"<script>new MutationObserver(() => setTimeout(() => {{ {script} }})).{seen}</script></body>"
         acting.write_text(page.read_text(encoding="utf-8").replace("</body>", wait), encoding="utf-8")
         addresses[name] = acting.as_uri() + FIRST
     return together(addresses, page.parent)
