@@ -53,6 +53,7 @@ def test_equal_pairs_have_no_finding(family: str, pair: Callable[..., Any]) -> N
         certificate = parity(one.source, one.folder, engine, text=made_up(256, 16))
         assert certificate.equal, f"{recipe}, {layout}, {engine}: {certificate}"
         assert certificate.sha256_trained == certificate.sha256_served, (recipe, layout)
+        assert set(certificate.files) >= {"config.json", "model.safetensors"}
         assert certificate.text.startswith("0: ")
         again = parity(one.source, one.folder, engine, text=made_up(256, 16))
         assert again.to_json() == certificate.to_json()

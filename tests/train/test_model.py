@@ -33,12 +33,6 @@ def build_plain(config: ModelConfig = SMALL, length: int = 24) -> PlainByteTrans
     return PlainByteTransformer(config, length)
 
 
-def test_default_size_is_about_a_million_parameters() -> None:
-    """2 x 256 x 128 embeddings and head, 5 x (256 + 128) x 128 attention, 5 x 3 x 384 x 128 MLP, 11 gains of 128."""
-    expected = 2 * 256 * 128 + 5 * ((256 + 128) * 128 + 3 * 384 * 128) + 11 * 128
-    assert sum(p.numel() for p in ByteTransformer(ModelConfig(), 128).parameters()) == expected == 1_049_984
-
-
 def test_state_dict_holds_parameters_only() -> None:
     model = build()
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
@@ -51,16 +45,10 @@ def test_later_bytes_do_not_change_earlier_logits() -> None:
     changed = ids.clone()
     changed[:, 13] = (changed[:, 13] + 1) % 256
     with torch.no_grad():
-        before, after = model(ids), model(changed)
+        before, after, shorter = model(ids), model(changed), model(ids[:, :9])
     assert torch.equal(before[:, :13], after[:, :13])
     assert not torch.equal(before[:, 13:], after[:, 13:])
-
-
-def test_shorter_sequence_gives_the_prefix_of_the_logits() -> None:
-    model = build()
-    ids = torch.randint(0, 256, (2, 24))
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids[:, :9]), model(ids)[:, :9], rtol=0, atol=1e-5)  # ~100 roundings near 1
+    torch.testing.assert_close(shorter, before[:, :9], rtol=0, atol=1e-5)  # ~100 roundings near 1
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -89,6 +77,7 @@ def test_it_is_the_same_model_as_in_plain_torch(autocast: bool) -> None:
         expected = grads[moved[name]]
         assert parameter.grad is not None
         assert expected is not None
+        assert parameter.grad.abs().max() > 0, name
         assert (parameter.grad - expected).norm() <= (2**-7 if autocast else 2**-20) * expected.norm(), name
 
 
@@ -109,19 +98,6 @@ def test_matrices_start_at_one_over_root_width_and_those_that_write_to_the_strea
         writes = name.endswith(("o_proj.weight", "down_proj.weight"))
         expected = 0.0884 / math.sqrt(10) if writes else 0.0884
         assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_every_parameter_learns(autocast: bool) -> None:
-    model = build()
-    ids = torch.randint(0, 256, (2, 25))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        value = loss(model, ids[:, :-1], ids[:, 1:])
-    value.backward()
-    assert value.dtype == torch.float32
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 0, name
 
 
 OPTIONS = (

@@ -44,7 +44,7 @@ class Mismatch:
     layer: str
     """Module or tensor of the checkpoint."""
     cause: str
-    """A name of `causes.CAUSES`."""
+    """A name of `CAUSES`."""
     found: str
     """What each side has."""
 
@@ -73,7 +73,7 @@ class Certificate:
     rows: tuple[LinearRow, ...]
     """Linears in the order of execution."""
     findings: tuple[Mismatch, ...]
-    """In the order of execution; at one layer in the order of `causes.CAUSES`."""
+    """In the order of execution; at one layer in the order of `CAUSES`."""
     sha256_trained: str
     """Of all that training multiplies."""
     sha256_served: str
