@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from ottava.train.config import TrainConfig, load_config
+from ottava.train.loop import Trainer
 from ottava.train.run_folder import StepRecord
 
 TINY = (
@@ -28,6 +31,13 @@ def tiny(*overrides: str) -> TrainConfig:
 def curve(history: list[StepRecord]) -> list[StepRecord]:
     """The history without the one field that a clock decides."""
     return [replace(record, seconds=0.0) for record in history]
+
+
+@functools.cache
+def whole_curve(*overrides: str) -> list[StepRecord]:
+    """The curve of a run that nobody disturbs: what others must repeat. Trained once for all tests of a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        return curve(Trainer(tiny(*overrides), Path(folder, "run")).advance())
 
 
 def saved_curve(run: Path) -> list[StepRecord]:

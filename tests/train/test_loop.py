@@ -25,7 +25,7 @@ from ottava.train.config import TrainConfig, load_config
 from ottava.train.data import DataError
 from ottava.train.loop import Trainer
 from ottava.train.run_folder import StepRecord
-from train_samples import SHORT, STORED, TINY, curve, saved_curve, tiny
+from train_samples import SHORT, STORED, TINY, curve, saved_curve, tiny, whole_curve
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed"])
@@ -73,9 +73,9 @@ def test_a_run_of_an_older_version_or_other_microbatches_resumes(
     resumed = Trainer(tiny(after), tmp_path / "run", resume=True)
     assert resumed.step == 4
     assert said in caplog.text
-    whole = Trainer(tiny(before), tmp_path / "whole").advance()
+    whole = whole_curve(before)
     resumed.advance()
-    same = curve(resumed.history) == curve(whole)
+    same = curve(resumed.history) == whole
     assert same == (before == after)
     assert resumed.history[-1].loss == pytest.approx(whole[-1].loss, rel=0.05)
 
@@ -109,11 +109,10 @@ def test_run_folder_tells_the_whole_story(tmp_path: Path) -> None:
 
 
 def test_delayed_scaling_starts_as_tensorwise_and_looks_back_from_the_second_step(tmp_path: Path) -> None:
-    delayed, current = (Trainer(tiny(f"recipe={name}"), tmp_path / name) for name in ("delayed", "tensorwise"))
+    delayed, current = Trainer(tiny("recipe=delayed"), tmp_path), whole_curve("recipe=tensorwise")
     delayed.advance()
-    current.advance()
-    assert curve(delayed.history)[0] == curve(current.history)[0]
-    assert curve(delayed.history)[1:] != curve(current.history)[1:]
+    assert curve(delayed.history)[0] == current[0]
+    assert curve(delayed.history)[1:] != current[1:]
     histories = {name: value for name, value in delayed.model.state_dict().items() if "amax_history" in name}
     assert len(histories) == 3 * len(delayed.conversion.converted)
     for name, history in histories.items():
@@ -130,18 +129,13 @@ def test_weight_decay_spares_the_gains(tmp_path: Path) -> None:
 def test_two_trainers_in_turn_train_as_if_alone(tmp_path: Path) -> None:
     """nvfp4 rounds its gradients stochastically, from the global generator that both share."""
     recipes = ("nvfp4", "delayed", "bf16")
-    alone = {}
-    for recipe in recipes:
-        trainer = Trainer(tiny(f"recipe={recipe}"), tmp_path / f"alone-{recipe}")
-        trainer.advance()
-        alone[recipe] = curve(trainer.history)
     together = {recipe: Trainer(tiny(f"recipe={recipe}"), tmp_path / recipe) for recipe in recipes}
     while not all(trainer.done for trainer in together.values()):
         for trainer in together.values():
             trainer.advance(random.randint(1, 3))
             torch.rand(7)
     for recipe, trainer in together.items():
-        assert curve(trainer.history) == alone[recipe], recipe
+        assert curve(trainer.history) == whole_curve(f"recipe={recipe}"), recipe
 
 
 def test_trainer_leaves_the_global_random_generator_alone(tmp_path: Path) -> None:
@@ -239,9 +233,7 @@ def test_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_resumed_run_passes_over_a_damaged_checkpoint(
     recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    config = tiny(f"recipe={recipe}")
-    expected = curve(Trainer(config, whole).advance())
+    run, config = tmp_path / "run", tiny(f"recipe={recipe}")
     Trainer(config, run).advance(10)
     newest = run / "checkpoints" / "step-000008.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -254,7 +246,7 @@ def test_resumed_run_passes_over_a_damaged_checkpoint(
     assert "resumed from" in caplog.text
     assert "step-000004.safetensors" in caplog.text
     resumed.advance()
-    assert saved_curve(run) == curve(resumed.history) == expected
+    assert saved_curve(run) == curve(resumed.history) == whole_curve(f"recipe={recipe}")
 
 
 def test_changed_text_and_lost_metrics_are_refused(tmp_path: Path) -> None:
@@ -334,7 +326,6 @@ def test_folder_is_held_until_the_run_is_done_or_closed(tmp_path: Path) -> None:
 def test_run_goes_on_after_a_full_disk(tmp_path: Path) -> None:
     import resource
 
-    expected = curve(Trainer(tiny(), tmp_path / "whole").advance())
     trainer = Trainer(tiny(), tmp_path / "run")
     trainer.advance(5)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -351,7 +342,7 @@ def test_run_goes_on_after_a_full_disk(tmp_path: Path) -> None:
     resumed = Trainer(tiny(), tmp_path / "run", resume=True)
     assert resumed.step == 4
     resumed.advance()
-    assert saved_curve(tmp_path / "run") == curve(resumed.history) == expected
+    assert saved_curve(tmp_path / "run") == curve(resumed.history) == whole_curve()
 
 
 TRAIN = """
@@ -486,18 +477,17 @@ def poisoned(trainer: Trainer) -> Trainer:
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_a_watched_run_is_the_unwatched_one(recipe: str, tmp_path: Path) -> None:
     """Line for line, also when resumed; the folder holds the records of both."""
-    bare = Trainer(tiny(f"recipe={recipe}"), tmp_path / "bare")
-    bare.advance()
+    bare = whole_curve(f"recipe={recipe}")
     config = tiny(f"recipe={recipe}", "watch={every: 3, triggers: {clipping: null}}")
     watched = Trainer(config, tmp_path / "watched")
     watched.advance(6)
     watched.close()
     resumed = Trainer(config, tmp_path / "watched", resume=True)
     resumed.advance()
-    assert saved_curve(tmp_path / "watched") == saved_curve(tmp_path / "bare")
+    assert saved_curve(tmp_path / "watched") == bare
     run = Run.open(tmp_path / "watched")
     assert run.steps["step"].tolist() == list(range(1, 13))
-    assert run.steps["loss"] == pytest.approx([record.loss for record in bare.history])
+    assert run.steps["loss"] == pytest.approx([record.loss for record in bare])
     assert sorted(set(run.table()["step"].tolist())) == [1, 2, 3, 6, 9, 12]
     assert run.manifest["config"]["recipe"] == recipe
 
@@ -550,13 +540,9 @@ def test_a_poisoned_batch_is_skipped_and_training_goes_on(tmp_path: Path) -> Non
 
 def test_a_guard_that_never_acts_changes_no_bit(tmp_path: Path) -> None:
     """A snapshot only reads."""
-    bare, guarded = (
-        Trainer(tiny("recipe=delayed", *more), tmp_path / name)
-        for name, more in (("bare", ()), ("guarded", ("guard={every: 3}",)))
-    )
-    bare.advance()
+    guarded = Trainer(tiny("recipe=delayed", "guard={every: 3}"), tmp_path)
     guarded.advance()
-    assert curve(guarded.history) == curve(bare.history)
+    assert curve(guarded.history) == whole_curve("recipe=delayed")
 
 
 @pytest.mark.parametrize("mode", ["propose", "apply"])
