@@ -26,17 +26,17 @@ LAYER = "layers.2.mlp.down_proj"
 FIRST = "#slot=0&metric=amax&look=0"
 
 
-def dom(page: Path, fragment: str = "", width: int = 1280) -> str:
+def dom(page: Path) -> str:
     """The document after its script has run."""
     assert CHROMIUM is not None
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     flags += ["--allow-file-access-from-files"]  # else a page may not look into its frames
     flags += [
         f"--user-data-dir={page.parent / 'profile'}",
-        f"--window-size={width},2000",
+        "--window-size=1280,2000",
         "--virtual-time-budget=30000",
     ]
-    command = [CHROMIUM, *flags, "--enable-logging=stderr", "--dump-dom", page.as_uri() + fragment]
+    command = [CHROMIUM, *flags, "--enable-logging=stderr", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert 'data-drawn="yes"' in done.stdout[:200]
