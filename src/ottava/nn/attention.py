@@ -353,14 +353,13 @@ class DotProductAttention(nn.Module):
             if torch.compiler.is_compiling():
                 self._note_compiled()
             else:
-                choice = self._choice(q, k, v, mask, p, causal, scale, grouped)
+                choice = self._choice(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)
                 if choice == SDPBackend.MATH.value and grouped:  # some fused kernels want as many heads of k as of q
                     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
                     grouped = False
-                    choice = self._choice(q, k, v, mask, p, causal, scale, grouped)
-                self.last_shape = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:])
-                self.last_backend = _NAME_OF.get(choice, "another device's")
-                self.last_note = _why_math(q, k, v, mask, p) if self.last_backend == "math" else ""
+                    choice = self._choice(q, k, v, mask, p, causal, scale=scale)
+                name = _NAME_OF.get(choice, "another device's")
+                self._note(q, k, name, _why_math(q, k, v, mask, p) if name == "math" else "")
             return F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)
 
     def _run_fp8(
@@ -371,8 +370,7 @@ class DotProductAttention(nn.Module):
                 "DotProductAttention: FP8 attention knows no dropout; needs dropout=0, or a recipe without it"
             )
         if not torch.compiler.is_compiling():
-            self.last_shape = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:])
-            self.last_backend, self.last_note = FP8_EMULATION, str(fp8)
+            self._note(q, k, FP8_EMULATION, str(fp8))
         sink = local(self.sink)
         sink = q.new_full((q.shape[1],), sink) if isinstance(sink, float | int) else sink
         return fp8_attention(q, k, v, mask, sink, scale, self.quantizers, fp8)
@@ -383,30 +381,23 @@ class DotProductAttention(nn.Module):
         refused = {"dropout": self.dropout and self.training, "a sink": self.sink is not None, "FP8": fp8 is not None}
         if what := [name for name, asked in refused.items() if asked]:
             raise ValueError(f"DotProductAttention: batch invariant attention knows no {' and no '.join(what)}")
-        self.last_shape = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:])
-        self.last_backend, self.last_note = BACKEND, "bits of a query depend on its keys alone"
+        self._note(q, k, BACKEND, "bits of a query depend on its keys alone")
         return invariant_attention(q, k, v, mask, scale)
 
-    def _choice(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        p: float,
-        causal: bool,
-        scale: float,
-        grouped: bool,
-    ) -> int:
+    def _choice(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, **more: Any) -> int:
         """The kernel that torch will run: torch asks the same function."""
         try:
-            return torch._fused_sdp_choice(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)
+            return torch._fused_sdp_choice(q, k, v, mask, p, causal, **more)
         except RuntimeError as error:
             raise ValueError(
                 f"DotProductAttention: backend {self.backend!r} does not take this call on {q.device.type}: q "
                 f"{tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, v {tuple(v.shape)} "
                 f"({_why_math(q, k, v, mask, p)}). Leave backend=None for the best that does"
             ) from error
+
+    def _note(self, q: Tensor, k: Tensor, backend: str, note: str) -> None:
+        self.last_backend, self.last_note = backend, note
+        self.last_shape = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:])
 
     @constant_in_graph  # runs while tracing
     def _note_compiled(self) -> None:

@@ -24,7 +24,7 @@ from ottava.engine.autocast import ambient, autocast
 from ottava.engine.functional import produced
 from ottava.engine.quantizer import Quantizer
 from ottava.nn.activations import Activation, ActivationFormula, get_activation
-from ottava.nn.layer import Layer, Projection
+from ottava.nn.layer import Layer, Linear, Projection
 from ottava.nn.norms import NormLinear, NormName
 from ottava.recipe import Recipe, get_recipe
 from ottava.weights.parameter import is_quantized_weight
@@ -134,8 +134,6 @@ class NormMLP(nn.Module):
         wide = 2 * ffn_hidden if activation.gated else ffn_hidden
         self.fc1: Layer
         if norm is None:
-            from ottava.nn.layer import Linear
-
             self.fc1 = Linear(hidden, wide, **factory)
         else:
             self.fc1 = NormLinear(hidden, wide, norm=norm, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory)
