@@ -365,7 +365,7 @@ def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_adapters_of_peft_train_on_top_in_both_orders(tmp_path: Path) -> None:
     """Loaded and then wrapped, or wrapped and then loaded: logits, input gradients and those of the adapters are the
-    bits of a dequantized base. Adapters are saved and loaded; merging them into codes is refused by name."""
+    bits of a dequantized base. Merging them into codes is refused by name."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
@@ -397,13 +397,8 @@ def test_adapters_of_peft_train_on_top_in_both_orders(tmp_path: Path) -> None:
     for others in results[1:]:
         assert len(others) == 2 + 8
         assert all(torch.equal(a, b) for a, b in zip(others, results[0], strict=True))
-    before.eval().save_pretrained(tmp_path / "adapters")
-    fresh = made()
-    load_fp8(fresh, tmp_path)
-    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapters").eval()
-    assert torch.equal(loaded(ids).logits, before(ids).logits)
     with pytest.raises(NotImplementedError, match="stored as E4M3"):
-        loaded.merge_and_unload()
+        before.merge_and_unload()
 
 
 def test_a_round_trip_trains_on_from_the_same_bits(tmp_path: Path) -> None:
