@@ -369,11 +369,16 @@ class DotProductAttention(nn.Module):
             raise ValueError(
                 "DotProductAttention: FP8 attention knows no dropout; needs dropout=0, or a recipe without it"
             )
+        if mask is not None and mask.requires_grad:
+            raise NotImplementedError(
+                "FP8 attention: a mask gets no gradient here; run it under a recipe without attention"
+            )
         if not torch.compiler.is_compiling():
             self._note(q, k, FP8_EMULATION, str(fp8))
         sink = local(self.sink)
         sink = q.new_full((q.shape[1],), sink) if isinstance(sink, float | int) else sink
-        return fp8_attention(q, k, v, mask, sink, scale, self.quantizers, fp8)
+        y: Tensor = _FP8Attention.apply(q, k, v, mask, sink, scale, self.quantizers, fp8, torch.is_grad_enabled())
+        return y
 
     def _run_invariant(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fp8: AttentionRecipe | None
@@ -453,39 +458,6 @@ def _why_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) ->
 # --- on FP8 operands -------------------------------------------------------------------------------------------------
 
 
-def fp8_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    scale: float,
-    doors: AttentionQuantizers,
-    recipe: AttentionRecipe,
-) -> Tensor:
-    """Attention on FP8 operands, emulated on every device: plain torch on codes, with hardware's roundings.
-
-        S  = softmax(Q K.T * scale + mask)      Q, K and V are cast with one scale; S is cast for the next GEMM
-        O  = S V                                cast, as FP8 kernels give it
-        dV = S.T dO    dS = S * (dO V.T - rowsum(dO * O))    dQ = dS K * scale    dK = dS.T Q * scale
-
-    The last two GEMMs read the cast of dS, which the field calls dP; dQ, dK and dV share one scale. It holds all scores
-    in memory: it shows the effect of FP8 on a model's numbers, and saves nothing.
-
-    Args:
-        q, k, v: (B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv); the result is (B, H, Sq, Dv), in q's dtype.
-        mask: bool or float, broadcasts to (B, H, Sq, Sk); it gets no gradient.
-        sink: (H,), logits in the denominator.
-    Raises:
-        NotImplementedError: a second derivative, or the gradient of a mask.
-    """
-    if mask is not None and mask.requires_grad:
-        raise NotImplementedError(
-            "FP8 attention: a mask gets no gradient here; run it under a recipe without attention"
-        )
-    return _FP8Attention.apply(q, k, v, mask, sink, scale, doors, recipe, torch.is_grad_enabled())  # type: ignore[no-any-return]
-
-
 class _Codes:
     """Tensors cast with one scale: their numbers, as fp32, and the factor that dequantizes."""
 
@@ -531,6 +503,21 @@ def _softmax(scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> tuple[
 
 
 class _FP8Attention(torch.autograd.Function):
+    """Attention on FP8 operands, emulated on every device: plain torch on codes, with hardware's roundings.
+
+        S  = softmax(Q K.T * scale + mask)      Q, K and V are cast with one scale; S is cast for the next GEMM
+        O  = S V                                cast, as FP8 kernels give it
+        dV = S.T dO    dS = S * (dO V.T - rowsum(dO * O))    dQ = dS K * scale    dK = dS.T Q * scale
+
+    The last two GEMMs read the cast of dS, which the field calls dP; dQ, dK and dV share one scale. It holds all scores
+    in memory: it shows the effect of FP8 on a model's numbers, and saves nothing.
+
+    Args:
+        q, k, v: (B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv); the result is (B, H, Sq, Dv), in q's dtype.
+        mask: bool or float, broadcasts to (B, H, Sq, Sk); it gets no gradient.
+        sink: (H,), logits in the denominator.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -248,8 +248,11 @@ def _refusal(name: str, layer: Any, tied: set[int], listening: set[int], filter:
         return f"{type(layer).__name__}: a subclass of nn.Linear with a forward of its own"
     if "forward" in vars(layer):
         return "its forward has been replaced on the instance: ottava's would never be called"
-    if getattr(layer, "_distribute_module_applied", False) and (reason := _unsplit(layer)):  # torch's mark
-        return reason
+    if getattr(layer, "_distribute_module_applied", False):  # torch's mark of a layer that its styles have split
+        from ottava.nn.sharding import refuse_split  # DTensor takes a second to import
+
+        if reason := refuse_split(layer.weight):
+            return reason
     if not layer.weight.is_floating_point():
         return f"weight is {layer.weight.dtype}"
     answer = filter(name, layer)
@@ -273,19 +276,11 @@ def _as_linear(layer: nn.Module) -> Linear:
     return layer
 
 
-def _unsplit(layer: Any) -> str | None:
-    """Why a layer that torch's tensor parallelism has split cannot run on its shard; None if it can."""
-    from ottava.nn.sharding import refuse_split  # DTensor takes a second to import
-
-    return refuse_split(layer.weight)
-
-
 def _loss(name: str, layer: Any, recipe: Recipe, tokens: int, device: Device | None) -> str | None:
     """Why a layer would be slower under the recipe; None if it gains, or if the recipe casts nothing in it."""
     sizes = rows_of(layer, tokens), layer.in_features, layer.out_features
     predicted = plan_layer(name, sizes, recipe, device or Device())
-    asked = recipe.for_layer(name)
-    if predicted.taken or not (asked.fprop.quantized or asked.dgrad.quantized or asked.wgrad.quantized):
+    if predicted.taken or not recipe.for_layer(name).quantized:
         return None
     return f"predicted {predicted.speedup:.2f} x BF16, {predicted.reason}"
 

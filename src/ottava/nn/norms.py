@@ -22,7 +22,7 @@ from ottava.base.errors import unknown_name
 from ottava.engine.functional import produced
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import normed, supports_rows
-from ottava.nn.layer import Layer
+from ottava.nn.layer import Layer, Linear
 from ottava.recipe import Recipe, get_recipe
 
 Unmade = tuple[UnmadeRows, tuple[Tensor | None, ...]] | str
@@ -349,3 +349,12 @@ class NormLinear(Layer, nn.Linear):
     def extra_repr(self) -> str:
         """torch's, and the recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+def normed_linear(
+    norm: NormName | None, width: int, wide: int, *, eps: float, zero_centered_gamma: bool, **settings: Any
+) -> Layer:
+    """A linear with the norm of that name in front, or with none; settings: bias, recipe, device and dtype."""
+    if norm is None:
+        return Linear(width, wide, **settings)
+    return NormLinear(width, wide, norm=norm, eps=eps, zero_centered_gamma=zero_centered_gamma, **settings)

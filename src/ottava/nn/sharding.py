@@ -432,20 +432,14 @@ def refuse_split(weight: Tensor) -> str | None:
 
 
 def shard_by_torch(layer: Any) -> None:
-    """Lets a layer run on its shard of a weight that one of torch's styles has split.
+    """Lets a layer run on its shard of a weight that one of torch's styles has split, and `refuse_split` takes.
 
     The hooks of that style hand it DTensors and take them: what they gather or sum, they do in high precision. The
     styles of `ottava.distributed` gather codes.
-
-    Raises:
-        TypeError: the weight is split in a way that no GEMM takes.
     """
-    weight = layer.weight
-    if reason := refuse_split(weight):
-        raise TypeError(f"{layer.name or 'Linear'}: {reason}")
-    split = weight.placements[0].dim
+    split = layer.weight.placements[0].dim
     input, output = (Shard(-1), Partial()) if split else (Replicate(), Shard(-1))
-    layer.sharding = Sharding(weight.device_mesh, split, input, output, local_output=False)
+    layer.sharding = Sharding(layer.weight.device_mesh, split, input, output, local_output=False)
 
 
 def _same(one: Placement, other: Placement, dims: int) -> bool:
