@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import ottava
-from ottava.nn.convert import default_filter, keep_first_last_bf16, weights_outside
+from ottava.nn.convert import keep_first_last_bf16, plan_model, weights_outside
 from ottava.nn.layer import Linear
-from ottava.nn.plan import plan_model
+from ottava.nn.plan import default_filter
 from ottava.recipe import Recipe, get_recipe
 from ottava.weights.parameter import is_quantized_weight
 

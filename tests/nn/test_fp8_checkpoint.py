@@ -142,21 +142,6 @@ def test_recipes_multiply_the_codes_where_they_have_their_scales(tmp_path: Path)
     assert all(row.fp8 for row in ottava.receipt(model).rows if row.layer == "down" and row.gemm == "fprop")
 
 
-def test_shards_are_found_by_their_index(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    numbers = write(tmp_path, "channel", Net())
-    whole = load_tensors(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    halves = {"a.safetensors": dict(list(whole.items())[::2]), "b.safetensors": dict(list(whole.items())[1::2])}
-    for name, part in halves.items():
-        save_file(part, tmp_path / name)
-    weight_map = {key: name for name, part in halves.items() for key in part}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    model = Net()
-    load_fp8(model, tmp_path)
-    assert torch.equal(model.down.weight.dequantize(), numbers["down.weight"])
-
-
 def test_the_index_decides_between_files_that_hold_one_tensor(tmp_path: Path) -> None:
     """Whatever the order of their names: once the mapped file is the first one, once the last one."""
     numbers = write(tmp_path, "channel", Net())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import ottava
 from ottava.engine.layer import quantized_layers
 from ottava.nn import GroupedLinear, Linear, permute, sort_by_expert, unpermute
-from ottava.nn.plan import plan_model
+from ottava.nn.convert import plan_model
 from ottava.ops.quantize import refuse_turn
 from ottava.recipe import RECIPES, Recipe
 

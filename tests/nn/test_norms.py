@@ -218,7 +218,7 @@ def test_compiled_recomputed_copied_and_under_another_recipe() -> None:
 
 def test_calibration_conversion_state_and_plan_see_it_like_a_linear() -> None:
     """The input's history is that of normed rows; convert changes its recipe; state dicts load both ways."""
-    from ottava.nn.plan import plan_model
+    from ottava.nn.convert import plan_model
 
     fused, plain = layers("delayed", "layernorm")
     batches = [torch.randn(8, 66).bfloat16() for _ in range(2)]

@@ -42,7 +42,7 @@ from ottava.nn.attention import DotProductAttention
 from ottava.nn.foreign import TorchAttention, layers_of, parts_of, take, without_fused_layers
 from ottava.nn.grouped import Stack
 from ottava.nn.layer import LayerView, Linear, rows_of
-from ottava.nn.plan import TOKENS, Device, plan_layer
+from ottava.nn.plan import TOKENS, Device, Plan, default_filter, plan_layer
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import Recipe, get_recipe
 from ottava.weights.checkpoint import keep_in_state_dict
@@ -53,10 +53,6 @@ Weights = Literal["fp8", "bf16"]
 Filter = Callable[[str, nn.Linear], bool | str | None]
 """(full name, layer) -> True or None: convert it; False or a reason: do not. True also converts a head that is tied to
 an embedding. A layer that is no nn.Linear comes as a `LayerView` with in_features, out_features, weight and bias."""
-
-HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
-_ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
-_SMALLEST = 32
 
 
 @dataclass(frozen=True)
@@ -179,27 +175,29 @@ def convert(
     return report
 
 
-def default_filter(name: str, layer: nn.Linear) -> str | None:
-    """Why a layer should stay in high precision, or None: output heads, LoRA adapters, routers, tiny layers.
+def plan_model(model: nn.Module, recipe: Recipe | str, *, tokens: int, device: Device | None = None) -> Plan:
+    """Predicts every nn.Linear of a model, which may be on the meta device.
 
-    Heads and routers decide by small differences of large sums and are a small share of the work; adapters are small,
-    and the training changes nothing else.
+    Args:
+        tokens: rows of the activations in one forward: batch x sequence on one GPU.
+        device: None takes the constants of an H200.
+    Raises:
+        ValueError: unknown recipe, or tokens below 1.
 
     Example:
-        >>> default_filter("model.lm_head", nn.Linear(64, 512)), default_filter("mlp.gate_proj", nn.Linear(64, 256))
-        ('output head: sensitive, and its input feeds the loss directly', None)
+        >>> model = nn.Sequential(nn.Linear(4096, 14336), nn.Linear(14336, 64))
+        >>> plan = plan_model(model, "delayed", tokens=16384)
+        >>> [layer.taken for layer in plan.layers]
+        [True, False]
     """
-    parts = name.split(".")
-    if parts[-1] in HEADS:
-        return "output head: sensitive, and its input feeds the loss directly"
-    if any(part.startswith("lora_") for part in parts):
-        return "LoRA adapter: small, and all that is being trained"
-    if parts[-1] in _ROUTERS:
-        return "router: a rounding error changes which expert runs"
-    smallest = min(layer.in_features, layer.out_features)
-    if smallest < _SMALLEST:
-        return f"{smallest} features on one side: below {_SMALLEST} a cast costs more than the GEMM saves"
-    return None
+    need("plan_model", model, nn.Module)
+    recipe, device = get_recipe(recipe), device or Device()
+    plans = []
+    for name, layer in layers_of(model).items():
+        sizes = rows_of(layer, tokens), layer.in_features, layer.out_features
+        stored = stored_as(getattr(layer, "parameter", layer.weight))
+        plans.append(plan_layer(name, sizes, recipe, device, stored=stored))
+    return Plan(recipe, tokens, device, tuple(plans))
 
 
 def keep_first_last_bf16(recipe: Recipe | str, model: nn.Module, *, first: int = 1, last: int = 1) -> Recipe:

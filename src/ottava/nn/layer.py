@@ -385,9 +385,10 @@ def ready_input(layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None
             f"{layer.name or 'Linear'}: got input on {input.device} for a weight on {weight.device}; needs one device. "
             "model.to_empty(device=...) gives a model memory, and load_state_dict numbers"
         )
-    if (dtype := autocast_dtype(input)) is not None:
-        call.dtype = dtype
-        return input if call.produce is not None else input.to(dtype)  # a norm reads the input in its own dtype
+    device = input.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # not by `autocast_dtype`: a warm step counts its calls
+        call.dtype = torch.get_autocast_dtype(device)
+        return input if call.produce is not None else input.to(call.dtype)  # a norm reads the input in its own dtype
     if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
         _refuse_mixed(layer.name, input, weight, bias)
     if input.dtype == torch.float32 and not torch.compiler.is_compiling():
