@@ -31,16 +31,16 @@ ENTRANCES = MappingProxyType(
 """A way into the package -> its module, and the functions in it that run: what they import counts too."""
 LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
-        "Python lines in src": (65_800, 48_000),
+        "Python lines in src": (65_500, 48_000),
         "files": (270, 200),
         "modules in the root": (3, 6),
-        "longest import chain": (35, 22),
+        "longest import chain": (30, 22),
         "modules behind import ottava.train.config": (22, 20),
         "modules behind ottava table": (17, 15),
         "modules behind ottava export": (78, 60),
         "public class names with more than one home": (16, 12),
         "comments per 1,000 lines in kernels, ops, engine": (53, 60),
-        "test lines": (62_000, 46_000),
+        "test lines": (61_500, 46_000),
         "benchmark lines": (6_700, 4_000),
     }
 )

@@ -244,6 +244,7 @@ def plan_layer(
         ValueError: a size below 1.
 
     Example:
+        >>> from ottava.recipe import get_recipe
         >>> plan_layer("up", (16384, 4096, 14336), get_recipe("delayed"), Device()).taken
         True
         >>> print(plan_layer("tiny", (512, 512, 512), get_recipe("rowwise"), Device()).reason)
