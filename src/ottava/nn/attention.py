@@ -329,12 +329,12 @@ class DotProductAttention(nn.Module):
             return apart(self._attend, q, k, v, rule, given, query_lengths, key_lengths)  # type: ignore[no-any-return]
         recipe = settings.recipe_for(self.name, self.resolved)
         fp8, invariant = recipe.attention, recipe.fprop.batch_invariant
-        causal = rule.is_causal(queries, keys) and given is None and key_lengths is None and self.sink is None
-        causal = causal and fp8 is None and not invariant  # else the mask is built
-        mask = None
-        if not causal:
+        alone = given is None and key_lengths is None and self.sink is None and fp8 is None and not invariant
+        mask, causal = None, True
+        # a branch: in a graph for any length the comparison is a symbol, and torch takes none for `is_causal`
+        if not (alone and rule.is_causal(queries, keys)):
             lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
-            mask = build_mask(rule, queries, keys, **lengths, given=given, device=q.device)
+            mask, causal = build_mask(rule, queries, keys, **lengths, given=given, device=q.device), False
         if mask is not None and mask.dtype not in (torch.bool, q.dtype):
             mask = mask.to(q.dtype)
         if invariant:
