@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.kernels import scaled_mm
-from ottava.nn.receipt import Receipt, ReceiptRow, grouped
+from ottava.nn.receipt import ReceiptRow, grouped
 from ottava.ops import dispatch
 from ottava.recipe import GEMMS, Recipe
 
@@ -398,11 +398,3 @@ def test_numbers_in_two_places_are_ranges_only_where_they_make_all_pairs() -> No
     every = [replace(row, layer=f"layers.{i}.experts.{j}.w1") for i in range(2) for j in range(2)]
     assert [name for name, _ in grouped(every)] == ["layers.0-1.experts.0-1.w1"]
     assert [name for name, _ in grouped(every[:3])] == [one.layer for one in every[:3]]
-
-
-def test_a_model_without_linear_layers_has_an_empty_receipt() -> None:
-    """And a fraction of 0, not of 1."""
-    receipt = ottava.receipt(nn.Sequential(nn.GELU()))
-    assert receipt == Receipt(())
-    assert receipt.fp8_fraction == 0
-    assert str(receipt).endswith("0.0% of the linear work in FP8, 0.0% on FP8 hardware")

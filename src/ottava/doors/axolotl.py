@@ -20,8 +20,9 @@ from torch import nn
 
 from ottava.base.errors import unknown_name
 from ottava.doors.host import need_host, refuse_model
-from ottava.nn.convert import convert, default_filter
+from ottava.nn.convert import convert
 from ottava.nn.foreign import layers_of
+from ottava.nn.plan import default_filter
 from ottava.recipe import get_recipe
 
 need_host("axolotl")

@@ -23,8 +23,8 @@ from ottava.engine.autocast import Ambient
 from ottava.engine.layer import QuantizedLayer
 from ottava.experiments.handmade import Exact
 from ottava.experiments.passes import AS_IT_RAN, Way, without_casts
-from ottava.nn.convert import default_filter
 from ottava.nn.layer import Linear
+from ottava.nn.plan import default_filter
 from ottava.recipe import GEMMS, Override, Recipe, get_recipe
 
 _TORCHAO = ("Float8Linear", "Float8BlockwiseLinear", "MXFP8Linear", "NVFP4Linear", "MXLinear")

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ottava.base.errors import need
 from ottava.base.untrusted import UntrustedError
 from ottava.engine.layer import QuantizedLayer
-from ottava.nn.convert import default_filter
 from ottava.nn.foreign import TurnedLinear, parts_of
+from ottava.nn.plan import default_filter
 from ottava.numerics.scaling import Granularity
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.weights.layouts import (
