@@ -260,8 +260,18 @@ def test_settings_of_every_group_are_columns_and_a_zero_is_written(tmp_path: Pat
 
 
 def test_a_weight_that_somebody_else_writes_is_seen_in_that_step(tmp_path: Path) -> None:
-    """In a step without a look, too; one that is written and restored in between is the optimizer's."""
+    """In a step without a look, too; one that is written and restored in between is the optimizer's. So is one that
+    got no gradient now and then, as an expert without tokens."""
     model: Any = made()
+    idle = [nn.Parameter(torch.ones(3)) for _ in range(9)]
+    sparse = torch.optim.SGD(idle, lr=0.1, momentum=0.9)
+    with ottava.watch(model, tmp_path / "idle"):
+        for step in range(1, 9):
+            model(ids_of(step), labels=ids_of(step + 50)).backward()
+            for i, p in enumerate(idle):
+                p.grad = None if (i + step) % 3 else torch.ones(3)
+            sparse.step()
+    assert not Run.open(tmp_path / "idle").steps["written"][1:].any()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with ottava.watch(model, tmp_path / "run"):
         for step in range(1, 9):

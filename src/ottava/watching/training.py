@@ -278,10 +278,12 @@ class TrainingTap:
         """Keeps a few numbers of a few parameters, as the optimizer left them."""
         if capturing():
             return
-        some = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.dim()]
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.dim()]
+        for p in held:  # of a step before, in which other parameters had gradients
+            self._guarded.pop(id(p), None)
+        some = [p for p in held if p.grad is not None and dense(p) is not None]
         for p in some[:: -(-len(some) // _CHECKED) or 1]:
-            if dense(p) is not None:
-                self._guarded[id(p)] = weakref.ref(p), _samples([p], _GUARDED)
+            self._guarded[id(p)] = weakref.ref(p), _samples([p], _GUARDED)
 
     def _note_written(self, parameters: Sequence[Tensor]) -> None:
         """The share of these numbers that something else has changed since: an average that was swapped in, say."""
