@@ -264,7 +264,7 @@ def test_a_weight_that_somebody_else_writes_is_seen_in_that_step(tmp_path: Path)
     got no gradient now and then, as an expert without tokens."""
     model: Any = made()
     idle = [nn.Parameter(torch.ones(3)) for _ in range(9)]
-    sparse = torch.optim.SGD(idle, lr=0.1, momentum=0.9)
+    sparse = torch.optim.SGD([*idle, *model.head.parameters()], lr=0.1)
     with ottava.watch(model, tmp_path / "idle"):
         for step in range(1, 9):
             model(ids_of(step), labels=ids_of(step + 50)).backward()
