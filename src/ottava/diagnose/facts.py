@@ -109,6 +109,12 @@ class Facts:
     def _about(self) -> dict[str, Mapping[str, Any]]:
         return {str(p["name"]): p for p in self.parameters}
 
+    @property
+    def unmoved(self) -> set[str] | None:
+        """Parameters that end as they began; None if the record does not say, as of a run that was killed."""
+        names = self.manifest.get("unmoved")
+        return {str(n) for n in names} if isinstance(names, list) else None
+
     def size(self, name: str) -> int:
         """Elements of a parameter; 0 if unknown."""
         shape = (self._about.get(name) or {}).get("shape") or [0]

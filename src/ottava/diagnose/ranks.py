@@ -82,14 +82,21 @@ def _weights(facts: Facts, other: Facts, same: list[str]) -> Iterator[Difference
             names = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
             said = f"{len(apart)} of {len(both)} copies ({names}) are no longer equal in the look at step {step}"
             # some optimizers average the gradients themselves: then the weights stay equal
-            since = (
-                "" if unreduced is None else f"; their gradients differ from step {unreduced} on: nobody averaged them"
-            )
+            since = "" if unreduced is None else _why(facts, other, unreduced)
             a, b = mine[apart[0]]["weight"], theirs[apart[0]]["weight"]
             yield Difference("ranks", "weight", a, b, f"{said}{since}.", unreduced or step, tuple(apart))
             return
         if unreduced is None and any(_apart(mine[n]["gradient"], theirs[n]["gradient"]) for n in both):
             unreduced = step
+
+
+def _why(facts: Facts, other: Facts, step: int) -> str:
+    """Why the gradients differ at the optimizer."""
+    whole, used = ([f.at(name, step) for f in (facts, other)] for name in ("grad_norm", "grad_norm_used"))
+    said = f"; their gradients differ from step {step} on"
+    if _apart(*used) and all(map(math.isfinite, whole)) and not _apart(*whole):
+        return f"{said}, and are equal before clipping (norms {used[0]:.4g} and {used[1]:.4g} behind it)"
+    return f"{said}: nobody averaged them"
 
 
 def _unequal_start(facts: Facts, other: Facts) -> Difference | None:

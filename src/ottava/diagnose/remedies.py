@@ -107,7 +107,8 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             patch={"transformers": "model.tie_weights()", "torch": "model.head.weight = model.embedding.weight"},
         ),
         "ranks": Remedy(
-            "Average the gradients of copied weights over the ranks, and give every rank the same settings and steps.",
+            "Average the gradients of copied weights over the ranks. Every rank needs the same settings and steps, and "
+            "batches of its own.",
             patch={
                 "torch": "model = torch.nn.parallel.DistributedDataParallel(model)    # and call it, not model.module"
             },

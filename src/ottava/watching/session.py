@@ -272,7 +272,7 @@ class Watch:
         self._disarm()
         self.changes.undo()
         self._settle(wait=True)
-        self._describe_run()
+        self._describe_run(final=True)
         self.writer.describe(ended=ended)
         self.writer.close()
         for sink in self.sinks:
@@ -580,10 +580,10 @@ class Watch:
             self._stance = None
             torch.compiler.set_stance("default")
 
-    def _describe_run(self) -> None:
+    def _describe_run(self, final: bool = False) -> None:
         facts = {"looks": self._looks, "steps": self.steps_done}
         overhead = {"watching_s": self.collector.seconds, "total_s": time.perf_counter() - self._started}
-        training = self.training.describe()
+        training = self.training.describe(final)
         training["weights"] = self._weights or training["weights"]
         self.writer.describe(
             **training,

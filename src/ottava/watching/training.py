@@ -382,8 +382,11 @@ class TrainingTap:
         rates = [value for name, value in columns.items() if name == "lr" or name.startswith("lr/")]
         return columns | ({"lr": max(rates)} if rates else {})
 
-    def describe(self) -> dict[str, Any]:
-        """Facts of the manifest: every parameter, weights, packages, dtypes, equal parameters, cross-entropy."""
+    def describe(self, final: bool = False) -> dict[str, Any]:
+        """Facts of the manifest: every parameter, weights, packages, dtypes, equal parameters, cross-entropy.
+
+        final: also the parameters that end as they began; their hashes take time.
+        """
         parameters, seen = [], set[int]()
         for name, p in self._parameters():
             if id(p) in seen:
@@ -398,7 +401,9 @@ class TrainingTap:
         parameters += [{"name": name, **facts} for name, facts in self._bare.items()]
         loss = {"classes": self.batches.classes, "softmax_twice": bool(self.batches.softmax_twice)}
         dtypes = {"inputs": sorted(self.batches.dtypes)} if self.batches.dtypes else {}
-        about = {"weights": self._weights, "framework": self._frameworks or []}
+        about: dict[str, Any] = {"weights": self._weights, "framework": self._frameworks or []}
+        if final:
+            about["unmoved"] = sorted({n for n, p in self._parameters() if self._weights.get(n, "-") == hash_of(p)})
         return {"parameters": parameters, "dtypes": dtypes, "tied": self._ties(), **loss, **about}
 
     def stands_in(self, optimizer: Optimizer) -> bool:
