@@ -218,8 +218,10 @@ class Facts:
     # --- experiments and events -----------------------------------------------------------------------------------
 
     def experiments(self, kind: str) -> list[Mapping[str, Any]]:
-        """The experiments of one kind, in the order of steps."""
-        return sorted((e for e in self.run.experiments if e.get("kind") == kind), key=lambda e: e["step"])
+        """The experiments of one kind on all ranks, in the order of steps; a rank above 0 is `rank`."""
+        found = [e for e in self.run.experiments if e.get("kind") == kind]
+        found += [{**e, "rank": rank} for rank, other in self.ranks.items() for e in other.experiments(kind)]
+        return sorted(found, key=lambda e: e["step"])
 
     def checks(self) -> Iterator[Mapping[str, Any]]:
         """Operands that were not the cast of their tensor."""

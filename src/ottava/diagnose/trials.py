@@ -154,7 +154,10 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     for entry in after:
         # a jump between two shadow steps shows in that of the trigger; later ones see what has come of it
         if before and event is not None and entry["step"] > event.step + _NEAR:
-            break
+            if not _hurts(facts, entry):
+                continue
+            said = f"{_said(entry, facts)} The loss had left at step {event.step}, so this does not say who began."
+            return Trial("unknown", (said,), int(entry["step"]), float(entry["error"]))
         blown = not float(entry.get("norm") or math.inf) <= _BLOWN * usual
         if _hurts(facts, entry):
             if blown:
@@ -194,7 +197,8 @@ def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:
 
 def _said(entry: Mapping[str, Any], facts: Facts) -> str:
     noise, bias = entry.get("noise"), entry.get("bias")
-    said = f"At step {entry['step']} the gradient with casts differs by {100 * float(entry['error']):.3g} % from "
+    rank = f" on rank {entry['rank']}" if entry.get("rank") else ""
+    said = f"At step {entry['step']}{rank} the gradient with casts differs by {100 * float(entry['error']):.3g} % from "
     said += f"that without (level {100 * _level(facts, entry):.0f} %)"
     if isinstance(noise, (int, float)) and math.isfinite(noise):
         said += f", {noise:.2g} times the noise of the batch"

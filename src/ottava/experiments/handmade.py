@@ -25,7 +25,9 @@ _NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 NARROW = frozenset(getattr(torch, name) for name in _NAMES)
 """The dtypes whose conversions count. Not E8M0: it holds scales."""
 _LARGEST = frozenset(f.max for f in FORMATS.values() if f.bits <= 8) | {240.0}
-_HERE, _TORCH = str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).parent)
+_HERE = Path(__file__).resolve().parents[1]
+_OURS, _PASSED = str(_HERE), tuple(map(str, (Path(torch.__file__).parent, _HERE / "watching", _HERE / "experiments")))
+"""Our casts are none of the script's; what only looks on, as the other modes of a watch, is passed."""
 
 
 class Seen(TorchFunctionMode):
@@ -85,10 +87,8 @@ def _caller() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_HERE) and "handmade" not in name:
-            return ""
-        if not name.startswith((_TORCH, _HERE)):
-            return f"{Path(name).name}:{frame.f_lineno}"
+        if not name.startswith(_PASSED):
+            return "" if name.startswith(_OURS) else f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 

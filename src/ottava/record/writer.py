@@ -186,8 +186,7 @@ class RunWriter:
 
     def experiment(self, step: int, kind: str, **facts: Any) -> None:
         """Writes a line of experiments.jsonl."""
-        if self.rank == 0:
-            self._line(EXPERIMENTS, {"step": step, "kind": kind, **facts})
+        self._line(EXPERIMENTS, {"step": step, "kind": kind, **facts})
 
     def tally(
         self, step: int, key: SlotKey, tally: Tally, *, phase: str = "full", reported: Mapping[str, float] | None = None

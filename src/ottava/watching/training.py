@@ -207,7 +207,9 @@ class TrainingTap:
             return
         if self._backwards - 1 in self._stepped_at.values():  # the first one since an optimizer stepped
             # of several optimizers, one may leave its gradients until its own turn, as those of two players do
-            found = [_left(optimizer) for ref in self._optimizers if (optimizer := ref()) is not None]
+            # and a flat copy of the parameters takes its gradient by assignment: nothing is added to it
+            mine = {id(p) for _, p in self._parameters()}
+            found = [_left(some) for o in self._living() if (some := [p for p in _held(o) if id(p) in mine])]
             self._numbers["kept_gradient"] = torch.stack(found).amin().reshape(1) if found else torch.zeros(1)
         self.batches.backward(roots if self._hashes else ())
 
@@ -453,10 +455,17 @@ class TrainingTap:
         return ties
 
 
-def _left(optimizer: Optimizer) -> Tensor:
-    """The largest gradient that some parameters of an optimizer still have; 0 if they have none."""
-    some = sorted((p for group in optimizer.param_groups for p in group["params"]), key=Tensor.numel)
-    left = [g for p in some[:_CHECKED] if (g := p.grad) is not None and plain(g)[0] is not None and g.numel()]
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _left(parameters: Sequence[Tensor]) -> Tensor:
+    """The largest gradient that some of these still have; 0 if they have none."""
+    left = [
+        g
+        for p in sorted(parameters, key=Tensor.numel)[:_CHECKED]
+        if (g := p.grad) is not None and plain(g)[0] is not None and g.numel()
+    ]
     return torch.stack([g.detach().abs().amax().float() for g in left]).amax() if left else torch.zeros(())
 
 
