@@ -1,8 +1,11 @@
-"""Axolotl's own plugin manager with the plugin, on a small Llama: settings, conversion, LoRA beside it, callback."""
+"""Axolotl's plugin manager with the plugin on a small Llama, and a whole `axolotl train` where all of Axolotl is there."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,10 +54,10 @@ def configured(manager: Any, **settings: Any) -> Any:
     return DictDefault(merged(**settings).model_dump(exclude_none=True))
 
 
-def llama() -> Any:
+def llama(words: int = 128, length: int = 64) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=128, max_position_embeddings=64)
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=words, max_position_embeddings=length)
     return transformers.LlamaForCausalLM(config).bfloat16()
 
 
@@ -94,11 +97,11 @@ def test_without_a_recipe_nothing_changes(manager: Any) -> None:
 def test_settings_are_checked_first(manager: Any) -> None:
     with pytest.raises(ValidationError, match="unknown recipe 'mxfp9'; did you mean 'mxfp8'"):
         configured(manager, ottava_recipe="mxfp9")
-    with pytest.raises(ValueError, match=r"ottava_skip: unknown pattern 'blocks\.\*'"):
+    with pytest.raises(ValueError, match=r"skip: no layer matches: unknown pattern 'blocks\.\*'"):
         manager.post_model_build(configured(manager, ottava_recipe="mxfp8", ottava_skip=["blocks.*"]), llama())
     taken = llama()
     ottava.convert(taken, "rowwise")
-    with pytest.raises(ValueError, match=r"OttavaPlugin: .* is under ottava's recipe 'rowwise' already"):
+    with pytest.raises(ValueError, match=r"OttavaConfig: .* is under ottava's recipe 'rowwise' already"):
         manager.post_model_build(configured(manager, ottava_recipe="mxfp8"), taken)
 
 
@@ -106,3 +109,40 @@ def test_the_callback_is_the_trainers(manager: Any) -> None:
     assert manager.add_callbacks_post_trainer(configured(manager, ottava_log=False), None) == []
     (callback,) = manager.add_callbacks_post_trainer(configured(manager), None)
     assert isinstance(callback, transformers.TrainerCallback)
+
+
+@pytest.mark.slow
+def test_axolotl_train_from_its_command_line(tmp_path: Path) -> None:
+    """The example's own file, with a model and data of this disk: trains, logs, saves; what it saved loads in FP8."""
+    for package in ("xformers", "trackio", "axolotl.cli.main"):
+        pytest.importorskip(package, reason="Axolotl without its dependencies")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *letters])}
+    made = Tokenizer(models.BPE(vocab=words, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(tmp_path / "model")
+    llama(len(words), 256).save_pretrained(tmp_path / "model")
+    lines = (json.dumps({"instruction": f"Add one to {i}.", "input": "", "output": str(i + 1)}) for i in range(64))
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+
+    settings = yaml.safe_load((ROOT / "examples" / "door_axolotl.yaml").read_text("utf-8"))
+    settings = {key: value for key, value in settings.items() if "lora" not in key and key != "adapter"}
+    settings |= {"base_model": str(tmp_path / "model"), "output_dir": str(tmp_path / "out"), "max_steps": 8}
+    settings |= {"datasets": [{"path": str(tmp_path / "data.jsonl"), "ds_type": "json", "type": "alpaca"}]}
+    settings |= {"bf16": False, "fp16": False, "ottava_recipe": "delayed", "logging_steps": 4, "sequence_len": 256}
+    (tmp_path / "axolotl.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "axolotl.cli.main", "train", "axolotl.yaml", "--launcher", "python"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads((tmp_path / "out" / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
+    assert told[1]["loss"] < told[0]["loss"]
+    assert 0 < told[1]["ottava/fp8_share"] < 1
+    again, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(said.values())
+    assert {again.model.layers[1].mlp.up_proj.recipe.name, again.hf_quantizer.quantization_config.skip[0]} == {
+        "delayed",
+        "model.layers.0.*",
+    }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +59,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def trainer(plugin: Any, folder: Path, epochs: int = 2) -> Any:
+def trainer(plugin: Any, folder: Path, epochs: int = 2, **settings: Any) -> Any:
     return pl.Trainer(
         plugins=[plugin],
         accelerator="cpu",
@@ -66,6 +69,7 @@ def trainer(plugin: Any, folder: Path, epochs: int = 2) -> Any:
         enable_model_summary=False,
         enable_checkpointing=False,
         default_root_dir=folder,
+        **settings,
     )
 
 
@@ -109,6 +113,23 @@ def test_trains_with_the_bits_of_a_plain_loop(recipe: str, tmp_path: Path) -> No
     assert all(late < early for early, late in zip(before, after, strict=True))
     with torch.autocast("cpu", torch.bfloat16):
         assert float(plain.loss(next(iter(batches())))) == after[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe, tensors", [("delayed", 34), ("mxfp8", 4)])
+def test_two_ranks_have_the_bits_of_torchs_ddp(recipe: str, tensors: int, tmp_path: Path) -> None:
+    """Losses, and weights with histories, on both ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = str(Path(__file__).with_name("lightning_ranks.py"))
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    done = subprocess.run(
+        [*command, script, str(tmp_path), recipe],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )
+    assert f"answers [(True, True), (True, True)] {tensors}" in done.stdout, done.stderr[-3000:]
 
 
 def test_resumes_where_it_was_saved(tmp_path: Path) -> None:

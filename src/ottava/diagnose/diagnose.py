@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ottava.base.text import finite
+from ottava.base.text import data_frame, finite, html_table
 from ottava.diagnose.difference import Difference, differences
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.laws import LAWS, Broken, Law, broken
@@ -115,12 +115,13 @@ class Diagnosis:
     def __repr__(self) -> str:
         return f"<Diagnosis {self.verdict}: {self.sentence}>"
 
-    def _repr_html_(self) -> str:
-        from html import escape
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with one row per finding and note."""
+        return data_frame([asdict(one) for one in (*self.findings, *self.notes)])
 
-        rows = [(f.severity, f.title, f.cause) for f in (*self.findings, *self.notes)]
-        body = "".join(f"<tr>{''.join(f'<td>{escape(word)}</td>' for word in row)}</tr>" for row in rows)
-        return f"<p><b>{escape(self.sentence)}</b></p><table>{body}</table>"
+    def _repr_html_(self) -> str:
+        rows = [(one.severity, one.title, one.cause) for one in (*self.findings, *self.notes)]
+        return html_table([("severity", "title", "cause"), *rows], self.sentence)
 
     def fails(self, on: str) -> bool:
         """Whether the worst finding is at least as severe as `on`.

@@ -6,28 +6,27 @@
     ottava_skip: ["*.layers.0.*"]
     ottava_log: true
 
-It converts the model after it is built and before adapters are added, so LoRA trains beside an FP8 model.
+It converts the model after it is built and before adapters are added, so LoRA trains beside an FP8 model. What Axolotl
+saves loads as that of the doors to transformers.
 """
 
 from __future__ import annotations
 
 import logging
-from fnmatch import fnmatchcase
 from typing import Any
 
 from pydantic import BaseModel, field_validator
 from torch import nn
 
-from ottava.base.errors import unknown_name
-from ottava.doors.host import need_host, refuse_model
-from ottava.nn.convert import convert
-from ottava.nn.foreign import layers_of
-from ottava.nn.plan import default_filter
+from ottava.doors.host import need_host
 from ottava.recipe import get_recipe
 
 need_host("axolotl")
 
 from axolotl.integrations.base import BasePlugin  # noqa: E402  # after the check
+
+from ottava.doors.trainer import OttavaCallback  # noqa: E402
+from ottava.doors.transformers import OttavaConfig  # noqa: E402
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,20 +71,9 @@ class OttavaPlugin(BasePlugin):
         """
         if cfg.ottava_recipe is None:
             return
-        refuse_model("OttavaPlugin", model)
-        skip, layers = cfg.ottava_skip or (), layers_of(model)
-        for pattern in skip:
-            if not any(fnmatchcase(name, pattern) for name in layers):
-                raise ValueError(f"OttavaPlugin: ottava_skip: {unknown_name('pattern', pattern, layers)}")
-
-        def chosen(name: str, layer: nn.Linear) -> str | None:
-            pattern = next((one for one in skip if fnmatchcase(name, one)), None)
-            return default_filter(name, layer) if pattern is None else f"skipped by {pattern!r}"
-
-        _LOG.info("ottava: %s", convert(model, cfg.ottava_recipe, filter=chosen))
+        report = OttavaConfig(cfg.ottava_recipe, skip=cfg.ottava_skip or ()).convert(model)
+        _LOG.info("ottava: %s", report)
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
         """The callback of the Trainer's door, unless `ottava_log` is false."""
-        from ottava.doors.trainer import OttavaCallback  # needs transformers; logs alone do
-
         return [OttavaCallback()] if cfg.ottava_log is not False else []

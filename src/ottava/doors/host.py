@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,8 +12,9 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ottava.base.errors import need
+from ottava.base.errors import need, unknown_name
 from ottava.engine.layer import QuantizedLayer
+from ottava.nn.plan import default_filter
 
 
 class HostError(ImportError):
@@ -96,6 +98,24 @@ def refuse_model(door: str, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if reason := _of_parameter(parameter):
             raise ValueError(f"{door}: {name} {reason}")
+
+
+def without(door: str, skip: Iterable[str], layers: Iterable[str]) -> Callable[[str, Any], str | None]:
+    """The filter of a conversion: `default_filter`, and layers whose names match shell patterns stay.
+
+    Raises:
+        ValueError: a pattern matches none of the layers.
+    """
+    patterns, names = tuple(skip), tuple(layers)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"{door}: {unknown_name('pattern', pattern, names)}")
+
+    def stays(name: str, layer: Any) -> str | None:
+        pattern = next((one for one in patterns if fnmatchcase(name, one)), None)
+        return default_filter(name, layer) if pattern is None else f"skipped by {pattern!r}"
+
+    return stays
 
 
 def _of_module(module: nn.Module) -> str | None:

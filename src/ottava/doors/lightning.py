@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ottava.doors.entries import take_histories
 from ottava.doors.host import need_host, refuse_model
 from ottava.engine.layer import quantized_layers
 from ottava.nn.convert import ConversionReport, Filter, convert
@@ -22,7 +23,6 @@ need_host("lightning")
 
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision  # noqa: E402  # after the check
 
-_STATE = ".quantizers."
 _KEY = "ottava_scaling_state"
 
 
@@ -49,9 +49,7 @@ class _Converts(Precision):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Moves the histories from the model's state dict to the plugin's part."""
-        weights = checkpoint["state_dict"]
-        state = {key: weights.pop(key) for key in list(weights) if _STATE in key}
-        if state:
+        if self.report and (state := take_histories(self.report.model, checkpoint["state_dict"])):
             checkpoint[_KEY] = state
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -63,8 +61,8 @@ class _Converts(Precision):
         if self.report is None or not (state := checkpoint.get(_KEY)):
             return
         model = self.report.model
-        kept = {key for key in model.state_dict() if _STATE in key}
-        if kept and (homeless := sorted(state.keys() - kept)):
+        kept = take_histories(model, model.state_dict())
+        if kept and (homeless := sorted(state.keys() - kept.keys())):
             raise ValueError(
                 f"{type(self).__name__}: the checkpoint has scaling state that this model has no place for, "
                 f"{homeless[0]} ({len(homeless)} keys in all); resume with the recipe and filter of the saved run"

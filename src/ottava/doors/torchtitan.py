@@ -10,14 +10,12 @@ inside the other; beside overrides of other parts of a block take `linear`, whic
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from ottava.base.errors import unknown_name
-from ottava.doors.host import need_host
+from ottava.doors.host import need_host, without
 from ottava.engine.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
 from ottava.nn.layer import Layer
 from ottava.nn.plan import default_filter
@@ -77,12 +75,9 @@ def model(cfg: Any, recipe: Any = "tensorwise", skip: Sequence[str] = ()) -> Any
     """
     _recipe(recipe)
     linears = {name: (found, parent, field) for name, found, parent, field in cfg.traverse(Linear.Config)}
-    for pattern in skip:
-        if not any(fnmatchcase(name, pattern) for name in linears):
-            raise ValueError(f"ottava.doors.torchtitan: skip: {unknown_name('pattern', pattern, linears)}")
-    done = 0
+    chosen, done = without("ottava.doors.torchtitan: skip", skip, linears), 0
     for name, (found, parent, field) in linears.items():
-        if reason := _stays(name, found, skip):
+        if reason := _stays(name, found, chosen):
             _LOG.info("ottava: %s stays: %s", name, reason)
             continue
         ours = derive(found, OttavaLinear.Config, recipe=recipe, name=name)
@@ -110,16 +105,15 @@ def linear(cfg: Any, recipe: Any = "tensorwise") -> Any:
         recipe: a name, or a recipe's `to_dict()`.
     """
     _recipe(recipe)
-    return cfg if _stays("", cfg, ()) else derive(cfg, OttavaLinear.Config, recipe=recipe)
+    return cfg if _stays("", cfg, default_filter) else derive(cfg, OttavaLinear.Config, recipe=recipe)
 
 
-def _stays(name: str, config: Any, skip: Sequence[str]) -> str | None:
+def _stays(name: str, config: Any, chosen: Callable[[str, Any], str | None]) -> str | None:
     """Why a linear stays as it is; None: it takes the recipe."""
     if type(config) is not Linear.Config:
         return f"a {type(config).__qualname__}, with a forward of its own"
-    pattern = next((one for one in skip if fnmatchcase(name, one)), None)
     sizes: Any = SimpleNamespace(in_features=config.in_features, out_features=config.out_features)
-    return default_filter(name, sizes) if pattern is None else f"skipped by {pattern!r}"
+    return chosen(name, sizes)
 
 
 def _recipe(given: Any) -> Recipe:
