@@ -1,4 +1,4 @@
-"""Axolotl's plugin manager with the plugin on a small Llama, and a whole `axolotl train` where all of Axolotl is there."""
+"""The plugin in Axolotl's plugin manager on a small Llama; a whole `axolotl train` where all of Axolotl is there."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ means, such as a table of the values of FP4, is not seen.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +25,7 @@ from ottava.numerics.formats import FORMATS
 _NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 NARROW = frozenset(getattr(torch, name) for name in _NAMES)
 """The dtypes whose conversions count. Not E8M0: it holds scales."""
-_LARGEST = frozenset(f.max for f in FORMATS.values() if f.bits <= 8) | {240.0}
-_HERE = Path(__file__).resolve().parents[1]
-_OURS, _PASSED = str(_HERE), tuple(map(str, (Path(torch.__file__).parent, _HERE / "watching", _HERE / "experiments")))
-"""Our casts are none of the script's; what only looks on, as the other modes of a watch, is passed."""
+_LARGEST = frozenset((240.0, *(f.max for f in FORMATS.values() if f.bits <= 8)))
 
 
 class Seen(TorchFunctionMode):
@@ -82,13 +80,21 @@ class Seen(TorchFunctionMode):
             self.outside = self.outside or where
 
 
+@functools.cache
+def _places() -> tuple[str, tuple[str, ...]]:
+    """(the folder of our code, the folders that are passed: torch's, and those that only look on)."""
+    ours = Path(__file__).resolve().parents[1]
+    return str(ours), (str(Path(torch.__file__).parent), str(ours / "watching"), str(ours / "experiments"))
+
+
 def _caller() -> str:
     """FILE:LINE of the innermost frame that is neither torch's nor ours; "" if the call is ours."""
+    ours, passed = _places()
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PASSED):
-            return "" if name.startswith(_OURS) else f"{Path(name).name}:{frame.f_lineno}"
+        if not name.startswith(passed):
+            return "" if name.startswith(ours) else f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 
