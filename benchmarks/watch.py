@@ -2,6 +2,7 @@
 
     python benchmarks/watch.py [--steps 200] [--rounds 5]
     python benchmarks/watch.py --diagnose RUN    # writes a run of 1,000 steps x 200 tensors, and times its diagnosis
+    python benchmarks/watch.py --trainer benchmarks/results/trainer.json    # transformers' Trainer and OttavaCallback
 
 Every round trains a block of steps in each mode, one after the other; quoted are medians over rounds of the ratio to
 the unwatched block of the same round. Times are CPU time of the process, which a machine that is busy elsewhere
@@ -11,6 +12,7 @@ stretches little.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -57,7 +59,11 @@ def main() -> None:
         "--diagnose", type=Path, metavar="RUN", help="write such a run there, if it is not, and time diagnose"
     )
     parser.add_argument("--every", type=int, default=1, help="steps between the looks of that run")
+    parser.add_argument("--trainer", type=Path, metavar="JSON", help="time a Trainer with and without the callback")
     arguments = parser.parse_args()
+    if arguments.trainer is not None:
+        time_trainer(arguments.trainer, arguments.steps, arguments.rounds)
+        return
     if arguments.diagnose is not None:
         time_diagnosis(arguments.diagnose, arguments.every)
         return
@@ -106,6 +112,45 @@ def measure(recipe: str, steps: int, rounds: int, batch_size: int) -> dict[str, 
             with tempfile.TemporaryDirectory() as folder, watch(model, Path(folder) / "run", settings):
                 seconds[mode].append(train(count))
     return seconds
+
+
+def time_trainer(target: Path, steps: int, rounds: int) -> None:
+    """Whole trainings of a Llama of 2 layers, 256 wide, in turn: plain, and with the callback at its defaults."""
+    import transformers as hf
+
+    from ottava.doors.trainer import OttavaCallback
+    from ottava.doors.transformers import OttavaConfig
+
+    sizes = {"vocab_size": 512, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512}
+
+    def train(count: int, callback: OttavaCallback | None, folder: str) -> float:
+        torch.manual_seed(0)
+        config = hf.LlamaConfig(num_hidden_layers=2, **sizes)
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        OttavaConfig("delayed").convert(model)
+        data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(1, 512, (64, 128))]
+        settings = {"max_steps": count, "logging_steps": 10, "per_device_train_batch_size": 4, "save_strategy": "no"}
+        args = hf.TrainingArguments(folder, use_cpu=True, disable_tqdm=True, report_to=[], **settings)
+        run = hf.Trainer(model, args, train_dataset=data, callbacks=[callback] if callback else [])
+        started = time.process_time()
+        run.train()
+        return time.process_time() - started
+
+    measured: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        train(5, OttavaCallback(), f"{folder}/first")
+        for number in range(rounds):
+            plain, callback = train(steps, None, f"{folder}/plain"), OttavaCallback(f"{folder}/run{number}")
+            measured.append({"plain": plain, "callback": train(steps, callback, f"{folder}/watched")})
+            kept = Run.open(f"{folder}/run{number}")
+            measured[-1] |= {"looks": len(set(kept.table()["step"].tolist())), "shadows": len(kept.experiments)}
+            print(measured[-1], flush=True)
+    ratios = [one["callback"] / one["plain"] - 1 for one in measured]
+    told = {"torch": torch.__version__, "transformers": hf.__version__, "threads": torch.get_num_threads()}
+    told |= {"steps": steps, "seconds": "CPU time of the process", "rounds": measured}
+    target.write_text(json.dumps(told | {"median_overhead": statistics.median(ratios)}, indent=1) + "\n", "utf-8")
+    low, middle, high = (f"{100 * one:+.2f} %" for one in (min(ratios), statistics.median(ratios), max(ratios)))
+    print(f"{steps} steps: {middle}, from {low} to {high}")
 
 
 def write_run(folder: Path, steps: int = 1000, layers: int = 40, every: int = 1) -> None:

@@ -31,16 +31,16 @@ ENTRANCES = MappingProxyType(
 """A way into the package -> its module, and the functions in it that run: what they import counts too."""
 LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
-        "Python lines in src": (65_800, 48_000),
-        "files": (270, 200),
+        "Python lines in src": (65_440, 48_000),
+        "files": (264, 200),
         "modules in the root": (3, 6),
-        "longest import chain": (35, 22),
+        "longest import chain": (30, 22),
         "modules behind import ottava.train.config": (22, 20),
         "modules behind ottava table": (17, 15),
         "modules behind ottava export": (78, 60),
         "public class names with more than one home": (16, 12),
         "comments per 1,000 lines in kernels, ops, engine": (53, 60),
-        "test lines": (62_000, 46_000),
+        "test lines": (61_550, 46_000),
         "benchmark lines": (6_700, 4_000),
     }
 )
@@ -78,6 +78,7 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
     return found & known.keys()
 
 
+@functools.cache
 def knows() -> dict[str, set[str]]:
     """Room -> the rooms that its files import."""
     rooms: dict[str, set[str]] = {}
@@ -128,9 +129,11 @@ def draw(lines: bool = False) -> str:
     text = []
     for number, floor in reversed(list(enumerate(floors(rooms)))):
         for room in floor:
-            files = [p for p in SOURCE.rglob("*") if p.suffix in CODE and room_of(p) == room]
-            size = f"{len(files):4} files {sum(len(p.read_text('utf-8').splitlines()) for p in files):6} lines  "
-            text.append(f"{number:2}  {room:17}{size if lines else ''}-> {', '.join(direct(room, rooms)) or '.'}")
+            size = ""
+            if lines:
+                files = [p for p in SOURCE.rglob("*") if p.suffix in CODE and room_of(p) == room]
+                size = f"{len(files):4} files {sum(len(p.read_text('utf-8').splitlines()) for p in files):6} lines  "
+            text.append(f"{number:2}  {room:17}{size}-> {', '.join(direct(room, rooms)) or '.'}")
     return "\n".join(text)
 
 

@@ -6,6 +6,7 @@ Every law is broken by a record that differs from a healthy one in nothing else.
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import ottava
-from ottava.diagnose.diagnose import Diagnosis, diagnose
+from ottava.diagnose.diagnose import CONFIDENCE, Diagnosis, diagnose
 from ottava.diagnose.laws import LAWS
 from ottava.measure.walk import measure
 from ottava.record.reader import Run
@@ -47,6 +48,7 @@ def healthy(step: int) -> dict[str, float]:
         "input_rms": 20.0,
         "label_hash": 300.0 + step,
         "kept_gradient": 0.0,
+        "written": 0.0,
         "extra_steps": 0.0,
         "restarts": 0.0,
         "shared_parameters": 0.0,
@@ -69,6 +71,21 @@ def parameters(**held: Any) -> list[dict[str, Any]]:
     return [{**p, "held": held.get(str(p["name"]).replace(".", "_"), HELD)} for p in facts]
 
 
+def write_steps(
+    writer: RunWriter,
+    facts: Mapping[str, Any],
+    change: Callable[[int], Mapping[str, float]],
+    move: Callable[[str, int], Mapping[str, float]],
+) -> None:
+    writer.describe(**facts)
+    for step in range(1, STEPS + 1):
+        writer.step(step, **{**healthy(step), **change(step)})
+        if step in (1, 2, 4, 8, 16, 32):
+            rows = [{**moves(n, step), **move(n, step)} for n in NAMES]
+            columns = {k: [row[k] for row in rows] for k in rows[0]}
+            writer.training(step, "updates", parameters=list(NAMES), **columns)
+
+
 def record(
     folder: Path,
     change: Callable[[int], Mapping[str, float]] = lambda step: {},
@@ -77,19 +94,17 @@ def record(
     experiments: tuple[Mapping[str, Any], ...] = (),
     sizes: Mapping[tuple[str, str], float] | None = None,
     casts: bool = False,
+    ranks: Mapping[int, Mapping[str, Any]] | None = None,
     **manifest: Any,
 ) -> Run:
     facts = {"parameters": parameters(), "weights": {n: f"{i:016x}" for i, n in enumerate(NAMES)}, "classes": 64}
     facts |= {"cast": {"ran": casts}, "framework": [], "softmax_twice": False, "tied": []}
     facts |= {"coverage": {"linear": 4, "seen": 4, "skipped": []}} | manifest
+    for rank, how in (ranks or {}).items():
+        with RunWriter(folder, rank=rank) as writer:
+            write_steps(writer, facts, how.get("change", change), how.get("move", move))
     with RunWriter(folder) as writer:
-        writer.describe(**facts)
-        for step in range(1, STEPS + 1):
-            writer.step(step, **{**healthy(step), **change(step)})
-            if step in (1, 2, 4, 8, 16, 32):
-                rows = [{**moves(n, step), **move(n, step)} for n in NAMES]
-                columns = {k: [row[k] for row in rows] for k in rows[0]}
-                writer.training(step, "updates", parameters=list(NAMES), **columns)
+        write_steps(writer, facts, change, move)
         for layer in ("layers.0.fc1", "layers.0.fc2", "layers.1.fc1"):
             for tensor in ("input", "weight", "grad_output"):
                 x = torch.randn(32, 64, generator=torch.Generator().manual_seed(7))
@@ -127,7 +142,7 @@ BREAKS: dict[str, dict[str, Any]] = {
     "O4": {"move": lambda n, s: {"gradient": 0.0} if n.startswith("layers") else {}},
     "O5": {"change": lambda s: {"kept_gradient": 1.0}},
     "O6": {"change": lambda s: {"restarts": float(s > 1)}},
-    "O7": {"move": lambda n, s: {"written": 1.0} if n.startswith("layers.0") else {}},
+    "O7": {"change": lambda s: {"written": float(s in (9, 17))}},
     "O8": {
         "move": lambda n, s: {"still": 0.97},
         "parameters": [{**p, "dtype": "bfloat16"} for p in parameters()],
@@ -140,12 +155,7 @@ BREAKS: dict[str, dict[str, Any]] = {
         "change": rises,
         "parameters": parameters(head_weight={**HELD, "lr": 1.0}),
     },
-    "O14": {
-        "experiments": tuple(
-            {"step": s, "kind": "shadow", "mode": "simulated", "error": 0.05, "loss": 2.5, "loss_after": 2.5}
-            for s in (5, 10)
-        )
-    },
+    "R1": {"ranks": {1: {"move": lambda n, s: {"weight": 0.03} if s > 4 and n != "embed.weight" else {}}}},
     "G1": {
         "change": lambda s: {
             **rises(s),
@@ -183,6 +193,39 @@ def test_each_law_is_broken_by_what_it_says_and_by_nothing_else(tmp_path: Path) 
         assert all(f.stage != "fp8" for f in result.findings)
 
 
+def test_ranks_are_compared_as_runs_of_one_program_on_other_data(tmp_path: Path) -> None:
+    """Settings, steps, weights and gradients; but neither weights that are split nor what one rank may do alone."""
+    other_data = {"change": lambda s: {"input_hash": 900.0 + s, "label_hash": 900.0 + s, "loss": 2.0}}
+    grows = lambda n, s: {"weight": 0.02 + 0.001 * s} if s > 1 else {}  # noqa: E731
+    names = {"weights": {n: f"{i + 50:016x}" for i, n in enumerate(NAMES)}}
+    said: dict[str, tuple[dict[str, Any], str]] = {
+        "healthy": (other_data, ""),
+        "lr": ({"change": lambda s: {"lr": 0.1, "lr/0": 0.1, "input_hash": 900.0 + s}}, "The learning rate differs"),
+        "steps": ({"change": lambda s: {"optimizer_steps": 1.0 + (s == 9), "input_hash": 900.0 + s}}, "Step 9 has 2"),
+        "weights": ({**other_data, "move": grows}, "are no longer equal in the look at step 2."),
+        "gradients": (
+            {**other_data, "move": lambda n, s: {**grows(n, s), "gradient": 2e-3}},
+            "their gradients differ from step 1 on: nobody averaged them",
+        ),
+        "averaged by the optimizer": ({**other_data, "move": lambda n, s: {"gradient": 2e-3}}, ""),
+        "validation on one rank": ({"change": lambda s: {"forwards": 1.0 + (s == 9), "input_hash": 900.0 + s}}, ""),
+    }
+    for name, (how, sentence) in said.items():
+        result = diagnose(record(tmp_path / name, ranks={1: how}))
+        assert [f.id for f in result.findings] == (["R1"] if sentence else []), (name, result.sentence)
+        assert sentence in result.sentence
+    split = [{**p, "sharded": True} for p in parameters()]
+    assert not diagnose(record(tmp_path / "split", ranks={1: {**other_data, "move": grows}}, parameters=split)).findings
+    one = diagnose(record(tmp_path / "batches", ranks={1: {}}))
+    assert (one.findings[0].id, "same batches" in one.sentence) == ("R1", True)
+    # other weights, and the same gradient from other batches: nobody sent the first weights to all ranks
+    folder = tmp_path / "unsent"
+    run = record(folder, ranks={1: {**other_data, "move": lambda n, s: {"weight": 0.03}}})
+    manifest = folder / "ranks" / "1" / "watch.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **names}), encoding="utf-8")
+    assert "Ranks share their gradients and hold other weights" in diagnose(Run.open(run.path)).sentence
+
+
 def shadow(step: int, error: float, **more: Any) -> dict[str, Any]:
     line = {"step": step, "kind": "shadow", "mode": "real", "why": "schedule", "recipe": "tensorwise", "norm": 1.0}
     return {**line, "reproduces": True, "error": error, "noise": error * 2, "bias": 0.0, "worst": [], **more}
@@ -203,7 +246,7 @@ def test_fp8_is_blamed_by_an_experiment_only(tmp_path: Path) -> None:
     assert (guilty.fp8, guilty.verdict, first(guilty)) == ("guilty", "critical", "FP8")
     assert guilty.findings[0].title == "FP8 casts hurt the gradient: X of layers.0.fc2's fprop"
     assert "falls from 60 % to 3 %" in " ".join(guilty.findings[0].tried)
-    assert 'override("layers.0.fc2", fprop=None)' in guilty.findings[0].remedies[0]["patch"]["ottava"]
+    assert 'override("layers.0.fc2", "bf16")' in guilty.findings[0].remedies[0]["patch"]["ottava"]
     # the same error without a rise of the loss is a warning, inside the noise of the batch it is nothing
     assert diagnose(record(tmp_path / "b", casts=True, experiments=(shadow(10, 0.6),))).verdict == "warning"
     quiet = shadow(10, 0.6, noise=0.1)
@@ -214,7 +257,10 @@ def test_fp8_is_blamed_by_an_experiment_only(tmp_path: Path) -> None:
     # what has blown up before it was looked at says nothing about who began
     blown = (shadow(10, 0.04), shadow(22, 0.9, norm=1e6))
     assert diagnose(record(tmp_path / "e", rises, casts=True, experiments=blown)).fp8 == "unknown"
-    assert diagnose(record(tmp_path / "f", rises, casts=False, experiments=(shadow(10, 0.6),))).fp8 == "none"
+    assert (
+        diagnose(record(tmp_path / "f", rises, casts=False, experiments=(shadow(10, 0.6, mode="simulated"),))).fp8
+        == "none"
+    )
 
 
 def test_a_trial_behind_the_event_does_not_say_who_began(tmp_path: Path) -> None:
@@ -284,6 +330,12 @@ DIFFERS: dict[str, tuple[dict[str, Any], str]] = {
         {"change": rises, "weights": {n: f"{i if i else 99:016x}" for i, n in enumerate(NAMES)}},
         "embed.weight",
     ),
+    "program": (
+        {"change": lambda s: {**rises(s), "written": float(s in (12, 15))}},
+        "This run has weights that something else than an optimizer wrote in step 12, the good one has none. The two "
+        "differ in 2 steps.",
+    ),
+    "count": ({"change": lambda s: {**rises(s), "backwards": 1.0 + (s > 13)}}, "Step 14 has 2 backwards"),
     "labels": ({"change": lambda s: {**rises(s), "label_hash": 300.0 + s + (s > 10)}}, "labels differ from step 11 on"),
     "forward": (
         {"change": rises, "sizes": {("layers.0.fc2", "input"): 1.4}},
@@ -323,3 +375,9 @@ def test_patches_are_those_of_the_framework_that_ran(tmp_path: Path) -> None:
 @pytest.mark.parametrize("severity, fails", [("critical", True), ("warning", True)])
 def test_fails_from_a_severity_on(tmp_path: Path, severity: str, fails: bool) -> None:
     assert diagnose(record(tmp_path / "run", **BREAKS["O2"])).fails(severity) is fails
+
+
+def test_a_confidence_is_what_the_first_looks_gave() -> None:
+    """`python benchmarks/blind.py --count`, over the answers and their judgements as they are stored."""
+    blind = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks" / "blind.py"))
+    assert dict(CONFIDENCE) == blind["counted"]()

@@ -1,4 +1,4 @@
-"""Two ranks of Lightning's DDP with OttavaPrecision, and the same training by torch's DDP alone: `... FOLDER RECIPE`."""
+"""Two ranks of Lightning's DDP with OttavaPrecision, and the same training by torch's DDP: `... FOLDER RECIPE`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import warnings
 from pathlib import Path
 
 import torch
+from test_lightning import Net, batches, same, trainer
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import ottava
 from ottava.doors.lightning import OttavaPrecision
-from test_lightning import Net, batches, same, trainer
 
 
 def main(folder: str, recipe: str) -> None:

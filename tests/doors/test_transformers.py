@@ -149,6 +149,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return uploads
 
 
+@pytest.mark.slow
 def test_a_push_to_the_hub_has_no_histories(
     tmp_path: Path, hub: list[set[str]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -268,6 +268,7 @@ def test_wrong_results_are_no_way(tuned: Store, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.scaled_mm_on_cpu
+@pytest.mark.slow
 def test_biased_operands_judge_every_way(tuned: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right on normal numbers and not on magnitudes: out, unless fast accumulation may lose so much; that is told."""
     a, b = (quantize.quantize(torch.randn(32, 16384), QuantizationSpec(E4M3)) for _ in range(2))

@@ -152,15 +152,6 @@ def test_calibration_leaves_the_model_as_it_was(recipe: str) -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_gradients_can_be_kept() -> None:
-    """keep_gradients=True: those of the BF16 model, as a backward leaves them."""
-    model, twin = network(), network()
-    ottava.calibrate(model, [noise(0)], loss=loss_of, keep_gradients=True)
-    with ottava.autocast(enabled=False):
-        loss_of(twin, noise(0)).backward()
-    assert differences(everything_but_state(model), everything_but_state(twin)) == []
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_exception_is_no_boundary_and_loses_nothing(error: type[BaseException]) -> None:
     """In the second of two batches: one entry, and gradients, buffers and random state are back."""

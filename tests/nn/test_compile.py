@@ -242,19 +242,6 @@ def test_equal_blocks_share_a_graph(recipe: str) -> None:
     assert counter.graphs == 1
 
 
-@pytest.mark.slow
-def test_evaluation_in_compiled_code_leaves_no_trace() -> None:
-    """no_grad is another graph: it casts with the training scales and stages nothing."""
-    model = network("delayed")
-    forward = compiled(model)
-    train(model, forward, steps=1)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.no_grad():
-        y = forward(1000 * data(3).detach())
-        assert torch.equal(y, model(1000 * data(3).detach()))
-    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-
-
 def test_observation_sees_a_compiled_model() -> None:
     """Compiled code calls no hooks, so an observed step runs eagerly: before, during and after give one y."""
     model = network("rowwise")

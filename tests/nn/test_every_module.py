@@ -121,6 +121,7 @@ def test_a_recomputed_module_has_the_same_bits(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:ottava.convert")
 @sweep(recipe=[*ottava.RECIPES], weights=["bf16", "fp8"])
+@pytest.mark.slow
 def test_validation_leaves_no_trace_in_a_training_step(recipe: str, weights: Any) -> None:
     """A forward under inference_mode and one under no_grad, then a step: its bits are those of the step alone."""
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ottava
-from ottava.nn.foreign import StackedExperts, TorchAttention, TurnedLinear, attention_parts, layers_of, parts_of
+from ottava.nn.foreign import StackedExperts, TorchAttention, TurnedLinear, layers_of, parts_of
 
 E, HEADS, L, S, B = 64, 4, 6, 9, 2
 HOW = (
@@ -136,7 +136,7 @@ def test_what_cannot_be_taken_is_named() -> None:
     nested = torch.nested.nested_tensor([torch.randn(3, E), torch.randn(2, E)])
     with pytest.raises(TypeError, match="got a nested tensor"):
         model["part"](nested, nested, nested)
-    assert list(attention_parts(nn.MultiheadAttention(E, HEADS, kdim=8, bias=False))) == ["q_proj", "k_proj", "v_proj"]
+    assert list(parts_of(nn.MultiheadAttention(E, HEADS, kdim=8, bias=False))) == ["q_proj", "k_proj", "v_proj"]
 
 
 class Conv1D(nn.Module):

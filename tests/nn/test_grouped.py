@@ -6,19 +6,18 @@ import copy
 import pickle
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.engine.layer import quantized_layers
 from ottava.nn import GroupedLinear, Linear, permute, sort_by_expert, unpermute
-from ottava.nn.plan import plan_model
+from ottava.nn.convert import plan_model
 from ottava.ops.quantize import refuse_turn
 from ottava.recipe import RECIPES, Recipe
 
@@ -208,25 +207,6 @@ def test_one_cast_of_x_changes_the_weights_gradient_alone(recipe: Recipe) -> Non
     assert torch.equal(mine[2], theirs[2]) != drawn
 
 
-def test_every_gradient_is_that_of_plain_torch_in_fp64() -> None:
-    """In high precision, rows sent by a plan, within fp32's rounding."""
-    grouped = GroupedLinear(3, 20, 12, recipe="bf16", dtype=torch.float32)
-    index = torch.randint(0, 3, (11, 2))
-    plan = sort_by_expert(index, 3)
-    x = torch.randn(11, 20, requires_grad=True)
-    dy = torch.randn(22, 12)
-    grouped(x, plan.counts, plan).backward(dy)
-    wide = x.detach().double().requires_grad_()
-    weight, bias = (p.detach().double().requires_grad_() for p in (grouped.weight, grouped.bias))
-    of = index.flatten()[plan.slots]
-    y = torch.einsum("mk,mnk->mn", wide[plan.rows], weight[of]) + bias[of]
-    y.backward(dy.double())
-    for own, theirs in ((x.grad, wide.grad), (grouped.weight.grad, weight.grad), (grouped.bias.grad, bias.grad)):
-        assert own is not None
-        assert theirs is not None
-        assert float((own - theirs).abs().max()) <= 40 * torch.finfo(torch.float32).eps * float(theirs.abs().max())
-
-
 def test_the_contract_of_layers_holds_for_each_group() -> None:
     """Names, overrides, receipt, calibration, plan, an optimizer's boundary, copies, pickles and state dicts."""
     recipe = ottava.get_recipe("delayed").override("*.groups.2", "bf16")
@@ -276,30 +256,6 @@ def test_a_watch_sees_each_group_and_changes_no_bit(tmp_path: Path) -> None:
             y.float().square().sum().backward()
         results.append((y, x.grad, layer.weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "bf16"])
-def test_recomputation_and_compiled_code_give_the_same_bits(name: str) -> None:
-    """torch.utils.checkpoint both ways; torch.compile in one graph, with splits that are numbers."""
-    layer, _ = pair(3, name)
-    x = torch.randn(41, K, dtype=layer.weight.dtype)
-    splits = (9, 0, 32)
-
-    def run(forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        layer.zero_grad()
-        own = x.clone().requires_grad_()
-        y = forward(own)
-        y.square().sum().backward()
-        assert own.grad is not None
-        assert layer.weight.grad is not None
-        return [y, own.grad, layer.weight.grad]
-
-    plain = run(lambda t: layer(t, splits))
-    for reentrant in (True, False):
-        again = run(lambda t: checkpoint(layer, t, splits, use_reentrant=reentrant))  # noqa: B023
-        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    compiled = run(torch.compile(lambda t: layer(t, splits), fullgraph=True, backend="aot_eager"))
-    assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
 
 
 def test_nobody_came() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.engine.layer import QuantizedLayer, quantized_layers
-from ottava.nn.layer import Layer, LayerView, Linear, Projection, ViewOwner, rows_of, split_projections, unstacked
+from ottava.nn.layer import Layer, LayerView, Linear, Projection, ViewOwner, rows_of, split_projections
 
 
 class SquaredReLU:
@@ -76,7 +76,7 @@ class Pair(ViewOwner):
 
     def forward(self, x: Tensor) -> Tensor:
         self.bind(self.children())  # type: ignore[arg-type]
-        one, other = unstacked(self.pair, 2)
+        one, other = self.pair.unbind()
         return self.second.run(self.first.run(x, one, None), other.t(), None)
 
 
@@ -113,7 +113,6 @@ def test_rows_that_a_layer_can_expect() -> None:
     owner = Pair()
     owner.first.share = 0.25
     assert (rows_of(owner.first, 1000), rows_of(owner.first, 1), rows_of(nn.Linear(2, 2), 1000)) == (250, 1, 1000)
-    assert unstacked(None, 2) == [None, None]
 
 
 def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
@@ -124,7 +123,7 @@ def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def test_pieces_have_the_bits_of_the_whole() -> None:
-    """Three steps of every layer that knows its pieces, cached casts and predicted scales included; and of a copy."""
+    """Three steps of every layer that knows its pieces, cached casts and predicted scales included; and of copies."""
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     for recipe in ("tensorwise", "delayed", "blockwise", "bf16"):
         attention = ottava.nn.MultiheadAttention(64, 4, kv_heads=2, dtype=torch.bfloat16, recipe=recipe)
@@ -137,7 +136,7 @@ def test_pieces_have_the_bits_of_the_whole() -> None:
             assert [n for n, _ in split.named_parameters()] == [
                 f"{n}_{kind}" for kind in ("weight", "bias") for n in names
             ]
-            for one in (split, copy.deepcopy(split)):
+            for one in (split, copy.deepcopy(split), pickle.loads(pickle.dumps(split))):
                 reference = copy.deepcopy(whole)
                 optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, one)]
                 for _ in range(3):

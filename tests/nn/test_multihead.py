@@ -205,17 +205,6 @@ def test_layouts_and_packed_sequences_are_the_same_layer() -> None:
         assert (turned.transpose(0, 1) - alone).abs().max() < EXACT
 
 
-def test_generation_with_a_cache_is_the_full_forward() -> None:
-    layer = made({"kv_heads": 2, "qk_norm": "rmsnorm"})
-    rope, x = RotaryEmbedding(8), torch.randn(2, 9, 32, dtype=torch.float64)
-    full, cache, parts = layer(x, rotary=rope(torch.arange(9))), KVCache(1, 2, 9, 2, 8, dtype=torch.float64), []
-    with torch.no_grad():
-        for part in x.split((4, 1, 1, 3), 1):
-            parts.append(layer(part, rotary=rope(cache.positions(part.shape[1])), cache=cache.of(0)))
-            cache.advance(part.shape[1])
-    assert (torch.cat(parts, 1) - full).abs().max() < EXACT
-
-
 def test_every_recipe_trains_it_and_the_receipt_names_what_ran() -> None:
     """Against the same linears and attention called one by one: the module adds no number of its own."""
     from ottava.nn.receipt import receipt

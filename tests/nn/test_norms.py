@@ -118,25 +118,8 @@ def test_a_norm_keeps_its_input_and_a_number_or_two_a_row() -> None:
         assert sizes == [10 * 4] * numbers + [x.nbytes]
 
 
-def test_modules_compile_checkpoint_and_say_what_is_wrong() -> None:
-    """One graph with the bits of eager mode; bad input named."""
+def test_bad_input_is_named_and_autocast_changes_no_dtype() -> None:
     for norm in (LayerNorm(64), RMSNorm(64, zero_centered_gamma=True)):
-        grads = []
-        for run in (
-            norm,
-            torch.compile(norm, fullgraph=True, backend="aot_eager"),
-            lambda x, m=norm: checkpoint(m, x, use_reentrant=False),
-        ):
-            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-            norm.zero_grad()
-            y = run(x)
-            y.float().square().sum().backward()
-            grads.append((y, x.grad, norm.weight.grad))
-        for other in grads[1:]:
-            for a, b in zip(grads[0], other, strict=True):
-                # traced, a LayerNorm of 16 bits is one of fp32, where sums have another order
-                exact = other is not grads[1] or isinstance(norm, RMSNorm)
-                assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=2.0**-7, atol=1e-4)
         with pytest.raises(ValueError, match=r"got input \(2, 3\).*needs floats \(..., 64\)"):
             norm(torch.zeros(2, 3))
         x = torch.randn(2, 64, requires_grad=True)
@@ -233,22 +216,9 @@ def test_compiled_recomputed_copied_and_under_another_recipe() -> None:
                 assert_same(bits(fused, fused, x), bits(plain, plain, x))
 
 
-def test_under_ddp(tmp_path: Path) -> None:
-    """One process is enough for its hooks on parameters: those of the norm arrive through the linear's backward."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        fused, plain = layers("delayed", "rmsnorm")
-        x = torch.randn(6, 66).bfloat16()
-        want = bits(plain, plain, x)
-        got = bits(wrapped := nn.parallel.DistributedDataParallel(fused), wrapped, x)
-        assert_same(got, want)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_calibration_conversion_state_and_plan_see_it_like_a_linear() -> None:
     """The input's history is that of normed rows; convert changes its recipe; state dicts load both ways."""
-    from ottava.nn.plan import plan_model
+    from ottava.nn.convert import plan_model
 
     fused, plain = layers("delayed", "layernorm")
     batches = [torch.randn(8, 66).bfloat16() for _ in range(2)]

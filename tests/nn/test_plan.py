@@ -15,7 +15,8 @@ import ottava
 from ottava.kernels import gemm_choice, reference, scaled_mm
 from ottava.kernels.gemm_choice import Store, call_name
 from ottava.kernels.native import gemm as native_gemm
-from ottava.nn.plan import Device, plan_layer, plan_model
+from ottava.nn.convert import plan_model
+from ottava.nn.plan import Device, plan_layer
 from ottava.ops import dispatch
 from ottava.recipe import RECIPES, Recipe, get_recipe
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.kernels import scaled_mm
-from ottava.nn.receipt import Receipt, ReceiptRow, grouped
+from ottava.nn.receipt import ReceiptRow, grouped
 from ottava.ops import dispatch
 from ottava.recipe import GEMMS, Recipe
 
@@ -81,6 +81,19 @@ def test_a_layer_that_has_not_run_says_so() -> None:
     assert [notes[f"2.{gemm}"] for gemm in GEMMS] == ["has not run"] * 3
     assert [notes[f"0.{gemm}"] for gemm in GEMMS] == [""] * 3
     assert {row.weight for row in ottava.receipt(model).rows if row.layer == "2"} == {0}
+
+
+def test_a_layer_with_a_forward_of_its_own_is_named() -> None:
+    """torchao's Float8Linear is an nn.Linear, and what it multiplies nobody here knows."""
+    torchao = pytest.importorskip("torchao.float8")
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).bfloat16()
+    torchao.convert_to_float8_training(model, module_filter_fn=lambda module, name: name == "1")
+    plain, own = ottava.receipt(model).rows
+    assert (plain.operands, plain.kernel) == ("high precision", "torch")
+    assert (own.operands, own.kernel, own.fp8) == ("unknown", "unknown", False)
+    assert own.note == "a Float8Linear of torchao: runs its own forward"
+    with pytest.raises(AssertionError, match="a Float8Linear of torchao: runs its own forward"):
+        ottava.assert_fp8(model)
 
 
 def test_what_no_gradient_needs_has_not_run() -> None:
@@ -385,11 +398,3 @@ def test_numbers_in_two_places_are_ranges_only_where_they_make_all_pairs() -> No
     every = [replace(row, layer=f"layers.{i}.experts.{j}.w1") for i in range(2) for j in range(2)]
     assert [name for name, _ in grouped(every)] == ["layers.0-1.experts.0-1.w1"]
     assert [name for name, _ in grouped(every[:3])] == [one.layer for one in every[:3]]
-
-
-def test_a_model_without_linear_layers_has_an_empty_receipt() -> None:
-    """And a fraction of 0, not of 1."""
-    receipt = ottava.receipt(nn.Sequential(nn.GELU()))
-    assert receipt == Receipt(())
-    assert receipt.fp8_fraction == 0
-    assert str(receipt).endswith("0.0% of the linear work in FP8, 0.0% on FP8 hardware")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.nn import GroupedLinear, NormLinear, NormMLP
-from ottava.nn.plan import plan_model
+from ottava.nn.convert import plan_model
 from ottava.recipe import RECIPES, Recipe, get_recipe
 from ottava.weights.operands import refuse_weight
 from ottava.weights.parameter import is_quantized_weight

@@ -1,9 +1,8 @@
-"""Loss spikes are undone, and blamed on the right one: a poisoned batch, FP8, or neither."""
+"""Loss spikes are undone, and blamed on the right one: a poisoned batch, or FP8."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -184,32 +183,6 @@ def test_relapses_hold_longer_and_call_the_fallback() -> None:
     guard, _ = run(data, fallback=lambda model, spike: called.append((model, spike.step)))
     assert [(s.step, s.cause, s.action.split()[-2]) for s in guard.spikes] == [(78, "fp8", "20"), (106, "fp8", "40")]
     assert called == [(guard.model, 106)]
-
-
-def test_neither() -> None:
-    """A machine that hiccups once: the replay is fine as it was."""
-    training, data = Training(), batches(40)
-    seen = []
-
-    def step(batch: tuple[Tensor, Tensor]) -> float:
-        loss = training.step(batch).item()
-        seen.append(id(batch))
-        first = batch is data[30] and seen.count(id(batch)) == 1
-        return 1e3 if first else loss
-
-    guard = SpikeGuard(training.model, training.optimizer, step, every=10, confirm=True)
-    losses = [guard(batch) for batch in data]
-    plain = Training()
-    assert losses == [plain.step(batch).item() for batch in data]
-    assert [(s.cause, s.action) for s in guard.spikes] == [("transient", "the replay stays")]
-
-
-@pytest.mark.parametrize(("spoil", "cause"), [(poisoned, "data"), (lambda b: louder(b, 200.0), "fp8")])
-def test_confirmation_does_not_change_the_verdict(spoil: Callable[..., Any], cause: str) -> None:
-    data = batches(80)
-    data[77] = spoil(data[77])
-    guard, _ = run(data, confirm=True)
-    assert [spike.cause for spike in guard.spikes] == [cause]
 
 
 def test_events_and_rewinds_are_told(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from report_samples import comparison_of, diagnosis_of
-from test_page import KINDS, NOTHING, Checker, degenerate
+from test_page import KINDS, NOTHING, degenerate
 
 from ottava.base.text import number
 from ottava.measure.statistics import STATISTICS
 from ottava.record.reader import Run
 from ottava.report.grid import Grid
 from ottava.report.page import render_report
+from page_checker import Checker
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -25,13 +26,17 @@ LAYER = "layers.2.mlp.down_proj"
 FIRST = "#slot=0&metric=amax&look=0"
 
 
-def dom(page: Path, fragment: str = "", width: int = 1280) -> str:
+def dom(page: Path) -> str:
     """The document after its script has run."""
     assert CHROMIUM is not None
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     flags += ["--allow-file-access-from-files"]  # else a page may not look into its frames
-    flags += [f"--user-data-dir={page.parent / 'profile'}", f"--window-size={width},2000", "--virtual-time-budget=3000"]
-    command = [CHROMIUM, *flags, "--enable-logging=stderr", "--dump-dom", page.as_uri() + fragment]
+    flags += [
+        f"--user-data-dir={page.parent / 'profile'}",
+        "--window-size=1280,2000",
+        "--virtual-time-budget=30000",
+    ]
+    command = [CHROMIUM, *flags, "--enable-logging=stderr", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert 'data-drawn="yes"' in done.stdout[:200]
@@ -50,7 +55,7 @@ def together(addresses: Mapping[str, str], folder: Path) -> dict[str, str]:
         document.body.append(copy);
       }
       document.documentElement.dataset.drawn = 'yes';
-    }, 2000)"""
+    }, 20000)"""
     page = folder / "together.html"
     page.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}<script>{script}</script></body>")
     texts = [markup.unescape(text) for text in re.findall("<textarea>(.*?)</textarea>", dom(page), re.DOTALL)]
@@ -94,9 +99,26 @@ def slot_of(grid: Grid, layer: str, tensor: str) -> int:
 QKV, DOWN = "layers.0.self_attn.qkv_proj", "layers.1.mlp.down_proj"
 
 
+PRESS = """for (const key of ['ArrowRight', 'ArrowRight', 'ArrowDown', 'ArrowLeft']) document.querySelector('#heat svg')
+.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true })); document.title = location.hash;"""
+WEIGHT = "const s = document.getElementById('tensor'); s.value = 'weight'; s.dispatchEvent(new Event('change'))"
+MOVE = "const s = document.getElementById('shift'); s.value = {}; s.dispatchEvent(new Event('input'))"
+CHANGE = "const f = document.getElementById('format'); f.value = 'E5M2'; f.dispatchEvent(new Event('input'));"
+ACTS = {
+    "keys": PRESS,
+    "weight": WEIGHT,
+    "up": MOVE.format(12),
+    "down": MOVE.format(-16),
+    "wide": CHANGE + MOVE.format(-16),
+    "still": MOVE.format(5) + ";document.getElementById('reset').click()",
+    "tab": "document.getElementById('patch-0-1-tab3').click()",
+}
+
+
 @pytest.fixture(scope="module")
 def documents(page: Path, small_run: Run) -> dict[str, str]:
-    """The page as it opens, and at addresses that select a cell, a statistic, or nothing there is."""
+    """The page as it opens, at addresses that select a cell, a statistic, or nothing there is; and after a script has
+    acted on it, as a person would."""
     grid = Grid.of(small_run.table(), 1000)
     fragments = {
         "": "",
@@ -107,7 +129,14 @@ def documents(page: Path, small_run: Run) -> dict[str, str]:
         "nonsense": "#slot=9999&metric=nothing&look=x",
         "first": FIRST,
     }
-    return together({name: page.as_uri() + fragment for name, fragment in fragments.items()}, page.parent)
+    addresses = {name: page.as_uri() + fragment for name, fragment in fragments.items()}
+    for name, script in ACTS.items():
+        acting = page.with_name(f"{name}.html")
+        seen = "observe(document.documentElement, { attributeFilter: ['data-drawn'] })"  # a busy machine draws late
+        wait = f"<script>new MutationObserver(() => setTimeout(() => {{ {script} }})).{seen}</script></body>"
+        acting.write_text(page.read_text(encoding="utf-8").replace("</body>", wait), encoding="utf-8")
+        addresses[name] = acting.as_uri() + FIRST
+    return together(addresses, page.parent)
 
 
 @pytest.fixture(scope="module")
@@ -239,56 +268,30 @@ def check_degenerate(kind: str, text: str) -> None:
         assert cells(text, "numbers-table")["underflow_pct_numel"][0] == "3.00 %"
 
 
-PRESS = """for (const key of ['ArrowRight', 'ArrowRight', 'ArrowDown', 'ArrowLeft']) document.querySelector('#heat svg')
-.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true })); document.title = location.hash;"""
-WEIGHT = "const s = document.getElementById('tensor'); s.value = 'weight'; s.dispatchEvent(new Event('change'))"
-MOVE = "const s = document.getElementById('shift'); s.value = {}; s.dispatchEvent(new Event('input'))"
-CHANGE = "const f = document.getElementById('format'); f.value = 'E5M2'; f.dispatchEvent(new Event('input'));"
-ACTS = {
-    "keys": PRESS,
-    "weight": WEIGHT,
-    "up": MOVE.format(12),
-    "down": MOVE.format(-16),
-    "wide": CHANGE + MOVE.format(-16),
-    "still": MOVE.format(5) + ";document.getElementById('reset').click()",
-    "tab": "document.getElementById('patch-0-1-tab3').click()",
-}
-
-
-@pytest.fixture(scope="module")
-def driven(page: Path) -> dict[str, str]:
-    """The document after a script has acted on it, as a person would."""
-    addresses = {}
-    for name, script in ACTS.items():
-        acting = page.with_name(f"{name}.html")
-        wait = f"<script>setTimeout(() => {{ {script} }}, 800)</script></body>"
-        acting.write_text(page.read_text(encoding="utf-8").replace("</body>", wait), encoding="utf-8")
-        addresses[name] = acting.as_uri() + FIRST
-    return together(addresses, page.parent)
-
-
-def test_keys_move_in_the_heat_map_and_the_address_follows(driven: dict[str, str], small_run: Run) -> None:
-    grid, text = Grid.of(small_run.table(), 1000), driven["keys"]
+def test_keys_move_in_the_heat_map_and_the_address_follows(documents: dict[str, str], small_run: Run) -> None:
+    grid, text = Grid.of(small_run.table(), 1000), documents["keys"]
     assert f"; step {grid.looks[1][0]}; amax " in element(text, "cell")
     assert element(text, "tensor-title") == f"X of {grid.slots[1].layer}"
     assert f"<title>#slot=1&amp;metric=amax&amp;step={grid.looks[1][0]}</title>" in text
 
 
-def test_tensor_selector_stays_in_the_layer(driven: dict[str, str]) -> None:
-    assert element(driven["weight"], "tensor-title") == f"W of {QKV}"
+def test_tensor_selector_stays_in_the_layer(documents: dict[str, str]) -> None:
+    assert element(documents["weight"], "tensor-title") == f"W of {QKV}"
 
 
-def test_scale_slider_and_format_predict_anew(driven: dict[str, str], documents: dict[str, str]) -> None:
+def test_scale_slider_and_format_predict_anew(documents: dict[str, str]) -> None:
     """Scale up by 2**12: clipped. Down by 2**16: half of a healthy tensor is cast to zero, and less in E5M2."""
-    up, down, wide, still = (cells(driven[name], "predicted") for name in ("up", "down", "wide", "still"))
+    up, down, wide, still = (cells(documents[name], "predicted") for name in ("up", "down", "wide", "still"))
     assert float(up["clipped"][0].split()[0]) > 50
     assert 30 < float(down["cast to 0"][0].split()[0]) < 60  # flushed below amax * 2**16 / (448 * 2**10), a 0.6 sigma
     assert float(wide["cast to 0"][0].split()[0]) < 2  # 7 octaves more below
     assert still == cells(documents["first"], "predicted")
 
 
-def test_tabs_show_the_other_patches(driven: dict[str, str]) -> None:
-    panels = re.findall(r'<div class="panel" role="tabpanel" id="patch-0-1-panel\d"[^>]*?( hidden="")?>', driven["tab"])
+def test_tabs_show_the_other_patches(documents: dict[str, str]) -> None:
+    panels = re.findall(
+        r'<div class="panel" role="tabpanel" id="patch-0-1-panel\d"[^>]*?( hidden="")?>', documents["tab"]
+    )
     assert panels == [' hidden=""', ' hidden=""', "", ' hidden=""']
 
 

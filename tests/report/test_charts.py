@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -12,10 +13,15 @@ from ottava.report.charts import (
     LIGHT,
     LIGHT_PALETTE,
     Band,
+    Bars,
     Chart,
+    Estimate,
+    Forest,
     Line,
+    bars,
     color,
     css_variables,
+    forest,
     nice_ticks,
     render,
     smooth,
@@ -63,18 +69,12 @@ def test_smooth_starts_without_bias_and_skips_what_is_not_finite() -> None:
     assert with_hole[2] == pytest.approx(10 / 3)
 
 
-@pytest.mark.parametrize("style", range(12))
-def test_every_style_renders_well_formed_and_titled(style: int) -> None:
-    root = ElementTree.fromstring(render(chart(line(3.0, 2.0, 1.5, style=style)), chart_id="c"))
-    assert root.find(f"{SVG}title").text == "Loss <&>"  # type: ignore[union-attr]
-    assert root.get("role") == "img"
-    assert root.get("aria-labelledby") == "c-title c-desc"
-
-
 def test_ten_recipes_differ_in_colour_dash_or_marker() -> None:
     looks = set()
     for style in range(11):
         root = ElementTree.fromstring(render(chart(line(2.0, 1.0, style=style)), chart_id="c"))
+        assert (root.get("role"), root.get("aria-labelledby")) == ("img", "c-title c-desc")
+        assert root.find(f"{SVG}title").text == "Loss <&>"  # type: ignore[union-attr]
         curve = root.find(f"{SVG}g/{SVG}path[@class='curve']")
         marker = root.findall(f"{SVG}g/{SVG}path")[-1].get("d", "")
         assert curve is not None
@@ -156,3 +156,59 @@ def test_a_picture_becomes_png() -> None:
     data = to_png(picture)
     assert data.startswith(b"\x89PNG")
     assert int.from_bytes(data[16:20], "big") == 2 * int(ElementTree.fromstring(picture).attrib["width"])
+
+
+def estimate(mean: float, half: float, style: int = 1) -> Estimate:
+    return Estimate(mean=mean, low=mean - half, high=mean + half, style=style, values=(mean - half, mean + half))
+
+
+def ends(picture: str) -> list[tuple[float, float]]:
+    """The whiskers' ends in pixels."""
+    return [(float(a), float(b)) for a, b in re.findall(r"M([\d.]+) [\d.]+H([\d.]+)M", picture)]
+
+
+def test_whiskers_are_proportional_and_numbers_that_fit_no_axis_are_left_out() -> None:
+    """Twice the interval is twice as long, with 0 marked; NaN, and 0 on a logarithmic axis, are not drawn."""
+    rows = [("a", [estimate(1.0, 0.1), estimate(1.0, 0.2)]), ("b & <c>", [estimate(math.nan, 0.1)])]
+    chart = Forest(title="t", description="d", x_label="x", rows=rows, signed=True, band=(-0.1, 0.1), legend=[("n", 1)])
+    picture = forest(chart, chart_id="f")
+    ElementTree.fromstring(picture)
+    first, second = ends(picture)
+    assert math.isclose(second[1] - second[0], 2 * (first[1] - first[0]), abs_tol=0.3)
+    assert 'class="zero"' in picture
+    assert 'class="band"' in picture
+    assert "b &amp; &lt;c&gt;" in picture
+    log = forest(
+        Forest(
+            title="t",
+            description="d",
+            x_label="x",
+            rows=[("a", [estimate(0.0, 0.1), estimate(0.1, 0.2)]), ("c", [estimate(10, 1)])],
+            log=True,
+        ),
+        chart_id="g",
+    )
+    ElementTree.fromstring(log)
+    assert len(ends(log)) == 2
+    assert ends(log)[0][0] > 0
+    ElementTree.fromstring(forest(Forest(title="t", description="d", x_label="x", rows=[]), chart_id="e"))
+
+
+def test_bars_stack_and_negative_parts_lie_left_of_zero() -> None:
+    parts = [("scale", color(1)), ("grid", color(2))]
+    chart = Bars(
+        title="t", description="d", x_label="%", parts=parts, bars=[("a", [-20.0, 120.0], "1"), ("b", [40.0, 60.0], "")]
+    )
+    picture = bars(chart, chart_id="b")
+    ElementTree.fromstring(picture)
+    found = [
+        tuple(map(float, rect))
+        for rect in re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="15"', picture)
+    ]
+    (left, short), (zero, long), (start, middle), (next_one, rest) = found
+    assert math.isclose(left + short, zero, abs_tol=0.2)
+    assert math.isclose(long / short, 6, rel_tol=0.02)
+    assert math.isclose(start, zero, abs_tol=0.2)
+    assert math.isclose(start + middle, next_one, abs_tol=0.2)
+    assert math.isclose((middle + rest) / short, 5, rel_tol=0.02)
+    ElementTree.fromstring(bars(Bars(title="t", description="d", x_label="%", parts=parts, bars=[]), chart_id="e"))

@@ -12,7 +12,7 @@ from ottava.report.frame import render, script_json
 TEMPLATE = """{% extends "frame.html.j2" %}
 {% block title %}{{ name }}{% endblock %}
 {% block css %}{% include "own.css" %}{% endblock %}
-{% block main %}{{ 0.5|number }} {{ ["a", "b"]|listed }} {{ name|twice }}{% endblock %}
+{% block main %}{{ 0.5|number }} {{ ["a", "b"]|listed }} {{ name }}{% endblock %}
 {% block writer %}a test{% endblock %}
 {% block source %}{% endblock %}
 """
@@ -30,11 +30,11 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_page_is_the_shared_frame_around_a_rooms_own_parts(room: str) -> None:
-    html = render(room, "page.html.j2", name="<b>", filters={"twice": lambda name: name * 2})
+    html = render(room, "page.html.j2", name="<b>")
     assert html.startswith("<!doctype html>")
     assert html.rstrip().endswith("</html>")
     assert "<title>&lt;b&gt;</title>" in html
-    assert "0.500 a and b &lt;b&gt;&lt;b&gt;" in html
+    assert "0.500 a and b &lt;b&gt;" in html
     for part in (".own {", ".chart .grid", "function hover("):
         assert part in html
     for colors in (LIGHT, DARK):
@@ -46,7 +46,7 @@ def test_what_is_missing_is_an_error(room: str) -> None:
     with pytest.raises(jinja2.TemplateNotFound, match="gone"):
         render(room, "gone.html.j2")
     with pytest.raises(jinja2.UndefinedError, match="name"):
-        render(room, "page.html.j2", filters={"twice": str})
+        render(room, "page.html.j2")
 
 
 def test_json_cannot_end_its_script() -> None:

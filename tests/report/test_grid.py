@@ -1,4 +1,4 @@
-"""Every cell is a real row; of rows that share a cell the worst one stands for all."""
+"""Every cell is a real row; of rows that share a cell the worst one stands for all, as its statistic goes bad."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from ottava.measure.statistics import STATISTICS
 from ottava.measure.tally import Tally
 from ottava.record.reader import Run, Table
 from ottava.record.schema import SlotKey
-from ottava.report.grid import Grid
+from ottava.report.grid import SCALES, Grid
 
 
 def key(layer: str, tensor: str = "input", recipe: str = "tensorwise", direction: str = "row") -> SlotKey:
@@ -110,3 +110,21 @@ def test_looks_are_cut_into_neighbours_without_overlap(small_run: Run, most: int
     assert len(looks) == most
     assert all(a[1] < b[0] for a, b in pairwise(looks))
     assert (looks[0][0], looks[-1][1]) == (2, 24)
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scale_goes_the_way_of_its_statistic(name: str) -> None:
+    scale, worse = SCALES[name], STATISTICS[name].worse
+    rising = scale.alarm > scale.calm
+    assert worse == ("high" if rising != scale.below_format else "low")
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_levels_run_from_calm_to_alarm(name: str) -> None:
+    scale, floor = SCALES[name], 31.5
+    ends = np.array([scale.calm, scale.alarm])
+    middle = np.sqrt(ends.prod()) if scale.log else ends.mean()
+    values = np.array([ends[0], middle, ends[1]])
+    levels = scale.levels(floor - values if scale.below_format else values, floor)
+    assert levels == pytest.approx([0.0, 0.5, 1.0])
+    assert np.isnan(scale.levels(np.nan, floor))

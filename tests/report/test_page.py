@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -23,45 +22,11 @@ from ottava.record.writer import RunWriter
 from ottava.report import page
 from ottava.report.charts import DARK, LIGHT
 from ottava.report.page import make_report, render_report
+from page_checker import Checker
 
 LAYER = "layers.2.mlp.down_proj"
 NOTHING = {"verdict": "none", "sentence": "No FP8 evidence found; coverage 50 %.", "coverage_pct": 50.0, "findings": []}
 KEY = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
-VOID = {"wbr", "hr", "meta", "br", "link", "input", "img"}
-
-
-class Checker(HTMLParser):
-    """Notes unbalanced tags, repeated ids, references to elsewhere, and all text."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.problems: list[str] = []
-        self.ids: list[str] = []
-        self.references: list[str] = []
-        self.text = ""
-        self.feed(html)
-        assert (self.problems, self.open) == ([], [])
-        assert len(self.ids) == len(set(self.ids))
-        assert all(reference.startswith("#") for reference in self.references)
-        assert html.startswith("<!doctype html>")
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-        for name, value in attrs:
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("src", "href", "srcset", "action"):
-                self.references.append(value or "")
-
-    def handle_endtag(self, tag: str) -> None:
-        if not self.open or self.open.pop() != tag:
-            self.problems.append(f"</{tag}> at {self.getpos()}")
-
-    def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] not in ("script", "style"):
-            self.text += data
 
 
 @pytest.fixture(scope="module")

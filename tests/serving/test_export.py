@@ -84,7 +84,8 @@ def decoded(tensors: dict[str, Tensor], name: str) -> Tensor:
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "bf16"])
 def test_codes_are_those_of_the_trained_forward(layout: str, tmp_path: Path) -> None:
-    """Where a recipe casts as the layout stores; per tensor q, k and v share a scale, as engines would make them."""
+    """Where a recipe casts as the layout stores; per tensor q, k and v share a scale, as engines would make them. Our
+    own reader takes the codes into a model in BF16."""
     model = trained(RECIPE_OF[layout])
     report = export(model, tmp_path / "out", layout=layout, config={"model_type": "own"})
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -100,6 +101,11 @@ def test_codes_are_those_of_the_trained_forward(layout: str, tmp_path: Path) -> 
         assert one.as_trained is equal
         assert equal or joined, (layout, name)
         assert equal or "engines join q_proj, k_proj, v_proj" in one.why
+    back = Model().bfloat16()
+    assert len(ottava.load_fp8(back, tmp_path / "out").stored) == 4
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        assert torch.equal(getattr(back.attn, name).weight.dequantize(), decoded(tensors, f"attn.{name}").bfloat16())
+    assert torch.equal(back.lm_head.weight, tensors["lm_head.weight"])
     if layout == "compressed-tensors-nvfp4":
         assert len({float(tensors[f"attn.{name}_proj.weight_global_scale"]) for name in "qkv"}) == 1
     elif joined:
@@ -116,20 +122,6 @@ def test_codes_are_those_of_the_trained_forward(layout: str, tmp_path: Path) -> 
         about = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
         assert about["quantization"]["exclude_modules"] == ["lm_head"]
     assert json.loads((tmp_path / "out" / "export.json").read_text())["layout"] == layout
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "bf16"])
-def test_our_own_reader_takes_every_layout(layout: str, tmp_path: Path) -> None:
-    """Into a model in BF16, frozen: the weights that were exported."""
-    export(trained(RECIPE_OF[layout]), tmp_path / "out", layout=layout, config={"model_type": "own"})
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    model = Model().bfloat16()
-    report = ottava.load_fp8(model, tmp_path / "out")
-    assert len(report.stored) == 4
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        wanted = decoded(tensors, f"attn.{name}").bfloat16()
-        assert torch.equal(getattr(model.attn, name).weight.dequantize(), wanted)
-    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
 
 
 def test_weights_that_exist_only_in_fp8_are_written_as_they_are(tmp_path: Path) -> None:

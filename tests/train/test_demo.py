@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,10 +43,12 @@ def after(turns: int) -> Callable[[], bool]:
     return lambda: next(asked) >= turns
 
 
-def run(folder: DemoFolder, stopping: Callable[[], bool] = never) -> DemoResult | None:
+def run(
+    folder: DemoFolder, stopping: Callable[[], bool] = never, screen: io.StringIO | None = None
+) -> DemoResult | None:
     """Runs the demo to its end; None if it was stopped."""
     demo = Demo(folder)
-    with PlainDisplay(Console(file=io.StringIO()), every=0.0) as display:
+    with PlainDisplay(Console(file=screen or io.StringIO()), every=0.0) as display:
         if not demo.train(display, stopping):
             return None
     result = demo.result()
@@ -55,10 +58,12 @@ def run(folder: DemoFolder, stopping: Callable[[], bool] = never) -> DemoResult 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DemoResult]:
-    """An uninterrupted demo."""
-    path = tmp_path_factory.mktemp("demo") / "whole"
-    result = run(DemoFolder.open(path, GIVEN))
+    """An uninterrupted demo, whose last line shows each recipe."""
+    path, screen = tmp_path_factory.mktemp("demo") / "whole", io.StringIO()
+    result = run(DemoFolder.open(path, GIVEN), screen=screen)
     assert result is not None
+    last = screen.getvalue().splitlines()[-1]
+    assert re.fullmatch(r"100 %  step 12/12  bf16 \d.*  tensorwise \d.*  delayed \d.*  0 s left", last)
     return path, result
 
 
@@ -137,18 +142,6 @@ def test_a_run_of_the_demo_is_the_run_that_trains_alone(whole: tuple[Path, DemoR
     assert [record.loss for record in alone.advance()] == whole[1].runs[3].losses
 
 
-def test_progress_is_shown_for_every_run(tmp_path: Path) -> None:
-    screen = Console(file=io.StringIO())
-    demo = Demo(DemoFolder.open(tmp_path, {**GIVEN, "recipes": ("rowwise",), "seeds": 1}))
-    with PlainDisplay(screen, every=0.0) as display:
-        assert demo.train(display, never)
-    assert isinstance(screen.file, io.StringIO)
-    lines = screen.file.getvalue().splitlines()
-    assert lines[-1].startswith("100 %  step 12/12  bf16 ")
-    assert "rowwise" in lines[-1]
-    assert lines[-1].endswith("0 s left")
-
-
 def test_a_diverging_run_is_reported_and_the_others_finish(tmp_path: Path) -> None:
     """A learning rate of 1e30 breaks every run; the demo must still end with a verdict and a report."""
     folder = DemoFolder.open(tmp_path, {**GIVEN, "overrides": (*TINY, "optimizer.learning_rate=1e30")})
@@ -185,35 +178,27 @@ def files(path: Path) -> dict[str, str]:
     return {str(file.relative_to(path)): file.read_text() for file in found}
 
 
-def test_nothing_found_starts(tmp_path: Path) -> None:
-    for options in ({}, {"fresh": True}):
-        folder = DemoFolder.open(tmp_path / f"new{len(options)}", PLAN, **options)
-        assert folder.settings == DemoSettings(recipes=("rowwise",), steps=20)
-        assert not folder.resumed
-        assert folder.news == ()
-        assert json.loads((folder.path / "demo.json").read_text())["finished"] is False
-
-
-def test_nothing_found_cannot_be_resumed(tmp_path: Path) -> None:
+def test_nothing_found_starts_and_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no demo to resume"):
         DemoFolder.open(tmp_path, {}, resume=True)
     assert files(tmp_path) == {}
+    for options in ({}, {"fresh": True}):
+        folder = DemoFolder.open(tmp_path / f"new{len(options)}", PLAN, **options)
+        assert folder.settings == DemoSettings(recipes=("rowwise",), steps=20)
+        assert (folder.resumed, folder.news) == (False, ())
+        assert json.loads((folder.path / "demo.json").read_text())["finished"] is False
 
 
-def test_an_unfinished_demo_goes_on_by_itself(tmp_path: Path) -> None:
+def test_an_unfinished_demo_goes_on_by_itself_and_with_its_saved_settings(tmp_path: Path) -> None:
     unfinished(tmp_path)
     before = files(tmp_path)
-    folder = DemoFolder.open(tmp_path, PLAN)
-    assert folder.resumed
-    assert "continuing" in folder.news[0]
-    assert files(tmp_path) == before
-
-
-def test_resume_takes_the_saved_settings(tmp_path: Path) -> None:
-    unfinished(tmp_path)
-    folder = DemoFolder.open(tmp_path, {}, resume=True)
-    assert folder.resumed
-    assert folder.settings == DemoSettings(recipes=("rowwise",), steps=20)
+    for given, resume in ((PLAN, False), ({}, True)):
+        folder = DemoFolder.open(tmp_path, given, resume=resume)
+        assert folder.resumed
+        assert folder.settings == DemoSettings(recipes=("rowwise",), steps=20)
+        assert "continuing" in folder.news[0]
+        assert files(tmp_path) == before
+        del folder
 
 
 @pytest.mark.parametrize(("given", "resume"), [({}, False), ({"steps": 30}, True), ({**PLAN, "seeds": 2}, False)])
@@ -238,8 +223,12 @@ def test_fresh_discards_an_unfinished_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_finished_demo_runs_again_and_its_report_is_kept(tmp_path: Path, fresh: bool) -> None:
+def test_a_finished_demo_runs_again_its_report_is_kept_and_it_cannot_be_resumed(tmp_path: Path, fresh: bool) -> None:
     finished(tmp_path)
+    before = files(tmp_path)
+    with pytest.raises(ConfigError, match=r"finished .*report\.html"):
+        DemoFolder.open(tmp_path, {}, resume=True)
+    assert files(tmp_path) == before
     folder = DemoFolder.open(tmp_path, PLAN, fresh=fresh)
     assert not folder.resumed
     (aside,) = (tmp_path / "earlier").iterdir()
@@ -247,14 +236,6 @@ def test_a_finished_demo_runs_again_and_its_report_is_kept(tmp_path: Path, fresh
     assert str(aside) in folder.news[0]
     assert not (tmp_path / "report.html").exists()
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_finished_demo_cannot_be_resumed(tmp_path: Path) -> None:
-    finished(tmp_path)
-    before = files(tmp_path)
-    with pytest.raises(ConfigError, match=r"finished .*report\.html"):
-        DemoFolder.open(tmp_path, {}, resume=True)
-    assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -266,12 +247,9 @@ def test_anything_else_is_left_alone(tmp_path: Path, content: str) -> None:
     for options in ({}, {"resume": True}, {"fresh": True}):
         with pytest.raises(ConfigError, match="--run-dir"):
             DemoFolder.open(tmp_path, {}, **options)
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
-
-
-def test_resume_and_fresh_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="one of them"):
+    with pytest.raises(ConfigError, match="give one of them"):
         DemoFolder.open(tmp_path, {}, resume=True, fresh=True)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from ottava.base.settings import ConfigError
-from ottava.cli.app import app
 from ottava.nn.convert import convert
 from ottava.serving.export import export
 from ottava.serving.source import of_folder
@@ -22,6 +21,7 @@ from ottava.train.model import ByteTransformer
 from ottava.weights.layouts import LAYOUTS
 from ottava.weights.parameter import QuantizedWeight
 from serving_samples import CONFIG, LENGTH, TEXT, exported, learned
+from train_samples import tiny
 
 SMALL = {"d_model": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128}
 
@@ -45,16 +45,12 @@ def test_logits_of_transformers_are_ours_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("recipe", "layout"), [("delayed", "modelopt"), ("rowwise", "compressed-tensors-channel")])
 def test_a_run_is_exported_with_the_codes_of_its_last_step(recipe: str, layout: str, tmp_path: Path) -> None:
     """q, k and v were one linear in training, so they share its scale."""
-    sizes = [f"model.{name}={value}" for name, value in SMALL.items()]
-    words = ["steps=3", f"recipe={recipe}", "sequence_length=32", "batch_size=2", *sizes]
-    arguments = ["train", "--run-dir", str(tmp_path / "run")]
-    for word in words:
-        arguments += ["--set", word]
-    assert app(arguments, standalone_mode=False) in (0, None)
+    Trainer(tiny("steps=3", f"recipe={recipe}"), tmp_path / "run").advance()
     source = of_run(tmp_path / "run")
-    assert len(source.weights) == 2 + 1 + 2 * 9
-    assert app(["export", str(tmp_path / "run"), str(tmp_path / "out"), "-l", layout], standalone_mode=False) == 0
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert len(source.weights) == 2 + 1 + 9
+    report = export(source, tmp_path / "out", layout=layout)
+    assert {one.name: one.as_trained for one in report.linears if not one.as_trained} == {"lm_head": None}
+    assert len(report.linears) == 8
 
 
 def test_a_folder_without_a_run_ends_in_a_sentence(tmp_path: Path) -> None:

@@ -22,32 +22,10 @@ from ottava.recipe import RECIPES, Recipe
 from ottava.record.reader import Run
 from ottava.train.checkpoint import CheckpointError, high_precision_weights, read_checkpoint
 from ottava.train.config import TrainConfig, load_config
-from ottava.train.data import DataError, DeviceError
+from ottava.train.data import DataError
 from ottava.train.loop import Trainer
 from ottava.train.run_folder import StepRecord
-
-TINY = (
-    "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",
-    "data.max_bytes=200000",
-    "batch_size=4",
-    "sequence_length=32",
-    "steps=12",
-    "checkpoint.every=4",
-    "evaluation={every: 5, batches: 2}",
-)
-
-
-def tiny(*overrides: str) -> TrainConfig:
-    return load_config(None, [*TINY, *overrides])
-
-
-def curve(history: list[StepRecord]) -> list[StepRecord]:
-    """The history without the one field that a clock decides."""
-    return [replace(record, seconds=0.0) for record in history]
-
-
-def saved_curve(run: Path) -> list[StepRecord]:
-    return curve([StepRecord.from_json(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
+from train_samples import SHORT, STORED, TINY, curve, saved_curve, tiny, whole_curve
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed"])
@@ -95,9 +73,9 @@ def test_a_run_of_an_older_version_or_other_microbatches_resumes(
     resumed = Trainer(tiny(after), tmp_path / "run", resume=True)
     assert resumed.step == 4
     assert said in caplog.text
-    whole = Trainer(tiny(before), tmp_path / "whole").advance()
+    whole = whole_curve(before)
     resumed.advance()
-    same = curve(resumed.history) == curve(whole)
+    same = curve(resumed.history) == whole
     assert same == (before == after)
     assert resumed.history[-1].loss == pytest.approx(whole[-1].loss, rel=0.05)
 
@@ -131,11 +109,10 @@ def test_run_folder_tells_the_whole_story(tmp_path: Path) -> None:
 
 
 def test_delayed_scaling_starts_as_tensorwise_and_looks_back_from_the_second_step(tmp_path: Path) -> None:
-    delayed, current = (Trainer(tiny(f"recipe={name}"), tmp_path / name) for name in ("delayed", "tensorwise"))
+    delayed, current = Trainer(tiny("recipe=delayed"), tmp_path), whole_curve("recipe=tensorwise")
     delayed.advance()
-    current.advance()
-    assert curve(delayed.history)[0] == curve(current.history)[0]
-    assert curve(delayed.history)[1:] != curve(current.history)[1:]
+    assert curve(delayed.history)[0] == current[0]
+    assert curve(delayed.history)[1:] != current[1:]
     histories = {name: value for name, value in delayed.model.state_dict().items() if "amax_history" in name}
     assert len(histories) == 3 * len(delayed.conversion.converted)
     for name, history in histories.items():
@@ -152,18 +129,13 @@ def test_weight_decay_spares_the_gains(tmp_path: Path) -> None:
 def test_two_trainers_in_turn_train_as_if_alone(tmp_path: Path) -> None:
     """nvfp4 rounds its gradients stochastically, from the global generator that both share."""
     recipes = ("nvfp4", "delayed", "bf16")
-    alone = {}
-    for recipe in recipes:
-        trainer = Trainer(tiny(f"recipe={recipe}"), tmp_path / f"alone-{recipe}")
-        trainer.advance()
-        alone[recipe] = curve(trainer.history)
     together = {recipe: Trainer(tiny(f"recipe={recipe}"), tmp_path / recipe) for recipe in recipes}
     while not all(trainer.done for trainer in together.values()):
         for trainer in together.values():
             trainer.advance(random.randint(1, 3))
             torch.rand(7)
     for recipe, trainer in together.items():
-        assert curve(trainer.history) == alone[recipe], recipe
+        assert curve(trainer.history) == whole_curve(f"recipe={recipe}"), recipe
 
 
 def test_trainer_leaves_the_global_random_generator_alone(tmp_path: Path) -> None:
@@ -261,9 +233,7 @@ def test_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_resumed_run_passes_over_a_damaged_checkpoint(
     recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    config = tiny(f"recipe={recipe}")
-    expected = curve(Trainer(config, whole).advance())
+    run, config = tmp_path / "run", tiny(f"recipe={recipe}")
     Trainer(config, run).advance(10)
     newest = run / "checkpoints" / "step-000008.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -276,7 +246,7 @@ def test_resumed_run_passes_over_a_damaged_checkpoint(
     assert "resumed from" in caplog.text
     assert "step-000004.safetensors" in caplog.text
     resumed.advance()
-    assert saved_curve(run) == curve(resumed.history) == expected
+    assert saved_curve(run) == curve(resumed.history) == whole_curve(f"recipe={recipe}")
 
 
 def test_changed_text_and_lost_metrics_are_refused(tmp_path: Path) -> None:
@@ -291,20 +261,6 @@ def test_changed_text_and_lost_metrics_are_refused(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(CheckpointError, match="does not hold steps 1 to 4"):
         Trainer(config, run, resume=True)
-
-
-def test_nothing_is_written_when_the_text_is_too_short(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_bytes(b"short")
-    with pytest.raises(DataError, match="a sequence needs 33"):
-        Trainer(tiny(f"data.path={text}"), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has the hardware whose absence is tested")
-def test_missing_hardware_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="sees 0 CUDA GPUs; set device=cpu or device=auto"):
-        Trainer(tiny("device=cuda"), tmp_path / "run")
 
 
 def test_predicted_scales_start_calibrated_on_the_weights_of_another_run(
@@ -338,12 +294,19 @@ def test_predicted_scales_start_calibrated_on_the_weights_of_another_run(
     assert curve(Trainer(config, tmp_path / "third", resume=True).advance()) == expected
 
 
-def test_weights_that_do_not_fit_leave_nothing_behind(tmp_path: Path) -> None:
+def test_a_run_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Weights that do not fit, and a text that is too short."""
     Trainer(tiny("recipe=bf16"), tmp_path / "first").advance(4)
-    for settings in (["model.layers=2"], [f"init={tmp_path / 'none'}"]):
-        with pytest.raises(CheckpointError):
-            Trainer(tiny(f"init={tmp_path / 'first'}", *settings), tmp_path / "second")
-    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+    (tmp_path / "text").write_bytes(b"short")
+    init = f"init={tmp_path / 'first'}"
+    for settings, error, words in (
+        ([init, "model.layers=2"], CheckpointError, "does not fit"),
+        ([f"init={tmp_path / 'none'}"], CheckpointError, "does not exist"),
+        ([f"data.path={tmp_path / 'text'}"], DataError, "a sequence needs 33"),
+    ):
+        with pytest.raises(error, match=words):
+            Trainer(tiny(*settings), tmp_path / "second")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "text"]
 
 
 def test_folder_is_held_until_the_run_is_done_or_closed(tmp_path: Path) -> None:
@@ -363,7 +326,6 @@ def test_folder_is_held_until_the_run_is_done_or_closed(tmp_path: Path) -> None:
 def test_run_goes_on_after_a_full_disk(tmp_path: Path) -> None:
     import resource
 
-    expected = curve(Trainer(tiny(), tmp_path / "whole").advance())
     trainer = Trainer(tiny(), tmp_path / "run")
     trainer.advance(5)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -380,7 +342,7 @@ def test_run_goes_on_after_a_full_disk(tmp_path: Path) -> None:
     resumed = Trainer(tiny(), tmp_path / "run", resume=True)
     assert resumed.step == 4
     resumed.advance()
-    assert saved_curve(tmp_path / "run") == curve(resumed.history) == expected
+    assert saved_curve(tmp_path / "run") == curve(resumed.history) == whole_curve()
 
 
 TRAIN = """
@@ -431,10 +393,6 @@ def test_killed_at_any_moment_the_curve_is_that_of_an_uninterrupted_run(recipe: 
     newest = Path("checkpoints", "step-000060.safetensors")
     resumed, direct = read_checkpoint(run / newest), read_checkpoint(whole / newest)
     assert resumed.metadata == direct.metadata  # the hash of all tensors is part of it
-
-
-SHORT = ("batch_size=2", "steps=6", "checkpoint.every=2", "evaluation={every: 0, batches: 1}")
-STORED = ("optimizer.weights=fp8", "optimizer.master=remainder", "optimizer.moments=fp8")
 
 
 def test_a_run_switches_to_fp8_and_back_in_its_middle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -519,18 +477,17 @@ def poisoned(trainer: Trainer) -> Trainer:
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_a_watched_run_is_the_unwatched_one(recipe: str, tmp_path: Path) -> None:
     """Line for line, also when resumed; the folder holds the records of both."""
-    bare = Trainer(tiny(f"recipe={recipe}"), tmp_path / "bare")
-    bare.advance()
+    bare = whole_curve(f"recipe={recipe}")
     config = tiny(f"recipe={recipe}", "watch={every: 3, triggers: {clipping: null}}")
     watched = Trainer(config, tmp_path / "watched")
     watched.advance(6)
     watched.close()
     resumed = Trainer(config, tmp_path / "watched", resume=True)
     resumed.advance()
-    assert saved_curve(tmp_path / "watched") == saved_curve(tmp_path / "bare")
+    assert saved_curve(tmp_path / "watched") == bare
     run = Run.open(tmp_path / "watched")
     assert run.steps["step"].tolist() == list(range(1, 13))
-    assert run.steps["loss"] == pytest.approx([record.loss for record in bare.history])
+    assert run.steps["loss"] == pytest.approx([record.loss for record in bare])
     assert sorted(set(run.table()["step"].tolist())) == [1, 2, 3, 6, 9, 12]
     assert run.manifest["config"]["recipe"] == recipe
 
@@ -539,7 +496,7 @@ KILLED_WITH_A_WATCH = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_loop import tiny
+from train_samples import tiny
 from ottava.train.loop import Trainer
 for name, every in (("before", 100), ("after", 2)):
     settings = ("recipe=bf16", "watch={every: 1}", f"checkpoint.every={every}")
@@ -551,7 +508,7 @@ os._exit(9)
 def test_a_kill_loses_nothing_that_a_checkpoint_holds_and_resumes_without_one(tmp_path: Path) -> None:
     """Killed before the first checkpoint, a watched run begins again in its folder; killed after one, the looks of the
     steps before it are on record."""
-    assert warm.run(["-c", KILLED_WITH_A_WATCH, str(tmp_path), str(Path(__file__).parent)]).returncode == 9
+    assert warm.run(["-c", KILLED_WITH_A_WATCH, str(tmp_path), str(Path(__file__).parents[1])]).returncode == 9
     assert set(Run.open(tmp_path / "after").table()["step"].tolist()) >= {1, 2}
     resumed = Trainer(tiny("recipe=bf16", "watch={every: 1}", "checkpoint.every=100"), tmp_path / "before", resume=True)
     resumed.advance()
@@ -583,13 +540,9 @@ def test_a_poisoned_batch_is_skipped_and_training_goes_on(tmp_path: Path) -> Non
 
 def test_a_guard_that_never_acts_changes_no_bit(tmp_path: Path) -> None:
     """A snapshot only reads."""
-    bare, guarded = (
-        Trainer(tiny("recipe=delayed", *more), tmp_path / name)
-        for name, more in (("bare", ()), ("guarded", ("guard={every: 3}",)))
-    )
-    bare.advance()
+    guarded = Trainer(tiny("recipe=delayed", "guard={every: 3}"), tmp_path)
     guarded.advance()
-    assert curve(guarded.history) == curve(bare.history)
+    assert curve(guarded.history) == whole_curve("recipe=delayed")
 
 
 @pytest.mark.parametrize("mode", ["propose", "apply"])
@@ -616,9 +569,3 @@ def test_a_badly_cast_layer_falls_back(mode: str, tmp_path: Path) -> None:
     assert changed == applied
     assert bool(applied) == (mode == "apply")
     assert json.dumps(events)
-
-
-def test_a_fallback_without_a_watch_is_refused() -> None:
-    """Without a watch the fallback would see nothing."""
-    with pytest.raises(ConfigError, match="needs a watch"):
-        tiny("auto_fallback=propose")

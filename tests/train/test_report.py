@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,35 +12,7 @@ import pytest
 
 from ottava.train.report import Strip, difference_chart, heat_grids, loss_chart, render_picture, render_report
 from ottava.train.verdict import DemoResult, RunResult
-
-VOID = {"meta", "br", "link", "input", "img"}
-
-
-class Checker(HTMLParser):
-    """Notes unbalanced tags and repeated ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.problems: list[str] = []
-        self.ids: list[str] = []
-        self.references: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-        for name, value in attrs:
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("src", "href", "srcset", "xlink:href"):
-                self.references.append(value or "")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """<rect/> opens and closes."""
-
-    def handle_endtag(self, tag: str) -> None:
-        if not self.open or self.open.pop() != tag:
-            self.problems.append(f"</{tag}> at {self.getpos()}")
+from page_checker import Checker
 
 
 @pytest.fixture
@@ -55,12 +26,7 @@ def all_recipes(make_run: Callable[..., RunResult], make_demo: Callable[..., Dem
 @pytest.mark.parametrize("which", ["usual_demo", "all_recipes"])
 def test_report_is_balanced_offline_and_small(which: str, request: pytest.FixtureRequest) -> None:
     html = render_report(request.getfixturevalue(which))
-    checker = Checker()
-    checker.feed(html)
-    assert checker.problems == []
-    assert checker.open == []
-    assert len(checker.ids) == len(set(checker.ids))
-    assert checker.references == []
+    Checker(html)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\((?!#)", html)
     assert len(html.encode()) < 300_000
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from ottava.base.text import listed
 from ottava.train.verdict import UNIFORM_LOSS, DemoResult, Noise, RunResult, judge, student_t95
 
 SEEDS = Noise(losses=(1.700, 1.721, 1.712))
@@ -23,18 +22,7 @@ def test_noise_of_three_seeds_worked_by_hand() -> None:
 
 def test_quantiles_are_those_of_the_tables() -> None:
     """Two-sided 95 %, three digits behind the point; 1,000 degrees of freedom are nearly a normal distribution."""
-    table = {
-        1: 12.706,
-        2: 4.303,
-        3: 3.182,
-        4: 2.776,
-        9: 2.262,
-        10: 2.228,
-        29: 2.045,
-        30: 2.042,
-        120: 1.980,
-        1000: 1.962,
-    }
+    table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.98, 1000: 1.962}
     assert {freedom: round(student_t95(freedom), 3) for freedom in table} == table
 
 
@@ -154,10 +142,6 @@ def test_a_recipe_without_its_bf16_seed_is_refused(make_run: MakeRun, make_demo:
         make_demo([make_run("bf16"), make_run("tensorwise", 7)])
     with pytest.raises(ValueError, match="no bf16 run"):
         make_demo([])
-
-
-def test_listed_reads_like_prose() -> None:
-    assert [listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
 
 
 def test_a_run_that_ends_above_guessing_has_diverged(make_run: MakeRun) -> None:

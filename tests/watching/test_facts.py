@@ -259,6 +259,34 @@ def test_settings_of_every_group_are_columns_and_a_zero_is_written(tmp_path: Pat
     assert Run.open(tmp_path / "sgd").steps["momentum/0"].tolist() == [0.0]
 
 
+def test_a_weight_that_somebody_else_writes_is_seen_in_that_step(tmp_path: Path) -> None:
+    """In a step without a look, too; one that is written and restored in between is the optimizer's. So is one that
+    got no gradient now and then, as an expert without tokens."""
+    model: Any = made()
+    idle = [nn.Parameter(torch.ones(3)) for _ in range(9)]
+    sparse = torch.optim.SGD([*idle, *model.head.parameters()], lr=0.1)
+    with ottava.watch(model, tmp_path / "idle"):
+        for step in range(1, 9):
+            model(ids_of(step), labels=ids_of(step + 50)).backward()
+            for i, p in enumerate(idle):
+                p.grad = None if i % 4 and (i + step) % 2 else torch.ones(3)
+            sparse.step()
+    assert not Run.open(tmp_path / "idle").steps["written"][1:].any()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with ottava.watch(model, tmp_path / "run"):
+        for step in range(1, 9):
+            plain(model, optimizer, step)
+            optimizer.zero_grad()
+            kept = [p.detach().clone() for p in model.parameters()]
+            if step in (3, 6):
+                for p in model.parameters():
+                    p.data.mul_(0.9)  # torch counts no version of this
+            if step == 6:
+                for p, before in zip(model.parameters(), kept, strict=True):
+                    p.data.copy_(before)
+    assert (Run.open(tmp_path / "run").steps["written"][1:] > 0).tolist() == [s == 4 for s in range(2, 9)]
+
+
 def test_every_tensor_that_an_optimizer_holds_is_a_parameter(tmp_path: Path) -> None:
     """Also a temperature that no module owns; and a parameter that no optimizer holds."""
     model: Any = made()

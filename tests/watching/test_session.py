@@ -380,6 +380,22 @@ def test_overhead_above_the_limit_makes_looks_rarer(tmp_path: Path) -> None:
     assert sorted(set(run.table()["step"].tolist())) == [1, 2, 4, 8, 16, 32, 50, 100, 150, 200, 400]
 
 
+def test_a_watch_that_may_not_look_early_pays_first(tmp_path: Path) -> None:
+    """After the first look and shadow step nothing comes unpaid; memory has what files have."""
+    model = build()
+    with watch(model, tmp_path / "run", max_overhead=1e-6, early=False) as seen:
+        train(model, 120)
+        recent = seen.recent()
+    run = Run.open(seen.folder)
+    assert set(run.table()["step"].tolist()) == {1}
+    assert [e["step"] for e in run.experiments] == [5]
+    assert recent.steps["loss"].tolist() == run.steps["loss"].tolist()
+    assert (len(recent.experiments), len(recent.table())) == (1, len(run.table()))
+    with watch(model, tmp_path / "rich", max_overhead=1.0, early=False) as seen:
+        train(model, 64)
+    assert set(Run.open(seen.folder).table()["step"].tolist()) > {1}
+
+
 def test_settings_and_host_are_in_the_manifest(tmp_path: Path) -> None:
     """Enough to do it again."""
     with watch(build(), tmp_path / "run", every=3) as seen:

@@ -84,7 +84,7 @@ def plan(
 def _plan_model(name: str, tokens: int, recipe: str, device: Path | None, as_json: bool) -> int:
     import torch
 
-    from ottava.nn.plan import plan_model
+    from ottava.nn.convert import plan_model
 
     with torch.device("meta"):  # the weights need no memory: only their shapes are read
         model = _build(name)

@@ -30,6 +30,21 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 _FORWARD, _BACKWARD, _LOSS, _UPDATE = 0.02, 0.08, 0.01, 0.25  # relative, of runs that cast differently
 _SAME = 0.004  # half a unit of BF16's last bit
 _SETTINGS = MappingProxyType({"lr": "learning rate", "weight_decay": "weight decay"})
+_PROGRAM = MappingProxyType(
+    {
+        "forwards": "forwards with gradients",
+        "backwards": "backwards",
+        "optimizer_steps": "steps of an optimizer",
+        "extra_steps": "steps of an optimizer without a new backward",
+        "restarts": "optimizers that began anew",
+        "eval_forwards_in_train_mode": "forwards of a validation in training mode",
+        "kept_gradient": "gradients kept from the step before",
+        "written": "weights that something else than an optimizer wrote",
+    }
+)
+"""What the loop does in a step: columns that are equal in two runs of one program."""
+_SHARES = frozenset({"kept_gradient", "written"})
+"""Columns of which only zero or not is a fact of the program."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,7 @@ class Difference:
     """One difference of two runs."""
 
     kind: str
-    """recipe, optimizer, setting, parameter, weights, batch, forward, loss, backward, update or config."""
+    """recipe, optimizer, setting, parameter, program, weights, batch, forward, loss, backward, update or config."""
     key: str
     good: Any
     bad: Any
@@ -62,7 +77,7 @@ def differences(good: Facts, bad: Facts) -> list[Difference]:
     """All differences that the facts show, in the order of computation."""
     found = [*_recipes(good, bad), *_optimizers(good, bad), *_groups(good, bad), *_parameters(good, bad)]
     weights, batch = _weights(good, bad), _batch(good, bad)
-    found += weights + batch
+    found += [*sorted(_program(good, bad), key=lambda d: d.step or 0), *weights, *batch]
     first = _first_step(good, bad)
     # only the same weights and the same batch have to give the same numbers
     comparable = first is not None and not weights and not (batch and batch[0].step == first)
@@ -72,6 +87,11 @@ def differences(good: Facts, bad: Facts) -> list[Difference]:
         settled = any(d.kind in ("setting", "optimizer") for d in found)
         found += computed or _clipping(good, bad, first) or ([] if settled else _update(good, bad, first))
     return found
+
+
+def settings_and_loop(good: Facts, bad: Facts) -> list[Difference]:
+    """The differences between two runs of one program on other data."""
+    return [*_optimizers(good, bad), *_groups(good, bad), *_program(good, bad)]
 
 
 def _recipes(good: Facts, bad: Facts) -> Iterator[Difference]:
@@ -125,6 +145,26 @@ def _groups(good: Facts, bad: Facts) -> Iterator[Difference]:
     if a_groups and b_groups and a_groups != b_groups:
         said_groups = f"The optimizer has {a_groups} groups in the good run, {b_groups} in this."
         yield Difference("setting", "groups", a_groups, b_groups, said_groups)
+
+
+def _program(good: Facts, bad: Facts) -> Iterator[Difference]:
+    for name, words in _PROGRAM.items():
+        a, b = (
+            dict(zip(f.steps.tolist(), [] if (v := f.column(name)) is None else v, strict=False)) for f in (good, bad)
+        )
+        if name in _SHARES:
+            a, b = ({step: float(x > 0) for step, x in of.items() if math.isfinite(x)} for of in (a, b))
+        # a record may begin in the middle of the first step
+        apart = [s for s in sorted(a.keys() & b.keys())[1:] if math.isfinite(a[s] + b[s]) and a[s] != b[s]]
+        if not apart:
+            continue
+        here, there = (of[apart[0]] for of in (b, a))
+        if name in _SHARES:
+            one, other = ("This run", "the good one") if here > there else ("The good run", "this one")
+            said = f"{one} has {words} in step {apart[0]}, {other} has none"
+        else:
+            said = f"Step {apart[0]} has {here:.0f} {words}, that of the good run {there:.0f}"
+        yield Difference("program", name, there, here, f"{said}. The two differ in {len(apart)} steps.", apart[0])
 
 
 def _by_name(facts: Facts) -> dict[str, Mapping[str, Any]]:

@@ -109,6 +109,12 @@ class Facts:
     def _about(self) -> dict[str, Mapping[str, Any]]:
         return {str(p["name"]): p for p in self.parameters}
 
+    @property
+    def unmoved(self) -> set[str] | None:
+        """Parameters that end as they began; None if the record does not say, as of a run that was killed."""
+        names = self.manifest.get("unmoved")
+        return {str(n) for n in names} if isinstance(names, list) else None
+
     def size(self, name: str) -> int:
         """Elements of a parameter; 0 if unknown."""
         shape = (self._about.get(name) or {}).get("shape") or [0]
@@ -143,6 +149,11 @@ class Facts:
                 found.append((step, float(np.median(ratios))))
         return found
 
+    @cached_property
+    def ranks(self) -> dict[int, Facts]:
+        """Rank -> its facts, for the ranks above 0."""
+        return {rank: Facts(run) for rank, run in self.run.of_ranks.items()}
+
     # --- batches ------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -165,6 +176,8 @@ class Facts:
     @cached_property
     def casts(self) -> bool | None:
         """Whether a real cast ran in a step of this run; None if nobody knows."""
+        if any(e.get("mode") == "real" for e in self.experiments("shadow")):
+            return True
         said = (self.manifest.get("cast") or {}).get("ran") if isinstance(self.manifest.get("cast"), Mapping) else None
         if said is not None:
             return bool(said)
@@ -205,8 +218,10 @@ class Facts:
     # --- experiments and events -----------------------------------------------------------------------------------
 
     def experiments(self, kind: str) -> list[Mapping[str, Any]]:
-        """The experiments of one kind, in the order of steps."""
-        return sorted((e for e in self.run.experiments if e.get("kind") == kind), key=lambda e: e["step"])
+        """The experiments of one kind on all ranks, in the order of steps; a rank above 0 is `rank`."""
+        found = [e for e in self.run.experiments if e.get("kind") == kind]
+        found += [{**e, "rank": rank} for rank, other in self.ranks.items() for e in other.experiments(kind)]
+        return sorted(found, key=lambda e: e["step"])
 
     def checks(self) -> Iterator[Mapping[str, Any]]:
         """Operands that were not the cast of their tensor."""

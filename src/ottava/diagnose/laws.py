@@ -16,6 +16,7 @@ import numpy as np
 
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
+from ottava.diagnose.ranks import parted, same_batches
 
 _MOST_NAMES = 4
 
@@ -122,6 +123,16 @@ def _same_batch(facts: Facts, event: Event | None) -> Broken | None:
     )
 
 
+def _ranks_part(facts: Facts, event: Event | None) -> Broken | None:
+    found = list(parted(facts))
+    if not found and same_batches(facts):
+        return Broken(f"All {1 + len(facts.ranks)} ranks train on the same batches, so one of them would do.")
+    if not found:
+        return None
+    first = min(found, key=lambda d: (d.step or 0, d.kind == "ranks"))
+    return Broken(first.sentence, first.step, first.where)
+
+
 def _bad_batch(facts: Facts, event: Event | None) -> Broken | None:
     sizes = facts.column("input_rms")
     if event is None or sizes is None:
@@ -149,14 +160,20 @@ def _outside(name: str) -> bool:
 def _never_stepped(facts: Facts, event: Event | None) -> Broken | None:
     own = [p for p in facts.parameters if p.get("trains") and not _outside(str(p["name"]))]
     others = [str(p["name"]) for p in facts.parameters if _outside(str(p["name"]))]
-    if own and not any(p.get("held") for p in own) and others:
+    moves = facts.unmoved is not None and len({str(p["name"]) for p in own} & facts.unmoved) < len(own)
+    if own and not any(p.get("held") for p in own) and others and not moves:
         return Broken(
             f"The optimizer steps {len(others)} tensors, and none of them is a parameter of the model that ran."
         )
     steps, backwards = facts.column("optimizer_steps"), facts.column("backwards")
-    if steps is not None and backwards is not None and np.nansum(steps) == 0 and np.nansum(backwards) > 3:
+    if steps is not None and backwards is not None and np.nansum(steps) == 0 and np.nansum(backwards) > 3 and not moves:
         return Broken(f"{np.nansum(backwards):.0f} backwards ran, and no optimizer stepped.")
-    return None
+    tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after")]
+    same = [e for e in tried if e["loss_after"] == e["loss"] and facts.at("lr", e["step"]) > 0]
+    if len(tried) < 2 or len(same) < len(tried):
+        return None
+    said = f"The step changes nothing: after it the same batch has the same loss to the bit, in {len(same)} trials."
+    return Broken(said, int(same[0]["step"]))
 
 
 def _lr_zero(facts: Facts, event: Event | None) -> Broken | None:
@@ -176,13 +193,23 @@ def _lr_zero(facts: Facts, event: Event | None) -> Broken | None:
 
 
 def _unheld(facts: Facts, event: Event | None) -> Broken | None:
-    own = [p for p in facts.parameters if p.get("trains") and not _outside(str(p["name"]))]
-    lost = [str(p["name"]) for p in own if not p.get("held")]
+    """By what came out, where the run ended: weights that are what they were. Else by who holds them."""
+    own = [str(p["name"]) for p in facts.parameters if p.get("trains") and not _outside(str(p["name"]))]
+    held = {str(p["name"]) for f in (facts, *facts.ranks.values()) for p in f.parameters if p.get("held")}
+    lost = [n for n in own if n not in held]
+    if (unmoved := facts.unmoved) is not None:
+        # with a gradient and an optimizer it is the rate, or rounding, that keeps a weight
+        driven = {n for rows in facts.moves.values() for n, row in rows.items() if row["gradient"] != 0}
+        lost = [n for n in own if n in unmoved and not (n in held and n in driven)]
     if not lost or len(lost) == len(own):
         return None
-    share = sum(map(facts.size, lost)) / max(sum(facts.size(str(p["name"])) for p in own), 1)
-    said = f"No optimizer holds {len(lost)} of {len(own)} trained parameters ({_names(lost)})"
-    return Broken(f"{said}: {100 * share:.3g} % of their elements.", where=tuple(lost), grave=share > 0.02)
+    share = sum(map(facts.size, lost)) / max(sum(map(facts.size, own)), 1)
+    why = "no optimizer holds them" if not held & {*lost} else "although an optimizer holds some of them"
+    end = f", and end as they began: {why}" if unmoved is not None else f": {why}"
+    said = (
+        f"{len(lost)} of {len(own)} parameters are to be trained ({_names(lost)}), {100 * share:.3g} % of the elements"
+    )
+    return Broken(f"{said}{end}.", where=tuple(lost), grave=share > 0.02)
 
 
 def _no_gradient(facts: Facts, event: Event | None) -> Broken | None:
@@ -227,12 +254,17 @@ def _written(facts: Facts, event: Event | None) -> Broken | None:
         for name, row in rows.items():
             if row["written"] > 0.01:
                 found.setdefault(name, []).append(step)
-    if not found:
+    steps = facts.column("written")  # a record of version 1 has looks only
+    looks = sorted({s for seen in found.values() for s in seen})
+    every = looks if steps is None else facts.steps[np.nan_to_num(steps) > 0].tolist()
+    if not every:
         return None
-    first = min(steps[0] for steps in found.values())
     names = sorted(found, key=lambda n: found[n][0])
-    said = f"{len(names)} parameters changed between two steps, not by an optimizer ({_names(names)})"
-    return Broken(f"{said}, first before step {first}.", first, tuple(names), grave=False)
+    what = f"{len(names)} parameters ({_names(names)})" if names else "Weights"
+    said = f"{what} changed between two steps, not by an optimizer, before {len(every)} of {len(facts.steps)} steps"
+    # clamped or normalized weights are written in every step; what moves the loss begins as the loss leaves
+    began = event is not None and 0 <= event.step - every[0] <= 3
+    return Broken(f"{said}, first before step {every[0]}.", every[0], tuple(names), grave=began)
 
 
 def _vanish(facts: Facts, event: Event | None) -> Broken | None:
@@ -358,17 +390,6 @@ def _overshoots(entry: Any) -> bool:
     return bool(entry["loss_after"] > entry["loss"] + 0.02 * abs(entry["loss"]) + 1e-6)
 
 
-def _idle_step(facts: Facts, event: Event | None) -> Broken | None:
-    tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after")]
-    same = [e for e in tried if e["loss_after"] == e["loss"] and facts.at("lr", e["step"]) > 0]
-    if len(tried) < 2 or len(same) < len(tried):
-        return None
-    return Broken(
-        f"The step changes nothing: after it the same batch has the same loss to the bit, in {len(same)} trials.",
-        int(same[0]["step"]),
-    )
-
-
 def _own_rate(facts: Facts, event: Event | None) -> Broken | None:
     """A group with a rate of its own, whose parameters run away from the others."""
     rates = {str(p["name"]): facts.held(str(p["name"])).get("lr") for p in facts.parameters}
@@ -478,9 +499,9 @@ LAWS: tuple[Law, ...] = (
     Law("D3", "The labels teach nothing", _labels_dead, True, "labels", "labels of a cross-entropy"),
     Law("D4", "The same batch comes again and again", _same_batch, True, "data", "hashes of batches"),
     Law("D5", "One batch is far larger than the others", _bad_batch, False, "data", "sizes of inputs"),
-    Law("O1", "No optimizer steps this model", _never_stepped, True, "optimizer", "parameters of the optimizers"),
+    Law("O1", "No optimizer moves this model", _never_stepped, True, "optimizer", "parameters of the optimizers"),
     Law("O2", "The learning rate is 0", _lr_zero, True, "schedule", "lr"),
-    Law("O3", "Some parameters are in no optimizer", _unheld, True, "optimizer", "parameters of the optimizers"),
+    Law("O3", "Some parameters do not train", _unheld, True, "optimizer", "parameters of the optimizers"),
     Law("O4", "Most of the model gets no gradient", _no_gradient, True, "graph", "two full looks"),
     Law("O5", "Gradients are never cleared", _kept_gradient, True, "zero_grad", "gradients before backward"),
     Law("O6", "The optimizer steps more than once, or forgets its moments", _steps_again, True, "optimizer", "steps"),
@@ -491,9 +512,9 @@ LAWS: tuple[Law, ...] = (
     Law("O11", "The learning rate jumps", _lr_jump, False, "schedule", "lr"),
     Law("O12", "The learning rate is too high", _lr_high, False, "lower_lr", "a shadow step, or full looks"),
     Law("O13", "One group of parameters learns far too fast", _own_rate, False, "group_lr", "settings"),
-    Law("O14", "The step changes nothing", _idle_step, True, "optimizer", "shadow steps"),
     Law("G1", "The gradient explodes, and nothing clips it", _explodes, False, "clip", "grad_norm"),
     Law("G2", "Clipping takes nearly all of the gradient", _clipped, False, "clip_less", "grad_norm before clipping"),
+    Law("R1", "The ranks do not work as one", _ranks_part, True, "ranks", "several ranks"),
     Law("M1", "Validation runs in training mode", _validation_trains, True, "eval", "modes of forwards"),
     Law("M2", "Tied weights are apart", _tied_apart, True, "tie", "parameters"),
     Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "the graph of the loss"),

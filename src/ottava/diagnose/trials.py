@@ -79,8 +79,16 @@ def judge(facts: Facts, event: Event | None) -> Trial:
         ...     judge(Facts(Run.open(f"{folder}/run")), None).part
         'none'
     """
+    outside = next((str(e.get("where")) for e in facts.experiments("conversion")), "")
+    if outside and (changed := _changed(facts, outside, event)) is not None:
+        return changed
+    if facts.casts is False and outside:
+        said = (
+            f"No layer casts, but the script converts to FP8 at {outside}, outside the model. No experiment tries that."
+        )
+        return Trial("unknown", (said,))
     if facts.casts is False:
-        return Trial("none", ("Nothing was cast in this run, so FP8 has no part in it.",))
+        return Trial("none", ("No cast to FP8 was seen in this run, so FP8 has no part in it.",))
     refused = tuple(f"Step {e['step']}: {e.get('why')}" for e in facts.experiments("refused")[:2])
     if (replayed := _replayed(facts, event)) is not None:
         return _placed(facts, replayed)
@@ -89,6 +97,19 @@ def judge(facts: Facts, event: Event | None) -> Trial:
         why = refused or ("No shadow step was taken, so nothing was tried.",)
         return Trial("unknown" if facts.casts else "none", why if facts.casts else ("No cast is recorded.",))
     return _placed(facts, _shadowed(facts, event, shadows))
+
+
+def _changed(facts: Facts, outside: str, event: Event | None) -> Trial | None:
+    """Casts between the backward and the optimizer: the gradient that arrives is not the one that was computed."""
+    for entry in facts.experiments("shadow"):
+        error = entry.get("replay_error")
+        if isinstance(error, (int, float)) and error > _level(facts, entry) and entry.get("tail") == "replayed":
+            if event is not None and entry["step"] >= event.step:
+                return None
+            said = f"At step {entry['step']} the gradient at the optimizer differs by {100 * error:.3g} % from that "
+            said += f"of the backward, and the script converts to FP8 at {outside}, outside the model."
+            return Trial("guilty", (said,), int(entry["step"]), float(error))
+    return None
 
 
 def _error(entry: Mapping[str, Any]) -> float | None:
@@ -133,7 +154,10 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     for entry in after:
         # a jump between two shadow steps shows in that of the trigger; later ones see what has come of it
         if before and event is not None and entry["step"] > event.step + _NEAR:
-            break
+            if not _hurts(facts, entry):
+                continue
+            said = f"{_said(entry, facts)} The loss had left at step {event.step}, so this does not say who began."
+            return Trial("unknown", (said,), int(entry["step"]), float(entry["error"]))
         blown = not float(entry.get("norm") or math.inf) <= _BLOWN * usual
         if _hurts(facts, entry):
             if blown:
@@ -173,7 +197,8 @@ def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:
 
 def _said(entry: Mapping[str, Any], facts: Facts) -> str:
     noise, bias = entry.get("noise"), entry.get("bias")
-    said = f"At step {entry['step']} the gradient with casts differs by {100 * float(entry['error']):.3g} % from "
+    rank = f" on rank {entry['rank']}" if entry.get("rank") else ""
+    said = f"At step {entry['step']}{rank} the gradient with casts differs by {100 * float(entry['error']):.3g} % from "
     said += f"that without (level {100 * _level(facts, entry):.0f} %)"
     if isinstance(noise, (int, float)) and math.isfinite(noise):
         said += f", {noise:.2g} times the noise of the batch"

@@ -17,8 +17,8 @@ from typing import Any
 
 from ottava.doors.host import need_host, without
 from ottava.engine.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
-from ottava.nn.convert import default_filter
 from ottava.nn.layer import Layer
+from ottava.nn.plan import default_filter
 from ottava.recipe import Recipe, get_recipe
 
 need_host("torchtitan")

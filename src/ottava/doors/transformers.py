@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from ottava.base.errors import unknown_name
 from ottava.doors.entries import HISTORIES, NOT_LOADED, pack, read_entries, take_histories, unpack_before_load
 from ottava.doors.host import need_host, refuse_model
-from ottava.nn.convert import ConversionReport, convert, default_filter
+from ottava.nn.convert import ConversionReport, convert
 from ottava.nn.foreign import layers_of
 from ottava.nn.layer import LayerView
+from ottava.nn.plan import default_filter
 from ottava.recipe import RECIPES, Recipe, get_recipe
 
 need_host("transformers")

@@ -3,6 +3,7 @@
 ottava                  by the settings of `ottava.autocast`
 torchao                 by its layers' forward: torch's linear in its place
 TransformerEngine       by its own fp8_autocast
+a script's own          by torch's conversions: see `handmade`
 nothing casts           every nn.Linear runs as an ottava layer under a recipe: what casts would do ("simulated")
 """
 
@@ -20,9 +21,10 @@ from torch import nn
 
 from ottava.engine.autocast import Ambient
 from ottava.engine.layer import QuantizedLayer
+from ottava.experiments.handmade import Exact
 from ottava.experiments.passes import AS_IT_RAN, Way, without_casts
-from ottava.nn.convert import default_filter
 from ottava.nn.layer import Linear
+from ottava.nn.plan import default_filter
 from ottava.recipe import GEMMS, Override, Recipe, get_recipe
 
 _TORCHAO = ("Float8Linear", "Float8BlockwiseLinear", "MXFP8Linear", "NVFP4Linear", "MXLinear")
@@ -70,6 +72,15 @@ def casts_of(models: Sequence[nn.Module], name_of: Callable[[nn.Module], str], s
     without = Way(without_casts, lambda: _without(torchao, bool(engine)))
     own = {m.name: ran for m in ours if (ran := _ran(m)) is not None}
     return Casts("real", recipes.most_common(1)[0][0], bits, AS_IT_RAN, without, layers, own)
+
+
+def casts_of_script(where: str) -> Casts:
+    """Those that a script makes by torch's conversions.
+
+    Args:
+        where: FILE:LINE of the first one.
+    """
+    return Casts("real", f"conversions at {where}", 8, AS_IT_RAN, Way(switched=Exact), {}, {})
 
 
 def is_torchao(module: nn.Module) -> bool:

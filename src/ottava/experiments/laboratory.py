@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ottava.experiments.ablation import Ablation
-from ottava.experiments.casts import Casts, casts_of
+from ottava.experiments.casts import Casts, casts_of, casts_of_script
+from ottava.experiments.handmade import Seen
 from ottava.experiments.nonfinite import first_nonfinite
 from ottava.experiments.passes import Player
 from ottava.experiments.program import Program, Recorder
@@ -33,7 +34,9 @@ _LOG = logging.getLogger(__name__)
 EARLY = (5, 10, 20, 50)
 """Steps of the first shadows, counted from the beginning of the watch; later ones are multiples of the period."""
 _FREE, _SHARE = 3, 0.02
-"""Shadows that the budget does not count, and the share of the run's time for the others."""
+"""Shadows that the budget does not count, and the largest share of the run's time for the others."""
+_PRICE = 4
+"""Steps that a shadow takes the time of: two and a half passes forward and backward, and one forward."""
 _BETWEEN_TRIGGERS, _BETWEEN_REPLAYS = 20, 100
 _SIMULATED = 2
 """Shadows of a run that casts nothing: what they show is a forecast."""
@@ -59,6 +62,8 @@ class Laboratory:
         name_of_module: full name of a module.
         quiet: a context in which the watch sees nothing.
         step: steps done.
+        share: of the run's time, for the shadows that no trigger asked for.
+        early: False: the first shadow only, and then none before the share has paid for it.
     """
 
     def __init__(
@@ -73,7 +78,14 @@ class Laboratory:
         name_of_module: Callable[[nn.Module], str],
         quiet: Callable[[], AbstractContextManager[Any]],
         step: int = 0,
+        share: float = _SHARE,
+        early: bool = True,
     ) -> None:
+        self._share = min(share, _SHARE)
+        self._early: tuple[int, ...] = EARLY if early else EARLY[:1]
+        self._free = _FREE if early else 1
+        if every and not early:  # counted in steps, because ranks must agree
+            every = max(every, math.ceil(_PRICE / max(self._share, 1e-6)))
         self._roots, self._every, self._recipe, self._write = roots, every, recipe, write
         self._name_of, self._name_of_module, self._quiet = name_of, name_of_module, quiet
         self._first, self._step = step, step
@@ -91,6 +103,8 @@ class Laboratory:
         self._found_nonfinite = self._event = self._wrong = False
         self._replayed = -_BETWEEN_REPLAYS
         self._refused: set[str] = set()
+        self._seen: Seen | None = None
+        self._conversions: Seen | None = None
         self._started = time.perf_counter()
         self.seconds = 0.0
         """Time that experiments took."""
@@ -103,7 +117,9 @@ class Laboratory:
             self._between(step, self._ring)
         self._why = self._reason(step)
         if (self._why or self._ring is not None) and (roots := self._models(step)):
-            self._recorder = Recorder(roots)
+            self._recorder = recorder = Recorder(roots)
+            if self._why and self._conversions is None and not recorder.compiled:
+                self._seen = Seen(lambda: recorder.in_forward).begin()
 
     def backward(self, root: Tensor, loss: Tensor, gradient: Tensor | None, retain: bool) -> None:
         """A backward of the training begins."""
@@ -131,8 +147,28 @@ class Laboratory:
         if self._ring is not None:
             self._ring.forget()
 
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """What experiments run is no conversion of the script's."""
+        if self._seen is not None:
+            self._seen.active = False
+        try:
+            yield
+        finally:
+            if self._seen is not None:
+                self._seen.active = True
+
+    def _look_away(self) -> None:
+        """Ends the watch over conversions, which goes from one optimizer step to the next."""
+        if self._seen is not None:
+            self._seen.end()
+            self._conversions, self._seen = self._seen, None
+            if (where := self._conversions.outside) is not None:
+                self._write(self._step, "conversion", where=where)
+
     def drop(self) -> None:
         """Forgets what was captured."""
+        self._look_away()
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
@@ -163,7 +199,7 @@ class Laboratory:
     def _safely(self, what: str) -> Iterator[None]:
         """A training must not end because an experiment fails."""
         try:
-            with self._quiet():
+            with self._quiet(), self._unseen():
                 yield
         except NotReplayableError as error:
             self._refuse(what, str(error))
@@ -199,7 +235,7 @@ class Laboratory:
         if shadow.tail:
             began = time.perf_counter()
             try:
-                with self._quiet(), nothing_changes(shadow.program.modules):
+                with self._quiet(), self._unseen(), nothing_changes(shadow.program.modules):
                     after = shadow.loss_now()
             except Exception:  # a tensor of the loss, such as a tied head, was stepped: the batch cannot be repeated
                 _LOG.debug("watch: the step's own batch was not repeated", exc_info=True)
@@ -216,11 +252,12 @@ class Laboratory:
             self._last_trigger, why, self._asked = step, self._asked, ""
             return why if _alone() or self._no_collectives(step) else ""
         number = step - self._first
-        due = number in (n for n in EARLY if n < self._every) or number % self._every == 0
+        due = number in (n for n in self._early if n < self._every) or number % self._every == 0
         if not (due or self._postponed):
             return ""
         spent = self.seconds / max(time.perf_counter() - self._started, 1e-9)
-        self._postponed = _alone() and self._shadows >= _FREE and spent > _SHARE  # ranks must agree, clocks do not
+        broke = self._shadows >= self._free and spent > self._share
+        self._postponed = _alone() and broke  # ranks must agree, clocks do not
         return "" if self._postponed else "schedule"
 
     def _models(self, step: int) -> list[nn.Module]:
@@ -263,6 +300,9 @@ class Laboratory:
                     "replay=20 keeps the steps before",
                 )
         casts = casts_of(program.modules, self._name_of_module, self._recipe)
+        seen = self._seen or self._conversions
+        if (casts is None or casts.mode == "simulated") and seen is not None and seen.model is not None:
+            casts = casts_of_script(seen.model)
         if casts is None:
             return self._refuse("shadow", "the model has no layer that casts, and no linear layer to simulate casts in")
         if casts.mode == "simulated":

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ottava.experiments.handmade import NARROW
 from ottava.experiments.passes import AS_IT_RAN, Player, Way
 from ottava.experiments.shadow import local
 
@@ -52,13 +53,19 @@ class _Seer(TorchDispatchMode):
                 back = torch._C._current_graph_task_id() != -1
                 self.found = {
                     "module": self.backward if back else (self.path[-1] if self.path else ""),
-                    "operation": str(func).removeprefix("aten.").split(".")[0],
+                    "operation": _operation(func, args, kwargs),
                     "operand": operand,
                     "direction": "backward" if back else "forward",
                     "value": "nan" if any(bool(x.isnan().any()) for x in wrong) else "inf",
                     "first": True,
                 }
         return result
+
+
+def _operation(func: Any, args: Any, kwargs: Any) -> str:
+    narrow = [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in NARROW]
+    name = str(func).removeprefix("aten.").split(".")[0]
+    return f"the conversion from {str(narrow[0]).removeprefix('torch.')}" if name == "_to_copy" and narrow else name
 
 
 def _is_float(x: Any) -> bool:

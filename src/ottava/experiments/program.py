@@ -165,7 +165,7 @@ class Recorder:
         self._history: dict[int, Any] = {}
         self._inside: list[Forward | None] = []
         self._tail = _Tail(self)
-        self._compiled = _has_compiled()
+        self.compiled = _has_compiled()
         self._handles: list[Any] = []
         for root in roots:
             self._handles += [
@@ -173,10 +173,15 @@ class Recorder:
                 root.register_forward_hook(self._after, with_kwargs=True, always_call=True),
             ]
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of a model runs now."""
+        return bool(self._inside)
+
     def finish(self) -> Program:
         """Ends the recording and removes every hook."""
         self.close()
-        if self._compiled and any(entry.root is None for entry in self.program.backwards):
+        if self.compiled and any(entry.root is None for entry in self.program.backwards):
             self.program.broken = self.program.broken or "this process runs compiled code"
         return self.program
 
@@ -223,7 +228,7 @@ class Recorder:
         self._enter()
 
     def _enter(self) -> None:
-        if not self._compiled:
+        if not self.compiled:
             self._tail.enter()
 
     # --- operations -----------------------------------------------------------------------------------------------
@@ -323,19 +328,29 @@ class _Tail(TorchFunctionMode):
 
     def enter(self) -> None:
         self._active = True
-        if self not in _stack():
-            others = [torch.overrides._pop_mode() for _ in _stack()][::-1]
-            device = others and type(others[0]).__name__ == "DeviceContext"
-            for mode in (*others[: int(bool(device))], self, *others[int(bool(device)) :]):
-                torch.overrides._push_mode(mode)
+        lay_below(self)
 
     def leave(self) -> None:
         self._active = False
-        if self in _stack():  # not while one of its own calls runs: it is off the stack then, and comes back idle
-            others = [torch.overrides._pop_mode() for _ in _stack()][::-1]
-            for mode in others:
-                if mode is not self:
-                    torch.overrides._push_mode(mode)
+        take_away(self)
+
+
+def lay_below(mode: TorchFunctionMode) -> None:
+    """Enters a mode below all others, but torch's DeviceContext."""
+    if mode not in _stack():
+        others = [torch.overrides._pop_mode() for _ in _stack()][::-1]
+        device = others and type(others[0]).__name__ == "DeviceContext"
+        for one in (*others[: int(bool(device))], mode, *others[int(bool(device)) :]):
+            torch.overrides._push_mode(one)
+
+
+def take_away(mode: TorchFunctionMode) -> None:
+    """Leaves a mode wherever it lies."""
+    if mode in _stack():  # not while one of its own calls runs: it is off the stack then, and comes back idle
+        others = [torch.overrides._pop_mode() for _ in _stack()][::-1]
+        for one in others:
+            if one is not mode:
+                torch.overrides._push_mode(one)
 
 
 def _stack() -> list[Any]:

@@ -15,10 +15,9 @@ from ottava.base.text import data_frame, html_table, listed
 from ottava.lab.study import DISTRIBUTIONS, OPERAND, LabSettings, Measurement, operand_bits
 from ottava.measure.tally import PARTS
 from ottava.recipe import CELLS, GEMMS, Recipe
-from ottava.report.charts import Chart, Line, color, smooth
+from ottava.report.charts import Bars, Chart, Estimate, Forest, Line, bars, color, forest, smooth
 from ottava.report.charts import render as curves
 from ottava.report.frame import render
-from ottava.report.intervals import Bars, Estimate, Forest, bars, forest
 from ottava.train.verdict import REFERENCE, Interval
 
 _RESULT = MappingProxyType({"fprop": "Y (fprop)", "dgrad": "dX (dgrad)", "wgrad": "dW (wgrad)"})

@@ -3,7 +3,7 @@
 from ottava.nn.activations import ACTIVATIONS, Activation
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.calibrate import CalibrationReport, calibrate
-from ottava.nn.convert import ConversionReport, convert, default_filter, keep_first_last_bf16, model_init
+from ottava.nn.convert import ConversionReport, convert, keep_first_last_bf16, model_init
 from ottava.nn.cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from ottava.nn.fp8_checkpoint import LoadReport, load_fp8
 from ottava.nn.graphed import GraphedStep, graphed_step
@@ -13,7 +13,7 @@ from ottava.nn.mlp import ActivatedLinear, NormMLP, fold_smooth_swiglu, smooth_s
 from ottava.nn.moe import MoE, Router, Routing
 from ottava.nn.multihead import KVCache, MultiheadAttention
 from ottava.nn.norms import LayerNorm, NormLinear, RMSNorm
-from ottava.nn.plan import tune
+from ottava.nn.plan import default_filter, tune
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
 from ottava.nn.rope import RotaryEmbedding, RotaryScaling, packed_positions
 from ottava.nn.transformer import TransformerLayer

@@ -329,12 +329,12 @@ class DotProductAttention(nn.Module):
             return apart(self._attend, q, k, v, rule, given, query_lengths, key_lengths)  # type: ignore[no-any-return]
         recipe = settings.recipe_for(self.name, self.resolved)
         fp8, invariant = recipe.attention, recipe.fprop.batch_invariant
-        causal = rule.is_causal(queries, keys) and given is None and key_lengths is None and self.sink is None
-        causal = causal and fp8 is None and not invariant  # else the mask is built
-        mask = None
-        if not causal:
+        alone = given is None and key_lengths is None and self.sink is None and fp8 is None and not invariant
+        mask, causal = None, True
+        # a branch: in a graph for any length the comparison is a symbol, and torch takes none for `is_causal`
+        if not (alone and rule.is_causal(queries, keys)):
             lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
-            mask = build_mask(rule, queries, keys, **lengths, given=given, device=q.device)
+            mask, causal = build_mask(rule, queries, keys, **lengths, given=given, device=q.device), False
         if mask is not None and mask.dtype not in (torch.bool, q.dtype):
             mask = mask.to(q.dtype)
         if invariant:
@@ -353,14 +353,13 @@ class DotProductAttention(nn.Module):
             if torch.compiler.is_compiling():
                 self._note_compiled()
             else:
-                choice = self._choice(q, k, v, mask, p, causal, scale, grouped)
+                choice = self._choice(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)
                 if choice == SDPBackend.MATH.value and grouped:  # some fused kernels want as many heads of k as of q
                     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
                     grouped = False
-                    choice = self._choice(q, k, v, mask, p, causal, scale, grouped)
-                self.last_shape = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:])
-                self.last_backend = _NAME_OF.get(choice, "another device's")
-                self.last_note = _why_math(q, k, v, mask, p) if self.last_backend == "math" else ""
+                    choice = self._choice(q, k, v, mask, p, causal, scale=scale)
+                name = _NAME_OF.get(choice, "another device's")
+                self._note(q, k, name, _why_math(q, k, v, mask, p) if name == "math" else "")
             return F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)
 
     def _run_fp8(
@@ -370,12 +369,16 @@ class DotProductAttention(nn.Module):
             raise ValueError(
                 "DotProductAttention: FP8 attention knows no dropout; needs dropout=0, or a recipe without it"
             )
+        if mask is not None and mask.requires_grad:
+            raise NotImplementedError(
+                "FP8 attention: a mask gets no gradient here; run it under a recipe without attention"
+            )
         if not torch.compiler.is_compiling():
-            self.last_shape = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:])
-            self.last_backend, self.last_note = FP8_EMULATION, str(fp8)
+            self._note(q, k, FP8_EMULATION, str(fp8))
         sink = local(self.sink)
         sink = q.new_full((q.shape[1],), sink) if isinstance(sink, float | int) else sink
-        return fp8_attention(q, k, v, mask, sink, scale, self.quantizers, fp8)
+        y: Tensor = _FP8Attention.apply(q, k, v, mask, sink, scale, self.quantizers, fp8, torch.is_grad_enabled())
+        return y
 
     def _run_invariant(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fp8: AttentionRecipe | None
@@ -383,30 +386,23 @@ class DotProductAttention(nn.Module):
         refused = {"dropout": self.dropout and self.training, "a sink": self.sink is not None, "FP8": fp8 is not None}
         if what := [name for name, asked in refused.items() if asked]:
             raise ValueError(f"DotProductAttention: batch invariant attention knows no {' and no '.join(what)}")
-        self.last_shape = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:])
-        self.last_backend, self.last_note = BACKEND, "bits of a query depend on its keys alone"
+        self._note(q, k, BACKEND, "bits of a query depend on its keys alone")
         return invariant_attention(q, k, v, mask, scale)
 
-    def _choice(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        p: float,
-        causal: bool,
-        scale: float,
-        grouped: bool,
-    ) -> int:
+    def _choice(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, **more: Any) -> int:
         """The kernel that torch will run: torch asks the same function."""
         try:
-            return torch._fused_sdp_choice(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)
+            return torch._fused_sdp_choice(q, k, v, mask, p, causal, **more)
         except RuntimeError as error:
             raise ValueError(
                 f"DotProductAttention: backend {self.backend!r} does not take this call on {q.device.type}: q "
                 f"{tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, v {tuple(v.shape)} "
                 f"({_why_math(q, k, v, mask, p)}). Leave backend=None for the best that does"
             ) from error
+
+    def _note(self, q: Tensor, k: Tensor, backend: str, note: str) -> None:
+        self.last_backend, self.last_note = backend, note
+        self.last_shape = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:])
 
     @constant_in_graph  # runs while tracing
     def _note_compiled(self) -> None:
@@ -462,39 +458,6 @@ def _why_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) ->
 # --- on FP8 operands -------------------------------------------------------------------------------------------------
 
 
-def fp8_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    scale: float,
-    doors: AttentionQuantizers,
-    recipe: AttentionRecipe,
-) -> Tensor:
-    """Attention on FP8 operands, emulated on every device: plain torch on codes, with hardware's roundings.
-
-        S  = softmax(Q K.T * scale + mask)      Q, K and V are cast with one scale; S is cast for the next GEMM
-        O  = S V                                cast, as FP8 kernels give it
-        dV = S.T dO    dS = S * (dO V.T - rowsum(dO * O))    dQ = dS K * scale    dK = dS.T Q * scale
-
-    The last two GEMMs read the cast of dS, which the field calls dP; dQ, dK and dV share one scale. It holds all scores
-    in memory: it shows the effect of FP8 on a model's numbers, and saves nothing.
-
-    Args:
-        q, k, v: (B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv); the result is (B, H, Sq, Dv), in q's dtype.
-        mask: bool or float, broadcasts to (B, H, Sq, Sk); it gets no gradient.
-        sink: (H,), logits in the denominator.
-    Raises:
-        NotImplementedError: a second derivative, or the gradient of a mask.
-    """
-    if mask is not None and mask.requires_grad:
-        raise NotImplementedError(
-            "FP8 attention: a mask gets no gradient here; run it under a recipe without attention"
-        )
-    return _FP8Attention.apply(q, k, v, mask, sink, scale, doors, recipe, torch.is_grad_enabled())  # type: ignore[no-any-return]
-
-
 class _Codes:
     """Tensors cast with one scale: their numbers, as fp32, and the factor that dequantizes."""
 
@@ -540,6 +503,21 @@ def _softmax(scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> tuple[
 
 
 class _FP8Attention(torch.autograd.Function):
+    """Attention on FP8 operands, emulated on every device: plain torch on codes, with hardware's roundings.
+
+        S  = softmax(Q K.T * scale + mask)      Q, K and V are cast with one scale; S is cast for the next GEMM
+        O  = S V                                cast, as FP8 kernels give it
+        dV = S.T dO    dS = S * (dO V.T - rowsum(dO * O))    dQ = dS K * scale    dK = dS.T Q * scale
+
+    The last two GEMMs read the cast of dS, which the field calls dP; dQ, dK and dV share one scale. It holds all scores
+    in memory: it shows the effect of FP8 on a model's numbers, and saves nothing.
+
+    Args:
+        q, k, v: (B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv); the result is (B, H, Sq, Dv), in q's dtype.
+        mask: bool or float, broadcasts to (B, H, Sq, Sk); it gets no gradient.
+        sink: (H,), logits in the denominator.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,

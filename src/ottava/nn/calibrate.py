@@ -8,14 +8,15 @@ scales from. Calibration runs some batches in high precision, forward and backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ottava.base.errors import need
+from ottava.base.text import columns
 from ottava.engine.autocast import autocast
 from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.engine.quantizer import Quantizer
@@ -57,14 +58,9 @@ class CalibrationReport:
         return {"rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        width = max([len(row.layer) for row in self.rows], default=5)
-        lines = [f"{'layer':{width}}  tensor       format  steps          amax         scale  nonfinite"]
-        lines += [
-            f"{r.layer:{width}}  {r.tensor:11}  {r.format:6}  {r.steps:5}  {r.amax:12.6g}  {r.scale:12.6g}"
-            + f"  {r.nonfinite:9}"
-            for r in self.rows
-        ]
-        return "\n".join(lines)
+        header = tuple(field.name for field in fields(CalibratedTensor))
+        rows = ((*astuple(r)[:4], f"{r.amax:.6g}", f"{r.scale:.6g}", r.nonfinite) for r in self.rows)
+        return "\n".join(columns(header, *rows))
 
 
 def calibrate(
@@ -73,7 +69,6 @@ def calibrate(
     recipe: Recipe | str | None = None,
     *,
     loss: Loss | None = None,
-    keep_gradients: bool = False,
 ) -> CalibrationReport:
     """Fills the histories of a converted model from some batches, in high precision, forward and backward.
 
@@ -82,12 +77,12 @@ def calibrate(
         batches: each is one step of the histories: a tensor, or a tuple or mapping of the model's arguments.
         loss: (model, batch) -> scalar. Give yours: the scales of gradients are only as good as the loss they come from.
             None runs backward from the output's `.loss` if it has one, else from the sum of the output.
-        keep_gradients: keep the gradients; else the call restores gradients, module buffers and random state.
     Returns:
         CalibrationReport: the new scale of each tensor.
     Raises:
         ValueError: nothing in the model has predicted scales, or there is no batch.
-    Edge cases: parameters never change; the numbers are bit for bit those of the high-precision model.
+    Edge cases: it puts gradients, module buffers and the random state back. Parameters never change; the numbers are
+        bit for bit those of the high-precision model.
 
     Example:
         >>> import ottava
@@ -101,7 +96,7 @@ def calibrate(
     wanted = get_recipe(recipe) if recipe is not None else None
     _check(model, wanted)
     steps = 0
-    with nullcontext() if keep_gradients else _put_back(model):
+    with _put_back(model):
         for batch in batches:
             with autocast(wanted, calibrating=True, enabled=False):
                 (loss or _default_loss)(model, batch).backward()

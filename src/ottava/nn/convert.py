@@ -42,7 +42,7 @@ from ottava.nn.attention import DotProductAttention
 from ottava.nn.foreign import TorchAttention, layers_of, parts_of, take, without_fused_layers
 from ottava.nn.grouped import Stack
 from ottava.nn.layer import LayerView, Linear, rows_of
-from ottava.nn.plan import TOKENS, Device, plan_layer
+from ottava.nn.plan import TOKENS, Device, Plan, default_filter, plan_layer
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import Recipe, get_recipe
 from ottava.weights.checkpoint import keep_in_state_dict
@@ -53,10 +53,6 @@ Weights = Literal["fp8", "bf16"]
 Filter = Callable[[str, nn.Linear], bool | str | None]
 """(full name, layer) -> True or None: convert it; False or a reason: do not. True also converts a head that is tied to
 an embedding. A layer that is no nn.Linear comes as a `LayerView` with in_features, out_features, weight and bias."""
-
-HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
-_ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
-_SMALLEST = 32
 
 
 @dataclass(frozen=True)
@@ -179,27 +175,29 @@ def convert(
     return report
 
 
-def default_filter(name: str, layer: nn.Linear) -> str | None:
-    """Why a layer should stay in high precision, or None: output heads, LoRA adapters, routers, tiny layers.
+def plan_model(model: nn.Module, recipe: Recipe | str, *, tokens: int, device: Device | None = None) -> Plan:
+    """Predicts every nn.Linear of a model, which may be on the meta device.
 
-    Heads and routers decide by small differences of large sums and are a small share of the work; adapters are small,
-    and the training changes nothing else.
+    Args:
+        tokens: rows of the activations in one forward: batch x sequence on one GPU.
+        device: None takes the constants of an H200.
+    Raises:
+        ValueError: unknown recipe, or tokens below 1.
 
     Example:
-        >>> default_filter("model.lm_head", nn.Linear(64, 512)), default_filter("mlp.gate_proj", nn.Linear(64, 256))
-        ('output head: sensitive, and its input feeds the loss directly', None)
+        >>> model = nn.Sequential(nn.Linear(4096, 14336), nn.Linear(14336, 64))
+        >>> plan = plan_model(model, "delayed", tokens=16384)
+        >>> [layer.taken for layer in plan.layers]
+        [True, False]
     """
-    parts = name.split(".")
-    if parts[-1] in HEADS:
-        return "output head: sensitive, and its input feeds the loss directly"
-    if any(part.startswith("lora_") for part in parts):
-        return "LoRA adapter: small, and all that is being trained"
-    if parts[-1] in _ROUTERS:
-        return "router: a rounding error changes which expert runs"
-    smallest = min(layer.in_features, layer.out_features)
-    if smallest < _SMALLEST:
-        return f"{smallest} features on one side: below {_SMALLEST} a cast costs more than the GEMM saves"
-    return None
+    need("plan_model", model, nn.Module)
+    recipe, device = get_recipe(recipe), device or Device()
+    plans = []
+    for name, layer in layers_of(model).items():
+        sizes = rows_of(layer, tokens), layer.in_features, layer.out_features
+        stored = stored_as(getattr(layer, "parameter", layer.weight))
+        plans.append(plan_layer(name, sizes, recipe, device, stored=stored))
+    return Plan(recipe, tokens, device, tuple(plans))
 
 
 def keep_first_last_bf16(recipe: Recipe | str, model: nn.Module, *, first: int = 1, last: int = 1) -> Recipe:
@@ -248,8 +246,11 @@ def _refusal(name: str, layer: Any, tied: set[int], listening: set[int], filter:
         return f"{type(layer).__name__}: a subclass of nn.Linear with a forward of its own"
     if "forward" in vars(layer):
         return "its forward has been replaced on the instance: ottava's would never be called"
-    if getattr(layer, "_distribute_module_applied", False) and (reason := _unsplit(layer)):  # torch's mark
-        return reason
+    if getattr(layer, "_distribute_module_applied", False):  # torch's mark of a layer that its styles have split
+        from ottava.nn.sharding import refuse_split  # DTensor takes a second to import
+
+        if reason := refuse_split(layer.weight):
+            return reason
     if not layer.weight.is_floating_point():
         return f"weight is {layer.weight.dtype}"
     answer = filter(name, layer)
@@ -273,19 +274,11 @@ def _as_linear(layer: nn.Module) -> Linear:
     return layer
 
 
-def _unsplit(layer: Any) -> str | None:
-    """Why a layer that torch's tensor parallelism has split cannot run on its shard; None if it can."""
-    from ottava.nn.sharding import refuse_split  # DTensor takes a second to import
-
-    return refuse_split(layer.weight)
-
-
 def _loss(name: str, layer: Any, recipe: Recipe, tokens: int, device: Device | None) -> str | None:
     """Why a layer would be slower under the recipe; None if it gains, or if the recipe casts nothing in it."""
     sizes = rows_of(layer, tokens), layer.in_features, layer.out_features
     predicted = plan_layer(name, sizes, recipe, device or Device())
-    asked = recipe.for_layer(name)
-    if predicted.taken or not (asked.fprop.quantized or asked.dgrad.quantized or asked.wgrad.quantized):
+    if predicted.taken or not recipe.for_layer(name).quantized:
         return None
     return f"predicted {predicted.speedup:.2f} x BF16, {predicted.reason}"
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ottava.engine.autocast import Ambient
 from ottava.engine.functional import Call, refuse_second_derivative
 from ottava.engine.quantizer import LinearQuantizers, Notes, Record
-from ottava.nn.layer import Layer, autocast_dtype
+from ottava.nn.layer import Layer, autocast_input
 from ottava.numerics.tensor import Operand
 from ottava.ops.dispatch import no_autocast
 from ottava.ops.gemm import multiply
@@ -33,7 +33,7 @@ _BLOCK = 128
 
 
 class Vocabulary:
-    """The classes and tokens that this process has: all of them. Ranks split them by `vocabulary.SharedVocabulary`."""
+    """The classes and tokens that this process has: all of them. Ranks split them by `sharding.SharedVocabulary`."""
 
     def gather(self, tensor: str, operand: Operand, dim: int) -> Operand:
         """Of all tokens that are computed together."""
@@ -196,16 +196,14 @@ class LinearCrossEntropy(Layer, nn.Linear):
 
     def plain(self, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
         """In high precision, also in chunks."""
-        if (dtype := autocast_dtype(input)) is not None:
-            input = input.to(dtype)
-        return _apply(self.settings, Call(self.quantizers, get_recipe("bf16")), input, weight, bias, target)
+        call = Call(self.quantizers, get_recipe("bf16"))
+        return _apply(self.settings, call, autocast_input(input), weight, bias, target)
 
     def _calibrate(self, input: Tensor, weight: Tensor, bias: Tensor | None, settings: Ambient, *more: Any) -> Tensor:
         """All logits at once, so that the door of their gradient sees it."""
         (target,) = more
         logits = super()._calibrate(input, weight, bias, settings).flatten(0, -2)
-        vocabulary = self.exchange or Vocabulary()
-        assert isinstance(vocabulary, Vocabulary)
+        vocabulary = _vocabulary(self)
         _check(input, weight, target, self.settings.ignore_index, vocabulary)
         losses, _ = self.settings.of(logits.float().clone(), vocabulary.everybody(target.flatten()), vocabulary)
         losses = vocabulary.own(losses) if self.settings.reduction == "none" else losses
@@ -249,9 +247,7 @@ def linear_cross_entropy(
             f"linear_cross_entropy: recipe {recipe.name!r} predicts scales, which a layer keeps; use LinearCrossEntropy"
         )
     settings = CrossEntropy(ignore_index, label_smoothing, z_loss, softcap, reduction, chunk)
-    if (dtype := autocast_dtype(input)) is not None:
-        input = input.to(dtype)
-    return _apply(settings, Call(LinearQuantizers(), recipe), input, weight, bias, target)
+    return _apply(settings, Call(LinearQuantizers(), recipe), autocast_input(input), weight, bias, target)
 
 
 def _apply(
@@ -263,9 +259,9 @@ def _apply(
     return losses.view(target.shape) if settings.reduction == "none" else losses  # type: ignore[no-any-return]
 
 
-def _vocabulary(call: Call) -> Vocabulary:
-    assert call.exchange is None or isinstance(call.exchange, Vocabulary)
-    return call.exchange or Vocabulary()
+def _vocabulary(of: Call | Layer) -> Vocabulary:
+    assert of.exchange is None or isinstance(of.exchange, Vocabulary)
+    return of.exchange or Vocabulary()
 
 
 def _check(input: Tensor, weight: Tensor, target: Tensor, ignored: int, vocabulary: Vocabulary) -> None:

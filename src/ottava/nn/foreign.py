@@ -8,7 +8,6 @@ attributes and declarations, so they import no package.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Mapping
@@ -20,32 +19,7 @@ from torch import Tensor, nn
 
 from ottava.engine.layer import QuantizedLayer
 from ottava.nn.grouped import Stack, grouped_linear, sort_by_expert, stack, unpermute
-from ottava.nn.layer import Layer, LayerView, ViewOwner
-
-
-class Changed(nn.Module):
-    """A module after `convert` has changed its class to a subclass of the old class, which it makes on demand."""
-
-    _made_of: tuple[type, type]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, self._made_of, self.__getstate__()
-
-
-@functools.cache
-def _subclass(made_of: tuple[Any, Any]) -> Any:
-    ours, theirs = made_of
-    return type(theirs.__name__, made_of, {"_made_of": made_of, "__module__": ours.__module__})
-
-
-def changed(ours: type[Changed], module: nn.Module) -> Any:
-    """The class that a module gets: a subclass of ours and of its old class."""
-    return _subclass((ours, type(module)))
-
-
-def _empty(*made_of: type) -> Any:
-    made = _subclass(made_of)
-    return made.__new__(made)
+from ottava.nn.layer import Changed, Layer, LayerView, ViewOwner, change
 
 
 class TorchAttention(Changed, ViewOwner, nn.MultiheadAttention):
@@ -171,15 +145,7 @@ class TorchAttention(Changed, ViewOwner, nn.MultiheadAttention):
         return y, weights.view(batch, heads, length, -1)
 
 
-def attention_parts(attention: nn.MultiheadAttention) -> dict[str, LayerView]:
-    """The layers of the projections in, by the name that each will have as a child.
-
-    Example:
-        >>> list(attention_parts(nn.MultiheadAttention(64, 2)))
-        ['in_proj', 'in_proj_q', 'in_proj_kv']
-        >>> list(attention_parts(nn.MultiheadAttention(64, 2, kdim=8)))
-        ['q_proj', 'k_proj', 'v_proj']
-    """
+def _attention_parts(attention: nn.MultiheadAttention) -> dict[str, LayerView]:
     bias = None if attention.in_proj_bias is None else "in_proj_bias"
     size = attention.embed_dim
     if attention._qkv_same_embed_dim:
@@ -208,8 +174,10 @@ def parts_of(module: nn.Module) -> Mapping[str, LayerView | Stack]:
     """The layers that a foreign module would have, by child name ("": the module itself); empty for other modules.
 
     Example:
-        >>> list(parts_of(nn.MultiheadAttention(64, 2))), parts_of(nn.ReLU())
-        (['in_proj', 'in_proj_q', 'in_proj_kv'], {})
+        >>> list(parts_of(nn.MultiheadAttention(64, 2))), list(parts_of(nn.MultiheadAttention(64, 2, kdim=8)))
+        (['in_proj', 'in_proj_q', 'in_proj_kv'], ['q_proj', 'k_proj', 'v_proj'])
+        >>> parts_of(nn.ReLU())
+        {}
     """
     if (
         isinstance(module, Changed)
@@ -218,7 +186,7 @@ def parts_of(module: nn.Module) -> Mapping[str, LayerView | Stack]:
     ):
         return {}
     if type(module) is nn.MultiheadAttention:
-        return attention_parts(module)
+        return _attention_parts(module)
     if _is_conv1d(module):
         return {"": LayerView(module, "weight", "bias", None, turned=True)}
     if (up := _up_of(module)) is not None:
@@ -253,7 +221,8 @@ def layers_of(model: nn.Module) -> dict[str, Any]:
 def take(module: nn.Module, parts: Mapping[str, LayerView | Stack]) -> None:
     """Makes a module of `parts_of` run its GEMMs as these layers, which become its children."""
     torchs = type(module) is nn.MultiheadAttention
-    module.__class__ = changed(TorchAttention if torchs else TurnedLinear if "" in parts else StackedExperts, module)
+    ours = TorchAttention if torchs else TurnedLinear if "" in parts else StackedExperts
+    change(module, ours)
     for name, part in parts.items():
         if name:
             module.add_module(name, part)
@@ -293,7 +262,8 @@ class StackedExperts(Changed, ViewOwner):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(tokens, H), the experts of each token, their weights (both (tokens, k)) -> (tokens, H)."""
-        index, probs = _routing(type(self)._made_of[1], self, hidden_states, args, kwargs)
+        theirs: Any = type(self)._made_of[1]
+        _, _, index, probs = inspect.signature(theirs.forward).bind(self, hidden_states, *args, **kwargs).args
         own = vars(self)["_modules"]
         up, down = (name for name in own if name.endswith("_proj_groups"))
         plan = sort_by_expert(index, len(own[up]))
@@ -308,11 +278,6 @@ class StackedExperts(Changed, ViewOwner):
             bias = getattr(self, name.removesuffix("_groups") + "_bias")
         weight = weight.transpose(1, 2) if self.is_transposed else weight
         return grouped_linear(self, getattr(self, name), rows, splits, weight, bias, plan=plan)
-
-
-def _routing(theirs: type, module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-    _, _, index, probs = inspect.signature(theirs.forward).bind(module, x, *args, **kwargs).args  # type: ignore[attr-defined]
-    return index, probs
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

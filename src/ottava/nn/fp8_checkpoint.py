@@ -259,8 +259,6 @@ def _unset(dtype: torch.dtype) -> float | bool:
 def _is_unset(buffer: Tensor | None) -> bool:
     if buffer is None or buffer.is_meta:
         return True
-    if buffer.dtype == torch.bool:
-        return not bool(buffer.any())
     value = _unset(buffer.dtype)
     return bool((buffer.isnan() if value != value else buffer == value).any())
 

@@ -8,7 +8,7 @@ part of the scaling state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,11 +44,9 @@ class Capture(Protocol):
 class CudaGraph:
     """torch's CUDA graph, captured on its own stream."""
 
-    def __init__(self, device: torch.device, generators: Iterable[torch.Generator]) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            self._graph.register_generator_state(generator)
 
     def warm_up(self, work: Work) -> Any:
         """Runs on the stream of the capture, because libraries keep one workspace a stream."""
@@ -74,7 +72,7 @@ class GraphedStep:
 
     def __init__(self, step: Callable[..., Any], sample: Sequence[Any], capture: Capture | None, warmup: int) -> None:
         self._step, self._capture, self._warmup = step, capture, warmup
-        self._static = tuple(_copy(arg) if isinstance(arg, Tensor) else arg for arg in sample)
+        self._static = tuple(arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in sample)
         self._outputs: Any = None
         self._moved: list[tuple[ScalingState, Boundaries]] = []
         self._owners: list[tuple[Quantizer, object]] = []
@@ -160,7 +158,6 @@ def graphed_step(
     step_fn: Callable[..., Any],
     *sample_args: Any,
     warmup: int = 3,
-    generators: Iterable[torch.Generator] = (),
     eager: bool = False,
 ) -> GraphedStep:
     """Makes a CUDA graph of a whole training step: forward, backward and, if it is in there, the optimizer.
@@ -174,7 +171,6 @@ def graphed_step(
         sample_args: arguments like those of the calls. Tensors lie on one CUDA device; only their shapes and dtypes
             matter. Other arguments are frozen.
         warmup: 1 or more: optimizers, Triton and cuBLAS prepare themselves in it.
-        generators: those that the step draws from, besides torch's generator of the device.
         eager: run the step without a graph, with the same checks of arguments: for a CPU, and to debug.
     Raises:
         ValueError: a sample that is not on a CUDA device or wants a gradient, or no warm-up; later, an argument that is
@@ -225,11 +221,7 @@ def graphed_step(
     if len(devices) > 1:
         raise ValueError(f"graphed_step: arguments are on {', '.join(sorted(map(str, devices)))}; needs one device")
     device = devices.pop() if devices else torch.device("cuda", torch.cuda.current_device())
-    return GraphedStep(step_fn, sample_args, CudaGraph(device, generators), warmup)
-
-
-def _copy(arg: Tensor) -> Tensor:
-    return arg.detach().clone(memory_format=torch.preserve_format)
+    return GraphedStep(step_fn, sample_args, CudaGraph(device), warmup)
 
 
 def _detached(result: Any, *, clone: bool) -> Any:

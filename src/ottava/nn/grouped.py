@@ -31,7 +31,7 @@ from ottava.engine.functional import (
     unflattened,
 )
 from ottava.engine.quantizer import Notes, Record
-from ottava.nn.layer import LayerView, ViewOwner, local, ready_input, unstacked
+from ottava.nn.layer import LayerView, ViewOwner, local, ready_input
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import Operand, QuantizedTensor
 from ottava.ops.quantize import cast_both, refuse_turn, turn
@@ -119,13 +119,9 @@ def _rank(flat: Tensor, probs: Tensor | None, num_experts: int) -> Tensor:
     if probs is not None:
         first = probs.detach().flatten().argsort(descending=True, stable=True)
     by_expert = first[flat[first].argsort(stable=True)]
-    starts = torch.bincount(flat, minlength=num_experts + 1).cumsum(0)
-    own = torch.arange(len(flat), device=flat.device)
-    rank = torch.empty_like(own)
-    sorted_experts = flat[by_expert]
-    before = torch.where(sorted_experts > 0, starts[(sorted_experts - 1).clamp_min(0)], 0)
-    rank[by_expert] = own - before
-    return rank
+    counts = torch.bincount(flat, minlength=num_experts + 1)
+    starts = counts.cumsum(0) - counts
+    return by_expert.argsort() - starts[flat]
 
 
 def permute(x: Tensor, plan: Permutation) -> Tensor:
@@ -350,7 +346,8 @@ def grouped_linear(
         return _run_together(groups[0], busy, shared, input, weight, bias, plan, remark)
     if plan is not None:
         input = permute(input, plan)
-    weights, biases = torch.unbind(weight), unstacked(bias, len(groups))
+    weights = torch.unbind(weight)  # one gradient for the whole stack
+    biases = [None] * len(groups) if bias is None else torch.unbind(bias)
     if not busy:
         return nn.functional.linear(
             input, in_high_precision(weights[0]), biases[0]

@@ -78,7 +78,7 @@ def split_projections(layer: Any, projections: Sequence[Projection] = ()) -> Non
         )
     layer.projections = projections
     own = {kind: layer._parameters.pop(kind) for kind in ("weight", "bias")}
-    layer.__class__ = _split_class(layer.__class__)
+    change(layer, SplitWeight)
     front = {}
     for kind, whole in own.items():
         parts = [None] * len(projections) if whole is None else whole.detach().split(rows)
@@ -88,7 +88,32 @@ def split_projections(layer: Any, projections: Sequence[Projection] = ()) -> Non
     layer._parameters.update(front)
 
 
-class SplitWeight:
+class Changed(nn.Module):
+    """A module whose class was changed to a subclass of its old class, made on demand; a pickle makes it, too."""
+
+    _made_of: tuple[type, type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, self._made_of, self.__getstate__()
+
+
+def change(module: nn.Module, ours: type[Changed]) -> None:
+    """Gives a module a class that is a subclass of ours and of its old class."""
+    module.__class__ = _subclass((ours, type(module)))
+
+
+@functools.cache
+def _subclass(made_of: tuple[Any, Any]) -> Any:
+    ours, theirs = made_of
+    return type(theirs.__name__, made_of, {"_made_of": made_of, "__module__": ours.__module__})
+
+
+def _empty(*made_of: type) -> Any:
+    made = _subclass(made_of)
+    return made.__new__(made)
+
+
+class SplitWeight(Changed):
     """The part of a layer's class that joins its projections."""
 
     projections: tuple[Projection, ...]
@@ -112,18 +137,13 @@ class SplitWeight:
             for one, part in zip(self.projections, whole.split([p.rows for p in self.projections]), strict=True):
                 name = f"{one.name}_{kind}"
                 state_dict[prefix + name] = _shared_as(self._parameters[name], part)
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]  # the layer's
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @property
     def parameter(self) -> Tensor:
         """The first projection's; an optimizer that steps it steps all."""
         first: Tensor = self._parameters[f"{self.projections[0].name}_weight"]
         return first
-
-
-@functools.lru_cache(maxsize=64)
-def _split_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Split{kind.__name__}", (SplitWeight, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 def local(tensor: Any) -> Any:
@@ -218,13 +238,13 @@ class Layer(QuantizedLayer):
                 self.quantizers, settings.recipe_for(self.name, self.resolved), None, None, self.produce, self.exchange
             )
             lent = isinstance(weight, QuantizedWeight) and weight.lent is not None
-            apart = lent or settings.session is not None or settings.batch_invariant
-            apart = apart or (settings.recipe is None and settings.accumulator is not None)
-            apart = apart or call.recipe.fprop.batch_invariant
-            if apart or self.sharding is not None or self._unprepared(call.recipe):
-                from ottava.nn.compile import uncompiled  # it imports Dynamo, which is loaded: it is tracing
+            eager = lent or settings.session is not None or settings.batch_invariant
+            eager = eager or (settings.recipe is None and settings.accumulator is not None)
+            eager = eager or call.recipe.fprop.batch_invariant
+            if eager or self.sharding is not None or self._unprepared(call.recipe):
+                from ottava.nn.compile import apart  # it imports Dynamo, which is loaded: it is tracing
 
-                return uncompiled(self, input, weight, bias, *more)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
+                return apart(self.run, input, weight, bias, *more)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
             self._note_compiled()
         else:
             settings = AMBIENT.get()
@@ -294,7 +314,7 @@ class Layer(QuantizedLayer):
         state = self._bound_state()
         if self._unprepared(recipe):
             state.prepare(settings.asked_of)
-        if _recomputing() and (settings.session is not None or state.moved_by_autocast):
+        if recomputing() and (settings.session is not None or state.moved_by_autocast):
             raise RuntimeError(
                 f"{self.name or 'Linear'}: with autocast(update='autocast') scales change between a forward and its "
                 "recomputation by torch.utils.checkpoint. Use update='step', which every recomputation agrees with"
@@ -312,9 +332,7 @@ class Layer(QuantizedLayer):
 
     def _bound_state(self) -> ScalingState:
         if not self.scaling_state.bound:  # for a layer made by hand, or unpickled
-            wrapper = ddp_around([self])
-            # inside DDP the model is the wrapped module, so all ranks have one state of the same layers
-            ScalingState(self if wrapper is None else wrapper.module)
+            make_state(self)
         state: ScalingState = self.scaling_state
         return state
 
@@ -327,8 +345,7 @@ class Layer(QuantizedLayer):
         else:
             y = linear(input, weight, bias, Call(self.quantizers, TORCHS_OWN, exchange=self.exchange))
         quantizers = self.quantizers
-        if (dtype := autocast_dtype(input)) is not None:
-            input = input.to(dtype)
+        input = autocast_input(input)
         recipe, state, session = settings.asked_of(self.name, self.resolved), self._bound_state(), settings.session
         assert session is not None  # a calibration makes a boundary
         state.find_group(settings.group)
@@ -369,7 +386,7 @@ def ready_input(layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None
             "model.to_empty(device=...) gives a model memory, and load_state_dict numbers"
         )
     device = input.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):  # not by `autocast_dtype`: a warm step counts its calls
         call.dtype = torch.get_autocast_dtype(device)
         return input if call.produce is not None else input.to(call.dtype)  # a norm reads the input in its own dtype
     if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
@@ -392,6 +409,12 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
+def autocast_input(input: Tensor) -> Tensor:
+    """The input in the dtype of torch.autocast, where that is on."""
+    dtype = autocast_dtype(input)
+    return input if dtype is None else input.to(dtype)
+
+
 def _torchs_own(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a layer in high precision runs torch's linear although another BF16 GEMM is faster here."""
     dtype = autocast_dtype(input)
@@ -410,7 +433,8 @@ def _refuse_mixed(name: str, input: Tensor, weight: Tensor, bias: Tensor | None)
             )
 
 
-def _recomputing() -> bool:
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward: torch.utils.checkpoint repeats it."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -560,13 +584,13 @@ class ViewOwner(nn.Module):
     @constant_in_graph  # a method without arguments: Dynamo of torch 2.11 takes no module as an argument of a constant
     def _bind(self) -> None:
         if any(not part.scaling_state.bound for part in self.modules() if isinstance(part, LayerView)):
-            wrapper = ddp_around([self])
-            ScalingState(self if wrapper is None else wrapper.module)
+            make_state(self)
 
 
-def unstacked(whole: Tensor | None, count: int) -> Sequence[Tensor | None]:
-    """The matrices of a stack, with one gradient for all of them."""
-    return [None] * count if whole is None else torch.unbind(whole)
+def make_state(owner: nn.Module) -> None:
+    """One state for the layers of a module; inside DDP of the wrapped model, so all ranks have the same layers."""
+    wrapper = ddp_around([owner])
+    ScalingState(owner if wrapper is None else wrapper.module)
 
 
 def rows_of(layer: nn.Module, tokens: int) -> int:

@@ -25,7 +25,7 @@ from ottava.engine.functional import produced
 from ottava.engine.quantizer import Quantizer
 from ottava.nn.activations import Activation, ActivationFormula, get_activation
 from ottava.nn.layer import Layer, Projection
-from ottava.nn.norms import NormLinear, NormName
+from ottava.nn.norms import NormName, normed_linear
 from ottava.recipe import Recipe, get_recipe
 from ottava.weights.parameter import is_quantized_weight
 
@@ -132,13 +132,7 @@ class NormMLP(nn.Module):
             raise ValueError(f"NormMLP: got save={save!r}; needs 'bf16', 'fp8' or 'recompute'")
         factory: dict[str, Any] = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype}
         wide = 2 * ffn_hidden if activation.gated else ffn_hidden
-        self.fc1: Layer
-        if norm is None:
-            from ottava.nn.layer import Linear
-
-            self.fc1 = Linear(hidden, wide, **factory)
-        else:
-            self.fc1 = NormLinear(hidden, wide, norm=norm, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory)
+        self.fc1 = normed_linear(norm, hidden, wide, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory)
         if activation.gated:
             self.fc1.projections = Projection("gate", ffn_hidden), Projection("up", ffn_hidden)
         kept: Literal["bf16", "fp8"] = "fp8" if save == "fp8" else "bf16"

@@ -22,12 +22,12 @@ from ottava.base.errors import need_type, unknown_name
 from ottava.engine.functional import produced
 from ottava.nn.activations import Activation, ActivationFormula, get_activation
 from ottava.nn.grouped import GroupedLinear, sort_by_expert, unpermute
+from ottava.nn.layer import recomputing
 from ottava.nn.mlp import NormMLP
 from ottava.ops.dispatch import no_autocast
 from ottava.recipe import Recipe, get_recipe
 
 Score = Literal["softmax", "sigmoid", "softmax_of_top_k"]
-GroupScore = Literal["top2", "max"]
 
 
 class Routing(NamedTuple):
@@ -51,8 +51,7 @@ class Router(nn.Module):
         normalize: divide the chosen probabilities by their sum.
         scaling: final factor of the probabilities (DeepSeek-V3: 2.5).
         num_groups, top_groups: the experts form groups of equal size, and a token uses only its best `top_groups`
-            groups (DeepSeek-V3: 8 and 4).
-        group_score: "top2": the sum of a group's two best scores (DeepSeek-V3); "max": its best (DeepSeek-V2).
+            groups, by the sum of a group's two best scores (DeepSeek-V3: 8 and 4).
         aux_loss: coefficient of the load-balance loss E * sum_e f_e P_e, with f_e the share of choices that expert e
             got and P_e its mean probability: 1 where all are alike (Switch Transformer, with top_k choices a token).
         z_loss: coefficient of mean(logsumexp(logits)**2) (ST-MoE).
@@ -89,7 +88,6 @@ class Router(nn.Module):
         scaling: float = 1.0,
         num_groups: int = 1,
         top_groups: int = 1,
-        group_score: GroupScore = "top2",
         aux_loss: float = 0.0,
         z_loss: float = 0.0,
         bias_rate: float | None = None,
@@ -102,16 +100,15 @@ class Router(nn.Module):
             need_type(f"Router: {name}", value, int)
             if value < 1:
                 raise ValueError(f"Router: {name} is {value}; needs 1 or more")
-        for name, word, words in (("score", score, Score), ("group_score", group_score, GroupScore)):
-            if word not in get_args(words):
-                raise ValueError(f"Router: {unknown_name(name, word, get_args(words))}")
+        if score not in get_args(Score):
+            raise ValueError(f"Router: {unknown_name('score', score, get_args(Score))}")
         if num_experts % num_groups or top_groups > num_groups or top_k > num_experts // num_groups * top_groups:
             raise ValueError(
                 f"Router: {num_experts} experts in {num_groups} groups, of which {top_groups} are used, give no "
                 f"{top_k} experts: needs groups of equal size, and top_k experts in the groups that are used"
             )
         self.top_k, self.score, self.normalize, self.scaling = top_k, score, normalize, scaling
-        self.num_groups, self.top_groups, self.group_score = num_groups, top_groups, group_score
+        self.num_groups, self.top_groups = num_groups, top_groups
         self.aux_loss, self.z_loss, self.bias_rate, self.loss_scale = aux_loss, z_loss, bias_rate, 1.0
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         zeros = torch.zeros(num_experts, dtype=torch.float32, device=device)
@@ -151,7 +148,7 @@ class Router(nn.Module):
             scores = scores + self.bias
         if self.num_groups > 1:
             grouped = scores.view(len(scores), self.num_groups, -1)
-            best = grouped.topk(min(2, grouped.shape[2]) if self.group_score == "top2" else 1, dim=-1).values.sum(-1)
+            best = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)
             used = torch.zeros_like(best).scatter_(1, best.topk(self.top_groups, dim=-1).indices, 1.0)
             scores = grouped.masked_fill(used[..., None] == 0, -torch.inf).flatten(1)
         return scores.topk(self.top_k, dim=-1).indices
@@ -160,7 +157,7 @@ class Router(nn.Module):
         """Counts the choices, and attaches the gradients of the losses to the probabilities."""
         experts, tokens = self.weight.shape[0], max(len(logits), 1)
         chosen = torch.zeros_like(logits).scatter_(1, index, 1.0).sum(0)
-        if self.training and not _recomputing():
+        if self.training and not recomputing():
             with torch.no_grad():
                 self.tokens_per_expert += chosen
         losses = []
@@ -226,10 +223,6 @@ class _WithLoss(torch.autograd.Function):
         return grads[0], torch.full((), ctx.scale, dtype=dtype, device=device), None
 
 
-def _recomputing() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
 class MoE(nn.Module):
     """A feed-forward layer of experts; each token runs `top_k` of them.
 
@@ -286,7 +279,7 @@ class MoE(nn.Module):
         if shared_experts:
             self.shared = NormMLP(hidden, ffn_hidden * shared_experts, activation=activation, norm=None, **factory)
         self.ranks: Any = None
-        """An `expert_parallel.ExpertRanks` where ranks hold some experts each."""
+        """A `sharding.ExpertRanks` where ranks hold some experts each."""
         self.adopt(recipe, "")
 
     def adopt(self, recipe: Recipe, name: str) -> None:

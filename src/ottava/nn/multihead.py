@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ottava.nn.attention import DotProductAttention, Sink
-from ottava.nn.layer import Layer, Linear, Projection
-from ottava.nn.norms import NormLinear, NormName, make_norm
+from ottava.nn.layer import Linear, Projection
+from ottava.nn.norms import NormName, make_norm, normed_linear
 from ottava.nn.rope import RotaryTable, rotate
 from ottava.recipe import Recipe
 
@@ -235,20 +235,15 @@ class MultiheadAttention(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norms: dict[str, Any] = {"eps": eps, "zero_centered_gamma": zero_centered_gamma, **factory}
 
-        def linear(width: int, norm: NormName | None, wide: int) -> Layer:
-            if norm is None:
-                return Linear(width, wide, bias, recipe=recipe, **factory)
-            return NormLinear(width, wide, norm=norm, bias=bias, recipe=recipe, **norms)
-
-        if cross:
-            self.q = linear(hidden, norm, heads * dim)
-            self.kv = linear(hidden if memory_size is None else memory_size, None, 2 * kv_heads * dim)
-        else:
-            self.qkv = linear(hidden, norm, (heads + 2 * kv_heads) * dim)
+        settings: dict[str, Any] = {"bias": bias, "recipe": recipe}
         shared = Projection("k", kv_heads * dim, dim), Projection("v", kv_heads * dim, dim)
         if cross:
+            self.q = normed_linear(norm, hidden, heads * dim, **settings, **norms)
+            read = hidden if memory_size is None else memory_size
+            self.kv = Linear(read, 2 * kv_heads * dim, **settings, **factory)
             self.kv.projections = shared
         else:
+            self.qkv = normed_linear(norm, hidden, (heads + 2 * kv_heads) * dim, **settings, **norms)
             self.qkv.projections = Projection("q", heads * dim, dim), *shared
         self.qk_norm_after_rotary = qk_norm_after_rotary
         self.q_norm = None if qk_norm is None else make_norm(qk_norm, dim, **norms)

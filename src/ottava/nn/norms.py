@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ottava.base.errors import unknown_name
 from ottava.engine.functional import produced
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import normed, supports_rows
-from ottava.nn.layer import Layer
+from ottava.nn.layer import Layer, Linear
 from ottava.recipe import Recipe, get_recipe
 
 Unmade = tuple[UnmadeRows, tuple[Tensor | None, ...]] | str
@@ -31,7 +31,34 @@ NormName = Literal["layernorm", "rmsnorm"]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNormFormula:
+class _Formula:
+    """The base class of both: their settings, and the weight as they multiply with it."""
+
+    eps: float = 1e-5
+    zero_centered: bool = False
+    """Whether the weight is added to 1."""
+    kernel: ClassVar[str]
+    """Its name in the device code of `kernels.triton.rows`."""
+
+    def unmade(self, x: Tensor, dtype: torch.dtype, *parameters: Tensor | None) -> Unmade:
+        """As `forward`, x (M, K), for a kernel that makes the rows while it casts them; or why there is none."""
+        _check(x, parameters[0])
+        if reason := supports_rows(self.kernel, x, dtype, *parameters):
+            return reason
+        gamma, beta = (*parameters, None)[:2]
+        rows = normed(self.kernel, x, dtype, gamma, beta, eps=self.eps, zero_centered=self.zero_centered)
+        assert rows.beside is not None
+        mean, rstd = rows.beside[:, :, None]
+        return rows, (x, *parameters, *((mean, rstd) if self.kernel == "layernorm" else (rstd,)))
+
+    def _gamma(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if weight is None:
+            return None
+        return weight.to(dtype) + 1 if self.zero_centered else weight.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNormFormula(_Formula):
     """Makes (x - mean) rstd g + b over the last dimension; a `functional.Producer` with parameters gamma and beta.
 
     Example:
@@ -40,16 +67,14 @@ class LayerNormFormula:
         tensor([[-1.,  1.]])
     """
 
-    eps: float = 1e-5
-    zero_centered: bool = False
-    """Whether the weight is added to 1."""
+    kernel: ClassVar[str] = "layernorm"
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """x (..., K), weight (K,) or None, bias (K,) or None -> y (..., K) in x's dtype."""
         weight, bias = parameters
         _check(x, weight)
         dtype = _inside(x)
-        gamma = self._gamma(x, weight)  # never None: a CPU would give mean and rstd in 16 bits
+        gamma = self._multiplier(x, weight)  # never None: a CPU would give mean and rstd in 16 bits
         beta = None if bias is None else bias.to(dtype)
         taken = x if x.is_cpu else x.to(dtype)  # CPUs read 16 bits beside an fp32 weight, GPUs want one dtype
         y, mean, rstd = torch.native_layer_norm(taken, x.shape[-1:], gamma, beta, self.eps)
@@ -57,17 +82,12 @@ class LayerNormFormula:
             y, mean, rstd = torch.native_layer_norm(x.to(dtype), x.shape[-1:], gamma, beta, self.eps)
         return y.to(x.dtype), (x, weight, bias, mean, rstd)
 
-    def unmade(self, x: Tensor, dtype: torch.dtype, *parameters: Tensor | None) -> Unmade:
-        """As `forward`, x (M, K), for a kernel that makes the rows while it casts them; or why there is none."""
-        _check(x, parameters[0])
-        return _unmade("layernorm", self, x, dtype, parameters)
-
     def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """(dx, d_weight, d_bias)."""
         x, weight, bias, mean, rstd = saved
         assert x is not None
         dtype = _inside(x)
-        gamma = self._gamma(x, weight)
+        gamma = self._multiplier(x, weight)
         mask = [True, weight is not None, bias is not None]
         # in fp32: given 16 bits, torch 2.13 sums the gradients of weight and bias in 16 bits on a CPU, 8% off at 512
         # rows
@@ -77,13 +97,13 @@ class LayerNormFormula:
         d_weight = None if weight is None else d_gamma.to(weight.dtype)
         return dx.to(x.dtype), d_weight, None if bias is None else d_beta.to(bias.dtype)
 
-    def _gamma(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        gamma = _gamma(weight, self.zero_centered, _inside(x))
+    def _multiplier(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        gamma = self._gamma(weight, _inside(x))
         return torch.ones(x.shape[-1:], dtype=_inside(x), device=x.device) if gamma is None else gamma
 
 
 @dataclass(frozen=True, slots=True)
-class RMSNormFormula:
+class RMSNormFormula(_Formula):
     """Makes x rstd g over the last dimension; a `functional.Producer` with the parameter gamma.
 
     Example:
@@ -92,9 +112,7 @@ class RMSNormFormula:
         tensor([[ 1., -1.]])
     """
 
-    eps: float = 1e-5
-    zero_centered: bool = False
-    """Whether the weight is added to 1."""
+    kernel: ClassVar[str] = "rmsnorm"
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """x (..., K), weight (K,) or None -> y (..., K) in x's dtype."""
@@ -103,13 +121,8 @@ class RMSNormFormula:
         rows = x.to(_inside(x), copy=True)  # a copy, so that the in-place operations below need no other memory
         rstd = (rows.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         rows = rows.mul_(rstd)
-        gamma = _gamma(weight, self.zero_centered, rows.dtype)
+        gamma = self._gamma(weight, rows.dtype)
         return (rows if gamma is None else rows.mul_(gamma)).to(x.dtype), (x, weight, rstd)
-
-    def unmade(self, x: Tensor, dtype: torch.dtype, *parameters: Tensor | None) -> Unmade:
-        """As `LayerNormFormula.unmade`."""
-        _check(x, parameters[0])
-        return _unmade("rmsnorm", self, x, dtype, parameters)
 
     def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """(dx, d_weight)."""
@@ -118,28 +131,12 @@ class RMSNormFormula:
         assert rstd is not None
         dtype = _inside(x)
         rows, dy = x.to(dtype, copy=True).mul_(rstd), d_rows.to(dtype, copy=True)
-        d_weight = None
-        if weight is not None:
+        d_weight, gamma = None, self._gamma(weight, dtype)
+        if weight is not None and gamma is not None:
             d_weight = (dy * rows).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-            dy = dy.mul_(weight.to(dtype) + 1 if self.zero_centered else weight.to(dtype))
+            dy = dy.mul_(gamma)
         aligned = (dy * rows).mean(-1, keepdim=True)
         return dy.sub_(rows.mul_(aligned)).mul_(rstd).to(x.dtype), d_weight
-
-
-def _unmade(
-    name: str,
-    formula: LayerNormFormula | RMSNormFormula,
-    x: Tensor,
-    dtype: torch.dtype,
-    parameters: tuple[Tensor | None, ...],
-) -> Unmade:
-    if reason := supports_rows(name, x, dtype, *parameters):
-        return reason
-    gamma, beta = (*parameters, None)[:2]
-    rows = normed(name, x, dtype, gamma, beta, eps=formula.eps, zero_centered=formula.zero_centered)
-    assert rows.beside is not None
-    mean, rstd = rows.beside[:, :, None]
-    return rows, (x, *parameters, *((mean, rstd) if name == "layernorm" else (rstd,)))
 
 
 class _Norm(nn.Module):
@@ -154,7 +151,7 @@ class _Norm(nn.Module):
     sharding: Any = None
     """A `nn.sharding.TokenSharding` where ranks norm a part of the rows each."""
 
-    def _settle(self, formula: type[LayerNormFormula] | type[RMSNormFormula], zero_centered_gamma: bool) -> None:
+    def _settle(self, formula: type[_Formula], zero_centered_gamma: bool) -> None:
         if len(self.normalized_shape) != 1:
             raise ValueError(
                 f"{type(self).__name__}: got normalized_shape {self.normalized_shape}; needs one size, that of the "
@@ -293,12 +290,6 @@ def _inside(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _gamma(weight: Tensor | None, zero_centered: bool, dtype: torch.dtype) -> Tensor | None:
-    if weight is None:
-        return None
-    return weight.to(dtype) + 1 if zero_centered else weight.to(dtype)
-
-
 class NormLinear(Layer, nn.Linear):
     """linear(norm(x)) under a recipe; one backward, in which the normed rows live as codes only.
 
@@ -358,3 +349,12 @@ class NormLinear(Layer, nn.Linear):
     def extra_repr(self) -> str:
         """torch's, and the recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+def normed_linear(
+    norm: NormName | None, width: int, wide: int, *, eps: float, zero_centered_gamma: bool, **settings: Any
+) -> Layer:
+    """A linear with the norm of that name in front, or with none; settings: bias, recipe, device and dtype."""
+    if norm is None:
+        return Linear(width, wide, **settings)
+    return NormLinear(width, wide, norm=norm, eps=eps, zero_centered_gamma=zero_centered_gamma, **settings)

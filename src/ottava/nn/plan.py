@@ -1,4 +1,4 @@
-"""Which layers gain from FP8, predicted before anything runs: a roofline per GEMM, and the casts it needs.
+"""Which layers gain from FP8, by name (`default_filter`) or predicted: a roofline per GEMM, and the casts it needs.
 
     GEMM   max(2 M N K / (rate * wave efficiency), bytes / bandwidth) + start
     cast   bytes moved / transposing bandwidth + launches         of x, of w and of dy, each for its two GEMMs
@@ -25,17 +25,40 @@ from ottava.base.errors import need
 from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text
 from ottava.engine.layer import quantized_layers
 from ottava.kernels.gemm_choice import Choice, Store, Timer, call_name
-from ottava.nn.foreign import layers_of
-from ottava.nn.layer import rows_of
 from ottava.numerics.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.ops.gemm import tune_gemm
 from ottava.ops.quantize import quantize
-from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
-from ottava.weights.operands import stored_as
+from ottava.recipe import GEMMS, GemmRecipe, Recipe
 
 TOKENS = 16384
 """Default number of tokens of one forward, batch x sequence on one GPU."""
+HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
+_ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
+_SMALLEST = 32
+
+
+def default_filter(name: str, layer: nn.Linear) -> str | None:
+    """Why a layer should stay in high precision, or None: output heads, LoRA adapters, routers, tiny layers.
+
+    Heads and routers decide by small differences of large sums and are a small share of the work; adapters are small,
+    and the training changes nothing else.
+
+    Example:
+        >>> default_filter("model.lm_head", nn.Linear(64, 512)), default_filter("mlp.gate_proj", nn.Linear(64, 256))
+        ('output head: sensitive, and its input feeds the loss directly', None)
+    """
+    parts = name.split(".")
+    if parts[-1] in HEADS:
+        return "output head: sensitive, and its input feeds the loss directly"
+    if any(part.startswith("lora_") for part in parts):
+        return "LoRA adapter: small, and all that is being trained"
+    if parts[-1] in _ROUTERS:
+        return "router: a rounding error changes which expert runs"
+    smallest = min(layer.in_features, layer.out_features)
+    if smallest < _SMALLEST:
+        return f"{smallest} features on one side: below {_SMALLEST} a cast costs more than the GEMM saves"
+    return None
 
 
 @dataclass(frozen=True)
@@ -221,6 +244,7 @@ def plan_layer(
         ValueError: a size below 1.
 
     Example:
+        >>> from ottava.recipe import get_recipe
         >>> plan_layer("up", (16384, 4096, 14336), get_recipe("delayed"), Device()).taken
         True
         >>> print(plan_layer("tiny", (512, 512, 512), get_recipe("rowwise"), Device()).reason)
@@ -250,30 +274,6 @@ def plan_layer(
     else:
         reason = f"gains: the GEMMs save {1e6 * saved:.0f} us and casts take {1e6 * casts:.0f} us"
     return LayerPlan(name, shape, gemms, casts, reason)
-
-
-def plan_model(model: nn.Module, recipe: Recipe | str, *, tokens: int, device: Device | None = None) -> Plan:
-    """Predicts every nn.Linear of a model, which may be on the meta device.
-
-    Args:
-        tokens: rows of the activations in one forward: batch x sequence on one GPU.
-        device: None takes the constants of an H200.
-    Raises:
-        ValueError: unknown recipe, or tokens below 1.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4096, 14336), nn.Linear(14336, 64))
-        >>> plan = plan_model(model, "delayed", tokens=16384)
-        >>> [layer.taken for layer in plan.layers]
-        [True, False]
-    """
-    need("plan_model", model, nn.Module)
-    recipe, device = get_recipe(recipe), device or Device()
-    linears = layers_of(model)
-    shapes = {name: (rows_of(layer, tokens), layer.in_features, layer.out_features) for name, layer in linears.items()}
-    stored = {name: stored_as(getattr(layer, "parameter", layer.weight)) for name, layer in linears.items()}
-    plans = (plan_layer(*item, recipe, device, stored=stored[item[0]]) for item in shapes.items())
-    return Plan(recipe, tokens, device, tuple(plans))
 
 
 def _gemm(sizes: tuple[int, int, int], cells: GemmRecipe, device: Device) -> GemmTime:

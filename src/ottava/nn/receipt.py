@@ -36,25 +36,25 @@ class ReceiptRow:
     """Full name."""
     gemm: str
     """fprop, dgrad or wgrad; "attention" for one of these; "all" for a layer that is not ottava's."""
-    operands: str
+    operands: str = "high precision"
     """Formats and granularities of both sides."""
-    kernel: str
+    kernel: str = "-"
     """The kernel that ran; "-" if none did."""
-    shape: str
+    shape: str = "-"
     """M x N x K; of attention B x H/G x Sq x Sk x D."""
-    padding: str
+    padding: str = ""
     """The operands that were zero-padded."""
-    fp8: bool
+    fp8: bool = False
     """Whether both operands were quantized."""
-    native: bool
+    native: bool = False
     """Whether they stayed so inside the GEMM; False: emulated."""
-    saved_bytes: int
+    saved_bytes: int = 0
     """fprop: bytes kept for backward: the input's operand and the FP8 copy of the weight."""
-    high_precision_bytes: int
+    high_precision_bytes: int = 0
     """fprop: bytes that torch's linear would keep: its input."""
-    note: str
+    note: str = ""
     """Why not FP8, or why a faster kernel did not run."""
-    weight: int
+    weight: int = 0
     """Share in `fp8_fraction`: elements of the weight if this GEMM ran, else 0."""
     casts: int = 0
     """fprop: the number of casts of the input in the forward: 2 if x and x.T have different scales."""
@@ -120,7 +120,7 @@ def grouped(rows: Sequence[ReceiptRow]) -> list[tuple[str, ReceiptRow]]:
     """Joins rows that differ only in the numbers of the layer's name; the joined name lists the numbers.
 
     Example:
-        >>> row = ReceiptRow("layers.0.up", "fprop", "", "", "", "", True, True, 0, 0, "", 1)
+        >>> row = ReceiptRow("layers.0.up", "fprop")
         >>> rows = [replace(row, layer=f"layers.{i}.up", note="BF16" if i == 3 else "") for i in range(6)]
         >>> [(name, one.note) for name, one in grouped(rows)]
         [('layers.0-2,4-5.up', ''), ('layers.3.up', 'BF16')]
@@ -184,7 +184,7 @@ def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
             rows.append(_attention(name, module))
         elif isinstance(module, nn.Linear):
             shape = f"? x {module.out_features} x {module.in_features}"
-            rows.append(_torchs(name, shape, "not converted: runs torch's own linear", module.weight.numel()))
+            rows.append(_not_ours(name, shape, module))
     for weight in weights_outside(model):
         rows.append(_torchs(weight.name, f"? of {' x '.join(map(str, weight.shape))}", weight.reason, weight.elements))
     return Receipt(tuple(rows))
@@ -193,17 +193,25 @@ def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
 def _attention(name: str, module: DotProductAttention) -> ReceiptRow:
     """Has no weight, and no share in the linear work."""
     if module.last_backend is None:
-        return _empty_row(name, "attention", "high precision", "has not run")
+        return ReceiptRow(name, "attention", note="has not run")
     shape, kernel = module.last_shape, module.last_backend
     text = " x ".join([str(shape[0]), f"{shape[1]}/{shape[2]}", *map(str, shape[3:])]) if shape else "?"
     fp8 = kernel == FP8_EMULATION
     operands, note = (module.last_note, "") if fp8 else ("high precision", module.last_note)
-    return ReceiptRow(name, "attention", operands, kernel, text, "", fp8, False, 0, 0, note, 0)
+    return ReceiptRow(name, "attention", operands, kernel, text, fp8=fp8, note=note)
+
+
+def _not_ours(name: str, shape: str, module: nn.Linear) -> ReceiptRow:
+    """A linear layer that is not converted. One that has a forward of its own may run it in any format."""
+    if type(module).forward is nn.Linear.forward:
+        return _torchs(name, shape, "not converted: runs torch's own linear", module.weight.numel())
+    note = f"a {type(module).__name__} of {type(module).__module__.partition('.')[0]}: runs its own forward"
+    return replace(_torchs(name, shape, note, module.weight.numel()), operands="unknown", kernel="unknown")
 
 
 def _torchs(name: str, shape: str, note: str, elements: int) -> ReceiptRow:
     """A layer without ottava: torch runs its three GEMMs."""
-    return ReceiptRow(name, "all", "high precision", "torch", shape, "", False, False, 0, 0, note, 3 * elements)
+    return ReceiptRow(name, "all", kernel="torch", shape=shape, note=note, weight=3 * elements)
 
 
 def assert_fp8(model: nn.Module, min_fraction: float = 0.9, *, native: bool = False) -> None:
@@ -233,7 +241,7 @@ def _row(name: str, layer: QuantizedLayer, gemm: str, training: bool) -> Receipt
     if call is not None and training:
         call = call.last_training or call
     if call is None:
-        return _empty_row(name, gemm, str(getattr(layer.resolved, gemm)), "has not run")
+        return ReceiptRow(name, gemm, str(getattr(layer.resolved, gemm)), note="has not run")
     cells: GemmRecipe = getattr(call.recipe, gemm)
     weight = layer.weight.numel()
     record: GemmRecord | None = call.records.get(gemm)
@@ -244,7 +252,7 @@ def _row(name: str, layer: QuantizedLayer, gemm: str, training: bool) -> Receipt
             note = note or _why_high_precision(layer, call.recipe.name, cells)
         if gemm == "fprop" and (stored := stored_as(layer.parameter)):
             note = "; ".join(filter(None, (f"weight is stored as {stored}", note)))
-        return ReceiptRow(
+        row = ReceiptRow(
             layer=name,
             gemm=gemm,
             operands=f"{record.lhs} x {record.rhs}" + (f" under {record.accumulator}" if record.accumulator else ""),
@@ -253,23 +261,24 @@ def _row(name: str, layer: QuantizedLayer, gemm: str, training: bool) -> Receipt
             padding=record.padding,
             fp8=record.quantized,
             native=record.native,
-            saved_bytes=call.saved_bytes if gemm == "fprop" else 0,
-            high_precision_bytes=call.high_precision_bytes if gemm == "fprop" else 0,
             note=note,
             weight=weight,
-            casts=call.casts if gemm == "fprop" else 0,
         )
+        if gemm != "fprop":
+            return row
+        kept = call.saved_bytes, call.high_precision_bytes
+        return replace(row, saved_bytes=kept[0], high_precision_bytes=kept[1], casts=call.casts)
     m = "?" if call.input_shape is None else math.prod(call.input_shape[:-1])
     n, k = layer.out_features, layer.in_features
     shape = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[gemm]
     text = " x ".join(str(size) for size in shape)
     if not any(getattr(call.recipe, g).quantized for g in GEMMS):
         note = _why_high_precision(layer, call.recipe.name, cells)
-        return ReceiptRow(name, gemm, "high precision", "torch", text, "", False, False, 0, 0, note, weight)
+        return ReceiptRow(name, gemm, kernel="torch", shape=text, note=note, weight=weight)
     if call.input_shape is None:
         note = "chosen when the compiled code runs"
-        return ReceiptRow(name, gemm, str(cells), "compiled", text, "", cells.quantized, False, 0, 0, note, weight)
-    return _empty_row(name, gemm, str(cells), "did not run in the last call")
+        return ReceiptRow(name, gemm, str(cells), "compiled", text, fp8=cells.quantized, note=note, weight=weight)
+    return ReceiptRow(name, gemm, str(cells), note="did not run in the last call")
 
 
 def _why_high_precision(layer: QuantizedLayer, active: str, cells: GemmRecipe) -> str:
@@ -279,10 +288,6 @@ def _why_high_precision(layer: QuantizedLayer, active: str, cells: GemmRecipe) -
     if active == own.name and own.overrides and layer.resolved != own:
         return f"recipe {active!r} keeps it in high precision, by its table or an override"
     return f"recipe {active!r} keeps it in high precision"
-
-
-def _empty_row(name: str, gemm: str, operands: str, note: str) -> ReceiptRow:
-    return ReceiptRow(name, gemm, operands, "-", "-", "", False, False, 0, 0, note, 0)
 
 
 def _saved(row: ReceiptRow) -> str:

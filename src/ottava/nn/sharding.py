@@ -33,7 +33,6 @@ from ottava.kernels.reference import factors
 from ottava.nn.cross_entropy import _BLOCK, Vocabulary
 from ottava.nn.grouped import Permutation
 from ottava.nn.layer import local, split_projections
-from ottava.nn.moe import MoE
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.numerics.scaling import amax
 from ottava.numerics.tensor import Operand, QuantizationSpec, QuantizedTensor
@@ -223,11 +222,10 @@ class Sharding:
             for name, parameter in list(module._parameters.items()):
                 if is_quantized_weight(parameter):
                     module._parameters[name] = shard_codes(parameter, self.mesh, self.split, src_data_rank)
-                elif parameter is not None and not isinstance(parameter, DTensor):
-                    place = self._place(name) if module is layer else Replicate()
-                    whole = distribute_tensor(parameter, self.mesh, [place], src_data_rank=src_data_rank)
-                    split = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-                    module._parameters[name] = split
+                else:
+                    place_parameter(
+                        module, name, self.mesh, self._place(name) if module is layer else Replicate(), src_data_rank
+                    )
         if self.split and getattr(layer, "smooth", None) is not None:
             layer.smooth = distribute_tensor(layer.smooth, self.mesh, [Shard(0)], src_data_rank=src_data_rank)
 
@@ -262,18 +260,13 @@ class Sharding:
 
     def forward(self, layer: Any, input: Tensor, *more: Any) -> Tensor:
         """`Layer.forward` on this rank's shards."""
-        x, place = self._enter(input)
-        if self._settled != (layer.quantizers, place):
-            self._settle(layer, place)
-            self._settled = layer.quantizers, place
+        x, place = self._enter(layer, input)
         weight, own_bias = local(layer.weight), None if layer.returns_bias else layer.bias
         if self.split and isinstance(own_bias, DTensor):
             own_bias = own_bias.to_local(grad_placements=self._bias_grad)
         own_bias = local(own_bias)
         layer.exchange, tokens = self._exchange(list(x.shape[:-1]), place, vars(input).get("once"))
-        rows = layer.run(x.reshape(-1, x.shape[-1]), weight, None if self.split else own_bias, *more)
-        if layer.last_call is not None:
-            layer.last_call.remark = str(layer.exchange)
+        rows = self._run(layer, x, weight, None if self.split else own_bias, *more)
         y = rows.view(*tokens, rows.shape[-1])
         if self.split and own_bias is not None:
             if isinstance(self.output, Partial) and self.mesh.get_local_rank():
@@ -292,7 +285,7 @@ class Sharding:
         """Those of what stands in front of the cast; each rank has seen only its tokens of them."""
         return _on_rank(given, self._settled[1] if self._settled else self.input)
 
-    def _enter(self, input: Tensor) -> tuple[Tensor, Placement]:
+    def _enter(self, layer: Any, input: Tensor) -> tuple[Tensor, Placement]:
         """What this rank's GEMM reads, and where the tokens are on the side that the weight does not split."""
         place = self.input
         if isinstance(input, DTensor):
@@ -300,7 +293,18 @@ class Sharding:
             gathers = not self.split and isinstance(came, Shard) and came.dim % input.dim() < input.dim() - 1
             place = came if gathers else place
             input = input.redistribute(self.mesh, (place,)).to_local()
-        return input, self.output if self.split else place
+        place = self.output if self.split else place
+        if self._settled != (layer.quantizers, place):
+            self._settle(layer, place)
+            self._settled = layer.quantizers, place
+        return input, place
+
+    def _run(self, layer: Any, x: Tensor, *rest: Tensor | None) -> Tensor:
+        """The layer on this rank's rows; its receipt says what it exchanges."""
+        y: Tensor = layer.run(x.reshape(-1, x.shape[-1]), *rest)
+        if layer.last_call is not None:
+            layer.last_call.remark = str(layer.exchange)
+        return y
 
     def _leave(self, y: Tensor, features: int) -> Tensor:
         made: Placement = self.output if self.split else Shard(y.dim() - 1)
@@ -334,6 +338,16 @@ class Sharding:
             )
         own = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
         return SplitExchange(Tokens(self.group, own, dim), 1), own
+
+
+def place_parameter(
+    module: nn.Module, name: str, mesh: DeviceMesh, place: Placement, src_data_rank: int | None = 0
+) -> None:
+    """Makes a plain parameter of a module a DTensor; None and DTensors stay."""
+    parameter = module._parameters[name]
+    if parameter is not None and not isinstance(parameter, DTensor):
+        whole = distribute_tensor(parameter, mesh, [place], src_data_rank=src_data_rank)
+        module._parameters[name] = nn.Parameter(whole, parameter.requires_grad)
 
 
 def shard_codes(weight: QuantizedWeight, mesh: DeviceMesh, split: int, src_data_rank: int | None) -> nn.Parameter:
@@ -383,10 +397,8 @@ class TokenSharding:
     def apply(self, norm: nn.Module) -> None:
         """Every rank keeps whole parameters, as rank 0 has them."""
         norm.sharding = self  # type: ignore[assignment]  # it is no module
-        for name, parameter in norm._parameters.items():
-            if parameter is not None and not isinstance(parameter, DTensor):
-                whole = distribute_tensor(parameter, self.mesh, [Replicate()])
-                norm._parameters[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        for name in norm._parameters:
+            place_parameter(norm, name, self.mesh, Replicate())
 
     def forward(self, formula: Any, input: Tensor, parameters: Sequence[Tensor | None]) -> Tensor:
         """The rows of this rank; a DTensor comes back as one unless local tensors were asked for."""
@@ -420,20 +432,14 @@ def refuse_split(weight: Tensor) -> str | None:
 
 
 def shard_by_torch(layer: Any) -> None:
-    """Lets a layer run on its shard of a weight that one of torch's styles has split.
+    """Lets a layer run on its shard of a weight that one of torch's styles has split, and `refuse_split` takes.
 
     The hooks of that style hand it DTensors and take them: what they gather or sum, they do in high precision. The
     styles of `ottava.distributed` gather codes.
-
-    Raises:
-        TypeError: the weight is split in a way that no GEMM takes.
     """
-    weight = layer.weight
-    if reason := refuse_split(weight):
-        raise TypeError(f"{layer.name or 'Linear'}: {reason}")
-    split = weight.placements[0].dim
+    split = layer.weight.placements[0].dim
     input, output = (Shard(-1), Partial()) if split else (Replicate(), Shard(-1))
-    layer.sharding = Sharding(weight.device_mesh, split, input, output, local_output=False)
+    layer.sharding = Sharding(layer.weight.device_mesh, split, input, output, local_output=False)
 
 
 def _same(one: Placement, other: Placement, dims: int) -> bool:
@@ -457,16 +463,14 @@ class SharedVocabulary(Vocabulary):
 
     def gather(self, tensor: str, operand: Operand, dim: int) -> Operand:
         """The tokens of all ranks, as codes."""
-        if not self.split or tensor != "input":
-            return operand
-        return Tokens(self.group, (operand.shape[dim],), 0).gather(operand, dim)
+        return self._held(operand.shape[dim]).gather(operand, dim) if tensor == "input" else operand
 
     def sum(self, tensor: str, partial: Tensor) -> Tensor:
         """Over the classes of all ranks; where tokens are split, of those of this rank."""
-        if tensor != "dx":
-            return partial
-        held = Tokens(self.group, (partial.shape[0] // self.ranks,), 0) if self.split else Replicated(self.group)
-        return held.sum(partial)
+        return self._held(partial.shape[0] // self.ranks).sum(partial) if tensor == "dx" else partial
+
+    def _held(self, tokens: int) -> Tokens | Replicated:
+        return Tokens(self.group, (tokens,), 0) if self.split else Replicated(self.group)
 
     def everybody(self, of_tokens: Tensor) -> Tensor:
         """(m,) -> (ranks * m,), or itself."""
@@ -535,17 +539,10 @@ class VocabularySharding(Sharding):
 
     def forward(self, layer: Any, input: Tensor, *more: Any) -> Tensor:
         """(..., K) and targets (...) -> the loss."""
-        x, place = self._enter(input)
+        x, place = self._enter(layer, input)
         (target,) = map(local, more)
-        if self._settled != (layer.quantizers, place):
-            self._settle(layer, place)
-            self._settled = layer.quantizers, place
-        split = isinstance(place, Shard)
-        layer.exchange = SharedVocabulary(self.group, self.first, layer.weight.shape[0], split)
-        rows = x.reshape(-1, x.shape[-1])
-        loss: Tensor = layer.run(rows, local(layer.weight), local(layer.bias), target.flatten())
-        if layer.last_call is not None:
-            layer.last_call.remark = str(layer.exchange)
+        layer.exchange = SharedVocabulary(self.group, self.first, layer.weight.shape[0], isinstance(place, Shard))
+        loss = self._run(layer, x, local(layer.weight), local(layer.bias), target.flatten())
         return loss.view(target.shape) if loss.dim() else loss
 
 
@@ -624,8 +621,8 @@ class ExpertRanks:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.group = mesh, mesh.get_group()
 
-    def apply(self, moe: MoE, src_data_rank: int | None = 0) -> None:
-        """Leaves this rank its experts.
+    def apply(self, moe: Any, src_data_rank: int | None = 0) -> None:
+        """Leaves this rank its experts of an `MoE`.
 
         Raises:
             ValueError: experts that the ranks cannot share evenly.  TypeError: weights that are stored as codes.
@@ -646,10 +643,8 @@ class ExpertRanks:
             layer.first = experts // ranks * self.mesh.get_local_rank()
             for part in layer.groups:
                 part.first = layer.first
-            for name, parameter in list(layer._parameters.items()):
-                if parameter is not None and not isinstance(parameter, DTensor):
-                    split = distribute_tensor(parameter, self.mesh, [Shard(0)], src_data_rank=src_data_rank)
-                    layer._parameters[name] = nn.Parameter(split, parameter.requires_grad)
+            for name in layer._parameters:
+                place_parameter(layer, name, self.mesh, Shard(0), src_data_rank)
         moe.ranks = self
 
     def plan(self, own: Permutation) -> Any:

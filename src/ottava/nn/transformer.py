@@ -9,6 +9,7 @@ A decoder has cross attention between the two. Dropout and stochastic depth act 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -94,30 +95,28 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self._check(arrangement, dropout, drop_path, layout, cross)
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        norms: dict[str, Any] = {"eps": eps, "zero_centered_gamma": zero_centered_gamma, **factory}
-        inside = norm if arrangement in ("pre", "parallel") else None
-        attention: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "qk_norm": qk_norm, "norm": inside}
-        attention |= {
-            "qk_norm_after_rotary": qk_norm_after_rotary,
-            "softmax_scale": softmax_scale,
-            "dropout": attention_dropout,
-            "layout": layout,
-            "backend": backend,
-        }
-        attention |= {
-            "bias": bias if attention_bias is None else attention_bias,
-            "out_bias": out_bias,
-            "recipe": recipe,
-        }
-        self.attention = MultiheadAttention(hidden, heads, mask=mask, window=window, sink=sink, **attention, **norms)
-        self.cross = (
-            MultiheadAttention(hidden, heads, cross=True, memory_size=memory_size, **attention, **norms)
-            if cross
-            else None
+        norms: dict[str, Any] = {"eps": eps, "zero_centered_gamma": zero_centered_gamma}
+        norms |= {"device": device, "dtype": dtype}
+        inside = norms | {"norm": norm if arrangement in ("pre", "parallel") else None, "recipe": recipe}
+        attention = partial(
+            MultiheadAttention,
+            hidden,
+            heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            qk_norm_after_rotary=qk_norm_after_rotary,
+            softmax_scale=softmax_scale,
+            dropout=attention_dropout,
+            layout=layout,
+            backend=backend,
+            bias=bias if attention_bias is None else attention_bias,
+            out_bias=out_bias,
+            **inside,
         )
-        mlp: dict[str, Any] = {"activation": activation, "save": save, "bias": bias, "recipe": recipe}
-        self.mlp = NormMLP(hidden, ffn_hidden, norm=inside, **mlp, **norms)
+        self.attention = attention(mask=mask, window=window, sink=sink)
+        self.cross = attention(cross=True, memory_size=memory_size) if cross else None
+        self.mlp = NormMLP(hidden, ffn_hidden, activation=activation, save=save, bias=bias, **inside)
         self.norms = nn.ModuleList(
             make_norm(norm, hidden, **norms)
             for _ in range({"post": 2 + cross, "parallel_one_norm": 1}.get(arrangement, 0))

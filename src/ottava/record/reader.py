@@ -30,6 +30,7 @@ from ottava.record.schema import (
     EXPERIMENTS,
     IDENTITY,
     MANIFEST,
+    RANKS,
     REPORTED,
     STATS,
     STEPS,
@@ -256,6 +257,32 @@ class Run:
             raise RunError(f"{path} {why}; needs a folder of `ottava watch` or `ottava train`")
         return cls(path, read_manifest(manifest))
 
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        manifest: dict[str, Any],
+        lines: Mapping[str, Iterable[Mapping[str, Any]]],
+        table: Table,
+    ) -> Run:
+        """A part of a run, from memory.
+
+        Args:
+            lines: of each of its files.
+            table: statistics.
+
+        Example:
+            >>> run = Run.of(Path("run"), {}, {STEPS: [{"step": 7, "loss": 2.5}]}, Table.of(7, {}))
+            >>> run.steps["loss"].tolist(), run.events, len(run.table())
+            ([2.5], [], 0)
+        """
+        run = cls(path, manifest)
+        run.steps, run._raw, run.ranks = _columns([*lines.get(STEPS, ())]), table, [0]
+        run.events, run.training, run.experiments = (
+            [dict(line) for line in lines.get(name, ())] for name in (EVENTS, TRAINING, EXPERIMENTS)
+        )
+        return run
+
     def __repr__(self) -> str:
         recipes = ", ".join(self.manifest.get("settings", {}).get("recipes", ()))
         return f"<Run {self.path}: {len(self.manifest.get('layers', ()))} layers under {recipes or 'no recipe'}>"
@@ -286,12 +313,9 @@ class Run:
             lines[step] = {**of_watch.get(step, {}), **trained}
             if self.manifest.get("schema_version") == 1:
                 lines[step] = {_SINCE_1.get(k, k): v for k, v in lines[step].items() if _SINCE_1.get(k, k)}
-        ordered = list(lines.values())
-        names = dict.fromkeys(["step", "loss", *(key for line in ordered for key in line)])
-        if len(names) > _MOST_NUMBERS:
+        if len(names := {key for line in lines.values() for key in line}) > _MOST_NUMBERS:
             raise RunError(f"{self.path}: has {len(names):,} different names of numbers; needs at most {_MOST_NUMBERS}")
-        columns = {key: np.array([number_of(line.get(key)) for line in ordered], dtype=np.float64) for key in names}
-        return columns | {"step": columns["step"].astype(np.int64)}
+        return _columns([*lines.values()])
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
@@ -307,6 +331,13 @@ class Run:
     def experiments(self) -> list[dict[str, Any]]:
         """Lines of experiments.jsonl: what the watch tried while the training ran."""
         return list(_lines(self.path / EXPERIMENTS))
+
+    @cached_property
+    def of_ranks(self) -> dict[int, Run]:
+        """Rank -> its own steps, parameters and updates, for the ranks above 0."""
+        folder = self.path / RANKS
+        found = [p for p in folder.iterdir() if p.name.isdecimal()] if folder.is_dir() else []
+        return {int(p.name): Run.open(p) for p in sorted(found, key=lambda p: int(p.name)) if (p / MANIFEST).is_file()}
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -366,6 +397,13 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield values
     except UntrustedError as error:
         raise RunError(f"{path}: {error}") from error
+
+
+def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Numbers of steps as columns; NaN for a missing one."""
+    names = dict.fromkeys(["step", "loss", *(key for line in lines for key in line)])
+    columns = {key: np.array([number_of(line.get(key)) for line in lines], dtype=np.float64) for key in names}
+    return columns | {"step": columns["step"].astype(np.int64)}
 
 
 def number_of(value: Any) -> float:

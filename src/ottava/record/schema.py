@@ -8,6 +8,7 @@
     RUN/training.jsonl        a line per look: the update of each parameter; and a line per mode of the forward
     RUN/experiments.jsonl     a line per experiment: what the watch tried, and what came out
     RUN/dumps/*.safetensors   dumped tensors
+    RUN/ranks/RANK/           watch.json, steps.jsonl and training.jsonl of the other ranks; a run that `Run.open` reads
 
 The files store sums that merge exactly, not statistics. Any tool reads them:
 
@@ -35,7 +36,7 @@ SCHEMA_VERSION = 2
 READABLE = (1, SCHEMA_VERSION)
 """Version 1 hashed batches in another way, and read the norm of the gradient after clipping; see `Run.steps`."""
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"
-TRAINING, EXPERIMENTS = "training.jsonl", "experiments.jsonl"
+TRAINING, EXPERIMENTS, RANKS = "training.jsonl", "experiments.jsonl", "ranks"
 TRAINER_MANIFEST, TRAINER_STEPS = "manifest.json", "metrics.jsonl"
 """Files of `ottava train` in the same folder."""
 TRAINER_NUMBERS = frozenset({"loss", "grad_norm", "lr", "tokens", "seconds"})

@@ -2,7 +2,7 @@
 
 Statistics go into small Parquet files, each written under another name and renamed. Each line of steps and events is
 one write to a file opened for appending. Every rank writes its own parts and waits for no other; the reader merges
-ranks. Only rank 0 writes steps and the manifest.
+ranks. The steps and the manifest of a rank above 0 lie in a folder of its own.
 
 While the disk is full, numbers wait in memory; they are written with later ones.
 """
@@ -35,6 +35,7 @@ from ottava.record.schema import (
     EXPERIMENTS,
     IDENTITY,
     MANIFEST,
+    RANKS,
     REPORTED,
     SCHEMA_VERSION,
     STATS,
@@ -51,6 +52,7 @@ from ottava.record.schema import (
 _LOG = logging.getLogger(__name__)
 _PARTS_MERGED = 64
 """Each look is a part, so that a kill loses little. So many parts are merged, or a long run would have thousands."""
+_RECENT = 256
 _WAITING_BYTES, _WAITING_LINES = 64 * 2**20, 2**16
 """Limits of statistics, and of steps or events, that wait for a full disk; beyond them the oldest are lost."""
 _WRITE_ERRORS = (OSError, pa.ArrowException)
@@ -94,39 +96,41 @@ class RunWriter:
         patient: bool = False,
     ) -> None:
         self.path, self.rank, self.flush_rows = Path(path), rank, flush_rows
+        self._own = self.path / RANKS / str(rank) if rank else self.path
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+        self.recent: Mapping[str, deque[Mapping[str, Any]]] = {
+            name: deque(maxlen=_RECENT) for name in (STEPS, EVENTS, TRAINING, EXPERIMENTS)
+        }
+        """The last 256 lines of each file, as this rank has written them."""
         self.lost: Counter[str] = Counter()
         """Numbers of "rows", "lines" and "dumps" that a patient writer lost."""
         self._patient = self._failed = False
-        self._trained = (self.path / TRAINER_MANIFEST).is_file()
+        self._trained = (self._own / TRAINER_MANIFEST).is_file()
         self._now = step or 0
         self._rows: list[_Rows] = []
         self._untabulated = 0
         self._no_histograms = {f.name: np.zeros(f.metadata["bins"]) for f in tally_fields("histogram")}
         self._tables: list[pa.Table] = []
-        self._lines: dict[str, deque[bytes]] = {
-            STEPS: deque(),
-            EVENTS: deque(),
-            TRAINING: deque(),
-            EXPERIMENTS: deque(),
-        }
+        self._lines: dict[str, deque[bytes]] = {name: deque() for name in self.recent}
         self._small: list[Path] = []
         self._flush_at = flush_rows
-        if (self.path / MANIFEST).exists() and rank == 0:
+        if (self._own / MANIFEST).exists():
             if not append:
                 raise RunError(
                     f"{self.path} already has a watched run; give another folder, or go on in this one with "
                     "append=True (--append on the command line)"
                 )
-            self.manifest = read_manifest(self.path / MANIFEST)
+            self.manifest = read_manifest(self._own / MANIFEST)
         try:
             (self.path / STATS).mkdir(parents=True, exist_ok=True)
+            self._own.mkdir(parents=True, exist_ok=True)
             if append and step is not None:
                 self._cut_back(step)
             numbers = [int(part.stem.split("-")[2]) for part in (self.path / STATS).glob(f"part-{rank}-*.parquet")]
             self._part = max(numbers, default=-1) + 1
-            for name in (STEPS, EVENTS, TRAINING, EXPERIMENTS) if append and rank == 0 else ():
-                _end_line(self.path / name)
+            for name in self._lines if append else ():
+                if name != EVENTS or rank == 0:  # the others may be writing to it
+                    _end_line(self._file(name))
             self.describe()
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error}); give another folder, or make room") from error
@@ -160,19 +164,17 @@ class RunWriter:
     def describe(self, **facts: Any) -> None:
         """Adds facts to the manifest: plain JSON values."""
         self.manifest |= facts | ({"lost": dict(+self.lost)} if +self.lost else {})
-        if self.rank == 0:
-            with self.attempt(), replacing(self.path / MANIFEST) as scratch:
-                # a part a line: Python's own encoder, which indents, takes ten times as long
-                parts = (f"{json.dumps(name)}: {json.dumps(_jsonable(part))}" for name, part in self.manifest.items())
-                scratch.write_bytes(("{\n" + ",\n".join(parts) + "\n}\n").encode())
+        with self.attempt(), replacing(self._own / MANIFEST) as scratch:
+            # a part a line: Python's own encoder, which indents, takes ten times as long
+            parts = (f"{json.dumps(name)}: {json.dumps(_jsonable(part))}" for name, part in self.manifest.items())
+            scratch.write_bytes(("{\n" + ",\n".join(parts) + "\n}\n").encode())
 
     def step(self, step: int, **numbers: float | None) -> None:
         """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown."""
-        if self.rank == 0:
-            elsewhere = TRAINER_NUMBERS if self._trained else frozenset[str]()
-            known = {k: v for k, v in numbers.items() if v is not None}
-            known = {k: v for k, v in known.items() if k not in elsewhere or not math.isfinite(v)}
-            self._line(STEPS, {"step": step, **known})
+        elsewhere = TRAINER_NUMBERS if self._trained else frozenset[str]()
+        known = {k: v for k, v in numbers.items() if v is not None}
+        known = {k: v for k, v in known.items() if k not in elsewhere or not math.isfinite(v)}
+        self._line(STEPS, {"step": step, **known})
 
     def event(self, step: int, kind: str, **facts: Any) -> None:
         """Writes a line of events.jsonl."""
@@ -180,13 +182,11 @@ class RunWriter:
 
     def training(self, step: int, kind: str, **facts: Any) -> None:
         """Adds a line about the training around the casts."""
-        if self.rank == 0:
-            self._line(TRAINING, {"step": step, "kind": kind, **facts})
+        self._line(TRAINING, {"step": step, "kind": kind, **facts})
 
     def experiment(self, step: int, kind: str, **facts: Any) -> None:
         """Writes a line of experiments.jsonl."""
-        if self.rank == 0:
-            self._line(EXPERIMENTS, {"step": step, "kind": kind, **facts})
+        self._line(EXPERIMENTS, {"step": step, "kind": kind, **facts})
 
     def tally(
         self, step: int, key: SlotKey, tally: Tally, *, phase: str = "full", reported: Mapping[str, float] | None = None
@@ -211,6 +211,9 @@ class RunWriter:
         self.flush()
         self._tables = [table.filter(pc.field("step") <= step) for table in self._tables]
         self._lines[STEPS] = deque(line for line in self._lines[STEPS] if _step_of(line) <= step)
+        kept = [line for line in self.recent[STEPS] if line["step"] <= step]
+        self.recent[STEPS].clear()
+        self.recent[STEPS].extend(kept)
         with self.attempt():
             self._cut_back(step)
 
@@ -279,8 +282,8 @@ class RunWriter:
             earlier = table.filter(pc.field("step") <= step)
             if earlier.num_rows < table.num_rows:
                 _store(earlier, part)
-        lines = self.path / STEPS
-        if self.rank == 0 and lines.exists():
+        lines = self._own / STEPS
+        if lines.exists():
             kept_lines = [line for line in lines.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
             with replacing(lines) as scratch:
                 scratch.write_bytes(b"".join(kept_lines))
@@ -296,6 +299,7 @@ class RunWriter:
 
     def _line(self, name: str, values: Mapping[str, Any]) -> None:
         self._now = values["step"]
+        self.recent[name].append(values)
         lines = self._lines[name]
         lines.append((json.dumps(_jsonable(values)) + "\n").encode())
         if len(lines) == 1:  # more lines wait only if a write failed, for the next flush
@@ -304,9 +308,12 @@ class RunWriter:
             lines.popleft()
             self.lost["lines"] += 1
 
+    def _file(self, name: str) -> Path:
+        return (self.path if name == EVENTS else self._own) / name
+
     def _write_lines(self, name: str) -> None:
         if self._lines[name]:
-            with self.attempt(), (self.path / name).open("ab", buffering=0) as stream:
+            with self.attempt(), self._file(name).open("ab", buffering=0) as stream:
                 append(stream, b"".join(self._lines[name]))
                 self._lines[name].clear()
 

@@ -222,7 +222,7 @@ class Fallback:
         self._layers = ottava_layers(model)
         self._watched = {name: _Watched() for name in self._layers}
         self._looks = 0
-        self._last: tuple[int, Table] | None = None
+        self._last: Table | None = None
 
     @property
     def applied(self) -> dict[str, str]:
@@ -233,17 +233,15 @@ class Fallback:
     def on_look(self, step: int, table: Table) -> list[Proposal]:
         """Reads the statistics of the real casts of one step; returns new proposals."""
         self._looks += 1
-        self._last = step, table
+        self._last = table
         proposals: list[Proposal] = []
         bad = self._bad(table)
         for name, watched in self._watched.items():
             watched.bad = watched.bad + 1 if name in bad else 0
             if name not in bad:
                 watched.proposed = ()
-        ready = [name for name in bad if self._ready(name) and self._watched[name].bad >= self.patience]
-        ready.sort(key=lambda name: -max(evidence.severity for evidence in bad[name]))
-        for name in ready[: self.most]:
-            proposals += self._propose(step, name, bad[name], table)
+        patient = {name: found for name, found in bad.items() if self._watched[name].bad >= self.patience}
+        proposals += self._propose_worst(step, patient, table)
         for name, watched in self._watched.items():
             if watched.own is not None and self._ready(name) and name not in bad:
                 proposals += self._way_back(step, name, watched, table)
@@ -254,10 +252,7 @@ class Fallback:
         """For `SpikeGuard(fallback=...)`: acts on the bad layers of the last look, without patience."""
         if self._last is None:
             return []
-        _, table = self._last
-        bad = self._bad(table)
-        ready = sorted(filter(self._ready, bad), key=lambda name: -max(evidence.severity for evidence in bad[name]))
-        proposals = [p for name in ready[: self.most] for p in self._propose(spike.step, name, bad[name], table)]
+        proposals = self._propose_worst(spike.step, self._bad(self._last), self._last)
         self.proposals += proposals
         return proposals
 
@@ -292,6 +287,11 @@ class Fallback:
                     evidence = Evidence(*place, limit.metric, float(value), limit.limit(fmt), limit.unit)
                     bad.setdefault(str(real["layer"][i]), []).append(evidence)
         return bad
+
+    def _propose_worst(self, step: int, bad: Mapping[str, list[Evidence]], table: Table) -> list[Proposal]:
+        """Proposals for the `most` worst layers that are not in their cooldown."""
+        ready = sorted(filter(self._ready, bad), key=lambda name: -max(evidence.severity for evidence in bad[name]))
+        return [p for name in ready[: self.most] for p in self._propose(step, name, bad[name], table)]
 
     def _propose(self, step: int, name: str, evidence: list[Evidence], table: Table) -> list[Proposal]:
         layer, watched = self._layers[name], self._watched[name]

@@ -52,9 +52,9 @@ class Spike:
     rewound_to: int
     """Steps done in the snapshot."""
     cause: str
-    """"data", "fp8" or "transient"."""
+    """"data" or "fp8"."""
     replayed_loss: float
-    """Loss of the deciding replay: in high precision; for "transient" as it ran."""
+    """Loss of the replay in high precision."""
     action: str
     """Action of the guard."""
     skipped: tuple[int, ...] = ()
@@ -80,8 +80,6 @@ class SpikeGuard:
         fallback: called with (model, spike) at the second spike that FP8 caused; see `fallback.Fallback`.
         log: gets "spike" and "rewind" events.
         on_rewind: called with the step of the snapshot before the later steps run again, for example to cut back a log.
-        confirm: first replay the steps as they ran. If the spike does not come again it was "transient" (a machine, or
-            a step that is not deterministic), and that replay stays.
 
     Example:
         >>> import torch, ottava
@@ -119,7 +117,6 @@ class SpikeGuard:
         fallback: Callable[[nn.Module, Spike], object] | None = None,
         log: EventLog | None = None,
         on_rewind: Callable[[int], object] | None = None,
-        confirm: bool = False,
     ) -> None:
         for name, value in (("snapshots", snapshots), ("every", every), ("window", window)):
             if value < 1:
@@ -128,7 +125,7 @@ class SpikeGuard:
             raise ValueError(f"SpikeGuard: z is {z}; needs a positive number, such as 6")
         self.model, self.optimizer, self.train_step, self.extras = model, optimizer, train_step, tuple(extras)
         self.every, self.z, self.window, self.lead, self.hold = every, z, window, lead, hold
-        self.fallback, self.log, self.on_rewind, self.confirm = fallback, log, on_rewind, confirm
+        self.fallback, self.log, self.on_rewind = fallback, log, on_rewind
         self.step = 0
         """Number of batches so far, with skipped ones."""
         self.spikes: list[Spike] = []
@@ -200,13 +197,7 @@ class SpikeGuard:
 
     def _decide(self, facts: tuple[int, float, float, int]) -> tuple[Spike, float]:
         """Replays from the snapshot to find the cause; returns the spike and the final loss of the step."""
-        spiked, start = facts[0], facts[3]
-        if self.confirm:
-            last, again = self._replay(start, spiked, high_precision=None)
-            if not again:
-                return Spike(*facts, "transient", last, "the replay stays"), last
-            self._rewind(spiked)
-        replayed, again = self._replay(start, spiked, high_precision=True)
+        replayed, again = self._replay(facts[3], facts[0], high_precision=True)
         return self._skip(facts, replayed) if again else (self._hold(facts, replayed), replayed)
 
     def _skip(self, facts: tuple[int, float, float, int], replayed: float) -> tuple[Spike, float]:

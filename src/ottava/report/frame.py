@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
@@ -19,15 +18,12 @@ from ottava.base import text
 from ottava.report.charts import DARK, LIGHT, css_variables
 
 
-def render(
-    package: str, template: str, *, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any
-) -> str:
-    """Renders a template to a page.
+def render(package: str, template: str, **values: Any) -> str:
+    """Renders a template, which has the filters number, elide, listed, duration, signed, fixed and breakable.
 
     Args:
         package: the package of the template and of its included files.
         template: the name of its file.
-        filters: further filters, beside number, elide, listed, duration, signed, fixed and breakable.
         values: the values for the template. A missing name is an error.
     """
     environment = jinja2.Environment(
@@ -38,7 +34,7 @@ def render(
         loader=jinja2.FunctionLoader(functools.partial(_source, package)),
     )
     shared = (text.number, text.elide, text.listed, text.duration, text.signed, text.fixed, breakable)
-    environment.filters |= {function.__name__: function for function in shared} | dict(filters or {})
+    environment.filters |= {function.__name__: function for function in shared}
     colors = {"light": css_variables(LIGHT), "dark": css_variables(DARK)}
     return environment.get_template(template).render(colors | values).lstrip()
 

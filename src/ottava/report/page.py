@@ -29,7 +29,6 @@ from ottava.report.grid import Grid
 from ottava.report.payload import payload
 from ottava.report.timeline import marks, not_finite_from, thin, worst_runs
 
-REPORT = "report.html"
 _MOST_POINTS = 800
 _TABLE_STEPS = 120
 _MOST_PREDICTED_ROWS = 3000
@@ -51,17 +50,11 @@ class Report:
         return path
 
 
-def write_report(run: Run, *, baseline: Run | None = None, path: Path | str | None = None) -> Path:
-    """Writes the report of a run.
+def make_report(run: Run, *, baseline: Run | None = None) -> Report:
+    """Analyses a watched run and makes its page.
 
     Args:
-        run: the watched run.
         baseline: a good run to compare with.
-        path: the file; by default RUN/report.html.
-    Returns:
-        The file.
-    Raises:
-        OSError: the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -69,17 +62,8 @@ def write_report(run: Run, *, baseline: Run | None = None, path: Path | str | No
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with RunWriter(folder) as writer:
         ...         writer.step(1, loss=2.5)
-        ...     path = write_report(Run.open(folder))
-        ...     print(path.name, path.read_text(encoding="utf-8")[:15])
-        report.html <!doctype html>
-    """
-    return make_report(run, baseline=baseline).write(Path(path) if path is not None else run.path / REPORT)
-
-
-def make_report(run: Run, *, baseline: Run | None = None) -> Report:
-    """Analyses a run and makes its page.
-
-    Args: as for `write_report`.
+        ...     make_report(Run.open(folder)).html[:15]
+        '<!doctype html>'
     """
     diagnosis = diagnose(run, baseline=baseline).to_dict()
     comparison = compare(baseline, run).to_dict() if baseline is not None else None

@@ -21,8 +21,7 @@ from ottava.measure.layer_names import symbol
 from ottava.measure.statistics import STATISTICS
 from ottava.numerics.formats import FORMATS
 from ottava.record.reader import Table
-from ottava.report.grid import Grid
-from ottava.report.scales import SCALES, Values
+from ottava.report.grid import SCALES, Grid, Values
 
 MAX_BYTES = 1_450_000
 """Largest size of the base64 text, so that a whole page stays under 2 MB."""

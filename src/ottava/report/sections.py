@@ -17,8 +17,7 @@ from ottava.diagnose.compare import said_of_lead
 from ottava.diagnose.what_if import Prediction, cheapest, summary
 from ottava.measure.layer_names import symbol
 from ottava.measure.statistics import STATISTICS
-from ottava.report.grid import Grid
-from ottava.report.scales import SCALES
+from ottava.report.grid import SCALES, Grid
 
 Json = Mapping[str, Any]
 
@@ -196,7 +195,7 @@ def what_if(predictions: Sequence[Prediction]) -> dict[str, Any] | None:
     for p in predictions:
         cells = tensors.setdefault((p.layer, p.tensor), {})
         other = cells.get(p.recipe)
-        if other is None or (p.clears, _or(p.element_sqnr_db)) < (other.clears, _or(other.element_sqnr_db)):
+        if other is None or (p.clears, _or_zero(p.element_sqnr_db)) < (other.clears, _or_zero(other.element_sqnr_db)):
             cells[p.recipe] = p  # the worse of both directions
     failing = {key: cells for key, cells in tensors.items() if not all(p.clears for p in cells.values())}
     order = sorted(failing, key=lambda key: -sum(not p.clears for p in failing[key].values()))
@@ -215,15 +214,15 @@ def what_if(predictions: Sequence[Prediction]) -> dict[str, Any] | None:
     }
 
 
-def _or(value: float | None, other: float = 0.0) -> float:
-    return other if value is None or math.isnan(value) else value
+def _or_zero(value: float | None) -> float:
+    return 0.0 if value is None or math.isnan(value) else value
 
 
 def difference(comparison: Json) -> dict[str, Any]:
     """A Comparison, as the page shows it."""
     ranked = []
     # effects of all statistics are ranked in bits
-    effects = [abs(_or(item.get("bits", item.get("effect")))) for item in comparison.get("ranked") or []]
+    effects = [abs(_or_zero(item.get("bits", item.get("effect")))) for item in comparison.get("ranked") or []]
     top = max((e for e in effects if math.isfinite(e)), default=0.0) or 1.0
     for item, effect in zip((comparison.get("ranked") or [])[:25], effects, strict=False):
         statistic = STATISTICS.get(item["metric"])

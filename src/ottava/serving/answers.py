@@ -6,7 +6,6 @@ known: intervals are bootstrapped over chunks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -233,12 +232,12 @@ class Answers:
     @property
     def perplexity_a(self) -> float:
         """exp of the loss."""
-        return math.exp(self.loss_a)
+        return float(torch.tensor(self.loss_a, dtype=torch.float64).exp())
 
     @property
     def perplexity_b(self) -> float:
         """exp of the loss."""
-        return math.exp(self.loss_b)
+        return float(torch.tensor(self.loss_b, dtype=torch.float64).exp())
 
 
 @dataclass(frozen=True)
@@ -263,7 +262,7 @@ class Sums:
     tokens: int
     """Of a chunk."""
 
-    def answers(self, text: str, seed: int = 0) -> Answers:
+    def answers(self, text: str) -> Answers:
         """The means and their intervals."""
         means = {name: getattr(self, name) / self.tokens for name in ("loss_a", "loss_b", "kl", "agreed")}
         return Answers(
@@ -271,9 +270,9 @@ class Sums:
             self.tokens * len(self.kl),
             float(means["loss_a"].mean()),
             float(means["loss_b"].mean()),
-            interval(means["loss_b"] - means["loss_a"], seed),
-            interval(means["kl"], seed),
-            interval(means["agreed"], seed),
+            interval(means["loss_b"] - means["loss_a"]),
+            interval(means["kl"]),
+            interval(means["agreed"]),
         )
 
 

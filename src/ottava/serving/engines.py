@@ -144,6 +144,7 @@ JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """The linears that engines join, by the name of the joined one."""
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+")
+_FUSED = re.compile(r"(?P<place>.*)\.(?:(?P<qkv>[qkv]_proj)|(?P<gate_up>gate_proj|up_proj|w1|w3))$")
 
 _LISTED = IgnoreRule(("ignore",), (exact, regex))
 _FP8_KEYS = ("ignored_layers", "modules_to_not_convert")
@@ -271,6 +272,22 @@ def units(names: Iterable[str]) -> dict[str, list[str]]:
         whole = expert[1] if expert else f"{place}.{joined}" if joined and place else joined or name
         found.setdefault(whole, []).append(name)
     return found
+
+
+def sharing(names: Iterable[str]) -> list[list[str]]:
+    """The linears that are one matrix to an engine, of an expert, too: they need one precision, and per tensor one
+    scale. The others alone.
+
+    Example:
+        >>> sharing(["a.q_proj", "a.k_proj", "b.experts.0.w1", "b.experts.0.w2", "b.experts.0.w3"])
+        [['a.q_proj', 'a.k_proj'], ['b.experts.0.w1', 'b.experts.0.w3'], ['b.experts.0.w2']]
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        match = _FUSED.fullmatch(name)
+        kind = "" if match is None else "qkv" if match["qkv"] else "gate_up"
+        groups.setdefault((name if match is None else match["place"], kind), []).append(name)
+    return list(groups.values())
 
 
 def _ignored(rule: IgnoreRule, patterns: Sequence[str], joined: str, part: str) -> Decision:

@@ -31,7 +31,7 @@ from ottava.serving.answers import (
     sums_of,
     total,
 )
-from ottava.serving.difference import Difference, Differences, differences
+from ottava.serving.difference import Differences, differences
 
 TOLERANCE = 0.01
 """Nats a token, of loss and of KL, that count as nothing: 1 % of perplexity."""
@@ -72,8 +72,8 @@ class Evaluation:
         """Plain values, for JSON."""
         values = asdict(self)
         values["weights"]["tensors"] = [asdict(one) | {"wrong": one.wrong} for one in self.weights.tensors]
-        for one in (values["answers"], *values["texts"]):
-            one |= {"perplexity_a": _exp(one["loss_a"]), "perplexity_b": _exp(one["loss_b"])}
+        for one, own in zip((values["answers"], *values["texts"]), (self.answers, *self.texts), strict=True):
+            one |= {"perplexity_a": own.perplexity_a, "perplexity_b": own.perplexity_b}
         return values
 
     def __str__(self) -> str:
@@ -166,10 +166,6 @@ def _generations(a: View, b: View, prompts: torch.Tensor, tokens: int) -> tuple[
     )
 
 
-def _exp(loss: float) -> float:
-    return float(torch.tensor(loss, dtype=torch.float64).exp())
-
-
 _NAMED = 6
 _LEFT_ALONE = ("lm_head", "embed", "gate.weight", "router")
 
@@ -254,8 +250,8 @@ def _other_layers(case: Compared) -> Judgement | None:
     weights_too = case.casts_a[0] and case.casts_b[0]
     evidence: list[str] = []
     if weights_too:
-        for side, other, pick in (("A", "B", _first), ("B", "A", _second)):
-            names = [one.name for one in linears if pick(one) and not pick(one, swapped=True)]
+        for side, other, own, there in (("A", "B", "cast_a", "cast_b"), ("B", "A", "cast_b", "cast_a")):
+            names = [one.name for one in linears if getattr(one, own) and not getattr(one, there)]
             evidence += [f"only {side} quantizes {listed(names, _NAMED)}; {other} has BF16"] if names else []
         casts = sorted({(one.cast_a, one.cast_b) for one in linears if one.cast_a and one.cast_b})
         casts = [(x, y) for x, y in casts if x != y]
@@ -274,19 +270,10 @@ def _other_layers(case: Compared) -> Judgement | None:
     )
 
 
-def _first(one: Difference, swapped: bool = False) -> str:
-    return one.cast_b if swapped else one.cast_a
-
-
-def _second(one: Difference, swapped: bool = False) -> str:
-    return one.cast_a if swapped else one.cast_b
-
-
 def _serve_fp8(case: Compared) -> Judgement | None:
-    less = [(a, b) for a, b in zip(case.casts_a, case.casts_b, strict=True) if a and not b]
-    if not less or not case.matters:
+    weights, activations = (a and not b for a, b in zip(case.casts_a, case.casts_b, strict=True))
+    if not (weights or activations) or not case.matters:
         return None
-    weights, _ = (a and not b for a, b in zip(case.casts_a, case.casts_b, strict=True))
     what = "weights" if weights else "activations"
     return Judgement(
         "serve-fp8",

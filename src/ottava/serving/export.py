@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,14 +25,12 @@ from ottava.base.errors import unknown_name
 from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
-from ottava.serving.engines import ENGINES
+from ottava.serving.engines import ENGINES, sharing
 from ottava.serving.source import Source, Weight, copy_files, of_folder, of_model, rows_of_cast, same_numbers
 from ottava.weights.layouts import DEFAULT, LAYOUTS, Layout
 
 REPORT = "export.json"
 _SHARD_BYTES = 5_000_000_000
-_FUSED = re.compile(r"(?P<place>.*)\.(?:(?P<qkv>[qkv]_proj)|(?P<gate_up>gate_proj|up_proj|w1|w3))$")
-"""Linears that engines join into one: they need one precision, and per tensor one scale."""
 
 
 class ExportError(ValueError):
@@ -254,14 +251,10 @@ def _staying(source: Source, form: Layout, keep: Collection[str]) -> dict[str, s
     return stays
 
 
-def _groups(linears: Sequence[Weight]) -> Iterator[list[Weight]]:
+def _groups(linears: Sequence[Weight]) -> list[list[Weight]]:
     """The linears that engines join, group by group; the others alone."""
-    groups: dict[tuple[str, str], list[Weight]] = {}
-    for weight in linears:
-        match = _FUSED.fullmatch(weight.module)
-        kind = "" if match is None else "qkv" if match["qkv"] else "gate_up"
-        groups.setdefault((weight.module if match is None else match["place"], kind), []).append(weight)
-    yield from groups.values()
+    weights = {weight.module: weight for weight in linears}
+    return [[weights[name] for name in group] for group in sharing(weights)]
 
 
 def _shape(weight: Weight) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from ottava.serving.engines import Decision, units
 from ottava.serving.sides import Model, Side, Text, digest, kl_alone, served, trained, under
 from ottava.serving.source import Source, of_folder, of_model, same_numbers
 from ottava.weights.layouts import REGEX, InputCast
+from ottava.weights.parameter import powers_only
 
 SCHEMA_VERSION = 1
 
@@ -43,7 +44,7 @@ class Mismatch:
     layer: str
     """Module or tensor of the checkpoint."""
     cause: str
-    """A name of `causes.CAUSES`."""
+    """A name of `CAUSES`."""
     found: str
     """What each side has."""
 
@@ -72,7 +73,7 @@ class Certificate:
     rows: tuple[LinearRow, ...]
     """Linears in the order of execution."""
     findings: tuple[Mismatch, ...]
-    """In the order of execution; at one layer in the order of `causes.CAUSES`."""
+    """In the order of execution; at one layer in the order of `CAUSES`."""
     sha256_trained: str
     """Of all that training multiplies."""
     sha256_served: str
@@ -411,8 +412,8 @@ def _of_codes(name: str, side: Side, theirs: QuantizedTensor, model: Model, stor
     ours = side.cast
     assert ours is not None
     spec = replace(ours.spec, scaling="current")
-    powers = _powers(theirs.scale_inv) and not _powers(ours.scale_inv)
-    fp32 = _powers(ours.scale_inv) and not _powers(theirs.scale_inv)
+    before, after = powers_only(ours.scale_inv), powers_only(theirs.scale_inv)
+    powers, fp32 = after and not before, before and not after
     other = replace(spec, scale_format="pow2" if powers else "fp32")
     formats = "fp32 scales in training, powers of two in the checkpoint" if powers else ""
     formats = "powers of two in training, fp32 scales in the checkpoint" if fp32 else formats
@@ -469,10 +470,6 @@ def _is(one: QuantizedTensor, other: QuantizedTensor) -> bool:
         and torch.equal(one.scale_inv.cpu(), other.scale_inv.cpu())
         and _equal(one.data, other.data)
     )
-
-
-def _powers(scale_inv: Tensor) -> bool:
-    return bool((torch.frexp(scale_inv.float()).mantissa == 0.5).all())
 
 
 def _row_set(codes: Tensor) -> list[bytes]:

@@ -8,7 +8,6 @@ cast as each side casts them.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -29,8 +28,8 @@ from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_TENSOR, Granula
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
 from ottava.recipe import Recipe
-from ottava.serving.engines import ENGINES, Decision, InferenceEngine, decide, units
-from ottava.serving.source import Source, Weight
+from ottava.serving.engines import ENGINES, Decision, InferenceEngine, decide, sharing, units
+from ottava.serving.source import Source, Weight, is_linear
 from ottava.weights.layouts import (
     INPUT_KEYS,
     SCALE_KEYS,
@@ -41,6 +40,7 @@ from ottava.weights.layouts import (
     read_config,
     read_quantization,
 )
+from ottava.weights.parameter import powers_only
 
 _POWERS = ("pow2", "e8m0", "e8m0_floor")
 _CODES = MappingProxyType({torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.uint8: E2M1})
@@ -111,7 +111,7 @@ def trained(source: Source) -> Model:
         if weight.linear:
             spec = weight.input_spec if weight.cast is not None else None
             linears[weight.module] = Side(weight.tensor, weight.cast, _cast_of(spec, weight), weight.layer)
-        elif _is_linear(weight.name, weight.tensor):  # a router that no nn.Linear holds
+        elif is_linear(weight.name, weight.shape):  # a router that no nn.Linear holds
             linears[weight.module] = Side(weight.tensor)
     plain = {weight.name: weight.tensor for weight in source.weights if weight.module not in linears}
     tied = "lm_head" not in linears and "lm_head.weight" not in plain
@@ -169,7 +169,7 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None)
     except (UntrustedError, OSError) as error:
         raise UntrustedError(f"parity: {folder} cannot be read: {error}") from error
     tied = bool(config.get("tie_word_embeddings", False)) or "lm_head.weight" not in tensors
-    weights = {name.removesuffix(".weight"): t for name, t in tensors.items() if _is_linear(name, t)}
+    weights = {name.removesuffix(".weight"): t for name, t in tensors.items() if is_linear(name, t.shape)}
     names = [name for name in weights if not (tied and name == "lm_head")]
     model_type = str(config.get("model_type", ""))
     unread = reader.unread(found, model_type)
@@ -218,13 +218,6 @@ def _words(engine: InferenceEngine, settings: Mapping[str, Any]) -> dict[str, An
     return {word: given[path] for path, word in engine.settings.items() if path in given}
 
 
-def _is_linear(name: str, tensor: Tensor) -> bool:
-    """As `source` has it: a matrix is a linear's, unless its name says otherwise."""
-    last = name.removesuffix(".weight").rpartition(".")[2]
-    others = ("embed", "wte", "wpe", "norm", "position", "rotary", "relative_attention_bias")
-    return name.endswith(".weight") and tensor.ndim == 2 and not any(word in last for word in others)
-
-
 def _side(
     name: str,
     weight: Tensor,
@@ -253,17 +246,13 @@ def _side(
         return Side(weight.float(), codes=True)
     activations = _activations(name, tensors, group, engine, words)
     wants_powers = _truth(words.get("ue8m0"))
-    if wants_powers and cast.spec.granularity.rows == 128 and not _are_powers(cast.scale_inv):
+    if wants_powers and cast.spec.granularity.rows == 128 and not powers_only(cast.scale_inv):
         cast = quantize(cast.dequantize(torch.float32), replace(cast.spec, scale_format="pow2"))
     return Side(cast.dequantize(torch.float32), cast, activations, codes=True)
 
 
 def _truth(value: Any) -> bool:
     return str(value).lower() in ("1", "true", "on", "yes")
-
-
-def _are_powers(scale_inv: Tensor) -> bool:
-    return bool((torch.frexp(scale_inv).mantissa == 0.5).all())
 
 
 def _decoded(codes: Tensor, scale_inv: Tensor, fmt: Format, size: Granularity) -> QuantizedTensor:
@@ -306,7 +295,7 @@ def _rejoined(linears: Mapping[str, Side]) -> dict[str, Side]:
         casts = [linears[part].cast for part in parts]
         if len(parts) == 1 or any(cast is None or cast.spec.granularity != PER_TENSOR for cast in casts):
             continue
-        for group in _expert_groups(parts):
+        for group in sharing(parts):
             top = max(float(linears[part].cast.scale_inv) for part in group)  # type: ignore[union-attr]
             for part in group:
                 cast = linears[part].cast
@@ -319,17 +308,6 @@ def _rejoined(linears: Mapping[str, Side]) -> dict[str, Side]:
                     again = replace(again, scale_inv=torch.tensor([[top]]))
                     made[part] = replace(linears[part], weight=again.dequantize(torch.float32), cast=again)
     return made
-
-
-def _expert_groups(parts: list[str]) -> list[list[str]]:
-    """The linears that share a scale: of an expert gate and up, and down alone."""
-    groups: dict[str, list[str]] = {}
-    for part in parts:
-        last = part.rpartition(".")[2]
-        alone = last in ("down_proj", "w2") or not re.search(r"\.experts\.\d+\.", part)
-        place = part.rpartition(".")[0]
-        groups.setdefault(part if alone and ".experts." in part else place, []).append(part)
-    return list(groups.values())
 
 
 def _file_digest(path: Path) -> str:

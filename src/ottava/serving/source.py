@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ottava.base.errors import need
 from ottava.base.untrusted import UntrustedError
 from ottava.engine.layer import QuantizedLayer
-from ottava.nn.convert import default_filter
 from ottava.nn.foreign import TurnedLinear, parts_of
+from ottava.nn.plan import default_filter
 from ottava.numerics.scaling import Granularity
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.weights.layouts import (
@@ -100,7 +100,6 @@ class Source:
     """Of config.json, without a quantization_config."""
     files: tuple[Path, ...] = ()
     """Other files to copy: tokenizer, generation settings, templates."""
-    generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 Chosen = Callable[[str, nn.Module], str]
@@ -368,11 +367,15 @@ def _of_codes(name: str, tensors: Mapping[str, Any], sizes: Sequence[Granularity
     return Weight(name, decoded, True, "", Unread(shape, codes), scale)
 
 
+def is_linear(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor of a file is a linear's weight: every matrix is, unless its name says otherwise."""
+    last = name.lower().removesuffix(".weight").rpartition(".")[2]
+    return name.endswith(".weight") and len(shape) == 2 and not any(word in last for word in _OTHERS)
+
+
 def _of_file(name: str, tensor: Tensor | Unread, *, only_routers: bool = False) -> Weight:
-    """A 2-D weight of a file is a linear's, unless its name says otherwise."""
     module = name.removesuffix(".weight")
-    last = module.lower().rpartition(".")[2]
-    if not name.endswith(".weight") or len(tensor.shape) != 2 or any(word in last for word in _OTHERS):
+    if not is_linear(name, tensor.shape):
         return Weight(name, tensor)
     with torch.device("meta"):
         like = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False)

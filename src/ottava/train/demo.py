@@ -293,7 +293,7 @@ class DemoFolder:
 
     @classmethod
     def open(cls, path: Path, chosen: Mapping[str, Any], *, resume: bool = False, fresh: bool = False) -> DemoFolder:
-        """Applies the table above.
+        """Continues the unfinished demo in a folder, or starts one in a new folder or beside a finished one.
 
         Args:
             path: the folder; it need not exist.

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ottava.base.untrusted import UntrustedError
 from ottava.engine.layer import QuantizedLayer, quantized_layers
-from ottava.nn.convert import convert, default_filter, put_weight
+from ottava.nn.convert import convert, put_weight
+from ottava.nn.plan import default_filter
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.recipe import Recipe, get_recipe

@@ -57,7 +57,7 @@ from ottava.train.llama import is_weights, read_weights
 from ottava.train.model import ByteTransformer, loss, make_optimizer, store
 from ottava.train.parallel import Microbatches, Passes, Pipeline, split
 from ottava.train.ranks import SPLITS, Ranks, explain_divergence, explained
-from ottava.train.run_folder import FollowerFolder, RunFolder, StepRecord
+from ottava.train.run_folder import RunFolder, StepRecord
 from ottava.watching.session import Watch, watch
 
 RECEIPT_VERSION = 1
@@ -128,9 +128,8 @@ class Trainer:
         self.ranks.agree(
             {**flatten(config.model_dump(mode="json")), "resume": resume, "text": self._text, **_versions()}
         )
-        folder = self.ranks.together(lambda: RunFolder(run_dir, config, resume=resume) if self.ranks.first else None)
-        self.folder = folder or FollowerFolder(run_dir)
-        with self.folder.lock.released_on_error():
+        self.folder = self.ranks.together(lambda: RunFolder(run_dir, config, resume=resume, writes=self.ranks.first))
+        with self.folder.released_on_error():
             self._begin(resume=resume)
 
     def _begin(self, *, resume: bool) -> None:
@@ -161,8 +160,7 @@ class Trainer:
             "optimizer": f"{type(self._optimizer).__module__}.{type(self._optimizer).__name__}",
         }
         done = self.step if checkpoint else 0
-        first = self.ranks.together(lambda: self.folder.cut_history(done) if self.ranks.first else None)
-        self.history = self.ranks.together(lambda: self.folder.cut_history(done) if first is None else first)
+        self.history = self.ranks.together(lambda: self.folder.cut_history(done))
         self._amaxes = AmaxLog(self.folder.path, step=self.step) if self.ranks.first else None
         self.diverged = False
         self._watch: Watch | None = None
@@ -279,7 +277,7 @@ class Trainer:
         if self.done:
             if self._writer is not None:
                 self._writer.wait()
-            self.folder.lock.release()
+            self.folder.release()
         return records
 
     def evaluate(self, *, high_precision: bool = False) -> float:
@@ -323,7 +321,7 @@ class Trainer:
         self._end_watch()
         if self._writer is not None:
             self._writer.wait()
-        self.folder.lock.release()
+        self.folder.release()
 
     def _end_watch(self) -> None:
         if self._watch is not None:

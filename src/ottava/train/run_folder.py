@@ -76,19 +76,31 @@ class StepRecord:
 class RunFolder:
     """The files of one run. The constructor takes the lock and checks the folder; `begin` writes the first files.
 
+    Args:
+        writes: whether this process writes the files. Of several processes the first one does; the others only read.
     Raises:
         ConfigError: another process holds the folder; the folder holds a run and `resume` is False; the folder holds
             other files; or its run had other settings.
     """
 
-    def __init__(self, path: Path, config: TrainConfig, *, resume: bool) -> None:
+    def __init__(self, path: Path, config: TrainConfig, *, resume: bool, writes: bool = True) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
-        self._config = config
-        self.lock: FolderLock | NoLock = FolderLock(path)
-        with self.lock.released_on_error():
-            self._refuse_misuse(resume=resume)
+        self._config, self._writes = config, writes
+        self._lock = FolderLock(path) if writes else None
+        with self.released_on_error():
+            if writes:
+                self._refuse_misuse(resume=resume)
+
+    def released_on_error(self) -> contextlib.AbstractContextManager[None]:
+        """Releases the folder if the block ends with an exception."""
+        return contextlib.nullcontext() if self._lock is None else self._lock.released_on_error()
+
+    def release(self) -> None:
+        """Lets another process use the folder."""
+        if self._lock is not None:
+            self._lock.release()
 
     def _refuse_misuse(self, *, resume: bool) -> None:
         settings = self.path / "config.yaml"
@@ -105,6 +117,8 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Writes a small file atomically."""
+        if not self._writes:
+            return
         with atomic_write(self.path / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
@@ -121,6 +135,8 @@ class RunFolder:
         Edge cases: a damaged manifest becomes manifest.json.damaged, a new one begins, and the log says so. The run
             does not depend on the manifest.
         """
+        if not self._writes:
+            return
         self.write("config.yaml", self._config.to_yaml())
         path = self.path / "manifest.json"
         process = _this_process()
@@ -137,12 +153,16 @@ class RunFolder:
 
     def append(self, record: StepRecord) -> None:
         """Adds a step to metrics.jsonl in one write: a killed process leaves at most one torn line."""
+        if not self._writes:
+            return
         # buffered: an unbuffered write to a full disk may write half a line without an error
         with as_checkpoint_error(self._metrics), self._metrics.open("ab") as stream:
             stream.write(f"{record.to_json()}\n".encode())
 
     def sync(self) -> None:
         """Flushes metrics.jsonl to the disk. Call it before a checkpoint, which must not be ahead of the metrics."""
+        if not self._writes:
+            return
         with as_checkpoint_error(self._metrics), self._metrics.open("ab") as stream:
             os.fsync(stream.fileno())
 
@@ -152,15 +172,7 @@ class RunFolder:
         Raises:
             CheckpointError: the file holds fewer steps, or other ones.
         """
-        records, size = self._first(step)
-        if size or self._metrics.exists():
-            os.truncate(self._metrics, size)
-        return records
-
-    def _first(self, step: int) -> tuple[list[StepRecord], int]:
-        """The first `step` records of metrics.jsonl, and their size in bytes."""
-        lines = self._metrics.read_bytes().splitlines(keepends=True) if self._metrics.exists() else []
-        lines = lines[:step]
+        lines = self._metrics.read_bytes().splitlines(keepends=True)[:step] if self._metrics.exists() else []
         try:
             records = [StepRecord.from_json(line.decode()) for line in lines]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -170,31 +182,9 @@ class RunFolder:
                 f"{self._metrics}: does not hold steps 1 to {step}, but the checkpoint is of step {step}: "
                 "somebody changed the file, or the disk lost lines. Start again in another run folder"
             )
-        return records, sum(map(len, lines))
-
-
-class FollowerFolder(RunFolder):
-    """The run folder in all processes but the first: they only read, because the first process writes."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.checkpoints, self._metrics = path, path / "checkpoints", path / "metrics.jsonl"
-        self.lock = NoLock()
-
-    def write(self, name: str, text: str) -> None:
-        """The first process does it."""
-
-    def begin(self, step: int, facts: Mapping[str, Any]) -> None:
-        """The first process does it."""
-
-    def append(self, record: StepRecord) -> None:
-        """The first process does it."""
-
-    def sync(self) -> None:
-        """The first process does it."""
-
-    def cut_history(self, step: int) -> list[StepRecord]:
-        """Returns the records of the first `step` steps, and leaves the file as it is."""
-        return self._first(step)[0]
+        if self._writes and self._metrics.exists():
+            os.truncate(self._metrics, sum(map(len, lines)))
+        return records
 
 
 def _refuse_other_settings(settings: Path, config: TrainConfig) -> None:
@@ -315,17 +305,6 @@ class FolderLock:
         except BaseException:
             self.release()
             raise
-
-
-class NoLock:
-    """Stands in for `FolderLock` where another process of the run holds the lock."""
-
-    def release(self) -> None:
-        """Does nothing."""
-
-    def released_on_error(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing."""
-        return contextlib.nullcontext()
 
 
 def _holder(path: Path) -> str:

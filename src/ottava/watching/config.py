@@ -103,7 +103,7 @@ class Intervention(Section):
     in high precision for "fake"."""
     action: Literal["high_precision", "fake", "current"]
     """"high_precision": no cast. "fake": casts, and a GEMM in BF16 on the decoded codes. "current": one scale a tensor
-    from its present amax, in place of a predicted one."""
+    from its present amax and without a margin, in place of a predicted one."""
     format: Literal["E4M3", "E5M2"] = "E4M3"
     """Of "fake"."""
 
@@ -184,7 +184,11 @@ class WatchConfig(Section):
     notes: tuple[str, ...] = ()
     """Parts of another tool's configuration that this watch cannot do; it repeats them as warnings."""
     max_overhead: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
-    """Largest share of the run's time for watching; only if `every` is None."""
+    """Largest share of the run's time for watching; only if `every` is None. Shadow steps get as much again, at most
+    2 %. What happens after a trigger is not held back."""
+    early: bool = True
+    """The looks at steps 2, 4, 8, ... and the shadow steps 10, 20 and 50 come whatever they cost, so that a short run
+    has some. False: after the first look and the first shadow step, none that `max_overhead` has not paid for."""
 
     @field_serializer("recipes")
     def _names(self, recipes: tuple[str | Recipe, ...]) -> list[str]:

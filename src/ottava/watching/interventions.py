@@ -89,4 +89,6 @@ def _changed_gemm(cell: GemmRecipe, gemm: str, change: Intervention) -> GemmReci
             return None
         return GemmRecipe(**operands, compute="bf16")
     present = {side: getattr(cell, side) for side, tensor in sides.items() if tensor in change.tensors}
-    return replace(cell, **{s: replace(spec, scaling="current") for s, spec in present.items() if spec is not None})
+    # the margin is of a prediction; the recipes of present amaxes have none
+    now = {s: replace(spec, scaling="current", margin=0) for s, spec in present.items() if spec is not None}
+    return replace(cell, **now)

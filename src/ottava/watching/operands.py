@@ -65,6 +65,9 @@ def unobserved(x: Tensor) -> Iterator[None]:
         yield
 
 
+SHARD = "is this rank's shard"
+
+
 def plain(x: Tensor) -> tuple[Tensor | None, str]:
     """(x as a dense tensor with readable numbers, a remark or ""), or (None, the reason)."""
     kind, why = type(x).__name__, ""
@@ -74,7 +77,7 @@ def plain(x: Tensor) -> tuple[Tensor | None, str]:
         return None, "is captured in a CUDA graph"
     if kind == "DTensor":
         placements: Any = x.placements  # type: ignore[attr-defined]
-        why = "" if all(placement.is_replicate() for placement in placements) else "is this rank's shard"
+        why = "" if all(placement.is_replicate() for placement in placements) else SHARD
         x = x.to_local()  # type: ignore[attr-defined]
         kind = type(x).__name__
     if kind == "AsyncCollectiveTensor":

@@ -124,13 +124,17 @@ class Schedule:
     def looks(self, step: int) -> bool:
         """Whether this step gets a full look."""
         if self.periods:
-            return step <= self.burst_until or any(period.chooses(step) for period in self.periods)
+            return self.bursts(step) or any(period.chooses(step) for period in self.periods)
         early = 0 < step < self.every and step & (step - 1) == 0
-        return early or step % self.every == 0 or step <= self.burst_until
+        return early or step % self.every == 0 or self.bursts(step)
+
+    def bursts(self, step: int) -> bool:
+        """Whether a burst has this step."""
+        return step <= self.burst_until
 
     def only(self, step: int) -> list[Period] | None:
         """The periods whose tensors the look at this step is for; None: all tensors."""
-        if not self.periods or step <= self.burst_until:
+        if not self.periods or self.bursts(step):
             return None
         return [period for period in self.periods if period.chooses(step)]
 

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5.0
 """Looks wait in memory for so long, because writing a file takes as long as a look at a small model."""
+_RECHECK = 32
+"""Steps after which a watch that may not look early asks again what noting amaxes costs: its looks may be far apart."""
 
 
 def watch(
@@ -167,6 +169,8 @@ class Watch:
         self._stepped: set[int] = set()
         self._callbacks: list[Callable[[int, Table], object]] = []
         self._looks = 0
+        self._look_seconds = 0.0  # the last look
+        self._last_look: tuple[int, Mapping[SlotKey, Tally]] = (0, {})
         self._started = self._step_started = self._mark = self._flushed = time.perf_counter()
         self._light_every = 1
         self._light_seconds = self._seconds_before = 0.0
@@ -197,6 +201,8 @@ class Watch:
             name_of_module=lambda module: self.modules.names.of(module) or type(module).__name__,
             quiet=self._quiet,
             step=step,
+            share=self.config.max_overhead,
+            early=self.config.early,
         )
 
     def log(self, **numbers: float) -> None:
@@ -215,6 +221,10 @@ class Watch:
     def on_look(self, callback: Callable[[int, Table], object]) -> None:
         """Calls the callback, such as a `Fallback`, with the step and its statistics after every full look."""
         self._callbacks.append(callback)
+
+    def recent(self) -> Run:
+        """The last 256 steps that have arrived, as many events and experiments, and the last look: from memory."""
+        return Run.of(self.folder, self.writer.manifest, self.writer.recent, Table.of(*self._last_look))
 
     def rewind(self, step: int) -> None:
         """Goes back to the end of an earlier step, as the training did, and deletes the record of later steps."""
@@ -262,7 +272,7 @@ class Watch:
         self._disarm()
         self.changes.undo()
         self._settle(wait=True)
-        self._describe_run()
+        self._describe_run(final=True)
         self.writer.describe(ended=ended)
         self.writer.close()
         for sink in self.sinks:
@@ -417,7 +427,10 @@ class Watch:
         self._settle(wait=looked)  # after a look everything has arrived, because the tallies were waited for
         self._arm(step + 1)
         now = time.perf_counter()
-        self.collector.seconds = self._seconds_before = before + (now - entered)
+        self.collector.seconds = before + (now - entered)
+        if looked:
+            self._look_seconds = self.collector.seconds - self._seconds_before
+        self._seconds_before = self.collector.seconds
         self._step_started = now
 
     def _settle(self, *, wait: bool) -> None:
@@ -444,6 +457,8 @@ class Watch:
             if ended.looked:
                 self._looks += 1
                 self._after_look(ended.step, ended.tallies, numbers)
+            if self.config.every is None and (ended.looked or not (self.config.early or ended.step % _RECHECK)):
+                self._be_thrifty(ended.step, self.config.max_overhead)
 
     def _saw_training(self, ended: Ended, values: Sequence[Sequence[float]]) -> dict[str, float]:
         """Records the updates of a look; the numbers of the step."""
@@ -496,6 +511,7 @@ class Watch:
             others = [layer["name"] for layer in self.modules.coverage() if layer["name"] not in self.doors.layers]
             self._check_patterns([*self.doors.layers, *others])
             self.changes.missed(others)
+        self._last_look = step, tallies
         if tallies and (self.sinks or self._callbacks):
             table = Table.of(step, tallies)
             publish(self.sinks, step, table, numbers)
@@ -504,8 +520,6 @@ class Watch:
                     callback(step, table)
         if self._looks == 1 or time.perf_counter() - self._flushed > _FLUSH_SECONDS:
             self._write()
-        if self.config.every is None:
-            self._be_thrifty(step, self.config.max_overhead)
 
     def _write(self) -> None:
         self.writer.flush()
@@ -526,6 +540,13 @@ class Watch:
         facts = {"every": self.schedule.every, "light_every": self._light_every}
         self.writer.event(step, "overhead", share=self.overhead, **facts)
 
+    def _paid(self) -> bool:
+        """Whether one more look stays in the limit; always if looks may be early, or come at steps that are given."""
+        if self.config.early or self.config.every is not None or self.config.looks or not self._looks:
+            return True
+        now = time.perf_counter()
+        return self.collector.seconds + self._look_seconds <= self.config.max_overhead * (now - self._started)
+
     def _check_patterns(self, names: Sequence[str]) -> None:
         chosen: tuple[Any, ...] = (*self.config.looks, *self.config.dump.periods, *self.config.interventions)
         for pattern in (*self.config.layers, *(pattern for part in chosen for pattern in part.layers)):
@@ -539,7 +560,8 @@ class Watch:
 
     def _arm(self, step: int) -> None:
         dumping = self.dumps.begin(step)
-        self.collector.looking = self.schedule.looks(step) or dumping
+        looking = self.schedule.looks(step) and (self.schedule.bursts(step) or self._paid())
+        self.collector.looking = looking or dumping
         self.collector.only = None if dumping else self.schedule.only(step)
         self.collector.look = self._looks
         self.collector.noting = self.config.light and step % self._light_every == 0
@@ -558,10 +580,10 @@ class Watch:
             self._stance = None
             torch.compiler.set_stance("default")
 
-    def _describe_run(self) -> None:
+    def _describe_run(self, final: bool = False) -> None:
         facts = {"looks": self._looks, "steps": self.steps_done}
         overhead = {"watching_s": self.collector.seconds, "total_s": time.perf_counter() - self._started}
-        training = self.training.describe()
+        training = self.training.describe(final)
         training["weights"] = self._weights or training["weights"]
         self.writer.describe(
             **training,

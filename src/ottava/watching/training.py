@@ -32,10 +32,11 @@ from torch.optim.optimizer import Optimizer
 from ottava.engine.layer import QuantizedLayer
 from ottava.watching.batches import Batches
 from ottava.watching.gradients import Gradients, dense
-from ottava.watching.operands import capturing, plain
+from ottava.watching.operands import SHARD, capturing, plain
 
 _SAMPLED = 1024  # elements of a parameter whose update is measured
-_CHECKED = 4  # parameters whose gradient is looked at before a backward, the smallest ones
+_CHECKED = 4  # parameters that are looked at in every step: gradients before a backward, weights after a step
+_GUARDED = 64  # elements of such a weight
 _RANDOM = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth")
 _GROUPS = 8  # parameter groups whose settings are columns
 _SETTINGS = ("lr", "weight_decay", "eps", "momentum")
@@ -114,6 +115,7 @@ class TrainingTap:
         self._before: tuple[list[Tensor], Tensor] | None = None
         self._left: tuple[list[Tensor], Tensor] | None = None
         self._written: tuple[list[Tensor], Tensor] | None = None
+        self._guarded: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._updates: Updates | None = None
         self._modes: set[tuple[Any, ...]] = set()
         self._casting: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module] | None]
@@ -205,7 +207,9 @@ class TrainingTap:
             return
         if self._backwards - 1 in self._stepped_at.values():  # the first one since an optimizer stepped
             # of several optimizers, one may leave its gradients until its own turn, as those of two players do
-            found = [_left(optimizer) for ref in self._optimizers if (optimizer := ref()) is not None]
+            # and a flat copy of the parameters takes its gradient by assignment: nothing is added to it
+            mine = {id(p) for _, p in self._parameters()}
+            found = [_left(some) for o in self._living() if (some := [p for p in _held(o) if id(p) in mine])]
             self._numbers["kept_gradient"] = torch.stack(found).amin().reshape(1) if found else torch.zeros(1)
         self.batches.backward(roots if self._hashes else ())
 
@@ -233,6 +237,7 @@ class TrainingTap:
         usable = [p for p in parameters if dense(p.grad) is not None and dense(p) is not None]
         tensors = [p for p in usable if p.dim()]
         with torch.no_grad():
+            self._note_written(tensors)
             if self._drained_at == self._backwards > 0:  # the step of this backward has ended
                 self.gradients.joins(optimizer)
             else:
@@ -255,6 +260,7 @@ class TrainingTap:
         known = any(ref() is optimizer for ref in self._optimizers)
         if not known:
             self._optimizers.append(weakref.ref(optimizer))
+        self._guard(optimizer)
         if self._before is None and known and not self.looking:
             return
         self._note_held(optimizer, name_of)
@@ -269,6 +275,25 @@ class TrainingTap:
             same = written is not None and [*map(id, written[0])] == [*map(id, parameters)]
             self._updates = Updates(named, _moved(parameters, before, after, written[1] if written and same else None))
             self._left = parameters, after
+
+    def _guard(self, optimizer: Optimizer) -> None:
+        """Keeps a few numbers of a few parameters, as the optimizer left them."""
+        if capturing():
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.dim()]
+        for p in held:  # of a step before, in which other parameters had gradients
+            self._guarded.pop(id(p), None)
+        some = [p for p in held if p.grad is not None and dense(p) is not None]
+        for p in some[:: -(-len(some) // _CHECKED) or 1]:
+            self._guarded[id(p)] = weakref.ref(p), _samples([p], _GUARDED)
+
+    def _note_written(self, parameters: Sequence[Tensor]) -> None:
+        """The share of these numbers that something else has changed since: an average that was swapped in, say."""
+        left = [(p, known[1]) for p in parameters if (known := self._guarded.get(id(p))) and known[0]() is p]
+        if left:
+            now = [(_samples([p], _GUARDED), before) for p, before in left]
+            changed = [((x != before) & x.isfinite()).float().mean() for x, before in now]
+            self._numbers["written"] = torch.stack(changed).amax().reshape(1)
 
     def _note_held(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:
         """Notes every tensor that an optimizer holds, with its settings; those of no model get a name of their own."""
@@ -359,8 +384,11 @@ class TrainingTap:
         rates = [value for name, value in columns.items() if name == "lr" or name.startswith("lr/")]
         return columns | ({"lr": max(rates)} if rates else {})
 
-    def describe(self) -> dict[str, Any]:
-        """Facts of the manifest: every parameter, weights, packages, dtypes, equal parameters, cross-entropy."""
+    def describe(self, final: bool = False) -> dict[str, Any]:
+        """Facts of the manifest: every parameter, weights, packages, dtypes, equal parameters, cross-entropy.
+
+        final: also the parameters that end as they began; their hashes take time.
+        """
         parameters, seen = [], set[int]()
         for name, p in self._parameters():
             if id(p) in seen:
@@ -370,11 +398,14 @@ class TrainingTap:
             facts = held[1]["held"] if held is not None and held[0]() is p else None
             kind = str(p.dtype).removeprefix("torch.")
             trains = p.requires_grad and (facts is not None or bool(self._held))
-            parameters.append({"name": name, "shape": list(p.shape), "dtype": kind, "trains": trains, "held": facts})
+            about = {"name": name, "shape": list(p.shape), "dtype": kind, "trains": trains, "held": facts}
+            parameters.append(about | ({"sharded": True} if plain(p)[1] == SHARD else {}))
         parameters += [{"name": name, **facts} for name, facts in self._bare.items()]
         loss = {"classes": self.batches.classes, "softmax_twice": bool(self.batches.softmax_twice)}
         dtypes = {"inputs": sorted(self.batches.dtypes)} if self.batches.dtypes else {}
-        about = {"weights": self._weights, "framework": self._frameworks or []}
+        about: dict[str, Any] = {"weights": self._weights, "framework": self._frameworks or []}
+        if final:
+            about["unmoved"] = sorted({n for n, p in self._parameters() if self._weights.get(n, "-") == hash_of(p)})
         return {"parameters": parameters, "dtypes": dtypes, "tied": self._ties(), **loss, **about}
 
     def stands_in(self, optimizer: Optimizer) -> bool:
@@ -424,19 +455,26 @@ class TrainingTap:
         return ties
 
 
-def _left(optimizer: Optimizer) -> Tensor:
-    """The largest gradient that some parameters of an optimizer still have; 0 if they have none."""
-    some = sorted((p for group in optimizer.param_groups for p in group["params"]), key=Tensor.numel)
-    left = [g for p in some[:_CHECKED] if (g := p.grad) is not None and plain(g)[0] is not None and g.numel()]
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _left(parameters: Sequence[Tensor]) -> Tensor:
+    """The largest gradient that some of these still have; 0 if they have none."""
+    left = [
+        g
+        for p in sorted(parameters, key=Tensor.numel)[:_CHECKED]
+        if (g := p.grad) is not None and plain(g)[0] is not None and g.numel()
+    ]
     return torch.stack([g.detach().abs().amax().float() for g in left]).amax() if left else torch.zeros(())
 
 
-def _samples(parameters: Sequence[Tensor]) -> Tensor:
-    """Up to 1024 elements of each, joined, fp32; copied."""
+def _samples(parameters: Sequence[Tensor], most: int = _SAMPLED) -> Tensor:
+    """Up to `most` elements of each, joined, fp32; copied."""
     parts = []
     for p in parameters:
         flat = plain(p)[0].reshape(-1)  # type: ignore[union-attr]
-        parts.append(flat[:: -(-flat.numel() // _SAMPLED)].to(parameters[0].device, torch.float32, copy=True))
+        parts.append(flat[:: -(-flat.numel() // most)].to(parameters[0].device, torch.float32, copy=True))
     return torch.cat(parts)
 
 

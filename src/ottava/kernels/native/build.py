@@ -65,7 +65,7 @@ _EXTRAS = (  # the first that the compiler takes; Apple's clang has no OpenMP, a
 )
 _ROOM = 16 << 20  # bytes on a disk; a compiler on a full disk would look like one that refuses a flag
 _TIMEOUT = 120  # seconds
-_TRIAL_TIMEOUT = 20
+_TRIAL_TIMEOUT = 120  # a stalled machine needs more than 20 for a script of 0.05
 _OWN_FAULTS = ("SIGILL", "SIGSEGV", "SIGFPE", "SIGABRT", "SIGTRAP")
 """Signals that a library causes itself. After others the next process tries again (SIGBUS: a truncated file)."""
 _NOT_LOADED = 3  # the exit code of trial.py

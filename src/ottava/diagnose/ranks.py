@@ -1,0 +1,112 @@
+"""What the ranks of one training have in common: they are runs of one program, so they are compared as two runs are.
+
+Ranks that hold the same weights are copies of each other: they take the same settings, the same steps and the same
+updates, and see other batches. Weights that are split over ranks, by FSDP or tensor parallelism, are not compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ottava.diagnose.difference import Difference, bare, settings_and_loop
+from ottava.diagnose.facts import Facts
+
+_ONE_RANK = frozenset({"eval_forwards_in_train_mode", "forwards"})
+"""What one rank may do alone: a validation."""
+_SAME = 1e-6  # relative; equal numbers in one order of additions are equal to the bit
+
+
+def copies(facts: Facts, other: Facts) -> list[str]:
+    """The parameters that begin as copies on two ranks.
+
+    A vector of equal numbers, such as the weight of a norm, has one hash whatever it belongs to. So all parameters of
+    a module have to be equal, and one parameter of the model that is no constant.
+    """
+    mine, theirs = ({bare(str(n)): h for n, h in (f.manifest.get("weights") or {}).items()} for f in (facts, other))
+    split = {bare(str(p["name"])) for p in facts.parameters if p.get("sharded")}
+    modules: dict[str, list[str]] = {}
+    for name in mine.keys() & theirs.keys():
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    whole = [names for names in modules.values() if not any(n in split or mine[n] != theirs[n] for n in names)]
+    found = sorted(n for names in whole for n in names)
+    first = next((rows for _, rows, _ in _looks(facts, other)), {})
+    return found if any(first.get(n, {}).get("spread", 0.0) > 0 for n in found) else []
+
+
+def parted(facts: Facts) -> Iterator[Difference]:
+    """How the ranks differ where they should not, the earliest first in each rank."""
+    for rank, other in facts.ranks.items():
+        same = copies(facts, other)
+        if same:
+            found = [d for d in settings_and_loop(facts, other) if d.key not in _ONE_RANK]
+            found += _weights(facts, other, same)
+            for d in sorted(found, key=lambda d: d.step or 0):
+                yield Difference(
+                    d.kind, d.key, d.good, d.bad, f"Rank {rank} beside rank 0: {d.sentence}", d.step, d.where
+                )
+        elif (one := _unequal_start(facts, other)) is not None:
+            yield one
+
+
+def same_batches(facts: Facts) -> bool:
+    """Whether ranks that are copies of each other in all their weights trained on the same batches all the time."""
+    for other in facts.ranks.values():
+        mine, theirs = facts.run.steps.get("input_hash"), other.run.steps.get("input_hash")
+        names = {bare(str(n)) for n in facts.manifest.get("weights") or {}}
+        if mine is None or theirs is None or not names or set(copies(facts, other)) != names:
+            continue
+        count = min(len(mine), len(theirs))
+        if count > 3 and (mine[:count] == theirs[:count]).all():
+            return True
+    return False
+
+
+def _looks(
+    facts: Facts, other: Facts
+) -> Iterator[tuple[int, dict[str, dict[str, float]], dict[str, dict[str, float]]]]:
+    for step in sorted(facts.moves.keys() & other.moves.keys()):
+        yield step, *({bare(n): row for n, row in f.moves[step].items()} for f in (facts, other))
+
+
+def _apart(a: float, b: float) -> bool:
+    return math.isfinite(a) and math.isfinite(b) and abs(a - b) > _SAME * max(abs(a), abs(b))
+
+
+def _weights(facts: Facts, other: Facts, same: list[str]) -> Iterator[Difference]:
+    unreduced: int | None = None
+    for step, mine, theirs in _looks(facts, other):
+        both = [n for n in same if n in mine and n in theirs]
+        apart = [n for n in both if _apart(mine[n]["weight"], theirs[n]["weight"])]
+        if apart:
+            names = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
+            said = f"{len(apart)} of {len(both)} copies ({names}) are no longer equal in the look at step {step}"
+            # some optimizers average the gradients themselves: then the weights stay equal
+            since = "" if unreduced is None else _why(facts, other, unreduced)
+            a, b = mine[apart[0]]["weight"], theirs[apart[0]]["weight"]
+            yield Difference("ranks", "weight", a, b, f"{said}{since}.", unreduced or step, tuple(apart))
+            return
+        if unreduced is None and any(_apart(mine[n]["gradient"], theirs[n]["gradient"]) for n in both):
+            unreduced = step
+
+
+def _why(facts: Facts, other: Facts, step: int) -> str:
+    """Why the gradients differ at the optimizer."""
+    whole, used = ([f.at(name, step) for f in (facts, other)] for name in ("grad_norm", "grad_norm_used"))
+    said = f"; their gradients differ from step {step} on"
+    if _apart(*used) and all(map(math.isfinite, whole)) and not _apart(*whole):
+        return f"{said}, and are equal before clipping (norms {used[0]:.4g} and {used[1]:.4g} behind it)"
+    return f"{said}: nobody averaged them"
+
+
+def _unequal_start(facts: Facts, other: Facts) -> Difference | None:
+    """Ranks that get the same gradients from other batches should have the same weights."""
+    for step, mine, theirs in _looks(facts, other):
+        both = [n for n in mine if n in theirs and mine[n]["gradient"] > 0]
+        equal = [n for n in both if not _apart(mine[n]["gradient"], theirs[n]["gradient"])]
+        weights = [n for n in equal if _apart(mine[n]["weight"], theirs[n]["weight"])]
+        if len(both) > 1 and len(equal) == len(both) and weights:
+            said = "Ranks share their gradients and hold other weights"
+            return Difference("ranks", "weight", 0.0, 1.0, f"{said}, in the look at step {step}.", step, tuple(weights))
+        return None
+    return None

@@ -1,0 +1,62 @@
+"""Two ranks of a plain script under the watch: what they share, and where they part."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ottava.diagnose.diagnose import diagnose
+from ottava.record.reader import Run
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+word = sys.argv[1]
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+torch.manual_seed(rank if word == "seeds" else 0)
+parts = [nn.Embedding(32, 32), nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 32)]
+model = nn.Sequential(*parts)
+wrapped = nn.parallel.DistributedDataParallel(model) if word in ("healthy", "one batch") else model
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = torch.Generator().manual_seed(0 if word == "one batch" else rank)
+for _ in range(20):
+    x = torch.randint(0, 32, (16,), generator=data)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(wrapped(x), (3 * x + 1) % 32).backward()
+    if word == "seeds":
+        for p in model.parameters():
+            torch.distributed.all_reduce(p.grad, torch.distributed.ReduceOp.SUM)
+    optimizer.step()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("healthy", "No fault found"),
+        ("unwrapped", "their gradients differ from step 1 on: nobody averaged them"),
+        ("seeds", "Ranks share their gradients and hold other weights"),
+        ("one batch", "All 2 ranks train on the same batches"),
+    ],
+)
+def test_two_ranks_are_told_from_two_that_have_parted(word: str, said: str, tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(SCRIPT, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ottava"]
+    done = subprocess.run(
+        [*command, "watch", "--out", str(folder), "--", str(script), word],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = diagnose(Run.open(folder))
+    assert said in result.sentence
+    assert [f.id for f in result.findings] == ([] if word == "healthy" else ["R1"])

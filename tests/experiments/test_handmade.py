@@ -1,0 +1,110 @@
+"""Casts that a script writes itself: seen, tried, and told from those outside of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ottava
+from ottava.diagnose.diagnose import diagnose
+from ottava.experiments.handmade import Exact, Seen
+from ottava.record.reader import Run
+
+
+class Rounded(torch.autograd.Function):
+    """A cast to E4M3 and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+        return (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) / scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class Handmade(nn.Linear):
+    """Casts both operands. Powers of two: what is left of a scale without its cast changes no bit."""
+
+    scale = 16.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(Rounded.apply(input, self.scale), Rounded.apply(self.weight, 64.0), self.bias)
+
+
+def trained(folder: Path, scale: float, *, wire: bool = False, linear: type[nn.Linear] = Handmade) -> Run:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 64), linear(64, 128), nn.GELU(), linear(128, 32))
+    for layer in (model[1], model[3]):
+        layer.scale = scale  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    data = torch.Generator().manual_seed(1)
+    with ottava.watch(model, folder):
+        for _ in range(24):
+            x = torch.randint(0, 32, (64,), generator=data)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), (5 * x + 3) % 32).backward()
+            for p in model.parameters() if wire else ():
+                assert p.grad is not None
+                p.grad.copy_(p.grad.to(torch.float8_e5m2).float())
+            optimizer.step()
+    return Run.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("scale", "wire", "part", "said"),
+    [
+        (16.0, False, "innocent", "with casts the gradient differs by at most"),
+        (2.0**14, False, "guilty", "the gradient with casts differs by"),
+        (16.0, True, "innocent", "with casts the gradient differs by at most"),  # E5M2 without a scale: 12 % here
+    ],
+)
+def test_a_scripts_own_casts_are_tried(scale: float, wire: bool, part: str, said: str, tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", scale, wire=wire)
+    shadows = [e for e in run.experiments if e["kind"] == "shadow"]
+    assert {e["mode"] for e in shadows} == {"real"}
+    assert all("test_handmade.py:" in e["recipe"] for e in shadows)
+    assert wire or all(e["reproduces"] for e in shadows)
+    assert [e["where"].split(":")[0] for e in run.experiments if e["kind"] == "conversion"] == (
+        ["test_handmade.py"] if wire else []
+    )
+    answer = diagnose(run)
+    assert (answer.fp8, said in answer.tried[0]) == (part, True), answer.tried
+
+
+def test_without_its_casts_a_layer_is_torchs_own(tmp_path: Path) -> None:
+    layer, x = Handmade(64, 32), torch.randn(8, 64, generator=torch.Generator().manual_seed(2)) * 100
+    with Exact():
+        exact = layer(x)
+    assert torch.equal(exact, nn.functional.linear(x, layer.weight, layer.bias))
+    assert not torch.equal(layer(x), exact)
+    run = trained(tmp_path / "run", 1.0, linear=nn.Linear)
+    assert not [e for e in run.experiments if e["kind"] == "conversion"]
+    assert diagnose(run).fp8 == "none"
+
+
+def test_a_scaled_product_of_uncast_operands_is_their_product() -> None:
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(n, 32, generator=generator) for n in (16, 48))
+    scales = torch.tensor(2.0), torch.tensor(0.25)
+
+    def product() -> Tensor:
+        codes = [(x / s).to(torch.float8_e4m3fn) for x, s in zip((a, b), scales, strict=True)]
+        return torch._scaled_mm(codes[0], codes[1].t(), *scales, out_dtype=torch.float32)
+
+    with Exact():
+        exact = product()
+    assert torch.equal(exact, a @ b.t())
+
+
+def test_our_own_casts_are_no_conversions_of_the_script() -> None:
+    layer = ottava.nn.Linear(32, 32, recipe="tensorwise")
+    seen = Seen(lambda: True).begin()
+    layer(torch.ones(4, 32)).sum().backward()
+    seen.end()
+    assert (seen.model, seen.outside) == (None, None)
+    assert not torch.overrides._get_current_function_mode_stack()
