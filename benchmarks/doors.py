@@ -1,8 +1,8 @@
 """A newcomer's path with each host: `python benchmarks/doors.py [HOST ...]` writes benchmarks/results/doors.json.
 
 For each host: a fresh venv with torch, `pip install '.[EXTRA]'`, and the host's example in there. Seconds are counted
-to the first FP8 step, the first receipt, and the end: a model or state saved and loaded. Each count of the example begins
-when Python starts, imports included; "end" is its exit.
+to the first FP8 step, the first receipt, and the end: a model or state saved and loaded. Each count of the example
+begins when Python starts, imports included; "end" is its exit.
 """
 
 from __future__ import annotations

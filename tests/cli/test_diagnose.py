@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ottava.cli.app import app, exit_code
+from ottava.diagnose.diagnose import CONFIDENCE
 from ottava.record.writer import RunWriter
 
 
@@ -47,7 +48,9 @@ def test_a_critical_finding_exits_as_asked(tmp_path: Path, fail_on: str, code: i
 def test_the_answer_comes_first_and_the_change_is_for_the_framework(tmp_path: Path) -> None:
     _, text = call(record(tmp_path / "run", lr=0.0))
     assert text.startswith("The learning rate is 0. The learning rate is 0 in 10 of 10 steps, from step 1 on.")
-    assert "1. The learning rate is 0  (critical, step 1; such first answers to unseen faults: 3 of 5 right)" in text
+    right, asked = CONFIDENCE["law"]
+    said = f"such first answers to unseen faults: {right} of {asked} right"
+    assert f"1. The learning rate is 0  (critical, step 1; {said})" in text
     assert "transformers:" in text
     assert "megatron:" not in text
 

@@ -1,6 +1,6 @@
 """A whole `axolotl train` on a CPU, where all of Axolotl is installed: model and data lie on this disk.
 
-The file is also the script of its test: Axolotl needs the package `kernels`, and the folder tests/ has one of that name.
+The file is also the script of its test: Axolotl needs the package `kernels`, and tests/ has a folder of that name.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ def _looks(
     facts: Facts, other: Facts
 ) -> Iterator[tuple[int, dict[str, dict[str, float]], dict[str, dict[str, float]]]]:
     for step in sorted(facts.moves.keys() & other.moves.keys()):
-        yield step, *({bare(n): row for n, row in f.moves[step].items()} for f in (facts, other))
+        mine, theirs = ({bare(n): row for n, row in f.moves[step].items()} for f in (facts, other))
+        yield step, mine, theirs
 
 
 def _apart(a: float, b: float) -> bool:

@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -90,12 +91,12 @@ def _places() -> tuple[str, tuple[str, ...]]:
 def _caller() -> str:
     """FILE:LINE of the innermost frame that is neither torch's nor ours; "" if the call is ours."""
     ours, passed = _places()
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(passed):
             return "" if name.startswith(ours) else f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 

@@ -398,8 +398,8 @@ class TrainingTap:
             facts = held[1]["held"] if held is not None and held[0]() is p else None
             kind = str(p.dtype).removeprefix("torch.")
             trains = p.requires_grad and (facts is not None or bool(self._held))
-            about = {"name": name, "shape": list(p.shape), "dtype": kind, "trains": trains, "held": facts}
-            parameters.append(about | ({"sharded": True} if plain(p)[1] == SHARD else {}))
+            one = {"name": name, "shape": list(p.shape), "dtype": kind, "trains": trains, "held": facts}
+            parameters.append(one | ({"sharded": True} if plain(p)[1] == SHARD else {}))
         parameters += [{"name": name, **facts} for name, facts in self._bare.items()]
         loss = {"classes": self.batches.classes, "softmax_twice": bool(self.batches.softmax_twice)}
         dtypes = {"inputs": sorted(self.batches.dtypes)} if self.batches.dtypes else {}
