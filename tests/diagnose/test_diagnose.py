@@ -218,6 +218,10 @@ def test_ranks_are_compared_as_runs_of_one_program_on_other_data(tmp_path: Path)
     assert not diagnose(record(tmp_path / "split", ranks={1: {**other_data, "move": grows}}, parameters=split)).findings
     one = diagnose(record(tmp_path / "batches", ranks={1: {}}))
     assert (one.findings[0].id, "same batches" in one.sentence) == ("R1", True)
+    (tmp_path / "loop" / "ranks").mkdir(parents=True)
+    looped = record(tmp_path / "loop")
+    (looped.path / "ranks" / "1").symlink_to(looped.path, target_is_directory=True)
+    assert diagnose(Run.open(looped.path)).findings[0].id == "R1"  # its own batches
     # other weights, and the same gradient from other batches: nobody sent the first weights to all ranks
     folder = tmp_path / "unsent"
     run = record(folder, ranks={1: {**other_data, "move": lambda n, s: {"weight": 0.03}}})

@@ -336,7 +336,8 @@ class Run:
     def of_ranks(self) -> dict[int, Run]:
         """Rank -> its own steps, parameters and updates, for the ranks above 0."""
         folder = self.path / RANKS
-        found = [p for p in folder.iterdir() if p.name.isdecimal()] if folder.is_dir() else []
+        nested = self.path.parent.name == RANKS  # ranks have none: a link back would never end
+        found = [p for p in folder.iterdir() if p.name.isdecimal()] if folder.is_dir() and not nested else []
         return {int(p.name): Run.open(p) for p in sorted(found, key=lambda p: int(p.name)) if (p / MANIFEST).is_file()}
 
     @cached_property
