@@ -1,8 +1,8 @@
 """A newcomer's path with each host: `python benchmarks/doors.py [HOST ...]` writes benchmarks/results/doors.json.
 
 For each host: a fresh venv with torch, `pip install '.[EXTRA]'`, and the host's example in there. Seconds are counted
-to the first FP8 step, the first receipt, and the end: a model or state saved and loaded. Each count of the example
-begins when Python starts, imports included; "end" is its exit.
+from the start of the example's Python, imports included, to the first FP8 step, the first receipt, and the end: a model
+or state saved and loaded.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ EXAMPLES = {
 """Axolotl's is a YAML file: tests/doors/test_axolotl.py trains with it."""
 TIMED = """
 import runpy, sys, time
+sys.argv.pop(0)
 start = time.perf_counter()
 def said(what, seen=set()):
     if what not in seen:
@@ -46,7 +47,7 @@ def first(*args, **kwargs):
     said("receipt")
     return found
 ottava.receipt = first
-runpy.run_path(sys.argv[1], run_name="__main__")
+runpy.run_path(sys.argv[0], run_name="__main__")
 said("end")
 """
 

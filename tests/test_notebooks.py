@@ -14,6 +14,7 @@ from torch import nn
 
 import ottava
 from lab_samples import study
+from ottava.diagnose.diagnose import diagnose
 from ottava.measure.tally import Tally
 from ottava.record.reader import Run
 from ottava.record.schema import SlotKey
@@ -49,6 +50,10 @@ def watched(folder: Path) -> Any:
     return Run.open(folder / "run")
 
 
+def diagnosis(folder: Path) -> Any:
+    return diagnose(watched(folder))
+
+
 def lab(folder: Path) -> Any:
     return study({"mxfp8": [0.1] * 4, "nvfp4": [0.2] * 4})
 
@@ -58,6 +63,7 @@ WHATS: tuple[tuple[Callable[[Path], Any], int, str], ...] = (
     (observation, 3, "<Observation: 3 casts of 1 layers"),
     (recipe, 6, "<Recipe nvfp4: fprop E2M1[1x16, e4m3] x E2M1[16x16, e4m3], dgrad "),
     (watched, 1, "<Run "),
+    (diagnosis, 1, "<Diagnosis "),
     (lab, 0, "<LabResult: "),
 )
 

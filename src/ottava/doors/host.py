@@ -36,7 +36,7 @@ class Host(NamedTuple):
 
 HOSTS: Mapping[str, Host] = MappingProxyType(
     {
-        "transformers": Host("transformers", "5.23", "5.23.0"),
+        "transformers": Host("transformers", "5.16", "5.23.0"),
         "accelerate": Host("accelerate", "1.10", "1.15.0"),
         "peft": Host("peft", "0.18", "0.21.2"),
         "lightning": Host("lightning", "2.4", "2.6.6"),
