@@ -126,9 +126,13 @@ def counted() -> dict[str, tuple[int, int]]:
     for path in sorted((HERE / "results").glob("blind-*.json")):
         for case in json.loads(path.read_text(encoding="utf-8")):
             for how in ("beside", "alone"):
-                if found := (case.get(how) or {}).get("findings"):
+                found, judged = (
+                    (case.get(how) or {}).get("findings"),
+                    case.get("judged", {} if case.get("clean") else None),
+                )
+                if found and judged is not None:
                     asked[found[0]["stage"]] += 1
-                    right[found[0]["stage"]] += (case.get("judged") or {}).get(how) == "right"
+                    right[found[0]["stage"]] += judged.get(how) == "right"
     return {stage: (right[stage], asked[stage]) for stage in sorted(asked)}
 
 
