@@ -44,7 +44,7 @@ _PROGRAM = MappingProxyType(
 )
 """What the loop does in a step: columns that are equal in two runs of one program."""
 _SHARES = frozenset({"kept_gradient", "written"})
-"""Columns of which only zero or not is a fact of the program."""
+"""Columns that are compared as zero or not zero: their size belongs to the data."""
 
 
 @dataclass(frozen=True)
