@@ -3,8 +3,6 @@
 `accelerate launch examples/accelerate_fp8.py` runs it on several processes.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 python examples/door_lightning.py [RECIPE]      needs: pip install 'ottava[lightning]'; a few seconds on a CPU
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -3,8 +3,6 @@
 python examples/door_megatron.py [FP8_RECIPE]   needs: pip install --no-deps megatron-core; half a minute on a CPU
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 

@@ -4,8 +4,6 @@ It trains, saves the adapters, loads them onto a second base, and merges them in
 Needs: pip install 'ottava[peft]'. examples/lora_on_fp8.py trains on a published FP8 checkpoint.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from typing import Any

@@ -5,8 +5,6 @@
 python examples/door_torchtitan.py [RECIPE]     needs: torchtitan and spmd_types; seconds on a CPU
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import tempfile

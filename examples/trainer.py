@@ -4,8 +4,6 @@ The model is tiny and random, so nothing is downloaded; give `from_pretrained` a
 `OttavaCallback` go where `report_to` sends the others, and `ottava report` shows the record of the run.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

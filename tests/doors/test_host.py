@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -181,6 +182,19 @@ def test_no_host_is_imported_before_its_door() -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_an_example_has_at_most_40_lines_of_code() -> None:
+    """Without docstrings and empty lines."""
+    examples = {*re.findall(r"examples/(\w+\.py)", (ROOT / "docs" / "doors.md").read_text("utf-8"))} - {"lora_on_fp8.py"}
+    assert len(examples) == 6
+    for name in examples:
+        text = (ROOT / "examples" / name).read_text("utf-8")
+        words = set[int]()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+                words |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+        assert sum(bool(line.strip()) and i not in words for i, line in enumerate(text.splitlines(), 1)) <= 40, name
+
+
 def test_the_page_has_the_versions_and_lines_of_the_doors() -> None:
     """docs/doors.md: a row a door, in the order of HOSTS."""
     page = (ROOT / "docs" / "doors.md").read_text("utf-8")
@@ -189,6 +203,8 @@ def test_the_page_has_the_versions_and_lines_of_the_doors() -> None:
     for row, door in rows:
         _, oldest, tried, modules, lines = (cell.strip() for cell in row.split("|"))
         paths = [ROOT / "src" / f"{name.replace('.', '/')}.py" for name in re.findall(r"`([\w.]+)`", modules)]
-        counted = sum(len(path.read_text("utf-8").splitlines()) for path in paths)
+        each = [len(path.read_text("utf-8").splitlines()) for path in paths]
+        assert max(each) <= 135, door
+        counted = sum(each)
         assert (oldest, tried, lines) == (*HOSTS[door][1:], str(counted)), door
         assert f"`ottava.doors.{door}`" in modules

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ottava
 import warm
@@ -394,6 +395,45 @@ def test_a_watch_that_may_not_look_early_pays_first(tmp_path: Path) -> None:
     with watch(model, tmp_path / "rich", max_overhead=1.0, early=False) as seen:
         train(model, 64)
     assert set(Run.open(seen.folder).table()["step"].tolist()) > {1}
+
+
+def test_a_step_without_budget_keeps_its_loss_alone(tmp_path: Path) -> None:
+    """Facts come as often as they are paid for; nothing that an idle step leaves out looks like a fault."""
+    bare, model = build(), build()
+    expected = train(bare, 130, micro_batches=2)
+    with watch(model, tmp_path / "run", max_overhead=1e-6, early=False, shadow=0, flight=16, loss="sum") as seen:
+        hook = register_optimizer_step_pre_hook(lambda *_: seen.want_norm() if seen.steps_done == 70 else None)
+        losses = train(model, 130, micro_batches=2)
+        hook.remove()
+    assert losses == expected
+    steps = Run.open(seen.folder).steps
+    told = {name: set(steps["step"][np.isfinite(steps[name])].tolist()) for name in ("loss", "lr", "input_hash")}
+    assert told["loss"] == set(range(1, 131))
+    assert told["lr"] == told["input_hash"] == {1, 2, 3, 4, *range(16, 129, 16)}
+    assert np.allclose(steps["loss"], np.array(losses).reshape(-1, 2).sum(1), rtol=1e-6)
+    assert {
+        name: set(steps[name][np.isfinite(steps[name])].tolist()) for name in ("written", "extra_steps", "forwards")
+    } == {
+        "written": {0.0},
+        "extra_steps": {0.0},
+        "forwards": {2.0},
+    }
+    assert set(steps["backwards"][np.isfinite(steps["backwards"])].tolist()) == {2.0}
+
+
+def test_what_goes_wrong_in_an_idle_step_is_counted_later(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with watch(model, tmp_path / "run", max_overhead=1e-6, early=False, shadow=0, flight=16) as seen:
+        for step in range(1, 33):
+            model(batch(step)).float().square().mean().backward()
+            optimizer.step()
+            if step == 20:
+                optimizer.step()
+            optimizer.zero_grad()
+    steps = Run.open(seen.folder).steps
+    extra = dict(zip(steps["step"].tolist(), steps["extra_steps"].tolist(), strict=True))
+    assert (extra[16], extra[32]) == (0.0, 1.0)
 
 
 def test_settings_and_host_are_in_the_manifest(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ottava.measure.limits import critical_db, gradient_level
 from ottava.numerics.formats import FORMATS
 
 Part = Literal["none", "innocent", "guilty", "unknown"]
-_NOISE = 0.3  # of the batch's own noise; healthy runs have 0.02 to 0.16
+_NOISE = 0.5  # of the batch's own noise, to whose variance it adds a quarter; healthy runs have 0.02 to 0.16
 _NEAR = 3  # steps
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
 _OPERANDS = MappingProxyType(
@@ -166,7 +166,9 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
             return Trial("guilty", (_said(entry, facts),), int(entry["step"]), float(entry["error"]))
     worst = max(before or after, key=lambda e: float(e["error"]))
     said = f"{steps}: with casts the gradient differs by at most {100 * worst['error']:.3g} % from that without"
-    ends = f"{said} (level {100 * _level(facts, worst):.0f} %)."
+    ends = f"{said} (level {100 * _level(facts, worst):.0f} %"
+    over = float(worst["error"]) > _level(facts, worst) and not _hurts(facts, worst)
+    ends += f"; {worst['noise']:.2g} times the noise of the batch, which hides it)." if over else ")."
     return Trial("innocent", (ends,), int(worst["step"]), float(worst["error"]))
 
 

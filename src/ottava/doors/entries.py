@@ -6,7 +6,8 @@ patterns over their names, and cuts those of a layer `experts.down_proj_groups.0
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ottava.engine.quantizer import Quantizer
+from ottava.nn.layer import LayerView
 from ottava.weights.checkpoint import SCALE_SUFFIX
 
+_LOG = logging.getLogger(__name__)
 HISTORIES = "ottava_histories"
 """The name of the packed tensor, uint8."""
 NOT_LOADED = (rf"{HISTORIES}$", rf"{SCALE_SUFFIX}$")
@@ -36,6 +39,34 @@ def take_histories(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tens
     """
     doors = {name for name, module in model.named_modules() if isinstance(module, Quantizer)}
     return {key: state.pop(key) for key in list(state) if key.rpartition(".")[0] in doors}
+
+
+def pack_histories(model: nn.Module, state: dict[str, Tensor], *, leave_out: bool) -> None:
+    """Puts the histories of a state dict into one entry; with `leave_out` it drops them, and says so."""
+    histories = take_histories(model, state)
+    if histories and leave_out:
+        _LOG.warning(
+            "ottava: the upload is without the histories of delayed scaling (%s tensors), which other software may "
+            "reject: a training that goes on from it begins with current scales. They stay in the files on this "
+            "disk; OttavaConfig(push_histories=True) uploads them, too",
+            f"{len(histories):,}",
+        )
+    elif histories:
+        state[HISTORIES] = pack(histories)
+
+
+def refuse_stacks(layers: Mapping[str, object]) -> None:
+    """Refuses stacks of experts, which transformers cuts apart when it saves.
+
+    Raises:
+        ValueError: one of these layers is a piece of a stack.
+    """
+    for name, layer in layers.items():
+        if isinstance(layer, LayerView) and isinstance(layer.piece, int):
+            raise ValueError(
+                f"OttavaConfig: weights='fp8' is not for {name!r}: transformers saves experts one by one, "
+                "and would part codes and scales. Take weights=None, or skip='*.experts.*'"
+            )
 
 
 def pack(histories: dict[str, Tensor]) -> Tensor:

@@ -10,33 +10,25 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from ottava.diagnose.diagnose import Diagnosis, diagnose
-from ottava.diagnose.facts import Facts
-from ottava.diagnose.loss import Event, event
+from ottava.diagnose.diagnose import Diagnosis
+from ottava.diagnose.loss import Event
 from ottava.doors.host import need_host
-from ottava.measure.limits import WINDOW
-from ottava.nn.receipt import receipt
-from ottava.record.reader import Run
 from ottava.record.schema import MANIFEST
+from ottava.watching.live import Live, Numbers
 from ottava.watching.session import Watch, watch
 
 need_host("transformers")
 
+from accelerate.utils import reduce, wait_for_everyone  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 _LOG = logging.getLogger(__name__)
-_ASKING = 0.1  # of max_overhead: for judging the loss and the shadow steps while the training runs
-Numbers = dict[str, float | str]
 
 
 class OttavaCallback(TrainerCallback):
@@ -65,27 +57,27 @@ class OttavaCallback(TrainerCallback):
         self.folder, self.stop_when, self.max_overhead = folder, stop_when, max_overhead
         # a Trainer divides each loss
         self.settings = {"max_overhead": max_overhead / 2, "early": False, "loss": "sum", **settings}
-        self.sources: list[Callable[[], Numbers]] = [self._measured, self._judged]
-        """What a log asks for its numbers."""
+        self.sources: list[Callable[[], Numbers]] = []
+        """What a log asks for further numbers."""
         self.watch: Watch | None = None
         """The watch of the training that runs, or of the last one."""
-        self.event: Event | None = None
-        """The loss has left its band and stays outside; None: it has not."""
-        self.diagnosis: Diagnosis | None = None
-        """The last diagnosis of the last 256 steps."""
         self.stopped = ""
         """Why the training is to stop."""
-        self._model: nn.Module | None = None
-        self._recent: Run | None = None
-        self._logged = 0
-        self._began = self._asked = 0.0
-        self._tried: list[dict[str, Any]] = []
+        self._live: Live | None = None
+
+    @property
+    def event(self) -> Event | None:
+        """The loss has left its band and stays outside; None: it has not."""
+        return None if self._live is None else self._live.event
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """The last diagnosis of the last 256 steps."""
+        return None if self._live is None else self._live.diagnosis
 
     def stop(self, reason: str = "asked to") -> None:
         """Ends the training at its next log (of several processes: if any of them was asked to)."""
         self.stopped = reason
-
-    # --- what the Trainer calls -----------------------------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Moves to the front of the Trainer's callbacks: the loggers stand before the user's own."""
@@ -97,26 +89,30 @@ class OttavaCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Begins to watch; a resumed training goes on in its folder."""
         self.on_train_end(args, state, control)  # of a training that an exception ended
-        self._model, self._logged, self.stopped = model, state.global_step, ""
-        self.event, self.diagnosis, self._began, self._asked = None, None, time.perf_counter(), 0.0
+        self.stopped = ""
         folder, resumed = _folder(Path(self.folder or Path(args.output_dir, "ottava")), state.global_step)
         self.watch = watch(model, folder, step=state.global_step, append=resumed, **self.settings)
+        self._live = Live(self.watch, model, self.max_overhead)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Asks for the gradient norm of a step that is logged."""
+        if self.watch is not None and not (state.global_step + 1) % max(int(state.logging_steps or 0), 1):
+            self.watch.want_norm()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Adds the numbers to a line of the training; stops if somebody asked to."""
-        if logs is None or "loss" not in logs or self.watch is None:
+        if logs is None or "loss" not in logs or self._live is None:
             return
         if state.is_world_process_zero:  # the others log nothing, and write no steps
-            self._recent = self.watch.recent()
-            for source in self.sources:
+            for source in (self._live.numbers, *self.sources):
                 logs |= source()
-            self._logged = max(self._recent.steps["step"], default=self._logged)
             if state.log_history and state.log_history[-1].get("step") == state.global_step:
                 state.log_history[-1] |= logs
             answer = self.stop_when(logs) if self.stop_when is not None else False
             said = answer if isinstance(answer, str) else "stop_when said so" if answer else ""
             self.stopped = self.stopped or said
-        if _any_rank(bool(self.stopped), self._model):
+        # one that stops alone would leave the others waiting
+        if float(reduce(torch.tensor(float(bool(self.stopped)), device=args.device))):
             control.should_training_stop, control.should_save = True, args.save_strategy != "no"
             _LOG.warning("ottava: training stops at step %d: %s", state.global_step, self.stopped or "another rank")
 
@@ -125,60 +121,10 @@ class OttavaCallback(TrainerCallback):
         if self.watch is not None:
             self.watch.close()
 
-    # --- sources of numbers ---------------------------------------------------------------------------------------
-
-    def _measured(self) -> Numbers:
-        """Of the steps since the last log, and of the last look."""
-        recent = self._recent
-        if recent is None or self._model is None:
-            return {}
-        found: Numbers = {"ottava/fp8_share": receipt(self._model).fp8_fraction}
-        norms = recent.steps.get("grad_norm", np.zeros(0))[recent.steps["step"] > self._logged]
-        if len(norms):
-            found["ottava/grad_norm"] = float(norms.max())
-        table = Facts(recent).worst_casts()
-        table = table if len(table) else recent.table()  # a model without FP8 has simulated casts only
-        sqnr = table.metric("row_sqnr_p50_db")
-        if np.isfinite(sqnr).any():
-            worst = int(np.nanargmin(sqnr))
-            found["ottava/worst_sqnr_db"] = float(sqnr[worst])
-            found["ottava/worst_tensor"] = f"{table['layer'][worst]}/{table['tensor'][worst]}"
-        return found
-
-    def _judged(self) -> Numbers:
-        """What `diagnose` says of the last steps: asked after each experiment, else where the budget allows it."""
-        began, recent = time.perf_counter(), self._recent
-        if recent is None:
-            return {}
-        shadows = [e for e in recent.experiments if e["kind"] == "shadow"]
-        affordable = self._asked <= _ASKING * self.max_overhead * (began - self._began)
-        broken = not np.isfinite(recent.steps["loss"][recent.steps["step"] > self._logged]).all()
-        if affordable or broken or recent.experiments[-1:] != self._tried:
-            self.diagnosis, self._tried = diagnose(recent), recent.experiments[-1:]
-            happened = event((facts := Facts(recent)).loss, guess=facts.guess)
-            known = happened is not None and (happened.kind == "not finite" or len(facts.steps) >= WINDOW)
-            self.event = happened if known and happened is not None and happened.stays is not None else None
-            self._asked += time.perf_counter() - began
-        found: Numbers = {} if self.diagnosis is None else {"ottava/fp8_verdict": self.diagnosis.fp8}
-        found |= {} if self.event is None else {"ottava/loss_event": self.event.step}
-        if shadows and shadows[-1]["error"] is not None:
-            found["ottava/fp8_damage"] = float(shadows[-1]["error"])
-        return found
-
 
 def _folder(folder: Path, step: int) -> tuple[Path, bool]:
     """A folder for the record, and whether it goes on in it; all ranks choose before any of them writes."""
     taken = [one for one in (folder, *(Path(f"{folder}-{i}") for i in range(2, 1000))) if (one / MANIFEST).exists()]
     chosen = taken[-1] if taken and step else Path(f"{folder}-{len(taken) + 1}") if taken else folder
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
+    wait_for_everyone()
     return chosen, bool(taken and step)
-
-
-def _any_rank(wanted: bool, model: nn.Module | None) -> bool:
-    """Whether any process wants it: one that stops alone would leave the others waiting."""
-    if not (dist.is_available() and dist.is_initialized()) or model is None:
-        return wanted
-    flag = torch.tensor([float(wanted)], device=next(model.parameters()).device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag.item())

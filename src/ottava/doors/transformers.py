@@ -8,22 +8,18 @@ checkpoint of such a model has entries that transformers does not load (`doors.e
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ottava.base.errors import unknown_name
-from ottava.doors.entries import HISTORIES, NOT_LOADED, pack, read_entries, take_histories, unpack_before_load
-from ottava.doors.host import need_host, refuse_model
+from ottava.doors.entries import NOT_LOADED, pack_histories, read_entries, refuse_stacks, unpack_before_load
+from ottava.doors.host import need_host, refuse_model, without
 from ottava.nn.convert import ConversionReport, convert
 from ottava.nn.foreign import layers_of
-from ottava.nn.layer import LayerView
-from ottava.nn.plan import default_filter
 from ottava.recipe import RECIPES, Recipe, get_recipe
 
 need_host("transformers")
@@ -32,7 +28,6 @@ from transformers.quantizers import HfQuantizer  # noqa: E402
 from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
-_LOG = logging.getLogger(__name__)
 METHOD = "ottava"
 
 
@@ -88,24 +83,9 @@ class OttavaConfig(QuantizationConfigMixin):
         """
         refuse_model("OttavaConfig", model)
         layers = layers_of(model)
-        for pattern in self.skip:
-            if not any(fnmatchcase(name, pattern) for name in layers):
-                raise ValueError(f"OttavaConfig: skip: no layer matches: {unknown_name('pattern', pattern, layers)}")
-
-        def chosen(name: str, layer: Any) -> str | None:
-            pattern = next((one for one in self.skip if fnmatchcase(name, one)), None)
-            return default_filter(name, layer) if pattern is None else f"skipped by {pattern!r}"
-
-        stacks = [
-            name
-            for name, one in layers.items()
-            if isinstance(one, LayerView) and isinstance(one.piece, int) and chosen(name, one) is None
-        ]
-        if self.weights and stacks:
-            raise ValueError(
-                f"OttavaConfig: weights='fp8' is not for {stacks[0]!r}: transformers saves experts one by one, "
-                "and would part codes and scales. Take weights=None, or skip='*.experts.*'"
-            )
+        chosen = without("OttavaConfig: skip", self.skip, layers)
+        if self.weights:
+            refuse_stacks({name: layer for name, layer in layers.items() if chosen(name, layer) is None})
         report = convert(model, self.recipe, filter=chosen, weights=self.weights)
         model.register_load_state_dict_pre_hook(unpack_before_load)
         host: Any = model
@@ -151,14 +131,5 @@ class OttavaQuantizer(HfQuantizer):
         if getattr(model, "_hf_peft_config_loaded", False):
             return state, {}
         state = dict(model.state_dict() if state is None else state)
-        histories = take_histories(model, state)
-        if histories and pushes and not self.quantization_config.push_histories:
-            _LOG.warning(
-                "ottava: the upload is without the histories of delayed scaling (%s tensors), which other software may "
-                "reject: a training that goes on from it begins with current scales. They stay in the files on this "
-                "disk; OttavaConfig(push_histories=True) uploads them, too",
-                f"{len(histories):,}",
-            )
-        elif histories:
-            state[HISTORIES] = pack(histories)
+        pack_histories(model, state, leave_out=pushes and not self.quantization_config.push_histories)
         return state, {}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
-
-import numpy as np
 
 from ottava.numerics.formats import Format
 
@@ -93,8 +92,8 @@ def robust_z(value: float, earlier: Iterable[float]) -> float:
         >>> round(robust_z(5.0, [1.0, 2.0, 3.0]), 2)
         2.02
     """
-    window = np.asarray([*earlier])
-    median = float(np.median(window))
-    spread = GAUSSIAN * float(np.median(np.abs(window - median)))
+    window = [*earlier]
+    median = statistics.median(window)
+    spread = GAUSSIAN * statistics.median([abs(x - median) for x in window])
     # a spread below a thousandth of the loss is ignored: after a flat start any loss would be a spike
     return float((value - median) / max(spread, 1e-3 * abs(median), 1e-12))

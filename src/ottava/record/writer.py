@@ -169,12 +169,15 @@ class RunWriter:
             parts = (f"{json.dumps(name)}: {json.dumps(_jsonable(part))}" for name, part in self.manifest.items())
             scratch.write_bytes(("{\n" + ",\n".join(parts) + "\n}\n").encode())
 
-    def step(self, step: int, **numbers: float | None) -> None:
-        """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown."""
+    def step(self, step: int, *, waits: bool = False, **numbers: float | None) -> None:
+        """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown.
+
+        waits: the line may wait in memory for the next one that does not, or for `flush`.
+        """
         elsewhere = TRAINER_NUMBERS if self._trained else frozenset[str]()
         known = {k: v for k, v in numbers.items() if v is not None}
         known = {k: v for k, v in known.items() if k not in elsewhere or not math.isfinite(v)}
-        self._line(STEPS, {"step": step, **known})
+        self._line(STEPS, {"step": step, **known}, waits=waits)
 
     def event(self, step: int, kind: str, **facts: Any) -> None:
         """Writes a line of events.jsonl."""
@@ -297,12 +300,12 @@ class RunWriter:
         for part in small:
             part.unlink()
 
-    def _line(self, name: str, values: Mapping[str, Any]) -> None:
+    def _line(self, name: str, values: Mapping[str, Any], *, waits: bool = False) -> None:
         self._now = values["step"]
         self.recent[name].append(values)
         lines = self._lines[name]
         lines.append((json.dumps(_jsonable(values)) + "\n").encode())
-        if len(lines) == 1:  # more lines wait only if a write failed, for the next flush
+        if not waits and (len(lines) == 1 or not self._failed):  # after a failed write all wait for the next flush
             self._write_lines(name)
         elif len(lines) > _WAITING_LINES:
             lines.popleft()

@@ -80,6 +80,10 @@ class Gradients:
             found["grad_norm"] = found["grad_norm_used"]
         return {name: torch.hypot(old[name], new) if name in old else new for name, new in found.items()}
 
+    def total(self) -> dict[str, Tensor]:
+        """ "grad_norm" of all that the last backward left, if one was seen."""
+        return {"grad_norm": _joined(self._norms, self._scale)} if self._norms else {}
+
     def drain(self) -> None:
         """The step has ended."""
         self._place, self._norms, self._scale = {}, [], None

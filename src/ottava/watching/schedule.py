@@ -173,10 +173,10 @@ class Schedule:
     def tallies(self, seen: Mapping[SlotKey, Tally]) -> list[Trigger]:
         """The triggers of a full look: for each reason only the worst cast."""
         triggers: list[Trigger] = []
+        if not seen:
+            return triggers
         keys, rows = list(seen), Tallies.of(seen).rows
         simulated = np.array([only_simulated(key.layer, key.source) for key in keys], dtype=bool)
-        if not keys:
-            return triggers
         for reason, (limit, sign, values) in self._conditions(keys, rows).items():
             if limit is None:
                 continue

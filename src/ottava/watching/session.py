@@ -61,7 +61,7 @@ _LOG = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5.0
 """Looks wait in memory for so long, because writing a file takes as long as a look at a small model."""
 _RECHECK = 32
-"""Steps after which a watch that may not look early asks again what noting amaxes costs: its looks may be far apart."""
+"""Steps after which a watch with a budget asks again what its light steps cost; first after 4, 8 and 16."""
 
 
 def watch(
@@ -165,12 +165,14 @@ class Watch:
         self._flight: deque[Amaxes] = deque(maxlen=config.flight)
         self._loss_parts: list[Tensor] = []
         self._logged: dict[str, float] = {}
-        self._active = self._paused = self._held = False
+        self._active = self._paused = self._held = self._idle = False
         self._stepped: set[int] = set()
         self._callbacks: list[Callable[[int, Table], object]] = []
         self._looks = 0
         self._look_seconds = 0.0  # the last look
-        self._last_look: tuple[int, Mapping[SlotKey, Tally]] = (0, {})
+        self.last_look: tuple[int, Mapping[SlotKey, Tally]] = (0, {})
+        """Its step and its statistics."""
+        self._nothing: Tallies[SlotKey] = Tallies.of({})
         self._started = self._step_started = self._mark = self._flushed = time.perf_counter()
         self._light_every = 1
         self._light_seconds = self._seconds_before = 0.0
@@ -222,9 +224,13 @@ class Watch:
         """Calls the callback, such as a `Fallback`, with the step and its statistics after every full look."""
         self._callbacks.append(callback)
 
+    def want_norm(self) -> None:
+        """Asks for the gradient norm of the running step, which a watch with a budget may have left out."""
+        self.training.norm_wanted = True
+
     def recent(self) -> Run:
         """The last 256 steps that have arrived, as many events and experiments, and the last look: from memory."""
-        return Run.of(self.folder, self.writer.manifest, self.writer.recent, Table.of(*self._last_look))
+        return Run.of(self.folder, self.writer.manifest, self.writer.recent, Table.of(*self.last_look))
 
     def rewind(self, step: int) -> None:
         """Goes back to the end of an earlier step, as the training did, and deletes the record of later steps."""
@@ -355,13 +361,13 @@ class Watch:
         self.writer.training(self.steps_done + 1, kind, **facts)
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._paused and self._is_ours(optimizer):
-            with self.collector.timed():
-                self.training.before(optimizer)
-        if not self._paused and self._is_ours(optimizer):
-            before = self.laboratory.seconds
-            self.laboratory.before_step(optimizer)
-            self._step_started += self.laboratory.seconds - before  # no second of the training's
+        if self._paused or not self._is_ours(optimizer):
+            return
+        with self.collector.timed():
+            self.training.before(optimizer)
+        before = self.laboratory.seconds
+        self.laboratory.before_step(optimizer)
+        self._step_started += self.laboratory.seconds - before  # no second of the training's
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._paused or not self._is_ours(optimizer):
@@ -413,6 +419,9 @@ class Watch:
         step = self.steps_done
         looked = self.collector.looking
         self._disarm()
+        if self._idle:
+            self._end_idle_step(entered)
+            return
         if not looked:
             self._light_seconds += self.collector.seconds - self._seconds_before
         if (looked or self.collector.noting) and (text := self.modules.looked()) is not None:
@@ -433,6 +442,19 @@ class Watch:
         self._seconds_before = self.collector.seconds
         self._step_started = now
 
+    def _end_idle_step(self, entered: float) -> None:
+        """Keeps the loss of a step that is not looked at."""
+        facts = self.training.skip()
+        numbers = {"seconds": entered - self._step_started} | self._logged
+        reading = self._read([none := torch.zeros(0), none, *facts.numbers.values(), *self._loss_parts])
+        self._loss_parts, self._logged = [], {}
+        self._ended.append(Ended(self.steps_done, numbers, self._nothing, (), reading, False, facts))
+        self._settle(wait=False)
+        self._arm(self.steps_done + 1)
+        self._step_started = time.perf_counter()
+        self.collector.seconds += self._step_started - entered
+        self._seconds_before = self.collector.seconds
+
     def _settle(self, *, wait: bool) -> None:
         """Records ended steps in order, as far as their numbers have arrived; all of them if `wait`."""
         while self._ended and (wait or self._ended[0].reading.ready()):
@@ -449,7 +471,7 @@ class Watch:
             of_step = statistics.fmean if self.config.loss == "mean" else math.fsum
             loss = {"loss": of_step(parts)} if parts else {}
             numbers = training | loss | ended.numbers
-            self.writer.step(ended.step, **numbers)
+            self.writer.step(ended.step, waits=ended.tallies is self._nothing, **numbers)
             self.writer.tallies(ended.step, ended.tallies)
             if ended.keys:
                 self._flight.append(Amaxes(ended.step, ended.keys, amax, scale_inv))
@@ -457,7 +479,8 @@ class Watch:
             if ended.looked:
                 self._looks += 1
                 self._after_look(ended.step, ended.tallies, numbers)
-            if self.config.every is None and (ended.looked or not (self.config.early or ended.step % _RECHECK)):
+            asks = ended.looked or (self._budgeted and (ended.step in (4, 8, 16) or not ended.step % _RECHECK))
+            if self.config.every is None and asks:
                 self._be_thrifty(ended.step, self.config.max_overhead)
 
     def _saw_training(self, ended: Ended, values: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -511,7 +534,7 @@ class Watch:
             others = [layer["name"] for layer in self.modules.coverage() if layer["name"] not in self.doors.layers]
             self._check_patterns([*self.doors.layers, *others])
             self.changes.missed(others)
-        self._last_look = step, tallies
+        self.last_look = step, tallies
         if tallies and (self.sinks or self._callbacks):
             table = Table.of(step, tallies)
             publish(self.sinks, step, table, numbers)
@@ -526,12 +549,22 @@ class Watch:
         self._describe_run()
         self._flushed = time.perf_counter()
 
+    @property
+    def _budgeted(self) -> bool:
+        """Whether steps between light steps are left alone: a watch that may spend nothing before it is paid for."""
+        return not (self.config.early or self.config.every is not None or self.config.looks)
+
     def _be_thrifty(self, step: int, limit: float) -> None:
-        """Doubles the distance of noted amaxes if they take half of the limit, or of looks if watching exceeds it."""
+        """Doubles the distance of light steps if they take half of the limit, or of looks if watching exceeds it.
+
+        With a budget, light steps come at once as far apart as their cost asks.
+        """
         now = time.perf_counter()
         settled = step >= 2 * self.schedule.every and step > self.schedule.burst_until
-        if self._light_seconds > 0.5 * limit * (now - self._mark) and self._light_every < self.config.flight:
-            self._light_every *= 2
+        excess = self._light_seconds / max(0.5 * limit * (now - self._mark), 1e-9)
+        if excess > 1 and self._light_every < self.config.flight:
+            self._light_every *= 2 ** max(1, math.ceil(math.log2(excess))) if self._budgeted else 2
+            self._light_every = min(self._light_every, self.config.flight)
         elif settled and self.overhead > limit:
             self.schedule.every *= 2
         else:
@@ -542,7 +575,7 @@ class Watch:
 
     def _paid(self) -> bool:
         """Whether one more look stays in the limit; always if looks may be early, or come at steps that are given."""
-        if self.config.early or self.config.every is not None or self.config.looks or not self._looks:
+        if not self._budgeted or not self._looks:
             return True
         now = time.perf_counter()
         return self.collector.seconds + self._look_seconds <= self.config.max_overhead * (now - self._started)
@@ -564,8 +597,12 @@ class Watch:
         self.collector.looking = looking or dumping
         self.collector.only = None if dumping else self.schedule.only(step)
         self.collector.look = self._looks
-        self.collector.noting = self.config.light and step % self._light_every == 0
-        self.training.looking = self.collector.looking
+        light = step % self._light_every == 0
+        self.collector.noting = self.config.light and light
+        # the step after a look tells what was written in between
+        self._idle = self._budgeted and not (light or self.collector.looking or self.training.expects)
+        self.training.looking, self.training.idle = self.collector.looking, self._idle
+        self.training.guards = not self._idle or (step + 1) % self._light_every == 0
         if self.collector.looking or self.collector.noting or self.changes.config:
             self.doors.attach()
             self.modules.attach()

@@ -124,8 +124,11 @@ class TrainingTap:
         self._weights: dict[str, str] = {}
         self._hashed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._frameworks: list[str] | None = None
-        self.looking = self.paused = False
-        """Whether the running step gets a full look; whether forwards are none of the training."""
+        self.looking = self.paused = self.idle = False
+        """Whether the running step gets a full look; whether forwards are none of the training; whether the step is
+        counted only."""
+        self.guards, self.norm_wanted = True, False
+        """Whether the next step asks what was written after this one; whether an idle step reads its norm."""
         if model is not None:
             self.adopt(model)
 
@@ -167,8 +170,11 @@ class TrainingTap:
     def _forwarded(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or self.paused or torch._C._current_graph_task_id() != -1 or capturing():
             return
+        trains = torch.is_grad_enabled()
+        if self.idle and trains:
+            self.batches.forwards += 1
+            return
         with self._timed():
-            trains = torch.is_grad_enabled()
             self._note_mode(module, trains)
             if trains:
                 given = (args, kwargs) if self._hashes else ((), {})
@@ -203,7 +209,7 @@ class TrainingTap:
     def rooted(self, roots: Sequence[Tensor]) -> None:
         """A backward begins at these losses."""
         self._backwards += 1
-        if capturing():
+        if self.idle or capturing():
             return
         if self._backwards - 1 in self._stepped_at.values():  # the first one since an optimizer stepped
             # of several optimizers, one may leave its gradients until its own turn, as those of two players do
@@ -218,7 +224,7 @@ class TrainingTap:
 
         scale: the factor of a GradScaler in them.
         """
-        if capturing():
+        if (self.idle and not self.norm_wanted) or capturing():
             return
         held = [p for group in self._groups() for p in group["params"] if p.grad is not None]
         if not held:
@@ -228,7 +234,7 @@ class TrainingTap:
 
     def before(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
-        if capturing():
+        if self.idle or capturing():
             return
         if self._frameworks is None:
             self._frameworks = driven_by(sys._getframe(1))
@@ -279,6 +285,9 @@ class TrainingTap:
     def _guard(self, optimizer: Optimizer) -> None:
         """Keeps a few numbers of a few parameters, as the optimizer left them."""
         if capturing():
+            return
+        if not self.guards:
+            self._guarded.clear()
             return
         held = [p for group in optimizer.param_groups for p in group["params"] if p.dim()]
         for p in held:  # of a step before, in which other parameters had gradients
@@ -335,6 +344,19 @@ class TrainingTap:
 
     # --- results ----------------------------------------------------------------------------------------------------
 
+    @property
+    def expects(self) -> bool:
+        """Whether the step before got a look, whose weights are compared with what the next step finds."""
+        return self._left is not None
+
+    def skip(self) -> Drained:
+        """An idle step has ended. What went wrong in it counts for the next step that is not idle."""
+        self.batches.drain()
+        norm = self.gradients.total() if self.norm_wanted else {}
+        self.gradients.drain()
+        self._drained_at, self._optimizer_steps, self.norm_wanted = self._backwards, 0, False
+        return Drained(norm, {}, None)
+
     def drain(self) -> Drained:
         """The facts of the step that ended."""
         seen = self.batches.drain()
@@ -354,6 +376,7 @@ class TrainingTap:
         self._drained_at = self._backwards
         self._extra_steps = self._restarts = self._shared = self._evaluations = self._optimizer_steps = 0
         self.gradients.drain()
+        self.norm_wanted = False
         return Drained(numbers, host, updates)
 
     def _settings(self, numbers: dict[str, Tensor]) -> dict[str, float]:
