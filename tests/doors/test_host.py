@@ -184,7 +184,9 @@ def test_no_host_is_imported_before_its_door() -> None:
 
 def test_an_example_has_at_most_40_lines_of_code() -> None:
     """Without docstrings and empty lines."""
-    examples = {*re.findall(r"examples/(\w+\.py)", (ROOT / "docs" / "doors.md").read_text("utf-8"))} - {"lora_on_fp8.py"}
+    examples = {*re.findall(r"examples/(\w+\.py)", (ROOT / "docs" / "doors.md").read_text("utf-8"))} - {
+        "lora_on_fp8.py"
+    }
     assert len(examples) == 6
     for name in examples:
         text = (ROOT / "examples" / name).read_text("utf-8")

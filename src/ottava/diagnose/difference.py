@@ -221,10 +221,12 @@ def compare_batches(good: Facts, bad: Facts) -> dict[str, Any] | None:
     does; None if a run has no hashes."""
     common, mine, theirs = np.intersect1d(good.steps, bad.steps, return_indices=True)
     apart: dict[str, Any] = {}
+    known = np.zeros(len(common), dtype=bool)  # a watch with a budget hashes some steps only
     for what, name in (("inputs", "input_hash"), ("labels", "label_hash")):
         a, b = good.column(name), bad.column(name)
         if a is not None and b is not None:
-            apart[what] = (a[mine] != b[theirs]) & np.isfinite(a[mine]) & np.isfinite(b[theirs])
+            both = np.isfinite(a[mine]) & np.isfinite(b[theirs])
+            apart[what], known = (a[mine] != b[theirs]) & both, known | both
     if not apart or not len(common):
         return None
     either = np.logical_or.reduce(list(apart.values()))
@@ -232,7 +234,7 @@ def compare_batches(good: Facts, bad: Facts) -> dict[str, Any] | None:
         return {"step": None, "what": "", "share_pct": 0.0}
     first = int(np.flatnonzero(either)[0])
     what = " and ".join(name for name, values in apart.items() if values[first])
-    return {"step": int(common[first]), "what": what, "share_pct": float(f"{100 * float(either.mean()):.4g}")}
+    return {"step": int(common[first]), "what": what, "share_pct": float(f"{100 * float(either[known].mean()):.4g}")}
 
 
 def _first_step(good: Facts, bad: Facts) -> int | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from ottava.diagnose.difference import Difference, bare, settings_and_loop
 from ottava.diagnose.facts import Facts
 
@@ -57,7 +59,9 @@ def same_batches(facts: Facts) -> bool:
         if mine is None or theirs is None or not names or set(copies(facts, other)) != names:
             continue
         count = min(len(mine), len(theirs))
-        if count > 3 and (mine[:count] == theirs[:count]).all():
+        mine, theirs = mine[:count], theirs[:count]
+        known = np.isfinite(mine) & np.isfinite(theirs)
+        if known.sum() > 3 and (mine == theirs)[known].all():
             return True
     return False
 

@@ -23,11 +23,10 @@ import numpy as np
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.measure.layer_names import symbol
-from ottava.measure.limits import critical_db, gradient_level
+from ottava.measure.limits import critical_db, gradient_hurts, gradient_level
 from ottava.numerics.formats import FORMATS
 
 Part = Literal["none", "innocent", "guilty", "unknown"]
-_NOISE = 0.5  # of the batch's own noise, to whose variance it adds a quarter; healthy runs have 0.02 to 0.16
 _NEAR = 3  # steps
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
 _OPERANDS = MappingProxyType(
@@ -180,21 +179,23 @@ def _first_norms(facts: Facts, event: Event | None) -> list[float]:
     return [float(n) for n in norms[facts.steps <= max(event.step, facts.steps[0])] if math.isfinite(n)]
 
 
-def _level(facts: Facts, entry: Mapping[str, Any]) -> float:
-    """The level of the narrowest format that casts."""
+def _bits(facts: Facts, entry: Mapping[str, Any]) -> int:
+    """Those of the narrowest format that casts."""
     names = {str(f) for f in facts.table["format"]}
     bits = [FORMATS[name].bits for name in names if name in FORMATS]
     if "fp4" in str(entry.get("recipe", "")) or "nvfp4" in str(entry.get("recipe", "")):
         bits.append(4)
-    return gradient_level(min(bits, default=8))
+    return min(bits, default=8)
+
+
+def _level(facts: Facts, entry: Mapping[str, Any]) -> float:
+    return gradient_level(_bits(facts, entry))
 
 
 def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:
-    error, noise = float(entry["error"]), entry.get("noise")
-    if error <= _level(facts, entry):
-        return False
-    inside = isinstance(noise, (int, float)) and noise < _NOISE and abs(entry.get("bias") or 0.0) < 0.1
-    return not inside
+    noise = entry.get("noise")
+    known = float(noise) if isinstance(noise, (int, float)) else None
+    return gradient_hurts(float(entry["error"]), known, entry.get("bias"), _bits(facts, entry))
 
 
 def _said(entry: Mapping[str, Any], facts: Facts) -> str:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from ottava.experiments.program import Program, Recorder
 from ottava.experiments.rerun import CALM, Ring
 from ottava.experiments.shadow import Shadow, nothing_changes, parameters_of
 from ottava.experiments.surroundings import NotReplayableError
-from ottava.measure.limits import gradient_level, robust_z
+from ottava.measure.limits import gradient_hurts, robust_z
 from ottava.recipe import Recipe
 
 _LOG = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ _FREE, _SHARE = 3, 0.02
 """Shadows that the budget does not count, and the largest share of the run's time for the others."""
 _PRICE = 4
 """Steps that a shadow takes the time of: two and a half passes forward and backward, and one forward."""
+_SEARCH = 10
+"""Shadows that an ablation takes the time of."""
 _BETWEEN_TRIGGERS, _BETWEEN_REPLAYS = 20, 100
 _SIMULATED = 2
 """Shadows of a run that casts nothing: what they show is a forecast."""
@@ -311,10 +313,12 @@ class Laboratory:
             self._simulated += 1
         shadow = Shadow(program, casts, parameters)
         with nothing_changes(program.modules):
+            began = time.perf_counter()
             facts = shadow.facts(self._name_of)
+            took = time.perf_counter() - began
             self._shadows += 1
             self._pending = (shadow, {"why": self._why, **facts})
-            if casts.mode == "real" and self._ablates(facts["error"], casts):
+            if casts.mode == "real" and self._ablates(facts, casts, took):
                 search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
                 if (found := search.facts()) is not None:
                     self._ablated = self._step
@@ -327,14 +331,17 @@ class Laboratory:
             self._found_nonfinite = True
             self._write(step, "nonfinite", **found)
 
-    def _ablates(self, error: float | None, casts: Casts) -> bool:
+    def _ablates(self, facts: Mapping[str, Any], casts: Casts, took: float) -> bool:
+        """Whether the casts hurt, and the search for the worst of them is not too soon or, with a budget, too dear."""
         early = self._ablated is not None and self._step - self._ablated < self._every
-        return error is not None and error > level(casts) and not early
-
-
-def level(casts: Casts) -> float:
-    """The error from which on casts are suspect."""
-    return gradient_level(casts.bits)
+        if early or facts["error"] is None:
+            return False
+        if not gradient_hurts(facts["error"], facts.get("noise"), facts.get("bias"), casts.bits):
+            return False
+        if self._early == EARLY or self._why != "schedule" or not _alone():  # ranks must agree, clocks do not
+            return True
+        budget = self._share * (time.perf_counter() - self._started)
+        return self.seconds + _SEARCH * took < budget
 
 
 def _alone() -> bool:

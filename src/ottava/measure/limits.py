@@ -78,6 +78,25 @@ def gradient_level(bits: int) -> float:
     return _GRADIENT.get(bits, _GRADIENT[8])
 
 
+def gradient_hurts(error: float, noise: float | None, bias: float | None, bits: int) -> bool:
+    """Whether casts that move a gradient so far hurt: above its level, and not hidden by the noise of the batch.
+
+    Args:
+        error: ||g_casts - g|| / ||g||.
+        noise: ||g_casts - g|| over the norm of the batch's own noise; None: unknown. Healthy runs have 0.02 to 0.18.
+            Below 0.3 it hides any distance, below 0.5 one at its level: a quarter of the variance is added then.
+        bias: the part along the gradient, over its norm; no noise hides a tenth.
+        bits: of the narrowest format.
+
+    Example:
+        >>> [gradient_hurts(error, noise, -0.01, 8) for error, noise in ((0.16, 0.4), (0.24, 0.4), (0.24, 0.2))]
+        [False, True, False]
+    """
+    level = gradient_level(bits)
+    hidden = noise is not None and noise < max(0.3, 0.5 * level / max(error, level)) and abs(bias or 0.0) < 0.1
+    return error > level and not hidden
+
+
 GAUSSIAN = 1.4826  # standard deviation over median absolute deviation
 
 WINDOW, LEAST = 64, 16  # losses to compare a new one with, and the fewest that are enough
