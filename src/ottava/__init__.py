@@ -13,7 +13,7 @@ from importlib.metadata import version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ottava.base.first_use import first_use
+from ottava.base import first_use
 
 if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava import debug, distributed, nn, optim

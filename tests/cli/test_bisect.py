@@ -11,7 +11,7 @@ import typer
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ottava.cli.bisect import bisect
+from ottava.cli.diagnose import bisect
 from ottava.recipe import RECIPES
 from ottava.record.dumps import Dumper, DumpError, save_batch
 from ottava.record.writer import RunWriter

@@ -10,7 +10,7 @@ import torch
 import typer
 
 import ottava
-from ottava.cli.what_if import what_if
+from ottava.cli.diagnose import what_if
 from ottava.diagnose.what_if import FLOORS
 from ottava.measure.walk import measure, measure_packed
 from ottava.record.reader import Run

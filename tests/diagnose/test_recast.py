@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import ottava
-from ottava.cli.what_if import what_if
-from ottava.diagnose.recast import recast
-from ottava.diagnose.what_if import predict
+from ottava.cli.diagnose import what_if
+from ottava.diagnose.what_if import predict, recast
 from ottava.measure.statistics import STATISTICS
 from ottava.measure.walk import measure
 from ottava.numerics.tensor import QuantizedTensor

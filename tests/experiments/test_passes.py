@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.experiments.ablation import Ablation
+from ottava.experiments.bisect import Ablation
 from ottava.experiments.casts import casts_of, only_without
 from ottava.experiments.passes import AS_IT_RAN, Gradients, Player
 from ottava.experiments.program import Operation, Program, Recorder

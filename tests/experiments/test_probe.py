@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ottava
-from ottava.experiments.probe import GemmProbe, Operands, captured, cast_evidence, operands_of, probe_gemms
+from ottava.experiments.bisect import GemmProbe, Operands, captured, cast_evidence, operands_of, probe_gemms
 from ottava.recipe import RECIPES
 from ottava.record.dumps import Dumper, GemmDump, read_dump
 from ottava.record.writer import RunWriter

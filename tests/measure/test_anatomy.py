@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.kernels.native.measure import Look
-from ottava.measure.anatomy import anatomy
 from ottava.measure.sample import sampled
 from ottava.measure.statistics import STATISTICS
 from ottava.measure.tally import PARTS, Tally
-from ottava.measure.walk import measure_all, measure_packed, survey
+from ottava.measure.walk import anatomy, measure_all, measure_packed, survey
 from ottava.numerics.formats import E2M1, E4M3, E5M2
 from ottava.numerics.rounding import code_values
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_16X16, BLOCK_128X128, PER_ROW, Granularity

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.measure import slots as slots_module
-from ottava.measure.observer import observe
-from ottava.measure.slots import Slots
+from ottava.measure import observer as slots_module
+from ottava.measure.observer import Slots, observe
 from ottava.measure.tally import Tally
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")

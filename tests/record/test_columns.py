@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from ottava.measure.tally import Tally, tally_fields
-from ottava.record.columns import DenseColumns, LazyTally, MergedColumns, StoredColumns, merged
+from ottava.record.schema import DenseColumns, LazyTally, MergedColumns, StoredColumns, merged
 
 
 def a_table(rows: int = 6, seed: int = 0) -> Tally:

@@ -7,7 +7,7 @@ import pytest
 
 from ottava.record.reader import Run
 from ottava.report.grid import Grid
-from ottava.report.timeline import SENTENCES, event_text, marks, not_finite_from, thin, worst_runs
+from ottava.report.sections import SENTENCES, event_text, marks, not_finite_from, thin, worst_runs
 from ottava.watching.schedule import Trigger
 
 

@@ -12,7 +12,7 @@ import ottava
 from ottava.base.settings import ConfigError
 from ottava.recipe import RECIPES, get_recipe
 from ottava.watching.config import Intervention
-from ottava.watching.interventions import changed
+from ottava.watching.doors import changed
 
 
 def model(recipe: str) -> nn.Sequential:

@@ -32,16 +32,14 @@ from typer import Option
 from typer.core import TyperGroup
 
 from ottava.base.errors import unknown_name
-from ottava.cli.bisect import bisect
 from ottava.cli.console import print_error
-from ottava.cli.diagnose import compare, diagnose
+from ottava.cli.diagnose import bisect, compare, diagnose, what_if
 from ottava.cli.doctor import bench, doctor
 from ottava.cli.export import consolidate, evaluate, export, inspect, parity
 from ottava.cli.formats import formats, recipes
 from ottava.cli.plan import plan
 from ottava.cli.train import demo, lab, train
 from ottava.cli.watch import import_run, plot, report, table, watch
-from ottava.cli.what_if import what_if
 
 BUG, INTERRUPTED = 70, 130
 

@@ -3,7 +3,7 @@
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ottava.base.first_use import first_use
+from ottava.base import first_use
 
 if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.diagnose.compare import compare
@@ -12,8 +12,7 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.diagnose.what_if import predict
     from ottava.experiments.bisect import bisect
     from ottava.interop.state_file import read_scaling_state
-    from ottava.measure.observer import Observation, observe
-    from ottava.measure.slots import Slots
+    from ottava.measure.observer import Observation, Slots, observe
     from ottava.measure.statistics import STATISTICS, Statistic
     from ottava.record.amaxes import read_series
     from ottava.record.dumps import read_dump, save_batch
@@ -29,8 +28,7 @@ _HOMES = MappingProxyType(
         "ottava.diagnose.history": ("replay",),
         "ottava.diagnose.what_if": ("predict",),
         "ottava.interop.state_file": ("read_scaling_state",),
-        "ottava.measure.observer": ("Observation", "observe"),
-        "ottava.measure.slots": ("Slots",),
+        "ottava.measure.observer": ("Observation", "Slots", "observe"),
         "ottava.measure.statistics": ("STATISTICS", "Statistic"),
         "ottava.record.amaxes": ("read_series",),
         "ottava.record.dumps": ("read_dump", "save_batch"),

@@ -22,8 +22,7 @@ from ottava.diagnose.facts import Facts
 from ottava.diagnose.laws import LAWS, Broken, Law, broken
 from ottava.diagnose.loss import Event, event
 from ottava.diagnose.remedies import ran, render
-from ottava.diagnose.triage import walk
-from ottava.diagnose.trials import Damage, Trial, damage, forecast, judge, named
+from ottava.diagnose.trials import Damage, Trial, damage, forecast, judge, named, triage
 from ottava.measure.layer_names import symbol
 from ottava.recipe import GEMMS
 from ottava.record.reader import Run, number_of
@@ -190,7 +189,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         findings=findings,
         notes=notes,
         forecast=forecast(facts) if facts.casts is False else [],
-        questions=walk(facts, good, happened, trial),
+        questions=triage(facts, good, happened, trial),
         untested=untested,
         tested=len(LAWS) - len(untested),
         coverage_pct=facts.coverage,

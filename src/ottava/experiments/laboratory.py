@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ottava.experiments.ablation import Ablation
+from ottava.experiments.bisect import Ablation
 from ottava.experiments.casts import Casts, casts_of, casts_of_script
 from ottava.experiments.handmade import Seen
 from ottava.experiments.nonfinite import first_nonfinite

@@ -148,7 +148,7 @@ def _rows_below(limit_db: float) -> Callable[[Tally], Number]:
 
 
 def _part(name: str) -> Callable[[Tally], Number]:
-    """Percent of the squared error; see `measure.anatomy`."""
+    """Percent of the squared error; see `measure.walk.anatomy`."""
 
     def share(t: Tally) -> Number:
         dead, clipped, live, grid = map(np.asarray, (t.error_dead, t.error_clipped, t.error_live, t.error_grid))

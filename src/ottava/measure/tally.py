@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 Detail = Literal["numbers", "exponents", "blocks", "anatomy"]
 """Histograms over elements: none; magnitudes; magnitudes, and distances below the amax of the element's block. The last
-adds the parts of the error, see `measure.anatomy`."""
+adds the parts of the error, see `measure.walk.anatomy`."""
 DETAILS: tuple[Detail, ...] = ("numbers", "exponents", "blocks", "anatomy")
 """Each detail includes the details before it. The kernels know all but the last."""
 Key = TypeVar("Key", bound=Hashable)
@@ -43,7 +43,7 @@ SPREAD_BINS = 32
 GRANULARITIES = ("row", "1x128", "1x32", "128x128")
 """Every recipe has a histogram for each of these blocks: how far elements lie below the amax. `what_if` reads them."""
 PARTS = ("dead", "clipped", "scale", "grid")
-"""The parts of an error, see `measure.anatomy`."""
+"""The parts of an error, see `measure.walk.anatomy`."""
 
 
 _SUM = MappingProxyType({"merge": "sum", "bins": 0, "detail": "numbers", "tile": True})
@@ -151,7 +151,7 @@ class Tally:
     below_128x128: Bins = _histogram(RELATIVE_BINS, "blocks")
     energy_below_128x128: Bins = _histogram(RELATIVE_BINS, "blocks")
     error_dead: Number = field(default=0.0, metadata=_PART)
-    """Sum of e**2 of non-zero elements that the cast turned into 0. This and the next four: see `measure.anatomy`."""
+    """Sum of e**2 of non-zero elements that the cast turned into 0. This and the next four: see `walk.anatomy`."""
     error_clipped: Number = field(default=0.0, metadata=_PART)
     """Sum of e**2 of clipped elements."""
     error_live: Number = field(default=0.0, metadata=_PART)

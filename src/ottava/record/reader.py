@@ -24,12 +24,12 @@ from ottava.base.untrusted import MAX_STEP, LimitError, UntrustedError, parse_js
 from ottava.measure.layer_names import layer_kind, matches, symbol, tensor_names, usable
 from ottava.measure.statistics import STATISTICS
 from ottava.measure.tally import Tallies, Tally, row_of
-from ottava.record.columns import NUMBERS, DenseColumns, LazyTally, MergedColumns, Part, StoredColumns, merged
 from ottava.record.schema import (
     EVENTS,
     EXPERIMENTS,
     IDENTITY,
     MANIFEST,
+    NUMBERS,
     RANKS,
     REPORTED,
     STATS,
@@ -37,8 +37,14 @@ from ottava.record.schema import (
     TRAINER_MANIFEST,
     TRAINER_STEPS,
     TRAINING,
+    DenseColumns,
+    LazyTally,
+    MergedColumns,
+    Part,
     RunError,
     SlotKey,
+    StoredColumns,
+    merged,
     read_manifest,
     trainer_manifest,
 )

@@ -27,7 +27,6 @@ from ottava.report import sections
 from ottava.report.frame import render, script_json
 from ottava.report.grid import Grid
 from ottava.report.payload import payload
-from ottava.report.timeline import marks, not_finite_from, thin, worst_runs
 
 _MOST_POINTS = 800
 _TABLE_STEPS = 120
@@ -101,7 +100,7 @@ def render_report(
     numbers = payload(run.table(phase=None), None if baseline is None else baseline.table())
     grid = numbers.grid
     worst = grid.worst_of_looks()
-    events = marks(run.events)
+    events = sections.marks(run.events)
     facts = numbers.facts | {
         "loss": _curves(run),
         "baseline": _curves(baseline) if baseline is not None else None,
@@ -132,7 +131,7 @@ def render_report(
         loss_rows=_loss_rows(run, grid, worst),
         has_loss=bool(facts["loss"]["loss"][0]),
         has_norm=bool(facts["loss"]["grad_norm"][0]),
-        worst_runs=worst_runs(grid, worst),
+        worst_runs=sections.worst_runs(grid, worst),
         events=events,
         worst_table=sections.worst_table(grid),
         what_if=sections.what_if(predictions),
@@ -155,8 +154,8 @@ def _curves(run: Run) -> dict[str, Any]:
     curves: dict[str, Any] = {}
     for name in ("loss", "grad_norm"):
         values = steps.get(name, np.zeros(0))
-        curves[name] = thin(steps["step"], values, _MOST_POINTS) if np.isfinite(values).any() else [[], []]
-    curves["not_finite_from"] = not_finite_from(steps["step"], steps["loss"]) if len(steps["step"]) else None
+        curves[name] = sections.thin(steps["step"], values, _MOST_POINTS) if np.isfinite(values).any() else [[], []]
+    curves["not_finite_from"] = sections.not_finite_from(steps["step"], steps["loss"]) if len(steps["step"]) else None
     return curves
 
 

@@ -159,7 +159,7 @@ class WatchConfig(Section):
     detail: Detail = "blocks"
     """Histograms of elements. "numbers": none, at a fifth of the cost. "exponents": magnitudes. "blocks": magnitudes,
     and distances below the amax of the element's block for every block size; what-if needs them. "anatomy": also the
-    parts of each error (`measure.anatomy`), at about five times the cost of "blocks"."""
+    parts of each error (`measure.walk.anatomy`), at about five times the cost of "blocks"."""
     light: bool = True
     """Note the amax of inputs and gradients in every step, in a ring that a trigger writes to the run folder."""
     flight: Annotated[int, Field(ge=1, le=65_536)] = 64

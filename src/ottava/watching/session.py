@@ -44,8 +44,7 @@ from ottava.record.writer import RunWriter
 from ottava.watching.checks import Checks
 from ottava.watching.collector import Collector, DumpPlan
 from ottava.watching.config import EVERY, WatchConfig
-from ottava.watching.doors import DoorTap
-from ottava.watching.interventions import Interventions
+from ottava.watching.doors import DoorTap, Interventions
 from ottava.watching.loss import LossTap
 from ottava.watching.manifest import coverage, start_of_run
 from ottava.watching.modules import ModuleTap
