@@ -88,12 +88,15 @@ class Sink(Protocol):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the numbers of a look, by tag."""
+        return
 
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
         """Shows a histogram of a look; len(edges) == len(counts) + 1."""
+        return
 
     def worst(self, step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> None:
         """Shows the worst tensors of a look, worst first, with the numbers of the step: loss, grad_norm, ..."""
+        return
 
     def close(self) -> None:
         """Ends the run."""
