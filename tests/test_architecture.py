@@ -52,7 +52,7 @@ READS_ENVIRONMENT = {
 NO_MIRROR = {
     "ottava.debug": "a table of public names, tested with that of `ottava` in base/test_first_use.py",
     "ottava.compat.transformer_engine.pytorch.fp8": "other names of what `quantization` has, tested there",
-    "ottava.doors.megatron_linear": "the linears of `megatron`, tested there; both wait for Megatron Core",
+    "ottava.doors.megatron": "the linears of `megatron`, tested there; both wait for Megatron Core",
     "ottava.__main__": "three lines, run by every test of the command line",
 }
 """Modules without a test file of their own, with the reason."""

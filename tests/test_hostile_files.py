@@ -27,10 +27,10 @@ from safetensors.torch import save_file
 import ottava
 from ottava.base.untrusted import parse_json, parse_yaml
 from ottava.cli.app import app, exit_code
+from ottava.interop.contents import StateFileError, read_scaling_state
 from ottava.interop.event_file import EventWriter, masked_crc, read_scalars
 from ottava.interop.importers import import_run
 from ottava.interop.safe_pickle import DamagedError, load_pickle
-from ottava.interop.state_file import StateFileError, read_scaling_state
 from ottava.measure.walk import measure
 from ottava.nn.plan import Device
 from ottava.record.amaxes import FILE_NAME, read_series

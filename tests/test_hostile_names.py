@@ -22,7 +22,7 @@ from ottava.record.reader import Run
 from ottava.record.schema import SlotKey
 from ottava.record.writer import RunWriter
 from ottava.report.page import make_report
-from ottava.train.report import render_report
+from ottava.train.demo import render_report
 from ottava.train.verdict import DemoResult, Machinery, RunResult
 
 NAMES = (

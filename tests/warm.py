@@ -35,7 +35,7 @@ PRELOADED = [
     "ottava.train.loop",
     "ottava.nn",
 ]
-PRELOADED += ["ottava.watching.session", "ottava.record.reader", "ottava.train.report"]
+PRELOADED += ["ottava.watching.session", "ottava.record.reader", "ottava.train.demo"]
 PRELOADED += ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel"]
 
 

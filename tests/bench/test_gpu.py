@@ -123,7 +123,7 @@ def test_the_block_is_causal_and_the_seed_layer_is_not() -> None:
     x = torch.randn(2, 6, 32)
     later = x.clone()
     later[:, 4] += 1
-    for layer, causal in ((gpu.Block(32, 64, 4, 2), True), (gpu.SeedLayer(32, 64, 4, 2), False)):
+    for layer, causal in ((gpu.DecoderLayer(32, 64, 4, 2), True), (gpu.SeedLayer(32, 64, 4, 2), False)):
         y, changed = layer(x), layer(later)
         assert y.shape == x.shape
         assert torch.equal(y[:, :4], changed[:, :4]) is causal

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from ottava.bench import cpu
-from ottava.bench.models import FFN, HEADS, KV_HEADS, TOKENS, WIDTH, Block, SmolLM2, blocks
+from ottava.bench.models import FFN, HEADS, KV_HEADS, TOKENS, WIDTH, GPTBlock, SmolLM2, blocks
 
 
 def test_the_block_is_a_block() -> None:
     """Causal: a token does not see later ones; shapes stay."""
     torch.manual_seed(0)
-    block = Block(32, 4)
+    block = GPTBlock(32, 4)
     x = torch.randn(2, 6, 32)
     y = block(x)
     later = x.clone()

@@ -12,7 +12,7 @@ from torch import nn
 
 import ottava
 from ottava.bench.method import Run
-from ottava.bench.rivals import EMULATORS, RECIPES, RIVALS, contenders, emulated, missing
+from ottava.bench.models import EMULATORS, RECIPES, RIVALS, contenders, emulated, missing
 
 SMOKE = Run(torch.device("cpu"), smoke=True, rounds=2, compiled=False)
 

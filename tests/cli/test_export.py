@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 import ottava
 from command import run
 from ottava.base.untrusted import UntrustedError
-from ottava.interop.state_file import StateFileError, read_scaling_state
+from ottava.interop.contents import StateFileError, read_scaling_state
 from serving_samples import TEXT, exported
 
 # --- inspect ---------------------------------------------------------------------------------------------------------

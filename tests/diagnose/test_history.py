@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.diagnose.history import DEFAULT_SETTINGS, Outcome, predict_scales, replay
+from ottava.diagnose.history import DEFAULT_SETTINGS, HistoryScore, predict_scales, replay
 from ottava.engine.quantizer import LinearQuantizers
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
@@ -44,7 +44,7 @@ def clips(value: np.float32, name: str) -> bool:
 
 def loop(
     series: list[float], name: str, setting: Setting, *, guard_bits: int = 3, pow2: bool = False
-) -> tuple[Outcome, list[int], list[float]]:
+) -> tuple[HistoryScore, list[int], list[float]]:
     """(what one tensor would have met, the steps that clipped, the scales used)."""
     largest = float(torch.finfo(CODES[name]).max)
     window: list[np.float32] = []
@@ -68,13 +68,13 @@ def loop(
         lost.append(max(0.0, math.log2(scale_for(amax, largest, 0, pow2) / np.float64(scale))))
         window = [*window, amax][-setting.amax_history_len :]
     if not lost:
-        return Outcome(0, 0, 0.0, 0.0, 0.0, 0), [], used_scales
+        return HistoryScore(0, 0, 0.0, 0.0, 0.0, 0), [], used_scales
     p99 = sorted(lost)[math.ceil(0.99 * len(lost)) - 1]
-    outcome = Outcome(len(lost), len(clipped_at), worst, sum(lost) / len(lost), p99, fires)
+    outcome = HistoryScore(len(lost), len(clipped_at), worst, sum(lost) / len(lost), p99, fires)
     return outcome, clipped_at, used_scales
 
 
-def assert_same(got: Outcome, wanted: Outcome) -> None:
+def assert_same(got: HistoryScore, wanted: HistoryScore) -> None:
     """Counts exactly; what a logarithm made to 12 digits."""
     assert (got.casts, got.clipped, got.guard_fires) == (wanted.casts, wanted.clipped, wanted.guard_fires)
     for name in ("worst_clip_octaves", "lost_bits_mean", "lost_bits_p99"):
@@ -147,7 +147,7 @@ def test_numbers_by_hand() -> None:
     recording = Recording.of({"fc.input": ("E4M3", [1, 2, 1, 8, 1])})
     (outcome,) = replay(recording, [Setting(2)]).outcomes
     assert predict_scales(recording, Setting(2)).flatten().tolist() == [448, 448, 224, 224, 56]
-    assert outcome.total == Outcome(5, 2, 2.0, 4 / 5, 3.0, 2)
+    assert outcome.total == HistoryScore(5, 2, 2.0, 4 / 5, 3.0, 2)
     assert outcome.clipped_steps == 2
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ottava.diagnose.loss import LossCurve, robust_distance
+from ottava.diagnose.loss import LossCurve
 
 STEPS = np.arange(1, 201)
 
@@ -66,12 +66,6 @@ def test_gap_to_another_curve() -> None:
     assert late == pytest.approx(2, abs=4 * error + 0.3)
     assert abs(drift) < 1
     assert 0 < error < 1
-
-
-def test_distance_needs_a_beginning() -> None:
-    distance = robust_distance(falling())
-    assert np.isnan(distance[:16]).all()
-    assert not np.isnan(distance[16:]).any()
 
 
 def test_jumps_are_measured_in_noise() -> None:

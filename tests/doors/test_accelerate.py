@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from hf_samples import batch, copied, made, same
-from ottava.engine.layer import quantized_layers
+from ottava.engine.functional import quantized_layers
 from ottava.optim import AdamW
 
 accelerate = pytest.importorskip("accelerate")

@@ -15,7 +15,7 @@ from torch import nn
 from hf_samples import CONFIGS, batch, copied, hf, made, rows, same, saved, train
 from ottava.doors.entries import HISTORIES
 from ottava.doors.transformers import OttavaConfig
-from ottava.engine.layer import quantized_layers
+from ottava.engine.functional import quantized_layers
 from ottava.nn import assert_fp8, receipt
 from ottava.optim import AdamW
 from ottava.recipe import RECIPES, get_recipe

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import ottava
-from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.engine.functional import QuantizedLayer, quantized_layers
 
 
 def test_layers_are_found_in_the_order_of_the_model() -> None:

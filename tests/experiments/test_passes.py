@@ -11,9 +11,8 @@ from torch import Tensor, nn
 import ottava
 from ottava.experiments.bisect import Ablation
 from ottava.experiments.casts import casts_of, only_without
-from ottava.experiments.passes import AS_IT_RAN, Gradients, Player
-from ottava.experiments.program import Operation, Program, Recorder
-from ottava.experiments.surroundings import Kept, NotReplayableError, random_kept
+from ottava.experiments.program import AS_IT_RAN, Gradients, Operation, Player, Program, Recorder
+from ottava.experiments.snapshot import Kept, NotReplayableError, random_kept
 
 CALLS = ["fc1", "fc2"]
 

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import ottava
-from ottava.interop.contents import TensorFacts, read_contents
-from ottava.interop.state_file import StateFileError
+from ottava.interop.contents import StateFileError, TensorFacts, read_contents
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ottava
-from ottava.interop.state_file import StateFileError, TensorState, read_scaling_state
+from ottava.interop.contents import StateFileError, TensorState, read_scaling_state
 
 FP8_MAX = {"fwd": 448.0, "bwd": 57344.0}
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.engine.layer import quantized_layers
+from ottava.engine.functional import quantized_layers
 from ottava.nn import GroupedLinear, Linear, permute, sort_by_expert, unpermute
 from ottava.nn.convert import plan_model
 from ottava.ops.quantize import refuse_turn

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.nn.layer import Layer, LayerView, Linear, Projection, ViewOwner, rows_of, split_projections
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava.engine.layer import quantized_layers
+from ottava.engine.functional import quantized_layers
 from ottava.nn import ActivatedLinear, LayerNorm, Linear, NormLinear, RMSNorm
 from ottava.nn.norms import LayerNormFormula, RMSNormFormula, make_norm
 from ottava.recipe import Recipe

@@ -9,7 +9,7 @@ from ottava.base.text import number, rounded_alike
 from ottava.measure.tally import Tally, tally_fields
 from ottava.record.reader import Run, Table
 from ottava.record.schema import SlotKey
-from ottava.report.payload import MAX_BYTES, all_rounded, pack, payload, shown_alike, thinned, unpack
+from ottava.report.page import MAX_BYTES, all_rounded, pack, payload, shown_alike, thinned, unpack
 
 
 def test_packing_keeps_twelve_bits_and_what_is_not_finite() -> None:

@@ -28,7 +28,7 @@ from ottava.serving.answers import (
 )
 from ottava.serving.evaluate import evaluate
 from ottava.serving.source import Source, Weight
-from ottava.train.views import open_view
+from ottava.train.llama import open_view
 from serving_samples import CONFIG, LENGTH, TEXT, exported, learned, view
 
 

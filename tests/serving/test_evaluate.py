@@ -17,8 +17,8 @@ from ottava.serving.answers import Answers, ChunkMean, View
 from ottava.serving.difference import Difference, Differences
 from ottava.serving.evaluate import RULES, Compared, Evaluation, Generation, evaluate, judge, render_page, write_page
 from ottava.serving.source import Source, Weight, cast_of
+from ottava.train.llama import open_view
 from ottava.train.model import ByteTransformer
-from ottava.train.views import open_view
 from ottava.weights.layouts import LAYOUTS
 from serving_samples import PROSE, TEXT, exported, learned, view
 

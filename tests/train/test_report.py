@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ottava.train.report import Strip, difference_chart, heat_grids, loss_chart, render_picture, render_report
+from ottava.train.demo import Strip, difference_chart, heat_grids, loss_chart, render_picture, render_report
 from ottava.train.verdict import DemoResult, RunResult
 from page_checker import Checker
 

@@ -10,8 +10,8 @@ import torch
 from ottava.train.checkpoint import CheckpointError
 from ottava.train.config import load_config
 from ottava.train.data import DataError
+from ottava.train.llama import open_view, texts_of
 from ottava.train.loop import Trainer
-from ottava.train.views import open_view, texts_of
 from serving_samples import exported
 
 TINY = ["model.d_model=64", "model.layers=1", "model.heads=2", "model.ffn=64", "sequence_length=16", "batch_size=2"]

@@ -11,7 +11,7 @@ import ottava
 from ottava.engine.quantizer import Quantizer
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.recipe import RECIPES, Recipe
-from ottava.watching.checks import Checks, check_history, check_master, check_operands, share_beyond_a_step
+from ottava.watching.checks import Checks, check_history, check_operands, share_beyond_a_step
 
 SPECS = {str(spec): spec for r in RECIPES.values() for g in (r.fprop, r.dgrad) for spec in (g.lhs, g.rhs) if spec}
 
@@ -146,19 +146,6 @@ def test_a_history_that_moves_twice_a_step(history: list[float], twice: bool) ->
     facts = check_history(door_with(history))
     assert (facts is not None) == twice
     assert check_history(Quantizer()) is None
-
-
-def test_master_weights() -> None:
-    x = tensor().float()
-    parameter = ottava.quantize(x, SPECS["E4M3[tensor]"])
-    assert check_master(x, parameter) is None
-    assert check_master(x, parameter.dequantize(torch.float32)) is None
-    coarse = ottava.quantize(x, ottava.QuantizationSpec(ottava.E5M2)).dequantize(torch.float32)
-    for wrong in (parameter, parameter.dequantize(torch.float32)):
-        facts = check_master(1.2 * x, wrong)
-        assert facts is not None
-        assert facts["check"] == "master"
-    assert check_master(coarse, parameter) is not None
 
 
 def test_a_place_is_reported_once() -> None:

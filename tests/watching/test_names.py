@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ottava.watching.names import ModuleNames, walk
+from ottava.watching.modules import ModuleNames, walk
 
 
 def block() -> nn.Sequential:

@@ -1,7 +1,7 @@
 """Numbers, time and names as people read them, in pages, tables and messages; and values as JSON.
 
 report/draw.js writes numbers in the browser in the same way. Both round the exact value to three digits, halves away
-from zero, and `report.payload` packs numbers so that both sides round alike.
+from zero, and `report.page` packs numbers so that both sides round alike.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.bench.method import Timing, interleaved, versions
-from ottava.bench.models import FFN, TOKENS, WIDTH, Block, PlainByteTransformer, SmolLM2, blocks
-from ottava.bench.rivals import EMULATORS, emulated
+from ottava.bench.models import EMULATORS, FFN, TOKENS, WIDTH, GPTBlock, PlainByteTransformer, SmolLM2, blocks, emulated
 from ottava.engine.quantizer import WeightQuantizer
 from ottava.kernels import reference
 from ottava.kernels.native import build as native_build
@@ -249,7 +248,7 @@ def _linear(settings: Settings) -> Iterator[Case]:
 def _block(settings: Settings) -> Iterator[Case]:
     width, heads, tokens, sequences = BLOCK_SIZES
     x, dy = torch.randn(sequences, tokens, width), torch.randn(sequences, tokens, width)
-    models = _models(lambda: Block(width, heads))
+    models = _models(lambda: GPTBlock(width, heads))
     variants = _steps(models, x, dy, settings.compiled)
     timings = settings.time(variants, _updates(variants, models))
     yield Case("block", f"d={width} h={heads} T={tokens} B={sequences}, fwd+bwd", timings, _kept(models, x))
@@ -265,7 +264,7 @@ def _statistics(settings: Settings) -> Iterator[Case]:
     width, heads, tokens, sequences = BLOCK_SIZES
     x, dy = torch.randn(sequences, tokens, width), torch.randn(sequences, tokens, width)
     for recipe in ("tensorwise", "blockwise"):
-        model = _models(lambda: Block(width, heads), (recipe,), others=())[f"ottava {recipe}"]
+        model = _models(lambda: GPTBlock(width, heads), (recipe,), others=())[f"ottava {recipe}"]
         step = _steps({recipe: model}, x, dy, False)[recipe]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # a step of the watch ends with this optimizer's step
 

@@ -40,8 +40,7 @@ from ottava.bench.method import (
     step_bytes,
     versions,
 )
-from ottava.bench.models import PlainByteTransformer
-from ottava.bench.rivals import Contender, contenders, missing
+from ottava.bench.models import Contender, PlainByteTransformer, contenders, missing
 from ottava.engine.state import ScalingState
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
@@ -328,7 +327,7 @@ def host(run: Run) -> dict[str, Any]:
     return {"rows": rows}
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """A Llama decoder layer without positions: RMSNorm, grouped-query causal attention, RMSNorm, SwiGLU."""
 
     def __init__(self, hidden: int, wide: int, heads: int, groups: int) -> None:
@@ -374,7 +373,7 @@ def block(run: Run) -> dict[str, Any]:
         def make(sizes: tuple[int, int, int, int] = sizes) -> nn.Module:
             torch.manual_seed(0)
             with run.device:
-                return Block(*sizes).to(torch.bfloat16)
+                return DecoderLayer(*sizes).to(torch.bfloat16)
 
         x, dy = normal(run, *tokens, sizes[0]).requires_grad_(), normal(run, *tokens, sizes[0])
         rows += layers(run, make, x, dy, {"what": name, "shape": [*tokens, *sizes]})

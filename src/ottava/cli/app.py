@@ -44,7 +44,7 @@ from ottava.cli.watch import import_run, plot, report, table, watch
 BUG, INTERRUPTED = 70, 130
 
 
-class Group(TyperGroup):
+class Commands(TyperGroup):
     """Commands with whole sentences in the help; an unknown one is refused with all names and the nearest."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -65,7 +65,7 @@ class Group(TyperGroup):
 
 app = typer.Typer(
     name="ottava",
-    cls=Group,
+    cls=Commands,
     help="Train transformers in FP8 and see exactly where FP8 hurts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -86,7 +86,7 @@ _add(inspect, export, consolidate, parity)
 app.command("eval")(evaluate)
 # every word after the script belongs to the script
 app.command(context_settings={"allow_interspersed_args": False})(watch)
-app.add_typer(bench, name="bench", cls=Group)
+app.add_typer(bench, name="bench", cls=Commands)
 
 
 def _print_version(requested: bool) -> None:

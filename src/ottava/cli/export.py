@@ -263,7 +263,7 @@ def evaluate(
     transformers is missing; 4 for a folder that cannot be read.
     """
     from ottava.serving.evaluate import evaluate as compare
-    from ottava.train.views import open_view, texts_of
+    from ottava.train.llama import open_view, texts_of
 
     first, second = open_view(a, recipe_a), open_view(b, recipe_b)
     found = compare(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.diagnose.history import replay
     from ottava.diagnose.what_if import predict
     from ottava.experiments.bisect import bisect
-    from ottava.interop.state_file import read_scaling_state
+    from ottava.interop.contents import read_scaling_state
     from ottava.measure.observer import Observation, Slots, observe
     from ottava.measure.statistics import STATISTICS, Statistic
     from ottava.record.amaxes import read_series
@@ -27,7 +27,7 @@ _HOMES = MappingProxyType(
         "ottava.diagnose.diagnose": ("diagnose",),
         "ottava.diagnose.history": ("replay",),
         "ottava.diagnose.what_if": ("predict",),
-        "ottava.interop.state_file": ("read_scaling_state",),
+        "ottava.interop.contents": ("read_scaling_state",),
         "ottava.measure.observer": ("Observation", "Slots", "observe"),
         "ottava.measure.statistics": ("STATISTICS", "Statistic"),
         "ottava.record.amaxes": ("read_series",),

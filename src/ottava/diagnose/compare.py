@@ -31,12 +31,13 @@ from typing import Any, Literal
 import numpy as np
 
 from ottava.base.errors import unknown_name
+from ottava.base.settings import flatten
 from ottava.base.text import finite
 from ottava.diagnose.difference import bare, compare_batches, differences
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import LossCurve
 from ottava.measure import limits
-from ottava.measure.layer_names import SYMBOLS, only_simulated
+from ottava.measure.layer_names import only_simulated, symbol
 from ottava.numerics.formats import E4M3, FORMATS
 from ottava.record.reader import Run, Table
 from ottava.record.schema import RunError
@@ -352,7 +353,7 @@ def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], left_at: in
     first = ordered[0]
     then: list[str] = []
     for entry in ordered[1:]:
-        name = f"{entry['layer']}.{SYMBOLS.get(entry['tensor'], entry['tensor'])} at step {entry['step']}"
+        name = f"{entry['layer']}.{symbol(entry['tensor'])} at step {entry['step']}"
         if entry["layer"] != first["layer"] and all(not t.startswith(f"{entry['layer']}.") for t in then):
             then.append(name)
     return {
@@ -391,7 +392,7 @@ def _config(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[dict[str, A
     """The settings that differ; those of the training come first."""
     differences = []
     for section in ("config", "versions", "host", "settings"):
-        a, b = _flat(good.get(section) or {}), _flat(bad.get(section) or {})
+        a, b = flatten(good.get(section) or {}), flatten(bad.get(section) or {})
         for key in dict.fromkeys((*a, *b)):
             if a.get(key) != b.get(key):
                 name = key if section == "config" else f"{section}.{key}"
@@ -400,13 +401,6 @@ def _config(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[dict[str, A
     if recipes[0] != recipes[1]:
         differences.append({"key": "layers.recipe", "good": ", ".join(recipes[0]), "bad": ", ".join(recipes[1])})
     return differences
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _verdict(
@@ -426,11 +420,11 @@ def _verdict(
     if first is None:
         parts.append(f"In {compared} looks no cast leaves the good run's band.")
     else:
-        symbol = SYMBOLS.get(first["tensor"], first["tensor"])
         low, high = (f"{b:.4g}" for b in first["good_band"])
         parts.append(
-            f"First to leave the good run's band: {first['layer']}.{symbol} at step {first['step']}, {first['metric']} "
-            f"{first['value']:.4g} (good: {low} to {high}), in the {first['direction']}{said_of_lead(first)}."
+            f"First to leave the good run's band: {first['layer']}.{symbol(first['tensor'])} at step {first['step']}, "
+            f"{first['metric']} {first['value']:.4g} (good: {low} to {high}), in the "
+            f"{first['direction']}{said_of_lead(first)}."
         )
     if loss["left_at"] is not None:
         stays = loss["diverged_at"]
@@ -443,10 +437,9 @@ def _verdict(
         parts.append(f"The loss stays in the good run's band (last {loss['good']:.4g} and {_text(loss['bad'])}).")
     worst = next((entry for entry in ranked if entry["unit"] != "octaves"), None)
     if first is not None and worst is not None:
-        symbol = SYMBOLS.get(worst["tensor"], worst["tensor"])
         parts.append(
-            f"Most damaged: {worst['layer']}.{symbol}, {worst['metric']} {worst['bad']:.4g} instead of "
-            f"{worst['good']:.4g} at step {worst['step']}."
+            f"Most damaged: {worst['layer']}.{symbol(worst['tensor'])}, {worst['metric']} {worst['bad']:.4g} "
+            f"instead of {worst['good']:.4g} at step {worst['step']}."
         )
     return " ".join(parts)
 

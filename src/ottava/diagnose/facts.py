@@ -200,15 +200,9 @@ class Facts:
         """Layers in the order of the first forward."""
         return list(dict.fromkeys(str(n) for n in self.table["layer"]))
 
-    def worst_casts(self, layer: str | None = None, tensor: str | None = None) -> Table:
-        """The rows of real casts of one layer and tensor; of all if they are None."""
-        table = self.table
-        keep = np.array([s != "hook" for s in table["source"]], dtype=bool)
-        if layer is not None:
-            keep &= table["layer"] == layer
-        if tensor is not None:
-            keep &= table["tensor"] == tensor
-        return table.take(np.flatnonzero(keep))
+    def real_casts(self) -> Table:
+        """The rows of real casts."""
+        return self.table.take([i for i, source in enumerate(self.table["source"]) if source != "hook"])
 
     @property
     def blocks(self) -> int:

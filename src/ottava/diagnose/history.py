@@ -35,7 +35,7 @@ DEFAULT_SETTINGS = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class HistoryScore:
     """The effect of a setting on one tensor, or on all tensors."""
 
     casts: int
@@ -57,18 +57,18 @@ class SettingOutcome:
     """The effect of one setting."""
 
     setting: Setting
-    total: Outcome
+    total: HistoryScore
     """Sum over all tensors."""
     clipped_steps: int
     """Steps in which at least one tensor clipped."""
     unbeaten: bool
     """True if no other setting clips less without losing more, or loses less without clipping more."""
-    tensors: tuple[Outcome, ...]
+    tensors: tuple[HistoryScore, ...]
     """In the order of the recording's tensors."""
 
 
 @dataclass(frozen=True)
-class Replay:
+class HistoryReplay:
     """The settings, ranked: fewest clipped casts first, then least lost bits on average, then the shortest window."""
 
     recording: Recording
@@ -132,7 +132,7 @@ def _row(outcome: SettingOutcome, *, own: bool) -> str:
     )
 
 
-def replay(recording: Recording, settings: Iterable[Setting] = DEFAULT_SETTINGS) -> Replay:
+def replay(recording: Recording, settings: Iterable[Setting] = DEFAULT_SETTINGS) -> HistoryReplay:
     """Replays the recorded amaxes under every setting, and under the run's own.
 
     Args:
@@ -163,7 +163,7 @@ def replay(recording: Recording, settings: Iterable[Setting] = DEFAULT_SETTINGS)
         for o, key in zip(outcomes, keys, strict=True)
     ]
     ranked = sorted(marked, key=lambda o: (o.total.clipped, o.total.lost_bits_mean, o.setting.amax_history_len))
-    return Replay(recording, tuple(ranked))
+    return HistoryReplay(recording, tuple(ranked))
 
 
 def predict_scales(recording: Recording, setting: Setting) -> Tensor:
@@ -216,7 +216,7 @@ def _casts(recording: Recording) -> list[_Casts]:
 
 
 def _evaluate(setting: Setting, casts: list[_Casts]) -> SettingOutcome:
-    tensors: dict[int, Outcome] = {}
+    tensors: dict[int, HistoryScore] = {}
     all_lost: list[Tensor] = []
     clips_of_step = torch.zeros(casts[0].amax.shape[1], dtype=torch.int64)
     for kind in casts:
@@ -260,9 +260,9 @@ def _window(amax: Tensor, reach: int) -> Tensor:
     return torch.cat([torch.zeros_like(amax[:, :1]), widest[:, :-1]], dim=1)
 
 
-def _outcome(lost: Tensor, clipped: int, worst: float, fires: int) -> Outcome:
+def _outcome(lost: Tensor, clipped: int, worst: float, fires: int) -> HistoryScore:
     casts = lost.numel()
     if not casts:
-        return Outcome(0, 0, 0.0, 0.0, 0.0, 0)
+        return HistoryScore(0, 0, 0.0, 0.0, 0.0, 0)
     p99 = lost.kthvalue(math.ceil(0.99 * casts)).values
-    return Outcome(casts, clipped, worst, float(lost.mean()), float(p99), fires)
+    return HistoryScore(casts, clipped, worst, float(lost.mean()), float(p99), fires)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ottava.measure.limits import GAUSSIAN, LEAST, WINDOW, robust_z
+from ottava.measure.limits import GAUSSIAN, LEAST
 
 Values = npt.NDArray[Any]
 _SPIKE = 6.0  # standard deviations
@@ -26,24 +26,6 @@ _FEW = 12  # losses; fewer have no course
 _REACH = 5  # losses that the running median reaches ahead, and their neighbours
 _AROUND = 2  # losses on either side that make the band of a good run
 _GAP = 0.01  # of the loss
-
-
-def robust_distance(values: Values) -> Values:
-    """`robust_z` of each value over the 64 values before it; NaN for the first 16.
-
-    Example:
-        >>> curve = np.array([2.0 + 0.01 * (i % 3) for i in range(40)] + [3.0])
-        >>> bool(robust_distance(curve)[-1] > 50), int(np.isnan(robust_distance(curve)).sum())
-        (True, 16)
-    """
-    values = np.asarray(values, dtype=np.float64)
-    distances = np.full(len(values), np.nan)
-    for i in range(LEAST, len(values)):
-        window = values[max(0, i - WINDOW) : i]
-        window = window[np.isfinite(window)]
-        if len(window) >= LEAST:
-            distances[i] = robust_z(values[i], window)
-    return distances
 
 
 class LossCurve:

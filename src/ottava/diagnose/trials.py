@@ -288,7 +288,7 @@ def damage(facts: Facts, layers: Sequence[str] = (), last: float = math.inf) -> 
         layers: only these; none: all.
         last: only looks up to this step.
     """
-    table = facts.worst_casts()
+    table = facts.real_casts()
     keep = (np.asarray(table["step"]) <= last) & np.array(
         [not layers or n in layers for n in table["layer"]], dtype=bool
     )

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from ottava.base.errors import need
-from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.engine.state import after_steps
 from ottava.nn.layer import LayerView
 from ottava.nn.sharding import all_gather

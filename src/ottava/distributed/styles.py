@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 
-from ottava.engine.layer import quantized_layers
+from ottava.engine.functional import quantized_layers
 from ottava.nn.attention import DotProductAttention, MaskRule
 from ottava.nn.convert import convert
 from ottava.nn.cross_entropy import LinearCrossEntropy

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ottava.base.errors import need
+from ottava.engine.functional import quantized_layers
 from ottava.engine.groups import mesh_group
-from ottava.engine.layer import quantized_layers
 from ottava.weights.parameter import is_quantized_weight
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from ottava.base.errors import need
 from ottava.doors.entries import take_histories
 from ottava.doors.host import need_host, refuse_model
-from ottava.engine.layer import quantized_layers
+from ottava.engine.functional import quantized_layers
 from ottava.nn.convert import convert
 from ottava.recipe import Recipe
 

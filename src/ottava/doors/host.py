@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ottava.base.errors import need, unknown_name
-from ottava.engine.layer import QuantizedLayer
+from ottava.engine.functional import QuantizedLayer
 from ottava.nn.plan import default_filter
 
 

@@ -65,7 +65,7 @@ class Session:
 
     def touch(self, state: Rolls) -> None:
         """Notes that a layer of this state ran."""
-        self._states[id(state)] = state
+        self._states[id(state)] = state  # by identity: two models may have equal states
 
     def note(self, notes: list[Any]) -> None:
         """Keeps what casts have seen until the boundary; an exception that ends the autocast drops it."""
@@ -127,12 +127,13 @@ class Ambient:
     def asked_of(self, layer: str, own: Recipe) -> Recipe:
         """The same, but of a disabled autocast too: a calibration prepares for it."""
         if self.batch_invariant and not torch.compiler.is_compiling():
+            # first the recipe that would run, then its twin that is batch invariant
             return made_invariant(replace(self, batch_invariant=False).asked_of(layer, own))
         if self.recipe is None:
             # compiled code takes no recipe that is made while it is traced: its layers run uncompiled then
             plain = self.accumulator is None or torch.compiler.is_compiling()
             return own if plain else _under(own, self.accumulator)
-        if not self.recipe.overrides:
+        if not self.recipe.overrides:  # one object for all layers: plans are kept by the identity of its specs
             return self.recipe
         if torch.compiler.is_compiling():
             return getattr(_COMPILED_VIEW, _view_name(id(self.recipe), layer))  # type: ignore[no-any-return]
@@ -449,7 +450,7 @@ def in_tiles(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
     whole = all(x.shape[-1] % (2 * LANES) == 0 for x in rows)  # also in the halves of a gated activation
     # torch runs the ends of a tensor by scalar code with other roundings than its vectors: tiles of one size have no
     # such ends at all, or all rows have them
-    tile = max(1, _TILE // max(wide, 1)) if whole else 1
+    tile = max(1, _TILE // max(wide, 1)) if whole else 1  # rows alone, where a row itself ends inside a vector
     if short := -count % tile:
         rows = [torch.nn.functional.pad(x, (0, 0, 0, short)) for x in rows]
     made = [function(*(x[i : i + tile].contiguous() for x in rows)) for i in range(0, max(count, 1), tile)]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ottava.engine.quantizer import LinearQuantizers, Notes, Quantizer, Record
 from ottava.kernels.native import build as native_build
@@ -141,13 +141,13 @@ class Call:
         linked: whether there will be a backward.
         """
         if self.session_note is not None:
-            self.session_note(notes)
+            self.session_note(notes)  # the autocast keeps them until its boundary
         elif linked:
-            return notes
+            return notes  # the backward hands them over, together with those of dy
         elif self.note is not None:
-            self.unlinked = notes
+            self.unlinked = notes  # a frozen layer: the next backward of the model takes them
         else:
-            self.take(notes)
+            self.take(notes)  # nobody collects: the doors stage at once
         return []
 
     def take(self, notes: Notes) -> None:
@@ -247,7 +247,7 @@ class _Linear(torch.autograd.Function):
         if call.exchange is not None:
             # codes and scales travel, a byte a number: the cast came first
             x_row = call.exchange.gather("input", x_row, 0)
-        dtype = rows.dtype
+        dtype = rows.dtype  # not that of x: a norm reads fp32, and under autocast its linear runs in 16 bits
         y, w_col = forward_gemm(call, x_row, weight, bias, dtype, needs_dx=needs_dx, record=record)
         ctx.call, ctx.dtypes = call, (dtype, weight.dtype, None if bias is None else bias.dtype)
         # a Producer's own tensors serve only the gradients of what it read and of its parameters
@@ -289,7 +289,7 @@ class _Linear(torch.autograd.Function):
             call.take(notes)
         if call.after_backward is not None:
             call.after_backward()
-        return None, None, dx, dw, db, *(d_parameters or [None] * len(needed))
+        return None, None, dx, dw, db, *(d_parameters or [None] * len(needed))  # call and grad mode are no tensors
 
 
 def refuse_second_derivative(what: str, instead: str) -> None:
@@ -360,7 +360,7 @@ def backward_gemms(
     )
     if call.exchange is not None:
         dy_row = call.exchange.gather("grad_output", dy_row, 0) if needs_dx else None
-        dy_col = call.exchange.gather("grad_output", dy_col, 1) if needs_dw else None
+        dy_col = call.exchange.gather("grad_output", dy_col, 1) if needs_dw else None  # tokens are the columns of dy.T
     if needs_dx:  # (M, K) = dy (M, N) @ w.T (K, N).T
         dx = multiply(dy_row, w_col, dgrad, x_dtype, None, call.plans, call.records, "dgrad")
         if call.exchange is not None:
@@ -406,6 +406,7 @@ def _left_unmade(ctx: Any, produce: Producer, d_rows: Tensor, saved: Sequence[Te
     unmade = getattr(produce, "unmade_gradient", None)
     # autograd's graph tells who will receive this gradient: only a linear of ours casts what it makes
     node: Any = None if unmade is None else ctx.next_functions[0][0]
+    # a view changes no number: who stands behind it gets the same gradient
     while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"):
         node = node.next_functions[0][0]
     of_a_linear: Any = _Linear._backward_cls
@@ -499,7 +500,7 @@ def flattened(operands: Sequence[Operand | None]) -> tuple[list[Tensor | None], 
             nbytes += operand.data.nbytes + operand.scale_inv.nbytes if counted else 0
             nbytes += operand.aside.nbytes if counted and operand.aside is not None else 0
         elif isinstance(operand, QuantizedWeight):
-            tensors += (None, None, None)
+            tensors += (None, None, None)  # nothing to save: `unflattened` takes the weight itself
             described.append(operand)
         else:
             tensors += (operand, None, None)
@@ -516,3 +517,53 @@ def unflattened(tensors: Sequence[Tensor | None], described: Described) -> list[
         else (data if said is None else said)
         for data, scale_inv, aside, said in operands
     ]
+
+
+class QuantizedLayer(nn.Module):
+    """A module with three doors whose GEMMs run under a recipe."""
+
+    name: str
+    """Full name in the converted model; override patterns match it."""
+    recipe: Recipe
+    """As given to `convert`, overrides included."""
+    resolved: Recipe
+    """The recipe with this layer's overrides applied."""
+    quantizers: LinearQuantizers
+    """The doors of its input, weight and gradient."""
+    plans: dict[Any, GemmPlan]
+    """The plans of its GEMMs so far."""
+    last_call: Call | None
+    """Its last forward and backward; None: nothing has run yet."""
+    scaling_state: Any
+    """The `state.ScalingState` that decides when predicted scales change; the layers of a model share it."""
+    weight: Tensor
+    """(N, K), or in the layout of its module."""
+    bias: Any
+    """(N,) or None."""
+    in_features: int
+    """K."""
+    out_features: int
+    """N."""
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter that an optimizer holds: the weight, or the larger parameter with this piece."""
+        return self.weight
+
+    def adopt(self, recipe: Recipe, name: str) -> None:
+        """Takes a recipe and its full name in the model."""
+        raise NotImplementedError(f"{type(self).__name__}.adopt")
+
+
+def quantized_layers(model: nn.Module) -> list[QuantizedLayer]:
+    """The quantized layers of a model, in the order of its modules.
+
+    Example:
+        >>> import ottava
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+        >>> report = ottava.convert(model, "tensorwise")
+        >>> [layer.name for layer in quantized_layers(model)]
+        ['0']
+    """
+    # the order of modules is that of ranks too: a place in an all-reduce stands for a layer
+    return [module for module in model.modules() if isinstance(module, QuantizedLayer)]

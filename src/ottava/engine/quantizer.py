@@ -103,7 +103,7 @@ class Quantizer(nn.Module):
             row, col = self._predict(x, cast_row, cast_col, record)
         if isinstance(x, Tensor):
             row = x if rowwise and row_spec is None else row
-            col = x.t() if columnwise and col_spec is None else col
+            col = x.t() if columnwise and col_spec is None else col  # a view: high precision needs no copy
         return row, col
 
     def refuse_unmade(self, rows: UnmadeRows, *specs: QuantizationSpec | None) -> str | None:
@@ -154,6 +154,7 @@ class Quantizer(nn.Module):
     def _see(self, seen: Tensor, scale_inv: Tensor, record: Record) -> None:
         if record is not False:
             used = scale_inv.reshape(())
+            # a guarded cast fires where it uses another scale than the predicted one
             self._note(seen.reshape(()), (self.scale > 0) & (used != self.scale.reciprocal()), record)
 
     def calibrate(self, x: Tensor, spec: QuantizationSpec) -> None:
@@ -171,6 +172,7 @@ class Quantizer(nn.Module):
 
     def _note(self, seen: Tensor, fired: Tensor, record: Record) -> None:
         finite = seen.isfinite()
+        # an amax that is not finite never enters a history: it is counted (decision 4)
         now = torch.stack([torch.where(finite, seen, 0.0), (~finite).to(torch.float32), fired.to(torch.float32)])
         if isinstance(record, list):
             record.append((self, now))
@@ -179,7 +181,7 @@ class Quantizer(nn.Module):
 
     def stage(self, seen: Tensor) -> None:
         """Raises the staged values; seen: fp32 (3,)."""
-        self.staged.copy_(torch.maximum(self.staged, seen))
+        self.staged.copy_(torch.maximum(self.staged, seen))  # micro-batches share a boundary: the largest counts
 
     def prepare(self, spec: QuantizationSpec, device: torch.device | None = None) -> None:
         """Makes the buffers of a predicted spec; keeps as much of an earlier spec's history as fits."""
@@ -218,7 +220,7 @@ class Quantizer(nn.Module):
             for name in (*_BUFFERS, "staged"):
                 getattr(self, name).zero_()
             if not self.spec.bootstrap:
-                self.scale.fill_(1.0)
+                self.scale.fill_(1.0)  # TransformerEngine's start
 
     def _scale_under(self, spec: QuantizationSpec, device: torch.device | None = None) -> Tensor:
         """The scale that a spec derives from the history; evaluation asks for specs of other recipes, too."""
@@ -279,6 +281,7 @@ class Quantizer(nn.Module):
         with torch.no_grad():
             for name, tensor in loaded.items():
                 buffer = getattr(self, name)
+                # a copy into no memory would be lost
                 if buffer.is_meta and metadata.get("assign_to_params_buffers", False):
                     self.pack = None
                     setattr(self, name, tensor.to(buffer.dtype, copy=True))
@@ -444,7 +447,7 @@ class WeightQuantizer(Quantizer):
 
     def _reusable(self, x: Tensor, record: bool) -> bool:
         """Whether the door may keep a cast on an accelerator, or use a kept one."""
-        self._uses += record
+        self._uses += record  # evaluation does not say whether a step will cast more than once
         if _capturing(x) and self.graph is None:
             self._frozen_in = True  # a user's graph: its replays may change the weight unnoticed
         return record and self._reused and not self._frozen_in

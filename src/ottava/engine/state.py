@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from ottava.base.errors import need
 from ottava.base.text import listed
 from ottava.engine.autocast import Part
+from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.engine.groups import (
     agree,
     ddp_around,
@@ -46,7 +47,6 @@ from ottava.engine.groups import (
     take_part_in_join,
     when_wrapped,
 )
-from ottava.engine.layer import QuantizedLayer, quantized_layers
 from ottava.engine.quantizer import Notes, Quantizer, WeightQuantizer, stage
 from ottava.kernels.triton import roll as triton_roll
 from ottava.numerics.tensor import QuantizationSpec
@@ -193,6 +193,7 @@ class ScalingState:
         while self._unread:
             _, doors, lanes = self._unread.popleft()
             for ref, value in zip(doors, lanes[0].tolist(), strict=True):
+                # 0: the door was idle, and an earlier amax of this step stays
                 if value > 0 and (alive := ref()) is not None:
                     newest[id(alive)] = value
         return [
@@ -235,7 +236,7 @@ class ScalingState:
         """Counts a replay of a CUDA graph with these boundaries; it writes their amaxes to the same memory."""
         noted, entries = boundaries
         self.boundaries += noted
-        self._unread.extend(entries)
+        self._unread.extend(entries)  # the replay writes its amaxes into these very tensors
         for door in self.weight_doors():  # the graph may have changed the weights
             door.cached = None
 
@@ -253,7 +254,7 @@ class ScalingState:
         """A layer calls this in each training forward with predicted scales."""
         self.listen()
         self.moved_by_autocast = moved_by_autocast
-        self._excused.clear()
+        self._excused.clear()  # a forward that is not compiled lies between two steps again
         self.find_group(group)
         # said at the first forward that would predict, because a wrapped model without predicted scales is fine
         if self._refusal and self.group is None:
@@ -372,6 +373,7 @@ class ScalingState:
         if group is None or not live:
             return
         staged = _staged(doors, live[0].scale.device)
+        # zeros leave a largest value as it is
         dist.all_reduce(staged.zero_() if joined else staged, dist.ReduceOp.MAX, group=group)
         for door, column in zip(doors, staged.unbind(1), strict=True):
             if door.spec is not None and not joined:
@@ -425,7 +427,7 @@ class ScalingState:
     def _roll(self, due: list[Quantizer]) -> None:
         """One boundary for these doors, and for the doors that are due on another rank."""
         self.boundaries += 1  # on every rank, even if nothing ran
-        task = torch._C._current_graph_task_id()
+        task = torch._C._current_graph_task_id()  # the number of the running backward, -1 outside
         if task in self._notes:  # a hook steps inside of a backward
             self.stage(self._notes[task])
             self._notes[task] = []
@@ -495,7 +497,7 @@ class ScalingState:
         twin = memo.get(id(model)) if model is not None else None
         if twin is not None:
             copy._model = weakref.ref(twin)
-        copy.boundaries = self.boundaries
+        copy.boundaries = self.boundaries  # 0 would look like a start without a history
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -656,6 +658,7 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
         pack = members[0].pack
         if not isinstance(pack, _Pack) or not pack.holds(members, columns):
             pack = _Pack(members, columns)
+        # one launch for all doors of a spec
         if triton_roll.supports_roll(spec, pack.history, lanes) is None:
             counts = pack.nonfinite_count, pack.guard_count
             triton_roll.roll(spec, lanes, pack.index, pack.history, pack.scale, *counts, pack.staged)
@@ -669,7 +672,7 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
         pack.scale.copy_(torch.where(touched & usable, scale, pack.scale))
         pack.nonfinite_count.add_(nonfinite.to(torch.int64))
         pack.guard_count.add_(guard.to(torch.int64))
-        pack.staged.mul_(1 - due[:, None])
+        pack.staged.mul_(1 - due[:, None])  # the others wait for their own boundary
     for door in doors:
         if isinstance(door, WeightQuantizer) and door.spec is not None:
             door.cached = None  # the next forward casts again, so that its amax enters the next window

@@ -48,9 +48,9 @@ from torch import Tensor, nn
 
 from ottava.base.errors import unknown_name
 from ottava.base.text import finite
-from ottava.engine.layer import QuantizedLayer
+from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.casts import Casts, is_torchao, only_without
-from ottava.experiments.passes import Gradients, Player, Way
+from ottava.experiments.program import Gradients, Player, Way
 from ottava.experiments.replay import (
     Deviation,
     Loss,

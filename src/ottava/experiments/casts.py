@@ -20,9 +20,10 @@ from typing import Any
 from torch import nn
 
 from ottava.engine.autocast import Ambient
-from ottava.engine.layer import QuantizedLayer
+from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.handmade import Exact
-from ottava.experiments.passes import AS_IT_RAN, Way, without_casts
+from ottava.experiments.program import AS_IT_RAN, Way, without_casts
+from ottava.experiments.replay import only_pattern
 from ottava.nn.layer import Linear
 from ottava.nn.plan import default_filter
 from ottava.recipe import GEMMS, Override, Recipe, get_recipe
@@ -95,17 +96,13 @@ def only_without(casts: Casts, off: Collection[tuple[str, str]]) -> Way:
     left = {
         n: tuple((g, getattr(recipe, g)) for g in GEMMS if (n, g) not in off) for n, recipe in casts.recipes.items()
     }
-    overrides = tuple(Override(_only(name), gemms) for name, gemms in left.items() if gemms)
+    overrides = tuple(Override(only_pattern(name), gemms) for name, gemms in left.items() if gemms)
     recipe = replace(get_recipe("bf16"), name="ablation", overrides=overrides)
 
     def ambient(before: Ambient) -> Ambient:
         return replace(before, recipe=recipe, enabled=True) if casts.recipes else before
 
     return Way(ambient, lambda: _without(torchao, engine=False))
-
-
-def _only(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name) or "*"
 
 
 def _ran(layer: QuantizedLayer) -> Recipe | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.engine.autocast import autocast
-from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.engine.state import Advice
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.ops.gemm import whole

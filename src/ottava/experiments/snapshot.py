@@ -1,23 +1,178 @@
-"""Copies everything that a training step changes to memory, and restores it bit for bit.
+"""What a training step changes and a forward finds around itself: kept in memory, and restored bit for bit.
 
-It restores parameters and buffers in place, so that optimizers, compiled code and graphs still hold the right tensors.
-It also restores the optimizer's state in place; load_state_dict would cast FP32 moments of BF16 parameters to BF16.
+`Surroundings` are of one forward: random states, autocasts, training flags, small buffers. A `Snapshot` is of a whole
+training, between two steps. It restores parameters and buffers in place, so that optimizers, compiled code and graphs
+still hold the right tensors. It also restores the optimizer's state in place; load_state_dict would cast FP32 moments
+of BF16 parameters to BF16.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from ottava.engine.autocast import AMBIENT, Ambient
 from ottava.engine.quantizer import Quantizer, WeightQuantizer
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.record.random_state import random_states, set_random_states
+
+SMALL = 1 << 20
+"""Bytes of a tensor up to which it is copied; larger ones are kept by reference."""
+Autocasts = tuple[tuple[str, torch.dtype], ...]
+
+
+class NotReplayableError(RuntimeError):
+    """What was captured cannot be run again; the message is a sentence that says why."""
+
+
+class Kept:
+    """A tensor of the training that a replay will need: a copy if it is small, else a reference.
+
+    Args:
+        x: the tensor. A leaf that needs a gradient, such as a parameter, is kept as it is.
+        copies: whether a replay writes to it, so that each replay needs a copy.
+
+    Example:
+        >>> x = torch.ones(3)
+        >>> kept = Kept(x)
+        >>> _ = x.zero_()
+        >>> kept.value().tolist()
+        [1.0, 1.0, 1.0]
+    """
+
+    __slots__ = ("_copies", "_requires_grad", "_tensor", "_version")
+
+    def __init__(self, x: Tensor, *, copies: bool = False) -> None:
+        leaf = x.requires_grad and x.is_leaf
+        self._requires_grad = x.requires_grad and not isinstance(x, nn.Parameter)
+        self._copies, self._version = copies, None if x.is_inference() else x._version
+        self._tensor = x
+        if isinstance(x, nn.Parameter) or (leaf and not copies):
+            self._requires_grad = False
+            self._version = None
+        elif copies or (x.numel() * x.element_size() <= SMALL and not x.is_inference()):
+            self._tensor, self._copies, self._version = x.detach().clone(), True, None
+        else:
+            self._tensor = x.detach()
+
+    @property
+    def leaf(self) -> Tensor | None:
+        """The tensor if it is a leaf that needs a gradient."""
+        return self._tensor if self._tensor.requires_grad else None
+
+    def value(self) -> Tensor:
+        """The tensor as it was.
+
+        Raises:
+            NotReplayableError: something has written to it since.
+        """
+        if self._tensor.requires_grad:
+            return self._tensor
+        if self._version is not None and self._tensor._version != self._version:
+            shape = tuple(self._tensor.shape)
+            raise NotReplayableError(f"the training has overwritten a tensor {shape} that the step had read")
+        x = self._tensor.clone() if self._copies else self._tensor.detach()
+        return x.requires_grad_() if self._requires_grad else x
+
+
+@dataclass(frozen=True, eq=False)
+class Surroundings:
+    """The state around one forward."""
+
+    torch_random: Mapping[str, Tensor]
+    python_random: Any
+    numpy_random: Any
+    autocasts: Autocasts
+    ambient: Ambient
+    training: tuple[bool, ...]
+    """`training` of all modules, in the order of `modules()`."""
+    buffers: Mapping[int, Tensor]
+    """Number of a small buffer -> its copy."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Surroundings:
+        """The state at the beginning of a forward of this module."""
+        numpy = sys.modules.get("numpy")
+        return cls(
+            random_states(),
+            random.getstate(),
+            numpy.random.get_state() if numpy is not None else None,
+            autocasts(),
+            replace(AMBIENT.get(), session=None),
+            tuple(m.training for m in module.modules()),
+            {
+                i: b.clone()
+                for i, b in enumerate(module.buffers())
+                if b.numel() * b.element_size() <= SMALL and not b.is_inference()
+            },
+        )
+
+    def restore(self, module: nn.Module) -> None:
+        """Restores random states, training flags and buffers."""
+        set_random_states(self.torch_random)
+        random.setstate(self.python_random)
+        if self.numpy_random is not None:
+            sys.modules["numpy"].random.set_state(self.numpy_random)
+        for inner, training in zip(module.modules(), self.training, strict=True):
+            inner.training = training
+        with torch.no_grad():
+            for i, buffer in enumerate(module.buffers()):
+                if i in self.buffers:
+                    buffer.copy_(self.buffers[i])
+
+
+def autocasts() -> Autocasts:
+    """The device types with torch.autocast on, and its dtype."""
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
+
+
+@contextmanager
+def under_autocasts(wanted: Autocasts) -> Iterator[None]:
+    """torch.autocast as it was."""
+    if wanted == autocasts():
+        yield
+        return
+    with ExitStack() as stack:
+        for device, _ in autocasts():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        for device, dtype in wanted:
+            stack.enter_context(torch.autocast(device, dtype))
+        yield
+
+
+@contextmanager
+def under_ambient(ambient: Ambient) -> Iterator[None]:
+    """ottava's autocast as it was; it makes no boundary and warns of nothing."""
+    token = AMBIENT.set(ambient)
+    try:
+        yield
+    finally:
+        AMBIENT.reset(token)
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Restores the generators of torch, Python and NumPy at the end of the context."""
+    numpy = sys.modules.get("numpy")
+    states, python = random_states(), random.getstate()
+    state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        set_random_states(states)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(state)
 
 
 class Stateful(Protocol):
@@ -77,7 +232,7 @@ class Snapshot:
             doors={name: _door(door) for name, door in doors.items()},
             moments={
                 i: {key: _copy(value) for key, value in optimizer.state[p].items()}
-                for i, p in enumerate(_parameters(optimizer))
+                for i, p in enumerate(stepped_by(optimizer))
                 if p in optimizer.state
             },
             groups=tuple({k: copy.copy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups),
@@ -97,7 +252,7 @@ class Snapshot:
         buffers = dict(model.named_buffers())
         for name, value in self.buffers.items():
             buffers[name].copy_(value)
-        for i, parameter in enumerate(_parameters(optimizer)):
+        for i, parameter in enumerate(stepped_by(optimizer)):
             _restore_moments(optimizer.state, parameter, self.moments.get(i))
         for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
             group.update({key: copy.copy(value) for key, value in saved.items()})
@@ -110,7 +265,8 @@ def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
+def stepped_by(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer, in its order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

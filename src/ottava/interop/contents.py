@@ -5,24 +5,438 @@
     a folder of torch.distributed.checkpoint    its safetensors files
     a run of `ottava train`                     its newest checkpoint
 
+The scaling state of a file, and who wrote it:
+
+    ottava              NAME.quantizers.{input|weight|grad_output}.{amax_history|scale|nonfinite_count|guard_count},
+                        plain tensors; a history is newest first
+    TransformerEngine   NAME._extra_state, a pickle in a uint8 tensor (2.x) or a file of torch.save in a BytesIO (1.x):
+                        scale_fwd (n,), amax_history_fwd (L, n), the same _bwd, and the recipe. Columns of fwd: input,
+                        weight, output of the 1st GEMM, of the 2nd, ...; of bwd: grad_output, grad_input of the 1st, ...
+                        Row 0 is where amaxes are staged; rows 1 .. L-1 are the history, oldest first.
+
+Both keep the scale that multiplies. The check: the scale follows from its history, scale * amax = fmt.max * 2**-margin.
+Source: TransformerEngine pytorch/module/base.py (get_extra_state), pytorch/csrc/common.h (columns),
+common/recipe/delayed_scaling.cu (rows).
+
 No code of a file runs, see `safe_pickle`. One tensor is in memory at a time, unless torch.save wrote the file.
 """
 
 from __future__ import annotations
 
+import io
+import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from ottava.base.text import finite
-from ottava.base.untrusted import UntrustedError, parse_json, read_text
-from ottava.interop.safe_pickle import StandIn, StandInTensor
-from ottava.interop.state_file import ScalingStateFile, StateFileError, is_state, read_entries, state_of
+from ottava.base.text import columns, finite
+from ottava.base.untrusted import MAX_DEPTH, MAX_PARTS, LimitError, UntrustedError, parse_json, read_text, regular_size
+from ottava.interop.safe_pickle import RefusedError, StandIn, StandInTensor, check_tensors, load_pickle, load_torch
+from ottava.numerics.formats import E4M3, E5M2, Format
+
+_OURS = re.compile(
+    r"(?:(?P<layer>.+)\.)?quantizers\.(?P<tensor>input|weight|grad_output)"
+    r"\.(?P<part>amax_history|scale|nonfinite_count|guard_count)"
+)
+_PARTS = ("amax_history", "scale", "nonfinite_count", "guard_count")
+_EXTRA_STATE = "_extra_state"
+_COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("fwd", ("input", "weight", "output")),
+    ("bwd", ("grad_output", "grad_input")),
+)
+_TORCH_FILES = ("*.bin", "*.pt", "*.pth")
+_TORCH_MAGIC = (b"PK\x03\x04", b"\x80")
+_FP32_MAX = torch.finfo(torch.float32).max
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
+_LARGEST_MARGIN = 16
+_HEADER = ("layer", "tensor", "history", "newest", "largest", "scale", "non-finite", "guard", "scale follows from")
+
+
+class StateFileError(ValueError):
+    """A file has no readable scaling state; the message names the file, the reason, and what to do."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorState:
+    """The scaling state of one tensor."""
+
+    layer: str
+    """Name in the file."""
+    tensor: str
+    """input, weight, grad_output; in TransformerEngine also output, grad_input."""
+    history_len: int
+    """Length of the history."""
+    filled: int
+    """Entries of the history that are not 0."""
+    newest: float
+    """Amax of the last step; 0 if there is none."""
+    largest: float
+    """Largest entry of the history."""
+    scale: float
+    """The factor of the next cast."""
+    follows: str | None
+    """How the scale follows from the history, such as "E4M3, max, margin 0"; None if unknown."""
+    nonfinite: int | None = None
+    """Steps with an amax of inf or nan; TransformerEngine does not count them."""
+    guard_fires: int | None = None
+    """Steps in which the guard fired."""
+    problems: tuple[str, ...] = ()
+    """Contradictions."""
+    notes: tuple[str, ...] = ()
+    """Facts worth knowing."""
+
+
+@dataclass(frozen=True)
+class ScalingStateFile:
+    """The scaling state of a file."""
+
+    path: Path
+    source: Literal["ottava", "transformer_engine"]
+    """The program that wrote the state."""
+    recipes: tuple[str, ...]
+    """TransformerEngine's recipes in words; an ottava checkpoint has none."""
+    rows: tuple[TensorState, ...]
+    """In the order of the file."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; a number that is not finite becomes None."""
+        return {
+            "file": str(self.path),
+            "source": self.source,
+            "recipes": list(self.recipes),
+            "rows": finite([asdict(row) for row in self.rows]),
+        }
+
+    @property
+    def problems(self) -> list[str]:
+        """All problems, each with its tensor."""
+        return [f"{row.layer} {row.tensor}: {text}" for row in self.rows for text in row.problems]
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: scaling state of {self.source}, {len(self.rows)} tensors", *self.recipes, ""]
+        lines += columns(_HEADER, *map(_row, self.rows))
+        problems, notes = _grouped(self.rows, "problems"), _grouped(self.rows, "notes")
+        return "\n".join([*lines, "", *(f"problem: {p}" for p in problems), *(f"note: {n}" for n in notes)]).rstrip()
+
+
+def _row(row: TensorState) -> tuple[str, ...]:
+    counts = ("-" if count is None else f"{count:,}" for count in (row.nonfinite, row.guard_fires))
+    numbers = (f"{number:.4g}" for number in (row.newest, row.largest, row.scale))
+    return (row.layer, row.tensor, f"{row.filled}/{row.history_len}", *numbers, *counts, row.follows or "-")
+
+
+def _grouped(rows: tuple[TensorState, ...], field: str) -> Iterator[str]:
+    """Each remark once, with its tensors."""
+    about: dict[str, list[str]] = {}
+    for row in rows:
+        for text in getattr(row, field):
+            about.setdefault(text, []).append(f"{row.layer} {row.tensor}".strip())
+    for text, names in about.items():
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        yield f"{names[0]}{others}: {text}"
+
+
+def read_scaling_state(path: Path | str) -> ScalingStateFile:
+    """Reads the scaling state from a safetensors file, a file of `torch.save`, or a folder of safetensors files, as
+    several processes write them with torch.distributed.checkpoint.
+
+    Raises:
+        StateFileError: the file is missing or damaged, has no scaling state, or reading it would run code.
+    """
+    path = Path(path)
+    entries = dict(read_entries(path, is_state))
+    found = state_of(path, entries)
+    if found is None:
+        why = f"its {len(entries)} states of TransformerEngine are empty: the recipe keeps none, or FP8 never ran"
+        nothing = "holds no scaling state; only recipes that predict scales (delayed, guarded) keep one"
+        raise StateFileError(f"{path}: {why if entries else nothing}")
+    return found
+
+
+def is_state(name: str) -> bool:
+    """Whether a tensor of this name is scaling state."""
+    return name.endswith(_EXTRA_STATE) or _OURS.fullmatch(name) is not None
+
+
+def state_of(path: Path, entries: Mapping[str, Any]) -> ScalingStateFile | None:
+    """The state in these entries of a file; None if there is none."""
+    if rows := _ours(path, entries):
+        return ScalingStateFile(path, "ottava", (), tuple(rows))
+    rows, recipes = _transformer_engine(path, entries)
+    return ScalingStateFile(path, "transformer_engine", tuple(recipes), tuple(rows)) if rows else None
+
+
+def read_entries(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Any]]:
+    """The entries of a checkpoint with wanted names: dicts in dicts as one level, in the order of the files.
+
+    Args:
+        path: a safetensors file, a file of `torch.save`, or a folder: its safetensors files, those that an index names,
+            or else its files of `torch.save`.
+    Raises:
+        StateFileError: a file is missing or damaged, or reading it would run code.
+    """
+    files = _files(path)
+    for file in files:
+        try:
+            size = regular_size(file)
+            with file.open("rb") as stream:
+                is_torch = stream.read(4).startswith(_TORCH_MAGIC)
+        except FileNotFoundError as error:
+            raise StateFileError(f"{file}: does not exist") from error
+        except UntrustedError as error:
+            what = "is a folder without safetensors files; needs one with them, or a file" if path.is_dir() else error
+            raise StateFileError(f"{path}: {what}") from error
+        try:
+            for name, value in _flatten(load_torch(file), wanted) if is_torch else _safetensors(file, wanted):
+                check_tensors(value, size)
+                yield name, value
+        except RefusedError as error:
+            raise StateFileError(
+                f"{file}: {error}; save the model's state alone: torch.save(model.state_dict(), FILE)"
+            ) from error
+        except Exception as error:  # damaged bytes lead to errors of any kind
+            kind = "file of torch.save" if is_torch else "safetensors file, nor one of torch.save"
+            raise StateFileError(f"{file}: is cut short, damaged or no {kind} ({_first_line(error)})") from error
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a checkpoint; a folder without any is returned itself."""
+    index = next(iter(sorted(path.glob("*.index.json"))), None)
+    if index is None:
+        return sorted(path.glob("*.safetensors")) or [f for s in _TORCH_FILES for f in sorted(path.glob(s))] or [path]
+    try:
+        found = parse_json(read_text(index))
+    except UntrustedError as error:
+        raise StateFileError(f"{index}: {error}") from error
+    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise StateFileError(f"{index}: has no weight_map from tensors to files")
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if Path(name).name != name]:
+        raise StateFileError(f"{index}: names {outside[0]!r}, which is no file of this folder")
+    return [path / name for name in names]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _safetensors(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  # not a mapping
+            if wanted(name):
+                yield name, file.get_tensor(name)
+
+
+def _flatten(tree: Any, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+    waiting, visits = [("", tree, 0)], 0
+    while waiting:
+        name, value, depth = waiting.pop()
+        visits += 1
+        if visits > MAX_PARTS or depth > MAX_DEPTH:  # dicts may contain each other, or share entries
+            raise LimitError(f"has more than {MAX_PARTS:,} entries, or more than {MAX_DEPTH} dicts within dicts")
+        if isinstance(value, dict):
+            below = [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]
+            waiting += reversed(below)
+        elif wanted(name):
+            yield name, value
+
+
+@dataclass(frozen=True)
+class _Law:
+    """What the file tells about the rule that predicted the scales."""
+
+    formats: tuple[Format, ...] = (E4M3, E5M2)
+    """Possible formats, smallest range first."""
+    margin: int | None = None
+    algorithm: str | None = None
+    """max, most_recent, None if unknown, "" for a function."""
+    forgets: bool = False
+    """TransformerEngine computes a scale from L amaxes and keeps only L - 1 of them in the file, without the oldest."""
+
+    def explain(self, scale: float, history: list[float]) -> str | None:
+        """How the scale follows from the history: scale * amax = fmt.max * 2**-margin; None if it does not."""
+        newest, largest = history[0], max(history)
+        for algorithm, amax in (("max", largest), ("most_recent", newest)):
+            if amax == 0 or self.algorithm not in (None, algorithm):
+                continue
+            for fmt in self.formats:
+                octaves = math.log2(fmt.max / (scale * amax))
+                margin = round(octaves)
+                if abs(2.0 ** (octaves - margin) - 1) <= _ROUNDING and margin in self._margins():
+                    return f"{fmt}, {algorithm}, margin {margin}"
+        lowest, highest = (self.formats[i].max * 2.0 ** -self._margins()[j] for i, j in ((0, -1), (-1, 0)))
+        if self.margin is None and math.frexp(scale)[0] == 0.5 and lowest / 2 < scale * largest <= highest:
+            return "a power of two"  # rounded down, from an unknown number
+        if scale == _FP32_MAX:
+            return "the largest fp32 number"
+        if self.forgets and self.algorithm != "most_recent" and all(history) and scale * largest < highest:
+            return "an older amax"
+        return None
+
+    def _margins(self) -> range:
+        return range(_LARGEST_MARGIN + 1) if self.margin is None else range(self.margin, self.margin + 1)
+
+
+def _judge(layer: str, tensor: str, history: Tensor, scale: Tensor, law: _Law, **counts: int) -> TensorState:
+    """The row of one tensor. history: (L,), newest first."""
+    values = history.to(torch.float64).tolist()
+    factor = float(scale)
+    filled = sum(value != 0 for value in values)
+    newest, largest = (values[0], max(values)) if values else (0.0, 0.0)
+    problems, notes = [], []
+    follows = None
+    if not all(math.isfinite(value) and value >= 0 for value in [*values, factor]):
+        problems.append("has negative or non-finite entries, so the state cannot be loaded")
+    elif filled and factor == 0:
+        problems.append("has a history, but its scale is 0")
+    elif filled and law.algorithm != "":
+        follows = law.explain(factor, values)
+        if follows is None:
+            problems.append(
+                "the scale does not follow from the history; only a custom function of the recipe could give it"
+            )
+    elif not filled and factor == 0:
+        notes.append("no history yet: the next cast takes the current scale")
+    elif not filled and factor == 1:
+        notes.append("no history yet: the next cast multiplies by 1")
+    elif not filled and not law.forgets:
+        problems.append("has a scale without a history")
+    if counts.get("nonfinite"):
+        notes.append("had steps with an amax of inf or nan; the history leaves them out")
+    state = TensorState(layer, tensor, len(values), filled, newest, largest, factor, follows)
+    state = replace(state, nonfinite=counts.get("nonfinite"), guard_fires=counts.get("guard_fires"))
+    return replace(state, problems=tuple(problems), notes=tuple(notes))
+
+
+def _ours(path: Path, entries: Mapping[str, Any]) -> list[TensorState]:
+    doors: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for name, value in entries.items():
+        if match := _OURS.fullmatch(name):
+            doors.setdefault((match["layer"] or "", match["tensor"]), {})[match["part"]] = value
+    rows = []
+    for (layer, tensor), parts in doors.items():
+        where = f"{path}: {layer}.quantizers.{tensor}"
+        if missing := [part for part in _PARTS if part not in parts]:
+            raise StateFileError(f"{where}: lacks {', '.join(missing)}; somebody cut or filtered the file")
+        for part in _PARTS:
+            value, dims = parts[part], int(part == "amax_history")
+            kind = torch.int64 if part.endswith("_count") else torch.float32
+            if not isinstance(value, Tensor) or value.dim() != dims or value.dtype != kind:
+                raise StateFileError(
+                    f"{where}.{part}: needs a {kind} tensor of {dims} dimensions; this is not ottava's state"
+                )
+        counts = {"nonfinite": int(parts["nonfinite_count"]), "guard_fires": int(parts["guard_count"])}
+        rows.append(_judge(layer, tensor, parts["amax_history"], parts["scale"], _Law(), **counts))
+    return rows
+
+
+def _transformer_engine(path: Path, entries: Mapping[str, Any]) -> tuple[list[TensorState], list[str]]:
+    rows: list[TensorState] = []
+    recipes: dict[str, None] = {}
+    for name, value in entries.items():
+        state = read_extra_state(path, name, value)
+        if not isinstance(state, dict) or "scale_fwd" not in state:
+            continue  # empty, or a recipe without state
+        recipe, extra = state.get("recipe"), state.get("extra_fp8_variables")
+        settings = recipe.state if isinstance(recipe, StandIn) and isinstance(recipe.state, dict) else {}
+        if isinstance(recipe, StandIn):
+            recipes.setdefault(_recipe_in_words(recipe, settings))
+        layer = name.removesuffix(_EXTRA_STATE).removesuffix(".")
+        for direction, roles in _COLUMNS:
+            scale, history = state.get(f"scale_{direction}"), state.get(f"amax_history_{direction}")
+            law = _law(settings, extra if isinstance(extra, dict) else {}, direction)
+            if not isinstance(scale, Tensor) or not isinstance(history, Tensor) or not _fit(scale, history, roles):
+                shapes = [tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for v in (scale, history)]
+                raise StateFileError(
+                    f"{path}: {name}: {direction} scale and amax_history are {shapes}; need (n,) and (L, n) with "
+                    f"n = {len(roles)} per GEMM"
+                )
+            rows += _columns(layer, roles, scale, history, law)
+    return rows, list(recipes)
+
+
+def read_extra_state(path: Path | str, name: str, value: Any) -> Any:
+    """The state of one module in TransformerEngine's format, read without executing it; None if it is empty.
+
+    Args:
+        path, name: of the file and the entry, for messages.
+        value: a uint8 tensor, a BytesIO, or None.
+    Raises:
+        StateFileError: the value is something else, is damaged, or would have to be executed.
+    """
+    if isinstance(value, io.BytesIO):
+        data = value.getvalue()
+    elif isinstance(value, Tensor) and value.dtype == torch.uint8:
+        data = value.cpu().numpy().tobytes()
+    elif value is None:
+        data = b""
+    else:
+        raise StateFileError(
+            f"{path}: {name}: got {type(value).__name__}; needs a uint8 tensor or BytesIO of TransformerEngine"
+        )
+    try:
+        state = None if not data else load_torch(data) if data.startswith(_TORCH_MAGIC[0]) else load_pickle(data)
+        check_tensors(state, len(data))
+        return state
+    except RefusedError as error:
+        raise StateFileError(f"{path}: {name}: {error}; it was not read") from error
+    except Exception as error:  # damaged bytes again
+        raise StateFileError(f"{path}: {name}: is cut short or damaged ({_first_line(error)})") from error
+
+
+def _fit(scale: Tensor, history: Tensor, columns: tuple[str, ...]) -> bool:
+    return (
+        scale.dim() == 1 and history.dim() == 2 and history.shape[1:] == scale.shape and not len(scale) % len(columns)
+    )
+
+
+def _columns(layer: str, columns: tuple[str, ...], scale: Tensor, history: Tensor, law: _Law) -> Iterator[TensorState]:
+    gemms = len(scale) // len(columns)
+    for column in range(len(scale)):
+        gemm, role = divmod(column, len(columns))
+        newest_first = history[1:, column].flip(0)
+        used = bool(newest_first.any()) or float(scale[column]) != 1
+        if not used and columns[role] in ("output", "grad_input"):  # columns for FP8 outputs, which hardly any run has
+            continue
+        yield _judge(
+            f"{layer} GEMM {gemm + 1}" if gemms > 1 else layer, columns[role], newest_first, scale[column], law
+        )
+
+
+def _law(settings: Mapping[str, Any], extra: Mapping[str, Any], direction: str) -> _Law:
+    largest = extra.get(f"fp8_max_{direction}")
+    if largest is None:
+        largest = dict(zip(("fwd", "bwd"), format_maxima(settings.get("fp8_format")), strict=False)).get(direction)
+    formats = tuple(fmt for fmt in (E4M3, E5M2) if fmt.max == largest)
+    margin, algorithm = settings.get("margin"), settings.get("amax_compute_algo")
+    if settings.get("scaling_factor_compute_algo") is not None or not isinstance(algorithm, str | None):
+        algorithm = ""
+    return _Law(formats or (E4M3, E5M2), margin if isinstance(margin, int) else None, algorithm, forgets=True)
+
+
+def format_maxima(fp8_format: Any) -> tuple[Any, ...]:
+    """(largest number forward, backward) of TransformerEngine's Format, an enum whose value is a pair."""
+    value = fp8_format.args[0] if isinstance(fp8_format, StandIn) and fp8_format.args else ()
+    pair = value.args if isinstance(value, StandIn) else value
+    return tuple(pair) if isinstance(pair, tuple) else ()
+
+
+def _recipe_in_words(recipe: StandIn, settings: Mapping[str, Any]) -> str:
+    words = [f"{k}={v!r}" for k, v in settings.items() if isinstance(v, bool | int | float | str)]
+    maxima = format_maxima(settings.get("fp8_format"))
+    words += [f"largest numbers {maxima[0]} forward, {maxima[1]} backward"] if len(maxima) == 2 else []
+    return f"{recipe.qualified_name.rpartition('.')[2]}({', '.join(words)})"
+
 
 _CHUNK = 1 << 24
 """Elements that are looked at together."""

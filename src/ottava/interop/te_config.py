@@ -18,7 +18,7 @@ from typing import Any
 from ottava.base.errors import unknown_name
 from ottava.base.settings import ConfigError
 
-_TENSORS = MappingProxyType(
+TENSORS = MappingProxyType(
     {
         "activation": "input",
         "weight": "weight",
@@ -28,7 +28,8 @@ _TENSORS = MappingProxyType(
         "dgrad": "grad_input",
     }
 )
-_RECIPES = MappingProxyType(
+"""TransformerEngine's names of tensors -> ours."""
+RECIPES_OF_TE = MappingProxyType(
     {
         "fp8_delayed_scaling": "delayed",
         "fp8_current_scaling": "tensorwise",
@@ -117,7 +118,7 @@ class _Reader:
         settings |= {"interventions": self.interventions} if self.interventions else {}
         settings |= {"dump": {"periods": self.dumps, "rows": self.rows}} if self.dumps else {}
         tensors = {tensor for period in (*self.looks, *self.dumps) for tensor in period["tensors"]}
-        order = [name for name in _TENSORS.values() if name in tensors]
+        order = [name for name in TENSORS.values() if name in tensors]
         return settings | ({"tensors": order} if order else {})
 
     def section(self, name: str, section: Mapping[str, Any]) -> None:
@@ -141,10 +142,10 @@ class _Reader:
 
     def _statistic(self, where: str, name: str) -> None:
         word = name.removesuffix("_columnwise")
-        recipe = next((recipe for recipe in _RECIPES if word.startswith(f"{recipe}_")), None)
+        recipe = next((recipe for recipe in RECIPES_OF_TE if word.startswith(f"{recipe}_")), None)
         if recipe is not None:
             word = word.removeprefix(f"{recipe}_")
-            self.recipes[_RECIPES[recipe]] = None
+            self.recipes[RECIPES_OF_TE[recipe]] = None
             note = "layers of ottava show the casts of their own recipe; `ottava what-if` predicts others"
             self.notes[f"{where}: {name}: {note}"] = None
         if word not in _STATISTICS:
@@ -251,9 +252,9 @@ def _period(where: str, entry: Mapping[str, Any], layers: list[str]) -> dict[str
 
 def _tensors(where: str, names: Any) -> list[str]:
     for name in (words := _words(where, "tensors", names)):
-        if name not in _TENSORS:
-            raise ConfigError(f"{where}: {unknown_name('tensor', name, list(_TENSORS))}")
-    return [_TENSORS[name] for name in words]
+        if name not in TENSORS:
+            raise ConfigError(f"{where}: {unknown_name('tensor', name, list(TENSORS))}")
+    return [TENSORS[name] for name in words]
 
 
 def _words(where: str, key: str, value: Any) -> list[str]:

@@ -89,17 +89,6 @@ def starred(name: str) -> tuple[str, int | None]:
     return ".".join(parts), number
 
 
-def end_blocks(names: Iterable[str]) -> tuple[int, int] | None:
-    """The numbers of the first and the last block; None if there are fewer than two blocks.
-
-    Example:
-        >>> end_blocks(["embed", "layers.0.up", "layers.3.up", "lm_head"]), end_blocks(["layers.0.up"])
-        ((0, 3), None)
-    """
-    numbers = {index for index in map(layer_index, names) if index is not None}
-    return (min(numbers), max(numbers)) if len(numbers) > 1 else None
-
-
 SYMBOLS = MappingProxyType(
     {
         "input": "X",

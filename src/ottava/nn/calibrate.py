@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ottava.base.errors import need
 from ottava.base.text import columns
 from ottava.engine.autocast import autocast
-from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.engine.quantizer import Quantizer
 from ottava.recipe import Recipe, get_recipe
 

@@ -36,7 +36,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ottava.base.errors import need, unknown_name
-from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.engine.state import ScalingState
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.foreign import TorchAttention, layers_of, parts_of, take, without_fused_layers

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ottava.engine.layer import QuantizedLayer
+from ottava.engine.functional import QuantizedLayer
 from ottava.nn.grouped import Stack, grouped_linear, sort_by_expert, stack, unpermute
 from ottava.nn.layer import Changed, Layer, LayerView, ViewOwner, change
 

@@ -21,9 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from ottava.engine.autocast import AMBIENT, TORCHS_OWN, Ambient, ambient, traced_ambient
-from ottava.engine.functional import Call, Exchange, Producer, build_ahead, linear, observe_grad_output, produced
+from ottava.engine.functional import (
+    Call,
+    Exchange,
+    Producer,
+    QuantizedLayer,
+    build_ahead,
+    linear,
+    observe_grad_output,
+    produced,
+)
 from ottava.engine.groups import ddp_around
-from ottava.engine.layer import QuantizedLayer
 from ottava.engine.quantizer import LinearQuantizers
 from ottava.engine.state import ScalingState
 from ottava.kernels.custom_operator import constant_in_graph

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ottava.base.errors import need
 from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text
-from ottava.engine.layer import quantized_layers
+from ottava.engine.functional import quantized_layers
 from ottava.kernels.gemm_choice import Choice, Store, Timer, call_name
 from ottava.numerics.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
 from ottava.numerics.tensor import QuantizationSpec

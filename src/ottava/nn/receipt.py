@@ -17,7 +17,7 @@ from torch import nn
 
 from ottava.base.errors import need
 from ottava.base.text import columns, data_frame, html_table
-from ottava.engine.layer import QuantizedLayer
+from ottava.engine.functional import QuantizedLayer
 from ottava.nn.attention import FP8_EMULATION, DotProductAttention
 from ottava.nn.convert import weights_outside
 from ottava.ops.gemm import GemmRecord

@@ -56,6 +56,7 @@ class AgreedCast:
             # predicted, and equal on all ranks; on an accelerator the host would wait for the comparison
             return cast_both(x, spec, spec_t, scale=scale, staged=staged, plans=plans)
         row = None if spec is None else self._cast(x, spec, self.dim, scale, plans, beside[0])
+        # one cast and one collective serve both
         if row is not None and spec == spec_t and row.spec.granularity.transposes and row.spec.transform is None:
             col: QuantizedTensor | None = row.t()
         else:
@@ -140,7 +141,7 @@ class _Ranks(OneRank):
     dim: int
 
     def sum(self, numbers: Tensor, dim: int) -> Tensor:
-        if dim == self.dim:
+        if dim == self.dim:  # along the other dimension this rank has all of them
             dist.all_reduce(numbers, dist.ReduceOp.SUM, group=self.group)
         return numbers
 

@@ -158,7 +158,7 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
 def gemm_kernels(device: torch.device) -> tuple[GemmKernel, ...]:
     """The kernels of a device, in the order in which dispatch asks them."""
     if device.type != "cpu":
-        return ACCELERATOR_KERNELS
+        return ACCELERATOR_KERNELS  # no ranking: there each call has a measurement of its own
     return _in_order(CPU_KERNELS, native_gemm.built())
 
 
@@ -191,7 +191,7 @@ def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> gemm_choice.
     def way(kernel: GemmKernel, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         return kernel.gemm(a, b, torch.bfloat16, None, False)
 
-    a, b = gemm_choice.operands(2, 2, 2)
+    a, b = gemm_choice.operands(2, 2, 2)  # only to ask who takes such formats; `rank` times large ones
     ways = {}
     for kernel in kernels:
         # torch's FP8 GEMM on a CPU is an oracle for tests, not a rival
@@ -309,6 +309,7 @@ def choose_gemm(
         return Chosen(named[0], (), False)
     if (choice := measured(a, b, out_dtype, bias, fast_accum)) is not None:
         fastest = choice.kernel
+        # stable: the others keep the order of capability
         kernels = tuple(sorted(kernels, key=lambda kernel: fastest != kernel.NAME))
     refusals: list[str] = []
     lasting = True
@@ -360,7 +361,7 @@ def runner(
         return run
 
     def call(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        if a.data.is_cpu and not torch.is_autocast_enabled("cpu"):
+        if a.data.is_cpu and not torch.is_autocast_enabled("cpu"):  # the common case, without the price of a context
             return kernel.gemm(a, b, out_dtype, bias, fast_accum)
         with no_autocast(a.data.device):
             return kernel.gemm(a, b, out_dtype, bias, fast_accum)
@@ -388,6 +389,7 @@ def gemm_ways(
     """
     ways: dict[str, Callable[[], Tensor]] = {}
     for kernel in gemm_kernels(a.device):
+        # the reference is the truth that ways are held against
         if kernel is reference or kernel.supports_gemm(a, b, out_dtype, bias) is not None:
             continue
         several = getattr(kernel, "ways", None)

@@ -142,7 +142,7 @@ def gemm(
         plan = plan_gemm(a, b, out_dtype, bias, *settings)
         y = plan.run(a, b, bias) if start is None else plan.run(a, b, bias, start)
     else:
-        plan = plan_gemm(a, b, torch.float32, None, *settings)
+        plan = plan_gemm(a, b, torch.float32, None, *settings)  # fp32 and no bias: the one rounding comes behind c
         y = plan.run(a, b, None) + after
         y = (y if bias is None else y + bias.to(torch.float32)).to(out_dtype)
     if log is not None:
@@ -252,6 +252,7 @@ def plan_gemm(
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and compute == "native":
         if accumulator is not None:
             if accumulator.emulated:
+                # its own table: a device that has the accumulator is not asked
                 return _plan_accumulated(a, b, out_dtype, bias, accumulator, backend)
             backend = backend or (None if a.device.type == "cpu" else reference.NAME)  # tensor cores do not sum in fp32
         chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
@@ -331,6 +332,7 @@ def explain(
         return explain_dense(*_in_high_precision(a, b))
     if profile is not None and profile.emulated:
         return explain_accumulating(a, b, out_dtype, profile)
+    # as in `plan_gemm`: a profile of fp32 sums
     named = reference.NAME if profile is not None and a.device.type != "cpu" else None
     chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, named).kernel
     choice = measured(a, b, out_dtype, bias, fast_accum)
@@ -517,6 +519,7 @@ def _compiled(
     c: Tensor | None = None,
 ) -> Tensor:
     _check(a, b, bias, accumulator, compute)
+    # the operator adds the parts
     apart = any(isinstance(t, QuantizedTensor) and t.aside is not None for t in (a, b))
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and (compute == "native" or apart):
         return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
@@ -526,7 +529,7 @@ def _compiled(
         )
     x, w = _in_high_precision(a, b)
     with no_autocast(x.device):
-        return torch_mm.dense(x, w, bias).to(out_dtype)
+        return torch_mm.dense(x, w, bias).to(out_dtype)  # Inductor fuses around torch's own GEMM, and not around ours
 
 
 # --- what transforms have set aside of two operands, added to their product in high precision ---
@@ -553,7 +556,7 @@ def with_parts(run: Callable[..., Tensor], out_dtype: torch.dtype) -> Callable[.
 
     def whole_product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, c: Tensor | None = None) -> Tensor:
         with no_autocast(a.device):
-            y = run(a, b, None) if c is None else run(a, b, None, c)
+            y = run(a, b, None) if c is None else run(a, b, None, c)  # the bias waits until the parts are there
             y = _added(y, a, b)
             return (y if bias is None else y + bias.to(torch.float32)).to(out_dtype)
 
@@ -625,6 +628,7 @@ def short_sums(a: QuantizedTensor, b: QuantizedTensor, accumulator: Accumulator 
     if chain < _LONG_SUM or (accumulator is None and not _is_short(a, fast)):
         return
     profile = ACCUMULATORS["hopper"] if accumulator is None else accumulator
+    # as long as fp32; or nobody may read a number now
     if profile.kept_bits >= 23 or (a.data.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     share = lost_share(chain, _alignment(a, b), profile)
@@ -639,6 +643,7 @@ def short_sums(a: QuantizedTensor, b: QuantizedTensor, accumulator: Accumulator 
 
 def _is_short(a: QuantizedTensor, fast: bool) -> bool:
     """Whether the device's sums are those of a short accumulator: FP8 on Ada and Hopper."""
+
     return fast and a.data.is_cuda and torch.cuda.get_device_capability(a.device) in ((8, 9), (9, 0))
 
 
@@ -655,4 +660,5 @@ def _alignment(a: QuantizedTensor, b: QuantizedTensor) -> float:
         sides.append(torch.nn.functional.normalize(numbers, dim=1))
     # a sum whose terms have one sign has a cosine near 1; such sums lose most
     cosines = (sides[0] @ sides[1].t()).abs().nan_to_num(0.0)
+    # weighted by themselves: the few sums of one sign are those that lose
     return float(cosines.square().sum() / cosines.sum().clamp_min(1e-30))

@@ -214,7 +214,7 @@ def keep_plan(plans: dict[Any, Plan], key: object, plan: Plan) -> None:
         ['new']
     """
     if len(plans) >= MOST_PLANS:
-        plans.clear()
+        plans.clear()  # a length that changes with every batch would fill the memory
     plans[key] = plan
 
 
@@ -241,7 +241,7 @@ def plan_casts(
     known = spec or spec_t
     assert known is not None
     if (spec is not None and spec.transform) or (spec_t is not None and spec_t.transform):
-        return _transformed(x, spec, spec_t)
+        return _transformed(x, spec, spec_t)  # first: every kernel below casts what the transform has made
     # one cast serves both where blocks of x are blocks of x.T: a tensor, or squares
     alike = spec is None or spec_t is None or spec == spec_t
     if native_quantize not in _casts(x) and not any(
@@ -282,6 +282,7 @@ def _one_for_both(
         # one entry is its own transpose, and a view less is a microsecond less
         turned = scale_inv if one_scale else scale_inv.t()
         col = QuantizedTensor(data.t(), turned, known, dtype, kept) if wants_col else None
+        # the native kernel has raised `staged` itself, unless there was nothing to read
         return Both(row, col, None if kernel is native_quantize and staged is not None and x.numel() else amax)
 
     return CastPlan(run, kernel.NAME, refusals, (spec, spec_t))
@@ -415,7 +416,7 @@ def _first(
         refusals.append(reason)
     plan = getattr(kernel, "plan_quantize", None)
     if plan is not None:
-        return plan(x, spec), kernel, tuple(refusals)
+        return plan(x, spec), kernel, tuple(refusals)  # decided now: its function asks nothing any more
 
     def cast(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> reference.Cast:
         with no_autocast(x.device):
@@ -442,6 +443,7 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor
         and native_quantize.supports_decode(x_q.data, x_q.spec.format) is None
     ):
         if x_q.scale_inv.dtype == torch.uint8:
+            # exponents in bytes: kernels multiply by fp32 numbers
             x_q = QuantizedTensor(x_q.data, read_scales(x_q.scale_inv), x_q.spec, x_q.dtype)
         return native_quantize.dequantize(x_q, wanted)
     return x_q.dequantize(wanted)
@@ -525,7 +527,7 @@ def _behind_promised(x: Tensor, spec: str, met: Tensor | None) -> tuple[Tensor, 
     parsed = spec_from_key(spec)
     assert parsed.transform is not None
     rows, cols = x.shape
-    cols += -cols % (parsed.transform.group or 1)
+    cols += -cols % (parsed.transform.group or 1)  # a rotation pads columns with zeros to whole groups
     grid = parsed.granularity.grid_shape((rows, cols))
     aside = parsed.transform.prepare(x, met)
     data = x.new_empty(rows, cols, dtype=parsed.format.storage_dtype)

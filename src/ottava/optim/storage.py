@@ -248,45 +248,38 @@ class Piece(NamedTuple):
 
 
 class WeightStore(Protocol):
-    """Reads and writes the FP32 value of a parameter."""
+    """Reads and writes the FP32 value of a parameter; this one keeps nothing beside the weight."""
 
-    in_place: ClassVar[bool]
+    in_place: ClassVar[bool] = False
     """Whether `read` returns the parameter's memory."""
-    whole: ClassVar[bool]
+    whole: ClassVar[bool] = False
     """Whether `write` needs the whole parameter."""
-    keys: ClassVar[tuple[str, ...]]
+    keys: ClassVar[tuple[str, ...]] = ()
     """Names of its tensors in the optimizer's state; each has an entry for each element."""
 
     def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Makes missing tensors, from the state of another storage."""
-        ...
+        state.pop("master", None)
+        state.pop("remainder", None)
 
     def follow(self, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor | None:
         """Takes what was written to the weight since the last step; True where nothing was, or None: all follows."""
-        ...
+        return None
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """FP32 values, in memory that the update may overwrite."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__}.read")
 
     def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
         """Takes the updated values."""
-        ...
+        torch._foreach_copy_([piece.weight for piece in pieces], list(values))
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(WeightStore):
     """A parameter that is wide enough to be its own master."""
 
     in_place: ClassVar[bool] = True
-    whole: ClassVar[bool] = False
-    keys: ClassVar[tuple[str, ...]] = ()
-
-    def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        _drop_masters(state)
-
-    def follow(self, weight: Tensor, state: Mapping[str, Tensor]) -> None:
-        """The weight is all there is."""
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
         return [piece.weight for piece in pieces]
@@ -296,19 +289,10 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Rounded:
+class Rounded(WeightStore):
     """A 16-bit parameter without a master."""
 
     stochastic: bool
-    in_place: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
-    keys: ClassVar[tuple[str, ...]] = ()
-
-    def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        _drop_masters(state)
-
-    def follow(self, weight: Tensor, state: Mapping[str, Tensor]) -> None:
-        """The weight is all there is."""
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
         return [piece.weight.to(torch.float32) for piece in pieces]
@@ -316,15 +300,13 @@ class Rounded:
     def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
         if self.stochastic:
             values = [_stochastic(value, piece) for value, piece in zip(values, pieces, strict=True)]
-        _copy([piece.weight for piece in pieces], values)
+        super().write(pieces, values)
 
 
 @dataclass(frozen=True)
-class Mastered:
+class Mastered(WeightStore):
     """A 16-bit parameter beside an FP32 master."""
 
-    in_place: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
     keys: ClassVar[tuple[str, ...]] = ("master",)
 
     def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
@@ -344,22 +326,17 @@ class Mastered:
                 self.follow(piece.weight, piece.state)
         return [piece.state["master"] for piece in pieces]
 
-    def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
-        _copy([piece.weight for piece in pieces], values)
-
 
 @dataclass(frozen=True)
-class Remainder:
+class Remainder(WeightStore):
     """A BF16 parameter and 16 bits that make it an FP32 master: bits of the master = bits of the weight + remainder.
 
     The bits of the weight are the upper half of the sum. The remainder is a signed number, so the weight is the master
     rounded to the nearest; between two equally near numbers it is the larger magnitude, because a remainder cannot
-    hold a tie in both directions. A number that somebody else writes takes over the remainder of the one before, which
-    is at most half its ulp; a zero takes none.
+    hold a tie in both directions. Nothing has to `follow`: a number that somebody else writes takes over the remainder
+    of the one before, which is at most half its ulp; a zero takes none.
     """
 
-    in_place: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
     keys: ClassVar[tuple[str, ...]] = ("remainder",)
 
     def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
@@ -368,9 +345,6 @@ class Remainder:
             state["remainder"] = torch.empty_like(parameter, dtype=torch.int16)
             _split(value, parameter, state["remainder"])
         state.pop("master", None)
-
-    def follow(self, weight: Tensor, state: Mapping[str, Tensor]) -> None:
-        """The sum rounds to the weight, whatever was written."""
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
         return [_joined(piece.weight, piece.state["remainder"]) for piece in pieces]
@@ -381,10 +355,9 @@ class Remainder:
 
 
 @dataclass(frozen=True)
-class Quantized:
+class Quantized(WeightStore):
     """An FP8 weight beside an FP32 master."""
 
-    in_place: ClassVar[bool] = False
     whole: ClassVar[bool] = True
     keys: ClassVar[tuple[str, ...]] = ("master",)
 
@@ -410,13 +383,12 @@ class Quantized:
 
 
 @dataclass(frozen=True)
-class QuantizedRemainder:
+class QuantizedRemainder(WeightStore):
     """An FP8 weight and 16 bits more for each element, together a master of some 20 significant bits.
 
     master = (code + remainder / 2**15 ulp(code)) * scale_inv. A new scale rounds the master to its new grid.
     """
 
-    in_place: ClassVar[bool] = False
     whole: ClassVar[bool] = True
     keys: ClassVar[tuple[str, ...]] = ("remainder",)
 
@@ -472,11 +444,6 @@ def choose(parameter: Tensor, group: Mapping[str, Any]) -> WeightStore:
     if stochastic and parameter.dtype != torch.bfloat16:
         raise ValueError(f"stochastic_rounding rounds bfloat16 weights; got {parameter.dtype}: use master='fp32'")
     return Rounded(stochastic) if master is None else Mastered() if master == "fp32" else Remainder()
-
-
-def _drop_masters(state: dict[str, Any]) -> None:
-    state.pop("master", None)
-    state.pop("remainder", None)
 
 
 def _value(parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
@@ -606,7 +573,3 @@ def _words(seed: Tensor, piece: Piece, count: int) -> Tensor:
     for first, own, length in zip(offset, size, whole.shape, strict=True):
         places = places[..., None] * length + torch.arange(first, first + own, device=seed.device)
     return random_bits_at(seed, places.reshape(-1)[piece.start : piece.start + count])
-
-
-def _copy(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    torch._foreach_copy_(list(weights), list(values))

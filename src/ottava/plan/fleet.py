@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.nn.plan import HEADS, Device, plan_layer
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.plan.memory import Memory

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ottava.base.errors import need, need_type
-from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.nn.layer import rows_of
 from ottava.nn.plan import TOKENS
 from ottava.numerics.tensor import QuantizationSpec

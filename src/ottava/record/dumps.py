@@ -146,12 +146,6 @@ class Dumper:
         facts = {"layer": layer, "recipe": dataclasses.replace(recipe, overrides=(), **cells).to_dict()}
         return self._write("gemms", step, f"{layer}.gemms", tensors, facts, {"layer": layer, "tensor": "gemms"})
 
-    def dump_batch(self, step: int, batch: Any, random: Mapping[str, Tensor] | None = None) -> Path | None:
-        """Writes a batch, see `save_batch`. Returns None beyond the quota."""
-        tensors, structure = _flatten(batch)
-        place = {"layer": "", "tensor": "batch"}
-        return self._write("batch", step, "batch", tensors, {"structure": structure}, place, random)
-
     def _write(
         self,
         kind: str,
@@ -160,7 +154,6 @@ class Dumper:
         tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
         place: Mapping[str, str],
-        random: Mapping[str, Tensor] | None = None,
     ) -> Path | None:
         folder = self.writer.dumps
         size = sum(tensor.nbytes for tensor in tensors.values()) + _HEADER_BYTES
@@ -169,7 +162,7 @@ class Dumper:
             used = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
             if used + size <= self.quota_bytes:
                 path = folder / f"{_short(f'step-{step:06d}.rank-{self.writer.rank}.{name}')}.safetensors"
-                nbytes = _save(path, kind, step, tensors, facts, random)
+                nbytes = _save(path, kind, step, tensors, facts, None)
                 self.writer.event(step, "dump", file=path.name, **place, nbytes=nbytes)
                 return path
             if not self.refused:

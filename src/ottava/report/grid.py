@@ -32,7 +32,7 @@ Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Scale:
+class ColorScale:
     """The two ends of a statistic's colours."""
 
     calm: float
@@ -68,33 +68,33 @@ class Scale:
         return np.asarray((values - calm) / (alarm - calm))
 
 
-_SQNR = Scale(0, 16, below_format=True)
-SCALES: Mapping[str, Scale] = MappingProxyType(
+_SQNR = ColorScale(0, 16, below_format=True)
+SCALES: Mapping[str, ColorScale] = MappingProxyType(
     {
-        "row_sqnr_p50_db": Scale(0, 16, below_format=True, health=True),
+        "row_sqnr_p50_db": ColorScale(0, 16, below_format=True, health=True),
         "row_sqnr_p10_db": _SQNR,
         "row_sqnr_p1_db": _SQNR,
-        "sqnr_db": Scale(0, 16, below_format=True, health=True),
-        "underflow_pct": Scale(0.01, 30, log=True, health=True),
-        "underflow_pct_numel": Scale(0.01, 30, log=True, health=True),
-        "subnormal_pct": Scale(1, 90, log=True),
-        "overflow_pct": Scale(1e-4, 1, log=True, health=True),
-        "error_dead_pct": Scale(10, 90),
-        "error_clipped_pct": Scale(1, 90, log=True),
-        "error_scale_pct": Scale(20, 90),
-        "blocks_dead_pct": Scale(10, 90),
-        "blocks_clipped_pct": Scale(1, 90, log=True),
-        "blocks_scale_pct": Scale(20, 90),
-        "rows_below_15db_pct": Scale(0.1, 50, log=True),
-        "mean_relative_error": Scale(0.05, 0.7, log=True),
-        "cosine": Scale(0.999, 0.95),
-        "kurtosis": Scale(30, 1e4, log=True),
-        "outlier_ratio": Scale(10, 1e3, log=True),
-        "block_spread_p50": Scale(3, 14),
-        "block_spread_p99": Scale(6, 20),
-        "scale_error_max": Scale(0, 4, health=True),
-        "scale_error_min": Scale(-6, -16, health=True),
-        "nonfinite": Scale(0.1, 10, log=True, health=True),
+        "sqnr_db": ColorScale(0, 16, below_format=True, health=True),
+        "underflow_pct": ColorScale(0.01, 30, log=True, health=True),
+        "underflow_pct_numel": ColorScale(0.01, 30, log=True, health=True),
+        "subnormal_pct": ColorScale(1, 90, log=True),
+        "overflow_pct": ColorScale(1e-4, 1, log=True, health=True),
+        "error_dead_pct": ColorScale(10, 90),
+        "error_clipped_pct": ColorScale(1, 90, log=True),
+        "error_scale_pct": ColorScale(20, 90),
+        "blocks_dead_pct": ColorScale(10, 90),
+        "blocks_clipped_pct": ColorScale(1, 90, log=True),
+        "blocks_scale_pct": ColorScale(20, 90),
+        "rows_below_15db_pct": ColorScale(0.1, 50, log=True),
+        "mean_relative_error": ColorScale(0.05, 0.7, log=True),
+        "cosine": ColorScale(0.999, 0.95),
+        "kurtosis": ColorScale(30, 1e4, log=True),
+        "outlier_ratio": ColorScale(10, 1e3, log=True),
+        "block_spread_p50": ColorScale(3, 14),
+        "block_spread_p99": ColorScale(6, 20),
+        "scale_error_max": ColorScale(0, 4, health=True),
+        "scale_error_min": ColorScale(-6, -16, health=True),
+        "nonfinite": ColorScale(0.1, 10, log=True, health=True),
     }
 )
 """A statistic without an entry has the unit of its tensor (amax, mse). Its colours run from its smallest to its largest

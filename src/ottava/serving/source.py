@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ottava.base.errors import need
 from ottava.base.untrusted import UntrustedError
-from ottava.engine.layer import QuantizedLayer
+from ottava.engine.functional import QuantizedLayer
 from ottava.nn.foreign import TurnedLinear, parts_of
 from ottava.nn.plan import default_filter
 from ottava.numerics.scaling import Granularity

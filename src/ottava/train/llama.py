@@ -1,6 +1,7 @@
 """The trainer's model as a Hugging Face Llama, for inference engines, and such a Llama as the trainer's model.
 
-Both have the same formula. A Llama has separate projections, and here its tokens are bytes.
+Both have the same formula. A Llama has separate projections, and here its tokens are bytes. `open_view` opens one side
+of `ottava eval`: a run or such a checkpoint, optionally under a recipe.
 """
 
 from __future__ import annotations
@@ -15,20 +16,33 @@ import torch
 from torch import Tensor, nn
 
 from ottava.base.untrusted import UntrustedError
-from ottava.engine.layer import QuantizedLayer, quantized_layers
+from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.nn.convert import convert, put_weight
 from ottava.nn.plan import default_filter
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
+from ottava.serving.answers import (
+    ENGINE,
+    View,
+    blocks_of,
+    bytes_only,
+    decode_bytes,
+    encode_bytes,
+    engine_recipe,
+    named,
+    of_hugging_face,
+)
 from ottava.serving.source import Source, Weight, cast_of, input_scale_of, numbers, of_folder, rows_of_cast
 from ottava.train.checkpoint import (
     Checkpoint,
     CheckpointError,
     find_checkpoint,
     high_precision_weights,
+    restore_weights,
 )
-from ottava.train.config import ModelConfig, TrainConfig, load_config
+from ottava.train.config import DataConfig, ModelConfig, TrainConfig, load_config
+from ottava.train.data import ByteCorpus, DataError
 from ottava.train.model import VOCABULARY, ByteTransformer, store
 from ottava.weights.checkpoint import dequantize_state_dict, keep_in_state_dict
 from ottava.weights.layouts import open_tensors
@@ -356,3 +370,88 @@ def joined(casts: Sequence[QuantizedTensor | None]) -> QuantizedTensor | None:
     powers = [cast.spec for cast in whole if cast.spec.scale_format == "fp32"]
     spec = powers[0] if powers else first.spec
     return QuantizedTensor(torch.cat([cast.data for cast in whole]), scale_inv, spec, first.dtype)
+
+
+def open_view(given: str, recipe: str | None = None) -> View:
+    """The view that words of a command line name.
+
+    Args:
+        given: a run of `ottava train` or one of its checkpoints, or the folder of a checkpoint of Hugging Face's;
+            behind an @ the name of a recipe, or "engine".
+        recipe: in place of the name behind the @. None for a run: its own recipe. None for a checkpoint: what its
+            weights stand for, in BF16 arithmetic.
+    Raises:
+        CheckpointError: there is no such folder, or it holds neither.
+        ValueError: an unknown recipe, or one that cannot use the codes; two recipes.
+    """
+    path, own = Path(given), None
+    if not path.exists() and "@" in given:
+        head, _, own = given.rpartition("@")
+        path = Path(head)
+    if own and recipe and own != recipe:
+        raise ValueError(f"{given} under {recipe}: name one recipe")
+    recipe = own or recipe
+    if recipe not in (None, ENGINE):
+        get_recipe(str(recipe))  # an unknown name ends here
+    if not path.is_dir() and not path.is_file():
+        raise CheckpointError(f"{path}: does not exist; needed: a run of `ottava train`, or a checkpoint's folder")
+    if (run_of(path) / "config.yaml").is_file():
+        return _of_run(path, recipe)
+    if not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path}: has neither config.yaml (a run) nor config.json (a checkpoint), so nothing says what model it is"
+        )
+    return _of_bytes(path, recipe) if bytes_only(path) else of_hugging_face(path, recipe)
+
+
+def _of_run(path: Path, recipe: str | None) -> View:
+    if recipe == ENGINE:
+        raise ValueError(f"{path}: engines serve checkpoints: run ottava export first, then compare OUT@{ENGINE}")
+    model, config, checkpoint = model_of_run(path)
+    masters = high_precision_weights(checkpoint)
+    if recipe is not None:
+        with torch.random.fork_rng(devices=[]):
+            model = ByteTransformer(config.model, config.sequence_length)
+        restore_weights(checkpoint, model)
+        convert(model, recipe)
+    model.eval()
+    return View(
+        named(path, recipe),
+        model,
+        blocks_of(model),
+        as_llama(model, config.model, config.sequence_length, masters=masters),
+        encode_bytes,
+        decode_bytes,
+        mixed=config.dtype == "bfloat16",
+        longest=config.sequence_length,
+    )
+
+
+def _of_bytes(path: Path, recipe: str | None) -> View:
+    source = of_folder(path)
+    chosen = engine_recipe(source) if recipe == ENGINE else recipe
+    model, longest = model_of(source, path, chosen)
+    model.eval()
+    if chosen is not None:
+        config, _ = settings_of(source.config, path)
+        source = Source(as_llama(model, config, longest).weights, source.config)
+    name = named(path, recipe)
+    return View(name, model, blocks_of(model), source, encode_bytes, decode_bytes, mixed=True, longest=longest)
+
+
+def texts_of(paths: Sequence[Path]) -> dict[str, str]:
+    """Name -> text of each file; without files the text that `ottava train` holds out by default.
+
+    Raises:
+        DataError: a file is missing, or no text.
+    """
+    if not paths:
+        corpus = ByteCorpus.load(DataConfig())
+        return {"held-out text": bytes(corpus.validation.numpy()).decode(errors="replace")}
+    texts = {}
+    for path in paths:
+        try:
+            texts[str(path)] = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror}); --text takes a text file") from error
+    return texts

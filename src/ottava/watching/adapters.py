@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ottava.engine.layer import QuantizedLayer
+from ottava.engine.functional import QuantizedLayer
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.scaling import PER_ROW, PER_TENSOR, ScaleFormat
 from ottava.numerics.tensor import QuantizationSpec

@@ -10,7 +10,6 @@ the pattern tells which bug it is:
     wrong_tensor      neither operand of an input or gradient fits
     nonfinite_scale   a stored scale is infinite or NaN
     history_twice     the amax history has every entry twice
-    master            an FP8 parameter is no cast of its master weight (`check_master`)
 
 Source: the signatures of TransformerEngine #1047, #738, #539, PR #1121; transformers #47030; torchao #3356.
 """
@@ -119,29 +118,6 @@ def check_operands(tensor: str, x: Tensor, row: Any, col: Any) -> Facts | None:
     if len(bad) < len(sides):
         return {"check": "row_col", **facts}
     return {"check": "stale_weight" if tensor == "weight" else "wrong_tensor", **facts}
-
-
-@torch.no_grad()
-def check_master(master: Tensor, parameter: QuantizedTensor | Tensor, *, format_eps: float = 0.125) -> Facts | None:
-    """Checks that an FP8 parameter is a cast of its master weight, as it must be after every optimizer step.
-
-    Args:
-        master: (R, C) in high precision.
-        parameter: the FP8 weight or its dequantized values.
-        format_eps: eps of the format, for dequantized values.
-    Returns:
-        None, or the facts of an event "check".
-    """
-    if isinstance(parameter, QuantizedTensor):
-        share = share_beyond_a_step(*_sampled(master, parameter))
-    else:
-        nonzero = parameter != 0
-        distance = (master.float() - parameter.float()).abs()
-        beyond = (distance > parameter.float().abs() * (format_eps / 2) * (1 + _SLACK)) & nonzero
-        share = float(beyond.sum()) / max(float(nonzero.sum()), 1.0)
-    if share <= _TOLERATED:
-        return None
-    return {"check": "master", "value": round(100 * share, 1), "unit": "% of elements"}
 
 
 def share_beyond_a_step(x: Tensor, x_q: QuantizedTensor) -> float:

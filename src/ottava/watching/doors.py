@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ottava.engine.layer import QuantizedLayer
+from ottava.engine.functional import QuantizedLayer
 from ottava.engine.quantizer import Doors, Quantizer
 from ottava.measure.layer_names import matches
 from ottava.measure.observer import casts_of, in_numbers

@@ -68,7 +68,7 @@ class Live:
         if step != self._look:
             self._look, self._worst = step, {"ottava/fp8_share": receipt(self._model).fp8_fraction}
             recent = self._watch.recent()
-            table = Facts(recent).worst_casts()
+            table = Facts(recent).real_casts()
             table = table if len(table) else recent.table()  # a model without FP8 has simulated casts only
             sqnr = table.metric("row_sqnr_p50_db")
             if np.isfinite(sqnr).any():

@@ -84,16 +84,19 @@ class Row(NamedTuple):
 
 
 class Sink(Protocol):
-    """Shows looks."""
+    """Shows looks; what a kind of sink leaves out, it does not show."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the numbers of a look, by tag."""
+        return
 
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
         """Shows a histogram of a look; len(edges) == len(counts) + 1."""
+        return
 
     def worst(self, step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> None:
         """Shows the worst tensors of a look, worst first, with the numbers of the step: loss, grad_norm, ..."""
+        return
 
     def close(self) -> None:
         """Ends the run."""
@@ -185,7 +188,7 @@ def _marks(slot: SlotKey, values: Mapping[str, float]) -> dict[str, int]:
     return {name: mark for name, mark in marks.items() if mark}
 
 
-class Limited:
+class Limited(Sink):
     """Limits a sink to MAX_TAGS names, the first ones, and catches its errors: a full disk or a lost server must not
     end a training."""
 
@@ -257,7 +260,7 @@ def _headline(step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> s
     return "  ".join([f"step {step:,}", *losses, fp8])
 
 
-class TerminalSink:
+class TerminalSink(Sink):
     """A table of the worst tensors that stays in place; one line per look if the output is no terminal."""
 
     def __init__(self, run_dir: Path, *, top_k: int = 8, console: Console | None = None) -> None:
@@ -272,10 +275,6 @@ class TerminalSink:
             self._live = Live(console=self.console, auto_refresh=False)
             self._live.start()
         self._live.update(_picture(step, rows[: self.top_k], _headline(step, rows, numbers)), refresh=True)
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None: ...
 
     def close(self) -> None:
         if self._live is not None:
@@ -303,7 +302,7 @@ def _picture(step: int, rows: Sequence[Row], title: str) -> RichTable:
     return picture
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """An event file in the run folder; `tensorboard --logdir RUN` shows it."""
 
     def __init__(self, run_dir: Path, *, folder: str = "tensorboard") -> None:
@@ -315,13 +314,11 @@ class TensorBoardSink:
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
         self.writer.histogram(step, tag, edges, counts)
 
-    def worst(self, step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> None: ...
-
     def close(self) -> None:
         self.writer.close()
 
 
-class LoggerSink:
+class LoggerSink(Sink):
     """A module with init, log and finish: wandb, trackio. It uses the script's run if the script has begun one."""
 
     def __init__(self, module: str, run_dir: Path, *, project: str = "ottava", **settings: Any) -> None:
@@ -339,8 +336,6 @@ class LoggerSink:
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
         if hasattr(self.module, "Histogram"):
             self._log(step, {tag: self.module.Histogram(np_histogram=(np.asarray(counts), np.asarray(edges)))})
-
-    def worst(self, step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> None: ...
 
     def close(self) -> None:
         if self._own:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ottava.engine.layer import QuantizedLayer
+from ottava.engine.functional import QuantizedLayer
 from ottava.watching.batches import Batches
 from ottava.watching.gradients import Gradients, dense
 from ottava.watching.operands import SHARD, capturing, plain

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ottava.base.untrusted import regular_size
 from ottava.interop.importers.collected import Collected, spec_of, whole
-from ottava.interop.importers.te_log import TENSORS
 from ottava.interop.safe_pickle import StandIn, check_tensors, load_torch
+from ottava.interop.te_config import TENSORS
 from ottava.measure.layer_names import KINDS
 from ottava.measure.walk import measure
 from ottava.numerics.formats import E4M3, E5M2, E8M0, Format

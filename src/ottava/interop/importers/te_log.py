@@ -20,27 +20,8 @@ from typing import NamedTuple
 
 from ottava.base.untrusted import read_lines
 from ottava.interop.importers.collected import NO_SQNR, Cast, Collected, Place, whole
+from ottava.interop.te_config import RECIPES_OF_TE, TENSORS
 
-TENSORS = MappingProxyType(
-    {
-        "activation": "input",
-        "weight": "weight",
-        "gradient": "grad_output",
-        "output": "output",
-        "dgrad": "grad_input",
-        "wgrad": "grad_weight",
-    }
-)
-"""TransformerEngine's names of tensors -> ours."""
-RECIPES_OF_TE = MappingProxyType(
-    {
-        "fp8_delayed_scaling": "delayed",
-        "fp8_current_scaling": "tensorwise",
-        "fp8_block_scaling": "blockwise",
-        "mxfp8": "mxfp8",
-        "nvfp4": "nvfp4",
-    }
-)
 OF_TENSOR = MappingProxyType(
     {"cur_amax": "amax", "dynamic_range": "dynamic_range_bits"}
     | {name: name for name in ("max", "min", "mean", "std", "l2_norm", "numel")}

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from ottava.interop.event_file import Scalar, read_scalars
 from ottava.interop.importers import te_log
 from ottava.interop.importers.collected import Cast, Collected, Place
+from ottava.interop.te_config import TENSORS
 from ottava.measure.layer_names import SYMBOLS
 from ottava.measure.statistics import STATISTICS
 
@@ -44,7 +45,7 @@ STATISTIC_WORDS = MappingProxyType(
 """Other names of statistics -> ours; shares must be percentages."""
 _OF_CAST = frozenset({"underflow_pct", "underflow_pct_numel", "overflow_pct", "sqnr_db", "mse", "scale_max", "cosine"})
 _TENSOR_WORDS = MappingProxyType(
-    {**te_log.TENSORS, **{name: name for name in SYMBOLS}, **{symbol: name for name, symbol in SYMBOLS.items()}}
+    {**TENSORS, **{name: name for name in SYMBOLS}, **{symbol: name for name, symbol in SYMBOLS.items()}}
 )
 _TAG = re.compile(
     rf"(?:tensor/)?(?P<layer>\S+?)[/.](?P<tensor>{'|'.join(_TENSOR_WORDS)})(?P<col>\.T)?[/._](?P<statistic>[\w%]+)"

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import ottava
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
-from ottava.engine.layer import quantized_layers
-from ottava.interop.state_file import read_scaling_state
+from ottava.engine.functional import quantized_layers
+from ottava.interop.contents import read_scaling_state
 
 KEYS = {
     te.Linear: {"weight", "bias"},

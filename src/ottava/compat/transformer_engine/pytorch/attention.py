@@ -21,7 +21,7 @@ from ottava.compat.transformer_engine.pytorch.module import Init, device_for, in
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, shards_for
-from ottava.engine.layer import quantized_layers
+from ottava.engine.functional import quantized_layers
 from ottava.nn.attention import Sink
 from ottava.nn.multihead import KVCache, LayerCache
 from ottava.nn.rope import RotaryTable, packed_positions

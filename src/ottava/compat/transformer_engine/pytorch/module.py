@@ -18,7 +18,7 @@ from ottava.base.errors import unknown_name
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import TEState
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, mark, one_of_modes, shards_for
-from ottava.engine.layer import quantized_layers
+from ottava.engine.functional import quantized_layers
 from ottava.nn.activations import Activation, clamped_swiglu, get_activation
 from ottava.nn.layer import autocast_dtype
 from ottava.nn.norms import NormName

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
-from ottava.engine.layer import QuantizedLayer
-from ottava.interop.state_file import StateFileError, format_maxima, read_extra_state
+from ottava.engine.functional import QuantizedLayer
+from ottava.interop.contents import StateFileError, format_maxima, read_extra_state
 from ottava.numerics.formats import E4M3
 
 _SLOTS = MappingProxyType({"fwd": ("input", "weight", "output"), "bwd": ("grad_output", "grad_input")})

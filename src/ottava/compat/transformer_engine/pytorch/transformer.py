@@ -30,7 +30,7 @@ from ottava.compat.transformer_engine.pytorch.module import (
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, shards_for
-from ottava.engine.layer import quantized_layers
+from ottava.engine.functional import quantized_layers
 from ottava.nn.transformer import Arrangement
 
 
