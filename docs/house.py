@@ -32,14 +32,14 @@ ENTRANCES = MappingProxyType(
 LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "Python lines in src": (65_920, 48_000),
-        "files": (267, 200),
+        "files": (246, 200),
         "modules in the root": (3, 6),
-        "longest import chain": (30, 22),
-        "modules behind import ottava.train.config": (22, 20),
-        "modules behind ottava table": (17, 15),
-        "modules behind ottava export": (78, 60),
-        "public class names with more than one home": (16, 12),
-        "comments per 1,000 lines in kernels, ops, engine": (53, 60),
+        "longest import chain": (29, 22),
+        "modules behind import ottava.train.config": (21, 20),
+        "modules behind ottava table": (15, 15),
+        "modules behind ottava export": (76, 60),
+        "public class names with more than one home": (9, 12),
+        "comments per 1,000 lines in kernels, ops, engine": (57, 60),
         "test lines": (62_000, 46_000),
         "benchmark lines": (5_900, 4_000),
     }
