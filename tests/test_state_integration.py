@@ -307,7 +307,7 @@ def test_current_scaling_for_a_while_freezes_the_history() -> None:
 # --- compiled, and without waiting for the device -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "guarded"])
+@pytest.mark.parametrize("recipe", [pytest.param("delayed", marks=pytest.mark.slow), "guarded"])
 def test_compiled_training_has_the_bits_of_eager_training(recipe: str) -> None:
     """Compiled once; state included, with an evaluation in between and the boundary found as ever."""
     eager, compiled = network(recipe), network(recipe)
