@@ -23,7 +23,6 @@ import ottava
 from scaling_samples import (
     WIDTH,
     differences,
-    door_of,
     doors,
     lengths,
     loss_of,
@@ -107,18 +106,6 @@ def test_checkpointing_changes_no_bit(way: str, recipe: str) -> None:
         assert losses[0] == losses[1]
         assert differences(snapshot(plain), snapshot(recomputed)) == []
     assert lengths(plain) == [3] * 18
-
-
-@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "nested"])
-def test_recomputation_after_the_autocast_uses_its_recipe(way: str) -> None:
-    """Backward runs outside of the context that gave the recipe; the layers were converted with another."""
-    plain, recomputed = Blocks(plainly, "tensorwise"), Blocks(WAYS[way], "tensorwise")
-    optimizers = [sgd(plain), sgd(recomputed)]
-    for step in range(3):
-        losses = [accumulate(m, o, step, "delayed") for m, o in zip((plain, recomputed), optimizers, strict=True)]
-        assert losses[0] == losses[1]
-        assert differences(snapshot(plain), snapshot(recomputed)) == []
-    assert lengths(recomputed) == [3] * 18
 
 
 # --- order ----------------------------------------------------------------------------------------------------------
@@ -275,33 +262,6 @@ def test_a_new_window_keeps_the_newest_and_says_so(way: str, length: int) -> Non
     with warnings.catch_warnings(), ottava.autocast(recipe):
         warnings.simplefilter("error")
         train(model, [5], optimizer)
-
-
-@pytest.mark.filterwarnings("error")
-def test_delayed_to_guarded_keeps_everything() -> None:
-    """Same windows, another reading of them; the second entry of the pair moves the scale by its margin."""
-    model = network()
-    train(model, range(3))
-    before = windows(model)
-    ottava.convert(model, "guarded")
-    assert windows(model) == before
-    largest = torch.tensor(max(before[0]))
-    assert torch.equal(door_of(model).scale, torch.tensor(224.0) / largest)
-    train(model, [3])
-    assert lengths(model) == [4] * 6
-
-
-def test_current_scaling_for_a_while_freezes_the_history() -> None:
-    """autocast("tensorwise") for some steps: idle doors keep their windows; afterwards they go on."""
-    model = network()
-    optimizer = sgd(model)
-    train(model, range(2), optimizer)
-    before = state_of(model)
-    with ottava.autocast("tensorwise"):
-        train(model, range(2, 4), optimizer)
-    assert differences(state_of(model), before) == []
-    train(model, [4], optimizer)
-    assert lengths(model) == [3] * 6
 
 
 # --- compiled, and without waiting for the device -------------------------------------------------------------------

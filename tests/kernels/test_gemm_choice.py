@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -154,22 +153,6 @@ def test_a_cache_that_cannot_be_written_holds_for_the_process(tmp_path: Path) ->
     nowhere = Store(None, DEVICE)
     assert nowhere.keep(CALL, CHOICE).startswith("no cache folder")
     assert nowhere.known(CALL) == CHOICE
-
-
-def test_racing_stores_leave_a_whole_file(tmp_path: Path) -> None:
-    """At no moment is half of one read. In threads, each with Stores of its own: only the file is shared."""
-    Store(tmp_path, DEVICE).keep(CALL, CHOICE)
-
-    def write_many(number: int) -> None:
-        store = Store(tmp_path, DEVICE)
-        for turn in range(20):
-            store.keep(CALL, Choice({f"way {number}": float(turn + 1)}, {}))
-            assert Store(tmp_path, DEVICE).known(CALL) is not None
-
-    with ThreadPoolExecutor(3) as writers:
-        list(writers.map(write_many, range(3)))
-    assert Store(tmp_path, DEVICE).known(CALL).milliseconds.popitem()[1] == 20.0
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_first_kept_stays_where_that_is_asked_for(tmp_path: Path) -> None:

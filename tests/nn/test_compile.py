@@ -246,23 +246,6 @@ def test_equal_blocks_share_a_graph(recipe: str) -> None:
     assert counter.graphs == 1
 
 
-def test_observation_sees_a_compiled_model() -> None:
-    """Compiled code calls no hooks, so an observed step runs eagerly: before, during and after give one y."""
-    model = network("rowwise")
-    forward = compiled(model)
-    ys = [forward(data(0)).detach()]
-    with ottava.debug.observe(model) as seen:
-        y = forward(data(0))
-        y.sum().backward()
-        ys.append(y.detach())
-    rows = len(seen.table())
-    ys.append(forward(data(0)).detach())
-    assert rows == 2 * 3 * 2  # layers, tensors, directions
-    assert len(seen.table()) == rows
-    assert torch.equal(ys[0], ys[1])
-    assert torch.equal(ys[0], ys[2])
-
-
 def test_a_delayed_recipe_entered_for_the_first_time_is_refused_or_right() -> None:
     """Buffers cannot be born inside a graph: fullgraph says so; without it the first call runs eagerly and is right."""
     model, eager = network(), network()

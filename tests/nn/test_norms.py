@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,22 +288,3 @@ def test_what_is_wrong_is_named() -> None:
     with pytest.raises(NotImplementedError, match="second derivative"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     assert "recipe=tensorwise" in repr(layer)
-
-
-def test_a_watch_does_not_take_the_norms_input_for_the_gemms(tmp_path: Path) -> None:
-    """The largest input is that of the normed rows: from the door, or made once more where nothing is cast."""
-    x = torch.randn(4, 64).bfloat16()
-    largest = {}
-    for name in ("bf16", "tensorwise"):
-        model = nn.Sequential(NormLinear(64, 48, recipe=name, dtype=torch.bfloat16))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with ottava.watch(model, tmp_path / name) as watch:
-            model(x).float().sum().backward()
-            optimizer.step()
-            watch.flush()
-            run = ottava.debug.Run.open(watch.folder)
-        tables = {slot.tensor: table for slot, table in run.table().where(direction="row").groups()}
-        largest[name] = tables["input"].metric("amax")[0]
-    normed = nn.functional.layer_norm(x.float(), (64,)).bfloat16()
-    assert largest["bf16"] == largest["tensorwise"] == normed.abs().max()
-    assert largest["bf16"] != x.abs().max()

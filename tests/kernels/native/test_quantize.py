@@ -365,20 +365,3 @@ def test_without_a_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(raw(before[0].data), raw(after[0].data))
     assert torch.equal(before[0].scale_inv, after[0].scale_inv)
     assert torch.equal(before[2], after[2])
-
-
-@needs_library
-def test_it_is_what_ops_runs() -> None:
-    """On a CPU, where there is a library."""
-    assert explain_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, PER_ROW)) == "native_quantize: runs"
-
-
-@needs_library
-@sweep
-def test_the_argument_is_left_as_it_was(dtype: torch.dtype) -> None:
-    """No cast in place; a gradient is neither needed nor recorded."""
-    x = torch.randn(40, 300).to(dtype)
-    before = x.clone()
-    native_quantize.quantize(x, QuantizationSpec(E4M3))
-    native_quantize.quantize(x.t(), QuantizationSpec(E4M3, BLOCK_1X32))
-    assert torch.equal(x, before)

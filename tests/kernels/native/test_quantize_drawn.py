@@ -18,7 +18,6 @@ from ottava.kernels import reference
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
 from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
-from ottava.numerics.rounding import decode
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_16X16, TE_FOUR_OVER_SIX, Granularity
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.transforms import Hadamard
@@ -141,30 +140,6 @@ def test_instruction_sets_change_no_bit(
 
 
 @needs_library
-@sweep(rule=["unclipped", "four_over_six"])
-def test_rules_for_block_scales_give_the_references_bits(rule: str, dtype: torch.dtype) -> None:
-    """Which torch applies; zeros, infinities and NaN are among the numbers."""
-    x = tiles(37, 131, dtype)
-    x[0, 5], x[30, 30], x[6], x[8:24, :16] = math.inf, math.nan, 0.0, 0.0
-    for matrix in (x, x.t()):
-        assert_same(matrix, replace(STOCHASTIC, block_scale=rule), seed=4)
-
-
-@needs_library
-@sweep(fmt=SMALL)
-def test_the_mean_is_the_number(fmt: Format) -> None:
-    """Within 5 standard errors, from a 16th of the smallest number of the format to its largest."""
-    draws = 1 << 14
-    x = torch.logspace(math.log2(fmt.min_subnormal / 16), math.log2(fmt.max * 0.99), 64, base=2.0)
-    x = torch.cat([x, -x]).expand(draws, -1)
-    x_q = quantize(x, QuantizationSpec(fmt, scaling="delayed", rounding="stochastic"), scale=torch.tensor(1.0))
-    assert explain_quantize(x, x_q.spec).endswith("native_quantize: runs")
-    y = decode(x_q.data, fmt).double()
-    error = y.std(0) / math.sqrt(draws)
-    assert ((y.mean(0) - x[0].double()).abs() <= 5 * error + 2.0**-24 * fmt.max).all()
-
-
-@needs_library
 def test_recomputation_draws_the_same_numbers() -> None:
     """Checkpointing puts torch's generator back, from which the one seed of a cast is drawn."""
     seen: list[Tensor] = []
@@ -181,20 +156,6 @@ def test_recomputation_draws_the_same_numbers() -> None:
     assert len(seen) == 2
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[0], quantize(x, STOCHASTIC).data)
-
-
-@needs_library
-def test_compiled_code_draws_what_eager_code_draws() -> None:
-    """The cast is one operator there."""
-
-    def step(x: Tensor) -> Tensor:
-        return quantize(x, STOCHASTIC).data
-
-    x = torch.randn(32, 64)
-    torch.manual_seed(5)
-    eager = step(x)
-    torch.manual_seed(5)
-    assert torch.equal(torch.compile(step, backend="aot_eager")(x), eager)
 
 
 def test_what_it_cannot_cast_it_refuses() -> None:

@@ -237,22 +237,6 @@ def test_both_results_are_those_of_two_casts(cells: Any, transposed: bool) -> No
     assert same(both[1], reference.quantize(x.t(), cells[1], scale), cells[1])
 
 
-def test_settings_that_differ_take_two_launches() -> None:
-    """E4M3 rows of x, E5M2 blocks of x.T."""
-    x, cells = tiles(40, 50, torch.float32), (QuantizationSpec(E4M3, PER_ROW), QuantizationSpec(E5M2, BLOCK_1X32))
-    both = triton_quantize.quantize_both(x.to(DEVICE), *cells)
-    assert same(both[0], reference.quantize(x, cells[0]), cells[0])
-    assert same(both[1], reference.quantize(x.t(), cells[1]), cells[1])
-
-
-def test_what_is_not_wanted_is_none() -> None:
-    """Neither computed nor allocated."""
-    spec = QuantizationSpec(E4M3)
-    x = torch.randn(4, 8, device=DEVICE)
-    assert triton_quantize.quantize_both(x, spec, None)[1] is None
-    assert triton_quantize.quantize_both(x, None, spec)[0] is None
-
-
 @pytest.mark.parametrize("recipe", [r for r in RECIPES.values() if r.name in TRITON_RECIPES], ids=lambda r: r.name)
 def test_a_linear_on_triton_has_the_bits_of_one_on_the_reference(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
