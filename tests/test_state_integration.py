@@ -1,4 +1,4 @@
-"""Nothing that training does between two boundaries moves a scale: recomputation, pipelines, errors, evaluation.
+"""Nothing that training does between two boundaries moves a scale: pipelines, errors, evaluation.
 
 The witness is always a plain run of the same model on the same data: all parameters, gradients, buffers and staged
 amaxes are compared bit for bit.
@@ -10,14 +10,12 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import ottava
 from scaling_samples import (
@@ -35,78 +33,6 @@ from scaling_samples import (
     windows,
     with_cells,
 )
-
-# --- recomputation --------------------------------------------------------------------------------------------------
-
-
-class Blocks(nn.Module):
-    """Three residual blocks of two Linears, run as `how` says."""
-
-    def __init__(self, how: Callable[[list[nn.Module], Tensor], Tensor], recipe: str = "delayed") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        parts = [nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(3)]
-        self.blocks, self.how = nn.ModuleList(parts), how
-        ottava.convert(self.bfloat16(), recipe)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(M, WIDTH) -> (M, WIDTH)."""
-        return self.how(list(self.blocks), x.requires_grad_())  # reentrant checkpointing wants an input with gradient
-
-
-def plainly(blocks: list[nn.Module], x: Tensor) -> Tensor:
-    for block in blocks:
-        x = x + block(x)
-    return x
-
-
-def each(blocks: list[nn.Module], x: Tensor, reentrant: bool) -> Tensor:
-    for block in blocks:
-        x = x + checkpoint(block, x, use_reentrant=reentrant)
-    return x
-
-
-def nested(blocks: list[nn.Module], x: Tensor, outer: bool, inner: bool) -> Tensor:
-    def rest(x: Tensor) -> Tensor:
-        return each(blocks[1:], x, inner)
-
-    x = x + blocks[0](x)
-    y: Tensor = checkpoint(rest, x, use_reentrant=outer)
-    return y
-
-
-WAYS: dict[str, Callable[[list[nn.Module], Tensor], Tensor]] = {
-    "reentrant": partial(each, reentrant=True),
-    "non-reentrant": partial(each, reentrant=False),
-    "nested": partial(nested, outer=False, inner=False),
-    "nested reentrant": partial(nested, outer=True, inner=True),
-    "reentrant in non-reentrant": partial(nested, outer=False, inner=True),
-    "non-reentrant in reentrant": partial(nested, outer=True, inner=False),
-}
-
-
-def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, recipe: str | None = None) -> list[float]:
-    """One step of two micro-batches; both forwards come before the backwards, outside of the autocast."""
-    with ottava.autocast(recipe) if recipe else ExitStack():
-        losses = [loss_of(model, noise(10 * step + i)) for i in range(2)]
-    for loss in losses:
-        loss.backward()
-    optimizer.step()
-    return [loss.item() for loss in losses]
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "guarded"])
-@pytest.mark.parametrize("way", WAYS)
-def test_checkpointing_changes_no_bit(way: str, recipe: str) -> None:
-    """TE #415, #1190, #1254, #1723, #3394: recomputation meets the scales of its forward, and stages them once."""
-    plain, recomputed = Blocks(plainly, recipe), Blocks(WAYS[way], recipe)
-    optimizers = [sgd(plain), sgd(recomputed)]
-    for step in range(3):
-        losses = [accumulate(m, o, step) for m, o in zip((plain, recomputed), optimizers, strict=True)]
-        assert losses[0] == losses[1]
-        assert differences(snapshot(plain), snapshot(recomputed)) == []
-    assert lengths(plain) == [3] * 18
-
 
 # --- order ----------------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ def test_every_case_measures_bf16_and_every_recipe() -> None:
         assert names == [*NAMES, "torchao tensorwise"]
     assert all(timing.milliseconds > 0 for case in cases for timing in case.timings)
     assert all(case.timings[0].ratio == 1.0 for case in cases)
+    assert all(case.timings for case in cpu.bench(["gemm", "statistics"], Settings(rounds=2)))
     assert "ratio to BF16" in str(cases[1])
     assert cases[1].to_dict()["timings"][0]["name"] == "BF16"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -63,8 +64,7 @@ def test_json_lists_every_code(fmt: Format, ml_dtypes_type: Any, capsys: pytest.
             assert entry["kind"] == kind
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
-@pytest.mark.parametrize("fmt", LISTED, ids=str)
+@pytest.mark.parametrize("fmt, width", zip(LISTED, itertools.cycle((60, 80, 200))), ids=str)
 def test_the_grid_shows_every_code_once(
     fmt: Format, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

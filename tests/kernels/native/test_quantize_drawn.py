@@ -125,7 +125,7 @@ def test_threads_change_no_bit(spec: QuantizationSpec) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("library", ["stochastic", "block_scales"])
+@pytest.mark.parametrize("library", ["stochastic", pytest.param("block_scales", marks=pytest.mark.slow)])
 @for_each_older_build
 def test_instruction_sets_change_no_bit(
     library: str, flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
