@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import functools
@@ -270,30 +269,6 @@ def test_each_thread_sees_its_own() -> None:
             thread.join()
         assert names() == "blockwise"
     assert seen == {"rowwise": ("rowwise", True), "mxfp8": ("mxfp8", True), "none": ("", True)}
-
-
-def test_each_task_sees_its_own() -> None:
-    """Tasks that take turns inside different contexts; a task inherits what its maker had said."""
-
-    async def work(recipe: str | None) -> list[str]:
-        trace = [names()]
-        if recipe is None:
-            await asyncio.sleep(0)
-            return [*trace, names()]
-        with ottava.autocast(recipe):
-            for _ in range(3):
-                await asyncio.sleep(0)
-                trace.append(names())
-        return [*trace, names()]
-
-    async def main() -> list[list[str]]:
-        with ottava.autocast("blockwise"):
-            return await asyncio.gather(work("rowwise"), work("mxfp8"), work(None))
-
-    rowwise, mxfp8, none = asyncio.run(main())
-    assert rowwise == ["blockwise", "rowwise", "rowwise", "rowwise", "blockwise"]
-    assert mxfp8 == ["blockwise", "mxfp8", "mxfp8", "mxfp8", "blockwise"]
-    assert none == ["blockwise", "blockwise"]
 
 
 def test_as_a_decorator_it_is_entered_at_every_call() -> None:

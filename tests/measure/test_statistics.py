@@ -150,22 +150,6 @@ def test_a_block_whose_scale_vanished_is_lost_not_clipped() -> None:
     assert (tally.n_underflow, tally.n_overflow) == (16, 0)
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0), (1, 1)], ids=str)
-def test_empty_and_tiny_tensors_are_measured(shape: tuple[int, int]) -> None:
-    """An expert without tokens is a tensor too."""
-    x = torch.ones(shape)
-    tally = measure(x, ottava.quantize(x, QuantizationSpec(ottava.E4M3)))
-    assert tally.n == x.numel()
-    twice = tally + tally
-    assert (twice.n, twice.n_nonzero, twice.sxx, twice.amax) == (
-        2 * x.numel(),
-        2 * x.numel(),
-        2 * x.numel(),
-        tally.amax,
-    )
-    assert (twice.n_casts, twice.n_total, twice.exponents.sum()) == (2, 2 * x.numel(), 2 * x.numel())
-
-
 # --- statistics -----------------------------------------------------------------------------------------------------
 
 
