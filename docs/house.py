@@ -64,6 +64,12 @@ def modules() -> Mapping[str, ast.Module]:
     return MappingProxyType(found)
 
 
+@functools.cache
+def imports_anywhere(name: str) -> set[str]:
+    """Modules of ours, without `ottava.`, that a module imports, in its functions too."""
+    return imported(ast.walk(modules()[name]))
+
+
 def imported(nodes: Iterable[ast.AST]) -> set[str]:
     """Modules of ours, without `ottava.`, that these statements import."""
     known, found = modules(), set()
@@ -82,10 +88,10 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
 def knows() -> dict[str, set[str]]:
     """Room -> the rooms that its files import."""
     rooms: dict[str, set[str]] = {}
-    for name, tree in modules().items():
+    for name in modules():
         room = name.split(".")[0]
         if room and not room.startswith("__"):
-            rooms.setdefault(room, set()).update(other.split(".")[0] for other in imported(ast.walk(tree)))
+            rooms.setdefault(room, set()).update(other.split(".")[0] for other in imports_anywhere(name))
     return {room: (others & rooms.keys()) - {room} for room, others in rooms.items()}
 
 
@@ -198,7 +204,7 @@ def longest_chain() -> int:
 
     @functools.cache
     def chain(name: str) -> int:
-        return 1 + max(map(chain, imported(ast.walk(modules()[name])) - {name, ""}), default=0)
+        return 1 + max(map(chain, imports_anywhere(name) - {name, ""}), default=0)
 
     return max(map(chain, modules()))
 

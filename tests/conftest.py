@@ -20,6 +20,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
+import warm
 from layout_samples import LAYOUTS
 from ottava.kernels import scaled_mm
 from ottava.numerics.formats import Format
@@ -48,7 +49,8 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()
+    """A fifth of the CPU time of all tests went into the search for garbage, which few of them leave."""
+    warm.look_for_garbage_rarely()
     gc.enable()
 
 

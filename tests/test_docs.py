@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib
+import inspect
 import io
 import pkgutil
 import re
@@ -125,10 +126,10 @@ def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     if name.startswith("ottava.doors."):
         pytest.importorskip(name, reason="its host is not installed", exc_type=ImportError)
-    failed, _ = doctest.testmod(
-        importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    )
-    assert failed == 0, "see the output above"
+    module = importlib.import_module(name)
+    if ">>>" in inspect.getsource(module):  # to look for examples takes longer than to run them
+        failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+        assert failed == 0, "see the output above"
 
 
 def headings(text: str) -> list[int]:

@@ -17,7 +17,6 @@ import ottava
 from command import run
 from ottava.cli.console import print_table
 from ottava.measure.tally import Tally
-from ottava.nn.receipt import ReceiptRow, grouped
 from ottava.record.reader import Run
 from ottava.record.schema import SlotKey
 from ottava.record.writer import RunWriter
@@ -60,16 +59,6 @@ def test_receipt_and_observation_show_the_names() -> None:
         assert f"0.{name} " in str(seen)
         assert f"0.{html.escape(name)}<" in receipt._repr_html_()
         assert f"0.{html.escape(name)}<" in seen._repr_html_()
-
-
-def test_layers_are_joined_by_their_numbers_only() -> None:
-    """A brace beside a number, and numbers that another text stands for."""
-    rows = [
-        ReceiptRow(f"{i}.{name}.{{}}", "fprop", "", "", "", "", True, True, 0, 0, "", 1)
-        for i in ("0", "1", "2", "02", "٣")
-        for name in NAMES
-    ]
-    assert [name for name, _ in grouped(rows)] == [f"{i}.{name}.{{}}" for i in ("0-2", "02", "٣") for name in NAMES]
 
 
 @pytest.fixture

@@ -242,21 +242,6 @@ def test_the_later_override_has_the_last_word() -> None:
     assert late != early
 
 
-def test_an_override_starts_from_what_earlier_ones_left() -> None:
-    """Row-wise first, then its wgrad in high precision: fprop stays row-wise."""
-    layered = RECIPES["tensorwise"].override("*", "rowwise").override("*.wq", wgrad=None).for_layer("layers.3.wq")
-    assert (layered.fprop, layered.wgrad) == (RECIPES["rowwise"].fprop, HIGH_PRECISION)
-    assert layered.overrides == ()
-
-
-def test_overriding_makes_a_new_recipe() -> None:
-    """The registered one stays as it was."""
-    before = RECIPES["tensorwise"].to_dict()
-    assert RECIPES["tensorwise"].override("*", "bf16") is not RECIPES["tensorwise"]
-    assert RECIPES["tensorwise"].to_dict() == before
-    assert RECIPES["bf16"].override("a", "tensorwise").quantized
-
-
 # --- the diagnostic form ---------------------------------------------------------------------------------------------
 
 

@@ -198,21 +198,6 @@ def test_another_window_is_refused_with_the_way_out() -> None:
     assert windows(model) == windows(source)
 
 
-def test_a_model_made_on_meta_takes_its_state_by_assignment() -> None:
-    """load_state_dict(assign=True), as large models are loaded: nothing stays on meta, and training resumes bitwise."""
-    source = network(seed=1)
-    train(source, range(3))
-    checkpoint = through_torch(source.state_dict())
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).bfloat16()
-    ottava.convert(model, "delayed")
-    model.load_state_dict(checkpoint, assign=True)
-    model.requires_grad_(True)
-    assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
-    assert train(model, range(3, 6)) == train(source, range(3, 6))
-    assert differences(snapshot(model), snapshot(source)) == []
-
-
 @pytest.mark.parametrize("through", THROUGH.values(), ids=THROUGH.keys())
 def test_an_open_accumulation_is_saved(through: Callable[[Any], Any]) -> None:
     """Two micro-batches in two processes give the histories of one; a checkpoint without `staged` loads as before."""

@@ -1,4 +1,4 @@
-"""Nothing that training does between two boundaries moves a scale: recomputation, pipelines, errors, evaluation.
+"""Nothing that training does between two boundaries moves a scale: pipelines, errors, evaluation.
 
 The witness is always a plain run of the same model on the same data: all parameters, gradients, buffers and staged
 amaxes are compared bit for bit.
@@ -10,20 +10,17 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import ottava
 from scaling_samples import (
     WIDTH,
     differences,
-    door_of,
     doors,
     lengths,
     loss_of,
@@ -36,90 +33,6 @@ from scaling_samples import (
     windows,
     with_cells,
 )
-
-# --- recomputation --------------------------------------------------------------------------------------------------
-
-
-class Blocks(nn.Module):
-    """Three residual blocks of two Linears, run as `how` says."""
-
-    def __init__(self, how: Callable[[list[nn.Module], Tensor], Tensor], recipe: str = "delayed") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        parts = [nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(3)]
-        self.blocks, self.how = nn.ModuleList(parts), how
-        ottava.convert(self.bfloat16(), recipe)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(M, WIDTH) -> (M, WIDTH)."""
-        return self.how(list(self.blocks), x.requires_grad_())  # reentrant checkpointing wants an input with gradient
-
-
-def plainly(blocks: list[nn.Module], x: Tensor) -> Tensor:
-    for block in blocks:
-        x = x + block(x)
-    return x
-
-
-def each(blocks: list[nn.Module], x: Tensor, reentrant: bool) -> Tensor:
-    for block in blocks:
-        x = x + checkpoint(block, x, use_reentrant=reentrant)
-    return x
-
-
-def nested(blocks: list[nn.Module], x: Tensor, outer: bool, inner: bool) -> Tensor:
-    def rest(x: Tensor) -> Tensor:
-        return each(blocks[1:], x, inner)
-
-    x = x + blocks[0](x)
-    y: Tensor = checkpoint(rest, x, use_reentrant=outer)
-    return y
-
-
-WAYS: dict[str, Callable[[list[nn.Module], Tensor], Tensor]] = {
-    "reentrant": partial(each, reentrant=True),
-    "non-reentrant": partial(each, reentrant=False),
-    "nested": partial(nested, outer=False, inner=False),
-    "nested reentrant": partial(nested, outer=True, inner=True),
-    "reentrant in non-reentrant": partial(nested, outer=False, inner=True),
-    "non-reentrant in reentrant": partial(nested, outer=True, inner=False),
-}
-
-
-def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, recipe: str | None = None) -> list[float]:
-    """One step of two micro-batches; both forwards come before the backwards, outside of the autocast."""
-    with ottava.autocast(recipe) if recipe else ExitStack():
-        losses = [loss_of(model, noise(10 * step + i)) for i in range(2)]
-    for loss in losses:
-        loss.backward()
-    optimizer.step()
-    return [loss.item() for loss in losses]
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "guarded"])
-@pytest.mark.parametrize("way", WAYS)
-def test_checkpointing_changes_no_bit(way: str, recipe: str) -> None:
-    """TE #415, #1190, #1254, #1723, #3394: recomputation meets the scales of its forward, and stages them once."""
-    plain, recomputed = Blocks(plainly, recipe), Blocks(WAYS[way], recipe)
-    optimizers = [sgd(plain), sgd(recomputed)]
-    for step in range(3):
-        losses = [accumulate(m, o, step) for m, o in zip((plain, recomputed), optimizers, strict=True)]
-        assert losses[0] == losses[1]
-        assert differences(snapshot(plain), snapshot(recomputed)) == []
-    assert lengths(plain) == [3] * 18
-
-
-@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "nested"])
-def test_recomputation_after_the_autocast_uses_its_recipe(way: str) -> None:
-    """Backward runs outside of the context that gave the recipe; the layers were converted with another."""
-    plain, recomputed = Blocks(plainly, "tensorwise"), Blocks(WAYS[way], "tensorwise")
-    optimizers = [sgd(plain), sgd(recomputed)]
-    for step in range(3):
-        losses = [accumulate(m, o, step, "delayed") for m, o in zip((plain, recomputed), optimizers, strict=True)]
-        assert losses[0] == losses[1]
-        assert differences(snapshot(plain), snapshot(recomputed)) == []
-    assert lengths(recomputed) == [3] * 18
-
 
 # --- order ----------------------------------------------------------------------------------------------------------
 
@@ -277,37 +190,10 @@ def test_a_new_window_keeps_the_newest_and_says_so(way: str, length: int) -> Non
         train(model, [5], optimizer)
 
 
-@pytest.mark.filterwarnings("error")
-def test_delayed_to_guarded_keeps_everything() -> None:
-    """Same windows, another reading of them; the second entry of the pair moves the scale by its margin."""
-    model = network()
-    train(model, range(3))
-    before = windows(model)
-    ottava.convert(model, "guarded")
-    assert windows(model) == before
-    largest = torch.tensor(max(before[0]))
-    assert torch.equal(door_of(model).scale, torch.tensor(224.0) / largest)
-    train(model, [3])
-    assert lengths(model) == [4] * 6
-
-
-def test_current_scaling_for_a_while_freezes_the_history() -> None:
-    """autocast("tensorwise") for some steps: idle doors keep their windows; afterwards they go on."""
-    model = network()
-    optimizer = sgd(model)
-    train(model, range(2), optimizer)
-    before = state_of(model)
-    with ottava.autocast("tensorwise"):
-        train(model, range(2, 4), optimizer)
-    assert differences(state_of(model), before) == []
-    train(model, [4], optimizer)
-    assert lengths(model) == [3] * 6
-
-
 # --- compiled, and without waiting for the device -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "guarded"])
+@pytest.mark.parametrize("recipe", [pytest.param("delayed", marks=pytest.mark.slow), "guarded"])
 def test_compiled_training_has_the_bits_of_eager_training(recipe: str) -> None:
     """Compiled once; state included, with an evaluation in between and the boundary found as ever."""
     eager, compiled = network(recipe), network(recipe)

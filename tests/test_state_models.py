@@ -52,14 +52,6 @@ def test_models_by_turns_equal_each_alone() -> None:
             assert differences(got, expected) == []
 
 
-def test_identical_models_end_identical() -> None:
-    """The experiment of TE #814: one after the other, and by turns, in one process."""
-    first, second = network(), network()
-    train(first, range(6))
-    train(second, range(6))
-    assert differences(snapshot(first), snapshot(second)) == []
-
-
 def test_interleaved_forwards_and_backwards_equal_each_alone() -> None:
     """A's forward, B's forward, B's backward, A's backward: no order between models exists."""
     alone, mixed = ([network(seed=seed) for seed in (1, 2)] for _ in range(2))
@@ -100,16 +92,6 @@ def test_reset_re_arms_live_modules() -> None:
     assert differences(snapshot(model), snapshot(fresh)) == []
 
 
-def test_unpickled_models_train_on() -> None:
-    """A model sent to another process, or loaded whole: the same bits as the one that stayed."""
-    model = network()
-    train(model, range(2))
-    twin = pickle.loads(pickle.dumps(model))
-    train(model, range(2, 5))
-    train(twin, range(2, 5))
-    assert differences(snapshot(model), snapshot(twin)) == []
-
-
 def test_a_pickle_does_not_grow_with_the_square_of_the_model() -> None:
     """Each door's buffers are views of one tensor for all doors; 8 times the layers are 8 times the bytes."""
 
@@ -119,25 +101,6 @@ def test_a_pickle_does_not_grow_with_the_square_of_the_model() -> None:
         return len(pickle.dumps(model))
 
     assert size(48) < 10 * size(6)
-
-
-def test_a_part_of_a_model_can_be_copied_and_trained() -> None:
-    """deepcopy of one layer: it is a model of its own, with the history it had."""
-    model = network()
-    train(model, range(2))
-    layer = copy.deepcopy(model[2])
-    before = snapshot(model)
-    train(layer, range(2))
-    assert differences(snapshot(model), before) == []
-    assert lengths(layer) == [4] * 3
-
-
-def test_layers_made_by_hand_need_no_conversion() -> None:
-    """ottava.nn.Linear in a module of one's own: the boundary finds each."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(ottava.nn.Linear(32, 32, recipe="delayed", dtype=torch.bfloat16) for _ in range(2)))
-    train(model, range(3))
-    assert lengths(model) == [3] * 6
 
 
 def test_a_larger_state_takes_over() -> None:

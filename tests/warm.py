@@ -8,6 +8,7 @@ of what an import costs or does start Python the usual way.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -26,6 +27,8 @@ import torch
 import torch.multiprocessing
 
 TESTS = Path(__file__).resolve().parent
+RARELY = (50_000, 20, 100)
+"""Thresholds of the garbage collector: some seventy times as many new objects as Python's own before it looks."""
 PRELOADED = [
     "torch",
     "torch._dynamo",
@@ -108,6 +111,12 @@ def cpu_seconds() -> float:
     return sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")  # cutime and cstime; the state is fields[0]
 
 
+def look_for_garbage_rarely() -> None:
+    """What a fork inherits is no garbage, and a search through it would copy its pages."""
+    gc.freeze()
+    gc.set_threshold(*RARELY)
+
+
 def start_ranks(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> Any:
     """function(rank, *arguments) in `size` processes, as torch.multiprocessing.spawn(..., join=False) starts them."""
     multiprocessing.set_forkserver_preload(PRELOADED)
@@ -126,6 +135,7 @@ def become(words: list[str], folder: str, environment: dict[str, str], out: str,
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+    look_for_garbage_rarely()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
     code: object = 0
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ottava.bench import method
-from ottava.bench.method import Run, WrongResultError, check, interleaved, race, rotating, step, summary
+from ottava.bench.method import Run, WrongResultError, check, interleaved, race, rotating, step
 
 CPU = Run(torch.device("cpu"), smoke=False, rounds=3)
 
@@ -30,11 +30,6 @@ def test_contenders_take_turns_after_warming_up() -> None:
     times = race(CPU, {"a": lambda: ran.append("a"), "b": lambda: ran.append("b")})
     assert ran == ["a", "b"] * 13
     assert all(0 < one["p10"] <= one["median"] <= one["p90"] for one in times.values())
-
-
-def test_percentiles_are_those_of_the_samples() -> None:
-    """They lie between the smallest and the largest sample."""
-    assert summary([float(i) for i in range(11)]) == {"median": 5.0, "p10": 1.0, "p90": 9.0}
 
 
 def test_buffers_rotate_beyond_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,20 +56,6 @@ def test_a_step_makes_its_gradients_anew() -> None:
     assert torch.equal(x.grad, first[1])
 
 
-def test_what_only_a_gpu_has_is_none_without() -> None:
-    """Memory and launches are None on a CPU."""
-    assert method.step_bytes(CPU, lambda: None) is None
-    assert method.launches(CPU, lambda: None) is None
-    assert method.host_seconds(CPU, lambda: None) >= 0
-
-
-def test_rounds_run_every_variant_in_turn() -> None:
-    """Two rounds to warm up, then the counted ones."""
-    ran: list[str] = []
-    interleaved({"a": lambda: ran.append("a"), "b": lambda: ran.append("b")}, 3)
-    assert ran == ["a", "b"] * 5
-
-
 def test_ratios_are_within_a_round() -> None:
     """A machine that slows down by ten from round to round: b takes twice a's time in each, and the ratio is 2."""
     now = 0.0
@@ -88,11 +69,3 @@ def test_ratios_are_within_a_round() -> None:
     assert (a.ratio, a.quartiles, b.ratio, b.quartiles) == (1.0, (1.0, 1.0), 2.0, (2.0, 2.0))
     assert a.milliseconds == pytest.approx(1e3 * (1e3 + 1e4) / 2)
     assert b.to_dict() == {"name": "b", "milliseconds": b.milliseconds, "ratio": 2.0, "quartiles": [2.0, 2.0]}
-
-
-def test_nothing_to_measure_is_refused() -> None:
-    """The errors name what is needed."""
-    with pytest.raises(ValueError, match="rounds: got 1; needs 2 or more"):
-        interleaved({"a": lambda: None}, 1)
-    with pytest.raises(ValueError, match="variants: got none"):
-        interleaved({}, 5)

@@ -45,23 +45,6 @@ def test_a_rival_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
     assert [one.name for one in contenders(SMOKE, make, ("tensorwise",))] == ["bf16", "tensorwise"]
 
 
-def test_rivals_can_be_switched_off() -> None:
-    quick = Run(torch.device("cpu"), smoke=True, rounds=2, rivals=False, compiled=False)
-    assert [one.name for one in contenders(quick, make, ("rowwise",))] == ["bf16", "rowwise"]
-
-
-@pytest.mark.slow
-def test_compiled_contenders_give_what_eager_ones_give() -> None:
-    """BF16's bits may differ where Inductor fuses; the FP8 layer is one operator in both."""
-    run = Run(torch.device("cpu"), smoke=True, rounds=2, rivals=False, compiled=True)
-    found = {one.name: one for one in contenders(run, make, ("tensorwise",))}
-    assert list(found) == ["bf16", "bf16 compiled", "tensorwise", "tensorwise compiled"]
-    x = torch.randn(8, 64).bfloat16()
-    for name in ("bf16", "tensorwise"):
-        eager, compiled = found[name].forward(x), found[f"{name} compiled"].forward(x)
-        assert (eager - compiled).norm() <= 2**-7 * eager.norm()
-
-
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(64, 32), nn.Sequential(nn.Linear(32, 32, bias=False))).bfloat16()
 X = torch.randn(16, 64, dtype=torch.bfloat16)
@@ -80,9 +63,3 @@ def test_an_emulator_comes_as_near_to_bf16_as_ours(name: str) -> None:
     own, other = ((model(X) - truth).float().norm() for model in (ours, theirs))
     assert 0.75 * own < other < 1.25 * own
     assert all(torch.equal(p, q) for p, q in zip(theirs.parameters(), MODEL.parameters(), strict=True))
-
-
-def test_an_emulator_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No contender, and no error."""
-    monkeypatch.setitem(sys.modules, "mx.mx_ops", None)
-    assert emulated(lambda: copy.deepcopy(MODEL), ["microxcaling mxfp8"]) == {}

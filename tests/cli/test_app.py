@@ -7,9 +7,7 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-import ottava
 from command import ended
 from ottava.base.settings import ConfigError
 from ottava.cli.app import app, exit_code
@@ -22,11 +20,6 @@ def test_help_lists_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
     shown = capsys.readouterr().out
     for name in ("demo", "train", "formats", "--debug", "--version"):
         assert name in shown
-
-
-def test_version_names_torch_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended("--version") == 0
-    assert capsys.readouterr().out == f"ottava {ottava.__version__}, torch {torch.__version__}\n"
 
 
 def test_unknown_subcommand_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,11 +61,6 @@ def test_help_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_every_kind_of_error_has_its_exit_code(error: Exception, code: int) -> None:
     assert exit_code(error) == code
-
-
-def test_module_runs_as_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "ottava", "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"ottava {ottava.__version__}, torch {torch.__version__}\n")
 
 
 QUICK = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -11,8 +12,7 @@ import pytest
 
 import command
 from ottava.cli.app import main
-from ottava.cli.formats import list_codes
-from ottava.numerics.formats import E4M3, FORMATS, Format
+from ottava.numerics.formats import FORMATS, Format
 from ottava.numerics.rounding import code_values
 from ottava.recipe import GEMMS, RECIPES, Recipe
 
@@ -44,17 +44,6 @@ def test_every_format_has_a_line(fmt: Format, capsys: pytest.CaptureFixture[str]
     assert len([line for line in out.splitlines() if re.match(r"E|BF|FP", line)]) == len(FORMATS)
 
 
-def test_json_has_every_number(fmt: Format, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same object for all formats and for one; one of at most 8 bits also lists its codes."""
-    alone = run_json(capsys, fmt.name)[0]
-    described = {entry["name"]: entry for entry in run_json(capsys)}[fmt.name]
-    codes = alone.pop("codes", None)
-    assert alone == described
-    assert (codes is not None) == (fmt in LISTED)
-    for name in ("max", "min_normal", "min_subnormal", "eps", "bias", "bits", "emax", "lowest", "range_bits"):
-        assert described[name] == getattr(fmt, name)
-
-
 @pytest.mark.parametrize("fmt", LISTED, ids=str)
 def test_json_lists_every_code(fmt: Format, ml_dtypes_type: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Values equal those of ml_dtypes, the fields joined give the code, and infinities and NaNs are null in JSON."""
@@ -75,8 +64,7 @@ def test_json_lists_every_code(fmt: Format, ml_dtypes_type: Any, capsys: pytest.
             assert entry["kind"] == kind
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
-@pytest.mark.parametrize("fmt", LISTED, ids=str)
+@pytest.mark.parametrize("fmt, width", zip(LISTED, itertools.cycle((60, 80, 200))), ids=str)
 def test_the_grid_shows_every_code_once(
     fmt: Format, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,11 +137,6 @@ def test_slips_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
         code, out, err = run(capsys, *arguments)
         assert (code, out) == (2, "")
         assert message in err
-
-
-def test_codes_are_listed_from_the_definition() -> None:
-    """0x7e of E4M3: sign 0, exponent 15, mantissa 6: 1.75 * 2**8."""
-    assert list_codes(E4M3)[0x7E] == (0x7E, 0, 15, 6, 448.0, "normal")
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------

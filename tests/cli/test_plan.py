@@ -38,26 +38,10 @@ def test_prints_the_ranking_and_the_advice(recorded: Path, capsys: pytest.Captur
     )
 
 
-def test_json_is_one_object_with_the_same_numbers(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "--history", recorded, "--json") == 0
-    values = json.loads(capsys.readouterr().out)
-    assert (values["schema_version"], values["run_dir"], values["steps"]) == (1, str(recorded), 40)
-    assert values["own_setting"] == {"amax_history_len": 16, "amax_compute_algo": "max", "margin": 0}
-    (own,) = [o for o in values["outcomes"] if values["own_setting"].items() <= o.items()]
-    assert (own["casts"], own["clipped"], own["clipped_steps"], own["guard_fires"]) == (80, 1, 1, 1)
-    assert [(one["tensor"], one["clipped"]) for one in own["tensors"]] == [("input", 1), ("weight", 0)]
-
-
 def test_run_without_a_recording_is_a_bad_input_file(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="does not exist") as caught:
         run("plan", "--history", tmp_path)
     assert caught.value.exit_code == 4
-
-
-def test_run_that_never_cast_is_a_bad_input_file(tmp_path: Path) -> None:
-    AmaxLog(tmp_path).append(1, [("fc1", "input", ottava.RECIPES["delayed"].fprop.lhs, 0.0)])
-    with pytest.raises(RecordingError, match="no tensor was cast in its 1 recorded steps"):
-        run("plan", "--history", tmp_path)
 
 
 def test_one_of_the_two_is_asked_for(tmp_path: Path) -> None:
@@ -89,15 +73,6 @@ def test_a_model_of_ones_own_as_json(capsys: pytest.CaptureFixture[str]) -> None
 def own_model() -> torch.nn.Module:
     """The model of MODULE:FUNCTION in the test above."""
     return torch.nn.Linear(64, 32)
-
-
-def test_measured_constants_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "ceilings.json"
-    path.write_text(json.dumps({"constants": {"name": "one that was measured", "tensor": 1.0, "tensor_fast": 1.0}}))
-    assert run("plan", "llama-1b", "--device", path) == 0
-    out = capsys.readouterr().out
-    assert "one that was measured" in out
-    assert "0 of 4 linear layers gain" in out
 
 
 @pytest.mark.parametrize(

@@ -130,14 +130,6 @@ def test_debug_shows_the_traceback_wherever_it_stands(ottava: Command) -> None:
         assert "Traceback" in done.err
 
 
-def test_run_folder_below_a_file_is_refused(ottava: Command, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for command in ("train", "demo"):
-        done = ottava(command, "--run-dir", "file/run")
-        assert (done.code, done.out) == (2, "")
-        assert done.err.startswith("ottava: file/run: cannot be a run folder: file is a file; needed: a folder.")
-
-
 def test_another_recipe_starts_from_the_weights_of_a_run(ottava: Command, tmp_path: Path) -> None:
     assert ottava("train", *TINY, "--set=recipe=bf16", "--run-dir=a").code == 0
     refused = ottava("train", "--resume", "--set=recipe=delayed", "--run-dir=a")
@@ -213,16 +205,6 @@ COMMAND = (
 def demo(*options: str | Path) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     return warm.run([*COMMAND, *map(str, options)], timeout=800)
-
-
-def test_a_demo_ends_with_a_verdict_and_the_place_of_the_report(tmp_path: Path) -> None:
-    ran = demo("--steps", "10", "--run-dir", tmp_path)
-    assert ran.returncode in (0, 1)
-    assert "tensorwise ends" in ran.stdout
-    assert "(seed spread " in ran.stdout
-    assert ran.stdout.endswith(f"report: {tmp_path / 'report.html'}\n")
-    assert (ran.returncode == 1) == ("clearly outside the noise\n" in ran.stdout)
-    assert "\x1b" not in ran.stdout
 
 
 def test_json_is_one_object_on_stdout_and_progress_is_on_stderr(tmp_path: Path) -> None:

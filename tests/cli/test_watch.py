@@ -105,12 +105,6 @@ def test_exit_code_and_traceback_are_the_scripts_own(folder: Path, end: str, cod
         assert watched.stderr.splitlines()[0] == end
 
 
-def test_without_the_dashes_what_follows_the_script_is_its_own(folder: Path) -> None:
-    watched = start(folder, "-m", "ottava", "watch", "--out", "run", "train.py", "--lr", "1")
-    assert watched.returncode == 0, watched.stderr
-    assert Run.open(folder / "run").steps["step"].tolist() == [1, 2, 3, 4]
-
-
 def test_a_pattern_without_a_layer_is_a_wrong_command(folder: Path) -> None:
     watched = start(folder, "-m", "ottava", "watch", "--out", "run", "--layers", "nope*", "--", "train.py", "--lr", "1")
     assert watched.returncode == 2

@@ -11,7 +11,6 @@ import typer
 
 import ottava
 from ottava.cli.diagnose import what_if
-from ottava.diagnose.what_if import FLOORS
 from ottava.measure.walk import measure, measure_packed
 from ottava.record.reader import Run
 from ottava.record.schema import RunError, SlotKey
@@ -84,14 +83,3 @@ def test_numbers_alone_are_said_to_be_too_little(watched: Path, tmp_path: Path) 
         writer.tally(1, key, tally)
     with pytest.raises(RunError, match='this run was watched with detail="numbers"; watch with detail="blocks"'):
         run(tmp_path / "numbers")
-
-
-def test_help_names_the_floors_that_there_are() -> None:
-    """The floors of underflow, of SQNR in E4M3 and E5M2, and of element SQNR."""
-    underflow, sqnr, element = FLOORS
-    text = " ".join((what_if.__doc__ or "").split())
-    limits = [floor.limit(fmt) for floor in (sqnr, element) for fmt in (ottava.E4M3, ottava.E5M2)]
-    assert f"at most {underflow.limit(ottava.E4M3):g} % underflow" in text
-    assert f"SQNR of {limits[0]:g} dB in E4M3 and {limits[1]:g} in E5M2" in text
-    assert [limits[0] - limits[2], limits[1] - limits[3]] == [5, 5]
-    assert "element SQNR 5 dB below that" in text

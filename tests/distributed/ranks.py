@@ -32,6 +32,7 @@ def scenarios_of(*modules: str) -> list[str]:
 def run_all(rank: int, size: int, folder: str, scenarios: list[str]) -> None:
     """What each process does: all scenarios in turn, until one fails, since the ranks then no longer agree."""
     torch.set_num_threads(1)
+    warm.look_for_garbage_rarely()
     store = dist.FileStore(f"{folder}/meeting", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
     results: dict[str, str] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import functools
@@ -272,30 +271,6 @@ def test_each_thread_sees_its_own() -> None:
     assert seen == {"rowwise": ("rowwise", True), "mxfp8": ("mxfp8", True), "none": ("", True)}
 
 
-def test_each_task_sees_its_own() -> None:
-    """Tasks that take turns inside different contexts; a task inherits what its maker had said."""
-
-    async def work(recipe: str | None) -> list[str]:
-        trace = [names()]
-        if recipe is None:
-            await asyncio.sleep(0)
-            return [*trace, names()]
-        with ottava.autocast(recipe):
-            for _ in range(3):
-                await asyncio.sleep(0)
-                trace.append(names())
-        return [*trace, names()]
-
-    async def main() -> list[list[str]]:
-        with ottava.autocast("blockwise"):
-            return await asyncio.gather(work("rowwise"), work("mxfp8"), work(None))
-
-    rowwise, mxfp8, none = asyncio.run(main())
-    assert rowwise == ["blockwise", "rowwise", "rowwise", "rowwise", "blockwise"]
-    assert mxfp8 == ["blockwise", "mxfp8", "mxfp8", "mxfp8", "blockwise"]
-    assert none == ["blockwise", "blockwise"]
-
-
 def test_as_a_decorator_it_is_entered_at_every_call() -> None:
     """Also recursively, and from inside another context."""
     model = network()
@@ -331,22 +306,6 @@ def test_a_context_inside_a_generator_lasts_until_it_is_left() -> None:
     assert names() == ""
 
 
-def test_ambient_and_compiled_view_agree() -> None:
-    """What eager code reads from the ContextVar, compiled code reads from the view: the same, on every way out."""
-
-    def fail() -> None:
-        with ottava.autocast("mxfp8"):
-            assert compiled() == ambient()
-            raise ValueError("stop")
-
-    with ottava.autocast("rowwise"):
-        assert compiled() == ambient()
-        with pytest.raises(ValueError, match="stop"):
-            fail()
-        assert compiled() == ambient()
-    assert compiled() == ambient()
-
-
 def compiled() -> object:
     """What compiled code would see now."""
     return _COMPILED_VIEW.ambient
@@ -370,16 +329,6 @@ def test_threads_that_overlap_leave_nothing_behind() -> None:
         turn[2].wait()
     thread.join()
     assert (names(), compiled()) == ("", ambient())
-
-
-def test_layers_that_are_not_ottavas_do_not_listen() -> None:
-    """A head kept out of the conversion stays out, whatever autocast says."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).bfloat16()
-    ottava.convert(model, "tensorwise")
-    x = data()
-    with ottava.autocast("rowwise"):
-        hidden = model[0](x)
-        assert torch.equal(model[1](hidden), nn.functional.linear(hidden, model[1].weight, model[1].bias))
 
 
 # --- what would otherwise be silent ---------------------------------------------------------------------------------
@@ -454,15 +403,6 @@ def test_functions_whose_body_runs_later_are_not_decorated() -> None:
         with pytest.raises(TypeError, match=r"generator or coroutine function.*inside its body"):
             ottava.autocast("rowwise")(function)
     assert ottava.autocast("rowwise")(lambda: names())() == "rowwise"
-
-
-def test_a_context_may_be_entered_again_and_inside_itself() -> None:
-    context = ottava.autocast("rowwise")
-    with context, context:
-        assert names() == "rowwise"
-    with context:
-        assert names() == "rowwise"
-    assert names() == ""
 
 
 # --- batch invariance ---

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import ottava
 from ottava.engine import functional
 from ottava.engine.functional import Call, linear
-from ottava.engine.quantizer import LinearQuantizers, Quantizer
+from ottava.engine.quantizer import LinearQuantizers
 from ottava.kernels.native import build as native_build
-from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import GEMMS, GemmRecipe, Recipe
 from sweep import CELLS, sweep
 
@@ -32,10 +32,6 @@ UNCHANGED = tuple(recipe for recipe in RECIPES if not any(cell.transform for cel
 """Recipes that multiply what their doors get; tests/numerics/test_transforms.py multiplies what the others make of
 it."""
 DIAGNOSTIC = tuple(recipe.fp8_inputs_bf16_gemm() for recipe in UNCHANGED if recipe.quantized)
-
-
-def by_name(recipe: object) -> str | None:
-    return recipe.name if isinstance(recipe, Recipe) else None
 
 
 def noisy(*shape: int, seed: int) -> Tensor:
@@ -297,30 +293,6 @@ def test_logged_bytes_are_the_bytes_kept(recipe: Recipe, needs_dx: bool, needs_d
     assert (call.saved_bytes, call.high_precision_bytes) == (own, x.nbytes if needs_dw else 0)
 
 
-def test_log_names_the_gemms_in_the_order_they_ran() -> None:
-    """fprop in forward; dgrad and wgrad in backward, with their own M, N, K."""
-    call = Call(LinearQuantizers(), ottava.get_recipe("rowwise_with_gw_hp"))
-    x = noisy(48, 64, seed=1).bfloat16().requires_grad_()
-    w = noisy(40, 64, seed=2).bfloat16().requires_grad_()
-    linear(x, w, None, call).sum().backward()
-    sizes = [(name, record.m, record.n, record.k, record.quantized) for name, record in call.records.items()]
-    assert sizes == [("fprop", 48, 40, 64, True), ("dgrad", 48, 64, 40, True), ("wgrad", 40, 64, 48, False)]
-
-
-@sweep
-def test_second_backward_repeats_the_first(recipe: Recipe) -> None:
-    """retain_graph: what is saved for backward is neither consumed nor changed."""
-    x, w = (noisy(48, 64, seed=s).bfloat16().requires_grad_() for s in (1, 2))
-    y = linear(x, w, None, Call(LinearQuantizers(), recipe))
-    grads = []
-    for keep in (True, False):
-        torch.manual_seed(3)
-        grads.append(torch.autograd.grad(y, (x, w), noisy(48, 48, seed=5).bfloat16(), retain_graph=keep))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    with pytest.raises(RuntimeError, match="second time"):
-        y.sum().backward()
-
-
 def test_second_derivative_is_refused() -> None:
     """The derivative of a cast is 0 almost everywhere: a gradient penalty would be dropped without a word."""
     x = noisy(4, 64, seed=1).bfloat16().requires_grad_()
@@ -359,33 +331,6 @@ def test_unfit_dtype_is_refused(dtype: torch.dtype) -> None:
     """float64 would lose digits unseen, integers have no scale."""
     with pytest.raises(TypeError, match=r"needs float32, bfloat16 or float16"):
         linear(torch.ones(3, 64, dtype=dtype), torch.ones(32, 64), None, Call(LinearQuantizers(), RECIPES[1]))
-
-
-def test_no_operand_is_kept_in_high_precision_where_the_recipe_casts_it() -> None:
-    """Saved for backward are FP8 codes: no tensor of the input's size in 16 bits."""
-    x, w = (noisy(128, 128, seed=s).bfloat16().requires_grad_() for s in (1, 2))  # whole groups of any rotation
-    for recipe in RECIPES:
-        if not (recipe.wgrad.quantized and recipe.dgrad.quantized):
-            continue
-        kept: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
-            linear(x, w, None, Call(LinearQuantizers(), recipe))
-        assert {t.element_size() for t in kept if t.numel() == x.numel()} == {1}, recipe.name
-
-
-def test_doors_are_called_as_modules() -> None:
-    """Observation hangs forward hooks on the doors; each is called once a pass and gets the tensor itself."""
-    doors = LinearQuantizers()
-    seen: list[tuple[str, Tensor]] = []
-    for name, door in doors.named_children():
-        assert isinstance(door, Quantizer)
-        door.register_forward_hook(lambda door, args, out, name=name: seen.append((name, args[0])))
-    x, w, dy = (noisy(64, 64, seed=s).bfloat16() for s in (1, 2, 3))
-    run(x, w, None, dy, ottava.get_recipe("mxfp8"), doors)
-    assert [name for name, _ in seen] == ["input", "weight", "grad_output"]
-    assert all(torch.equal(a, b) for (_, a), b in zip(seen, (x, w, dy), strict=True))
-    assert isinstance(doors.input(x, None, None)[0], Tensor)
-    assert isinstance(doors.input(x, QuantizationSpec(ottava.E4M3), None)[0], QuantizedTensor)
 
 
 @pytest.mark.parametrize(

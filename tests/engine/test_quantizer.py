@@ -18,9 +18,8 @@ import ottava
 from ottava.engine.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
 from ottava.kernels.native import quantize as native_quantize
 from ottava.numerics.formats import Format
-from ottava.numerics.scaling import PER_ROW
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
-from ottava.recipe import CELLS, Recipe
+from ottava.recipe import CELLS
 from scaling_samples import (
     BUFFERS,
     DELAYED,
@@ -68,21 +67,6 @@ def test_one_cast_serves_both_directions_where_scales_are_shared(spec: Quantizat
     assert shared == (spec.granularity.rows == spec.granularity.cols)
 
 
-def test_different_specs_are_two_casts() -> None:
-    """rowwise_with_gw_hp's weight: a scale per row for fprop, one power of two for dgrad."""
-    x, row_spec, col_spec = matrix(48, 64), QuantizationSpec(ottava.E4M3, PER_ROW), QuantizationSpec(ottava.E4M3)
-    row, col = Quantizer()(x, row_spec, col_spec)
-    assert same_operand(row, ottava.quantize(x, row_spec))
-    assert same_operand(col, ottava.quantize(x.t(), col_spec))
-
-
-def test_what_is_wanted_is_given_by_name() -> None:
-    """A fourth value could be either direction, or the history."""
-    for door in (Quantizer(), WeightQuantizer()):
-        with pytest.raises(TypeError, match="positional"):
-            door(matrix(4, 4), DELAYED, DELAYED, True)
-
-
 def test_no_spec_is_a_pass() -> None:
     """A cell of None hands on the very tensor, and its transpose as a view."""
     x = matrix(4, 8)
@@ -102,24 +86,7 @@ def test_unwanted_directions_are_none(spec: QuantizationSpec | None) -> None:
             assert [row is not None, col is not None] == [rowwise, columnwise]
 
 
-def test_column_alone_equals_column_of_both() -> None:
-    """Whether x.T is a view of x's codes or a cast of its own, the bits are the same."""
-    for spec in SPECS.values():
-        spec = replace(spec, rounding="nearest_even")
-        both = Quantizer()(matrix(48, 64), spec, spec)[1]
-        assert same_operand(Quantizer()(matrix(48, 64), spec, spec, rowwise=False)[1], both)
-
-
 # --- predicted scales: the rule -------------------------------------------------------------------------------------
-
-
-def test_stateless_doors_have_no_buffers() -> None:
-    """Any number of casts with current scales leaves nothing behind."""
-    door = Quantizer()
-    for spec in SPECS.values():
-        if not spec.predicted:
-            door(matrix(48, 64), spec, spec)
-    assert (dict(door.named_buffers()), door.spec, list(door.state_dict())) == ({}, None, [])
 
 
 @pytest.fixture(params=["a kernel", "the door"])
@@ -147,16 +114,6 @@ def test_without_bootstrap_the_first_step_is_unscaled() -> None:
     assert was_cast_with(cast(door, amax_of(2.0), spec), 224)
 
 
-def test_scale_is_constant_between_boundaries() -> None:
-    """Micro-batches with amax 1, 8, 4 after a step with 2: all cast with 224, and the largest is staged."""
-    door = door_after(2.0)
-    assert all(was_cast_with(cast(door, amax_of(value)), 224) for value in (1.0, 8.0, 4.0))
-    assert door.staged.tolist() == [8, 0, 0]
-    roll(door)
-    assert (door.amax_history.tolist(), door.scale.item()) == ([8, 2, 0, 0], 56)
-    assert door.staged.tolist() == [0, 0, 0]
-
-
 def test_a_cast_keeps_the_scale_it_was_made_with() -> None:
     """A boundary between forward and backward does not reach what was saved: scale_inv is a value, not a view."""
     door = door_after(2.0)
@@ -165,16 +122,6 @@ def test_a_cast_keeps_the_scale_it_was_made_with() -> None:
     cast(door, amax_of(64.0))
     roll(door)
     assert torch.equal(saved.scale_inv, before)
-
-
-@pytest.mark.parametrize(
-    "algorithm, scales", [("max", [224, 112, 112, 112, 112, 448]), ("most_recent", [224, 112] + [448] * 4)]
-)
-def test_window_forgets_after_its_length(algorithm: str, scales: list[float]) -> None:
-    """amax 2, 4, 1, 1, 1, 1 with 4 entries: the 4 holds the scale at 112 for four steps."""
-    spec = replace(DELAYED, amax_compute_algo=algorithm)
-    seen = (2.0, 4.0, 1.0, 1.0, 1.0, 1.0)
-    assert [door_after(*seen[: n + 1], spec=spec).scale.item() for n in range(6)] == scales
 
 
 def test_a_users_algorithm_sees_the_window_newest_first() -> None:
@@ -220,26 +167,7 @@ def test_nonfinite_amax_is_counted_and_never_enters(bad: float) -> None:
     assert (door.amax_history.tolist(), door.scale.item(), door.nonfinite_count.item()) == ([4, 2, 0, 0], 112, 2)
 
 
-def test_idle_and_all_zero_doors_do_not_roll() -> None:
-    """An amax of 0 says nothing about the scale; TransformerEngine's unfused path rolls zeros in (#814)."""
-    door = door_after(2.0)
-    before = everything(door)
-    roll(door)
-    cast(door, torch.zeros(2, 2))
-    cast(door, torch.zeros(0, 2))
-    roll(door)
-    assert unchanged(door, before)
-
-
 # --- predicted scales: evaluation and other specs -------------------------------------------------------------------
-
-
-def test_evaluation_leaves_no_trace() -> None:
-    """record=False casts with the training scale and stages nothing, whatever it sees."""
-    door = door_after(2.0)
-    before = everything(door)
-    assert was_cast_with(cast(door, torch.tensor([[1e4, math.nan]]), record=False), 224)
-    assert unchanged(door, before)
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "row", "column"])
@@ -398,18 +326,6 @@ def test_state_made_on_meta_starts_empty() -> None:
 # --- predicted scales: checkpoints of one door ----------------------------------------------------------------------
 
 
-def test_state_dict_round_trip_continues_bit_for_bit() -> None:
-    """History, scale and counters are all there is to a door at a boundary."""
-    one, two = door_after(3.0, 7.0), door_after(900.0)
-    assert set(one.state_dict()) == {*BUFFERS, "staged"}
-    two.load_state_dict(one.state_dict())
-    for value in (5.0, 0.3, 11.0, 1.0):
-        for door in (one, two):
-            cast(door, amax_of(value))
-            roll(door)
-        assert unchanged(two, everything(one))
-
-
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -435,31 +351,7 @@ def test_damaged_state_is_refused_and_changes_nothing(damage: dict[str, Any], me
     assert unchanged(door, before) or "Unexpected" in message
 
 
-def test_a_history_loads_under_another_format_and_margin() -> None:
-    """amax 4 and 2: written for E5M2 the scale is 14336, which on E4M3 codes would clip all above 1 / 32."""
-    written = door_after(4.0, 2.0, spec=replace(DELAYED, format=ottava.E5M2))
-    door = door_after(9.0, spec=replace(DELAYED, margin=1))
-    door.load_state_dict(written.state_dict())
-    assert (written.scale.item(), door.scale.item(), door.amax_history.tolist()) == (14336, 56, [2, 4, 0, 0])
-
-
 # --- the three doors of a Linear ------------------------------------------------------------------------------------
-
-
-@sweep(recipe=ottava.RECIPES.values())
-def test_state_dict_has_its_shape_before_the_first_forward(recipe: Recipe) -> None:
-    """Predicted: five tensors in each of three doors. All else: nothing, so that BF16 checkpoints fit both ways."""
-    quantizers = LinearQuantizers()
-    quantizers.prepare(recipe)
-    predicted = recipe.name in ("delayed", "guarded")
-    shapes = {name: tuple(tensor.shape) for name, tensor in quantizers.state_dict().items()}
-    sizes = {**dict.fromkeys(BUFFERS, ()), "amax_history": (16,), "staged": (3,)}
-    expected = {f"{role}.{name}": size for role in _roles() for name, size in sizes.items()}
-    assert shapes == (expected if predicted else {})
-
-
-def _roles() -> list[str]:
-    return [name for name, _ in LinearQuantizers().named_children()]
 
 
 def test_only_predicted_cells_get_state() -> None:
@@ -473,22 +365,6 @@ def test_only_predicted_cells_get_state() -> None:
     quantizers = LinearQuantizers()
     quantizers.prepare(recipe)
     assert {name.split(".")[0] for name in quantizers.state_dict()} == {"weight"}
-
-
-def test_another_recipe_drops_what_it_does_not_need() -> None:
-    """delayed -> tensorwise -> delayed: no dead buffers in checkpoints, no stale scale when delayed comes back."""
-    quantizers, recipe = LinearQuantizers(), ottava.get_recipe("delayed")
-    quantizers.prepare(recipe)
-    assert recipe.fprop.lhs is not None
-    cast(quantizers.input, amax_of(2.0), recipe.fprop.lhs)
-    roll(quantizers.input)
-    buffers = list(quantizers.buffers())
-    quantizers.prepare(recipe)  # the same again keeps the very tensors
-    assert all(a is b for a, b in zip(buffers, quantizers.buffers(), strict=True))
-    quantizers.prepare(ottava.get_recipe("tensorwise"))
-    assert list(quantizers.state_dict()) == []
-    quantizers.prepare(recipe)
-    assert quantizers.input.scale.item() == 0
 
 
 def test_a_door_says_what_it_scales() -> None:

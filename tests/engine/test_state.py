@@ -86,33 +86,6 @@ def test_windows_follow_a_deque(algorithm: str, length: int) -> None:
     assert nonfinite > 5
 
 
-def test_micro_batches_are_one_step() -> None:
-    """Gradient accumulation over amax 1, 8, 4: one entry, 8, and one scale for all of it."""
-    model = network()
-    optimizer = sgd(model)
-    train(model, [0], optimizer)
-    scale = door_of(model).scale.item()
-    for amax in (1.0, 8.0, 4.0):
-        assert door_of(model).scale.item() == scale
-        model(batch(amax)).sum().backward()
-    optimizer.step()
-    assert door_of(model).amax_history.tolist()[:3] == [8, noise(0).abs().max().item(), 0]
-    assert lengths(model) == [2] * 6
-
-
-def test_an_idle_layer_keeps_its_window() -> None:
-    """A layer that a step skips (an expert without tokens, layer drop) neither rolls nor rescales."""
-    model = network()
-    optimizer = sgd(model, lr=0.0)
-    model(batch(2.0)).sum().backward()
-    optimizer.step()
-    before = snapshot(model[2])
-    model[0](batch(4.0)).sum().backward()
-    optimizer.step()
-    assert differences(snapshot(model[2]), before) == []
-    assert door_of(model).amax_history.tolist()[:3] == [4, 2, 0]
-
-
 def test_a_part_of_a_boundary_moves_its_doors_only() -> None:
     """As TransformerEngine has it: inputs and weights where the forward ends, gradients where the backward does."""
     model = network()

@@ -29,11 +29,6 @@ def test_tensors_of_every_layout_and_dtype_come_back(protocol: int) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def test_plain_containers_come_back() -> None:
-    made = {"a": [1, (2.5, None), {"x", "y"}], "b": collections.OrderedDict(c=b"bytes"), "d": bytearray(b"e")}
-    assert load_pickle(pickle.dumps(made)) == made
-
-
 def calling(full: str, argument: str = "'1'") -> bytes:
     """A pickle that calls module.name(argument)."""
     module, _, name = full.rpartition(".")

@@ -67,14 +67,6 @@ def test_shows_the_state_of_a_trained_model(save: Callable[[dict[str, Any], Path
         assert row.follows == ("E5M2" if row.tensor == "grad_output" else "E4M3") + ", max, margin 0"
 
 
-def test_names_are_those_of_the_file(tmp_path: Path) -> None:
-    save_nested(trained().state_dict(), tmp_path / "nested.pt")
-    assert {row.layer for row in read_scaling_state(tmp_path / "nested.pt").rows} == {"net.state.0", "net.state.1"}
-    layer = ottava.nn.Linear(64, 64, recipe="delayed")
-    torch.save(layer.state_dict(), tmp_path / "bare.pt")
-    assert {row.layer for row in read_scaling_state(tmp_path / "bare.pt").rows} == {""}
-
-
 def test_counts_and_empty_histories_are_told(tmp_path: Path) -> None:
     """A step with an infinite input: nothing enters the input's window, and it is counted."""
     model = trained(steps=0)
@@ -474,10 +466,3 @@ def test_foreign_file_is_refused_with_what_is_wrong(contents: Callable[[], Any],
     with pytest.raises(StateFileError) as caught:
         read_scaling_state(tmp_path / "file.pt")
     assert said in str(caught.value)
-
-
-def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(StateFileError, match="does not exist"):
-        read_scaling_state(tmp_path / "none.pt")
-    with pytest.raises(StateFileError, match="is a folder without safetensors files; needs one with them, or a file"):
-        read_scaling_state(tmp_path)

@@ -135,9 +135,3 @@ def test_other_machines_and_empty_operands_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(bf16_mm, "_has_bf16_units", lambda: False)
     reason = bf16_mm.supports_gemm(a, a, torch.bfloat16, None)
     assert reason == "bf16_mm: this CPU multiplies BF16 no faster than fp32 (no AVX512-BF16, no AMX)"
-
-
-def test_it_says_that_it_pads_nothing_and_emulates() -> None:
-    """For receipts."""
-    a = cast(torch.ones(5, 7), QuantizationSpec(E4M3))
-    assert (bf16_mm.padding(a, a), bf16_mm.NATIVE) == ("", False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ottava.kernels import gemm_choice, reference
-from ottava.kernels.gemm_choice import SIZES, Store, Way, cpu_seconds, operands, ordered, rank
+from ottava.kernels.gemm_choice import SIZES, Store, Way, operands, rank
 from ottava.numerics.tensor import QuantizedTensor
 
 DEVICE = "a CPU, torch 2.13, a key"
@@ -53,18 +53,6 @@ def test_capability_decides_unless_clearly_beaten(times: tuple[float, ...], orde
     """A tenth is the margin."""
     ranking = rank("x", ways("a", "b", "c"), "", store=Store(tmp_path, DEVICE), timer=clock(*times))
     assert "".join(ranking.order) == order
-
-
-def test_one_way_needs_no_clock(tmp_path: Path) -> None:
-    """Nothing is measured, nothing is kept."""
-    ranking = rank("x", ways("a"), "", store=Store(tmp_path, DEVICE), timer=clock())
-    assert (ranking.order, ranking.choice, list(tmp_path.iterdir())) == (("a",), None, [])
-    assert str(ranking) == "nothing, for there is one way only"
-    assert rank("x", {}, "").order == ()
-
-
-def test_failed_ways_come_last() -> None:
-    assert ordered(("a", "b", "c"), {"c": 1.0}) == ("c", "a", "b")
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------
@@ -132,11 +120,6 @@ def test_measuring_is_not_seen_from_outside(tmp_path: Path) -> None:
     assert seen == []
     assert set(inside) == {(1, False, False)}
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_the_clock_counts_this_thread() -> None:
-    """CPU time, a little of it."""
-    assert 0 <= cpu_seconds(lambda: torch.ones(10)) < 1
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------

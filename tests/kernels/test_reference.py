@@ -16,7 +16,7 @@ from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, Forma
 from ottava.numerics.rounding import encode
 from ottava.numerics.scaling import PER_ROW, PER_TENSOR, Granularity, amax, compute_scale
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
-from sweep import sweep
+from sweep import AXES, sweep
 
 Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
 Pair = tuple[QuantizationSpec, QuantizationSpec]
@@ -108,15 +108,6 @@ def test_only_matrices_are_cast(shape: tuple[int, ...]) -> None:
         reference.quantize(torch.zeros(shape), QuantizationSpec(E4M3))
 
 
-@sweep
-def test_the_argument_is_left_as_it_was(spec: QuantizationSpec, dtype: torch.dtype) -> None:
-    """No cast in place, whatever the dtype."""
-    x = torch.randn(40, 300).to(dtype)
-    before = x.clone()
-    reference.quantize(x, spec)
-    assert torch.equal(x, before)
-
-
 @pytest.mark.gpu
 @sweep
 def test_cuda_gives_the_same_bits(spec: QuantizationSpec) -> None:
@@ -134,12 +125,14 @@ def test_cuda_gives_the_same_bits(spec: QuantizationSpec) -> None:
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
 
-@sweep(with_bias=[False, True])
+@sweep
 def test_gemm_is_fp32_accumulation_rounded_once(
-    pair: Pair, sizes: tuple[int, int, int], dtype: torch.dtype, with_bias: bool, float64_gemm: Float64Gemm
+    pair: Pair, sizes: tuple[int, int, int], dtype: torch.dtype, float64_gemm: Float64Gemm
 ) -> None:
-    """Within K * 2**-24 * sum |a||b| of fp64, and half an ulp of the output; the half ulp is there once."""
+    """Within K * 2**-24 * sum |a||b| of fp64, and half an ulp of the output; the half ulp is there once. Sizes by
+    turns with a bias, another turn in each dtype."""
     a, b = operands(pair, sizes)
+    with_bias = (AXES["sizes"].index(sizes) + AXES["dtype"].index(dtype)) % 2
     bias = (torch.randn(sizes[1]) * 8).to(dtype) if with_bias else None
     exact, accumulation = float64_gemm(a, b, bias)
     y = reference.gemm(a, b, dtype, bias)
@@ -206,23 +199,3 @@ def test_nan_stays_in_its_row(pair: Pair) -> None:
     rows = torch.arange(8) == (2 if pair[0].format.has_nan else -1)
     assert y[rows].isnan().all()
     assert torch.equal(y[~rows], clean[~rows])
-
-
-@sweep
-def test_fast_accumulation_is_not_modelled(pair: Pair) -> None:
-    """The flag is Hopper's; the reference has one accumulator, and says that it supports every call, unpadded."""
-    a, b = operands(pair, (33, 17, 300))
-    fast, slow = (reference.gemm(a, b, torch.bfloat16, None, fast_accum=fast) for fast in (True, False))
-    assert torch.equal(fast, slow)
-    assert reference.supports_gemm(a, b, torch.float16, None) is None
-    assert reference.padding(a, b) == ""
-
-
-def test_transposed_operands_multiply_like_copies(float64_gemm: Float64Gemm) -> None:
-    """codes.t() without a copy is what wgrad hands over."""
-    spec = QuantizationSpec(E4M3)
-    x_q, dy_q = cast(torch.randn(40, 24), spec), cast(torch.randn(40, 56), replace(spec, format=E5M2))
-    dw = reference.gemm(dy_q.t(), x_q.t(), torch.float32, None)
-    exact, accumulation = float64_gemm(dy_q.t(), x_q.t(), None)
-    assert dw.shape == (56, 24)
-    assert ((dw.double() - exact).abs() <= accumulation).all()

@@ -63,15 +63,6 @@ def test_the_same_codes_give_the_reference_to_one_ulp(
 
 
 @pytest.mark.scaled_mm_on_cpu
-def test_nearly_every_output_is_correctly_rounded(taken: Pair, float64_gemm: Float64Gemm) -> None:
-    """K = 1024 on a CPU: up to 2 in 10,000 bf16 outputs are an ulp off; the reference leaves half of that."""
-    a, b = cast(torch.randn(256, 1024), taken[0]), cast(torch.randn(256, 1024), taken[1])
-    exact, _ = float64_gemm(a, b, None)
-    wrong = scaled_mm.gemm(a, b, torch.bfloat16, None) != exact.to(torch.bfloat16)
-    assert wrong.double().mean() <= 5e-4
-
-
-@pytest.mark.scaled_mm_on_cpu
 def test_padding_changes_no_sum() -> None:
     """K 100 -> 112 and N 17 -> 32 with zeros, scales of the new rows 1: the bits of a GEMM padded by hand."""
     for spec in (TENSOR, ROW):
@@ -116,14 +107,6 @@ def test_a_plan_has_the_bits_of_the_call(taken: Pair, monkeypatch: pytest.Monkey
                     y = run(lhs, rhs, bias)
             assert torch.equal(y, truth)
             assert y.stride() == truth.stride()
-
-
-@pytest.mark.scaled_mm_on_cpu
-def test_fast_accumulation_is_passed_on() -> None:
-    """torch takes the flag on a CPU as well, where it means nothing."""
-    a = cast(torch.randn(16, 64), TENSOR)
-    fast, slow = (scaled_mm.gemm(a, a, torch.bfloat16, None, fast_accum=fast) for fast in (True, False))
-    assert torch.equal(fast, slow)
 
 
 def test_a_cpu_is_taken_where_torch_has_a_kernel_for_it() -> None:

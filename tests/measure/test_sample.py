@@ -13,9 +13,9 @@ import ottava
 from layout_samples import tiles
 from ottava.kernels.native import measure as native_sample
 from ottava.kernels.native.measure import Look
-from ottava.measure.sample import sample_bands, sampled, squares_of, take_bands, take_bands_of
+from ottava.measure.sample import sample_bands, sampled, squares_of, take_bands
 from ottava.measure.tally import Tally, tally_fields
-from ottava.measure.walk import Packed, measure, measure_all, survey
+from ottava.measure.walk import Packed, measure_all, survey
 from ottava.numerics.scaling import BLOCK_16X16, BLOCK_128X128, Granularity
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from sweep import sweep
@@ -226,16 +226,6 @@ def test_rows_that_are_like_their_neighbours_are_estimated_better_than_by_whole_
                 )
     assert np.mean(rows) == pytest.approx(0, abs=1e-5)
     assert np.std(rows) < 0.8 * np.std(bands)
-
-
-def test_a_tensor_that_is_taken_whole_has_its_tally() -> None:
-    """Of few rows, or with `every` 1."""
-    for x, every in ((torch.randn(60, 300), 16), (torch.randn(400, 30), 1)):
-        x_q = ottava.quantize(x, E4M3)
-        assert sampled(look_at(x, x_q), every, 3) is None
-        bands = [range(len(x))]
-        part = Look(take_bands(x, bands), take_bands_of(x_q, bands), survey(x))
-        assert tally_of(part) == measure(x, x_q)
 
 
 def test_a_sample_takes_amax_and_faults_from_the_whole() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import subprocess
@@ -91,16 +90,6 @@ def test_unpacking_reverses_packing() -> None:
     assert both.n.tolist() == [tally.n, 2 * tally.n]
     assert both.exponents[1].tolist() == (2 * tally.exponents).tolist()
     assert both.amin.tolist() == [tally.amin] * 2
-
-
-def test_an_empty_tally_says_so() -> None:
-    """Nothing seen: counts 0, amin above and scale errors beyond everything."""
-    empty = Tally()
-    assert (empty.n, empty.amax, empty.amin, empty.scale_error_max) == (0, 0, math.inf, -math.inf)
-    assert not any(getattr(empty, f.name).any() for f in tally_fields("histogram"))
-    assert empty != 0
-    with pytest.raises(TypeError, match="unhashable"):
-        hash(empty)
 
 
 def test_tallies_do_not_share_their_histograms() -> None:

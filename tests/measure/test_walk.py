@@ -23,7 +23,7 @@ from ottava.measure.walk import BAND_ROWS, found_by, measure, measure_packed, su
 from ottava.numerics.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import cast_both
-from sweep import sweep
+from sweep import AXES, sweep
 
 Array = np.ndarray[Any, np.dtype[Any]]
 SPECS = {
@@ -226,12 +226,13 @@ SHAPES: dict[str, Callable[[torch.dtype], Tensor]] = {
 }
 
 
-@sweep(spec=SPECS.values(), make=SHAPES.values())
+@sweep(case=enumerate(itertools.product(SPECS.values(), SHAPES.values())))
 def test_every_field_equals_the_oracle(
-    spec: QuantizationSpec, make: Callable[[torch.dtype], Tensor], dtype: torch.dtype
+    case: tuple[int, tuple[QuantizationSpec, Callable[[torch.dtype], Tensor]]],
 ) -> None:
-    """Every field, spec of a recipe, dtype and shape; with zeros, subnormals, infinities and NaN."""
-    x = make(dtype)
+    """Every field, spec of a recipe and shape, in a dtype by turns; with zeros, subnormals, infinities and NaN."""
+    index, (spec, make) = case
+    x = make(AXES["dtype"][(index + index // len(SHAPES)) % 3])
     scale = torch.tensor(3.0) if spec.predicted else None
     compare_with_oracle(x, ottava.quantize(x, spec, scale=scale))
 
@@ -250,15 +251,6 @@ def test_a_row_far_below_the_others_keeps_its_own_sqnr() -> None:
     assert tally.row_sqnr.sum() == 4
 
 
-@pytest.mark.parametrize("magnitude", [2.0**-149, 1e-40, 1e-20, 1.0, 1e20, 3e38])
-def test_the_amax_of_a_block_is_in_bin_0_at_any_magnitude(magnitude: float) -> None:
-    """Also where 1 / amax would be infinite, and where x * (1 / x) rounds to less than 1."""
-    x = torch.full((3, 300), 1.0).mul_(magnitude)
-    x[1] = x[1] * torch.linspace(1, 0.6, 300)
-    tally = compare_with_oracle(x, ottava.quantize(x, E4M3))
-    assert tally.below_row[0] >= 601
-
-
 def test_more_elements_than_fp32_can_count() -> None:
     """2**24 + 1 and beyond: n, n_nonzero, underflow, exponents, sums, in less than 10 s."""
     began = time.process_time()
@@ -275,15 +267,6 @@ def test_more_elements_than_fp32_can_count() -> None:
     assert tally.sx == pytest.approx(ones + small * 2.0**-30, rel=1e-7)
     assert tally.see == pytest.approx(small * 2.0**-60, rel=1e-7)
     assert time.process_time() - began < 10
-
-
-def test_a_single_row_of_more_than_fp32_can_count() -> None:
-    """A weight gradient may be one long row; its sums in fp32 stay good."""
-    x = torch.rand(1, 2**24 + 3).to(torch.bfloat16)
-    tally = measure_packed(x, ottava.quantize(x, E4M3), detail="exponents").tally()
-    assert tally.n == tally.n_nonzero + (x == 0).sum() == 2**24 + 3
-    assert tally.sx == pytest.approx(float(x.double().sum()), rel=1e-6)
-    assert tally.sxx == pytest.approx(float(x.double().square().sum()), rel=1e-6)
 
 
 @sweep(spec=SPECS.values())
@@ -376,14 +359,3 @@ def test_which_statistic_sees_massive_tokens() -> None:
     assert broken["mean_relative_error"] > 0.5 > 0.1 > healthy["mean_relative_error"]
     assert mended["row_sqnr_p50_db"] > 30
     assert mended["underflow_pct"] < 3
-
-
-def test_which_statistic_sees_a_wide_gradient() -> None:
-    """Lognormal with sigma 3: most elements flushed, and a global SQNR above that of a healthy tensor."""
-    generator = torch.Generator().manual_seed(1)
-    sign = torch.randn(512, 1024, generator=generator).sign()
-    x = torch.exp(3 * torch.randn(512, 1024, generator=generator)) * sign
-    tally = measure(x, ottava.quantize(x, E4M3))
-    seen = {name: s.finish(tally) for name, s in STATISTICS.items()}
-    assert seen["sqnr_db"] > 30
-    assert seen["underflow_pct"] > 30

@@ -147,15 +147,6 @@ def test_padding_is_not_seen_and_gives_zeros() -> None:
                 assert not got[b, n:].any()
 
 
-def test_layouts_give_the_same_bits() -> None:
-    q, k, v, _ = heads(2, 7, 7, 4, 2, 16, torch.float32)
-    wanted = DotProductAttention()(q, k, v)
-    for layout, order in (("sbhd", (1, 0, 2, 3)), ("bhsd", (0, 2, 1, 3))):
-        back = [order.index(d) for d in range(4)]
-        y = DotProductAttention(layout=layout)(*(t.permute(order) for t in (q, k, v)))
-        assert torch.equal(y.permute(back), wanted)
-
-
 def test_packed_sequences_give_the_bits_of_each_alone() -> None:
     for dtype, (mask, window, *_) in itertools.product(DTYPES, CASES):
         cut, cut_k = torch.tensor([0, 5, 5, 6, 17]), torch.tensor([0, 3, 5, 9, 20])

@@ -31,7 +31,6 @@ from scaling_samples import (
     state_of,
     train,
     windows,
-    with_cells,
 )
 
 
@@ -205,13 +204,6 @@ def test_nonfinite_batches_are_left_out_and_reported() -> None:
     report = ottava.calibrate(model, [noise(0), noise(1) * math.inf, noise(2)], loss=loss_of)
     row = report.rows[0]
     assert (row.steps, row.nonfinite, row.amax) == (2, 1, max(noise(i).abs().max().item() for i in (0, 2)))
-
-
-def test_the_window_ends_with_the_last_batches() -> None:
-    """Twenty batches in a window of four: the newest four."""
-    model = network(with_cells("delayed", amax_history_len=4))
-    ottava.calibrate(model, (batch(2.0**-i) for i in range(20)))
-    assert door_of(model).amax_history.tolist() == [2.0**-i for i in (19, 18, 17, 16)]
 
 
 def test_calibration_and_training_follow_each_other() -> None:

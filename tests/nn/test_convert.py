@@ -88,27 +88,6 @@ def test_only_the_class_of_a_layer_changes(recipe: Recipe) -> None:
     assert all(type(net.get_submodule(n)) is Linear for n in NAMES)
 
 
-def test_an_optimizer_made_before_still_works(recipe: Recipe) -> None:
-    """Converting after making the optimizer trains exactly as converting before."""
-    runs = []
-    for early in (True, False):
-        net = model()
-        if early:
-            ottava.convert(net, recipe)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        if not early:
-            ottava.convert(net, recipe)
-        for seed in range(3):
-            torch.manual_seed(seed)
-            optimizer.zero_grad()
-            net(TOKENS).float().square().mean().backward()
-            optimizer.step()
-            ottava.ScalingState(net).update()
-        runs.append([p.detach().clone() for p in net.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-    assert not torch.equal(runs[0][0], next(model().parameters()))
-
-
 def test_hooks_and_attributes_survive() -> None:
     """Hooks registered before fire after; whatever else a framework hung on the layer is still there."""
     net, fired = model(), []
@@ -266,17 +245,6 @@ def test_a_filter_that_raises_leaves_the_model_as_it_was() -> None:
     assert state(net) == before
 
 
-def test_the_default_filter_can_be_extended() -> None:
-    """Call it from one's own."""
-
-    def mine(name: str, layer: nn.Linear) -> bool | str | None:
-        return default_filter(name, layer) or ("down" not in name)
-
-    report = ottava.convert(model(), "tensorwise", filter=mine)
-    assert [n for n in report.converted if "down" in n] == []
-    assert "proj" in report.converted
-
-
 # --- the recipe -----------------------------------------------------------------------------------------------------
 
 
@@ -346,7 +314,8 @@ def test_what_is_no_module_is_refused_in_words() -> None:
 
 
 def test_converting_again_gives_the_new_recipe(recipe: Recipe) -> None:
-    """From every recipe to every other, the layer computes what a fresh conversion computes, with its state dict."""
+    """The layer computes what a fresh conversion computes, with its state dict: from the recipes that keep a history,
+    and from three others, so that each recipe is left as often as it is taken up."""
 
     def train(net: nn.Module) -> None:
         torch.manual_seed(3)
@@ -356,9 +325,9 @@ def test_converting_again_gives_the_new_recipe(recipe: Recipe) -> None:
     ottava.convert(fresh, recipe)
     names = list(fresh.state_dict())
     train(fresh)
-    for first in ottava.RECIPES.values():
-        if first is recipe:
-            continue  # keeps its history: test_quantizer
+    every = list(ottava.RECIPES.values())
+    firsts = {every[(every.index(recipe) + step) % len(every)].name for step in (1, 5, 9)} | {"delayed", "guarded"}
+    for first in sorted(firsts - {recipe.name}):  # itself keeps its history: test_quantizer
         net = model()
         ottava.convert(net, first)
         train(net)
@@ -422,12 +391,6 @@ def test_nothing_converted_is_said_aloud(make: Callable[[], nn.Module], options:
     with pytest.warns(UserWarning, match="nothing will run in FP8"):
         report = ottava.convert(make(), "tensorwise", **options)  # type: ignore[arg-type]
     assert report.converted == ()
-
-
-def test_bf16_converts_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
-    """A model may be put under bf16 to be switched by autocast later."""
-    ottava.convert(nn.Sequential(nn.Linear(8, 8)), "bf16")
-    assert not [w for w in recwarn if "ottava" in str(w.message)]
 
 
 # --- first and last blocks ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from attention_samples import formula, seen, within
+from attention_samples import seen
 from torch import Tensor
 
 import ottava
@@ -118,28 +118,6 @@ def test_every_gemm_is_that_of_the_codes_its_doors_gave() -> None:
             assert bool((off <= torch.finfo(dtype).eps / 2 * own.abs() + 32 * U32 * about + 1e-30).all())
         if sink == "learned":
             assert near(grads[3].double(), -(p_sink * along).sum((0, 2, 3)), (p_sink * along).abs().sum((0, 2, 3)) * 4)
-
-
-def test_the_whole_is_within_what_its_formats_round_away() -> None:
-    """Against exact attention: |dP| <= P (exp(2 |dscores|) - 1), then a rounding of S, of V and of O."""
-    for dtype, size in itertools.product((torch.float32, torch.bfloat16), (0.3, 1.0)):
-        q, k, v, dy = heads(dtype, size)
-        exact = formula(q, k, v, dy, seen(7, 9, None, 0))
-        y = DotProductAttention(recipe=ON)(q, k, v)
-        u = 2.0**-4  # E4M3 has 3 bits behind the point; numbers below 2**-6 of 448 ** -1 amax lose less than this:
-        small = max(t.abs().amax().item() for t in (q, k, v)) / 448 * 2.0**-10
-        qd, kd, vd = (t.detach().double().transpose(1, 2) for t in (q, k, v))
-        kd, vd = (t.repeat_interleave(2, 1).abs() for t in (kd, vd))
-        dq, dk, dv = (u * t + small for t in (qd.abs(), kd, vd))
-        shift = ((qd.abs() + dq) @ dk.mT + dq @ kd.mT) / 4
-        rows = torch.expm1(2 * shift.amax(-1, keepdim=True))
-        p = qd @ (k.detach().double().transpose(1, 2).repeat_interleave(2, 1)).mT / 4
-        p = p.masked_fill(~seen(7, 9, None, 0), -torch.inf).softmax(-1)
-        dp = p * rows + u * p * (1 + rows) + 2.0**-10 / 448
-        bound = dp @ vd + (p + dp) @ dv
-        bound = bound + u * (exact.y.transpose(1, 2).abs() + bound) + exact.y.abs().max() / 448
-        assert within(y, exact.y, bound.transpose(1, 2) * (1 + 2.0**-7))
-        assert (y.double() - exact.y).norm() > 2.0**-8 * exact.y.norm()  # it is not exact attention that ran
 
 
 @pytest.mark.slow

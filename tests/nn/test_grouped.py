@@ -145,13 +145,13 @@ def both(
 
 @pytest.mark.parametrize("index", range(len(RECIPES)), ids=list(RECIPES))
 def test_each_group_gives_the_bits_of_a_linear_of_its_own(index: int) -> None:
-    """400 random splits, shared out among the recipes; where scales are predicted each is a step of training."""
+    """200 random splits, shared out among the recipes; where scales are predicted each is a step of training."""
     recipe = list(RECIPES.values())[index]
     draw, groups = random.Random(index), 5
     grouped, singles = pair(groups, recipe)
     states = [ottava.ScalingState(module) for module in (grouped, *singles)]
     dtype, used = grouped.weight.dtype, set()
-    for _ in range(-(-400 // len(RECIPES))):
+    for _ in range(-(-200 // len(RECIPES))):
         splits = random_splits(draw, groups)
         used |= set(splits)
         x = torch.randn(sum(splits), K, dtype=dtype) * 2.0 ** draw.randrange(-6, 6)

@@ -40,28 +40,6 @@ def test_decoding_is_the_full_forward() -> None:
         assert not cache.keys[0].any()
 
 
-def test_prompts_of_other_lengths_in_one_batch_are_each_as_alone() -> None:
-    rng = torch.Generator().manual_seed(0)
-    lengths, new = [6, 2, 4], 3
-    q, k, v = (torch.randn(3, 9, h, 16, generator=rng) for h in (4, 2, 2))
-    attention, cache = DotProductAttention(), KVCache(1, 3, 9, 2, 16)
-    read = cache.append(0, k[:, :6], v[:, :6])  # what lies past a prompt's length is padding
-    attention(q[:, :6], read.keys, read.values, mask="causal_bottom_right")
-    cache.advance(lengths)
-    for step in range(new):
-        places = cache.positions(1)
-        assert places.tolist() == [[n + step] for n in lengths]
-        rows = torch.arange(3)[:, None], places
-        cached = cache.append(0, k[rows], v[rows])
-        y = attention(q[rows], cached.keys, cached.values, mask="causal_bottom_right", key_lengths=cached.lengths)
-        cache.advance(1)
-        for b, n in enumerate(lengths):
-            end = n + step + 1
-            one = q[b : b + 1, end - 1 : end], k[b : b + 1, :end], v[b : b + 1, :end]
-            witness = formula(*one, one[0])
-            assert within(y[b : b + 1], witness.y, witness.y_bound)
-
-
 def test_memory_is_taken_once_and_mistakes_are_named() -> None:
     cache = KVCache(2, 3, 8, 4, 16, value_dim=8, dtype=torch.bfloat16)
     assert cache.nbytes == 2 * 3 * 8 * 4 * (16 + 8) * 2

@@ -175,15 +175,6 @@ def test_an_override_of_the_model_is_named_as_such() -> None:
     assert rows(model, "note")["0.wgrad"] == "recipe 'rowwise_with_gw_hp' keeps it in high precision"
 
 
-def test_the_diagnostic_form_shows_both_truths(torch_first: None) -> None:
-    """FP8 operands, BF16 GEMM: quantized, on no FP8 hardware."""
-    model = network("tensorwise/fp8_inputs_bf16_gemm")
-    model(data()).sum().backward()
-    row = ottava.receipt(model).rows[0]
-    assert (row.operands, row.kernel) == ("E4M3[tensor] x E4M3[tensor]", "torch.mm bfloat16")
-    assert (row.fp8, row.native) == (True, False)
-
-
 @contextmanager
 def kernels_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The order of an accelerator on this CPU: torch's scaled GEMM first, which runs here too."""

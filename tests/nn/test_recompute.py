@@ -83,23 +83,26 @@ WAYS: dict[str, Forward] = {
 def train(
     model: nn.Sequential, forward: Forward, recipe: Recipe | str | None = None, low: bool = False
 ) -> list[Tensor]:
-    """Three steps with updates; the recipe (and torch.autocast) only around the forward. All bits there are."""
+    """Two steps of two micro-batches, both forwards before the backwards; the recipe (and torch.autocast) only around
+    the forwards. All bits there are."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     seen = []
-    for seed in range(3):
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
-        x = (x if low else x.bfloat16()).requires_grad_()
+    for seed in range(2):
+        xs = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(seed))
+        xs = [x.clone().requires_grad_() for x in (xs if low else xs.bfloat16())]
         torch.manual_seed(seed)
         with ExitStack() as stack:
             if recipe is not None:
                 stack.enter_context(ottava.autocast(recipe))
             if low:
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-            y = forward(model, x)
+            ys = [forward(model, x) for x in xs]
         optimizer.zero_grad()
-        y.float().square().mean().backward()
-        assert x.grad is not None
-        seen += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        for y in ys:
+            y.float().square().mean().backward()
+        grads = [x.grad for x in xs] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        assert all(grad is not None for grad in grads)
+        seen += [y.detach() for y in ys] + grads
         optimizer.step()
         ottava.ScalingState(model).update()
     return [*seen, *model.parameters(), *model.buffers()]
@@ -110,18 +113,22 @@ def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
     assert [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)] == []
 
 
-@pytest.mark.slow
-@sweep(recipe=RECIPES, way=WAYS)
-def test_checkpointing_changes_no_bit(recipe: Recipe, way: str) -> None:
-    """y, all gradients, parameters after three steps, and the histories of delayed scaling."""
-    assert_same(train(network(recipe), WAYS[way]), train(network(recipe), plain))
+@pytest.mark.parametrize("predicted", [True, pytest.param(False, marks=pytest.mark.slow)])
+@sweep(recipe=RECIPES, predicted=None)
+def test_checkpointing_changes_no_bit(recipe: Recipe, predicted: bool) -> None:
+    """y, all gradients, parameters after two steps, and the histories of delayed scaling, which a recomputation stages
+    once: TE #415, #1190, #1254, #1723, #3394."""
+    expected = train(network(recipe), plain) if recipe.predicted == predicted else []
+    for forward in WAYS.values() if expected else ():
+        assert_same(train(network(recipe), forward), expected)
 
 
 @sweep(recipe=RECIPES)
 def test_recomputation_runs_the_recipe_of_its_forward(recipe: Recipe) -> None:
-    """autocast was left before backward; the layers' own recipe (mxfp8) is another."""
+    """autocast was left before backward; the layers' own recipe (mxfp8) is another. Every way, shared out."""
+    ways, index = list(WAYS.values()), RECIPES.index(recipe)
     expected = train(network("mxfp8"), plain, recipe)
-    for forward in WAYS.values():
+    for forward in ways if recipe.name == "delayed" else (ways[index % len(ways)], ways[(index + 2) % len(ways)]):
         assert_same(train(network("mxfp8"), forward, recipe), expected)
 
 
@@ -146,24 +153,6 @@ def test_backward_in_another_context_recomputes_the_forwards(way: str) -> None:
             y.float().sum().backward()
         grads.append([p.grad for p in model.parameters() if p.grad is not None])
     assert_same(*grads)
-
-
-@pytest.mark.parametrize("way", ["reentrant", "non_reentrant"])
-def test_overrides_of_single_layers_survive_recomputation(way: str) -> None:
-    """Block 1's wgrad in BF16 through autocast, the rest as converted."""
-    recipe = ottava.get_recipe("rowwise").override("1.*", wgrad=None).override("2.up", "bf16")
-    assert_same(train(network("mxfp8"), WAYS[way], recipe), train(network("mxfp8"), plain, recipe))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_receipts_show_what_ran(way: str) -> None:
-    """After the backward the receipt is that of the recomputation: all three GEMMs, in the recipe of the forward."""
-    model = network("mxfp8")
-    train(model, WAYS[way], "rowwise")
-    rows = ottava.receipt(model).rows
-    assert {row.operands for row in rows} == {"E4M3[row, pow2] x E4M3[row, pow2]"}
-    assert {row.kernel for row in rows} <= {"native_gemm", "bf16_mm", "native_decoded", "reference"}
-    ottava.assert_fp8(model, 1.0)
 
 
 def test_selective_checkpointing_sees_ordinary_tensors() -> None:

@@ -65,16 +65,6 @@ def test_a_pair_is_a_complex_number_that_is_turned() -> None:
         )
 
 
-def test_scores_depend_on_distance_alone() -> None:
-    q, k = torch.randn(2, 1, 1, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
-    rope = RotaryEmbedding(16)
-    scores = [
-        (rotate(q[None], rope(torch.tensor([p]))) * rotate(k[None], rope(torch.tensor([p + 7])))).sum().item()
-        for p in (0, 3, 100)
-    ]
-    assert max(scores) - min(scores) < 2.0**-24 * (100 + 16) * q.norm().item() * k.norm().item() * 4
-
-
 def test_tables_are_hugging_faces_bit_for_bit() -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     positions = torch.arange(0, 3000, 7)[None]

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ottava.nn.multihead import KVCache
 from ottava.nn.rope import RotaryEmbedding
 from ottava.nn.transformer import ARRANGEMENTS, TransformerLayer
 
@@ -96,25 +95,6 @@ def test_dropout_and_stochastic_depth() -> None:
     layer = made(dropout=0.5)
     assert not torch.equal(layer(x), layer(x))
     assert torch.equal(layer.eval()(x), made()(x))
-
-
-def test_generation_is_the_full_forward() -> None:
-    settings = {"kv_heads": 2, "norm": "rmsnorm", "qk_norm": "rmsnorm", "activation": "swiglu"}
-    layers = [made(seed, **settings) for seed in range(2)]
-    rope, x, cache = (
-        RotaryEmbedding(8),
-        torch.randn(2, 9, 32, dtype=torch.float64),
-        KVCache(2, 2, 9, 2, 8, dtype=torch.float64),
-    )
-    full = x
-    for layer in layers:
-        full = layer(full, rotary=rope(torch.arange(9)))
-    for part, wanted in zip(x.split((5, 1, 3), 1), full.split((5, 1, 3), 1), strict=True):
-        table = rope(cache.positions(part.shape[1]))
-        for i, layer in enumerate(layers):
-            part = layer(part, rotary=table, cache=cache.of(i))
-        cache.advance(wanted.shape[1])
-        assert (part - wanted).abs().max() < EXACT
 
 
 def load(layer: TransformerLayer, weights: dict[str, list[Tensor]]) -> None:

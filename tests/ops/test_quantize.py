@@ -57,29 +57,6 @@ def test_quantize_is_the_reference(spec: QuantizationSpec, dtype: torch.dtype) -
 
 
 @sweep
-def test_layout_changes_no_code(spec: QuantizationSpec, dtype: torch.dtype) -> None:
-    """quantize(x.T) has the codes of x.T.contiguous(), and so has every other view."""
-    x = (torch.randn(130, 300) * torch.exp2(torch.randint(-9, 9, (130, 1)))).to(dtype)
-    for view in (x.t(), x[::3, 1::2], x[:1].expand(6, -1), x.unsqueeze(0).squeeze(0)):
-        x_q, copy_q = quantize(view, spec), quantize(view.contiguous(), spec)
-        assert torch.equal(raw(x_q), raw(copy_q))
-        assert torch.equal(x_q.scale_inv, copy_q.scale_inv)
-
-
-@sweep
-def test_square_blocks_serve_both_directions(spec: QuantizationSpec) -> None:
-    """quantize(x).t() is quantize(x.T) where blocks are square: one cast for two GEMMs; elsewhere there is no .t()."""
-    x = torch.randn(130, 300)
-    if not spec.granularity.transposes:
-        with pytest.raises(ValueError, match=r"quantize x\.T itself"):
-            quantize(x, spec).t()
-        return
-    both, anew = quantize(x, spec).t(), quantize(x.t(), spec)
-    assert torch.equal(raw(both), raw(anew))
-    assert torch.equal(both.scale_inv, anew.scale_inv)
-
-
-@sweep
 def test_codes_carry_no_gradient(spec: QuantizationSpec) -> None:
     """Gradients are the business of `functional`; a cast of a Parameter records nothing."""
     x_q, _, seen = cast_both(torch.randn(8, 128, requires_grad=True), spec, None)
@@ -179,12 +156,6 @@ def test_the_quantize_operator_keeps_torchs_contract(spec: QuantizationSpec, vie
     torch.library.opcheck(torch.ops.ottava.quantize.default, (x, spec.key, None))
     strides = torch.ops.ottava.quantize(x, spec.key, None)[0].stride()
     assert strides == casts._promised(x, spec.key, None)[0].stride()  # also where a length of 1 makes one meaningless
-
-
-def test_the_quantize_operator_takes_a_scale() -> None:
-    """Delayed scaling inside a compiled graph."""
-    spec = QuantizationSpec(E4M3, scaling="delayed")
-    torch.library.opcheck(torch.ops.ottava.quantize.default, (torch.randn(4, 30), spec.key, torch.tensor(2.0)))
 
 
 # --- x.T from the codes of x ---

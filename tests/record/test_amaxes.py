@@ -104,11 +104,6 @@ def test_run_without_a_checkpoint_starts_the_file_anew(tmp_path: Path) -> None:
     assert read_series(tmp_path).amax.tolist() == [[9.0, 9.0]]
 
 
-def test_recipe_without_predicted_scales_writes_no_file(tmp_path: Path) -> None:
-    AmaxLog(tmp_path).append(1, [])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_other_tensors_than_before_are_refused(tmp_path: Path) -> None:
     log = AmaxLog(tmp_path)
     log.append(1, row(1.0, 1.0))
@@ -233,15 +228,6 @@ def test_idle_door_has_0_and_calibration_is_not_mixed_into_the_next_step() -> No
     run(model, 3.0, layers=1)
     optimizer.step()
     assert inputs(state) == {"0": 3.0, "1": 0.0}
-
-
-def test_recipe_that_predicts_nothing_hands_over_nothing() -> None:
-    model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
-    ottava.convert(model, "tensorwise")
-    state, optimizer = ottava.ScalingState(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    assert state.take_amax() == []
 
 
 def one_rank(rank: int, folder: Path) -> dict[str, float]:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from ottava.measure.tally import Tally, tally_fields
-from ottava.record.schema import DenseColumns, LazyTally, MergedColumns, StoredColumns, merged
+from ottava.record.schema import DenseColumns, LazyTally, MergedColumns, StoredColumns
 
 
 def a_table(rows: int = 6, seed: int = 0) -> Tally:
@@ -109,12 +109,3 @@ def test_which_histograms_are_there_is_known_without_making_them() -> None:
     assert dense.filled("exponents").tolist() == [True, True]
     assert LazyTally(StoredColumns(None), np.arange(0)).filled("exponents").shape == (0,)
     assert np.array_equal(whole.filled("exponents"), whole.exponents.any(axis=1))
-
-
-def test_all_rows_as_one() -> None:
-    """Sums add, extremes take the extreme; of no rows an empty tally."""
-    dense = a_table()
-    one = merged(dense, 6)
-    assert (one.n, one.amax, one.amin) == (dense.n.sum(), dense.amax.max(), dense.amin.min())
-    assert np.array_equal(one.row_sqnr, dense.row_sqnr.sum(0))
-    assert merged(dense, 0) == Tally()

@@ -98,14 +98,6 @@ def test_all_rows_as_one(run: Run) -> None:
     assert rows.where(step=-1).merged() == Tally()
 
 
-def test_plain_values(run: Run) -> None:
-    """Dicts for JSON: no numpy in them."""
-    rows = run.table().dicts("underflow_pct", "row_sqnr_p50_db")
-    assert json.loads(json.dumps(rows))[0]["kind"] == "fc2"
-    assert {type(value) for row in rows for value in row.values()} == {str, int, float}
-    assert set(run.table().dicts()[0]) >= set(STATISTICS)
-
-
 def test_unknown_names_are_refused_with_the_nearest(run: Run) -> None:
     """A typo must not become an empty result."""
     with pytest.raises(RunError, match="underflow_pct"):
@@ -232,12 +224,6 @@ def test_a_run_of_ottava_train_is_one_folder(tmp_path: Path, watched: bool) -> N
         lines = [json.loads(line) for line in (tmp_path / "run" / STEPS).read_text().splitlines()]
         assert not {"loss", "grad_norm", "lr", "tokens", "seconds"} & {name for line in lines for name in line}
         assert set(run.steps["forwards"]) == {1.0}
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    """Says so."""
-    with pytest.raises(RunError, match="does not exist"):
-        Run.open(tmp_path / "nowhere")
 
 
 def test_a_run_without_statistics_has_an_empty_table(tmp_path: Path) -> None:

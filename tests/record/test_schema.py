@@ -10,7 +10,6 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from ottava.measure.layer_names import SYMBOLS
 from ottava.measure.tally import Tally, tally_fields
 from ottava.record.schema import IDENTITY, SCHEMA_VERSION, STATS, RunError, SlotKey, stats_schema
 from ottava.record.writer import RunWriter
@@ -37,13 +36,6 @@ def test_every_field_of_a_tally_has_a_column() -> None:
     assert schema.field("n_underflow").type == pa.int64()
     assert schema.field("sxx").type == pa.float64()
     assert schema.metadata[b"ottava_schema_version"] == str(SCHEMA_VERSION).encode()
-
-
-def test_symbols_are_one_to_one() -> None:
-    """A symbol names one tensor."""
-    assert len(set(SYMBOLS.values())) == len(SYMBOLS) == 12
-    with pytest.raises(TypeError):
-        SYMBOLS["input"] = "Y"  # type: ignore[index]
 
 
 def test_an_error_of_a_run_folder_is_an_input_error() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ottava.recipe import RECIPES
 from ottava.record.reader import Run, Table
 from ottava.record.schema import SlotKey
 from ottava.record.writer import RunWriter
-from ottava.remedy.fallback import LIMITS, Fallback, Proposal, Verdict, by_fork, by_gradient
+from ottava.remedy.fallback import Fallback, Proposal, Verdict, by_fork, by_gradient
 from ottava.remedy.guard import Spike
 
 WIDTH = 256
@@ -304,9 +303,3 @@ def test_bad_settings(wrong: dict[str, Any], says: str) -> None:
         Fallback(network(), **wrong)
     with pytest.raises(ValueError, match="no ottava layers"):
         Fallback(nn.Linear(4, 4))
-
-
-def test_limits_are_those_of_the_field() -> None:
-    limits = {one.metric: one.limit for one in LIMITS}
-    wanted: Sequence[float] = [limits["row_sqnr_p50_db"](fmt) for fmt in (ottava.E4M3, ottava.E5M2)]
-    assert wanted == [25.0, 20.0]  # facts, 5.8

@@ -53,11 +53,6 @@ def test_column_of_several_looks_shows_the_worst_of_them() -> None:
     assert grid.values["amax"][0, 0] == 20  # of that very look
 
 
-def test_series_can_be_thinned_by_another_statistic() -> None:
-    rows = [(s, key("fc2"), {"underflow_pct": 50.0 if s == 1 else 0.1, "amax": float(s)}) for s in (1, 2, 3)]
-    assert Grid.of(table(rows), 1, ("amax",), by="amax").values["amax"].tolist() == [[3.0]]
-
-
 def test_worst_of_a_look_is_the_highest_level() -> None:
     rows = [
         (1, key("a"), {"underflow_pct": 0.2, "row_sqnr_p50_db": 31.0}),

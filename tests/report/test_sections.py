@@ -30,12 +30,6 @@ def test_finding_has_everything_and_links_to_its_cell(grid: Grid) -> None:
     assert names == ["ottava", "Megatron", "TransformerEngine", "torchao"]
 
 
-def test_finding_of_a_few_keys_is_shown_too(grid: Grid) -> None:
-    shown = sections.finding({"id": "B3", "evidence": [{"metric": "loss", "value": "nan"}]}, grid)
-    assert (shown["title"], shown["where"], shown["when"], shown["remedies"]) == ("B3", "", "", [])
-    assert (shown["evidence"][0]["value"], shown["evidence"][0]["link"]) == ("nan", "")
-
-
 def test_worst_table_has_every_cast_worst_first(grid: Grid) -> None:
     made = sections.worst_table(grid)
     assert {row["slot"] for row in made["rows"]} == set(range(len(grid.slots)))

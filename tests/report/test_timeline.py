@@ -7,7 +7,7 @@ import pytest
 
 from ottava.record.reader import Run
 from ottava.report.grid import Grid
-from ottava.report.sections import SENTENCES, event_text, marks, not_finite_from, thin, worst_runs
+from ottava.report.sections import SENTENCES, event_text, not_finite_from, thin, worst_runs
 from ottava.watching.schedule import Trigger
 
 
@@ -28,22 +28,6 @@ def test_loss_that_ends_in_nan_is_dated() -> None:
     assert not_finite_from(steps, np.array([1.0, np.nan, 2.0, 3.0])) is None
     assert not_finite_from(steps, np.array([1.0, 2.0, np.nan, np.inf])) == 30
     assert not_finite_from(steps, np.full(4, np.nan)) is None
-
-
-def test_events_are_ordered() -> None:
-    told = marks(
-        [
-            {"step": 9, "rank": 0, "kind": "fallback", "layer": "fc2", "applied": False, "to": "bf16"},
-            {"step": 3, "rank": 0, "kind": "dump", "nbytes": 65536, "file": "a.safetensors"},
-            {"step": 5, "rank": 0, "kind": "of a later version", "where": ["a", 1]},
-        ]
-    )
-    assert [(e["step"], e["letter"], e["quiet"]) for e in told] == [(3, "D", True), (5, "O", False), (9, "F", False)]
-    assert [e["text"] for e in told] == [
-        "nbytes 65,536, file a.safetensors",
-        'where ["a", 1]',
-        "layer fc2, applied no, to bf16",
-    ]
 
 
 def test_strip_in_words_says_what_the_strip_shows(small_run: Run) -> None:
@@ -74,14 +58,6 @@ def test_every_trigger_is_told_with_its_place_and_numbers() -> None:
         (Trigger("nonfinite", float("nan"), 0.0), "the loss is not finite"),
     ):
         assert event_text({"step": 3, "rank": 0, "kind": "trigger", **trigger.facts()}) == text
-
-
-def test_what_lacks_a_fact_is_told_all_the_same() -> None:
-    """Of an older run, or another tool's."""
-    assert event_text({"step": 3, "kind": "flight", "first": 1}) == "first 1"
-    assert event_text({"step": 3, "kind": "check", "check": "master", "value": 1.5}) == "check master, value 1.50"
-    assert event_text({"step": 3}) == ""
-    assert event_text({"step": 3, "kind": "fallback", "layer": "fc2", "to": "bf16"}) == "layer fc2, to bf16"
 
 
 @pytest.mark.parametrize("kind", SENTENCES)

@@ -42,16 +42,6 @@ def test_batch_depends_on_seed_and_step_only(library: ByteCorpus) -> None:
         assert not torch.equal(batch(seed, step), first)
 
 
-def test_targets_are_the_next_bytes_of_the_text(tmp_path: Path) -> None:
-    file = tmp_path / "text"
-    file.write_bytes(bytes(range(1, 201)))
-    corpus = ByteCorpus.load(DataConfig(path=file))
-    inputs, targets = corpus.batch(seed=3, step=1, batch_size=50, length=10)
-    assert torch.equal(targets, inputs + 1)
-    assert inputs.dtype == torch.int64
-    assert inputs.shape == (50, 10)
-
-
 def test_every_window_of_the_text_can_be_drawn(tmp_path: Path) -> None:
     """20 bytes, 1 held out: 19 to train on, so windows of 16 + 1 start at 0, 1 and 2."""
     file = tmp_path / "text"

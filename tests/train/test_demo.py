@@ -114,12 +114,6 @@ def test_machinery_is_what_ran(whole: tuple[Path, DemoResult]) -> None:
     assert result.emulated == any(not row["native"] for row in result.machinery["tensorwise"].receipt if row["fp8"])
 
 
-def test_bf16_run_is_evaluated_in_bf16_either_way(whole: tuple[Path, DemoResult]) -> None:
-    reference, _, tensorwise, _ = whole[1].runs
-    assert reference.high_precision_loss == reference.final_loss
-    assert tensorwise.high_precision_loss != tensorwise.final_loss
-
-
 @pytest.mark.parametrize("turns", [1, 9])
 def test_an_interrupted_demo_ends_as_if_it_had_not_been(
     turns: int, whole: tuple[Path, DemoResult], tmp_path: Path
@@ -294,15 +288,3 @@ def test_settings_survive_json_and_name_the_command_that_repeats_them() -> None:
     assert DemoSettings(**json.loads(settings.model_dump_json())) == settings
     expected = "--recipes rowwise --steps 240 --seeds 3 --data '/a b' --set 'optimizer.betas=[0.9, 0.99]'"
     assert settings.command() == f"ottava demo {expected}"
-
-
-def test_runs_are_bf16_with_every_seed_then_each_recipe_with_the_first() -> None:
-    settings = DemoSettings(recipes=("rowwise", "mxfp8"), seeds=2, overrides=("model.layers=3",))
-    assert settings.runs() == [("bf16", 0), ("bf16", 1), ("rowwise", 0), ("mxfp8", 0)]
-    config = settings.config("rowwise", 1)
-    assert (config.recipe, config.seed, config.steps, config.model.layers) == ("rowwise", 1, 240, 3)
-
-
-def test_a_recipe_with_a_slash_has_one_folder() -> None:
-    folder = DemoFolder(Path("d"), DemoSettings(), resumed=False, news=())
-    assert folder.run("tensorwise/fp8_inputs_bf16_gemm", 0) == Path("d/runs/tensorwise-fp8_inputs_bf16_gemm-seed0")

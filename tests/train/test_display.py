@@ -104,13 +104,6 @@ def test_no_color_is_honoured_in_a_terminal() -> None:
     assert "\x1b[31m" not in written(screen)
 
 
-def test_a_table_of_runs_that_have_not_begun_is_empty_but_there() -> None:
-    screen = console()
-    screen.print(live_table([view(step=0, loss=None, tokens_per_second=None, curve=[])], None, width=120))
-    assert "0/100" in written(screen)
-    assert " 0 %" in written(screen)
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [([3.0, 2.0, 1.0], "█▄▁"), ([1.0, math.nan, 1.0], "▁!▁"), ([], ""), ([float(i) for i in range(8)], "▁▁▂▃▃▄▅▅")],

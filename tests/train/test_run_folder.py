@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import signal
 import subprocess
@@ -30,16 +29,6 @@ def filled(path: Path, steps: int) -> RunFolder:
     for step in range(1, steps + 1):
         folder.append(record(step))
     return folder
-
-
-def test_line_gives_the_same_record_to_the_bit() -> None:
-    for original in (record(7), record(8, val_loss=2.0 / 3.0)):
-        assert StepRecord.from_json(original.to_json()) == original
-    diverged = record(9, loss=math.nan)
-    again = StepRecord.from_json(diverged.to_json())
-    assert math.isnan(again.loss)
-    assert again.grad_norm == diverged.grad_norm
-    assert json.loads(diverged.to_json())["loss"] is None
 
 
 def test_history_is_cut_to_the_step_and_grows_from_there(tmp_path: Path) -> None:

@@ -12,14 +12,7 @@ import pytest
 import ottava
 from ottava.base.settings import ConfigError
 from ottava.measure.layer_names import matches, tensor_names
-from ottava.measure.tally import DETAILS, Detail
 from ottava.watching.config import Triggers, WatchConfig
-
-
-def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
-    """And so is no file."""
-    (tmp_path / "watch.yaml").write_text("")
-    assert WatchConfig.load(tmp_path / "watch.yaml") == WatchConfig.load(None) == WatchConfig.load({}) == WatchConfig()
 
 
 def test_yaml_gives_what_it_says(tmp_path: Path) -> None:
@@ -38,13 +31,6 @@ def test_yaml_gives_what_it_says(tmp_path: Path) -> None:
     )
     assert config.triggers == Triggers(loss_z=None)
     assert (config.dump.steps, config.dump.layers, config.dump.tensors) == ((3,), ("*.fc2",), ("input",))
-
-
-@pytest.mark.parametrize("detail", DETAILS)
-def test_every_detail_is_a_setting(detail: Detail) -> None:
-    assert WatchConfig.load({"detail": detail}).detail == detail
-    with pytest.raises(ConfigError, match=f"detail: got '{detail}x'.*'{detail}'"):
-        WatchConfig.load({"detail": f"{detail}x"})
 
 
 def test_to_dict_and_load_are_inverse() -> None:

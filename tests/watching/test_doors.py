@@ -81,17 +81,6 @@ def test_evaluation_is_not_counted() -> None:
     assert tap.seen == set()
 
 
-def test_accumulation_merges_micro_batches() -> None:
-    """Inputs and gradients of each, the weight once."""
-    model = network()
-    collector, tap = looking(model)
-    for _ in range(3):
-        model(data()).square().mean().backward()
-    tap.detach()
-    counts = counted(collector.drain()[0])
-    assert {key[1]: n for key, n in counts.items()} == {"input": 3, "weight": 1, "grad_output": 3}
-
-
 def test_blockwise_shows_both_directions() -> None:
     """Where x.T is cast on its own it has its own numbers; where one cast serves both it is shown once."""
     model = network("blockwise")
@@ -154,15 +143,6 @@ def test_the_weight_keeps_its_cache() -> None:
     assert first is not None
     assert door.cached is not None
     assert door.cached[2] is first[2]
-
-
-def test_detached_means_gone() -> None:
-    """No hook is left in the process."""
-    before = len(torch.nn.modules.module._global_forward_hooks)
-    _, tap = looking(network())
-    assert len(torch.nn.modules.module._global_forward_hooks) == before + 1
-    tap.detach()
-    assert len(torch.nn.modules.module._global_forward_hooks) == before
 
 
 def test_the_recipe_of_the_call_is_on_record() -> None:

@@ -373,12 +373,6 @@ def test_every_weight_is_hashed_before_the_first_step(tmp_path: Path) -> None:
     assert seen.steps_done == 1
 
 
-def test_a_plain_loop_casts_nothing_and_has_no_framework(tmp_path: Path) -> None:
-    manifest = run(tmp_path / "run", plain).manifest
-    assert (manifest["cast"], manifest["framework"]) == ({"ran": False}, [])
-    assert [(layer["package"], layer["casts"], layer["recipe"]) for layer in manifest["layers"]] == [("torch", {}, "")]
-
-
 @pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "blockwise"])
 def test_a_layer_of_ours_tells_what_it_casts(recipe: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64)).bfloat16()

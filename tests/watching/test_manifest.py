@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from pathlib import Path
 
@@ -11,14 +10,6 @@ from torch import nn
 
 import ottava
 from ottava.watching.manifest import recipes_of, start_of_run
-
-
-def test_versions_and_host_are_those_of_this_process() -> None:
-    facts = start_of_run(3)
-    assert facts["versions"]["torch"] == torch.__version__
-    assert facts["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert facts["command"] == sys.argv
-    assert facts["host"]["world_size"] == 3
 
 
 def test_layers_of_both_kinds_are_listed_with_reasons(tmp_path: Path) -> None:

@@ -51,8 +51,10 @@ def train(model: nn.Module, steps: int = 6, *, data: Batch = batch, micro_batche
     return losses
 
 
-@pytest.mark.parametrize("recipe", [None, "tensorwise", "blockwise", "delayed", "nvfp4"])
-@pytest.mark.parametrize("settings", [{}, {"every": 1, "sample": 1, "recipes": ("tensorwise", "nvfp4", "delayed")}])
+@pytest.mark.parametrize(
+    "recipe, settings",
+    [("delayed", {}), *((r, {"every": 1, "sample": 1, "recipes": ("nvfp4", "delayed")}) for r in (None, "nvfp4"))],
+)
 def test_training_is_bit_for_bit_the_same(recipe: str | None, settings: dict[str, Any], tmp_path: Path) -> None:
     """Losses, weights and scaling state, with dropout and stochastic rounding drawing random numbers."""
     bare, watched = build(recipe), build(recipe)

@@ -60,15 +60,6 @@ def test_codes_are_cast_from_the_outer_dtype() -> None:
         assert weight.dequantize().tolist() == [[448.0, wanted]]
 
 
-def test_a_known_amax_gives_the_same_bits() -> None:
-    for spec in (s for s in CELLS if str(s.granularity) == "tensor"):
-        values = torch.randn(40, 50, dtype=torch.bfloat16)
-        one, other = (quantized_weight(torch.zeros_like(values), spec) for _ in range(2))
-        one.requantize_(values)
-        other.requantize_(values, amax=values.abs().amax())
-        assert same(one, other)
-
-
 def parameter(keep: bool = False) -> QuantizedWeight:
     values = torch.randn(64, 96, dtype=torch.bfloat16)
     weight = quantized_weight(values, QuantizationSpec(E4M3), keep_high_precision=keep)

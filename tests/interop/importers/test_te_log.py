@@ -36,18 +36,6 @@ def imported(tmp_path: Path, *lines: str, recipe: str | None = None) -> Run:
     return import_run(tmp_path / "logs", tmp_path / "run", recipe=recipe)
 
 
-def test_a_line_becomes_a_row(tmp_path: Path) -> None:
-    """Layer, tensor, step, value; the part of the transformer; where it is from."""
-    run = imported(tmp_path, line(f"{FC2}_gradient_underflows%", 100, 5.89))
-    (row,) = run.table().dicts("underflow_pct_numel", "underflow_pct", "sqnr_db")
-    assert (row["layer"], row["tensor"], row["step"], row["kind"]) == (FC2, "grad_output", 100, "fc2")
-    assert (row["source"], row["recipe"], row["format"]) == ("import:te_log", "unknown", "unknown")
-    assert row["underflow_pct_numel"] == row["underflow_pct"] == 5.89
-    assert math.isnan(row["sqnr_db"])
-    assert "lower bound" in run.manifest["imported"]["notes"][0]
-    assert run.manifest["coverage"] == {"linear": 1, "seen": 1, "skipped": []}
-
-
 def test_statistics_of_one_tensor_are_one_row(tmp_path: Path) -> None:
     """And what follows from them: amax of min and max, SQNR of mse and std, scales of their inverses."""
     stats = {"min": -4.5, "max": 3.0, "mean": 0.5, "std": 2.0, "dynamic_range": 20.5}

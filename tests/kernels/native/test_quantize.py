@@ -1,4 +1,5 @@
-"""The reference's bits, from C++: codes, scales and amax of every spec, dtype and layout; decoding of every code."""
+"""The reference's bits, from C++: codes, scales and amax of every spec, dtype and layout, rounded to nearest or by
+numbers from the same seed; decoding of every code."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +23,45 @@ from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native import sums as native_sums
 from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
 from ottava.numerics.rounding import decode
-from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity
+from ottava.numerics.scaling import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_16X16,
+    PER_ROW,
+    PER_TENSOR,
+    TE_FOUR_OVER_SIX,
+    Granularity,
+)
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.transforms import Hadamard
 from ottava.ops import quantize as casts
 from ottava.ops.quantize import cast_both, explain_quantize, quantize
 from sweep import sweep
 
 SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2, E4M3FNUZ, E5M2FNUZ)
-REASON = native_build.load("quantize").reason
+STOCHASTIC = QuantizationSpec(E2M1, BLOCK_1X16, "e4m3", rounding="stochastic")
+AT_RANDOM = tuple(
+    QuantizationSpec(E2M1, Granularity.parse(size), rounding="stochastic")
+    for size in ("tensor", "row", "1x16", "*x1", "128x128")
+)
+FOUR, FOUR_WEIGHT = (
+    QuantizationSpec(E2M1, blocks, "e4m3", block_scale="four_over_six") for blocks in (BLOCK_1X16, BLOCK_16X16)
+)
+EDEN = QuantizationSpec(E2M1, BLOCK_1X16, "e4m3", block_scale="ms_eden", transform=Hadamard(128, "fresh"))
+RAGGED = tuple(
+    QuantizationSpec(E2M1, Granularity.parse(blocks), "e4m3", block_scale="four_over_six")
+    for blocks in ("3x5", "row", "*x4")
+)
+TE = tuple(replace(FOUR, block_scale=rule) for rule in TE_FOUR_OVER_SIX)
+TE_WEIGHT = tuple(replace(spec, granularity=grid) for spec in TE[:2] for grid in (BLOCK_16X16, Granularity(3, 5)))
+BY_RULE = (FOUR, FOUR_WEIGHT, EDEN, *RAGGED, *TE, *TE_WEIGHT)
+IN_BLOCKS = tuple(
+    QuantizationSpec(E4M3, Granularity.parse(size), scale_format)  # type: ignore[arg-type]
+    for size in ("tensor", "row", "*x1", "1x128", "128x1", "128x128", "1x32", "1x16")
+    for scale_format in (("fp32", "e4m3") if size != "tensor" else ("fp32", "pow2"))
+)
+REASON = next(filter(None, (native_build.load(name).reason for name in ("quantize", "stochastic", "block_scales"))), "")
 needs_library = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
@@ -41,10 +74,15 @@ def without_nan(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), -7.0, x.float())
 
 
-def assert_same(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> None:
+def assert_same(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, seed: int = 0) -> None:
     """Codes (those of NaN too), scales and amax; NaN equals NaN."""
     assert native_quantize.supports_quantize(x, spec, scale) is None
-    ours, truth = native_quantize.quantize(x, spec, scale), reference.quantize(x, spec, scale)
+    torch.manual_seed(seed)
+    ours = native_quantize.quantize(x, spec, scale)
+    after = torch.rand(1)
+    torch.manual_seed(seed)
+    truth = reference.quantize(x, spec, scale)
+    assert torch.equal(torch.rand(1), after)  # as many numbers were drawn
     assert ours.data.dtype == truth.data.dtype
     assert torch.equal(raw(ours.data), raw(truth.data))
     assert torch.equal(without_nan(ours.scale_inv), without_nan(truth.scale_inv))
@@ -53,14 +91,20 @@ def assert_same(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) 
 
 
 @needs_library
-@sweep
-def test_every_spec_and_layout_gives_the_references_bits(spec: QuantizationSpec, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rounding", ["nearest_even", pytest.param("stochastic", marks=pytest.mark.slow)])
+@sweep(rounding=None)
+def test_every_spec_and_layout_gives_the_references_bits(
+    spec: QuantizationSpec, dtype: torch.dtype, rounding: Any
+) -> None:
     """Every format of at most 8 bits; zeros, subnormals, infinities and NaN of both signs, rows far apart."""
+    spec = replace(spec, rounding=rounding)
     for make, fmt in zip(LAYOUTS.values(), itertools.cycle(SMALL)):
         assert_same(make(dtype), replace(spec, format=fmt))
-    for x in (tiles(37, 131, dtype), tiles(131, 37, dtype).t(), tiles(300, 260, dtype)[:, 1:259]):
+    large = tiles(300, 260, dtype)[:, 1:259]
+    for x in (tiles(37, 131, dtype), tiles(131, 37, dtype).t(), large):
         x[0, 5], x[3, 7], x[30, 30], x[20, 20], x[5] = math.inf, -math.inf, math.nan, -math.nan, x[5] * 1e-6
-        for fmt in SMALL:
+        x[6], x[7, ::2] = 0.0, -0.0
+        for fmt in (E4M3, E5M2, E2M1) if x is large else SMALL:
             assert_same(x, replace(spec, format=fmt))
 
 
@@ -71,6 +115,31 @@ def test_every_16_bit_number_is_cast_as_the_reference_does(fmt: Format, dtype: t
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
     x = patterns.view(torch.bfloat16).float() if dtype == torch.float32 else patterns.view(dtype)
     assert_same(x.view(64, 1024), QuantizationSpec(fmt), torch.tensor(scale))
+    for scaling in ("delayed", "guarded"):
+        spec = QuantizationSpec(fmt, scaling=scaling, rounding="stochastic")  # type: ignore[arg-type]
+        assert_same(x.view(64, 1024), spec, torch.tensor(scale), seed=11)
+
+
+@needs_library
+@sweep(spec=BY_RULE)
+def test_every_rule_and_layout_gives_the_references_bits(spec: QuantizationSpec, dtype: torch.dtype) -> None:
+    """Zeros, subnormals, infinities and NaN of both signs; groups and blocks that the edge cuts off."""
+    for make in LAYOUTS.values():
+        assert_same(make(dtype), spec)
+    for x in (tiles(37, 131, dtype), tiles(131, 37, dtype).t(), tiles(48, 260, dtype)[:, 1:259], torch.randn(40, 256)):
+        x[0, 5], x[3, 7], x[30, 30], x[20, 20], x[5] = math.inf, -math.inf, math.nan, -math.nan, x[5] * 1e-6
+        x[6], x[7, ::2], x[8:24, :16], x[9] = 0.0, -0.0, 0.0, x[9] * torch.finfo(dtype).smallest_normal
+        assert_same(x, spec, seed=5)
+
+
+@needs_library
+@sweep(spec=[FOUR, FOUR_WEIGHT, EDEN, *TE[:2]])
+def test_every_16_bit_number_is_scaled_as_the_reference_does(spec: QuantizationSpec, dtype: torch.dtype) -> None:
+    """Blocks of neighbours, and blocks of all magnitudes."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    x = patterns.view(torch.bfloat16).float() if dtype == torch.float32 else patterns.view(dtype)
+    for order in (torch.arange(1 << 16), torch.randperm(1 << 16)):
+        assert_same(x[order].view(64, 1024), spec, seed=11)
 
 
 @needs_library
@@ -145,35 +214,39 @@ def test_extreme_scales_are_the_references(margin: int, amax: float, scale_forma
 
 
 @needs_library
-@sweep(granularity=["tensor", "row", "*x1", "1x128", "128x1", "128x128", "1x32", "1x16"])
-def test_threads_change_no_bit(granularity: str, dtype: torch.dtype) -> None:
+@sweep(spec=[*IN_BLOCKS, *AT_RANDOM, FOUR, FOUR_WEIGHT, EDEN])
+def test_threads_change_no_bit(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """One, two, and more than there are cores; rows and columns that do not divide."""
-    x = tiles(700, 333, dtype)
-    for scale_format in ("fp32", "e4m3") if granularity != "tensor" else ("fp32", "pow2"):
-        spec = QuantizationSpec(E4M3, Granularity.parse(granularity), scale_format)  # type: ignore[arg-type]
-        torch.set_num_threads(1)
-        alone = native_quantize.quantize(x, spec)
-        for threads in (2, 5):
-            torch.set_num_threads(threads)
-            try:
-                together = native_quantize.quantize(x, spec)
-            finally:
-                torch.set_num_threads(1)
-            assert all(torch.equal(a.float(), b.float()) for a, b in zip(alone, together, strict=True))
+    x, casts = tiles(700, 333, dtype), []
+    for threads in (1, 2, 5):
+        torch.manual_seed(0)
+        torch.set_num_threads(threads)
+        try:
+            casts.append(native_quantize.quantize(x, spec))
+        finally:
+            torch.set_num_threads(1)
+    for other in casts[1:]:
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(casts[0], other, strict=True))
 
 
 @needs_library
+@pytest.mark.parametrize("library", ["quantize", "stochastic", pytest.param("block_scales", marks=pytest.mark.slow)])
 @for_each_older_build
 def test_instruction_sets_change_no_bit(
-    flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: str, flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three older builds against the reference; the default build is what all other tests run."""
-    use_older_build("quantize", flags, dtype, tmp_path, monkeypatch)
+    use_older_build(library, flags, dtype, tmp_path, monkeypatch)
     x = tiles(140, 300, dtype)
     x[0, 5], x[3, 7] = math.inf, math.nan
-    for fmt in SMALL:
-        for granularity in ("tensor", "row", "1x32", "128x1"):
-            assert_same(x, QuantizationSpec(fmt, Granularity.parse(granularity)))
+    sizes = [Granularity.parse(size) for size in ("tensor", "row", "1x32", "128x1")]
+    specs = {
+        "quantize": [QuantizationSpec(fmt, size) for fmt in SMALL for size in sizes],
+        "stochastic": [QuantizationSpec(fmt, BLOCK_1X16, rounding="stochastic") for fmt in SMALL],
+        "block_scales": BY_RULE,
+    }
+    for spec in specs[library]:
+        assert_same(x, spec)
 
 
 @needs_library
@@ -325,6 +398,24 @@ def test_what_it_cannot_cast_it_refuses(spec: QuantizationSpec, message: str) ->
     assert quantize(x, spec).spec == spec
 
 
+def test_what_it_cannot_draw_or_search_it_refuses() -> None:
+    """With the reason."""
+    x = torch.ones(2, 2)
+    for spec, x_, message in (
+        (QuantizationSpec(BF16, rounding="stochastic"), x, "signed formats of at most 8 bits; got BF16"),
+        (replace(FOUR, block_scale="unclipped"), x, "has no rule 'unclipped' for block scales"),
+        (replace(STOCHASTIC, margin=70), x, "takes at most 64 octaves; got margin 70"),
+        (STOCHASTIC, torch.ones(2, 2, device="meta"), "runs on a cpu; got meta"),
+        (FOUR, torch.ones(2, 2, device="meta"), "runs on a cpu; got meta"),
+        (RAGGED[1], torch.ones(1, 20000), "blocks of at most 16,384 elements; got row"),
+    ):
+        assert message in str(native_quantize.supports_quantize(x_, spec))
+    for spec in (STOCHASTIC, FOUR):
+        with FakeTensorMode():
+            assert "takes plain tensors" in str(native_quantize.supports_quantize(torch.ones(2, 2), spec))
+        assert "rounds to nearest by the amax of blocks" in str(native_quantize.supports_rounding(x, spec))
+
+
 def test_tensors_without_memory_are_refused() -> None:
     """Fake ones, other devices, a scale that is not one fp32 number."""
     spec = QuantizationSpec(E4M3)
@@ -355,30 +446,23 @@ def test_what_is_negated_or_made_when_it_is_read_is_not_read_from_memory(roundin
             assert torch.equal(got[2], wanted[2])
 
 
-def test_without_a_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "library, spec",
+    [("quantize", QuantizationSpec(E4M3, BLOCK_1X128))]
+    + [("stochastic", STOCHASTIC), ("quantize", STOCHASTIC), ("block_scales", FOUR)],
+)
+def test_without_a_library_the_reference_runs(
+    library: str, spec: QuantizationSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same bits; the reason is in the explanation."""
-    x, spec = torch.randn(40, 300), QuantizationSpec(E4M3, BLOCK_1X128)
-    before = cast_both(x, spec, None)
-    take_library("quantize", monkeypatch)
-    assert explain_quantize(x, spec).split("\n") == ["native_quantize: no C++ compiler", "reference: runs"]
-    after = cast_both(x, spec, None)
+    x, results = torch.randn(40, 300), []
+    for missing in (False, True):
+        if missing:
+            take_library(library, monkeypatch)
+            assert explain_quantize(x, spec).split("\n") == ["native_quantize: no C++ compiler", "reference: runs"]
+        torch.manual_seed(2)
+        results.append(cast_both(x, spec, None))
+    before, after = results
     assert torch.equal(raw(before[0].data), raw(after[0].data))
     assert torch.equal(before[0].scale_inv, after[0].scale_inv)
     assert torch.equal(before[2], after[2])
-
-
-@needs_library
-def test_it_is_what_ops_runs() -> None:
-    """On a CPU, where there is a library."""
-    assert explain_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, PER_ROW)) == "native_quantize: runs"
-
-
-@needs_library
-@sweep
-def test_the_argument_is_left_as_it_was(dtype: torch.dtype) -> None:
-    """No cast in place; a gradient is neither needed nor recorded."""
-    x = torch.randn(40, 300).to(dtype)
-    before = x.clone()
-    native_quantize.quantize(x, QuantizationSpec(E4M3))
-    native_quantize.quantize(x.t(), QuantizationSpec(E4M3, BLOCK_1X32))
-    assert torch.equal(x, before)

@@ -1,15 +1,14 @@
 """Compiles the Triton GEMM for sm_90 under every configuration that is measured; no GPU is needed.
 
-`python compile_gemm_ahead.py [--but] [NAME ...]` prints a JSON object: name of a launch -> what the machine code holds;
-with --but, of all other launches. In a process of its own, because Triton decides at import whether it interprets.
+It prints a JSON object: name of a launch -> what the machine code holds. In a process of its own, because Triton
+decides at import whether it interprets.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,12 +66,10 @@ def compiled(config: Config, a: QuantizedTensor, b: QuantizedTensor, dtype: torc
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def main(names: Collection[str]) -> None:
-    """Prints the facts of the launches that are named, or of the others."""
+def main() -> None:
+    """Prints the facts of all launches."""
     found = {}
     for name, launch in launches():
-        if (name in names) == ("--but" in names):
-            continue
         binary = compiled(*launch)
         ptx = binary.asm["ptx"]
         found[name] = facts(binary) | {
@@ -84,4 +81,4 @@ def main(names: Collection[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

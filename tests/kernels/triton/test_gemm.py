@@ -111,14 +111,6 @@ def test_every_size(sides: Sides, m: int, n: int, k: int) -> None:
     assert torch.equal(y, truth) if not ON_GPU else torch.allclose(y, truth, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("promote", [0, 128, 256, 512])
-def test_the_interval_changes_no_exact_sum(promote: int) -> None:
-    """9 steps along K: a rest after the last promotion is not lost, and nothing is added twice."""
-    a, b = integers(70, 1100, PER_ROW), integers(40, 1100, PER_TENSOR)
-    y = triton(a, b, torch.float32, None, Config(64, 128, 3, 4, promote))
-    assert torch.equal(y, reference.gemm(a, b, torch.float32, None))
-
-
 def shortened(sums: Tensor) -> Tensor:
     """The upper 14 bits of each number: what a tensor core of Hopper keeps."""
     return (sums.contiguous().view(torch.int32) & ~0x3FF).view(torch.float32)

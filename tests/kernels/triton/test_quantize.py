@@ -195,7 +195,7 @@ def test_every_exponent_of_fp32_under_every_exponent_of_a_scale(
     mantissas = torch.cat([torch.tensor([0, 1, 0x7FFFFF]), torch.randint(2**23, (29,))]).int()
     x = (exponents[:, None] | mantissas).view(torch.float32)
     spec = QuantizationSpec(fmt, scaling="delayed")
-    for scale in (2.0**-126, 3e-30, 1.0, 3e30, 2.0**127):
+    for scale in (2.0**-126, 3e-30, 1.0, 3e30, 2.0**127)[:: 1 if converts else 2]:
         assert agrees(torch.cat([x, -x]), spec, torch.tensor(scale)), scale
 
 
@@ -235,22 +235,6 @@ def test_both_results_are_those_of_two_casts(cells: Any, transposed: bool) -> No
     both = triton_quantize.quantize_both(x.to(DEVICE), *cells, None if scale is None else scale.to(DEVICE))
     assert same(both[0], reference.quantize(x, cells[0], scale), cells[0])
     assert same(both[1], reference.quantize(x.t(), cells[1], scale), cells[1])
-
-
-def test_settings_that_differ_take_two_launches() -> None:
-    """E4M3 rows of x, E5M2 blocks of x.T."""
-    x, cells = tiles(40, 50, torch.float32), (QuantizationSpec(E4M3, PER_ROW), QuantizationSpec(E5M2, BLOCK_1X32))
-    both = triton_quantize.quantize_both(x.to(DEVICE), *cells)
-    assert same(both[0], reference.quantize(x, cells[0]), cells[0])
-    assert same(both[1], reference.quantize(x.t(), cells[1]), cells[1])
-
-
-def test_what_is_not_wanted_is_none() -> None:
-    """Neither computed nor allocated."""
-    spec = QuantizationSpec(E4M3)
-    x = torch.randn(4, 8, device=DEVICE)
-    assert triton_quantize.quantize_both(x, spec, None)[1] is None
-    assert triton_quantize.quantize_both(x, None, spec)[0] is None
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES.values() if r.name in TRITON_RECIPES], ids=lambda r: r.name)

@@ -168,11 +168,3 @@ def test_attention_runs_on_fp8_operands_where_a_recipe_says_so() -> None:
         assert ("FP8 emulation" in kernels) == dpa
     # two casts to 3 bits behind the point, each off by 2**-4 at most, of what attention adds to the stream
     assert 0 < (results[True] - results[False]).norm() <= 2**-3 * results[False].norm()
-
-
-def test_a_recipe_says_what_it_is() -> None:
-    kinds = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4", "custom")
-    classes = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
-    for number, own in enumerate(classes):
-        assert [getattr(own, kind)() for kind in kinds] == [index == number for index in range(6)]
-    assert [own.HYBRID.value for own in (Format,)] == [(448.0, 57344.0)]

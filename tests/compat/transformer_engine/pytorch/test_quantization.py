@@ -90,13 +90,6 @@ def test_global_state_answers_and_holds_nothing() -> None:
     assert te.is_fp8_available() is True
 
 
-def test_what_is_not_here_says_so() -> None:
-    with pytest.raises(TypeError, match="got a str; needs a recipe of ottava"):
-        te.autocast(recipe="delayed")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="quantized_model_init: got a str"), te.quantized_model_init(recipe="delayed"):  # type: ignore[arg-type]
-        pass
-
-
 def test_weights_of_a_quantized_model_are_codes() -> None:
     """By both names, for modules of both packages; they train under an optimizer with masters."""
     for init in (te.quantized_model_init, te.fp8_model_init):
