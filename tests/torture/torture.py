@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # this checkout, whatever is installed
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the bits of sums depend on threads
 
 import torch

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ottava.base.files import replacing
+from ottava.base.files import replacing, replacing_folder
 from ottava.base.untrusted import parse_json, read_text
 from ottava.optim.engine import Engine, widened
 from ottava.optim.rules import ADAMW_STATES
@@ -93,9 +93,17 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, CheckpointException, OSError) as error:
         raise CheckpointError(
-            f"{path}: cannot be written ({getattr(error, 'strerror', None) or error}). Earlier checkpoints are whole. "
+            f"{path}: cannot be written ({_cause(error)}). Earlier checkpoints are whole. "
             "Make room, then continue from the last one with --resume"
         ) from error
+
+
+def _cause(error: BaseException) -> str:
+    """The error in one line; torch's own text of an error of several ranks is the tracebacks of all of them."""
+    if isinstance(error, CheckpointException):
+        rank, (first, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {type(first).__name__}: {str(first).strip().partition(chr(10))[0]}"
+    return str(getattr(error, "strerror", None) or error)
 
 
 @contextmanager
@@ -482,12 +490,12 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
 
     Args:
         source: a folder of several processes, of `ottava train` or of torch's HuggingFaceStorageWriter.
-        target: a folder that does not exist yet.
+        target: a folder that does not exist yet, or is empty.
         keep: write optimizer and random states, too. False: the model alone, by its own names.
     Returns:
         The numbers of "tensors" and of "bytes".
     """
-    if target.exists():
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target}: exists; give a new folder")
     if ours := (source / HEADER).exists():
         read_header(source)
@@ -495,11 +503,13 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
     chosen = [name for name in entries if keep or not ours or name.startswith("model.")]
     tensors = {name: torch.empty(entries[name][0], dtype=entries[name][1]) for name in chosen}
     _load(source, tensors, alone=True)
-    target.mkdir(parents=True)
     if ours and not keep:
         tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
-    with replacing(target / "model.safetensors") as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+    try:
+        with replacing_folder(target) as scratch:
+            save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{target}: cannot be written ({_cause(error)}); make room, or give another one") from error
     return {"tensors": len(tensors), "bytes": sum(value.nbytes for value in tensors.values())}
 
 
@@ -523,7 +533,7 @@ def _load(path: Path, values: dict[str, Any], *, alone: bool = False) -> None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `alone` wants that
             load(values, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
     except (CheckpointException, OSError, ValueError, RuntimeError, AssertionError) as error:
-        raise CheckpointError(f"{path}: cannot be read, or does not fit this run: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read, or does not fit this run: {_cause(error)}") from error
 
 
 def _order_of(name: str, orders: Orders) -> Tensor | None:

@@ -73,5 +73,5 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
     RunWriter(tmp_path / "run").close()
     log = tmp_path / "a_globalrank-0.log"
     log.write_text("x_weight_std iteration=000001 value=1.0\n", encoding="utf-8")
-    with pytest.raises(RunError, match="already has a watched run"):
+    with pytest.raises(RunError, match="is not empty; give a new folder"):
         import_run(log, tmp_path / "run")
