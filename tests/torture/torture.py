@@ -32,11 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # this che
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the bits of sums depend on threads
 
 import torch
+import typer.main
 
 import ottava
 import processes
 from attacks import ATTACKS, WEIGHTS, Case, Lost, Subject, fits, may_mount, together
-from ottava.cli.app import app
+from ottava.cli import app as commands
 from planted import FAULTS
 from works import RANKS, STORES, TRAINED, Work, exporting, training, watching
 
@@ -68,6 +69,7 @@ class Campaign:
         root = Path(ottava.__file__).parent
         self._stores = frozenset(str(root / name) for name in STORES)
         (place / "works").mkdir()
+        vars(commands)["app"] = typer.main.get_command(commands.app)  # made once for all forks
         self._all = dict(self._make_works())
 
     def _make_works(self) -> Iterator[tuple[str, Work]]:
@@ -80,7 +82,7 @@ class Campaign:
         source = self.place / "source"
         source.mkdir()
         with contextlib.redirect_stdout(io.StringIO()):  # it also loads what all forks then share
-            app(training("source", TRAINED["tensorwise"], configs).words(source), standalone_mode=False)
+            commands.app(training("source", TRAINED["tensorwise"], configs).words(source), standalone_mode=False)
             others = list(exporting(source, source / "shards"))
         yield from ((work.name, work) for work in others)
 
@@ -132,6 +134,11 @@ class Campaign:
         return ending
 
 
+def _in_memory() -> str | None:
+    """A folder where a sync costs nothing: a kill loses no page of the system's, on any file system."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
 def plan(only: str, seed: str) -> Iterator[tuple[str, int]]:
     """Attack and number of each case, without end."""
     if ":" in only:
@@ -171,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.only and given.only.partition(":")[0] not in ATTACKS:
         parser.error(f"--only: {given.only!r} is no attack; known: {', '.join(ATTACKS)}")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="torture-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="torture-", dir=_in_memory(), ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o755)
         campaign = Campaign(Path(folder), given.seed)
         processes.settle()

@@ -144,6 +144,7 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._make_optimizer()
         self._first_step = 0
+        self._amaxes: AmaxLog | None = None
         checkpoint = self.ranks.together(self._newest) if resume else None
         start = Start(0, [], {})
         if config.init and not checkpoint:
@@ -160,8 +161,11 @@ class Trainer:
             "optimizer": f"{type(self._optimizer).__module__}.{type(self._optimizer).__name__}",
         }
         done = self.step if checkpoint else 0
-        self.history = self.ranks.together(lambda: self.folder.cut_history(done))
-        self._amaxes = AmaxLog(self.folder.path, step=self.step) if self.ranks.first else None
+        kept = checkpoint.metadata if checkpoint else {}
+        self.history = self.ranks.together(lambda: self.folder.cut_history(done, kept.get("curve")))
+        self._amaxes = self.ranks.together(
+            lambda: AmaxLog(self.folder.path, step=self.step, digest=kept.get("amaxes")) if self.ranks.first else None
+        )
         self.diverged = False
         self._watch: Watch | None = None
         self.folder.begin(self.step, facts)
@@ -482,6 +486,8 @@ class Trainer:
             "device": _device_name(self.device),
             "parallel": " x ".join(f"{name} {getattr(self.config.parallel, name)}" for name in SPLITS),
             "microbatches": str(self.config.microbatches),
+            "curve": self.folder.curve,
+            **({} if self._amaxes is None else {"amaxes": self._amaxes.digest}),
         }
 
     def _newest(self) -> Checkpoint | None:
