@@ -544,10 +544,13 @@ def _order_of(name: str, orders: Orders) -> Tensor | None:
 
 
 def _plain(value: Any) -> Any:
-    """A DTensor of plain numbers, if the shard is a tensor subclass that holds them; else the value itself."""
-    if isinstance(value, DTensor) and hasattr(shard := value.to_local(), "numbers"):
-        whole: dict[str, Any] = {"shape": value.shape, "stride": value.stride()}
-        return DTensor.from_local(shard.numbers, value.device_mesh, value.placements, run_check=False, **whole)
+    """A DTensor of plain numbers or codes, if the shard is a tensor subclass that holds them; else the value itself."""
+    if isinstance(value, DTensor):
+        shard: Any = value.to_local()
+        held = getattr(shard, "codes", getattr(shard, "numbers", shard))
+        if held is not shard:
+            whole: dict[str, Any] = {"shape": value.shape, "stride": value.stride()}
+            return DTensor.from_local(held, value.device_mesh, value.placements, run_check=False, **whole)
     return value
 
 
