@@ -168,7 +168,7 @@ def _bits(tensor: torch.Tensor) -> str:
 def recorded(run: Path) -> Result:
     """The numbers of a watch: the lines of its steps, and its rows."""
     read = Run.open(run)
-    steps, names = read.steps, sorted(set(read.steps) - {"step", "seconds"})
+    steps, names = read.steps, sorted(set(read.steps) - {"step", "seconds", "kept_gradient"})  # of the step before; NaN after a resumption
     lines = {int(step): [repr(float(steps[name][i])) for name in names] for i, step in enumerate(steps["step"])}
     rows = read.table(phase=None, merge_ranks=False).dicts(*MEASURED)
     return {"steps": lines, "rows": {tuple(str(row[name]) for name in KEY): repr(row) for row in rows}}

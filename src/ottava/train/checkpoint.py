@@ -2,7 +2,7 @@
 
     step-000200.safetensors           of one process; its header holds the texts below
     step-000200/shard-*.safetensors   of several, written by torch.distributed.checkpoint; any number of processes reads
-    step-000200/ottava.json           the texts, and the sizes of all files
+    step-000200/ottava.json           the texts, and the sizes and hashes of all files
 
     model.<name>               the model's state_dict: parameters as they are stored, and the buffers of the FP8 recipe
     optimizer.<name>.<entry>   the optimizer's states of that parameter and its master, if it has one, as stored
@@ -24,8 +24,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -380,11 +380,15 @@ class ShardWriter:
             return final
         pending: Any = async_save(values, storage_writer=writer, process_group=self.group)
         self._pending = pending
-        if self.ranks.first:
+        if self.ranks.first:  # a future of its own: who waits for `pending` may go on before its callbacks have run
+            self._pending = finished = Future()
 
             def finish(done: Future[Any]) -> None:
-                if done.exception() is None:
-                    self._finish(part, final, facts)
+                try:
+                    done.result()
+                    finished.set_result(self._finish(part, final, facts))
+                except BaseException as error:
+                    finished.set_exception(error)
 
             pending.add_done_callback(finish)
         return final
@@ -403,19 +407,34 @@ class ShardWriter:
 
     def _finish(self, part: Path, final: Path, header: Mapping[str, Any]) -> None:
         if self.ranks.first:
-            sizes = {file.name: file.stat().st_size for file in sorted(part.glob("*.safetensors"))}
+            files = sorted(part.glob("*.safetensors"))
+            sizes = {file.name: file.stat().st_size for file in files}
+            facts = {**header, "files": sizes, _HASH: dict(zip(sizes, _hashes(files), strict=True))}
             with atomic_write(part / HEADER) as temporary:
-                temporary.write_text(json.dumps({**header, "files": sizes}, indent=2) + "\n", encoding="utf-8")
+                temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
             shutil.rmtree(final, ignore_errors=True)
             os.replace(part, final)
             prune(self.folder, int(header["step"]), self.keep)
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def _hashes(files: Sequence[Path]) -> Iterator[str]:
+    """SHA-256 of each file; several files at a time."""
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        yield from pool.map(_hash_of, files)
+
+
+def _hash_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, _HASH).hexdigest()
+
+
+def read_header(path: Path, *, every_byte: bool = True) -> dict[str, Any]:
     """Reads the header of a checkpoint of several processes, and checks that its files are whole.
 
+    Args:
+        every_byte: compare the files' hashes, too; checkpoints of earlier versions have none.
     Raises:
-        CheckpointError: the folder is no such checkpoint, or a file is missing or has another size.
+        CheckpointError: the folder is no such checkpoint, or a file is missing, or has another size or other bytes.
     """
     try:
         header = parse_json(read_text(path / HEADER))
@@ -428,6 +447,12 @@ def read_header(path: Path) -> dict[str, Any]:
         file = path / str(name)
         if not file.is_file() or file.stat().st_size != size:
             raise CheckpointError(f"{file}: is missing, cut short or damaged; {HEADER} lists it with {size} bytes")
+    known = header.get(_HASH)
+    if every_byte and isinstance(known, dict):
+        files = [path / name for name in header["files"]]
+        for file, found in zip(files, _hashes(files), strict=True):
+            if known.get(file.name) != found:
+                raise CheckpointError(f"{file}: is damaged: its hash differs from the one in {HEADER}")
     return dict(header)
 
 
@@ -573,11 +598,12 @@ def _fill(target: Any, whole: Tensor) -> None:
 # --- the newest of a run ---------------------------------------------------------------------------------------------
 
 
-def read_any(path: Path, *, whole: bool = True) -> Checkpoint:
+def read_any(path: Path, *, whole: bool = True, every_byte: bool = True) -> Checkpoint:
     """A checkpoint of one process or of several.
 
     Args:
         whole: read the tensors of a folder, too. False: `restore_shards` reads them later.
+        every_byte: compare hashes of a folder's files.
     Raises:
         CheckpointError: the file or folder is damaged, or no checkpoint of ottava.
     """
@@ -585,7 +611,7 @@ def read_any(path: Path, *, whole: bool = True) -> Checkpoint:
         return read_checkpoint(path)
     if whole:
         return read_whole(path)
-    header = read_header(path)
+    header = read_header(path, every_byte=every_byte)
     return Checkpoint(path, int(header["step"]), {}, {name: str(value) for name, value in header.items()})
 
 

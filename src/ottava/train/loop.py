@@ -44,6 +44,7 @@ from ottava.train.checkpoint import (
     collect_state,
     find_checkpoint,
     newest_of_run,
+    read_any,
     remove_temporary_files,
     restore_optimizer,
     restore_shards,
@@ -145,7 +146,7 @@ class Trainer:
         self._make_optimizer()
         self._first_step = 0
         self._amaxes: AmaxLog | None = None
-        checkpoint = self.ranks.together(self._newest) if resume else None
+        checkpoint = self._newest() if resume else None
         start = Start(0, [], {})
         if config.init and not checkpoint:
             start = self.ranks.together(self._start)
@@ -491,10 +492,18 @@ class Trainer:
         }
 
     def _newest(self) -> Checkpoint | None:
-        if self.ranks.first:
+        """The newest checkpoint whose every byte is right. The first process looks for it; the others take the same."""
+        ranks = self.ranks
+
+        def find() -> Checkpoint | None:
             remove_temporary_files(self.folder.checkpoints)
-        older, whole = self.config.older_digests(), self.ranks.size == 1
-        return newest_of_run(self.folder.checkpoints, self._identity(), whole=whole, older=older)
+            older = self.config.older_digests()
+            return newest_of_run(self.folder.checkpoints, self._identity(), whole=ranks.size == 1, older=older)
+
+        found = ranks.together(lambda: find() if ranks.first else None)
+        path = ranks.tell(None if found is None else found.path)[0]
+        taken = ranks.first or path is None
+        return ranks.together(lambda: found if taken else read_any(path, whole=False, every_byte=False))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         identity, model = self._identity(), self.model
