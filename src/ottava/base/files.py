@@ -1,8 +1,9 @@
-"""Writes a file completely or not at all, whatever stops the process: a full disk, a size limit, a signal."""
+"""Writes a file or a folder completely or not at all, whatever stops the process: a full disk, a limit, a signal."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -40,6 +41,34 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder to fill. If the block succeeds it gets the name `folder`; otherwise it is deleted.
+
+    Raises:
+        OSError: `folder` is a file, or a folder that is not empty; or the files cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     with replacing_folder(Path(place) / "out") as scratch:
+        ...         _ = (scratch / "a.txt").write_text("whole")
+        ...     [path.name for path in Path(place).iterdir()]
+        ['out']
+    """
+    scratch = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        if folder.is_dir():
+            folder.rmdir()
+        scratch.rename(folder)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def append(stream: FileIO, data: bytes) -> None:

@@ -149,7 +149,7 @@ def joined(timeout: float) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from ottava.train.ranks import RankError
+    from ottava.train.ranks import RankError, connected
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -159,7 +159,8 @@ def joined(timeout: float) -> Iterator[None]:
     except RuntimeError as error:
         raise RankError(f"cannot join the other processes: {error}. One of them has failed, or is not there") from error
     try:
-        yield
+        with connected():
+            yield
     finally:
         dist.destroy_process_group()
 

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ottava.base.files import replacing_folder
 from ottava.base.untrusted import UntrustedError, parse_json, read_text, regular_size
 from ottava.interop.safe_pickle import DamagedError, RefusedError, StandIn, StandInTensor, check_tensors, load_torch
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_128X128, read_scales
 from ottava.numerics.tensor import QuantizedTensor
-from ottava.serving.export import beside, export, write_tensors
+from ottava.serving.export import export, write_tensors
 from ottava.serving.source import Source, Weight
 from ottava.weights.checkpoint import SCALE_SUFFIX, infer_spec
 from ottava.weights.parameter import adopt_scales
@@ -196,7 +197,7 @@ def import_checkpoint(path: Path, folder: Path, *, config: Path | None = None) -
     if config is None:
         if folder.exists() and any(folder.iterdir()):
             raise UntrustedError(f"{folder} exists and is not empty; give a new folder")
-        with beside(folder) as scratch:
+        with replacing_folder(folder) as scratch:
             parts = ({name: value.contiguous()} for name, value in state.items())
             return facts | {"bytes": write_tensors(scratch, parts, 5_000_000_000)}
     tree = parse_json(read_text(config))

@@ -10,6 +10,7 @@ file back to the step of its checkpoint. Numbers have nine digits, enough for th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -158,6 +159,10 @@ class AmaxLog:
     Args:
         run_dir: the folder; it exists.
         step: the optimizer step from which the run goes on. Lines of later steps are removed.
+        digest: the hash that the file must then have; None: any.
+
+    Raises:
+        RecordingError: the file is damaged.
 
     Example:
         >>> import tempfile, ottava
@@ -169,12 +174,18 @@ class AmaxLog:
         tensor([[2.5000]])
     """
 
-    def __init__(self, run_dir: Path | str, *, step: int = 0) -> None:
+    def __init__(self, run_dir: Path | str, *, step: int = 0, digest: str | None = None) -> None:
         self.path = Path(run_dir) / FILE_NAME
         self._header: list[RecordedTensor] | None = None
         self._doors: list[tuple[str, str, QuantizationSpec]] = []
+        self._digest = hashlib.sha256()
         if self.path.exists():
-            self._cut_back(step)
+            self._cut_back(step, digest)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the file. A checkpoint keeps it: the lines have no checksum."""
+        return self._digest.hexdigest()
 
     def append(self, step: int, amaxes: Sequence[tuple[str, str, QuantizationSpec, float]]) -> None:
         """Adds the amaxes of a step: (layer, tensor, spec, amax) of every tensor with a predicted scale.
@@ -200,20 +211,29 @@ class AmaxLog:
                     "recipe changed; record it in another folder"
                 )
             self._header, self._doors = tensors, doors
+        data = "".join(f"{line}\n" for line in lines).encode()
+        self._digest.update(data)
         with self.path.open("ab") as stream:
-            stream.write("".join(f"{line}\n" for line in lines).encode())
+            stream.write(data)
 
-    def _cut_back(self, step: int) -> None:
+    def _cut_back(self, step: int, digest: str | None) -> None:
         lines = _whole_lines(self.path)
         header = next(lines, None)
         length = 0
         if header is not None and step > 0:
             self._header = _tensors(self.path, header)
             length = len(header)
+            self._digest.update(header)
             for number, line in enumerate(lines, start=2):
                 if _step(self.path, number, line, len(self._header))[0] > step:
                     break
                 length += len(line)
+                self._digest.update(line)
+        if digest not in (None, self.digest):
+            raise RecordingError(
+                f"{self.path}: is not what it was when the checkpoint of step {step} was written: a number was edited, "
+                "or the disk damaged the file. Restore the file, or start again in another run folder"
+            )
         os.truncate(self.path, length)
 
 

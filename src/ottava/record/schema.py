@@ -220,7 +220,7 @@ class Part:
         self.path = path
         with self._damage():
             regular_size(path)
-            self._file = pq.ParquetFile(pa.BufferReader(path.read_bytes()))
+            self._file = pq.ParquetFile(pa.BufferReader(path.read_bytes()), page_checksum_verification=True)
             about = self._file.metadata
             groups = [about.row_group(i) for i in range(about.num_row_groups)]
             values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))

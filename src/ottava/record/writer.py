@@ -279,7 +279,7 @@ class RunWriter:
         """Deletes this rank's rows and lines of the steps after `step`."""
         for part in (self.path / STATS).glob(f"part-{self.rank}-*.parquet"):
             try:
-                table = pq.read_table(part)
+                table = pq.read_table(part, page_checksum_verification=True)
             except (pa.ArrowInvalid, OSError):
                 continue  # a torn part; readers ignore it too
             earlier = table.filter(pc.field("step") <= step)
@@ -295,7 +295,7 @@ class RunWriter:
         """Merges small parts. A kill between the last two lines leaves rows twice; readers take one of them."""
         small, self._small = self._small, []
         target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
-        _store(pa.concat_tables([pq.read_table(part) for part in small]), target)
+        _store(pa.concat_tables([pq.read_table(part, page_checksum_verification=True) for part in small]), target)
         self._part += 1
         for part in small:
             part.unlink()
@@ -324,7 +324,14 @@ class RunWriter:
 def _store(table: pa.Table, target: Path) -> None:
     """Writes a part without dictionaries and statistics of bins, which only take time."""
     with replacing(target) as scratch:
-        pq.write_table(table, scratch, compression="zstd", use_dictionary=list(IDENTITY), write_statistics=["step"])
+        pq.write_table(
+            table,
+            scratch,
+            compression="zstd",
+            use_dictionary=list(IDENTITY),
+            write_statistics=["step"],
+            write_page_checksum=True,
+        )
 
 
 class _Rows(NamedTuple):

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate, chain
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.base.errors import unknown_name
+from ottava.base.files import replacing_folder
 from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
@@ -157,7 +156,7 @@ def export(
         tree["quantization_config"] = form.config(ignored=kept, static=static, kv_cache=bool(kv_scales))
         _refuse_unread(form, tree, engine, [name for name in linears if name not in stays])
     written: list[Written] = []
-    with beside(folder) as scratch:
+    with replacing_folder(folder) as scratch:
         parts = chain(_cast_all(source, form, stays, written, recast), ({name: one} for name, one in more.items()))
         nbytes = write_tensors(scratch, map(_finite, parts), shard_bytes)
         bf16 = sum(2 * math.prod(weight.shape) for weight in source.weights)
@@ -362,22 +361,6 @@ def _own(tensor: Tensor) -> Tensor:
     """Contiguous, on the CPU, and alone in its memory: safetensors writes no views of one storage."""
     tensor = tensor.cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-@contextmanager
-def beside(folder: Path) -> Iterator[Path]:
-    """A folder beside its place; renamed if the block ends well, removed if not."""
-    scratch = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
-        yield scratch
-        if folder.is_dir():
-            folder.rmdir()
-        scratch.rename(folder)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
 
 
 def write_tensors(folder: Path, parts: Iterable[dict[str, Tensor]], most: int) -> int:

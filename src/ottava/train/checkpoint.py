@@ -2,7 +2,7 @@
 
     step-000200.safetensors           of one process; its header holds the texts below
     step-000200/shard-*.safetensors   of several, written by torch.distributed.checkpoint; any number of processes reads
-    step-000200/ottava.json           the texts, and the sizes of all files
+    step-000200/ottava.json           the texts, and the sizes and hashes of all files
 
     model.<name>               the model's state_dict: parameters as they are stored, and the buffers of the FP8 recipe
     optimizer.<name>.<entry>   the optimizer's states of that parameter and its master, if it has one, as stored
@@ -24,8 +24,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ottava.base.files import replacing
+from ottava.base.files import replacing, replacing_folder
 from ottava.base.untrusted import parse_json, read_text
 from ottava.optim.engine import Engine, widened
 from ottava.optim.rules import ADAMW_STATES
@@ -93,9 +93,17 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, CheckpointException, OSError) as error:
         raise CheckpointError(
-            f"{path}: cannot be written ({getattr(error, 'strerror', None) or error}). Earlier checkpoints are whole. "
+            f"{path}: cannot be written ({_cause(error)}). Earlier checkpoints are whole. "
             "Make room, then continue from the last one with --resume"
         ) from error
+
+
+def _cause(error: BaseException) -> str:
+    """The error in one line; torch's own text of an error of several ranks is the tracebacks of all of them."""
+    if isinstance(error, CheckpointException):
+        rank, (first, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {type(first).__name__}: {str(first).strip().partition(chr(10))[0]}"
+    return str(getattr(error, "strerror", None) or error)
 
 
 @contextmanager
@@ -372,11 +380,15 @@ class ShardWriter:
             return final
         pending: Any = async_save(values, storage_writer=writer, process_group=self.group)
         self._pending = pending
-        if self.ranks.first:
+        if self.ranks.first:  # a future of its own: who waits for `pending` may go on before its callbacks have run
+            self._pending = finished = Future()
 
             def finish(done: Future[Any]) -> None:
-                if done.exception() is None:
-                    self._finish(part, final, facts)
+                try:
+                    done.result()
+                    finished.set_result(self._finish(part, final, facts))
+                except BaseException as error:
+                    finished.set_exception(error)
 
             pending.add_done_callback(finish)
         return final
@@ -395,19 +407,34 @@ class ShardWriter:
 
     def _finish(self, part: Path, final: Path, header: Mapping[str, Any]) -> None:
         if self.ranks.first:
-            sizes = {file.name: file.stat().st_size for file in sorted(part.glob("*.safetensors"))}
+            files = sorted(part.glob("*.safetensors"))
+            sizes = {file.name: file.stat().st_size for file in files}
+            facts = {**header, "files": sizes, _HASH: dict(zip(sizes, _hashes(files), strict=True))}
             with atomic_write(part / HEADER) as temporary:
-                temporary.write_text(json.dumps({**header, "files": sizes}, indent=2) + "\n", encoding="utf-8")
+                temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
             shutil.rmtree(final, ignore_errors=True)
             os.replace(part, final)
             prune(self.folder, int(header["step"]), self.keep)
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def _hashes(files: Sequence[Path]) -> Iterator[str]:
+    """SHA-256 of each file; several files at a time."""
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        yield from pool.map(_hash_of, files)
+
+
+def _hash_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, _HASH).hexdigest()
+
+
+def read_header(path: Path, *, every_byte: bool = True) -> dict[str, Any]:
     """Reads the header of a checkpoint of several processes, and checks that its files are whole.
 
+    Args:
+        every_byte: compare the files' hashes, too; checkpoints of earlier versions have none.
     Raises:
-        CheckpointError: the folder is no such checkpoint, or a file is missing or has another size.
+        CheckpointError: the folder is no such checkpoint, or a file is missing, or has another size or other bytes.
     """
     try:
         header = parse_json(read_text(path / HEADER))
@@ -420,6 +447,12 @@ def read_header(path: Path) -> dict[str, Any]:
         file = path / str(name)
         if not file.is_file() or file.stat().st_size != size:
             raise CheckpointError(f"{file}: is missing, cut short or damaged; {HEADER} lists it with {size} bytes")
+    known = header.get(_HASH)
+    if every_byte and isinstance(known, dict):
+        files = [path / name for name in header["files"]]
+        for file, found in zip(files, _hashes(files), strict=True):
+            if known.get(file.name) != found:
+                raise CheckpointError(f"{file}: is damaged: its hash differs from the one in {HEADER}")
     return dict(header)
 
 
@@ -482,12 +515,12 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
 
     Args:
         source: a folder of several processes, of `ottava train` or of torch's HuggingFaceStorageWriter.
-        target: a folder that does not exist yet.
+        target: a folder that does not exist yet, or is empty.
         keep: write optimizer and random states, too. False: the model alone, by its own names.
     Returns:
         The numbers of "tensors" and of "bytes".
     """
-    if target.exists():
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target}: exists; give a new folder")
     if ours := (source / HEADER).exists():
         read_header(source)
@@ -495,11 +528,15 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
     chosen = [name for name in entries if keep or not ours or name.startswith("model.")]
     tensors = {name: torch.empty(entries[name][0], dtype=entries[name][1]) for name in chosen}
     _load(source, tensors, alone=True)
-    target.mkdir(parents=True)
     if ours and not keep:
         tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
-    with replacing(target / "model.safetensors") as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+    try:
+        with replacing_folder(target) as scratch:
+            save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{target}: cannot be written ({_cause(error)}); make room, or give another one"
+        ) from error
     return {"tensors": len(tensors), "bytes": sum(value.nbytes for value in tensors.values())}
 
 
@@ -523,7 +560,7 @@ def _load(path: Path, values: dict[str, Any], *, alone: bool = False) -> None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `alone` wants that
             load(values, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
     except (CheckpointException, OSError, ValueError, RuntimeError, AssertionError) as error:
-        raise CheckpointError(f"{path}: cannot be read, or does not fit this run: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read, or does not fit this run: {_cause(error)}") from error
 
 
 def _order_of(name: str, orders: Orders) -> Tensor | None:
@@ -534,10 +571,13 @@ def _order_of(name: str, orders: Orders) -> Tensor | None:
 
 
 def _plain(value: Any) -> Any:
-    """A DTensor of plain numbers, if the shard is a tensor subclass that holds them; else the value itself."""
-    if isinstance(value, DTensor) and hasattr(shard := value.to_local(), "numbers"):
-        whole: dict[str, Any] = {"shape": value.shape, "stride": value.stride()}
-        return DTensor.from_local(shard.numbers, value.device_mesh, value.placements, run_check=False, **whole)
+    """A DTensor of plain numbers or codes, if the shard is a tensor subclass that holds them; else the value itself."""
+    if isinstance(value, DTensor):
+        shard: Any = value.to_local()
+        held = getattr(shard, "codes", getattr(shard, "numbers", shard))
+        if held is not shard:
+            whole: dict[str, Any] = {"shape": value.shape, "stride": value.stride()}
+            return DTensor.from_local(held, value.device_mesh, value.placements, run_check=False, **whole)
     return value
 
 
@@ -560,11 +600,12 @@ def _fill(target: Any, whole: Tensor) -> None:
 # --- the newest of a run ---------------------------------------------------------------------------------------------
 
 
-def read_any(path: Path, *, whole: bool = True) -> Checkpoint:
+def read_any(path: Path, *, whole: bool = True, every_byte: bool = True) -> Checkpoint:
     """A checkpoint of one process or of several.
 
     Args:
         whole: read the tensors of a folder, too. False: `restore_shards` reads them later.
+        every_byte: compare hashes of a folder's files.
     Raises:
         CheckpointError: the file or folder is damaged, or no checkpoint of ottava.
     """
@@ -572,7 +613,7 @@ def read_any(path: Path, *, whole: bool = True) -> Checkpoint:
         return read_checkpoint(path)
     if whole:
         return read_whole(path)
-    header = read_header(path)
+    header = read_header(path, every_byte=every_byte)
     return Checkpoint(path, int(header["step"]), {}, {name: str(value) for name, value in header.items()})
 
 

@@ -44,6 +44,7 @@ from ottava.train.checkpoint import (
     collect_state,
     find_checkpoint,
     newest_of_run,
+    read_any,
     remove_temporary_files,
     restore_optimizer,
     restore_shards,
@@ -144,7 +145,8 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._make_optimizer()
         self._first_step = 0
-        checkpoint = self.ranks.together(self._newest) if resume else None
+        self._amaxes: AmaxLog | None = None
+        checkpoint = self._newest() if resume else None
         start = Start(0, [], {})
         if config.init and not checkpoint:
             start = self.ranks.together(self._start)
@@ -160,8 +162,11 @@ class Trainer:
             "optimizer": f"{type(self._optimizer).__module__}.{type(self._optimizer).__name__}",
         }
         done = self.step if checkpoint else 0
-        self.history = self.ranks.together(lambda: self.folder.cut_history(done))
-        self._amaxes = AmaxLog(self.folder.path, step=self.step) if self.ranks.first else None
+        kept = checkpoint.metadata if checkpoint else {}
+        self.history = self.ranks.together(lambda: self.folder.cut_history(done, kept.get("curve")))
+        self._amaxes = self.ranks.together(
+            lambda: AmaxLog(self.folder.path, step=self.step, digest=kept.get("amaxes")) if self.ranks.first else None
+        )
         self.diverged = False
         self._watch: Watch | None = None
         self.folder.begin(self.step, facts)
@@ -482,13 +487,23 @@ class Trainer:
             "device": _device_name(self.device),
             "parallel": " x ".join(f"{name} {getattr(self.config.parallel, name)}" for name in SPLITS),
             "microbatches": str(self.config.microbatches),
+            "curve": self.folder.curve,
+            **({} if self._amaxes is None else {"amaxes": self._amaxes.digest}),
         }
 
     def _newest(self) -> Checkpoint | None:
-        if self.ranks.first:
+        """The newest checkpoint whose every byte is right. The first process looks for it; the others take the same."""
+        ranks = self.ranks
+
+        def find() -> Checkpoint | None:
             remove_temporary_files(self.folder.checkpoints)
-        older, whole = self.config.older_digests(), self.ranks.size == 1
-        return newest_of_run(self.folder.checkpoints, self._identity(), whole=whole, older=older)
+            older = self.config.older_digests()
+            return newest_of_run(self.folder.checkpoints, self._identity(), whole=ranks.size == 1, older=older)
+
+        found = ranks.together(lambda: find() if ranks.first else None)
+        path = ranks.tell(None if found is None else found.path)[0]
+        taken = ranks.first or path is None
+        return ranks.together(lambda: found if taken else read_any(path, whole=False, every_byte=False))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         identity, model = self._identity(), self.model

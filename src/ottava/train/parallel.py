@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from ottava.base.settings import ConfigError
 from ottava.distributed import ColwiseParallel, ContextParallel, ExpertParallel, RowwiseParallel, fully_shard
 from ottava.nn.moe import MoE
 from ottava.train.config import ModelConfig, ParallelConfig
@@ -59,8 +60,11 @@ def split(model: ByteTransformer, sizes: ModelConfig, ranks: Ranks) -> tuple[nn.
         parallelize_module(model, ranks.experts, dict.fromkeys(_layers_of_experts(model), ExpertParallel()))
     if config.shard > 1:
         data_mesh = mesh["replicas", "shard"] if config.replicas > 1 else mesh["shard"]
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=data_mesh)
+        try:
+            for module in (*model.layers, model):
+                fully_shard(module, mesh=data_mesh)
+        except NotImplementedError as error:  # a shard would cut a block of FP8 weights
+            raise ConfigError(f"parallel.shard is {config.shard}: {error}") from error
     elif ranks.size == config.replicas and ranks.experts is None:  # DistributedDataParallel refuses split weights
         index = ranks.device.index if ranks.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=None if index is None else [index]), orders

@@ -188,7 +188,8 @@ class Ranks:
         """Sends this process's value to all processes, and returns the values of all, in the order of ranks."""
         values: list[T] = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(values, value)
+            with connected():
+                dist.all_gather_object(values, value)
         return values
 
     def clip(self, parameters: Iterable[nn.Parameter], most: float) -> Tensor:
@@ -242,13 +243,31 @@ def explained(ranks: Ranks, model: nn.Module, moment: Callable[[], str]) -> Iter
     except Exception as error:
         if ranks.size == 1 or isinstance(error, RankError):
             raise
-        is_local = not (isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _WIRE))
+        is_local = not _is_lost_connection(error)
         note = {"place": f"{moment()}, {_place(error.__traceback__, model)}"}
         note |= {"failed": f"{type(error).__name__}: {_first_line(error)}"} if is_local else {}
         notes = _exchange(ranks, note)
         if is_local:
             raise
         raise RankError(f"{_story(ranks.rank, notes)}. torch says: {_first_line(error)}") from error
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Turns the error of a collective in the block, whose other process is gone, into a RankError."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "exit_code") or not _is_lost_connection(error):  # else: a sentence already
+            raise
+        raise RankError(
+            f"another process of the run is gone, or does not answer: {_first_line(error)}. Look for its own error, then "
+            "start all processes again with --resume"
+        ) from error
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _WIRE)
 
 
 def _exchange(ranks: Ranks, note: dict[str, str]) -> list[dict[str, str] | None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import math
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -88,6 +89,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
         self._config, self._writes = config, writes
+        self._curve = hashlib.sha256()
         self._lock = FolderLock(path) if writes else None
         with self.released_on_error():
             if writes:
@@ -153,6 +155,7 @@ class RunFolder:
 
     def append(self, record: StepRecord) -> None:
         """Adds a step to metrics.jsonl in one write: a killed process leaves at most one torn line."""
+        self._curve.update(replace(record, seconds=0.0).to_json().encode())
         if not self._writes:
             return
         # buffered: an unbuffered write to a full disk may write half a line without an error
@@ -166,9 +169,16 @@ class RunFolder:
         with as_checkpoint_error(self._metrics), self._metrics.open("ab") as stream:
             os.fsync(stream.fileno())
 
-    def cut_history(self, step: int) -> list[StepRecord]:
+    @property
+    def curve(self) -> str:
+        """Hash of all records so far, without their seconds. A checkpoint keeps it: the lines have no checksum."""
+        return self._curve.hexdigest()
+
+    def cut_history(self, step: int, curve: str | None = None) -> list[StepRecord]:
         """Cuts metrics.jsonl back to its first `step` lines and returns them.
 
+        Args:
+            curve: the hash that these lines must have; None: any.
         Raises:
             CheckpointError: the file holds fewer steps, or other ones.
         """
@@ -182,6 +192,13 @@ class RunFolder:
                 f"{self._metrics}: does not hold steps 1 to {step}, but the checkpoint is of step {step}: "
                 "somebody changed the file, or the disk lost lines. Start again in another run folder"
             )
+        found = hashlib.sha256(b"".join(replace(record, seconds=0.0).to_json().encode() for record in records))
+        if curve not in (None, found.hexdigest()):
+            raise CheckpointError(
+                f"{self._metrics}: steps 1 to {step} are not those of the checkpoint: a number was edited, or the disk "
+                "damaged the file. Restore the file, or start again in another run folder"
+            )
+        self._curve = found
         if self._writes and self._metrics.exists():
             os.truncate(self._metrics, sum(map(len, lines)))
         return records

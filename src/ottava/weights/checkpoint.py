@@ -174,6 +174,12 @@ class _CodesAsBytes(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.codes.__reduce_ex__(protocol)  # a checkpoint holds plain codes
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.codes.untyped_storage()  # safetensors asks for it
+
+    def data_ptr(self) -> int:
+        return self.codes.data_ptr()
+
 
 _KEPT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.alias.default})
 """What comes before a collective."""

@@ -10,6 +10,8 @@ import pytest
 from ottava.interop.importers import IMPORTERS, import_run
 from ottava.interop.importers.collected import NO_SQNR, Cast, Collected, ImportRunError, Place, spec_of
 from ottava.record.reader import Run
+from ottava.record.schema import RunError
+from ottava.record.writer import RunWriter
 
 PLACE = Place(5, 0, "layers.0.fc1", "input")
 
@@ -56,3 +58,12 @@ def test_an_empty_folder_is_refused_with_what_was_looked_for(tmp_path: Path) -> 
         import_run(tmp_path, tmp_path / "run", kind="te_logs")
     with pytest.raises(ImportRunError, match="does not exist"):
         import_run(tmp_path / "no", tmp_path / "run")
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    """The target must be new."""
+    RunWriter(tmp_path / "run").close()
+    log = tmp_path / "a_globalrank-0.log"
+    log.write_text("x_weight_std iteration=000001 value=1.0\n", encoding="utf-8")
+    with pytest.raises(RunError, match="is not empty; give a new folder"):
+        import_run(log, tmp_path / "run")

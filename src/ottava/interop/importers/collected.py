@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ottava.base.files import replacing_folder
 from ottava.base.settings import flatten
 from ottava.base.untrusted import MAX_STEP, MAX_YAML_BYTES, UntrustedError, parse_yaml, read_text
 from ottava.measure.layer_names import layer_kind
@@ -15,7 +16,7 @@ from ottava.measure.statistics import STATISTICS
 from ottava.measure.tally import Tally
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES, TENSORS
-from ottava.record.schema import SlotKey, cast_key
+from ottava.record.schema import RunError, SlotKey, cast_key
 from ottava.record.writer import RunWriter
 
 UNKNOWN = "unknown"
@@ -142,17 +143,23 @@ class Collected:
             shown = "; ".join(self.notes[:4] + unmapped)
             raise ImportRunError(f"{source}: understood no value. {shown or 'The files have none'}")
         ranks = sorted({0} | {place.rank for place in places} | {rank for _, rank, *_ in self._tallies})
-        for rank in ranks:
-            with RunWriter(target, rank=rank) as writer:
-                for place in (p for p in places if p.rank == rank):
-                    self._write_place(writer, place)
-                for step, owner, key, tally in self._tallies:
-                    if owner == rank:
-                        writer.tally(step, key, tally)
-                for step in sorted(self.steps):
-                    writer.step(step, **self.steps[step])
-                if rank == 0:
-                    writer.describe(**self._manifest(source, [place.step for place in places]))
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise RunError(f"{target} exists and is not empty; give a new folder")
+        with replacing_folder(target) as scratch:
+            for rank in ranks:
+                with RunWriter(scratch, rank=rank) as writer:
+                    self._write_rank(writer, rank, [place for place in places if place.rank == rank])
+                    if rank == 0:
+                        writer.describe(**self._manifest(source, [place.step for place in places]))
+
+    def _write_rank(self, writer: RunWriter, rank: int, places: Sequence[Place]) -> None:
+        for place in places:
+            self._write_place(writer, place)
+        for step, owner, key, tally in self._tallies:
+            if owner == rank:
+                writer.tally(step, key, tally)
+        for step in sorted(self.steps):
+            writer.step(step, **self.steps[step])
 
     def _write_place(self, writer: RunWriter, place: Place) -> None:
         of_tensor = self._tensors.get(place, {})
