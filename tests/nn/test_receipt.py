@@ -332,7 +332,7 @@ def test_dict_is_json_and_has_every_field(recipe: Recipe) -> None:
     model(data()).sum().backward()
     receipt = ottava.receipt(model)
     values = json.loads(json.dumps(receipt.to_dict()))
-    assert set(values) == {"rows", "fp8_fraction", "native_fraction"}
+    assert set(values) == {"rows", "collectives", "fp8_fraction", "native_fraction"}
     assert len(values["rows"]) == 7
     assert values["rows"][0]["layer"] == "0"
     assert values["fp8_fraction"] == receipt.fp8_fraction

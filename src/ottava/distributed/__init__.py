@@ -1,4 +1,4 @@
-"""Many processes on torch's own engine: FP8 under `parallelize_module`, FSDP2 and DDP, and a check that ranks agree."""
+"""Many processes on torch's own engine: FP8 under `parallelize_module`, FSDP2 and DDP; what is sent; do ranks agree?"""
 
 from ottava.distributed.fsdp import fully_shard
 from ottava.distributed.gradients import FP8ReduceScatter, fp8_gradient_hook
@@ -12,8 +12,10 @@ from ottava.distributed.styles import (
     tensor_parallel_plan,
 )
 from ottava.distributed.verify import verify
+from ottava.engine.groups import Collectives
 
 __all__ = [
+    "Collectives",
     "ColwiseParallel",
     "ContextParallel",
     "ExpertParallel",

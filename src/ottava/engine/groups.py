@@ -1,24 +1,36 @@
-"""Finds the ranks that share the amaxes of a model, compares their recipes, and lets a rank without batches take part.
+"""Finds the ranks that share the amaxes of a model, compares their recipes, lets a rank without batches take part, and
+records what a step sends (`Collectives`).
 
 Ranks compare their recipes through the store of their process group, not by a collective: a rank with another recipe
 would not enter the collective. They compare when a wrapper takes the model, and at a boundary if specs have changed.
+
+A setting that names a dtype of communication may be ignored on one path of a framework (pytorch #190626:
+`reduce_dtype`). What travels is known where it is sent: in torch's operators of `c10d`, under DDP, FSDP2, DTensor and
+our own layers.
 """
 
 from __future__ import annotations
 
 import json
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from ottava.numerics.formats import dtype_name
 from ottava.numerics.tensor import QuantizationSpec
 
 PATIENCE = 300.0
@@ -181,3 +193,127 @@ class _Join(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """torch calls this after the last rank; it broadcasts parameters and buffers, so histories and scales."""
         self._theirs.post_hook(is_last_joiner)
+
+
+# --- what a step sends ---
+
+_SPELLED = MappingProxyType({"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"})
+# the first that a name begins with: "reduce" would be found in "reduce_scatter", too
+_KINDS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "reduce", "gather", "scatter")
+_KINDS += ("send", "isend", "recv", "irecv")
+# what operators of c10d call the tensors that a rank hands over; the others are the results
+_INPUTS = ("input", "input_tensor", "inputs", "input_tensors", "input_list", "tensor", "tensors")
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """Equal collectives of one rank; `Collectives` records them."""
+
+    operation: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, send or recv."""
+    dtype: str
+    """Of what travels; uint8 for FP8 codes."""
+    reduction: str
+    """SUM, AVG, MAX, ...; "" if nothing is reduced."""
+    ranks: int
+    """Size of the group."""
+    group: str
+    """torch's description of the group, such as the dimension of a mesh."""
+    calls: int
+    """How often."""
+    bytes: int
+    """That this rank handed to all calls together."""
+
+    def __str__(self) -> str:
+        words = " ".join(filter(None, (self.operation, self.dtype, self.reduction)))
+        named = f" ({self.group})" if self.group else ""
+        size = f"{self.bytes / 1e6:,.1f} MB" if self.bytes >= 1e5 else f"{self.bytes:,} bytes"
+        return f"{words} over {self.ranks} {'rank' if self.ranks == 1 else 'ranks'}{named} x {self.calls} ({size})"
+
+
+class Collectives:
+    """Records the collectives of this rank inside a context; code outside of it pays nothing.
+
+    `rows` has a row for each operation, dtype, reduction and group, in the order of their first calls; print the
+    object, or hand `rows` to `ottava.receipt`. Each rank records its own. The bytes are those that this rank hands to
+    torch. FP8 codes are bytes to a collective: their dtype is uint8.
+
+    Edge cases: results keep every bit. Inside the context torch calls Python for each of its operators, which slows a
+        step, so record one step. Contexts may be nested.
+
+    Example:
+        >>> with Collectives() as sent:
+        ...     y = torch.ones(2) + 1
+        >>> print(sent)
+        no collectives
+    """
+
+    def __init__(self) -> None:
+        self._calls: Counter[tuple[str, str, str, int, str]] = Counter()
+        self._bytes: Counter[tuple[str, str, str, int, str]] = Counter()
+        self._mode = _Mode(self)
+
+    def __enter__(self) -> Self:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)
+
+    @property
+    def rows(self) -> tuple[CollectiveRow, ...]:
+        """What was sent until now."""
+        return tuple(CollectiveRow(*key, calls, self._bytes[key]) for key, calls in self._calls.items())
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rows)) or "no collectives"
+
+    def _note(self, func: Any, arguments: dict[str, Any]) -> None:
+        name = func._schema.name.partition("::")[2].strip("_")
+        for joined, apart in _SPELLED.items():
+            name = name.replace(joined, apart)
+        kind = next((kind for kind in _KINDS if name.startswith(kind)), None)
+        tensors = [leaf for leaf in tree_leaves(list(arguments.values())) if isinstance(leaf, Tensor)]
+        if kind is None or not tensors:  # waits and barriers
+            return
+        # a rank that scatters nothing of its own hands over no tensor, but receives one of that dtype
+        sent = [leaf for name in _INPUTS for leaf in tree_leaves(arguments.get(name)) if isinstance(leaf, Tensor)]
+        group = _group(arguments)
+        # torch names the default group, and groups that nobody described, by words that tell nothing
+        known = group.group_desc not in ("undefined", "default_pg")
+        named = dist.get_world_size(group), group.group_desc if known else ""
+        key = kind, dtype_name((sent or tensors)[0].dtype), _reduction(arguments.get("reduce_op")), *named
+        self._calls[key] += 1
+        self._bytes[key] += sum(one.numel() * one.element_size() for one in sent)
+
+
+class _Mode(TorchDispatchMode):
+    """Sees the operators of c10d; those inside a functional collective are its own affair."""
+
+    def __init__(self, record: Collectives) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # DDP calls c10d from C++, so wrapping functions of torch.distributed would miss it; operators pass here
+        if func.namespace in ("c10d", "_c10d_functional"):
+            names = [argument.name for argument in func._schema.arguments]
+            self.record._note(func, {**dict(zip(names, args, strict=False)), **(kwargs or {})})
+        return func(*args, **(kwargs or {}))
+
+
+def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
+    if (boxed := arguments.get("process_group")) is not None:
+        return dist.ProcessGroup.unbox(boxed)
+    # torch 2.13 also hands the group itself to functional collectives
+    named = arguments["group_name"]
+    return torch._C._distributed_c10d._resolve_process_group(named) if isinstance(named, str) else named
+
+
+def _reduction(given: Any) -> str:
+    # functional collectives name the reduction, those of c10d box it with a number
+    if given is None or isinstance(given, str):
+        return (given or "").upper()
+    return str(dist.ReduceOp.RedOpType(given.op()).name)

@@ -18,6 +18,7 @@ from torch import nn
 from ottava.base.errors import need
 from ottava.base.text import columns, data_frame, html_table
 from ottava.engine.functional import QuantizedLayer
+from ottava.engine.groups import CollectiveRow
 from ottava.nn.attention import FP8_EMULATION, DotProductAttention
 from ottava.nn.convert import weights_outside
 from ottava.ops.gemm import GemmRecord
@@ -66,6 +67,8 @@ class Receipt:
 
     rows: tuple[ReceiptRow, ...]
     """In the order of the model."""
+    collectives: tuple[CollectiveRow, ...] = ()
+    """What this rank sent in the recorded step."""
 
     @property
     def fp8_fraction(self) -> float:
@@ -85,6 +88,7 @@ class Receipt:
         """Plain JSON values."""
         return {
             "rows": [asdict(row) for row in self.rows],
+            "collectives": [asdict(row) for row in self.collectives],
             "fp8_fraction": self.fp8_fraction,
             "native_fraction": self.native_fraction,
         }
@@ -97,10 +101,11 @@ class Receipt:
         return f"<Receipt: {len(self.rows)} GEMMs, {self._summary}>"
 
     def __str__(self) -> str:
-        return "\n".join([*columns(*self._cells), self._summary])
+        return "\n".join([*columns(*self._cells), self._summary, *map(str, self.collectives)])
 
     def _repr_html_(self) -> str:
-        return html_table(self._cells, self._summary)
+        sent = html_table([("collectives",), *((str(row),) for row in self.collectives)]) if self.collectives else ""
+        return html_table(self._cells, self._summary) + sent
 
     @property
     def _summary(self) -> str:
@@ -154,12 +159,13 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
-def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
+def receipt(model: nn.Module, *, training: bool = True, collectives: Sequence[CollectiveRow] = ()) -> Receipt:
     """The kernel of each GEMM of each linear layer in its last forward and backward of training.
 
     Args:
         training: report the last call in grad mode that was no calibration, if there was one, so that an evaluation
             hides nothing. False: the last call of any kind.
+        collectives: `rows` of `ottava.distributed.Collectives`, which has recorded a step; printed below the table.
 
     Layers that are not ottava's get one row with that note. So do weights that code outside nn.Linear multiplies
     (`nn.convert`), under the name of the parameter. Attention gets a row that names its kernel. Compiled code chooses
@@ -187,7 +193,7 @@ def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
             rows.append(_not_ours(name, shape, module))
     for weight in weights_outside(model):
         rows.append(_torchs(weight.name, f"? of {' x '.join(map(str, weight.shape))}", weight.reason, weight.elements))
-    return Receipt(tuple(rows))
+    return Receipt(tuple(rows), tuple(collectives))
 
 
 def _attention(name: str, module: DotProductAttention) -> ReceiptRow:

@@ -1,0 +1,37 @@
+"""Which collectives a step made; the scenarios run in two processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import failures, scenarios_of, start
+from torch import nn
+
+import ottava
+from ottava.engine.groups import CollectiveRow
+
+SCENARIOS = scenarios_of("collective_scenarios")
+
+
+@pytest.mark.slow
+def test_every_scenario_holds_on_every_rank(tmp_path: Path) -> None:
+    failed = failures(start(2, tmp_path / "ranks", SCENARIOS), SCENARIOS)
+    assert not failed, "\n".join(failed)
+
+
+def test_a_receipt_prints_and_saves_what_was_sent() -> None:
+    rows = (
+        CollectiveRow("all_reduce", "float32", "SUM", 2, "", 4, 12_300_000),
+        CollectiveRow("all_gather", "uint8", "", 8, "mesh_<b>", 1, 64),
+    )
+    made = ottava.receipt(nn.Linear(4, 4), collectives=rows)
+    said = [
+        "all_reduce float32 SUM over 2 ranks x 4 (12.3 MB)",
+        "all_gather uint8 over 8 ranks (mesh_<b>) x 1 (64 bytes)",
+    ]
+    assert str(made).splitlines()[-2:] == said
+    assert [row["dtype"] for row in made.to_dict()["collectives"]] == ["float32", "uint8"]
+    assert "mesh_&lt;b&gt;" in made._repr_html_()
+    plain = ottava.receipt(nn.Linear(4, 4))
+    assert (plain.collectives, "collectives" in plain._repr_html_()) == ((), False)
