@@ -152,8 +152,13 @@ def export(
     more = _activation_scales(source, stays, kv_scales or {}, static=static and form.spec is not None)
     linears = [weight.module for weight in source.weights if weight.linear]
     tree = dict(source.config)
+    if "dtype" in tree or "torch_dtype" in tree:  # what is written is BF16, whatever the masters were
+        tree.pop("torch_dtype", None)
+        tree["dtype"] = "bfloat16"
     if form.spec is not None:
         kept = [name for name in linears if name in stays]
+        if "lm_head" not in linears and not any(weight.module == "lm_head" for weight in source.weights):
+            kept.append("lm_head")  # a tied head has no tensor, and readers of the list would expect codes of it
         tree["quantization_config"] = form.config(ignored=kept, static=static, kv_cache=bool(kv_scales))
         _refuse_unread(form, tree, engine, [name for name in linears if name not in stays])
     written: list[Written] = []
