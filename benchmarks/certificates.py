@@ -1,8 +1,8 @@
 """Every layout and family in transformers, executed: `python benchmarks/certificates.py [FAMILY ...]`.
 
-Tiny random models under the recipe of each layout are exported and run by transformers on the CPU. A row says the verdict
-of `ottava parity`, how many linears were compared with what ran, and the largest difference of logits beside the largest
-logit of training. Writes benchmarks/results/certificates.json and prints the table of docs/serving.md.
+Tiny random models under the recipe of each layout are exported and run by transformers on the CPU. A row says the
+verdict of `ottava parity`, how many linears were compared with what ran, and the largest difference of logits beside
+the largest logit of training. Writes benchmarks/results/certificates.json and prints the table of docs/serving.md.
 """
 
 from __future__ import annotations

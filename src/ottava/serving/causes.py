@@ -61,7 +61,7 @@ CAUSES = MappingProxyType(
         "activation-scale": "the static scale of activations is another one than in training, or missing",
         "activation-format": "scales of activations are powers of two on one side only",
         "activation-rounding": "the engine casts a fused activation without its rounding to BF16",
-        "activation-arithmetic": "the engine computes scales or quotients of activations in BF16, or by a rule of its own",
+        "activation-arithmetic": "the engine computes scales of activations in BF16, or by a rule of its own",
         "executed": "the engine ran, and multiplied other numbers than its rules say: they are not certified",
         "tied": "head and embedding are one tensor on one side only",
         "plain": "a tensor in high precision differs after rounding to BF16",

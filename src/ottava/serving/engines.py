@@ -114,7 +114,7 @@ class InferenceEngine:
     """(format of compressed-tensors or quant_method, model_type or "", why the engine reads it wrong)."""
 
     whole: str = ""
-    """Linears whose input has four dimensions, so that "a scale a token" of compressed-tensors is one for all tokens."""
+    """Linears with an input of four dimensions: "a scale a token" of compressed-tensors is one for all tokens there."""
     experts: tuple[tuple[int, Granularity], ...] | None = None
     """(bits, blocks) of compressed-tensors in which it loads experts; None: all."""
 
@@ -129,7 +129,7 @@ class InferenceEngine:
         return ", ".join(f"{rule}: {how}" for rule, how in self.evidence.items()) or "assumed"
 
     def multiplies(self, config: Mapping[str, Any], device: str, *, expert: bool = False) -> Arithmetic:
-        """How it multiplies what this quantization_config describes, on "cpu" or "cuda"; an expert or another linear."""
+        """How it multiplies what this quantization_config describes, on "cpu" or "cuda"; an expert or not."""
         method = str(config.get("quant_method", "")).lower()
         kinds = (f"experts of {method}",) if expert and self.experts is not None else (config.get("format"), method)
         fit = (how for kind, place, how in self.arithmetic if kind in kinds and place in ("", device))

@@ -1,7 +1,7 @@
 """What transformers multiplies when it runs a checkpoint: the operands of each linear, caught as torch gets them.
 
-A rule of `engines` is true if the operands that it predicts are those that were multiplied, bit for bit. `disagreements`
-holds the rules against an execution; `parity` calls it where transformers is installed.
+A rule of `engines` is true if the operands that it predicts are those that were multiplied, bit for bit.
+`disagreements` holds the rules against an execution; `parity` calls it where transformers is installed.
 """
 
 from __future__ import annotations

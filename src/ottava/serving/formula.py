@@ -27,7 +27,7 @@ _SAMPLING = frozenset(("transformers_version", "_from_model_config", "bos_token_
 _BF16 = ("bfloat16", "torch.bfloat16", "auto", None)
 _READ = ...
 """Any value: another rule reads it."""
-_NONE = (None, False, {}, [], "")
+_NONE = (None, False, "")
 _ARGUMENTS = MappingProxyType(
     dict.fromkeys(("num_bits", "type", "strategy", "dynamic", "group_size", "block_structure"), _READ)
     | dict.fromkeys(("actorder", "zp_dtype"), _NONE)
@@ -39,7 +39,7 @@ _QUANTIZATION = MappingProxyType(
     | dict.fromkeys(
         ("kv_cache_scheme", "kv_cache_quant_algo", "producer", "version", "global_compression_ratio"), _READ
     )
-    | dict.fromkeys(("activation_scheme", "weight_block_size", "quant_algo", "config_groups"), _READ)
+    | dict.fromkeys(("activation_scheme", "weight_block_size", "quant_algo", "global_compression_ratio"), _READ)
     | dict.fromkeys(("sparsity_config", "transform_config", "dequantize", "modules_to_convert"), _NONE)
     | {"format": _KINDS, "quantization_status": ("compressed", "frozen"), "fmt": ("e4m3",)}
     | {"scale_fmt": ("ue8m0", "float", None)}
@@ -165,7 +165,7 @@ def settings_causes(settings: Mapping[str, Any], known: Mapping[str, str]) -> It
 def _unknown(found: Mapping[str, Any], known: Mapping[str, Any], where: str) -> Iterator[Cause]:
     for key, value in found.items():
         allowed = known.get(key, ())
-        if allowed is not _READ and value not in allowed:
+        if allowed is not _READ and value not in allowed and not (None in allowed and value in ({}, [])):
             yield "unknown", f"{key} is {_short(value)} in {where}"
 
 
