@@ -115,7 +115,8 @@ def _pattern_cause(name: str, decision: Decision, names: Sequence[str]) -> str:
 
 
 _MATCH = 0.999  # of codes: ties of a quotient in fp32 may fall either way
-_CHANGED = 0.9
+_ROWS = 64  # that are looked at, spread over the matrix
+_CHANGED = 0.9  # of the codes that are not those of training
 _DRAWN = 0.1  # stochastic rounding leaves 1/6 between a number and the midpoint; a small step of training far less
 
 
@@ -207,9 +208,12 @@ def _of_rounding(
     values = code_values(fmt)
     got, base = (values[cast.data.view(torch.uint8).int().cpu()] for cast in (theirs, ours))
     top = float(got.abs().nan_to_num(0).max())
-    grids = [grid.double().cpu() for grid in (theirs.scale_inv, ours.scale_inv) if bool((grid > 0).all())]
+    some = slice(None, None, max(1, shape[0] // _ROWS))
+    got, base = got[some], base[some]
+    grids = [size.expand(grid.double().cpu(), shape).broadcast_to(shape)[some]
+             for grid in (theirs.scale_inv, ours.scale_inv) if bool((grid > 0).all())]  # fmt: skip
     moved = not torch.equal(theirs.scale_inv, ours.scale_inv)
-    for scaled in (master.double().cpu() / size.expand(grid, shape) for grid in grids for master in masters):
+    for scaled in (master.cpu()[some].double() / grid for grid in grids for master in masters):
         nearest = round_to_format(scaled.float(), fmt)
         if moved and _made(nearest, got, base):
             yield _other_scales(ours.scale_inv, theirs.scale_inv, fmt)

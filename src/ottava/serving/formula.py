@@ -41,7 +41,7 @@ _QUANTIZATION = MappingProxyType(
     )
     | dict.fromkeys(("activation_scheme", "weight_block_size", "quant_algo", "global_compression_ratio"), _READ)
     | dict.fromkeys(("sparsity_config", "transform_config", "dequantize", "modules_to_convert"), _NONE)
-    | {"format": _KINDS, "quantization_status": ("compressed", "frozen"), "fmt": ("e4m3",)}
+    | {"config_groups": _READ, "format": _KINDS, "quantization_status": ("compressed", "frozen"), "fmt": ("e4m3",)}
     | {"scale_fmt": ("ue8m0", "float", None)}
 )
 """Fields of a quantization_config, and their values that a rule here or of `weights.layouts` understands."""
@@ -81,6 +81,8 @@ def formula_causes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[C
     if twice := _rope_twice(theirs):
         found.append(("unknown", twice))
     a, b = canonical(ours), canonical(theirs)
+    if a.keys() - NEUTRAL != b.keys() - NEUTRAL:  # one side leaves defaults out
+        a, b = _with_defaults(a), _with_defaults(b)
     dtype = b.pop("dtype", None)
     a.pop("dtype", None)
     if str(dtype) not in map(str, _BF16):
@@ -97,7 +99,7 @@ def formula_causes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[C
 
 
 def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with one name for each field; with transformers, the defaults of its class stand where none is given.
+    """A config with one name for each field, as JSON has it.
 
     Example:
         >>> canonical({"torch_dtype": "bfloat16", "rope_theta": 5.0, "rope_scaling": None})["rope_parameters"]
@@ -112,8 +114,7 @@ def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
     if rope or theta is not None:
         rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
         plain["rope_parameters"] = {**({} if theta is None else {"rope_theta": theta}), **rope}
-    whole = _with_defaults(plain)
-    return dict(json.loads(json.dumps(whole, sort_keys=True, default=str)))
+    return dict(json.loads(json.dumps(plain, sort_keys=True, default=str)))
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     try:
         from transformers import AutoConfig
 
-        made = AutoConfig.for_model(**config).to_dict()
+        made = canonical(AutoConfig.for_model(**config).to_dict())
     except (ImportError, ValueError, TypeError, KeyError, AttributeError):
         return config
     return {**made, **{key: value for key, value in config.items() if key not in made}}

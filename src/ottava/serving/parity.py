@@ -190,9 +190,9 @@ def parity(
         source = under(source, get_recipe(recipe))
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"parity: device {device!r}; needs 'cpu' or 'cuda'")
-    place_, path = device or default_device(engine), Path(checkpoint)
-    ours, theirs = trained(source), served(path, engine, settings, device=place_)
-    shown, why, wrong = _executed(path, engine, place_, theirs, text, run)
+    where, path = device or default_device(engine), Path(checkpoint)
+    ours, theirs = trained(source), served(path, engine, settings, device=where)
+    shown, why, wrong = _executed(path, engine, where, theirs, text, run)
     if theirs.unread or why:  # of what an engine does not read, nothing else can be said
         findings = [Mismatch("config.json", "unread", theirs.unread or why)]
     else:
@@ -200,26 +200,13 @@ def parity(
         findings += _not_fp8(ours, receipt_) + [Mismatch(name, "executed", said) for name, said in wrong.items()]
     ranks = {cause: i for i, cause in enumerate(CAUSES)}
     findings.sort(key=lambda one: (place(one.layer), ranks[one.cause]))
-    changed = sorted(
-        {one.layer for one in findings if one.layer in ours.linears and one.layer in theirs.linears}, key=place
-    )
-    kls, said = kl_alone(ours, theirs, changed, text)
-    said = "not measured: the engine does not read the checkpoint" if theirs.unread else said
-    rows = tuple(
-        _row(name, ours, theirs, kls.get(name)) for name in sorted({*ours.linears, *theirs.linears}, key=place)
-    )
-    return Certificate(
-        engine,
-        rows,
-        tuple(findings),
-        _whole(ours),
-        _whole(theirs),
-        dict(theirs.files),
-        place_,
-        shown,
-        said,
-        _notes(ours, theirs),
-    )
+    both = ours.linears.keys() & theirs.linears.keys()
+    kls, said = kl_alone(ours, theirs, sorted({one.layer for one in findings} & both, key=place), text)
+    said = "not measured: the engine does not read the checkpoint" if theirs.unread or why else said
+    names = sorted({*ours.linears, *theirs.linears}, key=place)
+    rows = tuple(_row(name, ours, theirs, kls.get(name)) for name in names)
+    hashes, files, notes = (_whole(ours), _whole(theirs)), dict(theirs.files), _notes(ours, theirs)
+    return Certificate(engine, rows, tuple(findings), *hashes, files, where, shown, said, notes)
 
 
 def _executed(
