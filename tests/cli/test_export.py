@@ -150,7 +150,7 @@ def test_a_run_and_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[
     out, certificate = tmp_path / "out", tmp_path / "certificate.json"
     assert run("export", tmp_path / "run", out, "-l", "compressed-tensors-block") == 0
     assert run("parity", tmp_path / "run", out, "-o", certificate) == 0
-    assert "equal: vllm multiplies what training multiplied, 7 of 8 linears in FP8" in capsys.readouterr().out
+    assert "equal: vllm on cuda multiplies what training multiplied, 7 of 8 linears in FP8" in capsys.readouterr().out
     first = certificate.read_bytes()
     assert run("parity", tmp_path / "run", out, "-o", certificate, "--json") == 0
     assert certificate.read_bytes() == first

@@ -21,8 +21,9 @@ from ottava.numerics.formats import E4M3
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import GemmRecipe, Recipe
+from ottava.serving.causes import CAUSES, activation_cause, layer_set
 from ottava.serving.engines import Decision
-from ottava.serving.parity import CAUSES, Certificate, activation_cause, layer_set, parity, place
+from ottava.serving.parity import Certificate, parity, place
 from ottava.serving.sides import Side, made_up, spec_of
 from ottava.serving.source import Source, Weight, of_model
 from ottava.weights.layouts import InputCast
@@ -35,10 +36,10 @@ CLEAN = (
     ("blockwise_fp32", "fp8-block", "vllm"),
     ("blockwise", "fp8-block-ue8m0", "vllm"),
     ("rowwise_fp32", "compressed-tensors-channel", "vllm"),
-    ("rowwise_fp32", "compressed-tensors-channel", "transformers"),
+    ("mxfp8", "mxfp8", "transformers"),
     ("mxfp8", "mxfp8", "sglang"),
     ("mxfp8", "compressed-tensors-mxfp8", "vllm"),
-    ("tensorwise", "compressed-tensors-tensor", "transformers"),
+    ("blockwise_fp32", "fp8-block", "transformers"),
     ("delayed", "modelopt", "vllm"),
     ("delayed", "modelopt", "trtllm"),
     ("delayed", "modelopt", "sglang"),
@@ -50,12 +51,12 @@ def test_equal_pairs_have_no_finding(family: str, pair: Callable[..., Any]) -> N
     """12 pairs of a recipe, a layout and an engine, of each family; in fp32 masters and in BF16 weights."""
     for recipe, layout, engine in CLEAN:
         one = pair(family, recipe, layout, torch.bfloat16 if family == "qwen3" else torch.float32)
-        certificate = parity(one.source, one.folder, engine, text=made_up(256, 16))
+        certificate = parity(one.source, one.folder, engine, text=made_up(256, 16), device="cuda")
         assert certificate.equal, f"{recipe}, {layout}, {engine}: {certificate}"
         assert certificate.sha256_trained == certificate.sha256_served, (recipe, layout)
         assert set(certificate.files) >= {"config.json", "model.safetensors"}
         assert certificate.text.startswith("0: ")
-        again = parity(one.source, one.folder, engine, text=made_up(256, 16))
+        again = parity(one.source, one.folder, engine, text=made_up(256, 16), device="cuda")
         assert again.to_json() == certificate.to_json()
 
 
@@ -194,6 +195,8 @@ def gate(one: Any) -> str:
 
 
 CHANNEL = ("rowwise_fp32", "compressed-tensors-channel")
+MXFP8 = ("mxfp8", "compressed-tensors-mxfp8")
+DENSE = ("llama", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ class Fault:
         one.change(self.tensors(one, at), **config)
         row = {"layer": at, "gemm": "fprop", "fp8": False, "kernel": "torch", "note": "autocast(enabled=False)"}
         ran = None if self.ran else {"rows": [row]}
-        return at, parity(one.source, one.folder, self.engine, settings=self.settings, ran=ran)
+        return at, parity(one.source, one.folder, self.engine, settings=self.settings, ran=ran, run=False)
 
 
 def dotted_gate(one: Any) -> dict[str, Any]:
@@ -234,9 +237,9 @@ FAULTS = {
         lambda one: first_mlp(one.source, "gate_proj", 1),
         config=lambda one: {"ignore": ["lm_head", "model.layers.1.mlp.gat"]},
         pair=TENSOR,
-        families=("llama", "qwen3"),
+        families=DENSE,
     ),
-    "regex-dot": Fault("regex-dot", gate, config=dotted_gate, pair=CHANNEL, engine="transformers"),
+    "regex-dot": Fault("regex-dot", gate, config=dotted_gate, pair=MXFP8, engine="transformers", families=DENSE),
     "router": Fault("router", "model.layers.0.mlp.gate", cast_too, families=("moe",)),
     "head": Fault("head", "lm_head", cast_too, lambda one: {"ignore": []}, families=("llama", "moe")),
     "master": Fault("master", first, of_all(Tensor.bfloat16)),
@@ -316,6 +319,8 @@ def test_models_of_transformers(family: str, pair_of: Callable[..., Any], tmp_pa
         recipe, layout = fault.pair
         if layout == "modelopt" or name in ("router", "head") or (family == "Phi3" and name in ("parts", "swapped")):
             continue
+        if family == "Qwen3Moe" and name == "regex-dot":
+            continue
         ottava.convert(model, rows if recipe == "rowwise_fp32" else recipe)
         source = of_model(model)
         ottava.export(source, tmp_path / str(number), layout=layout, engine="vllm")
@@ -338,8 +343,10 @@ def test_activation_format_has_a_name(pair: Callable[..., Any]) -> None:
 
 
 def test_every_cause_is_seeded() -> None:
-    """Each cause of the list has a fault that it is named for."""
-    assert {fault.cause for fault in FAULTS.values()} | {"activation-format"} == set(CAUSES)
+    """Each cause of the list has a fault that it is named for, here or in test_causes.py."""
+    elsewhere = ("activation-format", "formula", "unknown", "misread", "clamp", "rounding", "transposed", "decoded")
+    elsewhere += ("device", "activation-arithmetic", "executed")
+    assert {fault.cause for fault in FAULTS.values()} | {*elsewhere} == set(CAUSES)
 
 
 def test_the_kl_finds_the_linear_that_hurts(pair: Callable[..., Any]) -> None:
@@ -402,9 +409,9 @@ def test_casts_of_activations() -> None:
         (InputCast(PER_ROW, True, False), "activation-format"),
         (InputCast(PER_ROW, False, False, rounded=False), "activation-rounding"),
     ):
-        got = activation_cause(TOKEN, other)
+        got = activation_cause(*(Side(torch.zeros(2, 128), activations=cast) for cast in (TOKEN, other)))
         assert (got and got[0]) == cause, other
-    assert activation_cause(None, None) is None
+    assert activation_cause(Side(torch.zeros(2, 2)), Side(torch.zeros(2, 2))) is None
     assert spec_of(TOKEN, QuantizationSpec(E4M3)) == QuantizationSpec(E4M3, PER_ROW)
     powers = spec_of(InputCast(BLOCK_1X32, True, False), QuantizationSpec(E4M3, BLOCK_1X32, "e8m0"))
     assert powers == QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")

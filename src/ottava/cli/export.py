@@ -165,17 +165,26 @@ def parity(
         Path | None, Option("--receipt", metavar="F", help="receipt.json of the training; a run brings its own.")
     ] = None,
     text: Annotated[Path | None, Option(metavar="F", help="A text to measure the KL on.")] = None,
+    device: Annotated[
+        str | None,
+        Option(metavar="D", help="cpu or cuda, where it runs. Default: cuda; transformers: here."),
+    ] = None,
+    run: Annotated[
+        bool, Option("--run/--no-run", help="Run transformers on a few tokens, where it is installed and on the CPU.")
+    ] = True,
     kl: Annotated[bool, Option("--kl/--no-kl", help="Measure the KL of each linear that differs, alone.")] = True,
     out: Annotated[Path | None, Option("--out", "-o", metavar="F", help="Write the certificate as JSON.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the certificate as one JSON object.")] = False,
 ) -> int:
     """Compare what training multiplied with what an engine multiplies after it has read a checkpoint.
 
-    Same linears, codes, scales, casts of activations, heads, ties. No engine runs: its rules are emulated. The first
-    difference in the order of execution comes first, with its cause. Equal inputs give an equal certificate, byte by
-    byte.
+    Same formula, linears, codes, scales, casts of activations, heads, ties. Engines are emulated by their rules;
+    transformers also runs, and its rules must be what ran. The first difference in the order of execution comes first,
+    with its cause. What no rule reads, such as a new field of config.json, is "not certified". Equal inputs give an
+    equal certificate, byte by byte.
 
-    Exit code 0 if they are equal; 1 if not; 2 for a wrong engine or recipe; 4 for a folder that cannot be read.
+    Exit code 0 if they are equal; 1 if not, or not certified; 2 for a wrong engine or recipe; 4 for a folder that
+    cannot be read.
     """
     from ottava.base.files import replacing
     from ottava.serving.parity import parity as compare
@@ -189,6 +198,8 @@ def parity(
         settings=_object(settings),
         ran=_object(ran or found),
         text=_text(source, checkpoint, text) if kl else None,
+        device=device,
+        run=None if run else False,
     )
     if out is not None:
         with replacing(out) as scratch:

@@ -82,6 +82,22 @@ class IgnoreRule:
 
 
 @dataclass(frozen=True)
+class Arithmetic:
+    """The numbers that an engine multiplies, for a cast that its config describes."""
+
+    weights: Literal["codes", "bf16", "bf16-scales"] = "codes"
+    """Codes times scales; these rounded to BF16; or codes times scales in BF16, rounded to BF16."""
+    inputs: Literal["fp32", "bf16", "none"] = "fp32"
+    """Scales and quotients in FP32; in BF16, as compressed-tensors computes them; or no cast at all."""
+
+    device: bool = False
+    """Whether it multiplies otherwise on another device."""
+
+
+EXACT = Arithmetic()
+
+
+@dataclass(frozen=True)
 class InferenceEngine:
     """One engine."""
 
@@ -97,8 +113,27 @@ class InferenceEngine:
     refuses: tuple[tuple[str, str, str], ...] = ()
     """(format of compressed-tensors or quant_method, model_type or "", why the engine reads it wrong)."""
 
+    whole: str = ""
+    """Linears with an input of four dimensions: "a scale a token" of compressed-tensors is one for all tokens there."""
     experts: tuple[tuple[int, Granularity], ...] | None = None
     """(bits, blocks) of compressed-tensors in which it loads experts; None: all."""
+
+    arithmetic: tuple[tuple[str, str, Arithmetic], ...] = ()
+    """(quant_method or format, device or "", how it multiplies); the first that fits. Else codes and FP32 scales."""
+    evidence: Mapping[str, str] = field(default_factory=dict)
+    """Rule -> "executed", "read in source VERSION" or "assumed"; `rules_of` prints the table."""
+
+    @property
+    def known(self) -> str:
+        """How well its rules are known, in words."""
+        return ", ".join(f"{rule}: {how}" for rule, how in self.evidence.items()) or "assumed"
+
+    def multiplies(self, config: Mapping[str, Any], device: str, *, expert: bool = False) -> Arithmetic:
+        """How it multiplies what this quantization_config describes, on "cpu" or "cuda"; an expert or not."""
+        method = str(config.get("quant_method", "")).lower()
+        kinds = (f"experts of {method}",) if expert and self.experts is not None else (config.get("format"), method)
+        fit = (how for kind, place, how in self.arithmetic if kind in kinds and place in ("", device))
+        return next(fit, EXACT)
 
     def unread(self, config: Mapping[str, Any], model_type: str = "", *, experts: bool = False) -> str:
         """Why it does not read a checkpoint, or reads it wrong; "" if it does.
@@ -206,6 +241,16 @@ _ENTRIES = (
             }
         ),
         never="",
+        whole=r".*\.kv_b_proj",
+        arithmetic=(
+            ("experts of compressed-tensors", "", Arithmetic("bf16", "none")),
+            ("experts of fp8", "cpu", Arithmetic("bf16", "none", device=True)),
+            ("experts of mxfp8", "cpu", Arithmetic("bf16", "none", device=True)),
+            ("nvfp4-pack-quantized", "", Arithmetic("bf16", "bf16")),
+            ("compressed-tensors", "", Arithmetic("bf16-scales", "bf16")),
+            ("fp8", "cpu", Arithmetic("bf16", "none", device=True)),
+            ("mxfp8", "cpu", Arithmetic("bf16", "none", device=True)),
+        ),
         experts=((8, PER_TENSOR), (8, PER_ROW), (4, BLOCK_1X32)),  # of others it fails, or drops the tensor's scale
     ),
     InferenceEngine(

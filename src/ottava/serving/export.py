@@ -149,12 +149,7 @@ def export(
     static = static or form.static
     stays = _staying(source, form, keep)
     more = _activation_scales(source, stays, kv_scales or {}, static=static and form.spec is not None)
-    linears = [weight.module for weight in source.weights if weight.linear]
-    tree = dict(source.config)
-    if form.spec is not None:
-        kept = [name for name in linears if name in stays]
-        tree["quantization_config"] = form.config(ignored=kept, static=static, kv_cache=bool(kv_scales))
-        _refuse_unread(form, tree, engine, [name for name in linears if name not in stays])
+    tree = _config(source, form, stays, engine, static=static, kv_cache=bool(kv_scales))
     written: list[Written] = []
     with replacing_folder(folder) as scratch:
         parts = chain(_cast_all(source, form, stays, written, recast), ({name: one} for name, one in more.items()))
@@ -163,6 +158,25 @@ def export(
         report = ExportReport(str(folder), form.name, tuple(written), nbytes, bf16)
         _write_texts(scratch, source, tree, report)
     return report
+
+
+def _config(
+    source: Source, form: Layout, stays: Mapping[str, str], engine: str | None, *, static: bool, kv_cache: bool
+) -> dict[str, Any]:
+    """The content of config.json."""
+    tree = dict(source.config)
+    if "dtype" in tree or "torch_dtype" in tree:  # what is written is BF16, whatever the masters were
+        tree.pop("torch_dtype", None)
+        tree["dtype"] = "bfloat16"
+    if form.spec is None:
+        return tree
+    linears = [weight.module for weight in source.weights if weight.linear]
+    kept = [name for name in linears if name in stays]
+    if tree.get("tie_word_embeddings") and "lm_head" not in linears:
+        kept.append("lm_head")  # it has no tensor, and who reads this list would expect codes of it
+    tree["quantization_config"] = form.config(ignored=kept, static=static, kv_cache=kv_cache)
+    _refuse_unread(form, tree, engine, [name for name in linears if name not in stays])
+    return tree
 
 
 def _fitting(source: Source, engine: str | None, *, recast: bool) -> str:

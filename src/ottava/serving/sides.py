@@ -8,6 +8,8 @@ cast as each side casts them.
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -24,12 +26,13 @@ from ottava.base.untrusted import UntrustedError
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.rope import RotaryEmbedding, RotaryScaling, RotaryTable, rotate
 from ottava.numerics.formats import E2M1, E4M3, E5M2, Format
-from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_TENSOR, Granularity, ScaleFormat
+from ottava.numerics.rounding import round_to_format
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity, ScaleFormat, amax
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
 from ottava.recipe import Recipe
-from ottava.serving.engines import ENGINES, Decision, InferenceEngine, decide, sharing, units
-from ottava.serving.source import Source, Weight, is_linear
+from ottava.serving.engines import ENGINES, EXACT, Arithmetic, Decision, InferenceEngine, decide, sharing, units
+from ottava.serving.source import Source, Weight, is_linear, turned_names
 from ottava.weights.layouts import (
     INPUT_KEYS,
     SCALE_KEYS,
@@ -60,13 +63,35 @@ class Side:
     """Its layer in training."""
     codes: bool = False
     """Whether the checkpoint stores codes for it."""
+    arithmetic: Arithmetic = EXACT
+    misfit: str = ""
+    """Why the blocks of the config are not those of the stored scales."""
+
+    def operand(self) -> Tensor:
+        """fp32 (N, K): the numbers that are multiplied. BF16, or what codes and scales stand for."""
+        if self.cast is None:
+            return self.weight.bfloat16().float()
+        if self.arithmetic.weights != "bf16-scales":
+            exact = self.cast.dequantize(torch.float32)
+            return exact if self.arithmetic.weights == "codes" else exact.bfloat16().float()
+        rounded = replace(self.cast, scale_inv=self.cast.scale_inv.bfloat16().float())
+        return rounded.dequantize(torch.float32).bfloat16().float()
+
+    def rows(self, x: Tensor) -> Tensor:
+        """x (T, K) -> fp32 (T, K): what is multiplied for this input."""
+        cast, near = self.activations, x.bfloat16()
+        if cast is None or self.cast is None or self.arithmetic.inputs == "none":
+            return near.float()
+        if self.arithmetic.inputs == "bf16":
+            return _in_bf16(near, cast, self.cast.spec.format)
+        scale = torch.tensor(1 / cast.scale_inv) if cast.static and cast.scale_inv else None
+        given = near if cast.rounded else x
+        return quantize(given, spec_of(cast, self.cast.spec), scale=scale).dequantize(torch.float32)
 
     @property
     def digest(self) -> str:
-        """A hash of the numbers that are multiplied: in BF16, or those that codes and scales stand for."""
-        if self.cast is None:
-            return digest(self.weight.to(torch.bfloat16))
-        return digest(self.cast.dequantize(torch.float32) + 0.0)  # -0 is 0
+        """A hash of the numbers that are multiplied."""
+        return digest(self.operand() + 0.0)  # -0 is 0
 
     def __str__(self) -> str:
         if self.cast is None:
@@ -102,6 +127,27 @@ def digest(*tensors: Tensor) -> str:
         sha.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+def _in_bf16(x: Tensor, cast: InputCast, fmt: Format) -> Tensor:
+    """x bf16 (T, K) -> fp32 (T, K), with scale, quotient and product in BF16, as compressed-tensors 0.20 has them.
+
+    Its scales of MX formats come from amax rounded to two bits of mantissa, for all of them: 1.75 and more is 2.
+    """
+    size, shape = cast.granularity, (x.shape[0], x.shape[1])
+    if cast.static and cast.scale_inv is not None:
+        scale = torch.tensor(cast.scale_inv).bfloat16()
+    else:
+        top = amax(x, size)
+        if cast.powers:
+            mantissa, exponent = torch.frexp(top.float())
+            scale = torch.exp2(exponent - 1 + (mantissa >= 1.75 / 2).int() - math.floor(math.log2(fmt.max))).bfloat16()
+        else:
+            scale = top.bfloat16() / torch.tensor(fmt.max).bfloat16()
+        scale = torch.where(top == 0, torch.finfo(torch.bfloat16).eps, scale.float()).bfloat16()
+        scale = size.expand(scale, shape)
+    codes = round_to_format((x / scale).float().clamp(-fmt.max, fmt.max), fmt)
+    return (codes.bfloat16() * scale).float()
 
 
 def trained(source: Source) -> Model:
@@ -148,12 +194,13 @@ def under(source: Source, recipe: Recipe) -> Source:
     return replace(source, weights=tuple(one(weight) for weight in source.weights))
 
 
-def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None) -> Model:
+def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None, *, device: str | None = None) -> Model:
     """The side of an engine that reads a checkpoint.
 
     Args:
         engine: a name of `engines.ENGINES`.
         settings: of the engine, in its own words and nesting; environment variables under "env".
+        device: "cpu" or "cuda", on which it multiplies. None: `default_device`.
     Raises:
         UntrustedError: the folder is damaged.  ValueError: an unknown engine.
     """
@@ -175,11 +222,20 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None)
     unread = reader.unread(found, model_type)
     rule = None if unread else reader.rules.get(str(found.get("quant_method", "")).lower())
     quantization = None if rule is None else read_quantization(found)
+    how = [reader.multiplies(found, device or default_device(engine), expert=expert) for expert in (False, True)]
     decisions = {name: Decision(False) for name in names} if rule is None else decide(rule, found, names)
+    turned = turned_names({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    for name in (name for name in names if name.rpartition(".")[2] in turned):
+        decisions[name] = Decision(False, "", f"{engine} casts nn.Linear only, and it is a Conv1D, which holds W.T")
     decisions |= {name: Decision(False, "", never) for name in names if (never := reader.leaves(name))}
     if any(".experts." in name and decisions[name].quantized for name in names):
         unread = reader.unread(found, model_type, experts=True)
-    linears = {n: _side(n, weights[n], tensors, decisions[n], quantization, reader, words) for n in names}
+    linears = {
+        n: replace(
+            _side(n, weights[n], tensors, decisions[n], quantization, reader, words), arithmetic=how[".experts." in n]
+        )
+        for n in names
+    }
     if rule is not None and rule.partly != "apart":
         linears = _rejoined(linears)
     used = {f"{n}.{key}" for n in names for key in ("weight", *SCALE_KEYS, *INPUT_KEYS)}
@@ -199,6 +255,11 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None)
             if path.suffix in (".safetensors", ".json")
         },
     )
+
+
+def default_device(engine: str) -> str:
+    """Where an engine multiplies if nobody says so: transformers on what this machine has, the others on a GPU."""
+    return "cpu" if engine == "transformers" and not torch.cuda.is_available() else "cuda"
 
 
 def _words(engine: InferenceEngine, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,10 +306,14 @@ def _side(
     if not decision.quantized:  # the engine loads the codes as numbers
         return Side(weight.float(), codes=True)
     activations = _activations(name, tensors, group, engine, words)
+    misfit = ""
+    if tuple(cast.scale_inv.shape) != group.blocks.grid_shape((weight.shape[0], weight.shape[1])):
+        grid = group.blocks.grid_shape((weight.shape[0], weight.shape[1]))
+        misfit = f"blocks of {group.blocks} need a grid {grid} of scales, and {tuple(cast.scale_inv.shape)} is stored"
     wants_powers = _truth(words.get("ue8m0"))
     if wants_powers and cast.spec.granularity.rows == 128 and not powers_only(cast.scale_inv):
         cast = quantize(cast.dequantize(torch.float32), replace(cast.spec, scale_format="pow2"))
-    return Side(cast.dequantize(torch.float32), cast, activations, codes=True)
+    return Side(cast.dequantize(torch.float32), cast, activations, codes=True, misfit=misfit)
 
 
 def _truth(value: Any) -> bool:
@@ -259,7 +324,7 @@ def _decoded(codes: Tensor, scale_inv: Tensor, fmt: Format, size: Granularity) -
     """Codes and scales by the blocks of the config; a grid of another shape stays as it is stored, and is compared."""
     grid = size.grid_shape((codes.shape[0], codes.shape[1]))
     kind: ScaleFormat = "e8m0" if size == BLOCK_1X32 else "fp32"
-    if scale_inv.numel() == grid[0] * grid[1]:
+    if [n for n in scale_inv.shape if n > 1] == [n for n in grid if n > 1]:
         scale_inv = scale_inv.reshape(grid)
     else:
         size = _by_shape(codes, scale_inv)
@@ -281,6 +346,8 @@ def _activations(
     size, powers = cast.granularity, cast.powers or _truth(words.get("ue8m0"))
     if size == PER_TENSOR and not cast.static and engine.tensor_dynamic is not None:
         size = engine.tensor_dynamic
+    if size == PER_ROW and engine.whole and re.fullmatch(engine.whole, name):
+        size = PER_TENSOR
     stored = next((tensors[f"{name}.{key}"] for key in INPUT_KEYS if f"{name}.{key}" in tensors), None)
     scale_inv = float(stored.float().max()) if cast.static and stored is not None and stored.numel() else None
     fused = _truth(words.get("fuse_act_quant")) and name.rpartition(".")[2] in ("down_proj", "w2", "fc2")
@@ -414,14 +481,7 @@ def _rotary(config: Mapping[str, Any], size: int, length: int) -> RotaryTable:
 
 def multiply(x: Tensor, side: Side) -> Tensor:
     """x fp32 (T, K) -> y fp32 (T, N), with operands as the side has them."""
-    rows = x.bfloat16().float()
-    if side.activations is not None and side.cast is not None:
-        cast = side.activations
-        scale = torch.tensor(1 / cast.scale_inv) if cast.static and cast.scale_inv else None
-        given = x.bfloat16() if cast.rounded else x
-        rows = quantize(given, spec_of(cast, side.cast.spec), scale=scale).dequantize(torch.float32)
-    weight = side.weight.bfloat16().float() if side.cast is None else side.cast.dequantize(torch.float32)
-    return rows @ weight.t()
+    return side.rows(x) @ side.operand().t()
 
 
 def spec_of(cast: InputCast, weight: QuantizationSpec) -> QuantizationSpec:

@@ -326,7 +326,7 @@ def of_folder(folder: Path) -> Source:
         sizes = read_quantization(said).blocks if said else ()
         with ExitStack() as files:
             tensors = open_tensors(folder, files)
-            turned = _turned_names(tensors)
+            turned = turned_names({n: tuple(file.get_slice(n).get_shape()) for n, file in tensors.items()})
             weights = [_of_codes(name, tensors, sizes) if is_codes(name, tensors) else _in_file(name, tensors, turned)
                        for name in tensors if not is_scale(name, tensors)]  # fmt: skip
             files.pop_all()  # the tensors' readers hold the files, which close with the last of them
@@ -335,9 +335,16 @@ def of_folder(folder: Path) -> Source:
     return Source(tuple(weights), config, other_files(folder))
 
 
-def _turned_names(tensors: Mapping[str, Any]) -> set[str]:
-    """The last names of the modules that are Conv1Ds: somewhere the length of a bias is that of the columns only."""
-    shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in tensors.items()}
+def turned_names(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """The last names of the modules that are Conv1Ds: somewhere the length of a bias is that of the columns only.
+
+    Args:
+        shapes: of all tensors of a checkpoint, by name.
+
+    Example:
+        >>> turned_names({"h.0.c_fc.weight": (8, 32), "h.0.c_fc.bias": (32,)})
+        {'c_fc'}
+    """
     found: dict[str, list[tuple[bool, bool]]] = {}
     for name, shape in shapes.items():
         bias = shapes.get(f"{name.removesuffix('weight')}bias", ())

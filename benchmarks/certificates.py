@@ -1,0 +1,127 @@
+"""Every layout and family in transformers, executed: `python benchmarks/certificates.py [FAMILY ...]`.
+
+Tiny random models under the recipe of each layout are exported and run by transformers on the CPU. A row says the
+verdict of `ottava parity`, how many linears were compared with what ran, and the largest difference of logits beside
+the largest logit of training. Writes benchmarks/results/certificates.json and prints the table of docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ottava
+from ottava.numerics.formats import E4M3
+from ottava.numerics.scaling import PER_ROW
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.recipe import GemmRecipe, Recipe
+from ottava.serving.executed import execute
+from ottava.serving.export import ExportError, export
+from ottava.serving.parity import parity
+from ottava.serving.sides import made_up
+
+RESULTS = Path(__file__).parent / "results" / "certificates.json"
+_ROWS = QuantizationSpec(E4M3, PER_ROW)
+LAYOUTS: dict[str, Any] = {
+    "compressed-tensors-block": "blockwise_fp32",
+    "compressed-tensors-channel": Recipe("rowwise_fp32", fprop=GemmRecipe(_ROWS, _ROWS)),
+    "compressed-tensors-tensor": "tensorwise",
+    "compressed-tensors-mxfp8": "mxfp8",
+    "compressed-tensors-mxfp4": "mxfp4",
+    "compressed-tensors-nvfp4": "nvfp4",
+    "fp8-block": "blockwise_fp32",
+    "fp8-block-ue8m0": "blockwise",
+    "mxfp8": "mxfp8",
+    "modelopt": "delayed",
+}
+"""Layout -> the recipe whose codes it holds."""
+_SIZES = {"vocab_size": 384, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "pad_token_id": 0}
+_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": _SIZES,
+    "Qwen3": _SIZES | {"head_dim": 64},
+    "Mistral": _SIZES,
+    "Gemma2": _SIZES | {"head_dim": 64},
+    "Phi3": _SIZES,
+    "GPT2": {"vocab_size": 384, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "Mixtral": _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": _SIZES | _EXPERTS | {"num_experts": 4, "head_dim": 64},
+    "DeepseekV3": _SIZES | _EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    | {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    | {"num_key_value_heads": 4, "num_nextn_predict_layers": 0},
+}  # fmt: skip
+
+
+def made(family: str, recipe: Any) -> Any:
+    """A tiny random model under a recipe, in eval mode."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    ottava.convert(model, recipe)
+    return model
+
+
+def measure(family: str, layout: str, folder: Path) -> dict[str, Any]:
+    """One row of the table: exports the model there and runs it."""
+    row: dict[str, Any] = {"family": family, "layout": layout}
+    try:
+        model = made(family, LAYOUTS[layout])
+        ids = made_up(384, 32).ids
+        if layout == "modelopt":
+            ottava.calibrate(model, [{"input_ids": ids[None], "labels": ids[None]}])
+        with torch.no_grad():
+            ours = model(ids[None]).logits[0].float()
+        export(model, folder, layout=layout, engine="transformers", recast=True)
+    except (ExportError, ValueError) as error:
+        return row | {"verdict": "refused", "why": str(error)}
+    certificate = parity(model, folder, "transformers", device="cpu", run=True)
+    row |= {"verdict": certificate.verdict, "causes": sorted({one.cause for one in certificate.findings})}
+    row |= {"executed": certificate.ran, "found": certificate.first and certificate.first.found}
+    row |= {"disagreements": [one.layer for one in certificate.findings if one.cause == "executed"]}
+    if row["causes"] != ["unread"]:
+        theirs = execute(folder, ids).logits
+        row |= {"logits": float((theirs - ours).abs().max()), "largest": float(ours.abs().max())}
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a row for each layout, a column for each family."""
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    lines = [f"| layout | {' | '.join(families)} |", "| --- |" + " --- |" * len(families)]
+    for layout in dict.fromkeys(row["layout"] for row in rows):
+        cells = [next(r for r in rows if (r["family"], r["layout"]) == (one, layout)) for one in families]
+        lines.append(f"| `{layout}` | " + " | ".join(map(_cell, cells)) + " |")
+    return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if "logits" not in row:
+        return "refused" if row["verdict"] == "refused" else "not run"
+    share = f"{row['logits'] / row['largest']:.2g}" if row["logits"] else "0"
+    return f"{row['verdict']}, {share}"
+
+
+def main(families: list[str]) -> None:
+    """Measures, writes and prints."""
+    torch.set_num_threads(1)
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        for family in families or FAMILIES:
+            for layout in LAYOUTS:
+                rows.append(measure(family, layout, Path(place) / f"{family}-{layout}"))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    if not families:
+        RESULTS.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,381 @@
+"""Why two sides multiply other numbers at one layer: one hypothesis after the other, until one gives the stored bits.
+
+A hypothesis is a transformation of what training multiplied: other rounding, a clamp, bits of another format, scales in
+another order. It counts if it makes the stored codes, all of them but one in a thousand (ties of one FP32 rounding).
+The order matters: what explains codes and scales comes before what explains one of them, and "stale" is what is left.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ottava.numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
+from ottava.numerics.rounding import code_values, encode, round_to_format
+from ottava.numerics.scaling import PER_TENSOR
+from ottava.numerics.tensor import QuantizedTensor
+from ottava.ops.quantize import quantize
+from ottava.serving.engines import Decision, units
+from ottava.serving.sides import Model, Side
+from ottava.serving.source import same_numbers
+from ottava.weights.layouts import REGEX
+from ottava.weights.parameter import powers_only
+
+CAUSES = MappingProxyType(
+    {
+        "unread": "the engine does not read this layout, or reads it wrong",
+        "formula": "a field of config.json is another one than in training, and changes what is computed",
+        "unknown": "not certified: a field or setting that no rule reads",
+        "parts": "the config leaves some of the linears in BF16 that the engine joins: it does not load them",
+        "missing": "one side lacks the tensor, or has another shape",
+        "regex-dot": "a dot in a regular expression matches any character, and so a linear that was not meant",
+        "substring": "a pattern matches in the middle of a longer name",
+        "ignored": "training cast it, and the engine runs it in BF16",
+        "unscaled": "the engine expects codes, and the checkpoint has none: no scale beside the weight",
+        "router": "training left the router in BF16, and the engine casts it",
+        "head": "training left the output head in BF16, and the engine casts it",
+        "extra": "training left it in BF16, and the engine casts it",
+        "format": "the codes are of another number format",
+        "granularity": "a scale is for other blocks than in training",
+        "reciprocal": "the stored scale quantizes, and the engine expects the one that dequantizes",
+        "scale-layout": "the scales are those of training in another order",
+        "misread": "the bits are codes of another format, or in another order, than the one they are read as",
+        "scale-format": "the scales are rounded to another format: powers of two, or BF16",
+        "master": "one side casts the FP32 master, the other its rounding to BF16",
+        "joined-scale": "the engine joins linears that had a scale each, and rounds their codes a second time",
+        "scales": "the scales are other numbers than in training, and the codes are those of training or fit them",
+        "clamp": "the codes end before the largest number of their format",
+        "rounding": "the codes are rounded by another rule",
+        "swapped": "the codes are those of another linear",
+        "transposed": "the codes are those of the transposed weight",
+        "rows": "the rows are those of training in another order",
+        "stale": "the codes are of other numbers than the trained weight: of another step, or changed after training",
+        "decoded": "the engine decodes codes to BF16, which rounds their products with the scales",
+        "device": "on this device the engine casts no activations, and multiplies in BF16",
+        "activation-granularity": "activations have scales for other elements than in training",
+        "activation-scale": "the static scale of activations is another one than in training, or missing",
+        "activation-format": "scales of activations are powers of two on one side only",
+        "activation-rounding": "the engine casts a fused activation without its rounding to BF16",
+        "activation-arithmetic": "the engine computes scales of activations in BF16, or by a rule of its own",
+        "executed": "the engine ran, and multiplied other numbers than its rules say: they are not certified",
+        "tied": "head and embedding are one tensor on one side only",
+        "plain": "a tensor in high precision differs after rounding to BF16",
+        "kv-cache": "the engine caches keys and values in FP8, and training attended to them in high precision",
+        "not-fp8": "the recipe casts it, and by its receipt training ran it in high precision",
+    }
+)
+"""Cause -> what it means. In the order in which causes of one layer are named."""
+
+_PROBE = 64  # rows
+_SAME = 1e-6  # of two fp32 roundings of one quotient
+_ROUTER = re.compile(r"(^|\.)(router|gate|gating|shared_expert_gate)$")
+_HEAD = re.compile(r"(^|\.)(lm_head|output|head|embed_out|score|classifier)$")
+
+
+def layer_set(name: str, side: Side, there: Side, decision: Decision, names: Sequence[str]) -> tuple[str, str] | None:
+    """(cause, what was found) if the two sides do not cast the same linears.
+
+    Args:
+        there: the engine's side.
+        names: of all linears, for patterns that were meant for another.
+    """
+    if decision.refused:
+        return "parts", decision.refused
+    cast = decision.quantized and there.cast is not None
+    if side.cast is not None and not decision.quantized:
+        how = f"pattern {decision.pattern!r} matches by {decision.rule}" if decision.pattern else decision.rule
+        return _pattern_cause(
+            name, decision, names
+        ), f"trained as {side}, served in BF16: {how or 'no scale beside it'}"
+    if side.cast is not None and not cast:
+        return "unscaled", f"trained as {side}; the engine expects codes, and the checkpoint has {there.weight.dtype}"
+    if side.cast is None and (cast or there.codes or (decision.quantized and there.activations is not None)):
+        kind = "router" if _ROUTER.search(name) else "head" if _HEAD.search(name) else "extra"
+        return kind, f"trained in BF16, served as {there}"
+    return None
+
+
+def _pattern_cause(name: str, decision: Decision, names: Sequence[str]) -> str:
+    pattern = decision.pattern
+    if not pattern or pattern == name:
+        return "ignored"
+    body = pattern.removeprefix(REGEX)
+    if pattern.startswith(REGEX) or "bounded" in decision.rule:
+        literal = re.sub(r"(?<!\\)\.(?![*+?{])", r"\\.", body)
+        if literal != body and re.match(literal, name) is None and re.match(body, name) is not None:
+            return "regex-dot"
+        return "ignored"
+    against = decision.rule.rpartition(" ")[2]
+    return "substring" if f".{body.strip('.')}." not in f".{against}." and body in against else "ignored"
+
+
+_MATCH = 0.999  # of codes: ties of a quotient in fp32 may fall either way
+_ROWS = 64  # that are looked at, spread over the matrix
+_CHANGED = 0.9  # of the codes that are not those of training
+_DRAWN = 0.1  # stochastic rounding leaves 1/6 between a number and the midpoint; a small step of training far less
+
+
+def weight_cause(name: str, side: Side, there: Side, model: Model, stored: Model) -> tuple[str, str] | None:
+    """(cause, what was found) if the operands are other numbers; both sides cast the linear."""
+    ours, theirs = side.cast, there.cast
+    assert ours is not None
+    assert theirs is not None
+    if ours.data.shape != theirs.data.shape:
+        return "missing", f"trained as {tuple(ours.data.shape)}, the checkpoint has {tuple(theirs.data.shape)}"
+    own, other = ours.spec.format, theirs.spec.format
+    if own != other:
+        cause = "misread" if _equal(ours.data, theirs.data) else "format"
+        return cause, f"trained in {own.name}, served in {other.name}" + (", bit for bit" if cause == "misread" else "")
+    if same_numbers(ours, theirs):
+        if torch.equal(side.operand(), operand := there.operand()):
+            return None
+        share = float((side.operand() != operand).double().mean())
+        return "decoded", f"codes and scales are those of training; in BF16 {share:.1%} of their products are others"
+    same_codes = _equal(ours.data, theirs.data)
+    if ours.scale_inv.shape != theirs.scale_inv.shape:
+        if ours.scale_inv.numel() == theirs.scale_inv.numel() and same_codes:
+            return "scale-layout", f"a grid {tuple(theirs.scale_inv.shape)} instead of {tuple(ours.scale_inv.shape)}"
+        return "granularity", f"trained as {side}, served as {there}"
+    if same_codes and (found := _of_scales(ours.scale_inv, theirs.scale_inv)):
+        return found
+    return next(_of_codes(name, side, theirs, model, stored))
+
+
+def _of_scales(ours: Tensor, theirs: Tensor) -> tuple[str, str] | None:
+    """Why scales differ under equal codes."""
+    if torch.allclose(theirs, ours.reciprocal(), rtol=_SAME, atol=0):
+        return (
+            "reciprocal",
+            f"{float(theirs.reshape(-1)[0]):.6g} is stored, {float(ours.reshape(-1)[0]):.6g} dequantizes",
+        )
+    if torch.equal(theirs.reshape(-1).sort().values, ours.reshape(-1).sort().values):
+        turned = torch.equal(theirs.reshape(-1), ours.t().reshape(-1))
+        return "scale-layout", "the grid is stored transposed" if turned else "the same scales in another order"
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e8m0fnu):
+        if torch.equal(theirs, ours.to(dtype).float()):
+            return "scale-format", f"the fp32 scales are rounded to {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def _of_codes(name: str, side: Side, theirs: QuantizedTensor, model: Model, stored: Model) -> Iterator[tuple[str, str]]:
+    """Why codes differ, for a checkpoint that casts the same blocks: each hypothesis that holds, the last always."""
+    ours = side.cast
+    assert ours is not None
+    spec = replace(ours.spec, scaling="current")
+    group = next((parts for parts in units(model.linears).values() if name in parts), [name])
+    if spec.granularity == PER_TENSOR and _joined(group, model, stored) and _near(theirs, side.weight):
+        yield "joined-scale", f"the engine joins {', '.join(part.rpartition('.')[2] for part in group)}"
+    before, after = powers_only(ours.scale_inv), powers_only(theirs.scale_inv)
+    other = replace(spec, scale_format="pow2" if after and not before else "fp32")
+    if _equal(ours.data, theirs.data):
+        ratio = (theirs.scale_inv / ours.scale_inv).aminmax()
+        yield "scales", f"{float(ratio[0]):.4g} to {float(ratio[1]):.4g} times those of training, for equal codes"
+    masters = ((side.weight.bfloat16(), "bf16(master)"), (side.weight.float(), "the FP32 master"))
+    if before != after and _is(theirs, quantize(ours.dequantize(torch.float32), other)):
+        yield "scale-format", f"{_formats(after)}; the codes of training were cast again"
+    for tensor, what in masters:
+        if _is(theirs, quantize(tensor, spec)):
+            yield "master", f"the checkpoint has codes of {what}, training multiplied codes of the other"
+        if before != after and _is(theirs, quantize(tensor, other)):
+            yield "scale-format", _formats(after)
+    for found, one in model.linears.items():
+        if found != name and one.cast is not None and _is(theirs, one.cast):
+            yield "swapped", f"the codes and scales of {found}"
+    if ours.data.shape[0] == ours.data.shape[1] and _equal(ours.data.t().contiguous(), theirs.data):
+        yield "transposed", "codes of W.T, and the matrix is square"
+    if _row_set(ours.data) == _row_set(theirs.data):
+        yield "rows", "the same rows of codes in another order"
+    yield from _of_rounding(ours, theirs, [tensor for tensor, _ in masters])
+    away, own = _distance(theirs, side.weight), _distance(ours, side.weight)
+    yield "stale", f"decoded, they are {away:.2%} away from the trained weight; its own cast is {own:.2%}"
+
+
+def _formats(powers: bool) -> str:
+    sides = ("fp32 scales", "powers of two") if powers else ("powers of two", "fp32 scales")
+    return f"{sides[0]} in training, {sides[1]} in the checkpoint"
+
+
+def _of_rounding(
+    ours: QuantizedTensor, theirs: QuantizedTensor, masters: Sequence[Tensor]
+) -> Iterator[tuple[str, str]]:
+    """What makes the stored codes of the trained weight: other scales, rounding, a clamp, bits of another format."""
+    fmt, shape, size = ours.spec.format, (ours.shape[0], ours.shape[1]), ours.spec.granularity
+    values = code_values(fmt)
+    got, base = (values[cast.data.view(torch.uint8).int().cpu()] for cast in (theirs, ours))
+    top = float(got.abs().nan_to_num(0).max())
+    some = slice(None, None, max(1, shape[0] // _ROWS))
+    got, base = got[some], base[some]
+    grids = [size.expand(grid.double().cpu(), shape).broadcast_to(shape)[some]
+             for grid in (theirs.scale_inv, ours.scale_inv) if bool((grid > 0).all())]  # fmt: skip
+    moved = not torch.equal(theirs.scale_inv, ours.scale_inv)
+    for scaled in (master.cpu()[some].double() / grid for grid in grids for master in masters):
+        nearest = round_to_format(scaled.float(), fmt)
+        if moved and _made(nearest, got, base):
+            yield _other_scales(ours.scale_inv, theirs.scale_inv, fmt)
+        if top < fmt.max and _made(nearest.clamp(-top, top), got, base):
+            yield "clamp", f"the codes are those of training, clamped at {top:g}"
+        below, above = _neighbours(scaled, values)
+        share = ((scaled - below) / (above - below)).nan_to_num(0)
+        for said, low in (
+            ("toward zero", scaled > 0),
+            ("away from zero", scaled < 0),
+            ("down", scaled == scaled),
+            ("up", scaled != scaled),
+            ("to nearest, ties away from zero", torch.where(share == 0.5, scaled < 0, share < 0.5)),
+            ("to nearest, ties toward zero", torch.where(share == 0.5, scaled > 0, share < 0.5)),
+        ):
+            if _made(torch.where(low, below, above), got, base):
+                yield "rounding", f"the codes are rounded {said}"
+        drawn = (got != nearest) & (above > below)
+        by_chance = bool(drawn.any()) and float((share[drawn] - 0.5).abs().mean()) > _DRAWN
+        if by_chance and _made(torch.where(got == above, above, below), got, base):
+            yield "rounding", f"{float(drawn.double().mean()):.1%} of the codes are rounded by chance"
+    yield from _misread(ours, theirs, masters)
+
+
+def _misread(ours: QuantizedTensor, theirs: QuantizedTensor, masters: Sequence[Tensor]) -> Iterator[tuple[str, str]]:
+    fmt, shape, size = ours.spec.format, (ours.shape[0], ours.shape[1]), ours.spec.granularity
+    if fmt.bits == 4 and _equal(theirs.data, ours.data.unflatten(1, (-1, 2)).flip(2).flatten(1)):
+        yield "misread", "the two codes of each byte are swapped"
+    bits, base = (cast.data.view(torch.uint8).cpu() for cast in (theirs, ours))
+    for other in (one for one in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ) if one != fmt and fmt.bits == 8):
+        for grid in (theirs.scale_inv, ours.scale_inv, ours.scale_inv * fmt.max / other.max):
+            for master in masters:
+                scaled = master.float().cpu() / size.expand(grid.float().cpu(), shape)
+                if _made(encode(scaled, other).view(torch.uint8), bits, base):
+                    yield "misread", f"the bits are codes of {other.name}, and are read as {fmt.name}"
+
+
+def _made(candidate: Tensor, got: Tensor, base: Tensor) -> bool:
+    """Whether a hypothesis makes the codes, and also most of those that differ from training's."""
+    same, other = candidate == got, got != base
+    return float(same.double().mean()) >= _MATCH and float(same[other].double().mean()) >= _CHANGED
+
+
+def _neighbours(x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest number of a format that is at most x, and the smallest one that is at least x; fp32."""
+    grid = values[values.isfinite()].unique()
+    x = x.clamp(float(grid[0]), float(grid[-1]))
+    above = torch.searchsorted(grid.double(), x).clamp(max=len(grid) - 1)
+    exact = grid.double()[above] == x
+    return grid[torch.where(exact, above, (above - 1).clamp(min=0))], grid[above]
+
+
+def _other_scales(ours: Tensor, theirs: Tensor, fmt: Format) -> tuple[str, str]:
+    """What the stored scales are, under which the codes are the cast of the trained weight."""
+    low, high = (float(one) for one in (theirs / ours).aminmax())
+    if powers_only(theirs) != powers_only(ours):
+        return "scale-format", _formats(powers_only(theirs))
+    if max(abs(low * E4M3FNUZ.max / fmt.max - 1), abs(high * E4M3FNUZ.max / fmt.max - 1)) < 2 * _SAME:
+        return "clamp", f"scales put the largest number at {E4M3FNUZ.max:g} instead of {fmt.max:g}"
+    return "scales", f"{low:.4g} to {high:.4g} times those of training, and the codes fit them"
+
+
+def _joined(group: Sequence[str], model: Model, stored: Model) -> bool:
+    """Whether linears that the engine joins have one scale there, where training had one for each."""
+
+    def scales(side: Model) -> set[float]:
+        casts = [side.linears[part].cast if part in side.linears else None for part in group]
+        return {float("nan") if cast is None else float(cast.scale_inv.max()) for cast in casts}
+
+    return len(scales(stored)) == 1 and len(scales(model)) > 1
+
+
+def _near(cast: QuantizedTensor, weight: Tensor) -> bool:
+    """Whether a cast is that of the weight but for the rounding: half a unit of E4M3's three bits, twice."""
+    return _distance(cast, weight) < 2 * 2.0**-4
+
+
+def _distance(cast: QuantizedTensor, weight: Tensor) -> float:
+    exact = weight.float()
+    return float((cast.dequantize(torch.float32) - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+def _bits(codes: Tensor) -> Tensor:
+    """The codes' bytes, with 0 for -0."""
+    bits = codes.cpu().contiguous().view(torch.uint8)
+    return torch.where(bits == (8 if codes.dtype == torch.uint8 else 128), 0, bits)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _is(one: QuantizedTensor, other: QuantizedTensor) -> bool:
+    return (
+        one.data.shape == other.data.shape
+        and one.scale_inv.shape == other.scale_inv.shape
+        and torch.equal(one.scale_inv.cpu(), other.scale_inv.cpu())
+        and _equal(one.data, other.data)
+    )
+
+
+def _row_set(codes: Tensor) -> list[bytes]:
+    return sorted(bytes(row) for row in _bits(codes).numpy())
+
+
+def activation_cause(side: Side, there: Side) -> tuple[str, str] | None:
+    """(cause, what was found) if the input of a linear is cast in another way; both sides cast the weight.
+
+    What their descriptions do not tell apart, a batch of random numbers does.
+    """
+    ours, theirs = side.activations, there.activations
+    if there.arithmetic.inputs == "none":
+        theirs = None
+        if ours is not None and there.arithmetic.device:
+            return "device", f"trained with {ours}, served with BF16: on this device the engine casts no activations"
+    if ours is None or theirs is None:
+        if ours is theirs:
+            return None
+        return "activation-granularity", f"trained with {ours or 'BF16'}, served with {theirs or 'BF16'}"
+    said = f"trained with {ours}, served with {theirs}"
+    if ours.granularity != theirs.granularity:
+        return "activation-granularity", said
+    if ours.static != theirs.static or (ours.static and ours.scale_inv != theirs.scale_inv):
+        return "activation-scale", said
+    if ours.powers != theirs.powers:
+        return "activation-format", said
+    if ours.rounded != theirs.rounded:
+        return "activation-rounding", "training rounds the activation to BF16 before its cast, the engine does not"
+    probe = torch.randn(_PROBE, side.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    if there.arithmetic.inputs != "fp32" and not torch.equal(x := side.rows(probe), y := there.rows(probe)):
+        share = float((x != y).double().mean())
+        return "activation-arithmetic", f"of random numbers {share:.1%} become others: {said}, by another arithmetic"
+    return None
+
+
+def plain_causes(ours: Model, theirs: Model) -> Mapping[str, tuple[str, str]]:
+    """Module or tensor -> (cause, what was found), for tensors in high precision."""
+    found: dict[str, tuple[str, str]] = {}
+    embedding = next((name for name in ours.plain if name.endswith(("embed_tokens.weight", "wte.weight"))), "")
+    for name, tensor in ours.plain.items():
+        if (other := theirs.plain.get(name)) is None:
+            found[name] = "missing", "the checkpoint lacks it"
+        elif other.shape != tensor.shape:
+            found[name] = "missing", f"trained as {tuple(tensor.shape)}, the checkpoint has {tuple(other.shape)}"
+        elif not torch.equal(_bf16(tensor), _bf16(other)):
+            found[name] = "plain", f"{float((_bf16(tensor) != _bf16(other)).float().mean()):.1%} of it differs"
+    if ours.tied != theirs.tied and embedding in theirs.plain:
+        head = theirs.plain[embedding] if theirs.tied else _head(theirs)
+        trained = ours.plain[embedding] if ours.tied else _head(ours)
+        if head is None or trained is None or not torch.equal(_bf16(head), _bf16(trained)):
+            found["lm_head"] = (
+                "tied",
+                f"{'tied' if ours.tied else 'apart'} in training, {'tied' if theirs.tied else 'apart'} in the engine, "
+                "and the numbers of the head differ",
+            )
+    return found
+
+
+def _head(model: Model) -> Tensor | None:
+    side = model.linears.get("lm_head")
+    return side.weight if side is not None else model.plain.get("lm_head.weight")
+
+
+def _bf16(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
