@@ -322,8 +322,8 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
 
 def _differing(differ: Sequence[Difference], happened: Event | None, frameworks: Sequence[str]) -> list[Finding | None]:
     """The differences from a good run, where something happened: what is set or computed otherwise first."""
-    if happened is None:
-        return []
+    if happened is None:  # a fault that no loss shows is seen in the code alone
+        return [_finding(d, "warning", frameworks) for d in differ if d.kind in ("code", "cast")]
     early = [d for d in differ if d.step is None or d.step <= happened.step]
     causes = [d for d in early if d.kind not in _NO_CAUSE]
     same_start = not any(d.kind == "weights" for d in differ)  # then no other seed explains other batches
@@ -334,25 +334,23 @@ def _differing(differ: Sequence[Difference], happened: Event | None, frameworks:
     found: list[Finding | None] = []
     for one, strong in [*((d, True) for d in causes), *((d, False) for d in weak)]:
         severity = "note" if not strong else "critical" if happened.stays is not None else "warning"
-        found.append(
-            Finding(
-                "DIFF",
-                _titled(one),
-                "difference",
-                severity,
-                one.sentence,
-                layers=list(one.where[:12]),
-                steps=[] if one.step is None else [one.step],
-                remedies=[_undo(one, frameworks)],
-                confidence=_confidence("difference"),
-            )
-        )
+        found.append(_finding(one, severity, frameworks))
     return found
+
+
+def _finding(one: Difference, severity: str, frameworks: Sequence[str]) -> Finding:
+    return Finding(
+        "DIFF", _titled(one), "difference", severity, one.sentence, layers=list(one.where[:12]),
+        steps=[] if one.step is None else [one.step], remedies=[_undo(one, frameworks)],
+        confidence=_confidence("difference"),
+    )  # fmt: skip
 
 
 _TITLES = MappingProxyType(
     {
         "optimizer": "The optimizer is not that of the good run",
+        "code": "The code parts from that of the good run",
+        "cast": "A cast parts from that of the good run",
         "parameter": "The parameters are not those of the good run",
         "weights": "The run begins with other weights than the good run",
         "program": "The loop does something else than in the good run",
