@@ -8,6 +8,7 @@ long as everything before was equal; with another seed or other data only the ca
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,15 @@ _RANDOM = frozenset(
         "xavier_uniform_", "xavier_normal_", "orthogonal_", "gumbel_softmax", "poisson",
     )
 )  # fmt: skip
+_KEEPS = frozenset(
+    (
+        "detach", "clone", "contiguous", "mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__", "clamp",
+        "clip", "clamp_", "mul_", "div_", "to", "float", "bfloat16", "half", "type", "view", "reshape", "t",
+        "transpose", "permute", "flatten", "view_as", "sub", "add", "__sub__", "__add__", "given",
+    )
+)  # fmt: skip
+"""Calls after which a tensor still is a copy of a weight, but for a factor and rounding."""
+_ORIGIN = re.compile("entry ([0-9]+) of the step before")
 _COLUMNS = ("loss", "grad_norm", "input_hash", "label_hash")
 
 
@@ -33,10 +43,12 @@ class Call(NamedTuple):
     """One entry of a trace."""
 
     name: str
-    place: tuple[str, int, str, str]
-    """File, line, function, source."""
+    place: tuple[str, int, str, str, str]
+    """File, line, function, source, FILE:FUNCTION of the caller."""
     module: str
     arguments: tuple[str, ...]
+    sources: tuple[int, ...]
+    """The entries that made the tensors it gets."""
     results: tuple[Any, ...]
     backward: bool
 
@@ -91,20 +103,77 @@ def parting(good: Facts, bad: Facts, *, values: bool) -> Parting | None:
     return None
 
 
+class Stale(NamedTuple):
+    """An FP8 copy that was not made again."""
+
+    step: int
+    """The first step that uses it although it was made before."""
+    made: Call
+    used: Call
+
+    @property
+    def sentence(self) -> str:
+        """Where it was made, and where it is used."""
+        made, used = (f"{c.place[0]}:{c.place[1]} (`{c.place[3]}`)" for c in (self.made, self.used))
+        inside = f" in {self.used.module}" if self.used.module else ""
+        said = f"The FP8 copy of a weight that step {self.step - 1} made at {made} serves step {self.step} again,"
+        return f"{said} at {used}{inside}, although the optimizer has changed the weight since."
+
+
+def stale(facts: Facts) -> list[Stale]:
+    """FP8 copies of weights that outlive the weight: made in one traced step, used in the next, not renewed."""
+    found, traces = [], _traces(facts)
+    for step in sorted(s for s in traces if s - 1 in traces):
+        before, now = traces[step - 1], traces[step]
+        again = {int(m[1]): c for c in now if c.name == "given" and (m := _ORIGIN.fullmatch("".join(c.arguments[1:2])))}
+        weights = {p for p, c in again.items() if p < len(before) and _moved(before[p], c)}
+        # only what keeps the values up to a factor: a moment of an optimizer is no copy
+        copies: dict[int, bool] = {}
+        for i, call in enumerate(before):
+            kept = [s for s in call.sources if s in weights or s in copies]
+            if not kept or call.name not in _KEEPS or not _as_large(call, before[kept[0]]):
+                continue
+            if any(s not in kept and _as_large(before[s], call) for s in call.sources):
+                continue
+            copies[i] = _narrow(call) or any(copies.get(s, False) for s in kept)
+            if copies[i] and i in again and not _moved(call, again[i]):
+                found.append(Stale(step, call, again[i]))
+        if found:
+            break
+    return found
+
+
+def _moved(one: Call, other: Call) -> bool:
+    return any(
+        isinstance(a, list) and isinstance(b, list) and a[1:2] != b[1:2]
+        for a, b in zip(one.results, other.results, strict=False)
+    )
+
+
+def _as_large(one: Call, other: Call) -> bool:
+    """Whether two results have as many elements, in more than one dimension."""
+    sizes = [re.findall(r"[0-9]+", str(c.results[0][0]).partition("[")[2]) if c.results else [] for c in (one, other)]
+    return len(sizes[0]) > 1 and math.prod(map(int, sizes[0])) == math.prod(map(int, sizes[1]))
+
+
 def _traces(facts: Facts) -> dict[int, list[Call]]:
     found: dict[int, list[Call]] = {}
     for line in facts.run.trace:
         try:
             places, modules = [tuple(p) for p in line["places"]], [bare(m) for m in line["modules"]]
-            found.setdefault(
-                int(line["step"]),
-                [
-                    Call(
-                        str(name), places[place], modules[module], tuple(map(str, args)), tuple(results), bool(backward)
-                    )
-                    for name, place, module, args, results, backward in line["calls"]
-                ],
-            )
+            calls = [
+                Call(
+                    str(name),
+                    places[at],
+                    modules[inside],
+                    tuple(map(str, given)),
+                    tuple(made),
+                    tuple(results),
+                    bool(back),
+                )
+                for name, at, inside, given, made, results, *back in line["calls"]
+            ]
+            found.setdefault(int(line["step"]), calls)
         except (KeyError, TypeError, ValueError, IndexError):
             continue  # a line that somebody edited
     return found
@@ -132,14 +201,15 @@ def _cast_layers(good: Facts, bad: Facts) -> set[str]:
     return {n for n in a.keys() | b.keys() if (a.get(n) or "") != (b.get(n) or "")}
 
 
-def _casting(traces: Sequence[Sequence[Call]]) -> set[tuple[str, str]]:
-    """(file, function) of those that convert to FP8."""
-    return {
-        (c.place[0], c.place[2])
-        for calls in traces
-        for c in calls
-        if c.place[2] != "<module>" and any(isinstance(r, list) and _NARROW.match(r[0]) for r in c.results)
-    }
+def _casting(traces: Sequence[Sequence[Call]]) -> set[str]:
+    """FILE:FUNCTION of those that convert to FP8, and of their callers."""
+    converting = [c for calls in traces for c in calls if c.name != "given" and _narrow(c)]
+    found = {where for c in converting for where in (f"{c.place[0]}:{c.place[2]}", c.place[4])}
+    return {where for where in found if where and not where.endswith(":<module>")}
+
+
+def _narrow(call: Call) -> bool:
+    return any(isinstance(r, list) and _NARROW.match(r[0]) for r in call.results)
 
 
 def _equal_until(good: Facts, bad: Facts, step: int) -> bool:
@@ -168,7 +238,7 @@ def _walk(a: Sequence[Call], b: Sequence[Call], *, values: bool) -> tuple[str, C
 
 def _aligned(a: Sequence[Call], b: Sequence[Call]) -> tuple[str, Call | None, Call | None]:
     """What the first calls of two lists are to each other: they differ."""
-    if a[0].name == b[0].name and a[0].place[2:] == b[0].place[2:]:
+    if a[0].name == b[0].name and a[0].place[2:4] == b[0].place[2:4]:
         return "arguments", a[0], b[0]
     matcher = difflib.SequenceMatcher(None, [c.key for c in a], [c.key for c in b], autojunk=False)
     tag = next(code for code in matcher.get_opcodes() if code[0] != "equal")[0]
@@ -218,11 +288,11 @@ def _apart(a: Any, b: Any) -> bool:
     return a[5] != b[5] or any(abs(x - y) > limit * size for x, y in zip(a[2:5], b[2:5], strict=True))
 
 
-def _told(step: int, kind: str, one: Call | None, other: Call | None, casting: set[tuple[str, str]]) -> Parting:
+def _told(step: int, kind: str, one: Call | None, other: Call | None, casting: set[str]) -> Parting:
     here = other or one
     assert here is not None
     sentence = "".join(_sentence(kind, one, other))
-    cast = any((c.place[0], c.place[2]) in casting for c in (one, other) if c is not None)
+    cast = any(f"{c.place[0]}:{c.place[2]}" in casting for c in (one, other) if c is not None)
     cast = cast or any(
         "float8_" in text for c in (one, other) if c is not None for text in (*c.arguments, str(c.results))
     )

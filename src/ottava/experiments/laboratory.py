@@ -311,6 +311,7 @@ class Laboratory:
         self._replayed = -_BETWEEN_REPLAYS
         self._refused: set[str] = set()
         self._trace: Trace | None = None
+        self._traced: Trace | None = None
         self._converts: str | None = None
         self._elsewhere = self._met = False
         self._started = time.perf_counter()
@@ -328,7 +329,9 @@ class Laboratory:
             self._recorder = Recorder(roots)
         if self._every and (self._why or step <= self._first + _TRACED) and not has_compiled():
             recorder = self._recorder
-            self._trace = Trace((lambda: recorder.in_forward) if recorder else lambda: False).begin()
+            inside = (lambda: recorder.in_forward) if recorder else lambda: False
+            self._trace = Trace(inside, self._traced).begin()
+        self._traced = None
 
     def backward(self, root: Tensor, loss: Tensor, gradient: Tensor | None, retain: bool) -> None:
         """A backward of the training begins."""
@@ -391,6 +394,7 @@ class Laboratory:
                 self._elsewhere = True
                 self._write(self._step, "conversion", where=trace.outside)
             self._keep(self._step, trace.facts(self._name_of_module))
+            self._traced = trace
             self.seconds += time.perf_counter() - began
 
     def drop(self) -> None:

@@ -22,7 +22,7 @@ import os
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ _DEPTH = 96  # frames
 _GRADIENTS = 48  # parameters
 _TORCH, _CALL, _COLLECTIVE, _LOOKS_ON, _OURS, _USER = 0, 1, 2, 3, 4, 5
 """Whose code a frame runs."""
-_WRAPPERS = frozenset({"__torch_function__", "wrapped", "operation"})
+_WRAPPERS = frozenset({"__torch_function__", "wrapped", "operation", "run", "_backward"})
 """Functions of a watch through which a call of the user's goes."""
 _FACTS = frozenset(
     (
@@ -67,11 +67,20 @@ _EMPTY = frozenset(
 _SHORT = (("float", "f"), ("bfloat", "bf"), ("int", "i"), ("uint", "u"), ("complex", "c"))
 
 
+class _Place(NamedTuple):
+    code: CodeType
+    line: int
+    caller: CodeType | None
+    """The function of the user's that called this one."""
+
+
 class _Noted(NamedTuple):
     name: str
-    place: tuple[CodeType, int]
+    place: _Place
     module: nn.Module | None
     arguments: list[str]
+    sources: list[int]
+    """The entries that made the tensors it gets."""
     results: list[Any]
     """[dtype and shape, hash, mean, rms, projection], or a sample on a device that waits to be read, or a number."""
     backward: bool
@@ -82,6 +91,7 @@ class Trace(TorchFunctionMode):
 
     Args:
         inside: whether a forward of a watched model runs.
+        before: the trace of the step before; it says which of its entries made what is given to this step.
 
     Example:
         >>> trace = Trace().begin()
@@ -91,7 +101,7 @@ class Trace(TorchFunctionMode):
         (['ones', 'mul', 'to'], True)
     """
 
-    def __init__(self, inside: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, inside: Callable[[], bool] = lambda: False, before: Trace | None = None) -> None:
         super().__init__()
         self._inside, self.active = inside, True
         self.model: str | None = None
@@ -100,7 +110,9 @@ class Trace(TorchFunctionMode):
         """The same of the first one elsewhere: in an optimizer, in a collective, at loading."""
         self.full = False
         self._calls: list[_Noted] = []
-        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, int, int]] = {}
+        """id of a tensor -> itself, its version, the entries that wrote it last and first."""
+        self._before = {} if before is None else before._known
         self._kinds: dict[CodeType, int] = {}
         self._room = MOST
 
@@ -124,7 +136,7 @@ class Trace(TorchFunctionMode):
         if torch.compiler.is_compiling() or not self.active or torch._C._get_tracing_state() is not None:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", type(func).__name__)
-        if name == "__get__":
+        if name == "__get__" or name.startswith("_record_function"):
             return func(*args, **kwargs)
         if func is Tensor.backward or func is torch.autograd.backward:
             return self._backward(inspect.unwrap(func), args, kwargs)
@@ -133,9 +145,12 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         place, module, collective = found
         given = [*_tensors((args, kwargs.values()))]
-        if not self.full and not (name in _FACTS and not collective):
-            self._note_given(given, place, module)
+        # what a call writes to may be memory without values; its result says what it wrote
+        writes = name == "__setitem__" or (name[-1] == "_" != name[-2:-1])
+        if not self.full and not collective and name not in _FACTS and "out" not in kwargs:
+            self._note_given(given[1:] if writes else given, place, module)
         # before the call: it may write to them
+        sources = [self._known[id(x)][2] for x in given[:8] if id(x) in self._known]
         arguments = [] if self.full else [_shown(x) for x in args] + [f"{k}={_shown(v)}" for k, v in kwargs.items()]
         result = func(*args, **kwargs)
         if collective:
@@ -147,9 +162,11 @@ class Trace(TorchFunctionMode):
             self._note_conversion(made, args, place, module)
             if name == "__set__":
                 name = f"set {getattr(getattr(func, '__self__', None), '__name__', '')}".strip()
-            self._add(
-                name, place, module, arguments, made or ([result] if isinstance(result, (bool, int, float)) else ())
-            )
+            elif name == "__setitem__":
+                made = given[:1]
+            number = isinstance(result, (bool, int, float))
+            if given or made:
+                self._add(name, place, module, arguments, made or ([result] if number else ()), sources)
         return result
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -179,19 +196,22 @@ class Trace(TorchFunctionMode):
             for name, gradient in held[:: -(-len(held) // _GRADIENTS)][::-1]:
                 self._add("gradient", found[0], None, [name], (gradient,))
 
-    def _note_given(self, given: Iterable[Tensor], place: tuple[CodeType, int], module: nn.Module | None) -> None:
+    def _note_given(self, given: Iterable[Tensor], place: _Place, module: nn.Module | None) -> None:
         for number, x in enumerate(given):
             known = self._known.get(id(x))
             if known is None or known[0]() is not x or known[1] != _version(x):
-                self._add("given", place, module, [str(number + 1)], (x,))
+                old = self._before.get(id(x))
+                origin = [] if old is None or old[0]() is not x else [f"entry {old[3]} of the step before"]
+                self._add("given", place, module, [str(number + 1), *origin], (x,))
 
     def _add(
         self,
         name: str,
-        place: tuple[CodeType, int],
+        place: _Place,
         module: nn.Module | None,
         arguments: list[str],
         made: Iterable[Any],
+        sources: Sequence[int] = (),
     ) -> None:
         if len(self._calls) >= self._room:
             self.full = True
@@ -199,11 +219,13 @@ class Trace(TorchFunctionMode):
         results = [*map(_empty if name in _EMPTY else _fingerprint, made)]
         for x in made:
             if isinstance(x, Tensor):
-                self._known[id(x)] = weakref.ref(x), _version(x)
+                old, now = self._known.get(id(x)), len(self._calls)
+                first = old[3] if old is not None and old[0]() is x else now
+                self._known[id(x)] = weakref.ref(x), _version(x), now, first
         backward = torch._C._current_graph_task_id() != -1
-        self._calls.append(_Noted(name, place, module, arguments, results, backward))
+        self._calls.append(_Noted(name, place, module, arguments, [*sources], results, backward))
 
-    def _note_conversion(self, made: list[Tensor], args: Any, place: tuple[CodeType, int], module: Any) -> None:
+    def _note_conversion(self, made: list[Tensor], args: Any, place: _Place, module: Any) -> None:
         if self.model is not None and self.outside is not None:
             return
         with torch._C.DisableTorchFunction():
@@ -218,10 +240,11 @@ class Trace(TorchFunctionMode):
 
     # --- where ----------------------------------------------------------------------------------------------------
 
-    def _where(self, *, looked: bool = False) -> tuple[tuple[CodeType, int], nn.Module | None, str] | None:
+    def _where(self, *, looked: bool = False) -> tuple[_Place, nn.Module | None, str] | None:
         """(code and line of the user's, the innermost module, name of a collective); None if the call is ours."""
         frame: FrameType | None = sys._getframe(2)
         user: tuple[CodeType, int] | None = None
+        caller: CodeType | None = None
         module, collective = None, ""
         for _ in range(_DEPTH):
             if frame is None:
@@ -232,39 +255,38 @@ class Trace(TorchFunctionMode):
                 kind = self._kinds.setdefault(code, _kind(code))
             if kind == _CALL and module is None:
                 module = frame.f_locals.get("self")
-            elif user is None:
+            elif user is not None:
+                if kind == _USER:
+                    caller = caller or code
+            else:
                 if kind == _USER:
                     user = code, frame.f_lineno
                 elif kind == _OURS or (kind == _LOOKS_ON and not looked and code.co_name not in _WRAPPERS):
                     return None
                 elif kind == _COLLECTIVE:
                     collective = code.co_name
-            if user is not None and module is not None:
+            if caller is not None and module is not None:
                 break
             frame = frame.f_back
-        return None if user is None else (user, module, collective)
+        return None if user is None else (_Place(*user, caller), module, collective)
 
     # --- what is written ------------------------------------------------------------------------------------------
 
     def facts(self, name_of: Callable[[nn.Module], str]) -> dict[str, Any]:
-        """The trace as a line of trace.jsonl: `places` [file, line, function, source], `modules`, and `calls`
-        [name, number of the place, number of the module, arguments, results, whether in a backward]."""
-        places: dict[tuple[CodeType, int], int] = {}
+        """The trace as a line of trace.jsonl: `places` [file, line, function, source, caller], `modules`, and `calls`
+        [name, number of the place, number of the module, arguments, entries that made its tensors, results, and 1 for
+        a call in a backward]."""
+        places: dict[_Place, int] = {}
         modules: dict[str, int] = {"": 0}
         calls = []
         for call in self._calls:
             module = "" if call.module is None else name_of(call.module)
             place = places.setdefault(call.place, len(places))
             results = [_read(x) if isinstance(x, tuple) else x for x in call.results]
-            row = [
-                call.name,
-                place,
-                modules.setdefault(module, len(modules)),
-                call.arguments,
-                results,
-                int(call.backward),
-            ]
-            calls.append(row)
+            calls.append(
+                [call.name, place, modules.setdefault(module, len(modules)), call.arguments, call.sources, results]
+            )
+            calls[-1] += [1] if call.backward else []
         return {"full": self.full, "places": [*map(_source, places)], "modules": list(modules), "calls": calls}
 
 
@@ -272,8 +294,14 @@ class Trace(TorchFunctionMode):
 def _folders() -> tuple[str, tuple[str, ...], str, str]:
     """(ours, those of ours that look on, torch's, Python's)."""
     ours = Path(__file__).resolve().parents[1]
-    looking = (str(ours / "watching"), str(ours / "experiments"))
-    return str(ours), looking, str(Path(torch.__file__).parent), str(Path(os.__file__).parent)
+    looking = (str(ours / "watching") + os.sep, str(ours / "experiments") + os.sep)
+    # with the separator: torchao lies beside torch
+    return (
+        str(ours) + os.sep,
+        looking,
+        str(Path(torch.__file__).parent) + os.sep,
+        str(Path(os.__file__).parent) + os.sep,
+    )
 
 
 def _kind(code: CodeType) -> int:
@@ -291,10 +319,10 @@ def _kind(code: CodeType) -> int:
     return _TORCH if own else _USER
 
 
-def _source(place: tuple[CodeType, int]) -> list[Any]:
-    code, line = place
-    text = linecache.getline(code.co_filename, line).strip()
-    return [Path(code.co_filename).name, line, code.co_qualname, text[:160]]
+def _source(place: _Place) -> list[Any]:
+    text = linecache.getline(place.code.co_filename, place.line).strip()
+    caller = "" if place.caller is None else f"{Path(place.caller.co_filename).name}:{place.caller.co_qualname}"
+    return [Path(place.code.co_filename).name, place.line, place.code.co_qualname, text[:160], caller]
 
 
 def _tensors(tree: Any, depth: int = 0) -> Iterator[Tensor]:
