@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.diagnose.diagnose import diagnose
-from ottava.experiments.handmade import Exact, Seen
+from ottava.experiments.handmade import Exact
+from ottava.experiments.trace import Trace
 from ottava.record.reader import Run
 
 
@@ -103,7 +104,7 @@ def test_a_scaled_product_of_uncast_operands_is_their_product() -> None:
 
 def test_our_own_casts_are_no_conversions_of_the_script() -> None:
     layer = ottava.nn.Linear(32, 32, recipe="tensorwise")
-    seen = Seen(lambda: True).begin()
+    seen = Trace(lambda: True).begin()
     layer(torch.ones(4, 32)).sum().backward()
     seen.end()
     assert (seen.model, seen.outside) == (None, None)

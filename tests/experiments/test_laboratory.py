@@ -74,6 +74,7 @@ def lines_of(model: nn.Module, steps: int, *, every: int, asked: int = 0, holds:
         every=every,
         recipe="mxfp8",
         write=write,
+        keep=lambda step, facts: None,
         name_of=name_of,
         name_of_module=lambda module: modules.get(id(module), ""),
         quiet=nullcontext,

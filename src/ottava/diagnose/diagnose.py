@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ottava.base.text import data_frame, finite, html_table
+from ottava.diagnose.calls import stale
 from ottava.diagnose.difference import Difference, differences
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.laws import LAWS, Broken, Law, broken
@@ -38,6 +39,7 @@ _OF_CASTS = frozenset({"O3", "O4", "O7", "O8"})
 _MEANT = frozenset({"D2", "D4", "M1"})
 """Laws that may be broken on purpose even where something happens to the loss."""
 _HEALTHY = 0.02  # update over weight
+_PLACES = ("code", "cast", "setting", "optimizer")
 _NO_CAUSE = frozenset({"recipe", "weights", "batch"})
 """Differences that good runs have, too: another recipe, another seed."""
 
@@ -166,15 +168,25 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     found += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id not in _OF_CASTS]
     others: list[Finding | None] = []
     others += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
-    others += _differing(differ, happened, frameworks)
+    # with a good run beside, the place where the code parts is the answer, and a broken law may follow from it
+    parted = any(d.kind in _PLACES[:2] for d in differ)
+    placed = _differing([d for d in differ if parted and d.kind in _PLACES], happened, frameworks)
+    others += _differing([d for d in differ if not (parted and d.kind in _PLACES)], happened, frameworks)
     others += [f for (_, _, f), exact in zip(laws, strong, strict=True) if not exact]
     # casts that were tried only after the event may suffer from what made it
     after = happened is not None and trial.step is not None and trial.step >= happened.step
-    if after and trial.part == "guilty" and any(f is not None and f.severity != "note" for f in (*found, *others)):
+    of_casts = any(d.kind == "cast" for d in differ)  # where a cast parts, only the experiments speak of FP8
+    known = [f for f in (*found, *others, *(() if of_casts else placed)) if f is not None and f.severity != "note"]
+    if after and trial.part == "guilty" and known:
         said = f"{trial.tried[0]} It was tried when the loss had left, so this does not say who began."
         trial = replace(trial, part="unknown", tried=(said, *trial.tried[1:]))
     hurt = _fp8(facts, trial, happened, frameworks)
-    found += [*others, hurt] if after else [hurt, *others]
+    if hurt is not None and (place := next((d for d in differ if d.kind in ("code", "cast")), None)) is not None:
+        hurt = replace(hurt, cause=f"{hurt.cause} {place.sentence}")
+    if trial.part == "guilty" and (of_casts or not after):
+        found += [hurt, *placed, *others]
+    else:
+        found = [*found[:1], *placed, *found[1:], *([*others, hurt] if after else [hurt, *others])]
     known = _one_answer([finding for finding in found if finding is not None])
     findings = [f for f in known if f.severity != "note"]
     notes = [f for f in known if f.severity == "note"]
@@ -211,7 +223,12 @@ def _checked(facts: Facts, frameworks: Sequence[str]) -> Finding | None:
     """An operand that is not the cast of its tensor: a bug of software, whatever the loss does."""
     checks = list(facts.checks())
     if not checks:
-        return None
+        old = next(iter(stale(facts)), None)
+        return None if old is None else Finding(
+            "CHECK", "An FP8 copy of a weight is stale", "software", "critical", old.sentence,
+            layers=[old.used.module] if old.used.module else [], tensors=["weight"], steps=[old.step],
+            remedies=[render("renew", {}, frameworks)], confidence=_confidence("software"),
+        )  # fmt: skip
     first = min(checks, key=lambda c: c["step"])
     layer, tensor, what = (str(first.get(k) or "") for k in ("layer", "tensor", "check"))
     where = f"{symbol(tensor)} of {layer}" if tensor else layer
@@ -322,8 +339,8 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
 
 def _differing(differ: Sequence[Difference], happened: Event | None, frameworks: Sequence[str]) -> list[Finding | None]:
     """The differences from a good run, where something happened: what is set or computed otherwise first."""
-    if happened is None:
-        return []
+    if happened is None:  # a fault that no loss shows is seen in the code alone
+        return [_finding(d, "warning", frameworks) for d in differ if d.kind in ("code", "cast")]
     early = [d for d in differ if d.step is None or d.step <= happened.step]
     causes = [d for d in early if d.kind not in _NO_CAUSE]
     same_start = not any(d.kind == "weights" for d in differ)  # then no other seed explains other batches
@@ -334,25 +351,23 @@ def _differing(differ: Sequence[Difference], happened: Event | None, frameworks:
     found: list[Finding | None] = []
     for one, strong in [*((d, True) for d in causes), *((d, False) for d in weak)]:
         severity = "note" if not strong else "critical" if happened.stays is not None else "warning"
-        found.append(
-            Finding(
-                "DIFF",
-                _titled(one),
-                "difference",
-                severity,
-                one.sentence,
-                layers=list(one.where[:12]),
-                steps=[] if one.step is None else [one.step],
-                remedies=[_undo(one, frameworks)],
-                confidence=_confidence("difference"),
-            )
-        )
+        found.append(_finding(one, severity, frameworks))
     return found
+
+
+def _finding(one: Difference, severity: str, frameworks: Sequence[str]) -> Finding:
+    return Finding(
+        "DIFF", _titled(one), "difference", severity, one.sentence, layers=list(one.where[:12]),
+        steps=[] if one.step is None else [one.step], remedies=[_undo(one, frameworks)],
+        confidence=_confidence("difference"),
+    )  # fmt: skip
 
 
 _TITLES = MappingProxyType(
     {
         "optimizer": "The optimizer is not that of the good run",
+        "code": "The code parts from that of the good run",
+        "cast": "A cast parts from that of the good run",
         "parameter": "The parameters are not those of the good run",
         "weights": "The run begins with other weights than the good run",
         "program": "The loop does something else than in the good run",

@@ -1,6 +1,7 @@
 """What differs between two runs, read from facts alone, in the order in which a training computes.
 
     settings     recipe, optimizer, learning rate, betas, decay, dtypes, command
+    code         the first call of torch that is not that of the good run, or has another result, see `calls`
     weights      hashes before the first step
     batch        hashes of inputs and labels
     forward      inputs of the layers in the first step, from the first layer on
@@ -22,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from ottava.diagnose.calls import bare, parting
 from ottava.diagnose.facts import Facts
 from ottava.measure.layer_names import symbol
 from ottava.record.reader import Table
 
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.", "model.")
 _FORWARD, _BACKWARD, _LOSS, _UPDATE = 0.02, 0.08, 0.01, 0.25  # relative, of runs that cast differently
 _SAME = 0.004  # half a unit of BF16's last bit
 _SETTINGS = MappingProxyType({"lr": "learning rate", "weight_decay": "weight decay"})
@@ -52,7 +53,8 @@ class Difference:
     """One difference of two runs."""
 
     kind: str
-    """recipe, optimizer, setting, parameter, program, weights, batch, forward, loss, backward, update or config."""
+    """recipe, optimizer, setting, code, cast, parameter, program, weights, batch, forward, loss, backward, update or
+    config."""
     key: str
     good: Any
     bad: Any
@@ -61,22 +63,11 @@ class Difference:
     where: tuple[str, ...] = ()
 
 
-def bare(name: str) -> str:
-    """A layer's name without wrappers: two runs of one model differ in them.
-
-    Example:
-        >>> bare("_orig_mod.module.layers.0.fc1")
-        'layers.0.fc1'
-    """
-    for word in _WRAPPERS:
-        name = name.replace(word, "") if word.startswith("_") else name.removeprefix(word)
-    return name
-
-
 def differences(good: Facts, bad: Facts) -> list[Difference]:
     """All differences that the facts show, in the order of computation."""
-    found = [*_recipes(good, bad), *_optimizers(good, bad), *_groups(good, bad), *_parameters(good, bad)]
+    found = [*_recipes(good, bad), *_optimizers(good, bad), *_groups(good, bad)]
     weights, batch = _weights(good, bad), _batch(good, bad)
+    found += [*_calls(good, bad, weights), *_parameters(good, bad)]
     found += [*sorted(_program(good, bad), key=lambda d: d.step or 0), *weights, *batch]
     first = _first_step(good, bad)
     # only the same weights and the same batch have to give the same numbers
@@ -87,6 +78,19 @@ def differences(good: Facts, bad: Facts) -> list[Difference]:
         settled = any(d.kind in ("setting", "optimizer") for d in found)
         found += computed or _clipping(good, bad, first) or ([] if settled else _update(good, bad, first))
     return found
+
+
+def _calls(good: Facts, bad: Facts, weights: Sequence[Difference]) -> Iterator[Difference]:
+    """The first call of torch in which the code parts."""
+    # other weights nearly everywhere are those of another seed
+    same = not weights or weights[0].good > 0.5 * weights[0].bad
+    pairs = [(good, bad, ""), *((good.ranks[r], bad.ranks[r], f" On rank {r}.") for r in good.ranks.keys() & bad.ranks)]
+    found = [(p, of) for a, b, of in pairs if (p := parting(a, b, values=same)) is not None]
+    if found:
+        first, of = min(found, key=lambda pair: pair[0].step)
+        where = (first.module,) if first.module else ()
+        kind = "cast" if first.cast else "code"
+        yield Difference(kind, first.place, first.good, first.bad, first.sentence + of, first.step, where)
 
 
 def settings_and_loop(good: Facts, bad: Facts) -> list[Difference]:

@@ -119,6 +119,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Look at this operation: a division by zero, a logarithm of zero, a mask that hides a row."
         ),
         "software": Remedy("This is a bug of the software, not of the recipe. Report it with this run folder."),
+        "renew": Remedy("Make the FP8 copy again after each step of the optimizer."),
         # the casts
         "arm": Remedy("Train under ${name}: ${came}.", cost="see docs/performance.md", patch={"ottava": "${code}"}),
         "current": Remedy(

@@ -1,4 +1,4 @@
-"""Casts that a script makes by itself: sees torch's conversions to FP8, and runs a model without them.
+"""Casts that a script makes by itself: runs a model without torch's conversions to FP8, which a `Trace` has seen.
 
 A layer of a library is known by its class. A script that writes `x.to(torch.float8_e4m3fn)` in a function of its own
 has no such class, so the conversion itself is what is seen, and what is left out: the numbers stay as they are, and so
@@ -8,96 +8,18 @@ means, such as a table of the values of FP4, is not seen.
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ottava.experiments.program import lay_below, take_away
 from ottava.numerics.formats import FORMATS
 
 _NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 NARROW = frozenset(getattr(torch, name) for name in _NAMES)
 """The dtypes whose conversions count. Not E8M0: it holds scales."""
 _LARGEST = frozenset((240.0, *(f.max for f in FORMATS.values() if f.bits <= 8)))
-
-
-class Seen(TorchFunctionMode):
-    """Notes where Python converts to FP8, from `begin` to `end`.
-
-    Args:
-        inside: whether a forward of a watched model runs, or a backward.
-
-    Example:
-        >>> seen = Seen(lambda: True).begin()
-        >>> _ = torch.ones(2).to(torch.float8_e4m3fn)
-        >>> seen.end()
-        >>> seen.model is not None, seen.outside
-        (True, None)
-    """
-
-    def __init__(self, inside: Callable[[], bool]) -> None:
-        super().__init__()
-        self._inside, self.active = inside, True
-        self.model: str | None = None
-        """FILE:LINE of the first conversion inside a forward or a backward."""
-        self.outside: str | None = None
-        """The same of the first one elsewhere: in an optimizer, in a collective, at loading."""
-
-    def begin(self) -> Seen:
-        """Enters it, below the modes of others."""
-        lay_below(self)
-        return self
-
-    def end(self) -> None:
-        """Leaves it."""
-        self.active = False
-        take_away(self)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self.active:
-            return result
-        # not through an attribute: a getter of a tensor would come here again
-        if type(result) is Tensor and (self.model is None or self.outside is None):
-            with torch._C.DisableTorchFunctionSubclass():
-                narrow = result.dtype in NARROW
-            if narrow and args and not (isinstance(args[0], Tensor) and args[0].dtype in NARROW):
-                self._note()
-        return result
-
-    def _note(self) -> None:
-        where = _caller()
-        if where and (self._inside() or torch._C._current_graph_task_id() != -1):
-            self.model = self.model or where
-        elif where:
-            self.outside = self.outside or where
-
-
-@functools.cache
-def _places() -> tuple[str, tuple[str, ...]]:
-    """(the folder of our code, the folders that are passed: torch's, and those that only look on)."""
-    ours = Path(__file__).resolve().parents[1]
-    return str(ours), (str(Path(torch.__file__).parent), str(ours / "watching"), str(ours / "experiments"))
-
-
-def _caller() -> str:
-    """FILE:LINE of the innermost frame that is neither torch's nor ours; "" if the call is ours."""
-    ours, passed = _places()
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(passed):
-            return "" if name.startswith(ours) else f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 class Exact(TorchDispatchMode):

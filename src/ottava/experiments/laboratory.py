@@ -28,10 +28,10 @@ from torch.optim.optimizer import Optimizer
 from ottava.engine.autocast import Ambient
 from ottava.experiments.bisect import Ablation
 from ottava.experiments.casts import Casts, casts_of, casts_of_script, only_without
-from ottava.experiments.handmade import Seen
-from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Recorder, Way
+from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Recorder, Way, has_compiled
 from ottava.experiments.shadow import Shadow, first_nonfinite, local, nothing_changes, parameters_of, scaler_factor
 from ottava.experiments.snapshot import NotReplayableError, Snapshot, stepped_by
+from ottava.experiments.trace import Trace
 from ottava.measure.limits import LEAST, gradient_hurts, robust_z
 from ottava.recipe import Recipe, get_recipe
 
@@ -244,6 +244,8 @@ _BETWEEN_TRIGGERS, _BETWEEN_REPLAYS = 20, 100
 _SIMULATED = 2
 """Shadows of a run that casts nothing: what they show is a forecast."""
 _GIVE_UP = 3
+_TRACED = 2
+"""First steps whose calls are traced; later, those of the shadows."""
 RECENT = 16
 """Losses before a step that say how much noise it has: over more of them, a loss that falls would seem noisy."""
 _REFUSED = ("DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -261,6 +263,7 @@ class Laboratory:
         replay: steps from one snapshot to the next; 0: none.
         recipe: what to simulate if nothing casts.
         write: gets each result.
+        keep: gets the trace of a step.
         name_of: full name of a parameter.
         name_of_module: full name of a module.
         quiet: a context in which the watch sees nothing.
@@ -277,6 +280,7 @@ class Laboratory:
         replay: int = 0,
         recipe: str | Recipe,
         write: Write,
+        keep: Callable[[int, dict[str, Any]], None],
         name_of: Callable[[Tensor], str],
         name_of_module: Callable[[nn.Module], str],
         quiet: Callable[[], AbstractContextManager[Any]],
@@ -289,7 +293,7 @@ class Laboratory:
         self._free = _FREE if early else 1
         if every and not early:  # counted in steps, because ranks must agree
             every = max(every, math.ceil(_PRICE / max(self._share, 1e-6)))
-        self._roots, self._every, self._recipe, self._write = roots, every, recipe, write
+        self._roots, self._every, self._recipe, self._write, self._keep = roots, every, recipe, write, keep
         self._name_of, self._name_of_module, self._quiet = name_of, name_of_module, quiet
         self._first, self._step = step, step
         self._recorder: Recorder | None = None
@@ -306,8 +310,10 @@ class Laboratory:
         self._found_nonfinite = self._event = self._wrong = False
         self._replayed = -_BETWEEN_REPLAYS
         self._refused: set[str] = set()
-        self._seen: Seen | None = None
-        self._conversions: Seen | None = None
+        self._trace: Trace | None = None
+        self._traced: Trace | None = None
+        self._converts: str | None = None
+        self._elsewhere = self._met = False
         self._started = time.perf_counter()
         self.seconds = 0.0
         """Time that experiments took."""
@@ -320,14 +326,29 @@ class Laboratory:
             self._between(step, self._ring)
         self._why = self._reason(step)
         if (self._why or self._ring is not None) and (roots := self._models(step)):
-            self._recorder = recorder = Recorder(roots)
-            if self._why and self._conversions is None and not recorder.compiled:
-                self._seen = Seen(lambda: recorder.in_forward).begin()
+            self._recorder = Recorder(roots)
+        if self._every and (self._why or step <= self._first + _TRACED) and not has_compiled():
+            recorder = self._recorder
+            inside = (lambda: recorder.in_forward) if recorder else lambda: False
+            self._trace = Trace(inside, self._traced).begin()
+        self._traced = None
 
     def backward(self, root: Tensor, loss: Tensor, gradient: Tensor | None, retain: bool) -> None:
         """A backward of the training begins."""
         if self._recorder is not None:
             self._recorder.backward(root, loss, gradient, retain)
+
+    def learned(self) -> None:
+        """A model was met: its first forward begins."""
+        if self._trace is not None and not self._met:
+            self._met = True
+            self._trace.more()
+
+    def backward_ended(self) -> None:
+        """A backward of the training has ended."""
+        if self._trace is not None and self._trace.active:
+            named = ((self._name_of(p), p) for root in self._roots() for p in root.parameters())
+            self._trace.gradients(named)
 
     def triggered(self, reason: str) -> None:
         """Something happened: the next step is captured, and the last ones are replayed."""
@@ -353,21 +374,28 @@ class Laboratory:
     @contextmanager
     def _unseen(self) -> Iterator[None]:
         """What experiments run is no conversion of the script's."""
-        if self._seen is not None:
-            self._seen.active = False
+        if self._trace is not None:
+            self._trace.active = False
         try:
             yield
         finally:
-            if self._seen is not None:
-                self._seen.active = True
+            if self._trace is not None:
+                self._trace.active = True
 
     def _look_away(self) -> None:
-        """Ends the watch over conversions, which goes from one optimizer step to the next."""
-        if self._seen is not None:
-            self._seen.end()
-            self._conversions, self._seen = self._seen, None
-            if (where := self._conversions.outside) is not None:
-                self._write(self._step, "conversion", where=where)
+        """Ends the trace, which goes from one optimizer step to the next, and writes it."""
+        if self._trace is not None:
+            began = time.perf_counter()
+            trace, self._trace = self._trace, None
+            trace.end()
+            self._converts = self._converts or trace.model
+            # what the first step converts may be the loading of weights
+            if trace.outside is not None and not self._elsewhere and self._step > self._first + _TRACED:
+                self._elsewhere = True
+                self._write(self._step, "conversion", where=trace.outside)
+            self._keep(self._step, trace.facts(self._name_of_module))
+            self._traced = trace
+            self.seconds += time.perf_counter() - began
 
     def drop(self) -> None:
         """Forgets what was captured."""
@@ -503,9 +531,9 @@ class Laboratory:
                     "replay=20 keeps the steps before",
                 )
         casts = casts_of(program.modules, self._name_of_module, self._recipe)
-        seen = self._seen or self._conversions
-        if (casts is None or casts.mode == "simulated") and seen is not None and seen.model is not None:
-            casts = casts_of_script(seen.model)
+        where = self._converts or (self._trace.model if self._trace is not None else None)
+        if (casts is None or casts.mode == "simulated") and where is not None:
+            casts = casts_of_script(where)
         if casts is None:
             return self._refuse("shadow", "the model has no layer that casts, and no linear layer to simulate casts in")
         if casts.mode == "simulated":

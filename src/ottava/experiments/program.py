@@ -180,7 +180,7 @@ class Recorder:
         self._history: dict[int, Any] = {}
         self._inside: list[Forward | None] = []
         self._tail = _Tail(self)
-        self.compiled = _has_compiled()
+        self.compiled = has_compiled()
         self._handles: list[Any] = []
         for root in roots:
             self._handles += [
@@ -372,7 +372,7 @@ def _stack() -> list[Any]:
     return [*torch.overrides._get_current_function_mode_stack()]
 
 
-def _has_compiled() -> bool:
+def has_compiled() -> bool:
     """Whether torch has compiled code in this process: a new mode would make it compile again."""
     module = sys.modules.get("torch._dynamo.utils")
     return module is not None and bool(module.counters["frames"])

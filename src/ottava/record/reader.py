@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from ottava.base.errors import unknown_name
-from ottava.base.untrusted import MAX_STEP, LimitError, UntrustedError, parse_json, read_lines
+from ottava.base.untrusted import MAX_BYTES, MAX_LINE, MAX_STEP, LimitError, UntrustedError, parse_json, read_lines
 from ottava.measure.layer_names import layer_kind, matches, symbol, tensor_names, usable
 from ottava.measure.statistics import STATISTICS
 from ottava.measure.tally import Tallies, Tally, row_of
@@ -34,6 +34,7 @@ from ottava.record.schema import (
     REPORTED,
     STATS,
     STEPS,
+    TRACE,
     TRAINER_MANIFEST,
     TRAINER_STEPS,
     TRAINING,
@@ -284,8 +285,8 @@ class Run:
         """
         run = cls(path, manifest)
         run.steps, run._raw, run.ranks = _columns([*lines.get(STEPS, ())]), table, [0]
-        run.events, run.training, run.experiments = (
-            [dict(line) for line in lines.get(name, ())] for name in (EVENTS, TRAINING, EXPERIMENTS)
+        run.events, run.training, run.experiments, run.trace = (
+            [dict(line) for line in lines.get(name, ())] for name in (EVENTS, TRAINING, EXPERIMENTS, TRACE)
         )
         return run
 
@@ -339,6 +340,11 @@ class Run:
         return list(_lines(self.path / EXPERIMENTS))
 
     @cached_property
+    def trace(self) -> list[dict[str, Any]]:
+        """Lines of trace.jsonl: the calls of torch in some steps."""
+        return list(_lines(self.path / TRACE, longest=MAX_BYTES))
+
+    @cached_property
     def of_ranks(self) -> dict[int, Run]:
         """Rank -> its own steps, parameters and updates, for the ranks above 0."""
         folder = self.path / RANKS
@@ -386,11 +392,11 @@ class Run:
         return sorted(parts)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path, *, longest: int = MAX_LINE) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     try:
-        for number, line in enumerate(read_lines(path), start=1):
+        for number, line in enumerate(read_lines(path, longest=longest), start=1):
             try:
                 values = parse_json(line)
             except LimitError as error:

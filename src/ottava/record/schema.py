@@ -7,8 +7,10 @@
     RUN/events.jsonl          a line per event: triggers, dumps, fallbacks, warnings
     RUN/training.jsonl        a line per look: the update of each parameter; and a line per mode of the forward
     RUN/experiments.jsonl     a line per experiment: what the watch tried, and what came out
+    RUN/trace.jsonl           a line per traced step: the calls of torch in it, with fingerprints of their results
     RUN/dumps/*.safetensors   dumped tensors
-    RUN/ranks/RANK/           watch.json, steps.jsonl and training.jsonl of the other ranks; a run that `Run.open` reads
+    RUN/ranks/RANK/           watch.json, steps.jsonl, training.jsonl and trace.jsonl of the other ranks; a run that
+                              `Run.open` reads
 
 The files store sums that merge exactly, not statistics. Any tool reads them:
 
@@ -53,7 +55,7 @@ SCHEMA_VERSION = 2
 READABLE = (1, SCHEMA_VERSION)
 """Version 1 hashed batches in another way, and read the norm of the gradient after clipping; see `Run.steps`."""
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"
-TRAINING, EXPERIMENTS, RANKS = "training.jsonl", "experiments.jsonl", "ranks"
+TRAINING, EXPERIMENTS, TRACE, RANKS = "training.jsonl", "experiments.jsonl", "trace.jsonl", "ranks"
 TRAINER_MANIFEST, TRAINER_STEPS = "manifest.json", "metrics.jsonl"
 """Files of `ottava train` in the same folder."""
 TRAINER_NUMBERS = frozenset({"loss", "grad_norm", "lr", "tokens", "seconds"})

@@ -40,6 +40,7 @@ from ottava.record.schema import (
     SCHEMA_VERSION,
     STATS,
     STEPS,
+    TRACE,
     TRAINER_MANIFEST,
     TRAINER_NUMBERS,
     TRAINING,
@@ -100,7 +101,7 @@ class RunWriter:
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         self.recent: Mapping[str, deque[Mapping[str, Any]]] = {
             name: deque(maxlen=_RECENT) for name in (STEPS, EVENTS, TRAINING, EXPERIMENTS)
-        }
+        } | {TRACE: deque(maxlen=0)}
         """The last 256 lines of each file, as this rank has written them."""
         self.lost: Counter[str] = Counter()
         """Numbers of "rows", "lines" and "dumps" that a patient writer lost."""
@@ -190,6 +191,10 @@ class RunWriter:
     def experiment(self, step: int, kind: str, **facts: Any) -> None:
         """Writes a line of experiments.jsonl."""
         self._line(EXPERIMENTS, {"step": step, "kind": kind, **facts})
+
+    def trace(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Writes a line of trace.jsonl."""
+        self._line(TRACE, {"step": step, **facts})
 
     def tally(
         self, step: int, key: SlotKey, tally: Tally, *, phase: str = "full", reported: Mapping[str, float] | None = None

@@ -198,6 +198,7 @@ class Watch:
             replay=self.config.replay,
             recipe=self.config.recipes[0],
             write=self.writer.experiment,
+            keep=self.writer.trace,
             name_of=self.modules.names.parameter,
             name_of_module=lambda module: self.modules.names.of(module) or type(module).__name__,
             quiet=self._quiet,
@@ -325,6 +326,7 @@ class Watch:
         with self.collector.timed():
             for known in self.modules.names.roots():
                 self.training.adopt(known)
+        self.laboratory.learned()
 
     def _rooted(self, roots: Sequence[Tensor]) -> None:
         with self.collector.timed():
@@ -335,6 +337,7 @@ class Watch:
     def _backward_ended(self, scale: Tensor | None) -> None:
         with self.collector.timed():
             self.training.backward_ended(scale)
+        self.laboratory.backward_ended()
 
     def _models(self) -> list[nn.Module]:
         model = None if self._model is None else self._model()

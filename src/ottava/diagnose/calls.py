@@ -1,0 +1,353 @@
+"""The first call of torch in which two runs of one program part, from their traces (`experiments.trace`).
+
+Both traces are walked side by side. The first call that one run makes alone, that has other arguments, or that gives
+another result from the same arguments is the place of the fault: everything before it agrees. Values are compared as
+long as everything before was equal; with another seed or other data only the calls are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ottava.diagnose.facts import Facts
+
+_WINDOW = 300  # calls behind a difference, to tell a call that one run makes alone from one in another form
+_ROUNDING = 2e-3  # relative: rounding of another order of sums, in the first step
+_COARSE = 3e-2  # the same of 16-bit results
+_NARROW = re.compile(r"float8_")
+_RANDOM = frozenset(
+    (
+        "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_",
+        "uniform_", "bernoulli", "bernoulli_", "multinomial", "dropout", "dropout1d", "dropout2d", "dropout3d",
+        "alpha_dropout", "exponential_", "random_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_",
+        "xavier_uniform_", "xavier_normal_", "orthogonal_", "gumbel_softmax", "poisson",
+    )
+)  # fmt: skip
+_KEEPS = frozenset(
+    (
+        "detach", "clone", "contiguous", "mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__", "clamp",
+        "clip", "clamp_", "mul_", "div_", "to", "float", "bfloat16", "half", "type", "view", "reshape", "t",
+        "transpose", "permute", "flatten", "view_as", "sub", "add", "__sub__", "__add__", "given",
+    )
+)  # fmt: skip
+"""Calls after which a tensor still is a copy of a weight, but for a factor and rounding."""
+_ORIGIN = re.compile("entry ([0-9]+) of the step before")
+_COLUMNS = ("loss", "grad_norm", "input_hash", "label_hash")
+
+
+class Call(NamedTuple):
+    """One entry of a trace."""
+
+    name: str
+    place: tuple[str, int, str, str, str]
+    """File, line, function, source, FILE:FUNCTION of the caller."""
+    module: str
+    arguments: tuple[str, ...]
+    sources: tuple[int, ...]
+    """The entries that made the tensors it gets."""
+    results: tuple[Any, ...]
+    backward: bool
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What is equal in two runs of the same code on the same data, whatever its values."""
+        shapes = tuple(r[0] if isinstance(r, list) else "" for r in self.results)
+        return self.name, self.module, self.arguments, shapes, self.backward
+
+    @property
+    def where(self) -> str:
+        """FILE:LINE (source), and the module."""
+        source = f" (`{self.place[3]}`)" if self.place[3] else ""
+        inside = f" in {self.module}" if self.module else ""
+        return f"{self.place[0]}:{self.place[1]}{source}{inside}"
+
+    def __str__(self) -> str:
+        text = f"{self.name}({', '.join(self.arguments)})"
+        return f"`{text if len(text) <= 100 else text[:97] + '...'}`"
+
+
+class Parting(NamedTuple):
+    """Where two runs part."""
+
+    step: int
+    kind: str
+    """call, arguments, value, random, given or gradient."""
+    sentence: str
+    place: str
+    """FILE:LINE in the bad run."""
+    module: str
+    cast: bool
+    """Whether the place converts to FP8, so that only an experiment says what it does."""
+    good: str
+    bad: str
+
+
+def parting(good: Facts, bad: Facts, *, values: bool) -> Parting | None:
+    """The first call in which two runs part; None if they do not, or a run has no trace.
+
+    Args:
+        values: whether the runs begin with the same weights, so that their results should be equal.
+    """
+    a, b = _traces(good), _traces(bad)
+    ignored = _cast_layers(good, bad)
+    casting = _casting([*a.values(), *b.values()])
+    for step in sorted(a.keys() & b.keys()):
+        mine, theirs = ([c for c in calls if c.module not in ignored] for calls in (a[step], b[step]))
+        found = _walk(mine, theirs, values=values and not ignored and _equal_until(good, bad, step))
+        if found is not None:
+            return _told(step, *found, casting)
+    return None
+
+
+class Stale(NamedTuple):
+    """An FP8 copy that was not made again."""
+
+    step: int
+    """The first step that uses it although it was made before."""
+    made: Call
+    used: Call
+
+    @property
+    def sentence(self) -> str:
+        """Where it was made, and where it is used."""
+        made, used = (f"{c.place[0]}:{c.place[1]} (`{c.place[3]}`)" for c in (self.made, self.used))
+        inside = f" in {self.used.module}" if self.used.module else ""
+        said = f"The FP8 copy of a weight that step {self.step - 1} made at {made} serves step {self.step} again,"
+        return f"{said} at {used}{inside}, although the optimizer has changed the weight since."
+
+
+def stale(facts: Facts) -> list[Stale]:
+    """FP8 copies of weights that outlive the weight: made in one traced step, used in the next, not renewed."""
+    found, traces = [], _traces(facts)
+    for step in sorted(s for s in traces if s - 1 in traces):
+        before, now = traces[step - 1], traces[step]
+        again = {int(m[1]): c for c in now if c.name == "given" and (m := _ORIGIN.fullmatch("".join(c.arguments[1:2])))}
+        weights = {p for p, c in again.items() if p < len(before) and _moved(before[p], c)}
+        # only what keeps the values up to a factor: a moment of an optimizer is no copy
+        copies: dict[int, bool] = {}
+        for i, call in enumerate(before):
+            kept = [s for s in call.sources if s in weights or s in copies]
+            if not kept or call.name not in _KEEPS or not _as_large(call, before[kept[0]]):
+                continue
+            if any(s not in kept and _as_large(before[s], call) for s in call.sources):
+                continue
+            copies[i] = _narrow(call) or any(copies.get(s, False) for s in kept)
+            if copies[i] and i in again and not _moved(call, again[i]):
+                found.append(Stale(step, call, again[i]))
+        if found:
+            break
+    return found
+
+
+def _moved(one: Call, other: Call) -> bool:
+    return any(
+        isinstance(a, list) and isinstance(b, list) and a[1:2] != b[1:2]
+        for a, b in zip(one.results, other.results, strict=False)
+    )
+
+
+def _as_large(one: Call, other: Call) -> bool:
+    """Whether two results have as many elements, in more than one dimension."""
+    sizes = [re.findall(r"[0-9]+", str(c.results[0][0]).partition("[")[2]) if c.results else [] for c in (one, other)]
+    return len(sizes[0]) > 1 and math.prod(map(int, sizes[0])) == math.prod(map(int, sizes[1]))
+
+
+def _traces(facts: Facts) -> dict[int, list[Call]]:
+    found: dict[int, list[Call]] = {}
+    for line in facts.run.trace:
+        try:
+            places, modules = [tuple(p) for p in line["places"]], [bare(m) for m in line["modules"]]
+            calls = [
+                Call(
+                    str(name),
+                    places[at],
+                    modules[inside],
+                    tuple(map(str, given)),
+                    tuple(made),
+                    tuple(results),
+                    bool(back),
+                )
+                for name, at, inside, given, made, results, *back in line["calls"]
+            ]
+            found.setdefault(int(line["step"]), calls)
+        except (KeyError, TypeError, ValueError, IndexError):
+            continue  # a line that somebody edited
+    return found
+
+
+def bare(name: str) -> str:
+    """A layer's name without wrappers: two runs of one model differ in them.
+
+    Example:
+        >>> bare("_orig_mod.module.layers.0.fc1")
+        'layers.0.fc1'
+    """
+    for word in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.", "model."):
+        name = name.replace(word, "") if word.startswith("_") else name.removeprefix(word)
+    return name
+
+
+def _cast_layers(good: Facts, bad: Facts) -> set[str]:
+    """Layers that cast otherwise in the two runs: another recipe is no fault of the code."""
+    a, b = (
+        {bare(str(x["name"])): bool(x.get("casts") or x.get("package")) and str(x.get("recipe") or x.get("casts"))
+         for x in f.manifest.get("layers") or () if isinstance(x, Mapping) and x.get("name")}
+        for f in (good, bad)
+    )  # fmt: skip
+    return {n for n in a.keys() | b.keys() if (a.get(n) or "") != (b.get(n) or "")}
+
+
+def _casting(traces: Sequence[Sequence[Call]]) -> set[str]:
+    """FILE:FUNCTION of those that convert to FP8, and of their callers."""
+    converting = [c for calls in traces for c in calls if c.name != "given" and _narrow(c)]
+    found = {where for c in converting for where in (f"{c.place[0]}:{c.place[2]}", c.place[4])}
+    return {where for where in found if where and not where.endswith(":<module>")}
+
+
+def _narrow(call: Call) -> bool:
+    return any(isinstance(r, list) and _NARROW.match(r[0]) for r in call.results)
+
+
+def _equal_until(good: Facts, bad: Facts, step: int) -> bool:
+    """Whether all steps before have the same losses, gradients and batches, to the bit."""
+    for name in _COLUMNS:
+        a, b = (f.column(name) for f in (good, bad))
+        if a is None or b is None:
+            continue
+        a, b = a[good.steps < step], b[bad.steps < step]
+        if len(a) != len(b) or not (a[a == a] == b[b == b]).all():
+            return False
+    return True
+
+
+def _walk(a: Sequence[Call], b: Sequence[Call], *, values: bool) -> tuple[str, Call | None, Call | None] | None:
+    if not values:
+        return _only(a, b)
+    for i, (one, other) in enumerate(zip(a, b, strict=False)):
+        if one.key != other.key:
+            return _aligned(a[i : i + _WINDOW], b[i : i + _WINDOW])
+        if apart(one.results, other.results):
+            kind = one.name if one.name in ("given", "gradient") else "random" if one.name in _RANDOM else "value"
+            return kind, one, other
+    return None
+
+
+def _aligned(a: Sequence[Call], b: Sequence[Call]) -> tuple[str, Call | None, Call | None]:
+    """What the first calls of two lists are to each other: they differ."""
+    if a[0].name == b[0].name and a[0].place[2:4] == b[0].place[2:4]:
+        return "arguments", a[0], b[0]
+    matcher = difflib.SequenceMatcher(None, [c.key for c in a], [c.key for c in b], autojunk=False)
+    tag = next(code for code in matcher.get_opcodes() if code[0] != "equal")[0]
+    # what a call gets says less than the call
+    one, other = (next((c for c in calls if c.name != "given"), calls[0]) for calls in (a, b))
+    if tag == "insert":
+        return "call", None, other
+    if tag == "delete":
+        return "call", one, None
+    return ("arguments" if one.name == other.name else "call"), one, other
+
+
+def _only(a: Sequence[Call], b: Sequence[Call]) -> tuple[str, Call | None, Call | None] | None:
+    """Without equal values: the first call that one run never makes, numbers in its arguments aside."""
+
+    def loose(call: Call) -> tuple[Any, ...]:
+        return call.name, call.module, call.place[3]
+
+    known, seen = {loose(c) for c in a}, {loose(c) for c in b}
+    mine = next((c for c in a if loose(c) not in seen and c.name not in ("given", "gradient")), None)
+    theirs = next((c for c in b if loose(c) not in known and c.name not in ("given", "gradient")), None)
+    return None if mine is None and theirs is None else ("call", mine, theirs)
+
+
+def apart(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two lists of fingerprints differ by more than rounding.
+
+    Example:
+        >>> one, other = ["f32[2]", 7, 1.0, 2.0, 0.5, 0], ["f32[2]", 8, 1.0, 2.0000001, 0.5, 0]
+        >>> apart([one], [other]), apart([one], [["f32[2]", 8, -1.0, 2.0, 0.5, 0]])
+        (False, True)
+    """
+    return any(_apart(one, other) for one, other in zip(a, b, strict=False))
+
+
+def _apart(a: Any, b: Any) -> bool:
+    if not (isinstance(a, list) and isinstance(b, list)):
+        numbers = all(isinstance(x, float) for x in (a, b))
+        return bool(abs(a - b) > _ROUNDING * max(abs(a), abs(b)) if numbers else a != b)
+    if len(a) < 6 or len(b) < 6 or a[1] == b[1]:
+        return False
+    label = str(a[0])
+    if not label.startswith(("f", "bf", "c")):
+        return True
+    limit = _COARSE if label.startswith(("bf16", "f16", "float8")) else _ROUNDING
+    size = max(abs(a[3]), abs(b[3]))
+    return a[5] != b[5] or any(abs(x - y) > limit * size for x, y in zip(a[2:5], b[2:5], strict=True))
+
+
+def _told(step: int, kind: str, one: Call | None, other: Call | None, casting: set[str]) -> Parting:
+    here = other or one
+    assert here is not None
+    sentence = "".join(_sentence(kind, one, other))
+    cast = any(f"{c.place[0]}:{c.place[2]}" in casting for c in (one, other) if c is not None)
+    cast = cast or any(
+        "float8_" in text for c in (one, other) if c is not None for text in (*c.arguments, str(c.results))
+    )
+    return Parting(
+        step, kind, f"Step {step}: {sentence}", f"{here.place[0]}:{here.place[1]}", here.module, cast,
+        str(one or "nothing"), str(other or "nothing"),
+    )  # fmt: skip
+
+
+def _sentence(kind: str, one: Call | None, other: Call | None) -> Iterator[str]:
+    if other is None:
+        assert one is not None
+        yield f"the good run calls {one} at {one.where}, this run does not."
+    elif one is None:
+        yield f"this run calls {other} at {other.where}, the good run does not."
+    elif kind == "arguments":
+        pairs = [(x, y) for x, y in zip(one.arguments, other.arguments, strict=False) if x != y]
+        if len(one.arguments) != len(other.arguments):
+            yield f"this run calls {other} at {other.where}, the good run {one}."
+        elif pairs:
+            mine, theirs = (", ".join(side) for side in zip(*pairs, strict=True))
+            yield f"`{other.name}` at {other.where} gets {theirs}, in the good run {mine}."
+        else:
+            yield f"`{other.name}` at {other.where} gives {_labels(other)}, in the good run {_labels(one)}."
+    elif kind == "call":
+        yield f"this run calls {other} at {other.where}, where the good run calls {one}"
+        yield f" at {one.where}." if one.place[1] != other.place[1] else "."
+    elif kind == "gradient":
+        yield f"the first value that differs is the gradient of {other.arguments[0]}, {_values(one, other)}: forward "
+        yield f"and loss are equal, so the backward at {other.where} computes something else."
+    elif kind == "given":
+        yield f"the first value that differs is made outside of the calls that were seen: it is read at {other.where}, "
+        yield f"{_values(one, other)}."
+    else:
+        again = " in the backward, where a forward is repeated," if other.backward else ""
+        yield f"the first value that differs is the output of `{other.name}`{again} at {other.where}, "
+        drew = ": it drew other random numbers" if kind == "random" else ""
+        yield f"{_values(one, other)}, from the same input{drew}."
+
+
+def _labels(call: Call) -> str:
+    return ", ".join(str(r[0]) if isinstance(r, list) else str(r) for r in call.results) or "nothing"
+
+
+def _values(one: Call, other: Call) -> str:
+    for a, b in zip(one.results, other.results, strict=False):
+        if _apart(a, b):
+            if not (isinstance(a, list) and isinstance(b, list)):
+                return f"{b} against {a} in the good run"
+            if str(a[0]).endswith("[]"):
+                return f"{b[2]:.4g} against {a[2]:.4g} in the good run"
+            what = next(
+                (w for w, i in (("rms", 3), ("mean", 2)) if abs(a[i] - b[i]) > 1e-3 * max(abs(a[3]), 1e-30)), ""
+            )
+            index = {"rms": 3, "mean": 2}.get(what)
+            said = f"{what} {b[index]:.4g} against {a[index]:.4g} in the good run" if index else "with other elements"
+            return f"{a[0]} {said}"
+    return ""

@@ -1,0 +1,425 @@
+"""The trace of a step: every call of torch that the user's code and libraries make, with a fingerprint of its result.
+
+Where two runs of one program part, the first call with other code or another value is the place of the fault. So the
+watch notes the first two steps, with all that the script computes before them, and the steps of experiments:
+
+    call       name, FILE:LINE of the innermost frame that is neither torch's nor ours, module, plain arguments, results
+    given      a tensor that a call gets and no call made: data, a parameter, what a collective or the backward wrote
+    gradient   a parameter's gradient at the end of a backward
+
+A fingerprint is a hash of at most 1,024 evenly spread elements, and three sums of them, which tell a rounding from
+another number. Calls are seen by a TorchFunctionMode, so code of torch.compile is not. A trace that is full notes
+conversions to FP8 only.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import math
+import os
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ottava.experiments.handmade import NARROW
+from ottava.experiments.program import lay_below, take_away
+
+MOST = 4_000
+"""Calls of a trace."""
+_SAMPLED = 1024
+_DEPTH = 96  # frames
+_GRADIENTS = 48  # parameters
+_TORCH, _CALL, _COLLECTIVE, _LOOKS_ON, _OURS, _USER = 0, 1, 2, 3, 4, 5
+"""Whose code a frame runs."""
+_WRAPPERS = frozenset({"__torch_function__", "wrapped", "operation", "run", "_backward"})
+"""Functions of a watch through which a call of the user's goes."""
+_FACTS = frozenset(
+    (
+        "__get__", "size", "dim", "ndimension", "stride", "numel", "nelement", "is_floating_point",
+        "is_complex", "is_signed", "data_ptr", "type", "__len__", "__repr__", "__format__", "__hash__",
+        "element_size", "is_contiguous", "get_device", "untyped_storage", "storage", "storage_offset",
+        "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "is_same_size",
+        "is_inference", "is_pinned", "is_shared", "share_memory_", "has_names", "__deepcopy__", "__reduce_ex__",
+        "__setstate__", "__dlpack__", "__dlpack_device__", "__array__", "numpy", "tolist", "is_conj", "is_neg",
+        "is_set_to", "_is_view", "__dir__", "is_nonzero", "__contains__", "get_default_dtype",
+    )
+)  # fmt: skip
+"""What computes nothing."""
+_EMPTY = frozenset(
+    (
+        "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "new", "resize_", "set_",
+        "Tensor",
+    )
+)  # fmt: skip
+"""What gives memory without values."""
+_SHORT = (("float", "f"), ("bfloat", "bf"), ("int", "i"), ("uint", "u"), ("complex", "c"))
+
+
+class _Place(NamedTuple):
+    code: CodeType
+    line: int
+    caller: CodeType | None
+    """The function of the user's that called this one."""
+
+
+class _Noted(NamedTuple):
+    name: str
+    place: _Place
+    module: nn.Module | None
+    arguments: list[str]
+    sources: list[int]
+    """The entries that made the tensors it gets."""
+    results: list[Any]
+    """[dtype and shape, hash, mean, rms, projection], or a sample on a device that waits to be read, or a number."""
+    backward: bool
+
+
+class Trace(TorchFunctionMode):
+    """Notes calls from `begin` to `end`.
+
+    Args:
+        inside: whether a forward of a watched model runs.
+        before: the trace of the step before; it says which of its entries made what is given to this step.
+
+    Example:
+        >>> trace = Trace().begin()
+        >>> _ = torch.ones(2).mul(3).to(torch.float8_e4m3fn)
+        >>> trace.end()
+        >>> [call[0] for call in trace.facts(lambda module: "")["calls"]], trace.outside is not None
+        (['ones', 'mul', 'to'], True)
+    """
+
+    def __init__(self, inside: Callable[[], bool] = lambda: False, before: Trace | None = None) -> None:
+        super().__init__()
+        self._inside, self.active = inside, True
+        self.model: str | None = None
+        """FILE:LINE of the first conversion to FP8 inside a forward or a backward."""
+        self.outside: str | None = None
+        """The same of the first one elsewhere: in an optimizer, in a collective, at loading."""
+        self.full = False
+        self._calls: list[_Noted] = []
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, int, int]] = {}
+        """id of a tensor -> itself, its version, the entries that wrote it last and first."""
+        self._before = {} if before is None else before._known
+        self._kinds: dict[CodeType, int] = {}
+        self._room = MOST
+
+    def begin(self) -> Trace:
+        """Enters it, below the modes of others."""
+        lay_below(self)
+        return self
+
+    def end(self) -> None:
+        """Leaves it."""
+        self.active = False
+        take_away(self)
+
+    def more(self) -> None:
+        """The first forward begins: makes room for it after a long preparation."""
+        self._room = len(self._calls) + MOST
+        self.full = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or not self.active or torch._C._get_tracing_state() is not None:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", type(func).__name__)
+        if name == "__get__" or name.startswith("_record_function"):
+            return func(*args, **kwargs)
+        if func is Tensor.backward or func is torch.autograd.backward:
+            return self._backward(inspect.unwrap(func), args, kwargs)
+        found = self._where()
+        if found is None:
+            return func(*args, **kwargs)
+        place, module, collective = found
+        given = [*_tensors((args, kwargs.values()))]
+        # what a call writes to may be memory without values; its result says what it wrote
+        writes = name == "__setitem__" or (name[-1] == "_" != name[-2:-1])
+        if not self.full and not collective and name not in _FACTS and "out" not in kwargs:
+            self._note_given(given[1:] if writes else given, place, module)
+        # before the call: it may write to them
+        sources = [self._known[id(x)][2] for x in given[:8] if id(x) in self._known]
+        arguments = [] if self.full else [_shown(x) for x in args] + [f"{k}={_shown(v)}" for k, v in kwargs.items()]
+        result = func(*args, **kwargs)
+        if collective:
+            for x in given:
+                self._known.pop(id(x), None)
+            self._add(f"dist.{collective}", place, module, [a for a in arguments if "[" in a], ())
+        elif name not in _FACTS:
+            made = [*_tensors(result)] if not isinstance(result, (bool, int, float)) else []
+            self._note_conversion(made, args, place, module)
+            if name == "__set__":
+                name = f"set {getattr(getattr(func, '__self__', None), '__name__', '')}".strip()
+            elif name == "__setitem__":
+                made = given[:1]
+            number = isinstance(result, (bool, int, float))
+            if given or made:
+                self._add(name, place, module, arguments, made or ([result] if number else ()), sources)
+        return result
+
+    def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """torch calls a function without the mode that saw it. So the mode is entered again where the engine runs."""
+        engine = getattr(torch.autograd, "_engine_run_backward", None)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            torch.autograd._engine_run_backward = engine
+            with self:
+                return engine(*args, **kwargs)  # type: ignore[misc]
+
+        if engine is not None:
+            torch.autograd._engine_run_backward = run
+        try:
+            return func(*args, **kwargs)
+        finally:
+            if engine is not None:
+                torch.autograd._engine_run_backward = engine
+
+    # --- what is noted --------------------------------------------------------------------------------------------
+
+    def gradients(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """A backward has ended: notes the gradients, those of the last parameters first."""
+        with torch._C.DisableTorchFunction():
+            held = [(name, p.grad) for name, p in parameters if p.grad is not None]
+        if held and not self.full and (found := self._where(looked=True)) is not None:
+            for name, gradient in held[:: -(-len(held) // _GRADIENTS)][::-1]:
+                self._add("gradient", found[0], None, [name], (gradient,))
+
+    def _note_given(self, given: Iterable[Tensor], place: _Place, module: nn.Module | None) -> None:
+        for number, x in enumerate(given):
+            known = self._known.get(id(x))
+            if known is None or known[0]() is not x or known[1] != _version(x):
+                old = self._before.get(id(x))
+                origin = [] if old is None or old[0]() is not x else [f"entry {old[3]} of the step before"]
+                self._add("given", place, module, [str(number + 1), *origin], (x,))
+
+    def _add(
+        self,
+        name: str,
+        place: _Place,
+        module: nn.Module | None,
+        arguments: list[str],
+        made: Iterable[Any],
+        sources: Sequence[int] = (),
+    ) -> None:
+        if len(self._calls) >= self._room:
+            self.full = True
+            return
+        results = [*map(_empty if name in _EMPTY else _fingerprint, made)]
+        for x in made:
+            if isinstance(x, Tensor):
+                old, now = self._known.get(id(x)), len(self._calls)
+                first = old[3] if old is not None and old[0]() is x else now
+                self._known[id(x)] = weakref.ref(x), _version(x), now, first
+        backward = torch._C._current_graph_task_id() != -1
+        self._calls.append(_Noted(name, place, module, arguments, [*sources], results, backward))
+
+    def _note_conversion(self, made: list[Tensor], args: Any, place: _Place, module: Any) -> None:
+        if self.model is not None and self.outside is not None:
+            return
+        with torch._C.DisableTorchFunction():
+            narrow = any(x.dtype in NARROW for x in made)
+            if not narrow or not args or (isinstance(args[0], Tensor) and args[0].dtype in NARROW):
+                return
+        where = f"{Path(place[0].co_filename).name}:{place[1]}"
+        if module is not None or self._inside() or torch._C._current_graph_task_id() != -1:
+            self.model = self.model or where
+        else:
+            self.outside = self.outside or where
+
+    # --- where ----------------------------------------------------------------------------------------------------
+
+    def _where(self, *, looked: bool = False) -> tuple[_Place, nn.Module | None, str] | None:
+        """(code and line of the user's, the innermost module, name of a collective); None if the call is ours."""
+        frame: FrameType | None = sys._getframe(2)
+        user: tuple[CodeType, int] | None = None
+        caller: CodeType | None = None
+        module, collective = None, ""
+        for _ in range(_DEPTH):
+            if frame is None:
+                break
+            code = frame.f_code
+            kind = self._kinds.get(code)
+            if kind is None:
+                kind = self._kinds.setdefault(code, _kind(code))
+            if kind == _CALL and module is None:
+                module = frame.f_locals.get("self")
+            elif user is not None:
+                if kind == _USER:
+                    caller = caller or code
+            else:
+                if kind == _USER:
+                    user = code, frame.f_lineno
+                elif kind == _OURS or (kind == _LOOKS_ON and not looked and code.co_name not in _WRAPPERS):
+                    return None
+                elif kind == _COLLECTIVE:
+                    collective = code.co_name
+            if caller is not None and module is not None:
+                break
+            frame = frame.f_back
+        return None if user is None else (_Place(*user, caller), module, collective)
+
+    # --- what is written ------------------------------------------------------------------------------------------
+
+    def facts(self, name_of: Callable[[nn.Module], str]) -> dict[str, Any]:
+        """The trace as a line of trace.jsonl: `places` [file, line, function, source, caller], `modules`, and `calls`
+        [name, number of the place, number of the module, arguments, entries that made its tensors, results, and 1 for
+        a call in a backward]."""
+        places: dict[_Place, int] = {}
+        modules: dict[str, int] = {"": 0}
+        calls = []
+        for call in self._calls:
+            module = "" if call.module is None else name_of(call.module)
+            place = places.setdefault(call.place, len(places))
+            results = [_read(x) if isinstance(x, tuple) else x for x in call.results]
+            calls.append(
+                [call.name, place, modules.setdefault(module, len(modules)), call.arguments, call.sources, results]
+            )
+            calls[-1] += [1] if call.backward else []
+        return {"full": self.full, "places": [*map(_source, places)], "modules": list(modules), "calls": calls}
+
+
+@functools.cache
+def _folders() -> tuple[str, tuple[str, ...], str, str]:
+    """(ours, those of ours that look on, torch's, Python's)."""
+    ours = Path(__file__).resolve().parents[1]
+    looking = (str(ours / "watching") + os.sep, str(ours / "experiments") + os.sep)
+    # with the separator: torchao lies beside torch
+    return (
+        str(ours) + os.sep,
+        looking,
+        str(Path(torch.__file__).parent) + os.sep,
+        str(Path(os.__file__).parent) + os.sep,
+    )
+
+
+def _kind(code: CodeType) -> int:
+    ours, looking, torchs, pythons = _folders()
+    name = code.co_filename
+    if name.startswith(torchs):
+        if code.co_name == "_call_impl":
+            return _CALL
+        return _COLLECTIVE if name.endswith("distributed_c10d.py") else _TORCH
+    if name.startswith(looking):
+        return _LOOKS_ON
+    if name.startswith(ours):
+        return _OURS
+    own = name.startswith("<") or (name.startswith(pythons) and "-packages" not in name)
+    return _TORCH if own else _USER
+
+
+def _source(place: _Place) -> list[Any]:
+    text = linecache.getline(place.code.co_filename, place.line).strip()
+    caller = "" if place.caller is None else f"{Path(place.caller.co_filename).name}:{place.caller.co_qualname}"
+    return [Path(place.code.co_filename).name, place.line, place.code.co_qualname, text[:160], caller]
+
+
+def _tensors(tree: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The first tensors of nested lists and tuples."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)) or type(tree).__name__ == "dict_values":
+        for value in [*tree][:16]:
+            if depth < 3:
+                yield from _tensors(value, depth + 1)
+
+
+def _version(x: Tensor) -> int:
+    try:
+        return x._version
+    except (RuntimeError, AttributeError):  # a tensor of inference_mode has none
+        return 0
+
+
+def _label(x: Tensor) -> str:
+    """dtype and shape: f32[2, 3]."""
+    name = str(x.dtype).removeprefix("torch.")
+    for long, short in _SHORT:
+        if name.startswith(long) and name[len(long) :].isdigit():
+            name = short + name[len(long) :]
+    return f"{name}{[*map(int, x.shape)]}"
+
+
+def _shown(x: Any, depth: int = 0) -> str:
+    """An argument in a form that is equal in equal runs: no addresses."""
+    if isinstance(x, Tensor):
+        with torch._C.DisableTorchFunction():
+            return _label(x)
+    if isinstance(x, (bool, int, float, complex, type(None), type(...), torch.dtype, torch.device)):
+        return str(x).removeprefix("torch.")
+    if isinstance(x, str):
+        return repr(x[:60])
+    if isinstance(x, slice):
+        return ":".join("" if part is None else _shown(part, depth + 1) for part in (x.start, x.stop, x.step))
+    if isinstance(x, (list, tuple)) and depth < 2:
+        shown = ", ".join(_shown(value, depth + 1) for value in x[:6]) + (", ..." if len(x) > 6 else "")
+        return f"[{shown}]"
+    shape = getattr(x, "shape", None)
+    return (
+        f"{type(x).__name__}{list(shape)}"
+        if isinstance(shape, tuple)
+        else str(getattr(x, "__name__", type(x).__name__))
+    )
+
+
+def _fingerprint(x: Any) -> Any:
+    """[label, hash, mean, rms, projection]; (label, sample) on another device; a number; [label] if it has none."""
+    if not isinstance(x, Tensor):
+        return x if not isinstance(x, float) or math.isfinite(x) else str(x)
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        label = _label(x)
+        hidden = type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.layout != torch.strided
+        if hidden or torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_quantized or not x.numel():
+            return [label]
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return [label]
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():
+                sample = _sample(x)
+        else:
+            sample = _sample(x)
+        return _read((label, sample)) if sample.device.type == "cpu" else (label, sample.clone())
+
+
+def _empty(x: Any) -> Any:
+    with torch._C.DisableTorchFunction():
+        return [_label(x)] if isinstance(x, Tensor) else None
+
+
+def _sample(x: Tensor) -> Tensor:
+    x = x.detach()
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    x = x.resolve_neg()
+    while x.numel() > 4 * _SAMPLED and not x.is_contiguous():  # a copy of all would cost memory
+        largest = max(range(x.dim()), key=lambda d: x.shape[d])
+        x = x[(slice(None),) * largest + (slice(None, None, 2),)]
+    flat = x.reshape(-1)
+    return flat[:: -(-flat.numel() // _SAMPLED)].contiguous()
+
+
+def _read(waiting: tuple[str, Tensor]) -> list[Any]:
+    """The fingerprint of a sample."""
+    label, sample = waiting
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        sample = sample.cpu()
+        code = zlib.crc32(sample.view(torch.uint8).numpy().tobytes())
+        values = sample.float().numpy().astype(np.float64)
+    finite = np.isfinite(values)
+    values = np.where(finite, values, 0.0)
+    count = max(int(finite.sum()), 1)
+    # the places matter, so that an exchange of elements shows
+    turned = float(values @ np.cos(1.7 * np.arange(len(values)))) / math.sqrt(count)
+    sums = float(values.sum()) / count, math.sqrt(float(values @ values) / count), turned
+    return [label, code, *(float(f"{v:.6g}") for v in sums), int(len(values) - finite.sum())]

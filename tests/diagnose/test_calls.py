@@ -1,0 +1,160 @@
+"""The first call in which two runs part: of code, of arguments, of values; none where nothing parts; a stale copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ottava
+from ottava.diagnose.calls import apart, parting, stale
+from ottava.diagnose.diagnose import diagnose
+from ottava.diagnose.facts import Facts
+from ottava.record.reader import Run
+from sweep import sweep
+
+FAULTS = {
+    "softmax": "`softmax` at test_calls.py:",
+    "mask": "`masked_fill` at test_calls.py:",
+    "temperature": "where the good run calls `div(f32[16, 8], 0.5)`",
+    "target": "the good run calls `detach(f32[16, 8])`",
+    "labels": "the first value that differs is made outside of the calls that were seen",
+    "random state": "the output of `dropout` in the backward, where a forward is repeated",
+    "backward": "`tensor` at test_calls.py:41",
+    "clip": "calls `set grad(f32[8, 8], None)`",
+}
+
+
+class Doubled(torch.autograd.Function):
+    """x, with a gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: list[float]) -> Tensor:  # type: ignore[no-untyped-def, override]
+        ctx.factor = factor[0]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):  # type: ignore[no-untyped-def]
+        return gradients[0] * torch.tensor(ctx.factor), None
+
+
+def trained(folder: Path, fault: str = "", *, seed: int = 0, steps: int = 3) -> Facts:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(64, 8).numpy()
+    if fault == "labels":
+        data[[1, 5]] = data[[5, 1]]
+    with ottava.watch(model, folder):
+        for step in range(steps):
+            x = torch.from_numpy(data[step * 16 : step * 16 + 16].copy())
+            keep = fault != "random state"
+            y = checkpoint(model, x, use_reentrant=False, preserve_rng_state=keep)
+            y = y.masked_fill(x > 1, -10.0 if fault == "mask" else -50.0)
+            y = y * 0.5 if fault == "temperature" else y / 0.5
+            y = Doubled.apply(y, [2.0 if fault == "backward" else 1.0])
+            target = y if fault == "target" else y.detach()
+            loss = (y.softmax(0 if fault == "softmax" else 1) - target - x).square().mean()
+            if not (fault == "clip" and step):
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return Facts(Run.open(folder))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    return trained(tmp_path_factory.mktemp("good") / "run")
+
+
+@sweep(fault=FAULTS)
+def test_the_first_call_that_parts_is_named(fault: str, good: Facts, tmp_path: Path) -> None:
+    found = parting(good, trained(tmp_path / fault.replace(" ", "-"), fault), values=True)
+    assert found is not None, fault
+    assert FAULTS[fault] in found.sentence, found.sentence
+    assert found.step == (2 if fault == "clip" else 1)
+    assert not found.cast
+
+
+def test_the_answer_is_the_place(good: Facts, tmp_path: Path) -> None:
+    answer = diagnose(trained(tmp_path / "run", "softmax").run, baseline=good.run)
+    assert answer.findings[0].title == "The code parts from that of the good run"
+    assert "gets 0, in the good run 1" in answer.findings[0].cause, answer.findings[0].cause
+    assert "`loss = (y.softmax(0 if fault" in answer.findings[0].cause
+
+
+def test_equal_runs_and_other_seeds_do_not_part(good: Facts, tmp_path: Path) -> None:
+    assert len(good.run.trace) == 2
+    assert parting(good, trained(tmp_path / "again"), values=True) is None
+    assert parting(good, trained(tmp_path / "seed", seed=1), values=False) is None
+
+
+def test_a_trace_changes_no_bit(tmp_path: Path) -> None:
+    def weights(watched: bool) -> Tensor:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+        optimizer = torch.optim.AdamW(model.parameters())
+        session = ottava.watch(model, tmp_path / "bits") if watched else None
+        for _ in range(3):
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if session is not None:
+            session.close()
+        return model[0].weight.detach()
+
+    assert torch.equal(weights(False), weights(True))
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+def test_a_stale_copy_of_a_weight_is_named(renewed: bool, tmp_path: Path) -> None:
+    """Micro-batches share an FP8 copy; it has to go when the optimizer steps."""
+
+    class Cached(nn.Linear):
+        copy: Tensor | None = None
+
+        def forward(self, input: Tensor) -> Tensor:
+            if self.copy is None:
+                scale = 448 / self.weight.detach().abs().amax()
+                self.copy = (self.weight.detach() * scale).to(torch.float8_e4m3fn).float() / scale
+            return nn.functional.linear(input, self.weight + (self.copy - self.weight).detach())
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Cached(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(3):
+            for _ in range(2):
+                model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if renewed:
+                model[0].copy = None
+    run = Run.open(tmp_path / "run")
+    found = stale(Facts(run))
+    if renewed:
+        assert found == []
+    else:
+        assert (found[0].step, found[0].used.module) == (2, "0")
+        answer = diagnose(run)
+        assert (answer.findings[0].title, answer.findings[0].stage) == ("An FP8 copy of a weight is stale", "software")
+
+
+def test_a_rounding_is_told_from_another_number() -> None:
+    """Witness: the sums of the elements themselves."""
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    from ottava.experiments.trace import _fingerprint
+
+    noisy, moved, other = x * (1 + 1e-6), x.flip(0), x.clone()
+    other[::4] += 0.5
+    same = _fingerprint(x)
+    assert same[2:4] == pytest.approx([x[::4].mean().item(), x[::4].square().mean().sqrt().item()], rel=1e-4)
+    assert not apart([same], [_fingerprint(noisy)])
+    assert apart([same], [_fingerprint(moved)])
+    assert apart([same], [_fingerprint(other)])
+    integers = torch.arange(64)
+    assert apart([_fingerprint(integers)], [_fingerprint(integers.flip(0))])
