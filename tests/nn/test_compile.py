@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava.bench.models import Block
+from ottava.bench.models import GPTBlock
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.ops import quantize as casts
@@ -159,7 +159,7 @@ def test_a_whole_block_has_the_bits_of_eager_where_torch_runs_its_own_kernels(re
 
     def run(mode: str | None) -> list[Tensor]:
         torch.manual_seed(0)
-        block = Block(64, 4).bfloat16()
+        block = GPTBlock(64, 4).bfloat16()
         ottava.convert(block, recipe)
         x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
         y = (block if mode is None else compiled(block, backend="inductor", mode=mode))(x)

@@ -31,15 +31,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # this checkout, whatever is installed
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the bits of sums depend on threads
 
+import processes
 import torch
 import typer.main
-
-import ottava
-import processes
 from attacks import ATTACKS, WEIGHTS, Case, Lost, Subject, fits, may_mount, together
-from ottava.cli import app as commands
 from planted import FAULTS
 from works import RANKS, STORES, TRAINED, Work, exporting, training, watching
+
+import ottava
+from ottava.cli import app as commands
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "benchmarks" / "results" / "torture.json"

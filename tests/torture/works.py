@@ -12,19 +12,19 @@ import heapq
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from processes import Process
 
 from ottava.cli import app as commands
 from ottava.interop.event_file import EventWriter
-from ottava.record.reader import Run
 from ottava.recipe import RECIPES
+from ottava.record.reader import Run
 from ottava.train.checkpoint import newest_checkpoint
 from ottava.train.config import load_config
-from processes import Moments, Process
 
 TINY = (
     "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",

@@ -261,8 +261,8 @@ def connected() -> Iterator[None]:
         if hasattr(error, "exit_code") or not _is_lost_connection(error):  # else: a sentence already
             raise
         raise RankError(
-            f"another process of the run is gone, or does not answer: {_first_line(error)}. Look for its own error, then "
-            "start all processes again with --resume"
+            f"another process of the run is gone, or does not answer: {_first_line(error)}. Look for its error, "
+            "then start all processes again with --resume"
         ) from error
 
 
