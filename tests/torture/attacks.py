@@ -120,8 +120,8 @@ def killing(case: Case) -> tuple[Callable[[Process], None], bool]:
 
 
 def kill(case: Case) -> str:
-    """SIGKILL at random moments, one to four in a row; the same command goes on."""
-    for _ in range(case.chance.randint(1, 4)):
+    """SIGKILL at random moments, two to seven in a row; the same command goes on."""
+    for _ in range(case.chance.randint(2, 7)):
         act, pause = killing(case)
         at = case.moment()
         case.notes.append(f"killed at event {at}{'' if pause else ' or soon after'}")
@@ -421,7 +421,7 @@ ATTACKS: Mapping[str, Callable[[Case], str]] = {
     "read-only": read_only,
     "damage": damage,
 }
-WEIGHTS: Mapping[str, int] = {"kill": 12, "kill a rank": 2, "damage": 3}
+WEIGHTS: Mapping[str, int] = {"kill": 12, "damage": 3}
 """Shares of the cases; 1 for the others."""
 
 

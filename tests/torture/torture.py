@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if campaign.attempt(attack, number) == "lost":
                 print(f"LOST {campaign.rows[attack].lost[-1]}", file=sys.stderr, flush=True)
     gc.unfreeze()
-    words = ["./x torture", f"--cases {given.cases}" if given.cases else f"--minutes {given.minutes or 5:g}"]
+    words = ["./x torture", f"--cases {sum(row.tries for row in campaign.rows.values())}"]
     words += [f"--seed {given.seed}"] + ([f"--only '{given.only}'"] if given.only else [])
     found = {name: vars(row) | {"seconds": round(row.seconds, 1)} for name, row in campaign.rows.items()}
     facts = {"schema_version": 1, "command": " ".join(words), "seed": given.seed, "torch": torch.__version__}

@@ -402,7 +402,7 @@ def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterable[tuple[dic
 def _store(state: dict[str, Any], one: State, storage: Storage, parameter: Tensor) -> None:
     """Casts a moment in FP32 (or already in this storage's codes) to the optimizer's storage."""
     arrived = {one.name: _local(state.pop(one.name))}
-    arrived |= {one.name + name: state.pop(one.name + name) for name in _scales() if one.name + name in state}
+    arrived |= {one.name + name: state.pop(one.name + name) for name in group_scales() if one.name + name in state}
     given, own = arrived[one.name], storage.empty(_local(parameter))
     scales = {key.removeprefix(one.name): value for key, value in arrived.items() if key != one.name}
     same = scales.keys() == own.keys() - {""}
@@ -425,17 +425,18 @@ def widened(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     plain = {}
     for name, value in state.items():
-        scales = {suffix: state[name + suffix] for suffix in _scales() if name + suffix in state}
+        scales = {suffix: state[name + suffix] for suffix in group_scales() if name + suffix in state}
         storage = next((one for one in STORAGES.values() if one.groups.keys() - {""} == scales.keys() and scales), None)
         if storage is not None:
             (wide,) = storage.read([{"": value, **scales}], positive=name == POSITIVE)
             plain[name] = wide.view(value.shape)
-        elif not any(name.endswith(suffix) for suffix in _scales()) and name not in ("master", "remainder", BOUND):
+        elif not any(name.endswith(suffix) for suffix in group_scales()) and name not in ("master", "remainder", BOUND):
             plain[name] = value.to(torch.float32) if isinstance(value, Tensor) else value
     return plain
 
 
-def _scales() -> set[str]:
+def group_scales() -> set[str]:
+    """Ends of the names of the scales of all storages, such as "_amax"."""
     return {name for storage in STORAGES.values() for name in storage.groups if name}
 
 

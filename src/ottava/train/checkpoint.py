@@ -7,6 +7,7 @@
     model.<name>               the model's state_dict: parameters as they are stored, and the buffers of the FP8 recipe
     optimizer.<name>.<entry>   the optimizer's states of that parameter and its master, if it has one, as stored
     random.<device>            states of torch's generators; random.<rank>.<device> in a folder
+    shard.<rank>.<name>...     of a folder: scales of the groups of that rank's moments, for the same division
     texts                      step, hashes of config and text, versions; of a file also a hash of these and the tensors
 
 There is no pickle. In a folder weights have the names and the order of rows of a model in one process, however the
@@ -45,7 +46,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ottava.base.files import replacing, replacing_folder
 from ottava.base.untrusted import parse_json, read_text
-from ottava.optim.engine import Engine, widened
+from ottava.optim.engine import BOUND, Engine, group_scales, widened
 from ottava.optim.rules import ADAMW_STATES
 from ottava.optim.storage import join
 from ottava.train.ranks import Orders, Ranks, local
@@ -62,6 +63,7 @@ _MOVED = MappingProxyType(
 _NAME = re.compile(r"step-(\d+)(\.safetensors)?")
 _TEMPORARY = ".part"
 _HASH = "sha256"
+_OWN = "shard."
 _log = logging.getLogger(__name__)
 
 
@@ -335,11 +337,15 @@ Entries = Mapping[str, tuple[torch.Size, torch.dtype]]
 def collect_shards(
     model: nn.Module, optimizer: torch.optim.Optimizer, orders: Orders, random: Mapping[str, Tensor], rank: int
 ) -> dict[str, Any]:
-    """This process's part of the run, by its names in a checkpoint; moments in FP32."""
+    """This process's part of the run, by its names in a checkpoint; moments in FP32, and their scales beside them."""
     values = {f"model.{name}": value for name, value in model.state_dict().items()}
     names = [name for _, name in _parameters(model, optimizer)]
     for index, state in optimizer.state_dict()["state"].items():
         values |= {f"optimizer.{names[index]}.{entry}": value for entry, value in state.items()}
+    for parameter, name in _parameters(model, optimizer):
+        if isinstance(parameter, DTensor):
+            state, ends = optimizer.state[parameter], (BOUND, *group_scales())
+            values |= {f"{_OWN}{rank}.{name}.{key}": local(state[key]) for key in state if key.endswith(ends)}
     values |= {f"random.{rank}.{name}": state for name, state in random.items()}
     return {name: _as_whole(value, _order_of(name, orders)) for name, value in values.items()}
 
@@ -459,7 +465,8 @@ def read_header(path: Path, *, every_byte: bool = True) -> dict[str, Any]:
 def read_whole(path: Path) -> Checkpoint:
     """The checkpoint with all tensors whole, in this process alone."""
     header = read_header(path)
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in _entries(path).items()}
+    whole = {name: entry for name, entry in _entries(path).items() if not name.startswith(_OWN)}
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in whole.items()}
     _load(path, tensors, alone=True)
     first = {name: value for name, value in tensors.items() if not name.startswith("random.")}
     first |= {name.replace(".0.", ".", 1): t for name, t in tensors.items() if name.startswith("random.0.")}
@@ -467,10 +474,19 @@ def read_whole(path: Path) -> Checkpoint:
 
 
 def restore_shards(
-    source: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, orders: Orders, rank: int
+    source: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    orders: Orders,
+    rank: int,
+    *,
+    same_division: bool = False,
 ) -> dict[str, Tensor]:
     """Fills this process's part of a run from a checkpoint of any number of processes.
 
+    Args:
+        same_division: the checkpoint's processes divided the run as these do. Moments then keep their scales, and with
+            them their bits; else moments in FP8 are cast anew.
     Returns:
         The states of this process's random generators, if the checkpoint has them.
     Raises:
@@ -489,6 +505,8 @@ def restore_shards(
     prefix = f"random.{rank}." if any(name.startswith(f"random.{rank}.") for name in entries) else "random."
     random = [name for name in entries if name.startswith(prefix) and name.removeprefix(prefix) in ("cpu", "cuda")]
     wanted |= {name: torch.empty(entries[name][0], dtype=torch.uint8) for name in random}
+    own = [name for name in entries if same_division and name.startswith(f"{_OWN}{rank}.")]
+    wanted |= {name: torch.empty(entries[name][0], dtype=entries[name][1]) for name in own}
     if lacking := [name for name in wanted if name not in entries]:
         raise CheckpointError(f"{source.path}: does not fit this run's model: it lacks {', '.join(lacking[:3])}")
     values = {
@@ -506,6 +524,7 @@ def restore_shards(
             values[name] = wanted[name]
     with _fitting(source.path):
         model.load_state_dict({name.removeprefix("model."): values[name] for name in values if name[:6] == "model."})
+    values |= {name.replace(f"{_OWN}{rank}", "optimizer", 1): values[name] for name in own}
     load_optimizer(source, model, optimizer, _optimizer_entries(values))
     return {name.removeprefix(prefix): values[name] for name in random}
 
@@ -525,7 +544,7 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
     if ours := (source / HEADER).exists():
         read_header(source)
     entries = _entries(source)
-    chosen = [name for name in entries if keep or not ours or name.startswith("model.")]
+    chosen = [name for name in entries if not ours or name.startswith("model.") or (keep and name[:6] != _OWN)]
     tensors = {name: torch.empty(entries[name][0], dtype=entries[name][1]) for name in chosen}
     _load(source, tensors, alone=True)
     if ours and not keep:
@@ -567,7 +586,7 @@ def _order_of(name: str, orders: Orders) -> Tensor | None:
     """The order of rows of a fused weight or of its optimizer state; None for other tensors."""
     plain = name.removeprefix("model.") if name.startswith("model.") else name.removeprefix("optimizer.")
     entry = plain.rpartition(".")
-    return orders.get(plain, None if entry[2] == "step" else orders.get(entry[0]))
+    return orders.get(plain, None if entry[2] in ("step", "saved_at") else orders.get(entry[0]))
 
 
 def _plain(value: Any) -> Any:

@@ -508,7 +508,14 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         identity, model = self._identity(), self.model
         if self.ranks.size > 1:
-            states = restore_shards(checkpoint, model, self._optimizer, self._orders, self.ranks.rank)
+            states = restore_shards(
+                checkpoint,
+                model,
+                self._optimizer,
+                self._orders,
+                self.ranks.rank,
+                same_division=checkpoint.metadata.get("parallel") == identity["parallel"],
+            )
             self._random = states or self._random
         else:
             restore_state(checkpoint, model, self._optimizer)
