@@ -106,7 +106,7 @@ class Store:
         first: if another process has kept one in the meantime, take that one.
         """
         self._choices[call] = choice
-        self.changes += 1
+        self.changes += 1  # plans hold the number at which they were made
         path = self.path(call)
         if path is None:
             return "no cache folder: the measurement holds for this process; set OTTAVA_CACHE"
@@ -122,7 +122,7 @@ class Store:
             if first and (theirs := _publish(Path(name), path)) is not None:
                 self._choices[call] = theirs
             elif not first:
-                os.replace(name, path)
+                os.replace(name, path)  # a reader sees the old file or the new one, whole
         except OSError as error:
             return f"{self._folder} cannot be written ({error.strerror}): the measurement holds for this process"
         return ""
@@ -206,7 +206,7 @@ def measure(ways: Mapping[str, Callable[[], Tensor]], judge: Judge, timer: Timer
     failed: dict[str, str] = {}
     for name, run in ways.items():
         try:
-            y = run()
+            y = run()  # the first run, outside of the clock: it may compile
             wrong = judge(name, y)
             for _ in range(_WARM_UP):
                 run()
@@ -231,11 +231,11 @@ def device_timer(device: torch.device) -> Timer:
 
     def seconds(run: Callable[[], Tensor]) -> float:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
+        flush.zero_()  # operands come from memory, as in a step
         before.record()
         run()
         after.record()
-        after.synchronize()
+        after.synchronize()  # the one wait: events are read when the call has ended
         return float(before.elapsed_time(after)) / 1e3
 
     return seconds
@@ -274,7 +274,7 @@ def _read(path: Path) -> tuple[str, Choice] | None:
 
 
 def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
+    return hashlib.sha256(text.encode()).hexdigest()[:20]  # 80 bits: a name of a file, and no secret
 
 
 # --- a CPU: the order of ways to run a GEMM, measured once a machine ---
@@ -344,7 +344,7 @@ def rank(
             return Ranking(tuple(ways), None, None, measured)
         if note := store.keep(call, measured, first=True):
             _LOGGER.info("%s: %s", what, note)
-        choice = store.known(call) or measured
+        choice = store.known(call) or measured  # another process may have been first
     return Ranking(ordered(tuple(ways), choice.milliseconds), choice, None if note else store.path(call), note)
 
 
@@ -413,7 +413,7 @@ def _measure(ways: Mapping[str, Way], make: Callable[[int, int, int], tuple[Any,
 
     def work() -> None:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # one thread: the order shall not depend on who else computes
         try:
             a, b = make(*SIZES)
             truth = (a.data.to(torch.float32) @ b.data.to(torch.float32).t()).to(torch.bfloat16)

@@ -162,6 +162,7 @@ def supports_dense(a: Tensor, b: Tensor) -> str | None:
 
 def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """A function (a, b, bias) -> y of their dtype, for all matrices with the shapes and strides of these."""
+    # "cpu" by name: torch.set_default_device may name another
     one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     run = plan_gemm(Dense(a, one), Dense(b, one), a.dtype, bias)
     return lambda a, b, bias: run(Dense(a, one), Dense(b, one), bias)
@@ -239,9 +240,9 @@ def plan_gemm(
         codes = a.data.contiguous() if copied else a.data
         codes_b = b.data.contiguous() if copied_b else b.data
         scale, scale_b = a.scale_inv, b.scale_inv
-        y = torch.empty_strided((m, n), (n, 1), dtype=out_dtype, device=cpu)
+        y = torch.empty_strided((m, n), (n, 1), dtype=out_dtype, device=cpu)  # the kernel writes every element
         if bias is not None:
-            bias = (bias if as_it_is else bias.to(torch.float32)).contiguous()
+            bias = (bias if as_it_is else bias.to(torch.float32)).contiguous()  # C++ reads it without strides
         mode = multiply(
             pack(
                 *(address(codes), m, *strides, address(scale), *scale.stride(), *block, first.address),
@@ -252,7 +253,7 @@ def plan_gemm(
         if mode < 0:
             raise RuntimeError(f"{NAME}: no memory for the operands of ({m}, {k}) x ({n}, {k})")
         if modes is not None:
-            modes.append(mode)
+            modes.append(mode)  # `run` hands it on
         return y
 
     return run
@@ -297,7 +298,7 @@ def _step(a: int | None, b: int | None, k: int) -> int:
         return k
     # scales of either side change at multiples of its block, so of neither inside their common divisor
     blocks = [cols for cols in (a, b) if cols is not None and cols < k]
-    return math.gcd(*blocks) if blocks else k
+    return math.gcd(*blocks) if blocks else k  # blocks as long as k never change
 
 
 def _along_memory(codes: Tensor) -> bool:
@@ -309,6 +310,7 @@ def _along_memory(codes: Tensor) -> bool:
 @functools.lru_cache(maxsize=16)
 def _table(fmt: Format) -> Tensor:
     values = code_values(fmt)
+    # a byte indexes it: formats of fewer bits fill up with zeros
     return torch.nn.functional.pad(values, (0, 256 - values.numel()))
 
 
@@ -369,6 +371,7 @@ class Decoded:
             return f"{Decoded.NAME}: scales on two levels; got {a.spec.scale_format} and {b.spec.scale_format}"
         if 0 in (*a.shape, *b.shape):
             return f"{Decoded.NAME}: an empty operand"
+
         if max(a.scale_inv.shape[1], b.scale_inv.shape[1]) <= 1:
             return f"{Decoded.NAME}: scales change along k; got one scale for each row"
         if reason := refusal(a.scale_inv, b.scale_inv):
@@ -393,7 +396,7 @@ class Decoded:
                     return run(a, b, bias)
             y = lhs(a) @ rhs(b).t()
             if bias is not None:
-                y += bias.to(torch.float32)
+                y += bias.to(torch.float32)  # before the one rounding
             return y.to(out_dtype)
 
         return run

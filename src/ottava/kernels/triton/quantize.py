@@ -56,7 +56,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return reason
     if scale is not None and spec.granularity != PER_TENSOR:
         return f"{NAME}: takes a given scale for a whole tensor; got one for {spec.granularity}"
-    if scale is not None and scale.device != x.device:
+    if scale is not None and scale.device != x.device:  # a kernel would read an address of another memory
         return f"{NAME}: the scale is on {scale.device} and x on {x.device}"
     if x.numel() == 0:
         return f"{NAME}: an empty tensor"
@@ -84,7 +84,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
 
     `supports_quantize` must take x, or the Triton interpreter must be on.
     """
-    cast, _ = quantize_both(x, spec, None, scale)
+    cast, _ = quantize_both(x, spec, None, scale)  # one kernel serves both: the side that nobody wants is compiled away
     assert cast is not None
     return cast
 
@@ -201,6 +201,7 @@ def _current(x: Tensor | UnmadeRows, spec: QuantizationSpec | None, spec_t: Quan
     if whole:
         # blocks lie inside a tile and need no pass of their own
         launch = amax_launch(tuple(whole))
+        # a launch takes all three; what its mode does not name stays untouched
         buffers = [whole.get(mode, row.amax) for mode in ("tensor", "rows", "cols")]
         device.amax_kernel[_grid(x, launch)](read, *buffers, *shape, **{**launch, **made})
     known = spec or spec_t
@@ -272,15 +273,16 @@ def _side(
     """
     memory = _read(x)[0]
     if spec is None:  # not wanted: no kernel touches it
-        return _Side("", memory, memory, memory)
+        return _Side("", memory, memory, memory)  # an address that exists: Triton takes no None here
     shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     mode, _ = _mode_and_block(spec, transposed)
     if partner is not None and partner.mode == mode == "tensor":
-        return partner._replace(data=memory.new_empty(shape, dtype=torch.uint8))
+        return partner._replace(data=memory.new_empty(shape, dtype=torch.uint8))  # other codes, the same scale and amax
     grid = spec.granularity.grid_shape(shape)
     if room is not None and mode == "tensor":
         amax = room.view(grid)
     else:
+        # tiles raise a shared amax by atomics from 0; a block is written once
         amax = (memory.new_empty if mode == "blocks" else memory.new_zeros)(grid, dtype=torch.int32)
     return _Side(mode, memory.new_empty(shape, dtype=torch.uint8), memory.new_empty(grid, dtype=torch.float32), amax)
 
@@ -300,6 +302,7 @@ def _casts(
 def _cast(side: _Side, spec: QuantizationSpec | None) -> Cast | None:
     if spec is None:
         return None
+    # bits of magnitudes have the order of the numbers, so integers were compared
     return Cast(side.data.view(spec.format.storage_dtype), side.scale_inv, side.amax.view(torch.float32))
 
 
@@ -308,6 +311,7 @@ def _mode(granularity: Granularity) -> str | None:
     rows, cols = granularity.rows, granularity.cols
     if rows is None or cols is None:
         return {(None, None): "tensor", (1, None): "rows", (None, 1): "cols"}.get((rows, cols))
+    # a block lies inside one tile
     return "blocks" if all(size <= _TILE and size & (size - 1) == 0 for size in (rows, cols)) else None
 
 
@@ -373,7 +377,7 @@ def _constants(spec: QuantizationSpec, converts: bool) -> dict[str, Any]:
         "MAX": fmt.max,
         "MANTISSA": fmt.mantissa_bits,
         "BIAS": fmt.bias,
-        "SIGN": fmt.bits - 1,
+        "SIGN": fmt.bits - 1,  # place of the sign bit
         "HAS_NAN": fmt.has_nan,
         "NATIVE": fmt.name if converts and fmt in (E4M3, E5M2) else "",
     }
