@@ -40,7 +40,7 @@ LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "modules behind ottava export": (78, 60),
         "public class names with more than one home": (16, 12),
         "comments per 1,000 lines in kernels, ops, engine": (53, 60),
-        "test lines": (62_000, 46_000),
+        "test lines": (61_800, 46_000),
         "benchmark lines": (5_900, 4_000),
     }
 )
