@@ -15,7 +15,19 @@ from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, PER_ROW
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.transforms import TRANSFORMS
-from ottava.recipe import CELL_OF, CELLS, GEMMS, HIGH_PRECISION, RECIPES, GemmRecipe, Override, Recipe, get_recipe
+from ottava.recipe import (
+    ATTENTION_TENSORS,
+    CELL_OF,
+    CELLS,
+    GEMMS,
+    HIGH_PRECISION,
+    RECIPES,
+    AttentionRecipe,
+    GemmRecipe,
+    Override,
+    Recipe,
+    get_recipe,
+)
 from sweep import sweep
 
 HP = "high precision"
@@ -464,3 +476,74 @@ def test_every_field_can_be_written_in_yaml() -> None:
     for name in RECIPES:
         for form in (RECIPES[name], RECIPES[name].under("hopper"), RECIPES[name].fp8_inputs_bf16_gemm()):
             assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(form.to_dict()))) == form
+
+
+# --- one row, and attention -------------------------------------------------------------------------------------------
+
+E4, E5 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
+
+
+def test_a_row_survives_plain_values_and_says_what_it_is() -> None:
+    rows = {
+        "high precision x high precision": HIGH_PRECISION,
+        "E5M2[tensor] x E4M3[tensor]": GemmRecipe(E5, E4, fast_accum=True),
+        "E4M3[tensor] x E4M3[tensor] in BF16": GemmRecipe(E4, E4, compute="bf16"),
+        "E5M2[tensor] x E5M2[tensor] under hopper": GemmRecipe(E5, E5, accumulator="hopper"),  # type: ignore[arg-type]
+    }
+    for text, row in rows.items():
+        assert str(row) == text
+        assert GemmRecipe.from_dict(row.to_dict()) == row
+        assert row.quantized == (row is not HIGH_PRECISION)
+
+
+def test_rows_without_a_meaning_are_refused() -> None:
+    for row, message in (
+        ({"lhs": E4}, "one operand is quantized and the other is not"),
+        ({"lhs": E5, "rhs": E5}, "no tensor core multiplies E5M2 by E5M2"),
+        ({"compute": "fp16"}, "compute"),
+        ({"lhs": E4, "rhs": E4, "compute": "bf16", "accumulator": "hopper"}, "multiplies no codes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GemmRecipe(**row)  # type: ignore[arg-type]
+
+
+ON = replace(get_recipe("tensorwise"), name="fp8_attention", attention=AttentionRecipe())
+
+
+def test_attention_survives_plain_values() -> None:
+    for one in (
+        AttentionRecipe(),
+        AttentionRecipe(o=None, dqkv=None),
+        AttentionRecipe(s=QuantizationSpec(E4M3, margin=1)),
+    ):
+        assert AttentionRecipe.from_dict(one.to_dict()) == one
+        assert tuple(one.to_dict()) == ATTENTION_TENSORS
+    assert AttentionRecipe.from_dict({}) == AttentionRecipe()
+    assert str(AttentionRecipe(o=None)).startswith("qkv E4M3[tensor], s E4M3[tensor], o high precision, do E5M2")
+
+
+def test_a_recipe_says_where_attention_is_on() -> None:
+    assert Recipe.from_dict(ON.to_dict()) == ON
+    off = ON.override("layers.0.*", "tensorwise")
+    assert ON.override("layers.0.*", attention=None).for_layer("layers.0.x").attention is None
+    assert off.for_layer("layers.0.x").attention is None
+    assert off.for_layer("layers.1.x").attention == AttentionRecipe()
+    for one in (off, ON.override("*", attention=None), get_recipe("bf16").override("*", attention=AttentionRecipe())):
+        assert Recipe.from_dict(one.to_dict()) == one
+    assert "attention  qkv E4M3[tensor]" in str(ON)
+    assert get_recipe("delayed", margin=1).override("x", attention=AttentionRecipe()).for_layer("x").attention
+    with pytest.raises(TypeError, match="attention is 1; needs a AttentionRecipe or None"):
+        ON.override("x", attention=1)
+
+
+def test_mistakes_of_attention_are_named() -> None:
+    for settings, error, words in (
+        ({"qkv": QuantizationSpec(E4M3, BLOCK_1X128)}, ValueError, "needs one current scale for the tensor"),
+        ({"s": QuantizationSpec(E4M3, scaling="delayed")}, ValueError, "needs one current scale for the tensor"),
+        ({"qkv": QuantizationSpec(E5M2)}, ValueError, "qkv meets qkv: no tensor core multiplies E5M2 by E5M2"),
+        ({"do": None}, TypeError, "AttentionRecipe: do is None"),
+        ({"qvk": None}, TypeError, "did you mean 'qkv'?"),
+    ):
+        with pytest.raises(error, match="AttentionRecipe: ") as said:
+            AttentionRecipe(**settings)
+        assert words in str(said.value)

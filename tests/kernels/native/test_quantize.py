@@ -87,7 +87,8 @@ def assert_same(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, 
     assert torch.equal(raw(ours.data), raw(truth.data))
     assert torch.equal(without_nan(ours.scale_inv), without_nan(truth.scale_inv))
     assert torch.equal(without_nan(ours.amax), without_nan(truth.amax))
-    assert [t.is_contiguous() for t in ours] == [t.is_contiguous() for t in truth]
+    if spec.rounding == "nearest_even" and spec.block_scale == "amax":
+        assert [t.is_contiguous() for t in ours] == [t.is_contiguous() for t in truth]
 
 
 @needs_library
