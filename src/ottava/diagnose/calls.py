@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ottava.diagnose.facts import Facts
 
 _WINDOW = 300  # calls behind a difference, to tell a call that one run makes alone from one in another form
@@ -219,7 +221,7 @@ def _equal_until(good: Facts, bad: Facts, step: int) -> bool:
         if a is None or b is None:
             continue
         a, b = a[good.steps < step], b[bad.steps < step]
-        if len(a) != len(b) or not (a[a == a] == b[b == b]).all():
+        if not np.array_equal(a, b, equal_nan=True):
             return False
     return True
 

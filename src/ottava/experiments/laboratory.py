@@ -393,7 +393,8 @@ class Laboratory:
             if trace.outside is not None and not self._elsewhere and self._step > self._first + _TRACED:
                 self._elsewhere = True
                 self._write(self._step, "conversion", where=trace.outside)
-            self._keep(self._step, trace.facts(self._name_of_module))
+            if (facts := trace.safely(trace.facts, self._name_of_module)) is not None:
+                self._keep(self._step, facts)
             self._traced = trace
             self.seconds += time.perf_counter() - began
 

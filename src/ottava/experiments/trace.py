@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
+import logging
 import math
 import os
 import sys
@@ -35,6 +36,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ottava.experiments.handmade import NARROW
 from ottava.experiments.program import lay_below, take_away
+
+_LOG = logging.getLogger(__name__)
 
 MOST = 4_000
 """Calls of a trace."""
@@ -140,9 +143,29 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is Tensor.backward or func is torch.autograd.backward:
             return self._backward(inspect.unwrap(func), args, kwargs)
-        found = self._where()
+        # nothing that goes wrong here may reach the training
+        note = self.safely(self._begin_call, func, name, args, kwargs, sys._getframe(1))
+        result = func(*args, **kwargs)
+        if note is not None:
+            self.safely(note, result)
+        return result
+
+    def safely(self, does: Callable[..., Any], *about: Any) -> Any:
+        """Calls it; what it raises ends the trace alone, and None comes back."""
+        try:
+            return does(*about)
+        except Exception:
+            _LOG.debug("watch: the trace of a step's calls ended", exc_info=True)
+            self.active = False
+            return None
+
+    def _begin_call(
+        self, func: Any, name: str, args: Any, kwargs: Any, frame: FrameType
+    ) -> Callable[[Any], None] | None:
+        """Notes what a call gets; returns what notes its result, None if the call is ours."""
+        found = self._where(frame)
         if found is None:
-            return func(*args, **kwargs)
+            return None
         place, module, collective = found
         given = [*_tensors((args, kwargs.values()))]
         # what a call writes to may be memory without values; its result says what it wrote
@@ -152,22 +175,23 @@ class Trace(TorchFunctionMode):
         # before the call: it may write to them
         sources = [self._known[id(x)][2] for x in given[:8] if id(x) in self._known]
         arguments = [] if self.full else [_shown(x) for x in args] + [f"{k}={_shown(v)}" for k, v in kwargs.items()]
-        result = func(*args, **kwargs)
-        if collective:
-            for x in given:
-                self._known.pop(id(x), None)
-            self._add(f"dist.{collective}", place, module, [a for a in arguments if "[" in a], ())
-        elif name not in _FACTS:
-            made = [*_tensors(result)] if not isinstance(result, (bool, int, float)) else []
-            self._note_conversion(made, args, place, module)
-            if name == "__set__":
-                name = f"set {getattr(getattr(func, '__self__', None), '__name__', '')}".strip()
-            elif name == "__setitem__":
-                made = given[:1]
-            number = isinstance(result, (bool, int, float))
-            if given or made:
-                self._add(name, place, module, arguments, made or ([result] if number else ()), sources)
-        return result
+
+        def end_call(result: Any) -> None:
+            if collective:
+                for x in given:
+                    self._known.pop(id(x), None)
+                self._add(f"dist.{collective}", place, module, [a for a in arguments if "[" in a], ())
+            elif name not in _FACTS:
+                number = isinstance(result, (bool, int, float))
+                made = [] if number else [*_tensors(result)]
+                self._note_conversion(made, args, place, module)
+                set_of = getattr(getattr(func, "__self__", None), "__name__", "")
+                said = f"set {set_of}".strip() if name == "__set__" else name
+                made = given[:1] if name == "__setitem__" else made
+                if given or made:
+                    self._add(said, place, module, arguments, made or ([result] if number else ()), sources)
+
+        return end_call
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """torch calls a function without the mode that saw it. So the mode is entered again where the engine runs."""
@@ -190,9 +214,12 @@ class Trace(TorchFunctionMode):
 
     def gradients(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """A backward has ended: notes the gradients, those of the last parameters first."""
+        self.safely(self._note_gradients, parameters, sys._getframe(1))
+
+    def _note_gradients(self, parameters: Iterable[tuple[str, Tensor]], frame: FrameType) -> None:
         with torch._C.DisableTorchFunction():
             held = [(name, p.grad) for name, p in parameters if p.grad is not None]
-        if held and not self.full and (found := self._where(looked=True)) is not None:
+        if held and not self.full and (found := self._where(frame, looked=True)) is not None:
             for name, gradient in held[:: -(-len(held) // _GRADIENTS)][::-1]:
                 self._add("gradient", found[0], None, [name], (gradient,))
 
@@ -240,9 +267,8 @@ class Trace(TorchFunctionMode):
 
     # --- where ----------------------------------------------------------------------------------------------------
 
-    def _where(self, *, looked: bool = False) -> tuple[_Place, nn.Module | None, str] | None:
+    def _where(self, frame: FrameType | None, *, looked: bool = False) -> tuple[_Place, nn.Module | None, str] | None:
         """(code and line of the user's, the innermost module, name of a collective); None if the call is ours."""
-        frame: FrameType | None = sys._getframe(2)
         user: tuple[CodeType, int] | None = None
         caller: CodeType | None = None
         module, collective = None, ""
@@ -406,7 +432,8 @@ def _sample(x: Tensor) -> Tensor:
         largest = max(range(x.dim()), key=lambda d: x.shape[d])
         x = x[(slice(None),) * largest + (slice(None, None, 2),)]
     flat = x.reshape(-1)
-    return flat[:: -(-flat.numel() // _SAMPLED)].contiguous()
+    # a copy: a number may be written over, and NumPy's view would keep a storage from being resized
+    return flat[:: -(-flat.numel() // _SAMPLED)].clone(memory_format=torch.contiguous_format)
 
 
 def _read(waiting: tuple[str, Tensor]) -> list[Any]:

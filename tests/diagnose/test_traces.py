@@ -17,13 +17,13 @@ from ottava.record.reader import Run
 from sweep import sweep
 
 FAULTS = {
-    "softmax": "`softmax` at test_calls.py:",
-    "mask": "`masked_fill` at test_calls.py:",
+    "softmax": "`softmax` at test_traces.py:",
+    "mask": "`masked_fill` at test_traces.py:",
     "temperature": "where the good run calls `div(f32[16, 8], 0.5)`",
     "target": "the good run calls `detach(f32[16, 8])`",
     "labels": "the first value that differs is made outside of the calls that were seen",
     "random state": "the output of `dropout` in the backward, where a forward is repeated",
-    "backward": "`tensor` at test_calls.py:41",
+    "backward": "`tensor` at test_traces.py:41",
     "clip": "calls `set grad(f32[8, 8], None)`",
 }
 
