@@ -37,9 +37,9 @@ LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "longest import chain": (29, 22),
         "modules behind import ottava.train.config": (21, 20),
         "modules behind ottava table": (15, 15),
-        "modules behind ottava export": (76, 60),
+        "modules behind ottava export": (77, 60),
         "public class names with more than one home": (9, 12),
-        "comments per 1,000 lines in kernels, ops, engine": (57, 60),
+        "comments per 1,000 lines in kernels, ops, engine": (59, 60),
         "test lines": (66_000, 46_000),
         "benchmark lines": (6_300, 4_000),
     }
