@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import ottava
 from ottava.bench import cpu
 from ottava.cli.app import main
-from ottava.cli.doctor import MISSING, WRONG, Facts, bench, doctor, traps
+from ottava.cli.doctor import MISSING, WRONG, MachineFacts, bench, doctor, traps
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.build import Built
@@ -158,7 +158,7 @@ def _flipped(codes: Tensor) -> Tensor:
 
 def test_traps_are_those_of_the_machine() -> None:
     """A good Hopper has one trap left, the dtype of the inputs; each missing part adds its own trap."""
-    good = Facts((9, 0), (13, 0), 91900, True, "high")
+    good = MachineFacts((9, 0), (13, 0), 91900, True, "high")
     assert [trap.split(":")[0] for trap in traps(good)] == ["float32 inputs"]
     for change, name, words in (
         ({"cudnn": 91500}, "attention", "cuDNN 9.15;"),

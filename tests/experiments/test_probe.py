@@ -11,20 +11,20 @@ import torch
 from torch import nn
 
 import ottava
-from ottava.experiments.bisect import GemmProbe, Operands, captured, cast_evidence, operands_of, probe_gemms
+from ottava.experiments.bisect import GemmOperands, GemmProbe, captured, cast_evidence, operands_of, probe_gemms
 from ottava.recipe import RECIPES
 from ottava.record.dumps import Dumper, GemmDump, read_dump
 from ottava.record.writer import RunWriter
 
 
 @pytest.fixture
-def healthy() -> Operands:
+def healthy() -> GemmOperands:
     """Gaussian x (64, 128), w (32, 128), dy (64, 32)."""
     torch.manual_seed(0)
-    return Operands(torch.randn(64, 128), torch.randn(32, 128), torch.randn(64, 32), {})
+    return GemmOperands(torch.randn(64, 128), torch.randn(32, 128), torch.randn(64, 32), {})
 
 
-def test_errors_of_operands_add_as_powers(healthy: Operands) -> None:
+def test_errors_of_operands_add_as_powers(healthy: GemmOperands) -> None:
     """1 / SQNR_out = 1 / SQNR_x + 1 / SQNR_w (facts, 3.1), and native equals both: fp32 sums."""
     for probe in probe_gemms(healthy, RECIPES["tensorwise"]):
         predicted = -10 * math.log10(10 ** (-probe.only_lhs_db / 10) + 10 ** (-probe.only_rhs_db / 10))
@@ -37,7 +37,7 @@ def test_errors_of_operands_add_as_powers(healthy: Operands) -> None:
     assert dgrad.worse_operand == "lhs"  # E5M2 has a bit less
 
 
-def test_names_the_operand_with_the_outliers(healthy: Operands) -> None:
+def test_names_the_operand_with_the_outliers(healthy: GemmOperands) -> None:
     """Massive tokens in x: their own rows are fine, all others are noise; the row median says so, per row cures it."""
     healthy.x[:2] *= 1e6
     fprop, _, wgrad = probe_gemms(healthy, RECIPES["tensorwise"])
@@ -57,9 +57,9 @@ def test_accumulation_is_what_the_operands_do_not_explain() -> None:
     assert json.loads(json.dumps(exact.to_dict(), allow_nan=False))["native_db"] is None
 
 
-def test_predicted_scales_are_those_of_the_doors(healthy: Operands) -> None:
+def test_predicted_scales_are_those_of_the_doors(healthy: GemmOperands) -> None:
     """A scale 1000 times too large clips in the probe as in training; evidence says so."""
-    stale = Operands(healthy.x, healthy.w, healthy.dy, {"input": torch.tensor(1e5)})
+    stale = GemmOperands(healthy.x, healthy.w, healthy.dy, {"input": torch.tensor(1e5)})
     spec = RECIPES["delayed"].fprop.lhs
     assert spec is not None
     assert probe_gemms(stale, RECIPES["delayed"])[0].only_lhs_db < 1
@@ -96,13 +96,13 @@ def test_captures_what_the_doors_got() -> None:
     assert operands_of(seen) is None
 
 
-def test_without_backward_only_fprop(healthy: Operands) -> None:
-    probes = probe_gemms(Operands(healthy.x, healthy.w, None, {}), RECIPES["blockwise"])
+def test_without_backward_only_fprop(healthy: GemmOperands) -> None:
+    probes = probe_gemms(GemmOperands(healthy.x, healthy.w, None, {}), RECIPES["blockwise"])
     assert [probe.gemm for probe in probes] == ["fprop"]
     assert probe_gemms(healthy, RECIPES["bf16"]) == []
 
 
-def test_dumped_operands_give_the_same_probe(healthy: Operands, tmp_path: Path) -> None:
+def test_dumped_operands_give_the_same_probe(healthy: GemmOperands, tmp_path: Path) -> None:
     with RunWriter(tmp_path) as writer:
         assert healthy.dy is not None
         path = Dumper(writer, 1 << 20).dump_gemms(1, "fc1", RECIPES["mxfp8"], healthy.x, healthy.w, healthy.dy)

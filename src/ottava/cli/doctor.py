@@ -90,7 +90,7 @@ def examine() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     """The facts of a machine that traps depend on."""
 
     capability: tuple[int, int] | None
@@ -105,12 +105,12 @@ class Facts:
     """The result of torch.get_float32_matmul_precision()."""
 
 
-def facts() -> Facts:
+def facts() -> MachineFacts:
     """The facts of this machine."""
     import torch
 
     on_gpu = torch.cuda.is_available()
-    return Facts(
+    return MachineFacts(
         torch.cuda.get_device_capability() if on_gpu else None,
         tuple(int(part) for part in (torch.version.cuda or "0").split(".")),
         (torch.backends.cudnn.version() or 0) if on_gpu else 0,
@@ -119,11 +119,11 @@ def facts() -> Facts:
     )
 
 
-def traps(here: Facts) -> list[str]:
+def traps(here: MachineFacts) -> list[str]:
     """Settings that slow FP8 down and that no receipt shows.
 
     Example:
-        >>> [trap.split(":")[0] for trap in traps(Facts((9, 0), (12, 8), 91000, True, "high"))]
+        >>> [trap.split(":")[0] for trap in traps(MachineFacts((9, 0), (12, 8), 91000, True, "high"))]
         ['float32 inputs', 'attention', 'blocks of 128']
     """
     warnings = [

@@ -78,7 +78,7 @@ _EVIDENCE = ("underflow_pct", "overflow_pct", "row_sqnr_p50_db", "sqnr_db", "mea
 
 
 @dataclass(frozen=True, eq=False)
-class Operands:
+class GemmOperands:
     """The operands of one layer in one step, before any cast."""
 
     x: Tensor
@@ -141,7 +141,7 @@ class GemmProbe:
         return dict(finite(values))
 
 
-def probe_gemms(operands: Operands | GemmDump, recipe: Recipe) -> list[GemmProbe]:
+def probe_gemms(operands: GemmOperands | GemmDump, recipe: Recipe) -> list[GemmProbe]:
     """Probes the quantized GEMMs of a layer.
 
     Args:
@@ -154,12 +154,12 @@ def probe_gemms(operands: Operands | GemmDump, recipe: Recipe) -> list[GemmProbe
         >>> import ottava
         >>> x, w, dy = torch.randn(64, 128), torch.randn(32, 128), torch.randn(64, 32)
         >>> x[:, 0] *= 1e6                                              # an outlier channel
-        >>> probes = probe_gemms(Operands(x, w, dy, {}), ottava.RECIPES["rowwise"])
+        >>> probes = probe_gemms(GemmOperands(x, w, dy, {}), ottava.RECIPES["rowwise"])
         >>> [probe.gemm for probe in probes], probes[2].both_db > 25
         (['fprop', 'dgrad', 'wgrad'], True)
     """
     if isinstance(operands, GemmDump):
-        operands = Operands(operands.x, operands.w, operands.dy, {})
+        operands = GemmOperands(operands.x, operands.w, operands.dy, {})
     probes = []
     for name in GEMMS:
         cells: GemmRecipe = getattr(recipe, name)
@@ -169,7 +169,7 @@ def probe_gemms(operands: Operands | GemmDump, recipe: Recipe) -> list[GemmProbe
     return probes
 
 
-def cast_evidence(operands: Operands, gemm_name: str, side: str, spec: QuantizationSpec) -> dict[str, float]:
+def cast_evidence(operands: GemmOperands, gemm_name: str, side: str, spec: QuantizationSpec) -> dict[str, float]:
     """Statistics of the cast of one operand."""
     tensor, x = operands.side(gemm_name, side)
     x_q = quantize(x, spec, scale=_scale(operands, tensor, spec))
@@ -193,15 +193,17 @@ def captured(layer: Any) -> Iterator[dict[str, Any]]:
         yield seen
 
 
-def operands_of(seen: Mapping[str, Any]) -> Operands | None:
+def operands_of(seen: Mapping[str, Any]) -> GemmOperands | None:
     """The operands that `captured` kept; None if the layer made no cast."""
     if "input" not in seen or "weight" not in seen:
         return None
-    return Operands(seen["input"], seen["weight"], seen.get("grad_output"), seen["scales"])
+    return GemmOperands(seen["input"], seen["weight"], seen.get("grad_output"), seen["scales"])
 
 
 @torch.no_grad()
-def _probe(name: str, cells: GemmRecipe, lhs: QuantizationSpec, rhs: QuantizationSpec, operands: Operands) -> GemmProbe:
+def _probe(
+    name: str, cells: GemmRecipe, lhs: QuantizationSpec, rhs: QuantizationSpec, operands: GemmOperands
+) -> GemmProbe:
     (left, a), (right, b) = operands.side(name, "lhs"), operands.side(name, "rhs")
     a_q = quantize(a, lhs, scale=_scale(operands, left, lhs))
     b_q = quantize(b, rhs, scale=_scale(operands, right, rhs), beside=a_q)
@@ -233,7 +235,7 @@ def _promoted(a: QuantizedTensor, b: QuantizedTensor, profile: Accumulator | Non
     return _sqnr(gemm(a, b, out_dtype=torch.float32, accumulator=slow), reference)
 
 
-def _scale(operands: Operands, tensor: str, spec: QuantizationSpec) -> Tensor | None:
+def _scale(operands: GemmOperands, tensor: str, spec: QuantizationSpec) -> Tensor | None:
     return operands.scales.get(tensor) if spec.predicted else None
 
 
