@@ -315,7 +315,7 @@ def _kind(code: CodeType) -> int:
         return _LOOKS_ON
     if name.startswith(ours):
         return _OURS
-    own = name.startswith("<") or (name.startswith(pythons) and "-packages" not in name)
+    own = name.startswith("<frozen") or (name.startswith(pythons) and "-packages" not in name)
     return _TORCH if own else _USER
 
 
