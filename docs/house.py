@@ -40,7 +40,7 @@ LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "modules behind ottava export": (77, 60),
         "public class names with more than one home": (11, 12),
         "comments per 1,000 lines in kernels, ops, engine": (57, 60),
-        "test lines": (64_100, 46_000),
+        "test lines": (66_000, 46_000),
         "benchmark lines": (6_300, 4_000),
     }
 )

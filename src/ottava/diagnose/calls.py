@@ -128,14 +128,19 @@ def stale(facts: Facts) -> list[Stale]:
     for step in sorted(s for s in traces if s - 1 in traces):
         before, now = traces[step - 1], traces[step]
         again = {int(m[1]): c for c in now if c.name == "given" and (m := _ORIGIN.fullmatch("".join(c.arguments[1:2])))}
-        weights = {p for p, c in again.items() if p < len(before) and _moved(before[p], c)}
+        # the entry that noted the same tensor first
+        first = [*range(len(before))]
+        for i, call in enumerate(before):
+            if call.name.endswith("_") and not call.name.endswith("__") and call.sources:
+                first[i] = first[min(call.sources[0], i)]
         # only what keeps the values up to a factor: a moment of an optimizer is no copy
         copies: dict[int, bool] = {}
         for i, call in enumerate(before):
-            kept = [s for s in call.sources if s in weights or s in copies]
+            sources = [s for s in call.sources if s < i]
+            kept = [s for s in sources if s in copies or (first[s] in again and _moved(before[s], again[first[s]]))]
             if not kept or call.name not in _KEEPS or not _as_large(call, before[kept[0]]):
                 continue
-            if any(s not in kept and _as_large(before[s], call) for s in call.sources):
+            if any(s not in kept and _as_large(before[s], call) for s in sources):
                 continue
             copies[i] = _narrow(call) or any(copies.get(s, False) for s in kept)
             if copies[i] and i in again and not _moved(call, again[i]):

@@ -33,7 +33,8 @@ import numpy as np
 from ottava.base.errors import unknown_name
 from ottava.base.settings import flatten
 from ottava.base.text import finite
-from ottava.diagnose.difference import bare, compare_batches, differences
+from ottava.diagnose.calls import bare
+from ottava.diagnose.difference import compare_batches, differences
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import LossCurve
 from ottava.measure import limits

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ottava.diagnose.difference import Difference, bare, settings_and_loop
+from ottava.diagnose.calls import bare
+from ottava.diagnose.difference import Difference, settings_and_loop
 from ottava.diagnose.facts import Facts
 
 _ONE_RANK = frozenset({"eval_forwards_in_train_mode", "forwards"})

@@ -195,20 +195,21 @@ class Trace(TorchFunctionMode):
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """torch calls a function without the mode that saw it. So the mode is entered again where the engine runs."""
-        engine = getattr(torch.autograd, "_engine_run_backward", None)
+        owner: Any = torch.autograd
+        engine = getattr(owner, "_engine_run_backward", None)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            torch.autograd._engine_run_backward = engine
+            owner._engine_run_backward = engine
             with self:
-                return engine(*args, **kwargs)  # type: ignore[misc]
+                return engine(*args, **kwargs)
 
         if engine is not None:
-            torch.autograd._engine_run_backward = run
+            owner._engine_run_backward = run
         try:
             return func(*args, **kwargs)
         finally:
             if engine is not None:
-                torch.autograd._engine_run_backward = engine
+                owner._engine_run_backward = engine
 
     # --- what is noted --------------------------------------------------------------------------------------------
 
@@ -341,7 +342,7 @@ def _kind(code: CodeType) -> int:
         return _LOOKS_ON
     if name.startswith(ours):
         return _OURS
-    own = name.startswith("<") or (name.startswith(pythons) and "-packages" not in name)
+    own = name.startswith("<frozen") or (name.startswith(pythons) and "-packages" not in name)
     return _TORCH if own else _USER
 
 
