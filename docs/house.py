@@ -41,7 +41,7 @@ LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "public class names with more than one home": (11, 12),
         "comments per 1,000 lines in kernels, ops, engine": (57, 60),
         "test lines": (66_000, 46_000),
-        "benchmark lines": (6_300, 4_000),
+        "benchmark lines": (1_800, 4_000),
     }
 )
 """Figure -> the limit that a test holds today, and the goal. All are "at most", but comments are "at least".
@@ -249,7 +249,8 @@ def figures() -> dict[str, int]:
         "public class names with more than one home": count_homes(),
         "comments per 1,000 lines in kernels, ops, engine": comments(),
         "test lines": lines_of(ROOT / "tests"),
-        "benchmark lines": lines_of(ROOT / "benchmarks"),
+        # without the blind sets: scripts of other authors, which nobody may change after their first run
+        "benchmark lines": lines_of(ROOT / "benchmarks") - lines_of(ROOT / "benchmarks" / "blind"),
     }
 
 

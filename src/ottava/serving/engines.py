@@ -121,12 +121,15 @@ class InferenceEngine:
     arithmetic: tuple[tuple[str, str, Arithmetic], ...] = ()
     """(quant_method or format, device or "", how it multiplies); the first that fits. Else codes and FP32 scales."""
     evidence: Mapping[str, str] = field(default_factory=dict)
-    """Rule -> "executed", "read in source VERSION" or "assumed"; `rules_of` prints the table."""
+    """Rule of `RULES` -> how it is known, if it is more than assumed."""
 
     @property
     def known(self) -> str:
         """How well its rules are known, in words."""
-        return ", ".join(f"{rule}: {how}" for rule, how in self.evidence.items()) or "assumed"
+        groups: dict[str, list[str]] = {}
+        for rule in RULES:
+            groups.setdefault(self.evidence.get(rule, "assumed"), []).append(rule)
+        return "; ".join(f"{how}: {', '.join(rules)}" for how, rules in groups.items())
 
     def multiplies(self, config: Mapping[str, Any], device: str, *, expert: bool = False) -> Arithmetic:
         """How it multiplies what this quantization_config describes, on "cpu" or "cuda"; an expert or not."""
@@ -174,6 +177,8 @@ class Decision:
     """Why the engine does not load it."""
 
 
+RULES = ("ignored layers", "joined linears", "decoding", "casts of activations", "experts", "other devices")
+"""What is known of an engine, or assumed: of vLLM, SGLang and TensorRT-LLM no version was noted, and none ran."""
 JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 )
@@ -241,6 +246,10 @@ _ENTRIES = (
             }
         ),
         never="",
+        evidence=MappingProxyType(
+            dict.fromkeys(RULES, "executed, 5.23.0 with compressed-tensors 0.20.0 on a CPU")
+            | {"other devices": "read in source 5.23.0"}
+        ),
         whole=r".*\.kv_b_proj",
         arithmetic=(
             ("experts of compressed-tensors", "", Arithmetic("bf16", "none")),

@@ -29,6 +29,7 @@ from ottava.serving.source import Source, Weight, copy_files, of_folder, of_mode
 from ottava.weights.layouts import DEFAULT, LAYOUTS, Layout
 
 REPORT = "export.json"
+_ASKED = "kept in BF16 as asked"
 _SHARD_BYTES = 5_000_000_000
 
 
@@ -148,11 +149,13 @@ def export(
     form = LAYOUTS[layout or _fitting(source, engine, recast=recast)]
     static = static or form.static
     stays = _staying(source, form, keep)
+    if not recast and (changes := _changes(source, form, stays)):
+        raise ExportError(_refusal(changes, form, source))
     more = _activation_scales(source, stays, kv_scales or {}, static=static and form.spec is not None)
     tree = _config(source, form, stays, engine, static=static, kv_cache=bool(kv_scales))
     written: list[Written] = []
     with replacing_folder(folder) as scratch:
-        parts = chain(_cast_all(source, form, stays, written, recast), ({name: one} for name, one in more.items()))
+        parts = chain(_cast_all(source, form, stays, written), ({name: one} for name, one in more.items()))
         nbytes = write_tensors(scratch, map(_finite, parts), shard_bytes)
         bf16 = sum(2 * math.prod(weight.shape) for weight in source.weights)
         report = ExportReport(str(folder), form.name, tuple(written), nbytes, bf16)
@@ -191,6 +194,40 @@ def _fitting(source: Source, engine: str | None, *, recast: bool) -> str:
     if refused and not recast:
         raise ExportError(refused)
     return next((form.name for form in readable if form.spec == LAYOUTS[DEFAULT].spec), DEFAULT)
+
+
+def _changes(source: Source, form: Layout, stays: Mapping[str, str]) -> dict[str, str]:
+    """Module -> why an engine would multiply it by another recipe than training did, unasked."""
+    found: dict[str, str] = {}
+    if form.spec is None:
+        return found
+    for group in _groups([weight for weight in source.weights if weight.linear]):
+        casts = {weight.module: cast for weight in group if (cast := weight.cast) is not None}
+        held = {name: cast for name, cast in casts.items() if name not in stays and form.holds(cast.spec)}
+        for name, cast in casts.items():
+            if name in stays and stays[name] != _ASKED:
+                found[name] = f"trained as {cast.spec}, would stay in BF16: {stays[name]}"
+            elif name not in stays and name not in held:
+                found[name] = f"trained as {cast.spec}"
+        if form.shares_scale and len(held) == len(group) > 1 and form.common(list(held.values())) is None:
+            found |= dict.fromkeys(held, "engines join it with others to one scale, where training had one for each")
+    return found
+
+
+def _refusal(changes: Mapping[str, str], form: Layout, source: Source) -> str:
+    """The sentence about all weights that would change; each is named."""
+    first = next(iter(changes))
+    cast = next(weight.cast for weight in source.weights if weight.module == first)
+    groups: dict[str, list[str]] = {}
+    for name, why in changes.items():
+        groups.setdefault(why, []).append(name)
+    named = "".join(f"\n  {why}: {', '.join(names)}" for why, names in groups.items())
+    if cast is not None and not form.holds(cast.spec):
+        return _not_held(first, cast.spec, form) + ". Nothing is written; these weights would change:" + named
+    return (
+        f"export: layout {form.name!r} would change the recipe of {len(changes)} weights. Give recast=True (--recast) "
+        f"to write them so, or take another layout. Nothing is written:{named}"
+    )
 
 
 def _not_held(module: str, spec: QuantizationSpec, form: Layout | None) -> str:
@@ -246,7 +283,7 @@ def _staying(source: Source, form: Layout, keep: Collection[str]) -> dict[str, s
         if form.spec is None:
             stays[weight.module] = ""
         elif any(fnmatchcase(weight.module, pattern) for pattern in keep):
-            stays[weight.module] = "kept in BF16 as asked"
+            stays[weight.module] = _ASKED
         elif weight.stays:
             stays[weight.module] = weight.stays
         elif not form.fits(_shape(weight)):
@@ -291,7 +328,7 @@ def _input_scales(source: Source, stays: Mapping[str, str]) -> dict[str, float]:
 
 
 def _cast_all(
-    source: Source, form: Layout, stays: Mapping[str, str], written: list[Written], recast: bool
+    source: Source, form: Layout, stays: Mapping[str, str], written: list[Written]
 ) -> Iterator[dict[str, Tensor]]:
     """The tensors of the checkpoint, a weight with its scales at a time, so that few are in memory; and its report."""
     groups = {
@@ -306,16 +343,11 @@ def _cast_all(
                 written.append(Written(weight.module, "bf16", stays[weight.module], same))
             yield {weight.name: plain}
         elif id(weight) not in later:
-            yield from _cast_group(groups[id(weight)], form, written, recast)
+            yield from _cast_group(groups[id(weight)], form, written)
 
 
-def _cast_group(
-    group: Sequence[Weight], form: Layout, written: list[Written], recast: bool
-) -> Iterator[dict[str, Tensor]]:
+def _cast_group(group: Sequence[Weight], form: Layout, written: list[Written]) -> Iterator[dict[str, Tensor]]:
     own = [weight.cast for weight in group]
-    for weight, trained in zip(group, own, strict=True):
-        if trained is not None and not recast and not form.holds(trained.spec):
-            raise ExportError(_not_held(weight.module, trained.spec, form))
     casts = _casts(group, own, form)
     common = form.common(casts) if form.shares_scale else None
     for weight, trained, cast in zip(group, own, casts, strict=True):

@@ -340,6 +340,8 @@ def _notes(ours: Model, theirs: Model) -> tuple[str, ...]:
     dynamic = [s for s in ours.linears.values() if s.activations and s.activations.granularity.rows is None]
     if any(side.activations and not side.activations.static for side in dynamic):
         notes.append("one dynamic scale for all tokens depends on the batch: no engine repeats the batches of training")
+    if any(tensor.dtype == torch.float32 for tensor in ours.plain.values()):
+        notes.append("training has FP32 tensors: what it computes in FP32 between linears, the engine computes in BF16")
     if not any(side.cast is not None for side in ours.linears.values()):
         notes.append("the train side casts nothing: give the recipe of the training")
     return tuple(notes)

@@ -1,0 +1,122 @@
+"""transformers runs what export wrote: its rules are what was multiplied, and "equal" means equal logits."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ottava.serving.executed import Execution, Operands, disagreements
+from ottava.serving.export import export
+from ottava.serving.parity import parity
+from ottava.serving.sides import Model, Side, served
+
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "certificates.py"
+RESULTS = json.loads((BENCHMARK.parent / "results" / "certificates.json").read_text())
+
+
+def test_the_stored_table_has_no_disagreement() -> None:
+    """`python benchmarks/certificates.py`: what ran is what the rules say, and the verdict "equal" has equal logits."""
+    assert len(RESULTS) == 90
+    ran = [row for row in RESULTS if "logits" in row]
+    assert len(ran) > 50
+    for row in ran:
+        assert row["disagreements"] == [], row
+        assert (row["verdict"] == "equal") == (row["logits"] == 0), row
+    assert all(row["why"] for row in RESULTS if row not in ran)
+
+
+def test_operands_that_differ_are_a_disagreement() -> None:
+    x, weight = torch.randn(4, 8).bfloat16(), torch.randn(6, 8).bfloat16()
+    theirs = Model({"up": Side(weight), "unseen": Side(weight)}, {}, {}, False)
+
+    def found(rows: torch.Tensor, used: torch.Tensor) -> dict[str, str]:
+        ran = Execution("engine", {"up": Operands(x, rows.float(), used.float())}, torch.zeros(1))
+        return disagreements(theirs, ran)
+
+    assert found(x, weight) == {}
+    assert "weight" in found(x, weight * 2)["up"]
+    assert "input" in found(x * 2, weight)["up"]
+    assert "rules say (6, 8)" in found(x, weight[:5])["up"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2", "Phi3", "GPT2", "Mixtral", "Qwen3Moe",
+                                    "DeepseekV3"])  # fmt: skip
+def test_rules_are_what_transformers_multiplies(family: str, tmp_path: Path) -> None:
+    """Every layout; and the figures are those of the stored table, to the verdict."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    benchmark: dict[str, Any] = runpy.run_path(str(BENCHMARK))
+    for layout in benchmark["LAYOUTS"]:
+        row = benchmark["measure"](family, layout, tmp_path / layout)
+        known = next(one for one in RESULTS if (one["family"], one["layout"]) == (family, layout))
+        assert row.get("disagreements", []) == [], row
+        assert (row["verdict"], row.get("causes")) == (known["verdict"], known.get("causes")), row
+        if "logits" in row:
+            assert (row["verdict"] == "equal") == (row["logits"] == 0), row
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_by_running(tmp_path: Path) -> None:
+    """The checkpoint of a run under mxfp8 is equal, under tensorwise or in another layout it is not; and so it ran."""
+    pytest.importorskip("compressed_tensors")
+    import ottava
+    from ottava.serving.executed import execute
+    from ottava.train.config import ModelConfig
+    from ottava.train.llama import as_llama
+    from ottava.train.model import ByteTransformer
+
+    torch.manual_seed(0)
+    config = ModelConfig(d_model=128, layers=2, heads=2, kv_heads=2, ffn=256)
+    ids = torch.randint(0, 256, (24,))
+    for recipe, layout, verdict in (
+        ("mxfp8", "compressed-tensors-mxfp8", "equal"),
+        ("tensorwise", "compressed-tensors-tensor", "different"),
+        ("mxfp8", "mxfp8", "different"),
+    ):
+        model = ByteTransformer(config, 64).eval()
+        ottava.convert(model, recipe)
+        source, folder = as_llama(model, config, 64), tmp_path / f"{recipe}-{layout}"
+        export(source, folder, layout=layout)
+        certificate = parity(source, folder, "transformers", device="cpu", run=True)
+        assert certificate.verdict == verdict, certificate
+        assert "15 of 15 linears" in certificate.ran
+        theirs = {name.removeprefix("model."): real for name, real in execute(folder, ids).operands.items()}
+        same = []  # a witness: what ran, against the trained layer's own operands for the same input
+        for weight in source.weights:
+            if weight.cast is not None:
+                real = theirs[weight.module.removeprefix("model.")]
+                rows = ottava.quantize(real.x, weight.input_spec).dequantize(torch.float32)
+                same.append(
+                    torch.equal(real.rows, rows) and torch.equal(real.weight, weight.cast.dequantize(torch.float32))
+                )
+        assert len(same) == 14
+        assert all(same) if verdict == "equal" else not any(same)
+
+
+@pytest.mark.slow
+def test_a_false_rule_is_not_certified(pair: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the rules of another engine in place of transformers', what ran says so."""
+    pytest.importorskip("compressed_tensors")
+    from dataclasses import replace
+
+    from ottava.serving import engines
+
+    benchmark: dict[str, Any] = runpy.run_path(str(BENCHMARK))
+    model = benchmark["made"]("Llama", "blockwise_fp32")
+    one = pair("llama", "blockwise_fp32", "compressed-tensors-block")
+    folder = one.folder.parent / "run"
+    export(model, folder, layout="compressed-tensors-block")
+    false = replace(engines.ENGINES["transformers"], arithmetic=())
+    monkeypatch.setattr("ottava.serving.sides.ENGINES", {**engines.ENGINES, "transformers": false})
+    certificate = parity(model, folder, "transformers", device="cpu", run=True)
+    assert certificate.verdict == "not certified"
+    assert {finding.cause for finding in certificate.findings} == {"executed"}
+    assert not certificate.equal
+    assert served(folder, "transformers").linears
