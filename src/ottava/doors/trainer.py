@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ottava.base.errors import PoisonError
+from ottava.base.text import listed
 from ottava.diagnose.diagnose import Diagnosis, diagnose
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event, event
@@ -29,6 +31,7 @@ from ottava.nn.receipt import receipt
 from ottava.record.reader import Run
 from ottava.record.schema import MANIFEST
 from ottava.watching.session import Watch, watch
+from ottava.weights.checkpoint import poisoned
 
 need_host("transformers")
 
@@ -119,6 +122,25 @@ class OttavaCallback(TrainerCallback):
         if _any_rank(bool(self.stopped), self._model):
             control.should_training_stop, control.should_save = True, args.save_strategy != "no"
             _LOG.warning("ottava: training stops at step %d: %s", state.global_step, self.stopped or "another rank")
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Sets a checkpoint with NaN or infinity aside, so that no resumption takes it, and ends the training.
+
+        Raises:
+            PoisonError: in all processes, if a parameter is not finite in one of them; the message names some.
+        """
+        names = [] if model is None else poisoned(model, model.state_dict())
+        if not _any_rank(bool(names), model):
+            return
+        saved = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        aside = saved.with_name(f"{saved.name}-not-finite")
+        if args.should_save and saved.is_dir():
+            saved.replace(aside)
+        said = listed(names, 3) if names else "parameters of another rank"
+        raise PoisonError(
+            f"step {state.global_step}: {said} not finite; the checkpoint is set aside as {aside}. Resume from one "
+            "before it, with a lower learning rate"
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Ends the watch."""
