@@ -4,8 +4,8 @@
 
 Case I of a parser follows from the seed, the parser's name and I alone: `--only PARSER --case I` repeats it and prints
 its traceback. An answer or an error of the house is right. Wrong are: an error that is not raised by ottava itself or
-has no exit code for the user (`stray`), more than SECONDS of CPU time (`hang`), more than MEMORY beyond what the process
-had (`memory`), a signal (`crash`), a file written or a process started outside of the case's folder (`outside`).
+has no exit code for the user (`stray`), more than SECONDS of CPU time (`hang`), more than MEMORY beyond what the
+process had (`memory`), a signal (`crash`), a file written outside of its folder or a process started (`outside`).
 
 Each batch of cases runs in a fork, under limits of the system; an audit hook sees every file that Python opens.
 """
@@ -56,7 +56,6 @@ _FORBIDDEN = (
     "os.exec",
     "os.posix_spawn",
     "socket.connect",
-    "os.startfile",
     "pty.spawn",
 )
 _CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
@@ -82,7 +81,7 @@ class Guard:
         if event in _FORBIDDEN:
             self.found.append(f"{event} {str(arguments)[:200]}")
         elif event == "open":
-            path, mode, flags = arguments
+            path, _, flags = arguments
             if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and not isinstance(path, int):
                 self._see(event, path)
         elif event in _CHANGES:

@@ -96,9 +96,7 @@ class Parser:
 def _configs(folder: Path) -> None:
     first = load_config(None, ["watch={layers: ['*.0', 're:fc[12]'], every: 5}", "guard={}", "recipe=mxfp8"])
     (folder / "a.yaml").write_text(first.to_yaml())
-    parallel = (
-        "parallel: {dp: 2, shard: 2, tp: 2, pp: 2, cp: 1, ep: 1, schedule: 1f1b, timeout: 300.0, verify_every: 1}"
-    )
+    parallel = "parallel: {dp: 2, shard: 2, tp: 2, pp: 2, cp: 1, ep: 1, schedule: 1f1b, timeout: 300.0}"
     (folder / "b.yaml").write_text(
         f"{parallel}\nbatch_size: 64\nmicrobatches: 2\nrecipe: {{name: mine, fprop: {{lhs: {{format: E4M3}}, rhs: "
         f"{{format: E4M3}}}}}}\nmodel: {{layers: 4, kv_heads: 2, heads: 4}}\noptimizer: {{betas: [0.9, 0.95]}}\n"
@@ -136,7 +134,7 @@ TE_CONFIG = """stats:
 def _watch_configs(folder: Path) -> None:
     (folder / "te.yaml").write_text(TE_CONFIG)
     (folder / "own.yaml").write_text(
-        "layers: ['blocks.*', 're:fc[12]']\ntensors: [X, grad_output]\nrecipes: [blockwise]\nevery: 7\nsinks: [terminal]\n"
+        "layers: ['blocks.*', 're:fc[12]']\ntensors: [X, grad_output]\nrecipes: [blockwise]\nevery: 7\n"
         "triggers: {loss_z: 6.0, burst: 3}\ndump: {steps: [3], layers: '*.fc2', tensors: X}\ndetail: blocks\n"
         "interventions: [{layers: ['a'], gemms: [fprop], action: fake}]\n"
     )

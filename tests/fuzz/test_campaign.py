@@ -17,8 +17,8 @@ from fuzz.parsers import PARSERS, Parser
 from ottava.base.untrusted import UntrustedError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and a fork, as Linux has them")
-CHEAP = ("config", "overrides", "watch config", "recipe", "json and yaml", "run folder", "parquet", "amax series", "dumps",
-         "sharded checkpoint", "pickle", "scaling state", "torch.save", "event file", "import of logs",
+CHEAP = ("config", "overrides", "watch config", "recipe", "json and yaml", "run folder", "parquet", "amax series",
+         "dumps", "sharded checkpoint", "pickle", "scaling state", "torch.save", "event file", "import of logs",
          "device constants", "kernel choices")  # fmt: skip
 """Those that read a case in some milliseconds."""
 
@@ -72,7 +72,7 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_case_follows_from_its_seed_alone(tmp_path: Path) -> None:
     """And most cases of a format differ."""
     made = []
-    for round in range(2):
+    for _ in range(2):
         path = tmp_path / "a.json"
         for case in range(20):
             path.write_text(json.dumps({"a": [1, 2, {"b": "c"}], "d": 1.5}, indent=1))

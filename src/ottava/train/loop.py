@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ottava.base.errors import PoisonError
 from ottava.base.settings import ConfigError, flatten
 from ottava.base.text import listed
+from ottava.base.untrusted import read_text
 from ottava.engine.autocast import autocast
 from ottava.engine.state import ScalingState
 from ottava.nn.calibrate import calibrate
@@ -581,7 +582,7 @@ def _records_of(checkpoint: Checkpoint) -> list[StepRecord]:
     """The steps of the other run, if the checkpoint lies in its folder."""
     path = checkpoint.path.parent.parent / "metrics.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()[: checkpoint.step]
+        lines = read_text(path, most=1 << 30).splitlines()[: checkpoint.step]
         records = [StepRecord.from_json(line) for line in lines]
     except (OSError, ValueError, TypeError, KeyError) as error:
         _log.warning("%s: cannot be read (%s): the curve of this run begins at its own first step", path, error)

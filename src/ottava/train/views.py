@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ottava.base.untrusted import UntrustedError, regular_size
 from ottava.nn.convert import convert
 from ottava.recipe import get_recipe
 from ottava.serving.answers import (
@@ -107,7 +108,9 @@ def texts_of(paths: Sequence[Path]) -> dict[str, str]:
     texts = {}
     for path in paths:
         try:
+            regular_size(path)
             texts[str(path)] = path.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); --text takes a text file") from error
+        except (OSError, UntrustedError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise DataError(f"{path}: cannot be read ({why}); --text takes a text file") from error
     return texts
