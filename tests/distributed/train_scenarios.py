@@ -405,6 +405,27 @@ def not_a_number_on_one_rank(world: World) -> None:
     assert trainer.step == 1
 
 
+def poison_on_one_rank_is_not_saved(world: World) -> None:
+    """A state that is infinite on rank 1 alone; the loss of the step was finite."""
+    for split in ("dp", "shard"):
+        folder = Path(world.folder, f"poison-{split}")
+        trainer = Trainer(tiny(f"parallel.{split}={world.size}", "checkpoint.every=2"), folder)
+        trainer.advance(3)
+        if world.rank == 1:
+            (weight,) = (p for name, p in trainer.model.named_parameters() if name == "layers.1.mlp.down_proj.weight")
+            local(trainer._optimizer.state[weight]["exp_avg_sq"]).fill_(float("inf"))
+        kept = _Kept()
+        logging.getLogger("ottava.train.loop").addHandler(kept)
+        trainer.advance()
+        logging.getLogger("ottava.train.loop").removeHandler(kept)
+        assert (trainer.step, trainer.diverged, trainer.done) == (4, True, True)
+        says = "step 4: optimizer.layers.1.mlp.down_proj.weight.exp_avg_sq is not finite on ranks [1]: no checkpoint"
+        assert trainer.poison.startswith(says), trainer.poison
+        assert any(says in line for line in kept.lines) == (world.rank == 0)
+        dist.barrier()
+        assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-000002"]
+
+
 def meet_again(world: World, name: str) -> None:
     """In a new group: in the old one the processes are out of step."""
     dist.destroy_process_group()
@@ -465,6 +486,7 @@ QUICK: tuple[Callable[[World], None], ...] = (
     refusals,
     a_rank_that_drifted_is_named,
     not_a_number_on_one_rank,
+    poison_on_one_rank_is_not_saved,
 )
 MOST: tuple[Callable[[World], None], ...] = (
     replicas_and_shards,

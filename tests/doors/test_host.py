@@ -206,7 +206,7 @@ def test_the_page_has_the_versions_and_lines_of_the_doors() -> None:
         _, oldest, tried, modules, lines = (cell.strip() for cell in row.split("|"))
         paths = [ROOT / "src" / f"{name.replace('.', '/')}.py" for name in re.findall(r"`([\w.]+)`", modules)]
         each = [len(path.read_text("utf-8").splitlines()) for path in paths]
-        assert max(each) <= 135 or door == "megatron", door
+        assert max(each) <= 160 or door == "megatron", door
         counted = sum(each)
         assert (oldest, tried, lines) == (*HOSTS[door][1:], str(counted)), door
         assert f"`ottava.doors.{door}`" in modules

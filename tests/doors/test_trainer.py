@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hf_samples import hf, made, rows, same, saved
+from ottava.base.errors import PoisonError
 from ottava.diagnose.diagnose import diagnose
 from ottava.doors.trainer import OttavaCallback
 from ottava.doors.transformers import OttavaConfig
@@ -281,3 +282,19 @@ def test_trl_trains_and_logs(kind: str, tmp_path: Path, tokenizer: Any) -> None:
     assert len(lines) == 2
     assert all({f"ottava/{key}" for key in KEYS} <= line.keys() for line in lines)
     assert of(lines[0], "fp8_share") > 0.8
+
+
+def test_a_checkpoint_with_an_infinity_is_set_aside_and_ends_the_training(tmp_path: Path) -> None:
+    """So that neither a resumption nor a script takes it for good."""
+
+    class Poison(hf.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.global_step == 4:
+                with torch.no_grad():
+                    model.get_input_embeddings().weight[0, 0] = float("inf")
+
+    run = trainer(tmp_path, OttavaCallback(), max_steps=6, save_strategy="steps", save_steps=2)
+    run.add_callback(Poison())
+    with pytest.raises(PoisonError, match=r"step 4: .*embed.* not finite; the checkpoint is set aside"):
+        run.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4-not-finite"]

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 import warm
+from command import ended
+from ottava.base.errors import PoisonError
 from ottava.base.settings import ConfigError
 from ottava.recipe import RECIPES, Recipe
 from ottava.record.reader import Run
@@ -540,3 +542,29 @@ def test_a_badly_cast_layer_falls_back(mode: str, tmp_path: Path) -> None:
     assert changed == applied
     assert bool(applied) == (mode == "apply")
     assert json.dumps(events)
+
+
+def test_a_weight_that_is_not_finite_is_not_saved_and_ends_the_run(tmp_path: Path) -> None:
+    """The row of a byte that no text has: the loss is finite. A loop that asks for the checkpoint gets the error."""
+    trainer = Trainer(tiny("checkpoint.every=2", "evaluation.every=0", "recipe=delayed"), tmp_path / "run")
+    trainer.advance(2)
+    with torch.no_grad():
+        trainer.model.embedding.weight[255, 3] = float("inf")
+    with pytest.raises(PoisonError, match=r"step 2: embedding\.weight is not finite: no checkpoint is written"):
+        trainer.save()
+    records = trainer.advance()
+    assert [record.step for record in records] == [3, 4]
+    assert math.isfinite(records[-1].loss)
+    assert (trainer.diverged, trainer.done) == (True, True)
+    assert trainer.poison.startswith("step 4: embedding.weight")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002.safetensors"]
+    assert (tmp_path / "run" / "receipt.json").exists()
+
+
+def test_a_command_whose_weights_overflow_exits_non_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The learning rate is beyond FP32: the first update makes infinities, and its checkpoint is due."""
+    words = [word for value in (*TINY, "steps=3", "checkpoint.every=1", "optimizer.learning_rate=1e39",
+                                "schedule.warmup_fraction=0") for word in ("--set", value)]  # fmt: skip
+    assert ended("train", *words, "--run-dir", tmp_path / "run") == 1
+    assert "not finite: no checkpoint is written" in capsys.readouterr().out
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))

@@ -34,6 +34,12 @@ def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
     return f"unknown {kind} {got!r}{hint} known: {', '.join(by_folded.values())}"
 
 
+class PoisonError(ValueError):
+    """Weights or states of an optimizer are not finite: a checkpoint of them would be no way back."""
+
+    exit_code = 1
+
+
 def need(caller: str, got: object, kind: type, needed: str = "a torch.nn.Module: the model itself") -> None:
     """Refuses an argument of another type.
 

@@ -223,11 +223,12 @@ def _text(source: Source, checkpoint: Path, path: Path | None) -> Text:
     """Bytes for a model that reads bytes, the tokens of the checkpoint's tokenizer, or always the same tokens."""
     import torch
 
+    from ottava.base.untrusted import UntrustedError, read_text
     from ottava.serving.sides import SAMPLE, Text, made_up
 
     vocabulary, length = int(source.config.get("vocab_size") or 0), 128
     if vocabulary == 256:
-        raw = SAMPLE.encode() if path is None else path.read_bytes()
+        raw = SAMPLE.encode() if path is None else read_text(path).encode()
         name = "a sentence of ottava's" if path is None else path.name
         return Text(torch.tensor(list(raw[:length])), f"{len(raw[:length])} bytes of {name}")
     tokenizer = checkpoint / "tokenizer.json"
@@ -236,7 +237,11 @@ def _text(source: Source, checkpoint: Path, path: Path | None) -> Text:
             from tokenizers import Tokenizer  # type: ignore[import-not-found,unused-ignore]
         except ImportError as error:
             raise ImportError("--text needs a tokenizer; install it with: pip install tokenizers") from error
-        ids = Tokenizer.from_file(str(tokenizer)).encode(path.read_text(encoding="utf-8")).ids[:length]
+        said = read_text(path)
+        try:
+            ids = Tokenizer.from_file(str(tokenizer)).encode(said).ids[:length]
+        except Exception as error:  # the Rust library raises plain exceptions
+            raise UntrustedError(f"{tokenizer}: cannot be read: {error}") from error
         return Text(torch.tensor(ids), f"{len(ids)} tokens of {path.name}")
     return made_up(max(vocabulary, 1), length)
 

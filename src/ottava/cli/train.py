@@ -170,6 +170,8 @@ def _summary(trainer: Trainer, config: TrainConfig) -> str:
     """The last lines on the terminal."""
     result = _result(trainer, config, interrupted=False)
     head = f"{result['recipe']}: {trainer.step} of {config.steps} steps"
+    if trainer.poison:
+        return f"{head}, then it diverged: {trainer.poison}"
     if trainer.diverged:
         return (
             f"{head}, then it diverged: the loss or gradient of step {trainer.step + 1} is not finite. That "

@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 
+from ottava.base.errors import PoisonError
+from ottava.base.text import listed
 from ottava.diagnose.diagnose import Diagnosis
 from ottava.diagnose.loss import Event
 from ottava.doors.host import need_host
 from ottava.record.schema import MANIFEST
 from ottava.watching.live import Live, Numbers
 from ottava.watching.session import Watch, watch
+from ottava.weights.checkpoint import poisoned
 
 need_host("transformers")
 
@@ -111,15 +114,38 @@ class OttavaCallback(TrainerCallback):
             answer = self.stop_when(logs) if self.stop_when is not None else False
             said = answer if isinstance(answer, str) else "stop_when said so" if answer else ""
             self.stopped = self.stopped or said
-        # one that stops alone would leave the others waiting
-        if float(reduce(torch.tensor(float(bool(self.stopped)), device=args.device))):
+        if _any_rank(bool(self.stopped), args.device):
             control.should_training_stop, control.should_save = True, args.save_strategy != "no"
             _LOG.warning("ottava: training stops at step %d: %s", state.global_step, self.stopped or "another rank")
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Sets a checkpoint with NaN or infinity aside, so that no resumption takes it, and ends the training.
+
+        Raises:
+            PoisonError: in all processes, if a parameter is not finite in one of them; the message names some.
+        """
+        names = [] if model is None else poisoned(model, model.state_dict())
+        if not _any_rank(bool(names), args.device):
+            return
+        saved = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        aside = saved.with_name(f"{saved.name}-not-finite")
+        if args.should_save and saved.is_dir():
+            saved.replace(aside)
+        said = listed(names, 3) if names else "parameters of another rank"
+        raise PoisonError(
+            f"step {state.global_step}: {said} not finite; the checkpoint is set aside as {aside}. Resume from one "
+            "before it, with a lower learning rate"
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Ends the watch."""
         if self.watch is not None:
             self.watch.close()
+
+
+def _any_rank(wanted: bool, device: torch.device) -> bool:
+    """Whether any process wants it: one that stops alone would leave the others waiting."""
+    return float(reduce(torch.tensor(float(wanted), device=device), "sum")) > 0
 
 
 def _folder(folder: Path, step: int) -> tuple[Path, bool]:

@@ -189,7 +189,8 @@ def read_entries(path: Path, wanted: Callable[[str], bool] = lambda name: True) 
         try:
             size = regular_size(file)
             with file.open("rb") as stream:
-                is_torch = stream.read(4).startswith(_TORCH_MAGIC)
+                first = stream.read(9)  # a header of 128 + 256 n bytes begins as a pickle does
+                is_torch = first.startswith(_TORCH_MAGIC) and first[6:] != b"\0\0{"
         except FileNotFoundError as error:
             raise StateFileError(f"{file}: does not exist") from error
         except UntrustedError as error:

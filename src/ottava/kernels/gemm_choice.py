@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ottava.base.untrusted import parse_json, read_text
 from ottava.kernels.native import build as native_build
 from ottava.numerics.formats import E4M3, dtype_name
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
@@ -259,10 +260,10 @@ def _publish(written: Path, path: Path) -> Choice | None:
 def _read(path: Path) -> tuple[str, Choice] | None:
     """(call, choice); None for a damaged or foreign file."""
     try:
-        outer = json.loads(path.read_text("utf-8"))
+        outer = parse_json(read_text(path))
         if outer["sha256"] != _hash(outer["body"]):
             return None
-        body: dict[str, Any] = json.loads(outer["body"])
+        body: dict[str, Any] = parse_json(outer["body"])
         times = {str(way): float(value) for way, value in body["milliseconds"].items()}
         # a file with the right checksum may still be one of another program
         if not times or not all(math.isfinite(value) for value in times.values()):

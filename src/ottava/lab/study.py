@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from ottava.base.files import replacing
 from ottava.base.settings import ConfigError, read_yaml
 from ottava.base.text import to_json
+from ottava.base.untrusted import parse_json, read_text
 from ottava.measure.layer_names import symbol
 from ottava.measure.observer import observe
 from ottava.measure.tally import PARTS
@@ -184,7 +185,7 @@ class Study:
         found = {}
         for recipe, seed in self.tasks():
             try:
-                values = json.loads(self.path(recipe, seed).read_text(encoding="utf-8"))
+                values = parse_json(read_text(self.path(recipe, seed)))
                 found[recipe.name, seed] = Measurement(**_numbers(values))
             except (OSError, ValueError, TypeError, KeyError):
                 continue

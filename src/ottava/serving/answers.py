@@ -144,7 +144,10 @@ def of_hugging_face(folder: Path, recipe: str | None = None) -> View:
     source = of_folder(folder)
     fp8 = any(weight.codes is not None for weight in source.weights)
     chosen = None if recipe is None else engine_recipe(source) if recipe == ENGINE else get_recipe(recipe)
-    config = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each family checks its own words, by errors of any kind
+        raise UntrustedError(f"{folder}: transformers cannot read its config.json: {error}") from error
     try:
         if fp8:
             vars(config).pop("quantization_config", None)
@@ -152,10 +155,12 @@ def of_hugging_face(folder: Path, recipe: str | None = None) -> View:
             model.tie_weights()
             load_fp8(model, folder, recipe=chosen or "bf16")
         else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.bfloat16, local_files_only=True, trust_remote_code=False, use_safetensors=True
+            )
             if chosen is not None:
                 convert(model, chosen)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, KeyError, AttributeError) as error:
         raise UntrustedError(f"{folder} cannot be read: {error}") from error
     model.eval()
     encode, decode = _text_of(folder, config.vocab_size)
@@ -187,7 +192,10 @@ def _text_of(folder: Path, vocabulary: int) -> tuple[Callable[[str], list[int]],
 
     if not _tokenizer(folder):
         raise UntrustedError(f"{folder} has no tokenizer, and {vocabulary} tokens: copy its tokenizer.json there")
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the Rust library raises plain exceptions
+        raise UntrustedError(f"{folder}: its tokenizer cannot be read: {error}") from error
     return partial(tokenizer.encode, add_special_tokens=False), tokenizer.decode
 
 

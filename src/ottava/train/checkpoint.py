@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ottava.base.files import replacing, replacing_folder
-from ottava.base.untrusted import parse_json, read_text
+from ottava.base.untrusted import UntrustedError, parse_json, read_text, regular_size
 from ottava.optim.engine import BOUND, Engine, group_scales, widened
 from ottava.optim.rules import ADAMW_STATES
 from ottava.optim.storage import join
@@ -156,11 +156,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: the file is missing, cut short, damaged, or no checkpoint of ottava.
     """
     try:
+        regular_size(path)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             # copies: mapped tensors would change if another process wrote to the file
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # not a mapping
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, UntrustedError) as error:
         raise CheckpointError(f"{path}: is cut short, damaged or no safetensors file ({error})") from error
     if metadata.get("format") not in (_FORMAT, _BEFORE):
         raise CheckpointError(
@@ -451,6 +452,8 @@ def read_header(path: Path, *, every_byte: bool = True) -> dict[str, Any]:
         raise CheckpointError(f"{path / HEADER}: is damaged, or of another version; needed: format {_SHARDS!r}")
     for name, size in header["files"].items():
         file = path / str(name)
+        if Path(name).name != name:
+            raise CheckpointError(f"{path / HEADER}: names {name!r}, which is no file of this folder")
         if not file.is_file() or file.stat().st_size != size:
             raise CheckpointError(f"{file}: is missing, cut short or damaged; {HEADER} lists it with {size} bytes")
     known = header.get(_HASH)
@@ -565,6 +568,8 @@ def _entries(path: Path) -> Entries:
     if (path / "checkpoints").is_dir():
         raise CheckpointError(f"{path}: is a run folder; give one of the folders in {path / 'checkpoints'}")
     try:
+        for file in path.glob("*.safetensors"):
+            regular_size(file)
         metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     except Exception as error:  # the errors of safetensors, json and the file system have no common class
         raise CheckpointError(f"{path}: cannot be read: a file of it is damaged ({error})") from error

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.base.untrusted import UntrustedError
+from ottava.base.untrusted import UntrustedError, regular_size
 from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.nn.convert import convert, put_weight
 from ottava.nn.plan import default_filter
@@ -451,7 +451,9 @@ def texts_of(paths: Sequence[Path]) -> dict[str, str]:
     texts = {}
     for path in paths:
         try:
+            regular_size(path)
             texts[str(path)] = path.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); --text takes a text file") from error
+        except (OSError, UntrustedError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise DataError(f"{path}: cannot be read ({why}); --text takes a text file") from error
     return texts

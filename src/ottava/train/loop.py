@@ -26,7 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.base.errors import PoisonError
 from ottava.base.settings import ConfigError, flatten
+from ottava.base.text import listed
+from ottava.base.untrusted import read_text
 from ottava.engine.autocast import autocast
 from ottava.engine.state import ScalingState
 from ottava.nn.calibrate import calibrate
@@ -60,6 +63,7 @@ from ottava.train.parallel import Microbatches, Passes, Pipeline, split
 from ottava.train.ranks import SPLITS, Ranks, explain_divergence, explained
 from ottava.train.run_folder import RunFolder, StepRecord
 from ottava.watching.session import Watch, watch
+from ottava.weights.checkpoint import poisoned
 
 RECEIPT_VERSION = 1
 _CALIBRATION_BATCHES = 16  # a whole window of the registered recipes
@@ -114,7 +118,10 @@ class Trainer:
     """All steps so far, also from before a resumption."""
     diverged: bool
     """Whether a loss or gradient was not finite. The record of that step is the last of the history. Its update was not
-    applied: `step` does not count it, and the model is unchanged."""
+    applied: `step` does not count it, and the model is unchanged. Also whether `poison` ended the run."""
+    poison: str
+    """The weights or states that were not finite when a checkpoint of them was due, in words; "" otherwise. The update
+    of the last step was applied, and no checkpoint of it was written."""
     model: ByteTransformer
     conversion: ConversionReport
     """The report of `convert`."""
@@ -167,7 +174,7 @@ class Trainer:
         self._amaxes = self.ranks.together(
             lambda: AmaxLog(self.folder.path, step=self.step, digest=kept.get("amaxes")) if self.ranks.first else None
         )
-        self.diverged = False
+        self.diverged, self.poison = False, ""
         self._watch: Watch | None = None
         self.folder.begin(self.step, facts)
         if start.facts:
@@ -277,7 +284,10 @@ class Trainer:
                 records = [*(r for r in records if r.step <= start), *self._records_since(start)]
                 if not self.diverged and _due(self.config.checkpoint.every, self.step, self.config.steps):
                     self._random = _random_states(self.device)
-                    self.save()
+                    try:
+                        self.save()
+                    except PoisonError as error:
+                        self._give_up(str(error))
             self._random = _random_states(self.device)
         if self.done:
             if self._writer is not None:
@@ -306,20 +316,47 @@ class Trainer:
         return total / settings.evaluation.batches
 
     def save(self) -> Path:
-        """Writes a checkpoint of this step and returns its path. Every process of the run must call it."""
+        """Writes a checkpoint of this step and returns its path. Every process of the run must call it.
+
+        Raises:
+            PoisonError: in all processes, if a weight or a state of the optimizer is not finite in one of them. The
+                message names the tensors and ranks. Nothing was written.
+        """
         self.folder.sync()
         if self._watch is not None:
             self._watch.flush()
         if self._writer is not None:
             values = collect_shards(self.model, self._optimizer, self._orders, self._random, self.ranks.rank)
+            self._refuse_poison(values)
             return self._writer.save(self.step, values, self._identity())
         tensors = collect_state(self.model, self._optimizer)
+        self._refuse_poison(tensors)
         tensors |= {f"random.{name}": state for name, state in self._random.items()}
         path = save_checkpoint(
             self.folder.checkpoints, self.step, tensors, self._identity(), keep=self.config.checkpoint.keep
         )
         _log.debug("saved %s", path)
         return path
+
+    def _refuse_poison(self, values: Mapping[str, Any]) -> None:
+        state = {name.removeprefix("model."): value for name, value in values.items()}
+        found = self.ranks.tell(poisoned(self.model, state, "optimizer."))
+        if names := {name: [rank for rank, own in enumerate(found) if name in own] for own in found for name in own}:
+            where = f" on ranks {sorted(set().union(*names.values()))}" if self.ranks.size > 1 else ""
+            raise PoisonError(
+                f"step {self.step}: {listed(names, 3)} {'is' if len(names) == 1 else 'are'} not finite{where}: no "
+                "checkpoint is written. The one before it stays: lower optimizer.learning_rate, then start from it "
+                "with --init"
+            )
+
+    def _give_up(self, poison: str) -> None:
+        """Ends the run, unless a guard will rewind it."""
+        if self.ranks.first:
+            _log.error("%s", poison)
+        if self._guard is None:
+            self.diverged, self.poison = True, poison
+            self.folder.write_json("receipt.json", self._receipt())
+            self._end_watch()
 
     def close(self) -> None:
         """Ends the watch and releases the folder. The last step does both; call `close` if you end a run earlier."""
@@ -567,7 +604,7 @@ def _records_of(checkpoint: Checkpoint) -> list[StepRecord]:
     """The steps of the other run, if the checkpoint lies in its folder."""
     path = checkpoint.path.parent.parent / "metrics.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()[: checkpoint.step]
+        lines = read_text(path, most=1 << 30).splitlines()[: checkpoint.step]
         records = [StepRecord.from_json(line) for line in lines]
     except (OSError, ValueError, TypeError, KeyError) as error:
         _log.warning("%s: cannot be read (%s): the curve of this run begins at its own first step", path, error)

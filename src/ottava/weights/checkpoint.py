@@ -26,6 +26,30 @@ _BYTES = (torch.uint8, torch.float8_e8m0fnu)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 
+def poisoned(model: nn.Module, state: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Names of the model's parameters, and of states kept for them, whose numbers are not all finite in this process.
+
+    Args:
+        model: its buffers are not judged: a mask may hold infinities.
+        state: NAME of a parameter, NAME_scale_inv or `prefix`NAME.ENTRY -> tensor, or this process's part of one.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> layer.bias.data[0] = float("inf")
+        >>> poisoned(layer, layer.state_dict())
+        ['bias']
+    """
+    own = {name for name, _ in model.named_parameters()}
+    found = []
+    for name, value in state.items():
+        plain = name.removesuffix(SCALE_SUFFIX)
+        if isinstance(value, Tensor) and (plain in own or (prefix and name.startswith(prefix))):
+            part = _local(value).detach()
+            if part.is_floating_point() and not bool(part.float().isfinite().all()):
+                found.append(name)
+    return found
+
+
 def keep_in_state_dict(module: nn.Module, name: str) -> None:
     """Makes a module save a weight in FP8 as two plain tensors, and load these or the weight in high precision."""
     names: set[str] | None = vars(module).get("stored_weights")
