@@ -199,8 +199,10 @@ class _Join(JoinHook):
 
 _SPELLED = MappingProxyType({"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"})
 # the first that a name begins with: "reduce" would be found in "reduce_scatter", too
-_KINDS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "reduce", "gather", "scatter")
-_KINDS += ("send", "isend", "recv", "irecv")
+_KINDS = (
+    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "reduce", "gather", "scatter"),
+    *("send", "isend", "recv", "irecv"),
+)
 # what operators of c10d call the tensors that a rank hands over; the others are the results
 _INPUTS = ("input", "input_tensor", "inputs", "input_tensors", "input_list", "tensor", "tensors")
 
@@ -308,7 +310,7 @@ def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
     if (boxed := arguments.get("process_group")) is not None:
         return dist.ProcessGroup.unbox(boxed)
     # torch 2.13 also hands the group itself to functional collectives
-    named = arguments["group_name"]
+    named: Any = arguments["group_name"]
     return torch._C._distributed_c10d._resolve_process_group(named) if isinstance(named, str) else named
 
 

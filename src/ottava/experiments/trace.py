@@ -201,7 +201,7 @@ class Trace(TorchFunctionMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             owner._engine_run_backward = engine
             with self:
-                return engine(*args, **kwargs)
+                return engine(*args, **kwargs)  # type: ignore[misc]  # it is not None where this runs
 
         if engine is not None:
             owner._engine_run_backward = run

@@ -170,11 +170,15 @@ class RunWriter:
             parts = (f"{json.dumps(name)}: {json.dumps(_jsonable(part))}" for name, part in self.manifest.items())
             scratch.write_bytes(("{\n" + ",\n".join(parts) + "\n}\n").encode())
 
-    def step(self, step: int, *, waits: bool = False, **numbers: float | None) -> None:
-        """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown.
+    def step(self, step: int, **numbers: float | None) -> None:
+        """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown."""
+        self._step(step, numbers)
 
-        waits: the line may wait in memory for the next one that does not, or for `flush`.
-        """
+    def step_later(self, step: int, **numbers: float | None) -> None:
+        """As `step`; the line may wait in memory for the next one of `step`, or for `flush`."""
+        self._step(step, numbers, waits=True)
+
+    def _step(self, step: int, numbers: Mapping[str, float | None], *, waits: bool = False) -> None:
         elsewhere = TRAINER_NUMBERS if self._trained else frozenset[str]()
         known = {k: v for k, v in numbers.items() if v is not None}
         known = {k: v for k, v in known.items() if k not in elsewhere or not math.isfinite(v)}

@@ -388,12 +388,14 @@ class ShardWriter:
         pending: Any = async_save(values, storage_writer=writer, process_group=self.group)
         self._pending = pending
         if self.ranks.first:  # a future of its own: who waits for `pending` may go on before its callbacks have run
-            self._pending = finished = Future()
+            finished: Future[None] = Future()
+            self._pending = finished
 
             def finish(done: Future[Any]) -> None:
                 try:
                     done.result()
-                    finished.set_result(self._finish(part, final, facts))
+                    self._finish(part, final, facts)
+                    finished.set_result(None)
                 except BaseException as error:
                     finished.set_exception(error)
 

@@ -539,8 +539,9 @@ class Trainer:
 
         found = ranks.together(lambda: find() if ranks.first else None)
         path = ranks.tell(None if found is None else found.path)[0]
-        taken = ranks.first or path is None
-        return ranks.together(lambda: found if taken else read_any(path, whole=False, every_byte=False))
+        if ranks.first or path is None:
+            return ranks.together(lambda: found)
+        return ranks.together(lambda: read_any(path, whole=False, every_byte=False))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         identity, model = self._identity(), self.model

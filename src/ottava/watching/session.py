@@ -473,7 +473,8 @@ class Watch:
             of_step = statistics.fmean if self.config.loss == "mean" else math.fsum
             loss = {"loss": of_step(parts)} if parts else {}
             numbers = training | loss | ended.numbers
-            self.writer.step(ended.step, waits=ended.tallies is self._nothing, **numbers)
+            write = self.writer.step_later if ended.tallies is self._nothing else self.writer.step
+            write(ended.step, **numbers)
             self.writer.tallies(ended.step, ended.tallies)
             if ended.keys:
                 self._flight.append(Amaxes(ended.step, ended.keys, amax, scale_inv))
