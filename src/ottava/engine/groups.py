@@ -311,7 +311,8 @@ def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
         return dist.ProcessGroup.unbox(boxed)
     # torch 2.13 also hands the group itself to functional collectives
     named: Any = arguments["group_name"]
-    return torch._C._distributed_c10d._resolve_process_group(named) if isinstance(named, str) else named
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    return resolve(named) if isinstance(named, str) else named
 
 
 def _reduction(given: Any) -> str:
