@@ -312,7 +312,8 @@ def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
     # torch 2.13 also hands the group itself to functional collectives
     named: Any = arguments["group_name"]
     resolve: Any = torch._C._distributed_c10d._resolve_process_group
-    return resolve(named) if isinstance(named, str) else named
+    group: dist.ProcessGroup = resolve(named) if isinstance(named, str) else named
+    return group
 
 
 def _reduction(given: Any) -> str:
