@@ -40,7 +40,12 @@ settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--publish", action="store_true", help="write the tables of docs/guarantees.md from this run")
+    parser.addoption("--dirty", action="store_true", help="fill what torch.empty gives with NaN, or the largest number")
+    parser.addoption(
+        "--publish",
+        action="store_true",
+        help="write the tables of docs/guarantees.md and docs/determinism.md from this run",
+    )
 
 
 def pytest_collection() -> None:
@@ -78,13 +83,25 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _dirty(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`--dirty`: torch fills what it allocates without numbers, in deterministic mode only."""
+    dirty = request.config.getoption("--dirty")
+    if dirty:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    if dirty:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def table(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """table(name, header, rows): holds a table of docs/guarantees.md against what ran."""
+    """table(name, header, rows): holds a table of docs/guarantees.md, or of `page`, against what ran."""
     return functools.partial(hold, publish=request.config.getoption("--publish"))
 
 

@@ -1,4 +1,4 @@
-"""Which collectives a step made; the scenarios run in two processes."""
+"""Which collectives a step made, and that neither late ranks nor the order of their ends change a bit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 import ottava
 from ottava.engine.groups import CollectiveRow
 
-SCENARIOS = scenarios_of("collective_scenarios")
-
 
 @pytest.mark.slow
-def test_every_scenario_holds_on_every_rank(tmp_path: Path) -> None:
-    failed = failures(start(2, tmp_path / "ranks", SCENARIOS), SCENARIOS)
+@pytest.mark.parametrize("size, module", [(2, "collective_scenarios"), (3, "order_scenarios")], ids=["what", "when"])
+def test_every_scenario_holds_on_every_rank(size: int, module: str, tmp_path: Path) -> None:
+    scenarios = scenarios_of(module)
+    failed = failures(start(size, tmp_path / "ranks", scenarios), scenarios)
     assert not failed, "\n".join(failed)
 
 

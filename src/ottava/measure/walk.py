@@ -501,7 +501,8 @@ def _band(x: Tensor, codes: Tensor, scale_inv: Tensor, cast: QuantizedTensor, am
     live = ~(dead | clipped)
     grid = _squared_rounding(magnitude.div_(ideal), fmt, spec.rounding == "stochastic") * ideal * ideal
     terms = (error * dead, error * clipped, error * live, grid * live)
-    return torch.stack([spec.granularity.blocks(term).sum((1, 3)) for term in terms])
+    # row by row, then the rows: torch shares a sum to one number out to its threads, and the bits depend on how many
+    return torch.stack([spec.granularity.blocks(term).sum(3).sum(1) for term in terms])
 
 
 def _squared_rounding(y: Tensor, fmt: Format, stochastic: bool) -> Tensor:

@@ -25,7 +25,7 @@ struct Float32 {
 struct BFloat16 {
   using Int = int16_t;
   static constexpr Int mask = 0x7fff, infinity = 0x7f80;
-  static inline float value(Int bits) { return float_of(int32_t(bits) << 16); }
+  static inline float value(Int bits) { return float_of(int32_t(uint32_t(bits) << 16)); }
 };
 
 struct Float16 {
