@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ottava.serving.executed import Execution, Operands, disagreements
+from ottava.serving.executed import Execution, Multiplied, disagreements
 from ottava.serving.export import export
 from ottava.serving.parity import parity
 from ottava.serving.sides import Model, Side, served
@@ -36,7 +36,7 @@ def test_operands_that_differ_are_a_disagreement() -> None:
     theirs = Model({"up": Side(weight), "unseen": Side(weight)}, {}, {}, False)
 
     def found(rows: torch.Tensor, used: torch.Tensor) -> dict[str, str]:
-        ran = Execution("engine", {"up": Operands(x, rows.float(), used.float())}, torch.zeros(1))
+        ran = Execution("engine", {"up": Multiplied(x, rows.float(), used.float())}, torch.zeros(1))
         return disagreements(theirs, ran)
 
     assert found(x, weight) == {}

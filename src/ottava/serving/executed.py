@@ -27,7 +27,7 @@ _NAMES = (("block_sparse_moe.", "mlp."), (".w1", ".gate_proj"), (".w2", ".down_p
 
 
 @dataclass(frozen=True, eq=False)
-class Operands:
+class Multiplied:
     """What one linear multiplied."""
 
     x: Tensor
@@ -44,7 +44,7 @@ class Execution:
 
     said: str
     """Library, version and device."""
-    operands: Mapping[str, Operands]
+    operands: Mapping[str, Multiplied]
     """By the name of the linear in the model; experts that got no token are absent."""
     logits: Tensor
     """fp32 (T, V)."""
@@ -109,8 +109,8 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _run(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Operands]]:
-    caught, found = _Caught(), dict[str, Operands]()
+def _run(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Multiplied]]:
+    caught, found = _Caught(), dict[str, Multiplied]()
     stack: list[tuple[Tensor, int]] = []
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -143,16 +143,16 @@ def _stacked(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.ndim == 3
 
 
-def _operands(module: nn.Module, x: Tensor, rows: Tensor, weight: Tensor) -> Operands:
+def _operands(module: nn.Module, x: Tensor, rows: Tensor, weight: Tensor) -> Multiplied:
     """(T, K) each; the weight of a Conv1D lies as (K, N)."""
     turned = type(module).__name__ == "Conv1D"
     whole = weight.t() if turned else weight
-    return Operands(x.reshape(-1, x.shape[-1]), rows.reshape(-1, rows.shape[-1]).float(), whole.float())
+    return Multiplied(x.reshape(-1, x.shape[-1]), rows.reshape(-1, rows.shape[-1]).float(), whole.float())
 
 
-def _of_experts(module: Any, name: str, calls: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Operands]:
+def _of_experts(module: Any, name: str, calls: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Multiplied]:
     """Linears of experts whose weights lie in one stack: gate and up in one GEMM, then down."""
-    found: dict[str, Operands] = {}
+    found: dict[str, Multiplied] = {}
     for (x, both), (inner, down) in zip(calls[::2], calls[1::2], strict=True):
         number = next(e for e in range(module.down_proj.shape[0]) if torch.equal(module.down_proj[e], down))
         halves = both.chunk(2)
@@ -186,7 +186,7 @@ def _of_model(name: str) -> str:
     return name
 
 
-def _wrong(side: Side, real: Operands) -> str:
+def _wrong(side: Side, real: Multiplied) -> str:
     wanted, rows = side.operand(), side.rows(real.x)
     if wanted.shape != real.weight.shape:
         return f"a weight {tuple(real.weight.shape)}, and the rules say {tuple(wanted.shape)}"
