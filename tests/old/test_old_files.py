@@ -1,4 +1,4 @@
-"""Files that earlier versions wrote are read for ever: a run folder of each version is kept here, and never written anew.
+"""Files that earlier versions wrote are read for ever: a run folder of each version is kept here and stays as it is.
 
 run-3    `ottava train` on 2026-11-23: checkpoint format 3, manifest 1, watch schema of that day; BF16 weights that are
          rounded stochastically, int8 moments, recipe delayed, two of four steps
