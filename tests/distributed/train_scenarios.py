@@ -250,6 +250,48 @@ def a_run_in_parts(world: World) -> None:
         assert curve(Path(world.folder, "others")) == curve(witness(world, "tensorwise"))
 
 
+STORAGES = (
+    ("fp8", "fp32", "fp32"),
+    ("fp8", "remainder", "fp8"),
+    ("fp8", "fp32", "int8"),
+    ("fp32", "null", "fp8"),
+    ("fp32", "null", "int8"),
+    ("bf16", "remainder", "bf16"),
+)
+"""Weights, masters and moments."""
+
+
+def every_storage_is_resumed_to_the_bit(world: World) -> None:
+    """Shards with every storage: half a run and the rest are the whole run, tensor for tensor; and one process reads
+    the same weights from the shards as from a file. A flipped bit in a shard is noticed, and the older one taken."""
+    for weights, master, moments in STORAGES:
+        stored = f"optimizer={{weights: {weights}, master: {master}, moments: {moments}}}"
+        own = (f"parallel.shard={world.size}", "recipe=tensorwise", "checkpoint.every=2", stored)
+        name = f"{weights}-{master}-{moments}"
+        run_of(world, f"whole-{name}", *own)
+        run_of(world, f"half-{name}", *own, "checkpoint.asynchronous=true", steps=2)
+        run_of(world, f"half-{name}", *own, resume=True)
+        last = Path("checkpoints", "step-000004")
+        whole, resumed = (read_whole(Path(world.folder, f"{part}-{name}") / last).tensors for part in ("whole", "half"))
+        assert whole.keys() == resumed.keys()
+        for key, tensor in whole.items():
+            assert torch.equal(as_bytes(tensor), as_bytes(resumed[key])), (name, key)
+    if world.rank == 0:
+        file = sorted((Path(world.folder, f"half-{name}") / last).glob("shard-*"))[-1]
+        data = bytearray(file.read_bytes())
+        data[-9] ^= 4
+        file.write_bytes(data)
+    dist.barrier()
+    trainer = Trainer(tiny(*own), Path(world.folder, f"half-{name}"), resume=True)
+    assert trainer.step == 2
+    trainer.close()
+    dist.barrier()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def all_ranks_are_on_record(world: World) -> None:
     run_of(
         world,
@@ -495,6 +537,7 @@ MOST: tuple[Callable[[World], None], ...] = (
     sequences_stay_near_one_process,
     experts_stay_near_one_process,
     checkpoints_of_any_shape,
+    every_storage_is_resumed_to_the_bit,
     all_ranks_are_on_record,
     one_file_of_a_folder,
     the_plan_counts_what_is_sent_and_held,

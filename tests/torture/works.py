@@ -178,13 +178,15 @@ def recorded(run: Path) -> Result:
     read = Run.open(run)
     steps, names = (
         read.steps,
-        sorted(set(read.steps) - {"step", "seconds", "kept_gradient"}),
-    )  # of the step before; NaN after a resumption
+        sorted(set(read.steps) - {"step", "seconds"} - BETWEEN_STEPS),
+    )
     lines = {int(step): [repr(float(steps[name][i])) for name in names] for i, step in enumerate(steps["step"])}
     rows = read.table(phase=None, merge_ranks=False).dicts(*MEASURED)
     return {"steps": lines, "rows": {tuple(str(row[name]) for name in KEY): repr(row) for row in rows}}
 
 
+BETWEEN_STEPS = frozenset({"kept_gradient", "written"})
+"""Numbers that compare a step with the one before: unknown in the first step of a process."""
 MEASURED = ("amax", "mse", "underflow_pct", "cosine", "row_sqnr_p50_db")
 KEY = ("step", "rank", "phase", "layer", "tensor", "direction", "recipe", "source")
 

@@ -375,6 +375,25 @@ def test_killed_at_any_moment_the_curve_is_that_of_an_uninterrupted_run(tmp_path
     assert resumed.metadata == direct.metadata  # the hash of all tensors is part of it
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "amax.jsonl"])
+def test_a_number_that_changed_in_the_records_is_refused(name: str, tmp_path: Path) -> None:
+    """The lines have no checksum of their own; the checkpoint has the hash of all of them."""
+    trainer = Trainer(tiny(*SHORT, "recipe=delayed"), tmp_path)
+    trainer.advance(2)
+    trainer.close()
+    path = tmp_path / name
+    text = path.read_text()
+    key = '"loss": ' if name == "metrics.jsonl" else '"amax": ['
+    at = text.index(key) + len(key) + 2  # the first decimal
+    assert text[at].isdigit()
+    path.write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
+    with pytest.raises(ValueError, match=f"{name}: .* was edited|{name}: .* was written") as refused:
+        Trainer(tiny(*SHORT, "recipe=delayed"), tmp_path, resume=True)
+    assert "Restore the file" in str(refused.value)
+    path.write_text(text)
+    assert Trainer(tiny(*SHORT, "recipe=delayed"), tmp_path, resume=True).step == 2
+
+
 def test_a_run_switches_to_fp8_and_back_in_its_middle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """BF16 -> FP8 weights with predicted scales -> BF16: steps, weights, masters and moments go on; the curve, too."""
     first = Trainer(tiny(*SHORT, "recipe=bf16", "steps=4"), tmp_path / "a")
