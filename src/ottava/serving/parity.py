@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.base.text import columns
+from ottava.base.untrusted import UntrustedError, misfit
 from ottava.nn.receipt import Receipt, receipt
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import QuantizedTensor
@@ -261,7 +262,7 @@ def _not_fp8(ours: Model, ran: Receipt | Mapping[str, Any] | None) -> list[Misma
         raise UntrustedError(f"the receipt of the training: {wrong}")
     plain = {
         row["layer"]: row.get("note", "")
-        for row in rows
+        for row in filter(None, rows)
         if row.get("gemm") == "fprop" and not row.get("fp8") and row.get("kernel", "-") != "-"
     }
     return [
