@@ -316,7 +316,8 @@ def test_help_needs_no_set_up() -> None:
     """`./x help` prints the words it knows, at once."""
     run = subprocess.run([sys.executable, str(X), "help"], capture_output=True, text=True)
     assert run.returncode == 0
-    assert all(f"./x {word}" in run.stdout for word in ("demo", "test", "mutate", "fuzz", "sanitize", "soak", "lint", "help"))
+    words = ("demo", "test", "mutate", "fuzz", "sanitize", "soak", "lint", "help")
+    assert all(f"./x {word}" in run.stdout for word in words)
 
 
 def test_cuda_requirements_of_a_report() -> None:
