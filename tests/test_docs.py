@@ -33,7 +33,7 @@ MODULES = sorted(
 NOT_BUILT = ("not built", "尚未实现")
 KERNELS = re.compile(r"\b(native_gemm|bf16_mm|reference)\b")
 """Which of them runs is the machine's affair: its CPU, and whether it has a compiler."""
-X_WORDS = ("test", "mutate", "fuzz", "sanitize", "soak", "lint", "house", "help")
+X_WORDS = ("test", "mutate", "fuzz", "torture", "sanitize", "soak", "lint", "house", "help")
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,10 @@ PLANTED = {
         "smaller(COLUMNS, columns - c0) + 1, parts",
         "heap-buffer-overflow",
     ),
-    "undefined": (
-        "const int64_t rows = call.rows,",
-        "int n = 2147483647 - int(call.rows > 0) + 2, rows = call.rows + 0 * n,",
-        "overflow",
-    ),
+    "undefined": ("int32_t(uint32_t(bits) << 16)", "int32_t(bits) << 16", "left shift of negative value"),
     "thread": ("parts.get() + band * columns + c0", "parts.get() + c0", "data race"),
 }
-"""Sanitizer -> a piece of sums.cpp, what takes its place, and what a report says."""
+"""Sanitizer -> a piece of sums.cpp, or of floats.h (a fault that it had), what takes its place, what a report says."""
 
 
 @pytest.mark.slow
@@ -32,7 +28,7 @@ PLANTED = {
 def test_a_planted_fault_is_found_and_the_kernel_as_it_is_has_none(name: str, tmp_path: Path) -> None:
     source = tmp_path / "src"
     shutil.copytree(sanitize.ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
-    kernel = source / "ottava" / "kernels" / "native" / "src" / "sums.cpp"
+    kernel = source / "ottava" / "kernels" / "native" / "src" / ("floats.h" if name == "undefined" else "sums.cpp")
     before, after, said = PLANTED[name]
     text = kernel.read_text("utf-8")
     assert text.count(before) == 1
@@ -40,7 +36,7 @@ def test_a_planted_fault_is_found_and_the_kernel_as_it_is_has_none(name: str, tm
     kernel.write_text(text.replace(before, after), "utf-8")
     planted = sanitize.sanitize(name, tests, 0, source)
     assert planted.libraries
-    assert any(said in one and one.startswith("sums") for one in planted.ours), (planted.ours, planted.said)
+    assert any(said in one for one in planted.ours), (planted.ours, planted.said)
     kernel.write_text(text, "utf-8")
     clean = sanitize.sanitize(name, tests, 0, source)
     assert (clean.libraries > 0, clean.ours.total(), clean.failed) == (True, 0, False), (clean.ours, clean.said)
