@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -141,3 +142,13 @@ def test_a_tree_that_holds_itself_has_no_end() -> None:
 )
 def test_a_misfit_is_named_by_its_place(value: object, shape: object, says: str) -> None:
     assert misfit(value, shape, "f") == says
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file that opens and cannot be read")
+def test_a_disk_that_fails_while_it_is_read_is_a_sentence(tmp_path: Path) -> None:
+    """The system's error of a read names no file."""
+    (tmp_path / "a.json").symlink_to("/proc/self/mem")
+    with pytest.raises(UntrustedError, match=r"cannot be read \(Input/output error\)"):
+        read_text(tmp_path / "a.json")
+    with pytest.raises(UntrustedError, match=r"a\.json: cannot be read \(Input/output error\)"):
+        list(read_lines(tmp_path / "a.json"))

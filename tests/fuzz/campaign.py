@@ -89,7 +89,7 @@ class Guard:
 
     def _see(self, event: str, path: Any) -> None:
         place = os.path.realpath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
-        if place and not place.startswith((f"{self.inside}/", "/dev/null")):
+        if place and place != self.inside and not place.startswith((f"{self.inside}/", "/dev/null")):
             self.found.append(f"{event} {place}")
 
 

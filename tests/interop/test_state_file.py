@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 import ottava
@@ -466,3 +466,27 @@ def test_foreign_file_is_refused_with_what_is_wrong(contents: Callable[[], Any],
     with pytest.raises(StateFileError) as caught:
         read_scaling_state(tmp_path / "file.pt")
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0x80, 0x180, 0x8080])
+def test_a_header_that_begins_as_a_pickle_is_safetensors(size: int, tmp_path: Path) -> None:
+    """Its length comes first: 128 is the byte that a pickle begins with. One file in 32 was refused as a pickle."""
+    parts = {"fc.quantizers.input.amax_history": torch.ones(4), "fc.quantizers.input.scale": torch.tensor(448.0)}
+    parts |= {
+        "fc.quantizers.input.nonfinite_count": torch.tensor(0),
+        "fc.quantizers.input.guard_count": torch.tensor(0),
+    }
+    whole = save(parts)
+    own = int.from_bytes(whole[:8], "little")
+    header = whole[8 : 8 + own].ljust(-(-own // 256) * 256 + size)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + own :])
+    assert path.read_bytes()[0] == 0x80
+    assert len(read_scaling_state(path).rows) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file that opens and cannot be read")
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").symlink_to("/proc/self/mem")
+    with pytest.raises(StateFileError, match=r"a\.pt: Input/output error"):
+        read_scaling_state(tmp_path / "a.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -327,3 +328,22 @@ def test_files_and_folders_are_one_order(tmp_path: Path) -> None:
     prune(tmp_path, 4, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
     assert newest_of_run(tmp_path / "none", same, whole=True) is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs FIFOs")
+def test_a_fifo_in_place_of_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    """A checkpoint, a shard, and the records of a run: a reader would wait forever."""
+    os.mkfifo(tmp_path / "step-000001.safetensors")
+    with pytest.raises(CheckpointError, match="is a FIFO"):
+        read_checkpoint(tmp_path / "step-000001.safetensors")
+    with pytest.raises(CheckpointError, match="is a FIFO"):
+        consolidate(tmp_path, tmp_path / "new", keep=True)
+
+
+def test_a_header_names_files_of_its_folder_only(tmp_path: Path) -> None:
+    facts = {"format": "ottava.train.shards/1", "step": "1", "files": {"../outside": 1}}
+    (tmp_path / "step-000001").mkdir()
+    (tmp_path / "step-000001" / HEADER).write_text(json.dumps(facts))
+    (tmp_path / "outside").write_text("x")
+    with pytest.raises(CheckpointError, match=r"names '\.\./outside', which is no file of this folder"):
+        read_header(tmp_path / "step-000001")

@@ -86,7 +86,10 @@ def read_text(path: Path, *, most: int = MAX_BYTES) -> str:
     if (size := regular_size(path)) > most:
         raise LimitError(f"has {size:,} bytes; at most {most:,} are read")
     with path.open("rb") as stream:
-        data = stream.read(most + 1)
+        try:
+            data = stream.read(most + 1)
+        except OSError as error:  # a failing disk: the system names no file
+            raise UntrustedError(f"cannot be read ({error.strerror})") from error
     if len(data) > most:  # files of /proc have size 0
         raise LimitError(f"has more than the {most:,} bytes that are read")
     try:
@@ -103,12 +106,15 @@ def read_lines(path: Path, *, longest: int = MAX_LINE) -> Iterator[bytes]:
     """
     regular_size(path)
     with path.open("rb") as stream:
-        while line := stream.readline(longest + 1):
-            whole = len(line) <= longest
-            while len(line) > longest and not line.endswith(b"\n"):
-                line = stream.readline(longest + 1)
-                whole = False
-            yield line.rstrip(b"\r\n") if whole else b""
+        try:
+            while line := stream.readline(longest + 1):
+                whole = len(line) <= longest
+                while len(line) > longest and not line.endswith(b"\n"):
+                    line = stream.readline(longest + 1)
+                    whole = False
+                yield line.rstrip(b"\r\n") if whole else b""
+        except OSError as error:  # as in `read_text`
+            raise UntrustedError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def parse_json(text: str | bytes) -> Any:

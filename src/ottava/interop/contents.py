@@ -191,8 +191,9 @@ def read_entries(path: Path, wanted: Callable[[str], bool] = lambda name: True) 
             with file.open("rb") as stream:
                 first = stream.read(9)  # a header of 128 + 256 n bytes begins as a pickle does
                 is_torch = first.startswith(_TORCH_MAGIC) and first[6:] != b"\0\0{"
-        except FileNotFoundError as error:
-            raise StateFileError(f"{file}: does not exist") from error
+        except OSError as error:  # the system names no file where a disk fails in the middle
+            missing = isinstance(error, FileNotFoundError)
+            raise StateFileError(f"{file}: {'does not exist' if missing else error.strerror}") from error
         except UntrustedError as error:
             what = "is a folder without safetensors files; needs one with them, or a file" if path.is_dir() else error
             raise StateFileError(f"{path}: {what}") from error
