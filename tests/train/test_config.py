@@ -202,3 +202,9 @@ def test_a_run_may_name_an_accumulator() -> None:
     assert load_config(None, ["recipe=tensorwise/hopper"]).build_recipe() == config.build_recipe()
     with pytest.raises(ConfigError, match="did you mean 'hopper'"):
         load_config(None, ["accumulator=hoper"])
+
+
+def test_a_batch_without_end_is_hashed_at_once() -> None:
+    """`./x fuzz --seed 3 --only config --case 62` looked for its divisors for years."""
+    config = load_config(None, ["batch_size=9007199254740992"])
+    assert 1 < len(config.older_digests()) < 100

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ottava.base.text import columns
+from ottava.base.untrusted import UntrustedError, misfit
 from ottava.nn.receipt import Receipt, receipt
 from ottava.recipe import Recipe, get_recipe
 from ottava.serving.causes import CAUSES, activation_cause, layer_set, plain_causes, weight_cause
@@ -312,7 +313,7 @@ def _not_fp8(ours: Model, ran: Receipt | Mapping[str, Any] | None) -> list[Misma
         raise UntrustedError(f"the receipt of the training: {wrong}")
     plain = {
         row["layer"]: row.get("note", "")
-        for row in rows
+        for row in filter(None, rows)
         if row.get("gemm") == "fprop" and not row.get("fp8") and row.get("kernel", "-") != "-"
     }
     return [

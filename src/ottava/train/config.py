@@ -258,6 +258,8 @@ DEMO_SETTINGS = (
     "checkpoint.keep=1",
 )
 """Values of the demo and of the lab: runs so short that a laptop does several."""
+_MOST_PARTS = 1 << 16
+"""Microbatches that an older version may have counted: a batch_size of 2**53 has divisors that nobody tried."""
 FREE = ("checkpoint", "evaluation", "microbatches", "parallel", "watch")
 """Settings that a resumed run may change."""
 
@@ -409,7 +411,7 @@ class TrainConfig(Section):
         if self.optimizer.amax_every == OptimizerConfig().amax_every:
             optimizer = {name: v for name, v in forms[0]["optimizer"].items() if name != "amax_every"}
             forms.append(forms[0] | {"optimizer": optimizer})
-        parts = [n for n in range(2, self.batch_size + 1) if self.batch_size % n == 0]
+        parts = [n for n in range(2, min(self.batch_size, _MOST_PARTS) + 1) if self.batch_size % n == 0]
         counted = [{}, *({"microbatches": n} for n in parts)]
         return frozenset(_hash_of(form | count) for form in forms for count in counted)
 
