@@ -27,6 +27,7 @@ ALLOWED = {
     ("watching/launch.py", "runpy.run_path"): "the same",
     ("compat/transformer_engine/__main__.py", "runpy.run_path"): "runs the user's script",
     ("kernels/native/trial.py", "runpy.run_path"): "a file of the package",
+    ("serving/executed.py", "from_pretrained"): "from a folder, as below",
     ("serving/answers.py", "from_pretrained"): "from a folder, with local_files_only and without remote code",
     ("compat/on_cpu.py", "torch.load"): "wraps the user's own call",
 }
@@ -39,8 +40,8 @@ READERS = {
     "report/charts.py": "a file of the package",
     "train/demo.py": "what the demo wrote a moment ago, under its lock",
     "train/run_folder.py": "metrics.jsonl, after regular_size; the lock's own text",
-    "train/views.py": "a text that the user names, after regular_size",
-    "record/columns.py": "a part, after regular_size",
+    "record/schema.py": "a part, after regular_size",
+    "train/llama.py": "a text that the user names, after regular_size",
     "record/writer.py": "files of the run that it writes itself",
     "watching/launch.py": "the user's script",
     "bench/cpu.py": "its own files", "bench/gpu.py": "its own files",

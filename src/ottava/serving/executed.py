@@ -81,7 +81,11 @@ def execute(folder: Path, ids: Tensor) -> Execution:
     with _quiet():
         try:
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, output_loading_info=True, experts_implementation="eager"
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                experts_implementation="eager",
             )
             logits, operands = _run(model.eval(), ids)
         except ImportError:
