@@ -110,6 +110,21 @@ def test_a_trace_changes_no_bit(tmp_path: Path) -> None:
     assert not torch.overrides._get_current_function_mode_stack()
 
 
+def test_a_compiled_function_compiles_once(tmp_path: Path) -> None:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters["frames"]
+    before, model = counted["total"], nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    function = torch.compile(lambda x: torch.sin(x) * 2, backend="eager")
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(4):
+            function(model(torch.randn(4, 8))).sum().backward()
+            optimizer.step()
+    assert counted["total"] == before + 1
+
+
 @pytest.mark.parametrize("renewed", [True, False])
 def test_a_stale_copy_of_a_weight_is_named(renewed: bool, tmp_path: Path) -> None:
     """Micro-batches share an FP8 copy; it has to go when the optimizer steps."""

@@ -118,6 +118,7 @@ class Trace(TorchFunctionMode):
         self._before = {} if before is None else before._known
         self._kinds: dict[CodeType, int] = {}
         self._room = MOST
+        self._compiles: Any = None
 
     def begin(self) -> Trace:
         """Enters it, below the modes of others."""
@@ -126,6 +127,14 @@ class Trace(TorchFunctionMode):
 
     def end(self) -> None:
         """Leaves it."""
+        self.active = False
+        take_away(self)
+        if self._compiles is not None:
+            self._compiles.remove_start_callback(self._compiled)
+            self._compiles = None
+
+    def _compiled(self, *_: Any) -> None:
+        """torch.compile begins: without this mode, or it would compile again in the first step that has none."""
         self.active = False
         take_away(self)
 
@@ -138,6 +147,10 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or not self.active or torch._C._get_tracing_state() is not None:
             return func(*args, **kwargs)
+        dynamo = sys.modules.get("torch._dynamo.callback")
+        if self._compiles is None and (handler := getattr(dynamo, "callback_handler", None)) is not None:
+            self._compiles = handler
+            handler.register_start_callback(self._compiled)
         name = getattr(func, "__name__", type(func).__name__)
         if name == "__get__" or name.startswith("_record_function"):
             return func(*args, **kwargs)
