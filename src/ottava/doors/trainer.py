@@ -43,7 +43,8 @@ class OttavaCallback(TrainerCallback):
         folder: of the watched run; None: `ottava` in the Trainer's output_dir.
         stop_when: gets each line of the log; True or a reason stops the training, with a checkpoint. Of several
             processes the first is asked.
-        max_overhead: share of the run's time for the watch, half of it for shadow steps; see docs/doors.md.
+        max_overhead: share of the run's time for the watch: a quarter for looks and facts, a quarter for shadow
+            steps, the rest for what every step costs; see docs/doors.md.
         settings: further fields of WatchConfig, such as `shadow`, the steps from one shadow step to the next.
 
     A further number is one more function in `sources`, which the callback asks at every log.
@@ -59,7 +60,7 @@ class OttavaCallback(TrainerCallback):
     ) -> None:
         self.folder, self.stop_when, self.max_overhead = folder, stop_when, max_overhead
         # a Trainer divides each loss
-        self.settings = {"max_overhead": max_overhead / 2, "early": False, "loss": "sum", **settings}
+        self.settings = {"max_overhead": max_overhead / 4, "early": False, "loss": "sum", **settings}
         self.sources: list[Callable[[], Numbers]] = []
         """What a log asks for further numbers."""
         self.watch: Watch | None = None
@@ -131,6 +132,8 @@ class OttavaCallback(TrainerCallback):
         aside = saved.with_name(f"{saved.name}-not-finite")
         if args.should_save and saved.is_dir():
             saved.replace(aside)
+        if self.watch is not None:
+            self.watch.close("a checkpoint is not finite")
         said = listed(names, 3) if names else "parameters of another rank"
         raise PoisonError(
             f"step {state.global_step}: {said} not finite; the checkpoint is set aside as {aside}. Resume from one "

@@ -333,6 +333,11 @@ class Laboratory:
             self._trace = Trace(inside, self._traced).begin()
         self._traced = None
 
+    @property
+    def captures(self) -> bool:
+        """Whether the running step is captured."""
+        return self._recorder is not None
+
     def backward(self, root: Tensor, loss: Tensor, gradient: Tensor | None, retain: bool) -> None:
         """A backward of the training begins."""
         if self._recorder is not None:

@@ -328,6 +328,9 @@ def _joined_names(source: Source, config: ModelConfig, folder: Path) -> Iterator
 
 
 def _numbers(pieces: Sequence[Weight]) -> Tensor:
+    columns = {piece.name: tuple(piece.tensor.shape[1:]) for piece in pieces}
+    if len(set(columns.values())) > 1:
+        raise CheckpointError(f"matrices of one layer are stacked, and their columns differ: {columns}")
     return torch.cat([piece.tensor.float() for piece in pieces])
 
 

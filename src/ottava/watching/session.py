@@ -363,7 +363,7 @@ class Watch:
         self.writer.training(self.steps_done + 1, kind, **facts)
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._paused or not self._is_ours(optimizer):
+        if self._paused or (self._idle and not self.laboratory.captures) or not self._is_ours(optimizer):
             return
         with self.collector.timed():
             self.training.before(optimizer)
