@@ -209,7 +209,7 @@ class Trace(TorchFunctionMode):
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """torch calls a function without the mode that saw it. So the mode is entered again where the engine runs."""
         owner: Any = torch.autograd
-        engine = getattr(owner, "_engine_run_backward", None)
+        engine: Any = getattr(owner, "_engine_run_backward", None)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             owner._engine_run_backward = engine
