@@ -214,7 +214,7 @@ class Trace(TorchFunctionMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             owner._engine_run_backward = engine
             with self:
-                return engine(*args, **kwargs)  # type: ignore[misc]  # it is not None where this runs
+                return engine(*args, **kwargs)
 
         if engine is not None:
             owner._engine_run_backward = run
