@@ -284,6 +284,28 @@ def test_a_trial_behind_the_event_does_not_say_who_began(tmp_path: Path) -> None
     assert first(diagnose(alone)) == "FP8"
 
 
+def test_casts_that_hurt_the_good_run_as_much_do_not_part_the_two(tmp_path: Path) -> None:
+    """As of a normalisation that the bad run left out, in a model of which FP8 asks much in both."""
+    good = record(tmp_path / "good", casts=True, experiments=(shadow(10, 0.23),))
+    bad = record(tmp_path / "bad", rises, casts=True, experiments=(shadow(10, 0.25), ABLATION))
+    worse = record(tmp_path / "worse", rises, casts=True, experiments=(shadow(10, 0.6), ABLATION))
+    answer = diagnose(bad, baseline=good)
+    assert answer.fp8 == "innocent"
+    assert "The casts of the good run move its gradient by 23 %" in answer.tried[0]
+    assert [diagnose(bad).fp8, diagnose(worse, baseline=good).fp8] == ["guilty", "guilty"]
+
+
+def test_one_bad_step_of_two_is_no_high_learning_rate(tmp_path: Path) -> None:
+    """A batch of a noisy game may get worse by a healthy step."""
+    steps = (shadow(5, 0.02, loss=1.0, loss_after=3.0), shadow(10, 0.02, loss=1.0, loss_after=0.9))
+    said = diagnose(record(tmp_path / "a", rises, casts=True, experiments=steps)).findings
+    assert said == []
+    said = diagnose(
+        record(tmp_path / "b", rises, casts=True, experiments=(steps[0], {**steps[0], "step": 10}))
+    ).findings
+    assert [finding.title for finding in said] == ["The learning rate is too high"]
+
+
 def test_a_replay_stands_above_a_shadow_step(tmp_path: Path) -> None:
     def arms(ran: float, without: float, reproduces: bool = True) -> dict[str, Any]:
         losses = {"as it ran": ran, "high precision": without, "blockwise": without}

@@ -39,6 +39,7 @@ _OF_CASTS = frozenset({"O3", "O4", "O7", "O8"})
 _MEANT = frozenset({"D2", "D4", "M1"})
 """Laws that may be broken on purpose even where something happens to the loss."""
 _HEALTHY = 0.02  # update over weight
+_AS_FAR = 0.8  # of this run's error: two batches of one program part by less
 _PLACES = ("code", "cast", "setting", "optimizer")
 _NO_CAUSE = frozenset({"recipe", "weights", "batch"})
 """Differences that good runs have, too: another recipe, another seed."""
@@ -158,7 +159,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     """
     facts, good = Facts(run), None if baseline is None else Facts(baseline)
     happened = event(facts.loss, None if good is None else good.loss, facts.guess)
-    trial = judge(facts, happened)
+    trial = _parting(judge(facts, happened), good)
     differ = [] if good is None else differences(good, facts)
     frameworks = ran(facts.frameworks, facts.packages) if framework is None else [framework]
     found = [_checked(facts, frameworks)]
@@ -206,6 +207,17 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         tested=len(LAWS) - len(untested),
         coverage_pct=facts.coverage,
     )
+
+
+def _parting(trial: Trial, good: Facts | None) -> Trial:
+    """The trial; but casts that move the good run's gradient as far are not what parts the two runs."""
+    beside = None if good is None or trial.part != "guilty" else judge(good, None)
+    if beside is None or beside.part != "guilty" or not beside.error >= _AS_FAR * trial.error:
+        return trial
+    said = (
+        f"The casts of the good run move its gradient by {100 * beside.error:.3g} %, so they do not part the two runs."
+    )
+    return replace(trial, part="innocent", tried=(f"{trial.tried[0]} {said}",), place=(), arms=())
 
 
 def _one_answer(found: Sequence[Finding]) -> list[Finding]:

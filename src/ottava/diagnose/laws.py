@@ -349,7 +349,7 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss_after")]
     lr = facts.at("lr", event.step if event is not None else math.inf)
     rate = f" with lr {lr:.3g}" if math.isfinite(lr) else ""
-    if worse and len(worse) >= 0.5 * len(tried):
+    if len(worse) > 0.5 * len(tried):
         one = worse[0]
         return Broken(
             f"The step makes its own batch worse in {len(worse)} of {len(tried)} trials{rate}: at step {one['step']} "
