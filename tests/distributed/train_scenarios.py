@@ -276,6 +276,7 @@ def every_storage_is_resumed_to_the_bit(world: World) -> None:
         assert whole.keys() == resumed.keys()
         for key, tensor in whole.items():
             assert torch.equal(as_bytes(tensor), as_bytes(resumed[key])), (name, key)
+    dist.barrier()  # the others may still read
     if world.rank == 0:
         file = sorted((Path(world.folder, f"half-{name}") / last).glob("shard-*"))[-1]
         data = bytearray(file.read_bytes())

@@ -116,7 +116,7 @@ LINES = (
 )
 SCRIPT = """
 import ottava, torch
-from ottava.measure import walk as measure, slots
+from ottava.measure import walk as measure, observer
 from ottava.kernels.native import measure as native_measure
 x = torch.linspace(-1, 3, 130 * 40).reshape(130, 40)
 x_q = ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))
@@ -124,7 +124,7 @@ print(measure.measure(x, x_q).sx3)
 native_measure.supports_measure = lambda *_: "not now"
 print(measure.measure(x, x_q).sx3)
 try:
-    slots.Slots(torch.nn.Linear(1, 1))
+    observer.Slots(torch.nn.Linear(1, 1))
 except ValueError as error:
     print(error)
 """

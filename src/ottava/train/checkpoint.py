@@ -113,6 +113,8 @@ def _fitting(path: Path) -> Iterator[None]:
     """Turns an error in loading into a model or an optimizer into a CheckpointError."""
     try:
         yield
+    except KeyError as error:
+        raise CheckpointError(f"{path}: does not fit this run's model: {error} is missing") from error
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path}: does not fit this run's model: {error}") from error
 

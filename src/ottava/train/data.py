@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ottava.base.settings import ConfigError
+from ottava.base.untrusted import UntrustedError, regular_size
 from ottava.train.config import DataConfig, TrainConfig
 
 # The default text leaves out tests (a third of the library, with many tables), generated tables and other packages.
@@ -169,10 +170,11 @@ def _read(files: Iterable[Path], max_bytes: int | None, *, skip_binary: bool) ->
         if budget == 0:
             return
         try:
+            regular_size(file)
             with file.open("rb") as stream:
                 text = stream.read(-1 if budget is None else budget)
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+        except (OSError, UntrustedError) as error:
+            raise DataError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
         if text and not (skip_binary and 0 in text[:1024]):
             budget = None if budget is None else budget - len(text)
             yield text
