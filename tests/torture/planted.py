@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,6 @@ def replaces(name: str, value: Any) -> Callable[[], None]:
 
     def plant() -> None:
         import importlib
-        import sys
 
         module, _, attribute = name.partition(":")
         owner: Any = importlib.import_module(module)
@@ -159,6 +159,12 @@ FAULTS: Sequence[Fault] = (
         "a resumption forgets the optimizer",
         replaces("ottava.train.checkpoint:load_optimizer", forgets_optimizer),
     ),
+    Fault(
+        "torchrun",
+        "a resumption forgets the optimizer",
+        replaces("ottava.train.checkpoint:load_optimizer", forgets_optimizer),
+        tries=8,
+    ),
     Fault("SIGTERM", "the process leaves without a checkpoint", replaces("ottava.cli.console:stop_on_interrupt", deaf)),
     Fault("two processes", "the lock holds nothing", replaces("ottava.train.run_folder:FolderLock", NoLock)),
     Fault("clock", "the clock orders the batches", plant_clock),
@@ -167,3 +173,11 @@ FAULTS: Sequence[Fault] = (
     Fault("read-only", "a refusal of the system is a bug", replaces("ottava.train.run_folder:FolderLock", Raises)),
     Fault("damage", "a checkpoint's hash is not compared", plant_belief),
 )
+
+
+if __name__ == "__main__":  # a worker of torchrun, which starts anew and is no fork: the number of a fault, then words
+    if sys.argv[1] != "none":
+        FAULTS[int(sys.argv[1])].plant()
+    from ottava.cli import app
+
+    app.main(sys.argv[2:])
