@@ -186,7 +186,7 @@ def kill_rank(case: Case) -> str:
 
 
 def elastic(case: Case) -> str:
-    """`torchrun --max-restarts`, and SIGKILL of one of its workers some steps on: it starts all again, and they go on."""
+    """`torchrun --max-restarts`, and SIGKILL of one of its workers after some steps: all start again and go on."""
     log = (case.folder / "log-torchrun").open("wb")
     words = ["--standalone", f"--nproc-per-node={case.work.ranks}", "--max-restarts=4"]
     planted = next((str(number) for number, fault in enumerate(FAULTS) if fault.plant is case.work.plant), "none")
