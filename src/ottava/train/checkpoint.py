@@ -559,7 +559,7 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
     try:
         with replacing_folder(target) as scratch:
             save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
         raise CheckpointError(
             f"{target}: cannot be written ({_cause(error)}); make room, or give another one"
         ) from error
