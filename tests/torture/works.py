@@ -189,7 +189,8 @@ def recorded(run: Path) -> Result:
     )
     lines = {int(step): [repr(float(steps[name][i])) for name in names] for i, step in enumerate(steps["step"])}
     rows = read.table(phase=None, merge_ranks=False).dicts(*MEASURED)
-    return {"steps": lines, "rows": {tuple(str(row[name]) for name in KEY): repr(row) for row in rows}}
+    shown = {tuple(str(row[name]) for name in KEY): {name: repr(value) for name, value in row.items()} for row in rows}
+    return {"steps": lines, "rows": shown}
 
 
 UNPLANTED = "the fault could not be planted"
