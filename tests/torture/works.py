@@ -130,8 +130,9 @@ def _first(a: Any, b: Any) -> str:
         a, b = sorted(a.items(), key=str), sorted(b.items(), key=str)
     if isinstance(a, list) and isinstance(b, list):
         for i, (one, other) in enumerate(zip(a, b, strict=False)):
-            if one != other and isinstance(one, list | tuple) and isinstance(other, list | tuple):
-                return f"entry {i}: {_first(list(one), list(other))}"
+            if one != other and isinstance(one, list | tuple | dict) and isinstance(other, list | tuple | dict):
+                parts = (part if isinstance(part, dict) else list(part) for part in (one, other))
+                return f"entry {i}: {_first(*parts)}"
             if one != other:
                 return f"entry {i} is {str(one)[:200]}, and {str(other)[:200]} in the undisturbed run"
         return f"{len(a)} entries, and {len(b)} in the undisturbed run"
