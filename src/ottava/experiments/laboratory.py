@@ -304,6 +304,7 @@ class Laboratory:
         self._shadows = self._simulated = self._failures = 0
         self._ablated: int | None = None
         self._pending: tuple[Shadow, dict[str, Any]] | None = None
+        self._versions: list[int] = []
         self._blamed: list[tuple[str, str]] = []
         self._ring = Ring(replay) if replay else None
         self._losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
@@ -477,7 +478,8 @@ class Laboratory:
             except Exception:  # a tensor of the loss, such as a tied head, was stepped: the batch cannot be repeated
                 _LOG.debug("watch: the step's own batch was not repeated", exc_info=True)
             self.seconds += time.perf_counter() - began
-        self._write(self._step, "shadow", **facts, loss_after=after)
+        touched = self._versions != [p._version for p in shadow.parameters]
+        self._write(self._step, "shadow", **facts, loss_after=after, touched=touched)
 
     # --- which steps ----------------------------------------------------------------------------------------------
 
@@ -553,6 +555,7 @@ class Laboratory:
             took = time.perf_counter() - began
             self._shadows += 1
             self._pending = (shadow, {"why": self._why, **facts})
+            self._versions = [p._version for p in parameters]
             if casts.mode == "real" and self._ablates(facts, casts, took):
                 search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
                 if (found := search.facts()) is not None:
