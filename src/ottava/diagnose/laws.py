@@ -17,6 +17,7 @@ import numpy as np
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import parted, same_batches
+from ottava.measure.limits import beyond_chance
 
 _MOST_NAMES = 4
 
@@ -291,6 +292,9 @@ def _vanish(facts: Facts, event: Event | None) -> Broken | None:
     lr = facts.column("lr")
     if lr is not None and not (np.nan_to_num(lr) > 0).any():
         return None
+    ways = [e["error"] for e in facts.experiments("optimizer") if _known(e, "error")]
+    if ways and max(ways) < 0.5:  # rounded, but not lost
+        return None
     return Broken(
         f"{len(stuck)} of {len(still)} 16-bit weights do not move in 90 % of their elements ({_names(stuck)}): the "
         "update is smaller than half a unit of the weight's last bit.",
@@ -382,21 +386,6 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
     )
 
 
-_BY_CHANCE, _RISK = 0.25, 0.02
-"""How often one trial of a healthy training fails at most, and how often a law may be wrong about one."""
-
-
-def beyond_chance(failed: int, tried: int) -> bool:
-    """Whether so many trials of a healthy training fail in fewer than one training of fifty.
-
-    Example:
-        >>> [beyond_chance(k, n) for k, n in ((2, 2), (3, 3), (3, 4), (4, 5))]
-        [False, True, False, True]
-    """
-    ways = (math.comb(tried, k) * _BY_CHANCE**k * (1 - _BY_CHANCE) ** (tried - k) for k in range(failed, tried + 1))
-    return tried > 0 and math.fsum(ways) < _RISK
-
-
 _LONG = 0.3  # of the weight in one step; AdamW at lr 1e-3 gives 5 % on weights of std 0.02
 
 
@@ -444,10 +433,11 @@ def _explodes(facts: Facts, event: Event | None) -> Broken | None:
     near = (facts.steps >= event.step - 2) & (facts.steps <= event.step) & np.isfinite(norm)
     if len(before) < 4 or not near.any():
         return None
+    # a model that fits has a small gradient, and new data bring back that of the start
     usual, worst = float(np.median(before)), float(norm[near].max())
     clip = facts.clip
     held = clip is not None and float(np.nanmax(clip[near])) > 2
-    if held or not worst > 20 * max(usual, 1e-12):
+    if held or not worst > 20 * max(float(before.max()), 1e-12):
         return None
     step = int(facts.steps[near][int(np.argmax(norm[near]))])
     return Broken(f"The gradient norm goes from {usual:.3g} to {worst:.3g} at step {step}, and nothing clips it.", step)

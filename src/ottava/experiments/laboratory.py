@@ -32,6 +32,7 @@ from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Re
 from ottava.experiments.shadow import Shadow, first_nonfinite, local, nothing_changes, parameters_of, scaler_factor
 from ottava.experiments.snapshot import NotReplayableError, Snapshot, stepped_by
 from ottava.experiments.trace import Trace
+from ottava.experiments.twin import STEPS, Twin, narrow
 from ottava.measure.limits import LEAST, gradient_hurts, robust_z
 from ottava.recipe import Recipe, get_recipe
 
@@ -315,6 +316,8 @@ class Laboratory:
         self._traced: Trace | None = None
         self._converts: str | None = None
         self._elsewhere = self._met = False
+        self._twin: Twin | None = None
+        self._twins = 0
         self._started = time.perf_counter()
         self.seconds = 0.0
         """Time that experiments took."""
@@ -336,8 +339,8 @@ class Laboratory:
 
     @property
     def captures(self) -> bool:
-        """Whether the running step is captured."""
-        return self._recorder is not None
+        """Whether the running step is captured, or a twin of an optimizer goes along."""
+        return self._recorder is not None or self._twin is not None or self._wants_twin
 
     def backward(self, root: Tensor, loss: Tensor, gradient: Tensor | None, retain: bool) -> None:
         """A backward of the training begins."""
@@ -416,6 +419,9 @@ class Laboratory:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: runs the experiments."""
+        if self._every:
+            with self._safely("optimizer"):
+                self._follow(optimizer)
         if self._recorder is None:
             return None
         recorder, self._recorder = self._recorder, None
@@ -432,6 +438,26 @@ class Laboratory:
                 self._ring.note(self._step, program, optimizer)
         self.seconds += time.perf_counter() - began
         return None
+
+    @property
+    def _wants_twin(self) -> bool:
+        return self._elsewhere and self._twins < 1
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Lets a twin go along with an optimizer that a conversion outside of the model may hurt."""
+        began = time.perf_counter()
+        if self._twin is not None and self._twin.follows(optimizer):
+            if self._twin.steps == STEPS:
+                twin, self._twin = self._twin, None
+                facts = {"from": self._step - STEPS, "error": twin.error(), "converts": self._elsewhere}
+                self._write(self._step, "optimizer", **facts)
+            else:
+                self._twin.step()
+        elif self._twin is None and (self._wants_twin or (self._why and self._twins < 1 and narrow(optimizer))):
+            self._twins += 1
+            self._twin = Twin(optimizer)
+            self._twin.step()
+        self.seconds += time.perf_counter() - began
 
     @contextmanager
     def _safely(self, what: str) -> Iterator[None]:

@@ -98,6 +98,22 @@ def gradient_hurts(error: float, noise: float | None, bias: float | None, bits: 
     return error > gradient_level(bits) and (noise >= 0.5 or abs(bias or 0.0) >= 0.1)
 
 
+def beyond_chance(failed: int, tried: int, by_chance: float = 0.25, risk: float = 0.02) -> bool:
+    """Whether so many trials of a healthy training would fail in few trainings only: a binomial bound.
+
+    Args:
+        failed, tried: numbers of trials.
+        by_chance: how often one trial of a healthy training fails at most.
+        risk: the largest share of healthy trainings about which this may be wrong.
+
+    Example:
+        >>> [beyond_chance(k, n) for k, n in ((2, 2), (3, 3), (3, 4), (4, 5))]
+        [False, True, False, True]
+    """
+    ways = (math.comb(tried, k) * by_chance**k * (1 - by_chance) ** (tried - k) for k in range(failed, tried + 1))
+    return failed > 0 and math.fsum(ways) <= risk
+
+
 GAUSSIAN = 1.4826  # standard deviation over median absolute deviation
 
 WINDOW, LEAST = 64, 16  # losses to compare a new one with, and the fewest that are enough
