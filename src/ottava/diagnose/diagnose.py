@@ -175,7 +175,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     others += _differing([d for d in differ if not (parted and d.kind in _PLACES)], happened, frameworks)
     others += [f for (_, _, f), exact in zip(laws, strong, strict=True) if not exact]
     # casts that were tried only after the event may suffer from what made it
-    after = happened is not None and trial.step is not None and trial.step >= happened.step
+    after = happened is not None and trial.step is not None and trial.step >= happened.step and not trial.sound
     of_casts = any(d.kind == "cast" for d in differ)  # where a cast parts, only the experiments speak of FP8
     known = [f for f in (*found, *others, *(() if of_casts else placed)) if f is not None and f.severity != "note"]
     if after and trial.part == "guilty" and known:

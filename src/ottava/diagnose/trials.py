@@ -62,6 +62,8 @@ class Trial:
     """{layer, gemm, operand}: the smallest set of casts that makes it; operand and gemm may be missing."""
     arms: tuple[Mapping[str, Any], ...] = ()
     """{name, loss or error}: remedies that were tried, cheapest first."""
+    sound: bool = False
+    """Whether it holds whatever has become of the model: what goes in is held against what comes out."""
 
     @property
     def layers(self) -> list[str]:
@@ -83,7 +85,7 @@ def judge(facts: Facts, event: Event | None) -> Trial:
         'none'
     """
     outside = next((str(e.get("where")) for e in facts.experiments("conversion")), "")
-    if outside and (changed := _changed(facts, outside, event)) is not None:
+    if (changed := _arrived(facts, outside) or (_changed(facts, outside, event) if outside else None)) is not None:
         return changed
     if facts.casts is False and outside:
         said = f"No layer casts, but the script converts to FP8 at {outside}, outside the model."
@@ -104,20 +106,26 @@ def judge(facts: Facts, event: Event | None) -> Trial:
     return _placed(facts, _shadowed(facts, event, shadows))
 
 
-def _changed(facts: Facts, outside: str, event: Event | None) -> Trial | None:
-    """Casts outside of the layers: the gradient that arrives is not the one that was computed, or the weights do not go
-    where the optimizer's formula takes them."""
+def _arrived(facts: Facts, outside: str) -> Trial | None:
+    """Casts on the way from the backward to the optimizer: the gradient is lost there."""
     for entry in facts.experiments("shadow"):
-        if (entry.get("vanished") or 0.0) > _VANISHED:
+        where = outside or str(entry.get("recipe")).removeprefix("conversions at ")
+        if (entry.get("vanished") or 0.0) > _VANISHED and (outside or where != entry.get("recipe")):
             said = f"At step {entry['step']} {100 * entry['vanished']:.3g} % of the gradient's elements are zero at the "
-            said += f"optimizer, though the backward gave numbers: the script converts to FP8 at {outside} on the way."
-            return Trial("guilty", (said,), int(entry["step"]), math.nan)
+            said += f"optimizer, though the backward gave numbers: the script converts to FP8 at {where} on the way."
+            return Trial("guilty", (said,), int(entry["step"]), math.nan, sound=True)
+    return None
+
+
+def _changed(facts: Facts, outside: str, event: Event | None) -> Trial | None:
+    """Casts outside of the layers: the weights do not go where the optimizer's formula takes them, or the gradient that
+    arrives is not the one that was computed."""
     for entry in facts.experiments("optimizer"):
         if (error := _error(entry)) is not None and error > WAY and entry.get("converts"):
             said = f"From step {entry['from']} to {entry['step']} the weights do not go where the optimizer's formula "
             said += f"takes them in FP32 and without conversions: the two ways are {100 * error:.3g} % apart (level "
             said += f"{100 * WAY:.0f} %). The script converts to FP8 at {outside}, outside the model."
-            return Trial("guilty", (said,), int(entry["step"]), error)
+            return Trial("guilty", (said,), int(entry["step"]), error, sound=True)
     for entry in facts.experiments("shadow"):
         error = entry.get("replay_error")
         if isinstance(error, (int, float)) and error > _level(facts, entry) and entry.get("tail") == "replayed":
