@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import sys
@@ -63,7 +64,7 @@ def clean(training: Callable[[Low], None]) -> Callable[[Low], None]:
 def mlp(*widths: int, act: type[nn.Module] = nn.ReLU, norm: bool = False, drop: float = 0.0) -> nn.Sequential:
     """Linear layers with activations between."""
     parts: list[nn.Module] = []
-    for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(widths)):
         parts.append(nn.Linear(a, b))
         if i < len(widths) - 2:
             parts += [nn.BatchNorm1d(b)] if norm else []
@@ -800,7 +801,8 @@ def scaled_half(low: Low) -> None:
 def bf16_weights(low: Low) -> None:
     """Weights in BF16 without masters, at a rate that moves them."""
     if low.recipe != "bf16":
-        return sgd_plain(low)
+        sgd_plain(low)
+        return
     model, draw = mlp(64, 128, 128, 8).bfloat16(), Clusters()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(120):

@@ -20,7 +20,7 @@ from ottava.diagnose.diagnose import CONFIDENCE, Diagnosis, diagnose
 from ottava.diagnose.laws import LAWS
 from ottava.measure.walk import measure
 from ottava.record.reader import Run
-from ottava.record.schema import EXPERIMENTS, SlotKey
+from ottava.record.schema import EXPERIMENTS, TRACE, SlotKey
 from ottava.record.writer import RunWriter
 
 STEPS = 40
@@ -95,6 +95,8 @@ def record(
     sizes: Mapping[tuple[str, str], float] | None = None,
     casts: bool = False,
     ranks: Mapping[int, Mapping[str, Any]] | None = None,
+    modes: tuple[Mapping[str, Any], ...] = (),
+    trace: tuple[Mapping[str, Any], ...] = (),
     **manifest: Any,
 ) -> Run:
     facts = {"parameters": parameters(), "weights": {n: f"{i:016x}" for i, n in enumerate(NAMES)}, "classes": 64}
@@ -105,6 +107,8 @@ def record(
             write_steps(writer, facts, how.get("change", change), how.get("move", move))
     with RunWriter(folder) as writer:
         write_steps(writer, facts, change, move)
+        for mode in modes:
+            writer.training(1, "mode", **mode)
         for layer in ("layers.0.fc1", "layers.0.fc2", "layers.1.fc1"):
             for tensor in ("input", "weight", "grad_output"):
                 x = torch.randn(32, 64, generator=torch.Generator().manual_seed(7))
@@ -115,7 +119,19 @@ def record(
                 writer.tally(1, key, measure(x, ottava.quantize(x, spec)))
     lines = "".join(json.dumps(line) + "\n" for line in experiments)
     (folder / EXPERIMENTS).write_text(lines, encoding="utf-8")
+    (folder / TRACE).write_text("".join(json.dumps(line) + "\n" for line in trace), encoding="utf-8")
     return Run.open(folder)
+
+
+def pairs(made_by: str) -> tuple[Mapping[str, Any], ...]:
+    """A trace with a difference of (8, 1), as a call made it, and (8)."""
+    column, square = ["f32[8, 1]", 7, 0.1, 1.0, 0.2, 0], ["f32[8, 8]", 9, 0.1, 1.0, 0.2, 0]
+    calls = [
+        [made_by, 0, 0, ["f32[8, 4]"], [], [column]],
+        ["__sub__", 1, 0, ["f32[8, 1]", "f32[8]"], [0], [square]],
+    ]
+    places = [["train.py", 7, "step", "y = head(x)", ""], ["train.py", 9, "step", "(y - wanted).square()", ""]]
+    return ({"step": 1, "full": False, "places": places, "modules": [""], "calls": calls},)
 
 
 def first(result: Diagnosis) -> str:
@@ -136,6 +152,7 @@ BREAKS: dict[str, dict[str, Any]] = {
     "D3": {"change": lambda s: {"labels_ignored_pct": 100.0 * (s % 2)}},
     "D4": {"change": lambda s: {"input_hash": 1.0, "label_hash": 1.0}},
     "D5": {"change": lambda s: {**rises(s), "input_rms": 20.0 if s != 20 else 900.0}},
+    "D6": {"change": lambda s: {f"labels_ahead_{k}_pct": 100.0 if k == 2 else 1.0 for k in range(3)}},
     "O1": {"change": lambda s: {"optimizer_steps": 0.0}},
     "O2": {"change": lambda s: {"lr": 0.0 if s > 20 else 1e-3, "lr/0": 0.0 if s > 20 else 1e-3}},
     "O3": {"parameters": parameters(layers_0_fc1_weight=None)},
@@ -165,6 +182,11 @@ BREAKS: dict[str, dict[str, Any]] = {
     },
     "G2": {"change": lambda s: {"loss": 4.16, "grad_norm": 317.0, "grad_norm_used": 1.0}},
     "M1": {"change": lambda s: {"eval_forwards_in_train_mode": 2.0}},
+    "M6": {
+        "change": lambda s: {"train_forwards_in_eval_mode": float(s > 20)},
+        "modes": ({"gradients": True, "training": True, "recipe": "", "random": ["BatchNorm1d"]},),
+    },
+    "M7": {"trace": pairs("linear")},
     "M2": {"tied": [{"names": ["embed.weight", "head.weight"], "shared": False, "apart": True}]},
     "M3": {"softmax_twice": True},
     "M4": {"change": lambda s: {"loss": 80.0 + (3.0 * max(s - 20, 0))}},
@@ -319,6 +341,10 @@ def test_what_a_clean_training_does_is_no_finding(tmp_path: Path) -> None:
         "reset": {"change": lambda s: {**jump(s), "written": float(s == 20)}},
         "jump": {"change": lambda s: {**jump(s), "grad_norm": 1.0 + 99 * (s == 20), "grad_norm_used": 1.0 + 99 * (s == 20)}},
         "rises": {"change": rises},
+        "every pair": {"trace": pairs("unsqueeze")},
+        "frozen statistics": {**BREAKS["M6"], "change": lambda s: {"train_forwards_in_eval_mode": 1.0}},
+        "hidden tokens": {"change": lambda s: {f"labels_ahead_{k}_pct": 10.0 for k in range(3)}},
+        "next tokens": {"change": lambda s: {f"labels_ahead_{k}_pct": 100.0 for k in range(3)}},
     }  # fmt: skip
     for name, how in ways.items():
         result = diagnose(record(tmp_path / name, **how))

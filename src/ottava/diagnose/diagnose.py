@@ -36,7 +36,7 @@ _ALWAYS = frozenset({"O1", "O2", "D3"})
 """Laws without which nothing trains."""
 _OF_CASTS = frozenset({"O3", "O4", "O7", "O8"})
 """Laws that casts can break, too: a gradient that underflows is none."""
-_MEANT = frozenset({"D1", "D2", "D4", "M1", "O6", "O7"})
+_MEANT = frozenset({"D1", "D2", "D4", "M1", "M6", "O6", "O7"})
 """Laws that may be broken on purpose even where something happens to the loss."""
 _HEALTHY = 0.02  # update over weight
 _AS_FAR = 0.8  # of this run's error: two batches of one program part by less
@@ -420,7 +420,8 @@ def _has(facts: Facts, law: Law) -> bool:
     columns = {
         "D1": "input_hash", "D2": "input_hash", "D3": "labels_ignored_pct", "D4": "input_hash", "D5": "input_rms",
         "O2": "lr", "O5": "kept_gradient", "O6": "extra_steps", "O11": "lr", "G1": "grad_norm",
-        "G2": "grad_norm_used", "M1": "eval_forwards_in_train_mode",
+        "G2": "grad_norm_used", "M1": "eval_forwards_in_train_mode", "M6": "train_forwards_in_eval_mode",
+        "D6": "labels_ahead_1_pct",
     }  # fmt: skip
     if law.id in columns:
         return facts.column(columns[law.id]) is not None
@@ -432,6 +433,7 @@ def _has(facts: Facts, law: Law) -> bool:
         return any("/" in name for name in facts.groups)
     return {
         "R1": bool(facts.ranks),
+        "M7": bool(facts.run.trace),
         "M2": "tied" in facts.manifest,
         "M3": "softmax_twice" in facts.manifest,
         "M4": math.isfinite(facts.guess),

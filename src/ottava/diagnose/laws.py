@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ottava.diagnose.calls import squared
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import parted, same_batches
@@ -109,6 +110,23 @@ def _labels_dead(facts: Facts, event: Event | None) -> Broken | None:
     if equal is not None and (hit := np.nan_to_num(equal) >= 100.0).mean() >= 0.75 and len(hit) > 3:
         return Broken(f"All labels of a batch are one class in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
     return None
+
+
+def _labels_shifted(facts: Facts, event: Event | None) -> Broken | None:
+    """A model of the next token whose labels are other tokens of its own input."""
+    same, following, after = (facts.column(f"labels_ahead_{k}_pct") for k in range(3))
+    if same is None or following is None or after is None:
+        return None
+    for column, said in (
+        (same, "the token that it is given: nothing has shifted them"),
+        (after, "the token after the next one: they are shifted twice"),
+    ):
+        if (hit := (np.nan_to_num(column) >= _MATCH) & ~(following >= _CHANCE)).mean() > 0.9:
+            return Broken(f"The labels ask at each place for {said}, in {hit.sum()} of {len(hit)} steps.")
+    return None
+
+
+_MATCH, _CHANCE = 99.0, 90.0  # percent of the labels
 
 
 def _same_batch(facts: Facts, event: Event | None) -> Broken | None:
@@ -468,6 +486,32 @@ def _validation_trains(facts: Facts, event: Event | None) -> Broken | None:
 # the model
 
 
+def _trains_in_eval(facts: Facts, event: Event | None) -> Broken | None:
+    """A training that falls into evaluation mode, as after a validation, and stays there."""
+    values = facts.column("train_forwards_in_eval_mode")
+    kinds = {str(k) for e in facts.run.training if e.get("kind") == "mode" for k in e.get("random") or ()}
+    if values is None or not kinds:
+        return None
+    evaluates = np.nan_to_num(values) > 0
+    inside = np.flatnonzero(~evaluates & np.isfinite(values))
+    start = int(inside[-1]) + 1 if len(inside) else 0
+    if start == len(values) or len(values) - start < max(3, 0.2 * len(values)):
+        return None
+    first = int(facts.steps[start])
+    said = f"From step {first} on every step trains in evaluation mode: {', '.join(sorted(kinds))} of the model"
+    # from the first step on it may be meant, as of pretrained statistics
+    return Broken(f"{said} do not work as in training.", first, grave=start > 0)
+
+
+def _every_pair(facts: Facts, event: Event | None) -> Broken | None:
+    """A loss of (N, 1) beside (N): broadcasting makes (N, N) of it, every sample beside every other one."""
+    if (found := squared(facts)) is None:
+        return None
+    step, call, size = found
+    said = f"`{call.name}` at {call.where} gets ({size}, 1) and ({size}), so it compares every sample with every other"
+    return Broken(f"{said}, at step {step}.", step)
+
+
 def _tied_apart(facts: Facts, event: Event | None) -> Broken | None:
     pairs = [t.get("names") or () for t in facts.manifest.get("tied") or () if isinstance(t, dict) and t.get("apart")]
     if not pairs:
@@ -513,6 +557,14 @@ LAWS: tuple[Law, ...] = (
     Law("D1", "The batches hold infinities or NaN", _inputs_broken, True, "data", "inputs (batches: true)"),
     Law("D2", "The inputs are empty", _inputs_empty, True, "data", "inputs (batches: true)"),
     Law("D3", "The labels teach nothing", _labels_dead, True, "labels", "labels of a cross-entropy"),
+    Law(
+        "D6",
+        "The labels are not the next tokens",
+        _labels_shifted,
+        True,
+        "labels",
+        "labels and inputs of a cross-entropy",
+    ),
     Law("D4", "The same batch comes again and again", _same_batch, True, "data", "hashes of batches"),
     Law("D5", "One batch is far larger than the others", _bad_batch, False, "data", "sizes of inputs"),
     Law("O1", "No optimizer moves this model", _never_stepped, True, "optimizer", "parameters of the optimizers"),
@@ -532,6 +584,8 @@ LAWS: tuple[Law, ...] = (
     Law("G2", "Clipping takes nearly all of the gradient", _clipped, False, "clip_less", "grad_norm before clipping"),
     Law("R1", "The ranks do not work as one", _ranks_part, True, "ranks", "several ranks"),
     Law("M1", "Validation runs in training mode", _validation_trains, True, "eval", "modes of forwards"),
+    Law("M6", "The training is in evaluation mode", _trains_in_eval, True, "train", "modes of forwards"),
+    Law("M7", "The loss mixes up its samples", _every_pair, True, "shapes", "a trace of torch's calls"),
     Law("M2", "Tied weights are apart", _tied_apart, True, "tie", "parameters"),
     Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "the graph of the loss"),
     Law("M4", "The model begins far above a guess", _starts_high, False, "init", "classes of the loss"),

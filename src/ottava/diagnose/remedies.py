@@ -102,6 +102,12 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Validate in evaluation mode.",
             patch={"torch": "model.eval()\nwith torch.no_grad():\n    validate(model)\nmodel.train()"},
         ),
+        "train": Remedy(
+            "Go back to training mode after a validation.", patch={"torch": "model.train()    # before the next step"}
+        ),
+        "shapes": Remedy(
+            "Give both the same shape.", patch={"torch": "output = output.squeeze(-1)    # (N, 1) to (N)"}
+        ),
         "tie": Remedy(
             "Tie the weights again after the model was converted or loaded.",
             patch={"transformers": "model.tie_weights()", "torch": "model.head.weight = model.embedding.weight"},

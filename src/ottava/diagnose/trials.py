@@ -111,7 +111,9 @@ def _arrived(facts: Facts, outside: str) -> Trial | None:
     for entry in facts.experiments("shadow"):
         where = outside or str(entry.get("recipe")).removeprefix("conversions at ")
         if (entry.get("vanished") or 0.0) > _VANISHED and (outside or where != entry.get("recipe")):
-            said = f"At step {entry['step']} {100 * entry['vanished']:.3g} % of the gradient's elements are zero at the "
+            said = (
+                f"At step {entry['step']} {100 * entry['vanished']:.3g} % of the gradient's elements are zero at the "
+            )
             said += f"optimizer, though the backward gave numbers: the script converts to FP8 at {where} on the way."
             return Trial("guilty", (said,), int(entry["step"]), math.nan, sound=True)
     return None

@@ -366,6 +366,7 @@ class TrainingTap:
         host: dict[str, float] = {
             "forwards": float(seen.pop("forwards")),
             "eval_forwards_in_train_mode": float(self._evaluations),
+            "train_forwards_in_eval_mode": float(seen.pop("evaluating")),
             "backwards": float(self._backwards - self._drained_at),
             "optimizer_steps": float(self._optimizer_steps),
         }
