@@ -187,6 +187,11 @@ BREAKS: dict[str, dict[str, Any]] = {
         "modes": ({"gradients": True, "training": True, "recipe": "", "random": ["BatchNorm1d"]},),
     },
     "M7": {"trace": pairs("linear")},
+    "M8": {
+        "change": lambda s: {f"labels_ahead_{k}_pct": 100.0 * (k == 1) for k in range(3)},
+        "experiments": ({"step": 5, "kind": "shadow", "mode": "simulated", "sees_later": True, "mixes": False},),
+    },
+    "M9": {"experiments": ({"step": 5, "kind": "shadow", "mode": "simulated", "sees_later": None, "mixes": True},)},
     "M2": {"tied": [{"names": ["embed.weight", "head.weight"], "shared": False, "apart": True}]},
     "M3": {"softmax_twice": True},
     "M4": {"change": lambda s: {"loss": 80.0 + (3.0 * max(s - 20, 0))}},
@@ -343,7 +348,10 @@ def test_what_a_clean_training_does_is_no_finding(tmp_path: Path) -> None:
         "rises": {"change": rises},
         "every pair": {"trace": pairs("unsqueeze")},
         "frozen statistics": {**BREAKS["M6"], "change": lambda s: {"train_forwards_in_eval_mode": 1.0}},
-        "hidden tokens": {"change": lambda s: {f"labels_ahead_{k}_pct": 10.0 for k in range(3)}},
+        "hidden tokens": {
+            "change": lambda s: {f"labels_ahead_{k}_pct": 10.0 for k in range(3)},
+            "experiments": ({"step": 5, "kind": "shadow", "mode": "simulated", "sees_later": True, "mixes": False},),
+        },
         "next tokens": {"change": lambda s: {f"labels_ahead_{k}_pct": 100.0 for k in range(3)}},
     }  # fmt: skip
     for name, how in ways.items():

@@ -160,8 +160,8 @@ _PAIRS = frozenset(
 """Calls that compare outputs with targets, or weigh them."""
 _BROADCASTS = frozenset(
     (
-        "unsqueeze", "__getitem__", "view", "reshape", "view_as", "expand", "sum", "mean", "norm", "vector_norm", "amax",
-        "amin", "max", "min", "std", "var", "logsumexp",
+        "unsqueeze", "__getitem__", "view", "reshape", "view_as", "expand", "sum", "mean", "norm",
+        "vector_norm", "amax", "amin", "max", "min", "std", "var", "logsumexp",
     )
 )  # fmt: skip
 """Calls that make a column on purpose: to broadcast it."""

@@ -434,6 +434,8 @@ def _has(facts: Facts, law: Law) -> bool:
     return {
         "R1": bool(facts.ranks),
         "M7": bool(facts.run.trace),
+        "M8": any("sees_later" in e for e in facts.experiments("shadow")),
+        "M9": any("mixes" in e for e in facts.experiments("shadow")),
         "M2": "tied" in facts.manifest,
         "M3": "softmax_twice" in facts.manifest,
         "M4": math.isfinite(facts.guess),

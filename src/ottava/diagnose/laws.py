@@ -503,6 +503,24 @@ def _trains_in_eval(facts: Facts, event: Event | None) -> Broken | None:
     return Broken(f"{said} do not work as in training.", first, grave=start > 0)
 
 
+def _sees_answer(facts: Facts, event: Event | None) -> Broken | None:
+    """The labels are the next tokens, and changing a token changes the output before it."""
+    column = facts.column("labels_ahead_1_pct")
+    tried = next((e for e in facts.experiments("shadow") if e.get("sees_later")), None)
+    if tried is None or column is None or not float(np.nanmedian(column)) >= _MATCH:
+        return None
+    said = "The model is to predict each next token, and sees it: other later tokens change the output before them"
+    return Broken(f"{said}, tried at step {tried['step']}.", int(tried["step"]))
+
+
+def _samples_mix(facts: Facts, event: Event | None) -> Broken | None:
+    tried = next((e for e in facts.experiments("shadow") if e.get("mixes")), None)
+    if tried is None:
+        return None
+    said = "With other samples in the second half of the batch the output of the first half is another"
+    return Broken(f"{said}, tried in evaluation mode at step {tried['step']}.", int(tried["step"]))
+
+
 def _every_pair(facts: Facts, event: Event | None) -> Broken | None:
     """A loss of (N, 1) beside (N): broadcasting makes (N, N) of it, every sample beside every other one."""
     if (found := squared(facts)) is None:
@@ -586,6 +604,8 @@ LAWS: tuple[Law, ...] = (
     Law("M1", "Validation runs in training mode", _validation_trains, True, "eval", "modes of forwards"),
     Law("M6", "The training is in evaluation mode", _trains_in_eval, True, "train", "modes of forwards"),
     Law("M7", "The loss mixes up its samples", _every_pair, True, "shapes", "a trace of torch's calls"),
+    Law("M8", "The model sees what it has to predict", _sees_answer, True, "mask", "a shadow step, and labels"),
+    Law("M9", "A sample's output depends on others of its batch", _samples_mix, True, "rows", "a shadow step"),
     Law("M2", "Tied weights are apart", _tied_apart, True, "tie", "parameters"),
     Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "the graph of the loss"),
     Law("M4", "The model begins far above a guess", _starts_high, False, "init", "classes of the loss"),

@@ -108,6 +108,11 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         "shapes": Remedy(
             "Give both the same shape.", patch={"torch": "output = output.squeeze(-1)    # (N, 1) to (N)"}
         ),
+        "mask": Remedy(
+            "Look at the attention mask and at its direction: a place may see itself and what is before it.",
+            patch={"torch": "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)"},
+        ),
+        "rows": Remedy("Look at the dimensions of softmax, mean, view and transpose: the first one is the batch."),
         "tie": Remedy(
             "Tie the weights again after the model was converted or loaded.",
             patch={"transformers": "model.tie_weights()", "torch": "model.head.weight = model.embedding.weight"},

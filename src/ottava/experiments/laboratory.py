@@ -28,12 +28,13 @@ from torch.optim.optimizer import Optimizer
 from ottava.engine.autocast import Ambient
 from ottava.experiments.bisect import Ablation
 from ottava.experiments.casts import Casts, casts_of, casts_of_script, only_without
+from ottava.experiments.logic import reasons
 from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Recorder, Way, has_compiled
 from ottava.experiments.shadow import Shadow, first_nonfinite, local, nothing_changes, parameters_of, scaler_factor
 from ottava.experiments.snapshot import NotReplayableError, Snapshot, stepped_by
 from ottava.experiments.trace import Trace
 from ottava.experiments.twin import STEPS, Twin, narrow
-from ottava.measure.limits import LEAST, gradient_hurts, robust_z
+from ottava.measure.limits import LEAST, SUSPICIOUS, gradient_hurts, robust_z
 from ottava.recipe import Recipe, get_recipe
 
 CALM = 6.0
@@ -318,6 +319,7 @@ class Laboratory:
         self._elsewhere = self._met = False
         self._twin: Twin | None = None
         self._twins = 0
+        self._reasoned = False
         self._started = time.perf_counter()
         self.seconds = 0.0
         """Time that experiments took."""
@@ -575,12 +577,17 @@ class Laboratory:
                 return None
             self._simulated += 1
         shadow = Shadow(program, casts, parameters)
+        logic: dict[str, bool | None] = {}
+        if not self._reasoned and _alone():
+            self._reasoned = True
+            with self._safely("logic"), nothing_changes(program.modules):
+                logic = reasons(program.forwards, casts.without)
         with nothing_changes(program.modules):
             began = time.perf_counter()
             facts = shadow.facts(self._name_of)
             took = time.perf_counter() - began
             self._shadows += 1
-            self._pending = (shadow, {"why": self._why, **facts})
+            self._pending = (shadow, {"why": self._why, **facts, **logic})
             self._versions = [p._version for p in parameters]
             if casts.mode == "real" and self._ablates(facts, casts, took):
                 search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
@@ -600,7 +607,7 @@ class Laboratory:
         early = self._ablated is not None and self._step - self._ablated < self._every
         if early or facts["error"] is None:
             return False
-        if not gradient_hurts(facts["error"], facts.get("noise"), facts.get("bias"), casts.bits):
+        if not gradient_hurts(facts["error"], facts.get("noise"), facts.get("bias"), casts.bits, hidden=SUSPICIOUS):
             return False
         if self._early == EARLY or self._why != "schedule" or not _alone():  # ranks must agree, clocks do not
             return True

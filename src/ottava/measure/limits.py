@@ -79,15 +79,16 @@ def gradient_level(bits: int) -> float:
     return _GRADIENT.get(bits, _GRADIENT[8])
 
 
-def gradient_hurts(error: float, noise: float | None, bias: float | None, bits: int) -> bool:
+def gradient_hurts(error: float, noise: float | None, bias: float | None, bits: int, *, hidden: float = 0.5) -> bool:
     """Whether casts that move a gradient so far hurt: above its level, and not hidden by the noise of the batch.
 
     Args:
         error: ||g_casts - g|| / ||g||.
         noise: ||g_casts - g|| over the norm of the batch's own noise; None: unknown, and the level is twice as high.
-            Below a half the casts add less than a quarter of the variance, as a batch that is a fifth smaller does.
         bias: the part along the gradient, over its norm; no noise hides a tenth.
         bits: of the narrowest format.
+        hidden: noise below which nothing hurts. At a half the casts add a quarter of the variance, as a batch that is
+            a fifth smaller does.
 
     Example:
         >>> [gradient_hurts(error, noise, -0.01, 8) for error, noise in ((0.16, 0.4), (0.24, 0.6), (0.24, None))]
@@ -95,7 +96,11 @@ def gradient_hurts(error: float, noise: float | None, bias: float | None, bits: 
     """
     if noise is None or not math.isfinite(noise):
         return error > 2 * gradient_level(bits)
-    return error > gradient_level(bits) and (noise >= 0.5 or abs(bias or 0.0) >= 0.1)
+    return error > gradient_level(bits) and (noise >= hidden or abs(bias or 0.0) >= 0.1)
+
+
+SUSPICIOUS = 0.3
+"""Noise from which casts deserve a search for the worst of them, and hurt if one does worse than rounding."""
 
 
 def beyond_chance(failed: int, tried: int, by_chance: float = 0.25, risk: float = 0.02) -> bool:

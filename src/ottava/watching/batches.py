@@ -236,18 +236,23 @@ def _alike(x: Tensor, *, first: bool) -> Tensor:
 
 
 def _matches(labels: Tensor, used: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """[labels that were compared, how many of them are the input's token at their place, the next one, and the one after
-    it]; zeros where no input is a batch of sequences as long as the labels, or one longer."""
+    """[labels that were compared, how many of them are the input's token at their place, the next, the one after that].
+
+    Zeros where no input is a batch of sequences at least as long as the labels.
+    """
     best = torch.zeros(4, device=labels.device)
     for ids in inputs:
         if ids.dim() != 2 or ids.shape[1] < _SEQUENCE or ids.device != labels.device or ids.dtype == torch.bool:
             continue
-        rows, length = ids.shape
-        if labels.numel() not in (rows * length, rows * (length - 1)):
+        rows, length = len(ids), labels.numel() // len(ids)
+        if labels.numel() != rows * length or not _SEQUENCE <= length <= ids.shape[1]:
             continue
-        x, some = (t.reshape(rows, -1)[:, : length - 2] for t in (labels, used))
-        equal = [((x == ids[:, k : k + length - 2]) & some).sum() for k in range(3)]
-        best = torch.maximum(best, torch.stack([some.sum(), *equal]).to(torch.float32))
+        # labels of all places, or of those behind a prompt
+        for first in {0, ids.shape[1] - length}:
+            count = min(length, ids.shape[1] - first - 2)
+            x, some = (t.reshape(rows, -1)[:, :count] for t in (labels, used))
+            equal = [((x == ids[:, first + k : first + k + count]) & some).sum() for k in range(3)]
+            best = torch.maximum(best, torch.stack([some.sum(), *equal]).to(torch.float32))
     return best
 
 
