@@ -85,7 +85,7 @@ class Twin:
         """
         from transformers import DynamicCache
 
-        class Rounded(DynamicCache):  # type: ignore[misc]
+        class Rounded(DynamicCache):
             """Keys and values as a cache in FP8 gives them back."""
 
             def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
