@@ -87,7 +87,7 @@ def test_a_twin_computes_what_transformers_computes(family: str) -> None:
         wanted = model(ids).logits
     got = twin.logits(state, ids)
     assert (got - wanted).norm() / wanted.norm() < 2 * 15 * 2.0**-9
-    near = twin.logits(replace(state, noise=True), ids)
+    near = twin.logits(replace(state, split=True), ids)
     assert 0 < (near - got).norm() / got.norm() < 2 * 30 * 2.0**-9
     coarse = [float((twin.logits(replace(state, cache=fmt), ids) - got).norm()) for fmt in (E4M3, E5M2)]
     assert 0 < coarse[0] < coarse[1]

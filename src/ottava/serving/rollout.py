@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ottava.base.text import listed
-from ottava.base.untrusted import UntrustedError, parse_json, read_lines, regular_size
+from ottava.base.untrusted import UntrustedError, parse_json, read_lines, read_text, regular_size
 
 CERTIFICATE = "ottava.serving.rollout/1"
+_LINE = 1 << 26
 _LAYER = ("rollout/", "recomputed/")
 
 
@@ -158,8 +159,10 @@ def _fields(path: Path) -> dict[str, list[Any]]:
     """Field -> its value for each sequence."""
     regular_size(path)
     if path.suffix in (".jsonl", ".json"):
-        rows: Any = [parse_json(line) for line in read_lines(path)] if path.suffix == ".jsonl" else None
-        rows = parse_json(path.read_text("utf-8")) if rows is None else rows
+        rows: Any = (
+            [parse_json(line) for line in read_lines(path, longest=_LINE) if line] if path.suffix == ".jsonl" else None
+        )
+        rows = parse_json(read_text(path)) if rows is None else rows
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
             raise UntrustedError("needs a row of JSON for each sequence")
         if uneven := {key for row in rows for key in row.keys() ^ rows[0].keys()}:
@@ -183,8 +186,8 @@ def _fields(path: Path) -> dict[str, list[Any]]:
             ) from error
     else:
         raise UntrustedError(
-            f"{path.suffix or 'no suffix'!r} is not read; needs .jsonl, .safetensors or .pt. A pickle could run code: of "
-            "verl's DataProto save the tensors, torch.save({**data.batch}, 'dump.pt')"
+            f"{path.suffix or 'no suffix'!r} is not read; needs .jsonl, .safetensors or .pt. A pickle could run code: "
+            "of verl's DataProto save the tensors, torch.save({**data.batch}, 'dump.pt')"
         )
     if not isinstance(tensors, dict) or not all(isinstance(one, Tensor) for one in tensors.values()):
         raise UntrustedError("needs a dict of tensors")
@@ -211,7 +214,7 @@ def _rollout(fields: Mapping[str, list[Any]], form: Format) -> Rollout:
     ids, at, routes = [], [], []
     values: dict[str, list[Tensor]] = {name: [] for name in (form.rollout, form.recomputed, form.trained)}
     for i in range(count):
-        pieces = [need for name in form.tokens if (need := get(name, i, torch.int64)) is not None]
+        pieces = [piece.reshape(-1) for name in form.tokens if (piece := get(name, i, torch.int64)) is not None]
         whole, offset = torch.cat(pieces), sum(len(one) for one in pieces[:-1]) if form.last else 0
         masks = [mask for name in form.present if (mask := get(name, i, torch.int64)) is not None]
         present = _present(masks, len(whole), pieces)

@@ -20,8 +20,6 @@ from ottava.numerics.rounding import round_to_format
 from ottava.serving.executed import HALVES, in_model, quiet, stacked
 from ottava.serving.sides import Model, Side, Text
 
-_ROUNDED = frozenset(("linear", "add", "__add__", "mul", "__mul__", "silu", "gelu", "scaled_dot_product_attention"))
-"""Functions whose results an engine keeps in BF16."""
 _MOST = 32
 """Linears that are measured; each costs a forward."""
 
@@ -36,10 +34,10 @@ class State:
     """Of config.json."""
     cache: Format | None = None
     """Format of cached keys and values, with scale 1; None: as they are."""
-    routes: Tensor | None = None
-    """int64 (B, T, L, k): the experts of each token in each layer with experts; None: the router's own."""
-    noise: bool = False
-    """Round what engines keep in BF16 to BF16."""
+    replay: bool = False
+    """Take the experts that the rollout chose."""
+    split: bool = False
+    """Sum the products of each GEMM in two halves, as another kernel does."""
 
     @classmethod
     def of(cls, model: Model) -> State:
@@ -59,7 +57,7 @@ class Twin:
         ValueError: transformers does not know the config, or the tensors are not those of its model.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, dtype: torch.dtype = torch.float32) -> None:
         try:
             import transformers
         except ImportError as error:
@@ -71,16 +69,21 @@ class Twin:
                 made._experts_implementation = "eager"
                 with torch.device("meta"):  # a config of any size is checked before it takes memory
                     _check(state, dict(_places(transformers.AutoModelForCausalLM.from_config(made))))
-                model: nn.Module = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+                model: nn.Module = transformers.AutoModelForCausalLM.from_config(made, dtype=dtype)
         except Exception as error:  # each family checks its config by errors of any kind
             raise ValueError(f"transformers makes no such model of config.json: {error}".splitlines()[0]) from error
         self.model = model.eval().requires_grad_(False)
         self._places = dict(_places(self.model))
         self._now: dict[str, object] = {}
+        self._operands: dict[str, Tensor] = {}
+        ends = {name: place.data_ptr() for name, place in self._places.items() if ".experts." in name}
+        self._fused = {p: ends[n.replace("gate_proj", "up_proj")] for n, p in ends.items() if "gate_proj" in n}
+        """Where a stack's gate begins -> where its up begins: one GEMM reads both."""
 
     def logits(self, state: State, ids: Tensor, routes: Tensor | None = None) -> Tensor:
-        """ids int64 (B, T) -> logits fp32 (B, T, V); with routes those of these sequences.
+        """ids int64 (B, T) -> logits fp32 (B, T, V).
 
+        routes, int64 (B, T, L, k), are the experts of each token in each layer that has some; None: the routers' own.
         The state's tensors have the names and shapes of the first one's.
         """
         from transformers import DynamicCache
@@ -91,26 +94,33 @@ class Twin:
             def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
                 fmt = state.cache
                 assert fmt is not None
-                near = (round_to_format(x.clamp(-fmt.max, fmt.max), fmt) for x in (key_states, value_states))
+                near = (
+                    round_to_format(x.clamp(-fmt.max, fmt.max), fmt).to(x.dtype) for x in (key_states, value_states)
+                )
                 return super().update(*near, *args, **kwargs)
 
         sides = self._fill(state)
         cached = {} if state.cache is None else {"past_key_values": Rounded(), "use_cache": True}
-        with torch.no_grad(), _Switched(sides, routes, noise=state.noise):
+        with torch.no_grad(), _Switched(sides, routes, split=state.split):
             out: Tensor = self.model(input_ids=ids, **(cached or {"use_cache": False})).logits
-        return out.bfloat16().float() if state.noise else out.float()
+        return out.float()
 
-    def _fill(self, state: State) -> dict[int, Side]:
-        """Writes the numbers that changed; the address of each weight -> its side."""
-        sides = {}
+    def _fill(self, state: State) -> dict[int, tuple[Side, Tensor]]:
+        """Writes the numbers that changed; the address of each weight -> its side, and its operand in FP32."""
+        sides: dict[int, tuple[Side, Tensor]] = {}
         for name, value in _named(state).items():
             if (place := self._places.get(name)) is None:  # a head that is tied
                 continue
             if self._now.get(name) is not value:
-                place.copy_(value.operand() if isinstance(value, Side) else _near(value))
+                self._operands[name] = value.operand() if isinstance(value, Side) else _near(value)
+                place.copy_(self._operands[name])
                 self._now[name] = value
             if isinstance(value, Side):
-                sides[place.data_ptr()] = value
+                sides[place.data_ptr()] = value, self._operands[name]
+        fused = [(sides[up], gate) for gate, up in self._fused.items() if gate in sides and up in sides]
+        for (_, more), gate in fused:
+            side, first = sides[gate]
+            sides[gate] = side, torch.cat((first, more))
         return sides
 
 
@@ -160,26 +170,31 @@ def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Switched(TorchFunctionMode):
-    """Casts the input of each linear as its side does; gives routers their experts; rounds to BF16."""
+    """Multiplies in each linear what its side has, and gives routers their experts."""
 
-    def __init__(self, sides: Mapping[int, Side], routes: Tensor | None, *, noise: bool) -> None:
+    def __init__(self, sides: Mapping[int, tuple[Side, Tensor]], routes: Tensor | None, *, split: bool) -> None:
         super().__init__()
-        self.sides, self.noise = sides, noise
+        self.sides, self.split = sides, split
         self.routes = None if routes is None else iter(routes.unbind(2))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if func is F.linear and (side := self.sides.get(args[1].data_ptr())) is not None:
-            x = args[0]
-            args = (side.rows(x.reshape(-1, x.shape[-1]).float()).view_as(x), *args[1:])
-        elif name == "topk" and self.routes is not None:
+        if func is F.linear and (found := self.sides.get(args[1].data_ptr())) is not None:
+            return self._linear(*found, *args, **kwargs)
+        if getattr(func, "__name__", "") == "topk" and self.routes is not None:
             chosen = next(self.routes).reshape(*args[0].shape[:-1], -1)
             return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
-        out = func(*args, **kwargs)
-        if self.noise and name in _ROUNDED and isinstance(out, Tensor) and out.dtype == torch.float32:
-            return out.bfloat16().float()
-        return out
+        return func(*args, **kwargs)
+
+    def _linear(self, side: Side, operand: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(..., K), (N, K) -> (..., N): products summed in FP32, then rounded to the dtype of x."""
+        rows = side.rows(x.reshape(-1, x.shape[-1])).float()
+        half = rows.shape[1] // 2 if self.split else rows.shape[1]
+        y = rows[:, :half] @ operand[:, :half].t()
+        if self.split:
+            y = y + rows[:, half:] @ operand[:, half:].t()
+        y = y if bias is None else y + bias.float()
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def kl_alone(ours: Model, theirs: Model, changed: Sequence[str], text: Text | None) -> tuple[dict[str, float], str]:
