@@ -55,8 +55,8 @@ _CAP = 5.0
 """Nats of a token's difference that count: exp of more would let one token be the whole sum."""
 _SHARE = 0.05  # of the KL that a cause must explain
 _SIGMA = 4.0  # of its standard error over tokens
-_NOISE = 16.0
-"""Times the KL that other sums within GEMMs make: attention, norms and two kernels instead of one make the rest."""
+_NOISE = 4.0
+"""Times the KL that BF16 sums over two ranks make: attention, norms and the engine's own kernels are the rest."""
 _TOKENS = 4096
 _ROUNDS = 8
 _BATCH = 8
@@ -100,6 +100,11 @@ class Attribution:
         return max((one for one in self.parts if one.cause not in _REST), key=lambda one: one.kl, default=None)
 
     @property
+    def good(self) -> bool:
+        """Whether nothing but rounding is between the two sides."""
+        return not self.kl or (self.first is None and self.rest.cause == "batch variance")
+
+    @property
     def rest(self) -> Part:
         """What no cause explains."""
         return self.parts[-1]
@@ -139,7 +144,7 @@ def attribute(
     theirs: Model | None = None,
     *,
     before: Sequence[tuple[str, Model]] = (),
-    temperature: float | None = None,
+    temperature: float = 1.0,
 ) -> Attribution:
     """Splits the KL between the log-probabilities of a rollout and of training into causes.
 
@@ -148,7 +153,7 @@ def attribute(
         ours: what training multiplies, of `sides.trained`. None: only what the dump shows is tried.
         theirs: what the engine multiplies, of `sides.served`. None: hypotheses about common engines only.
         before: (name, what training multiplied) at earlier steps, for weights that did not arrive.
-        temperature: by which training divides its logits; None: 1. What training recomputed may say another one.
+        temperature: by which training divides its logits, as far as is known: what it recomputed may say another one.
     Returns:
         Attribution, whose parts sum to the KL.
     Raises:
@@ -162,7 +167,7 @@ def attribute(
         >>> attribute(one).first.cause
         'shift'
     """
-    if temperature is not None and not temperature > 0:
+    if not temperature > 0:
         raise ValueError(f"parity: temperature {temperature:g}; needs a number above 0")
     found = _first(found)
     lab = _Lab(found, ours, temperature)
@@ -223,10 +228,10 @@ def _first(found: Rollout) -> Rollout:
 
 
 def _real(before: Tensor, after: Tensor, whole: float) -> bool:
-    """Whether a cause takes away more than chance does, and enough."""
-    gain = (before - after).double()
+    """Whether a cause takes away enough, and more than chance does: of the roots, for one token may be half of a KL."""
+    gain = before.sqrt() - after.sqrt()
     error = float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else math.inf
-    return float(gain.mean()) > max(_SIGMA * error, _SHARE * whole)
+    return float(gain.mean()) > _SIGMA * error and float((before - after).mean()) > _SHARE * whole
 
 
 def kl_of(rollout: Tensor, other: Tensor) -> Tensor:
@@ -243,14 +248,14 @@ def kl_of(rollout: Tensor, other: Tensor) -> Tensor:
 class _Lab:
     """Runs experiments on one dump."""
 
-    def __init__(self, found: Rollout, ours: Model | None, temperature: float | None) -> None:
+    def __init__(self, found: Rollout, ours: Model | None, temperature: float) -> None:
         self.found = found
         self.whole = float(kl_of(found.rollout, found.recomputed).mean())
         self.notes: tuple[str, ...] = ()
         self.noise, self.said = 0.0, "no model was given: nothing but the dump was looked at"
         self._kept: tuple[State, list[Tensor]] | None = None
         state = None if ours is None else State.of(ours)
-        self.start = Setting(state, Sampler(temperature or 1.0))
+        self.start = Setting(state, Sampler(temperature))
         if state is None:
             return
         self._batches = list(_batches(found, state.config))
@@ -266,7 +271,7 @@ class _Lab:
             return self.noise, self.said
         halves = replace(setting, state=replace(setting.state, split=True))
         away = float(kl_of(self._logp(setting), self._logp(halves)).mean())
-        return _NOISE * away, f"sums of GEMMs in two halves are {away:.3g} nats away"
+        return _NOISE * away, f"BF16 sums over two ranks are {away:.3g} nats away"
 
     def _fit(self) -> None:
         """Takes training's temperature from what it recomputed, if another one than 1 explains it."""

@@ -37,7 +37,7 @@ class State:
     replay: bool = False
     """Take the experts that the rollout chose."""
     split: bool = False
-    """Sum the products of each GEMM in two halves, as another kernel does."""
+    """Sum the products of each GEMM in two halves, and these in BF16, as two tensor-parallel ranks do."""
 
     @classmethod
     def of(cls, model: Model) -> State:
@@ -181,6 +181,9 @@ class _Switched(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and (found := self.sides.get(args[1].data_ptr())) is not None:
             return self._linear(*found, *args, **kwargs)
+        if func is torch.addmm and (found := self.sides.get(args[2].data_ptr())) is not None:  # Conv1D: bias, x, W.T
+            side, operand = found
+            return self._linear(side, operand.t(), args[1], args[2], args[0])
         if getattr(func, "__name__", "") == "topk" and self.routes is not None:
             chosen = next(self.routes).reshape(*args[0].shape[:-1], -1)
             return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
@@ -192,7 +195,7 @@ class _Switched(TorchFunctionMode):
         half = rows.shape[1] // 2 if self.split else rows.shape[1]
         y = rows[:, :half] @ operand[:, :half].t()
         if self.split:
-            y = y + rows[:, half:] @ operand[:, half:].t()
+            y = y.bfloat16().float() + (rows[:, half:] @ operand[:, half:].t()).bfloat16().float()
         y = y if bias is None else y + bias.float()
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
