@@ -229,7 +229,7 @@ def refuse(where: str, arguments: Mapping[str, Any], accepted: tuple[str, ...] =
             raise NotImplementedError(f"{where}: {name}={value!r} is not in ottava: {reason}")
 
 
-class _Absent(type):
+class Absent(type):
     """The metaclass of missing names: such a name can be imported and compared, and any other use is an error."""
 
     advice: str
@@ -251,4 +251,4 @@ class _Absent(type):
 
 def absent(name: str) -> Any:
     """The stand-in for a name of `NAMES`."""
-    return _Absent(name, (), {"advice": NAMES[name]})
+    return Absent(name, (), {"advice": NAMES[name]})
