@@ -3,8 +3,8 @@
 FOLDER is a checkout of TransformerEngine; nothing of it is copied. `import transformer_engine` gives
 ottava.compat.transformer_engine, and CUDA means the CPU (`ottava.compat.on_cpu`). Each file of tests/pytorch is
 collected in a fork of this process, and each test runs in a fork of that one, with limits of time and memory.
-`--sample` takes that many tests of each file: those with the smallest hash of seed and name, so the choice of one does not depend
-on the others. A missing name can be imported and asked for attributes; calling it in a test fails, by this name.
+`--sample` takes that many tests of each file: those with the smallest hash of seed and name, so the choice of one does
+not depend on the others. A missing name can be imported and asked for attributes; calling it in a test fails by name.
 
     passed, skipped   as their test says; their own conditions and expected failures skip
     ours              an error of ottava, a missing attribute, or other numbers than theirs
@@ -103,6 +103,7 @@ def _missing(name: str, refused: Any = None) -> Any:
 def _stand_in() -> Any:
     """The finder of the command, but a missing name can be imported."""
     from ottava.compat.transformer_engine.__main__ import StandIn
+    from ottava.compat.transformer_engine.pytorch import DType
     from ottava.compat.transformer_engine.pytorch.refused import Absent
 
     class Lenient(StandIn):
@@ -117,6 +118,7 @@ def _stand_in() -> Any:
                 module = super().create_module(spec)
             else:
                 module = ModuleType(spec.name)
+                vars(module)["DType"] = DType
             real = vars(module).get("__getattr__")
 
             def find(name: str) -> Any:

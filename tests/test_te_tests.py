@@ -91,9 +91,8 @@ def test_each_class_is_recognised(te_tests: ModuleType, tmp_path: Path) -> None:
     (folder / "test_of_theirs.py").write_text(THEIRS)
     options = argparse.Namespace(file="", only="", sample=0, seed=0, seconds=5.0, gigabytes=6.0)
     found = te_tests.run_all(tmp_path, options)
-    results = {
-        test.partition("::")[2].partition("[")[0]: result for test, result, _ in found["test_of_theirs.py"]["records"]
-    }
+    records = found["test_of_theirs.py"]["records"]
+    results = {test.partition("::")[2].partition("[")[0]: result for test, result, _ in records}
     assert results == {
         "test_passes": "passed",
         "test_skips": "skipped",
