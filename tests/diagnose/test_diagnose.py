@@ -342,9 +342,11 @@ def test_what_a_clean_training_does_is_no_finding(tmp_path: Path) -> None:
         "teacher": {"parameters": teacher},
         "tasks": {"change": lambda s: {**jump(s), "restarts": float(s in (10, 20, 30))}},
         "missing": {"change": lambda s: {**jump(s), "input_nonfinite": 3.0}},
-        "restart": {"change": lambda s: {**rises(s), "lr": 1e-3 / ((s - 1) % 10 + 1), "lr/0": 1e-3 / ((s - 1) % 10 + 1)}},
+        "restart": {"change": lambda s: {**rises(s), **dict.fromkeys(("lr", "lr/0"), 1e-3 / ((s - 1) % 10 + 1))}},
         "reset": {"change": lambda s: {**jump(s), "written": float(s == 20)}},
-        "jump": {"change": lambda s: {**jump(s), "grad_norm": 1.0 + 99 * (s == 20), "grad_norm_used": 1.0 + 99 * (s == 20)}},
+        "jump": {
+            "change": lambda s: {**jump(s), **dict.fromkeys(("grad_norm", "grad_norm_used"), 1.0 + 99 * (s == 20))}
+        },
         "rises": {"change": rises},
         "every pair": {"trace": pairs("unsqueeze")},
         "frozen statistics": {**BREAKS["M6"], "change": lambda s: {"train_forwards_in_eval_mode": 1.0}},

@@ -406,6 +406,8 @@ class Laboratory:
                 self._write(self._step, "conversion", where=trace.outside)
             if (facts := trace.safely(trace.facts, self._name_of_module)) is not None:
                 self._keep(self._step, facts)
+            if trace.failed:
+                self._refuse("trace", trace.failed)
             self._traced = trace
             self.seconds += time.perf_counter() - began
 
