@@ -146,12 +146,12 @@ def test_weights_without_an_exact_copy_are_fp8_s_fault(exact: bool, tmp_path: Pa
 def test_a_gradient_that_is_lost_on_its_way_is_fp8_s_fault(tmp_path: Path) -> None:
     """One scale for all gradients, of which one is 10^9 times as large: as a bucket of DDP has."""
     torch.manual_seed(0)
-    model, level = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4)), nn.Parameter(torch.ones(()))
+    model, level = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64)), nn.Parameter(torch.ones(()))
     model.register_parameter("level", level)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     with ottava.watch(model, tmp_path / "run"):
         for _ in range(12):
-            loss = (model(torch.randn(8, 16)).sum(1) / 8 + 1e9 * level).mean()
+            loss = (model(torch.randn(8, 16)).sum(1) / 64 + 1e9 * level).mean()
             optimizer.zero_grad()
             loss.backward()
             flat = rounded(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))

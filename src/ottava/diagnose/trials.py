@@ -170,12 +170,13 @@ def _replayed(facts: Facts, event: Event | None) -> Trial | None:
 
 def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]]) -> Trial:
     # the loss of a step is made by the steps before it
-    before = [e for e in shadows if event is None or e["step"] < event.step]
-    after = [e for e in shadows if event is not None and e["step"] >= event.step]
+    # a loss that comes back has hurt nothing for good: no trial of such a run is late
+    lasting = event is not None and (event.kind != "leaves" or event.stays is not None)
+    before = [e for e in shadows if event is None or not lasting or e["step"] < event.step]
+    after = [e for e in shadows if event is not None and lasting and e["step"] >= event.step]
     steps = f"{len(shadows)} shadow step{'s' if len(shadows) > 1 else ''}"
     hurt = [e for e in before if _hurts(facts, e)]
     # a loss that left for good is evidence besides; without it, one trial of several may be an odd batch
-    lasting = event is not None and (event.kind != "leaves" or event.stays is not None)
     if hurt and (lasting or beyond_chance(len(hurt), len(before), 0.05, 0.05)):
         worst = max(hurt, key=lambda e: float(e["error"]))
         return Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
