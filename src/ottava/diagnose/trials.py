@@ -199,9 +199,10 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     said = f"{steps}: with casts the gradient differs by at most {100 * worst['error']:.3g} % from that without"
     ends = f"{said} (level {100 * _level(facts, worst):.0f} %"
     over = float(worst["error"]) > _level(facts, worst) and not _hurts(facts, worst)
-    ends += f"; {worst['noise']:.2g} times the noise of the batch, which hides it)." if over else ")."
     if hurt:
-        ends = f"; so far in {len(hurt)} of {len(before)} only, as an odd batch does in a healthy run)."
+        ends += f"; above it in {len(hurt)} of {len(before)} only, as odd batches of a healthy run are)."
+    else:
+        ends += f"; {worst['noise']:.2g} times the noise of the batch, which hides it)." if over else ")."
     return Trial("innocent", (ends,), int(worst["step"]), float(worst["error"]))
 
 
