@@ -362,6 +362,20 @@ def test_what_a_clean_training_does_is_no_finding(tmp_path: Path) -> None:
         assert result.sentence.startswith("No fault found in 40 steps."), (name, result.sentence)
 
 
+def test_a_trial_of_several_is_no_accusation(tmp_path: Path) -> None:
+    """Of a healthy run an odd batch comes above the level; a batch that the model fits has a gradient of almost zero."""
+    fine = tuple(shadow(step, 0.05) for step in (5, 10, 20))
+    ways = {
+        "odd": ((*fine, shadow(30, 0.25, noise=0.6)), "innocent"),
+        "often": ((*fine, shadow(30, 0.25, noise=0.6), shadow(34, 0.25, noise=0.6)), "guilty"),
+        "far": ((*fine, shadow(30, 0.6)), "guilty"),
+        "fitted": ((*fine, shadow(30, 0.6, norm=1e-5)), "innocent"),
+        "unknown": ((*fine, shadow(30, 0.25, noise=None)), "innocent"),
+    }
+    for name, (lines, part) in ways.items():
+        assert diagnose(record(tmp_path / name, casts=True, experiments=lines)).fp8 == part, name
+
+
 def test_a_replay_stands_above_a_shadow_step(tmp_path: Path) -> None:
     def arms(ran: float, without: float, reproduces: bool = True) -> dict[str, Any]:
         losses = {"as it ran": ran, "high precision": without, "blockwise": without}

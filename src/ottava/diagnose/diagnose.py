@@ -198,7 +198,10 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         sentence=_sentence(facts, findings, happened, trial, good is not None),
         fp8=trial.part,
         event="" if happened is None else happened.sentence,
-        tried=list(trial.tried),
+        tried=[
+            *trial.tried,
+            *(f"Step {e['step']}: {e.get('why')}." for e in facts.experiments("refused") if e.get("of") == "trace"),
+        ],
         findings=findings,
         notes=notes,
         forecast=forecast(facts) if facts.casts is False else [],

@@ -499,8 +499,11 @@ def _trains_in_eval(facts: Facts, event: Event | None) -> Broken | None:
         return None
     first = int(facts.steps[start])
     said = f"From step {first} on every step trains in evaluation mode: {', '.join(sorted(kinds))} of the model"
+    modes = [e for e in facts.run.training if e.get("kind") == "mode" and e.get("gradients") and not e.get("training")]
+    fresh = any(e.get("fresh") for e in modes)
+    ends = ", and its norms have statistics of no batch" if fresh and not start else ""
     # from the first step on it may be meant, as of pretrained statistics
-    return Broken(f"{said} do not work as in training.", first, grave=start > 0)
+    return Broken(f"{said} do not work as in training{ends}.", first, grave=start > 0 or fresh)
 
 
 def _sees_answer(facts: Facts, event: Event | None) -> Broken | None:

@@ -32,6 +32,7 @@ _VANISHED = 0.3  # of the elements; a scale for every tensor flushes a few perce
 WAY = 0.3
 """Distance of the weights' way from that of the optimizer's formula: twice the level of a gradient, for moments carry
 the errors of many steps."""
+_STILL = 1e-3  # of the largest gradient
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
 _OPERANDS = MappingProxyType(
     {
@@ -170,13 +171,15 @@ def _replayed(facts: Facts, event: Event | None) -> Trial | None:
 
 def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]]) -> Trial:
     # the loss of a step is made by the steps before it
-    before = [e for e in shadows if event is None or e["step"] < event.step]
-    after = [e for e in shadows if event is not None and e["step"] >= event.step]
+    # a loss that comes back has hurt nothing for good: no trial of such a run is late
+    lasting = event is not None and (event.kind != "leaves" or event.stays is not None)
+    before = [e for e in shadows if event is None or not lasting or e["step"] < event.step]
+    after = [e for e in shadows if event is not None and lasting and e["step"] >= event.step]
     steps = f"{len(shadows)} shadow step{'s' if len(shadows) > 1 else ''}"
     hurt = [e for e in before if _hurts(facts, e)]
     # a loss that left for good is evidence besides; without it, one trial of several may be an odd batch
-    lasting = event is not None and (event.kind != "leaves" or event.stays is not None)
-    if hurt and (lasting or beyond_chance(len(hurt), len(before), 0.05, 0.05)):
+    far = any(float(e["error"]) > 2 * _level(facts, e) for e in hurt)
+    if hurt and (lasting or far or beyond_chance(len(hurt), len(before), 0.05, 0.05)):
         worst = max(hurt, key=lambda e: float(e["error"]))
         return Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
     norms = [float(e.get("norm") or 0.0) for e in before] or _first_norms(facts, event)
@@ -198,9 +201,14 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     said = f"{steps}: with casts the gradient differs by at most {100 * worst['error']:.3g} % from that without"
     ends = f"{said} (level {100 * _level(facts, worst):.0f} %"
     over = float(worst["error"]) > _level(facts, worst) and not _hurts(facts, worst)
-    ends += f"; {worst['noise']:.2g} times the noise of the batch, which hides it)." if over else ")."
     if hurt:
-        ends = f"; so far in {len(hurt)} of {len(before)} only, as an odd batch does in a healthy run)."
+        ends += f"; above it in {len(hurt)} of {len(before)} only, as odd batches of a healthy run are)."
+    else:
+        noise = worst.get("noise")
+        why = "the noise of the batch is not known"
+        why = why if noise is None else f"{noise:.2g} times the noise of the batch, which hides it"
+        why = "of a gradient below a thousandth of the largest" if _small(facts, worst) else why
+        ends += f"; {why})." if over else ")."
     return Trial("innocent", (ends,), int(worst["step"]), float(worst["error"]))
 
 
@@ -225,7 +233,16 @@ def _level(facts: Facts, entry: Mapping[str, Any]) -> float:
     return gradient_level(_bits(facts, entry))
 
 
+def _small(facts: Facts, entry: Mapping[str, Any]) -> bool:
+    """Whether the gradient is that of a batch that the model fits: it moves nothing."""
+    norms = facts.column("grad_norm")
+    largest = 0.0 if norms is None else float(np.nanmax(np.where(np.isfinite(norms), norms, 0.0)))
+    return isinstance(entry.get("norm"), (int, float)) and bool(entry["norm"] < _STILL * largest)
+
+
 def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:
+    if _small(facts, entry):
+        return False
     noise = entry.get("noise")
     known = float(noise) if isinstance(noise, (int, float)) else None
     about = float(entry["error"]), known, entry.get("bias"), _bits(facts, entry)

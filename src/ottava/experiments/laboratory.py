@@ -406,6 +406,8 @@ class Laboratory:
                 self._write(self._step, "conversion", where=trace.outside)
             if (facts := trace.safely(trace.facts, self._name_of_module)) is not None:
                 self._keep(self._step, facts)
+            if trace.failed:
+                self._refuse("trace", trace.failed)
             self._traced = trace
             self.seconds += time.perf_counter() - began
 
@@ -443,22 +445,23 @@ class Laboratory:
 
     @property
     def _wants_twin(self) -> bool:
-        return self._elsewhere and self._twins < 1
+        # a step of another optimizer may talk to other ranks, which do not repeat it
+        return self._elsewhere and self._twins < 1 and _alone()
 
     def _follow(self, optimizer: Optimizer) -> None:
         """Lets a twin go along with an optimizer that a conversion outside of the model may hurt."""
         began = time.perf_counter()
-        if self._twin is not None and self._twin.follows(optimizer):
-            if self._twin.steps == STEPS:
-                twin, self._twin = self._twin, None
-                facts = {"from": self._step - STEPS, "error": twin.error(), "converts": self._elsewhere}
-                self._write(self._step, "optimizer", **facts)
-            else:
-                self._twin.step()
-        elif self._twin is None and (self._wants_twin or (self._why and self._twins < 1 and narrow(optimizer))):
+        twin, self._twin = self._twin, None  # one that fails goes no further
+        if twin is None and (self._wants_twin or (self._why and self._twins < 1 and _alone() and narrow(optimizer))):
             self._twins += 1
-            self._twin = Twin(optimizer)
-            self._twin.step()
+            twin = Twin(optimizer)
+        if twin is not None and twin.follows(optimizer) and twin.steps == STEPS:
+            facts = {"from": self._step - STEPS, "error": twin.error(), "converts": self._elsewhere}
+            self._write(self._step, "optimizer", **facts)
+        elif twin is not None:
+            if twin.follows(optimizer):
+                twin.step()
+            self._twin = twin
         self.seconds += time.perf_counter() - began
 
     @contextmanager

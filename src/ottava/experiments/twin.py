@@ -23,9 +23,12 @@ from torch.optim.optimizer import Optimizer
 
 from ottava.experiments.handmade import Exact
 from ottava.experiments.shadow import local
+from ottava.experiments.snapshot import NotReplayableError
 
 STEPS = 8
 """Steps that a twin goes along: rounding of single updates averages out."""
+_MOST = 1 << 26
+"""Elements that are copied: with two moments in FP32 they take 0.8 GB."""
 
 
 class Twin:
@@ -33,6 +36,8 @@ class Twin:
 
     Args:
         optimizer: its parameters and state are copied in FP32. What it holds besides, too, but for hooks.
+    Raises:
+        NotReplayableError: it holds more than 67 million elements.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(4))
@@ -52,6 +57,8 @@ class Twin:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._live = [p for group in optimizer.param_groups for p in group["params"]]
+        if (count := sum(p.numel() for p in self._live)) > _MOST:
+            raise NotReplayableError(f"a twin of an optimizer with {count} elements takes too much memory")
         self._start = [local(p.detach()).float().clone() for p in self._live]
         self._twins = [nn.Parameter(x.clone()) for x in self._start]
         memo: dict[int, Any] = {id(p): twin for p, twin in zip(self._live, self._twins, strict=True)}

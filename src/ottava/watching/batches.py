@@ -249,7 +249,7 @@ def _matches(labels: Tensor, used: Tensor, inputs: Sequence[Tensor]) -> Tensor:
             continue
         # labels of all places, or of those behind a prompt
         for first in {0, ids.shape[1] - length}:
-            count = min(length, ids.shape[1] - first - 2)
+            count = length - 2
             x, some = (t.reshape(rows, -1)[:, :count] for t in (labels, used))
             equal = [((x == ids[:, first + k : first + k + count]) & some).sum() for k in range(3)]
             best = torch.maximum(best, torch.stack([some.sum(), *equal]).to(torch.float32))

@@ -203,6 +203,9 @@ class TrainingTap:
         drops = [float(m.p) for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
         facts = {"gradients": trains, "training": module.training, "recipe": recipe, "random": sorted(kinds)}
         facts |= {"dropout": max(drops)} if drops else {}
+        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        counts = [m.num_batches_tracked for m in norms if m.num_batches_tracked is not None]
+        facts |= {"fresh": not any(int(count) for count in counts)} if counts else {}
         self._report("mode", **facts)
 
     # --- the backward and the step ----------------------------------------------------------------------------------
