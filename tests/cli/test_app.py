@@ -143,7 +143,7 @@ def test_without_words_it_says_what_to_do_next_here(
         os.mkfifo(tmp_path / "pipe.py")
     assert ended() == 0
     said = capsys.readouterr().out.partition("Next, in this folder:")[2].splitlines()
-    assert [line.strip() for line in said if "ottava " in line] == [
+    assert [line.strip() for line in said if line.startswith("  ottava ")] == [
         "ottava report 'runs/new one' --open",
         "ottava diagnose 'runs/new one' --baseline runs/old",
         "ottava export runs/t NEW_FOLDER",
