@@ -581,7 +581,8 @@ def get_recipe(recipe: Recipe | str, **history: Any) -> Recipe:
         raise TypeError(f"recipe: got {type(recipe).__name__}; needs a Recipe or the name of one")
     name, slash, form = recipe.partition("/")
     if name not in RECIPES:
-        raise ValueError(unknown_name("recipe", name, RECIPES))
+        shown = name if slash + form == _BF16_GEMM or form in ACCUMULATORS else recipe  # a path is no name, either
+        raise ValueError(unknown_name("recipe", shown, RECIPES))
     if not slash:
         return RECIPES[name]
     if slash + form == _BF16_GEMM:

@@ -363,7 +363,7 @@ def test_what_a_clean_training_does_is_no_finding(tmp_path: Path) -> None:
 
 
 def test_a_trial_of_several_is_no_accusation(tmp_path: Path) -> None:
-    """Of a healthy run an odd batch comes above the level; a batch that the model fits has a gradient of almost zero."""
+    """Of a healthy run an odd batch comes above the level; a batch that fits has a gradient of almost zero."""
     fine = tuple(shadow(step, 0.05) for step in (5, 10, 20))
     ways = {
         "odd": ((*fine, shadow(30, 0.25, noise=0.6)), "innocent"),
