@@ -396,10 +396,8 @@ def _on_accelerator(
         row, col = triton_quantize.quantize_both(x, spec, spec_t, scale, staged)
         one = row or col
         assert one is not None
-        x_q, x_t_q = (
-            None if cast is None or s is None else QuantizedTensor(cast.data, cast.scale_inv, s, dtype)
-            for cast, s in ((row, spec), (col, spec_t))
-        )
+        x_q = None if row is None or spec is None else QuantizedTensor(row.data, row.scale_inv, spec, dtype)
+        x_t_q = None if col is None or spec_t is None else QuantizedTensor(col.data, col.scale_inv, spec_t, dtype)
         return Both(x_q, x_t_q, None if staged is not None else one.amax)
 
     return run

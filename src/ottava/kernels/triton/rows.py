@@ -6,6 +6,7 @@ the rows never lie in memory. Who asks for them all the same (a watch, a cell in
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import MappingProxyType
 from typing import Any
@@ -15,23 +16,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ottava.kernels.gate import launched, refusal
+from ottava.kernels.triton.launch import Launch, Named
 from ottava.kernels.triton.quantize import NAME, UnmadeRows, refuse_device
 
 MADE = ("rmsnorm", "layernorm", "silu", "gelu", "gelu_tanh", "relu", "relu2")
 """What the device code knows."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE = MappingProxyType({"TR": 64, "TC": 128, "num_warps": 8})
+_STATISTICS = MappingProxyType({"TC": 1024, "num_warps": 4})
 
 
 def make_rows(unmade: UnmadeRows) -> Tensor:
     """The rows themselves (M, K), the numbers that a cast of `unmade` casts."""
     x, (m, k) = unmade.x, unmade.shape
     y = x.new_empty(m, k, dtype=unmade.dtype)
-    launched(x, unmade.beside, unmade.gamma, unmade.beta)
-    sizes = {"rows": m, "cols": k, "stride_r": x.stride(0), "stride_c": x.stride(1)}
-    grid = (-(-m // _TILE["TR"]) * -(-k // _TILE["TC"]),)
-    with torch.cuda.device_of(x):
-        _device_code().rows_kernel[grid](x, y, **sizes, **{**_TILE, **unmade.arguments})
+    programs = -(-m // _TILE["TR"]) * -(-k // _TILE["TC"])
+    sizes = ("rows", m), ("cols", k), ("stride_r", x.stride(0)), ("stride_c", x.stride(1))
+    _rows(_device_code(), programs, (*sizes, *unmade.named))((x, y), unmade.extra)
     return y
 
 
@@ -130,10 +131,18 @@ def normed(
     m, k = x.shape
     statistics = x.new_empty(2, m, dtype=torch.float32)
     launched(x, gamma, beta)
-    with torch.cuda.device_of(x):
-        kernel = _device_code().row_statistics_kernel[(m,)]
-        kernel(x, statistics, m, k, x.stride(0), eps, MAKE=make, TC=1024, num_warps=4)
+    _statistics(_device_code(), (m, k, x.stride(0)), eps, make)((x, statistics))
     return UnmadeRows(make, x, dtype, False, statistics, gamma, beta, zero_centered)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(device_code: Any, programs: int, named: Named) -> Launch:
+    return Launch(device_code.rows_kernel, programs, (), (), _TILE, named)
+
+
+@functools.lru_cache(maxsize=256)
+def _statistics(device_code: Any, sizes: tuple[int, ...], eps: float, make: str) -> Launch:
+    return Launch(device_code.row_statistics_kernel, sizes[0], sizes, (eps,), _STATISTICS, (("MAKE", make),))
 
 
 def _device_code() -> Any:
