@@ -282,7 +282,7 @@ def _build(name: str, settings: BuildSettings, variant: str) -> Built:
     if isinstance(compiler, str):
         carried = prebuilt.candidates(settings.prebuilt, source, variant, platform.machine(), cpu())
         if isinstance(carried, str):
-            return Built(None, f"{compiler}; {carried}")
+            return Built(None, "; ".join(filter(None, (compiler, carried))))
         for entry, path in carried:
             key = prebuilt.digest([entry.content.encode(), cpu().encode(), _LOADS.read_bytes()])[:20]
             built = _make(source, settings, key, functools.partial(_take, entry, path))

@@ -96,11 +96,12 @@ def features(cpu: str) -> frozenset[str]:
 def candidates(
     folder: Path, source: Path, variant: str, machine: str, cpu: str
 ) -> tuple[tuple[Entry, Path], ...] | str:
-    """The libraries of a C++ file that this CPU may run, the best first; or why there is none."""
+    """The libraries of a C++ file that this CPU may run, the best first; or why there is none, "" for an
+    installation without libraries."""
     try:
         entries = [Entry(**entry) for entry in json.loads((folder / INDEX).read_text("utf-8"))]
     except (OSError, ValueError, TypeError):  # no wheel with libraries, or a damaged one
-        return "this installation carries no libraries"
+        return ""
     can, today = features(cpu), of_sources(source)
     ours = [entry for entry in entries if (entry.name, entry.variant) == (source.stem, variant)]
     fit = [entry for entry in ours if entry.level in LEVELS and LEVELS[entry.level].machine == machine]
