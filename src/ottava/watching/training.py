@@ -123,6 +123,7 @@ class TrainingTap:
         self._equal: list[tuple[str, str]] = []
         self._weights: dict[str, str] = {}
         self._hashed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._reached: set[str] = set()
         self._frameworks: list[str] | None = None
         self.looking = self.paused = self.idle = False
         """Whether the running step gets a full look; whether forwards are none of the training; whether the step is
@@ -227,8 +228,10 @@ class TrainingTap:
         if (self.idle and not self.norm_wanted) or capturing():
             return
         held = [p for group in self._groups() for p in group["params"] if p.grad is not None]
-        if not held:
-            held = [p for _, p in self._parameters() if p.grad is not None]
+        if self.looking or not held:
+            reached = [(name, p) for name, p in self._parameters() if p.grad is not None]
+            self._reached.update(name for name, _ in reached)
+            held = held or [p for _, p in reached]
         with torch.no_grad():
             self.gradients.note(held, scale)
 
@@ -363,6 +366,7 @@ class TrainingTap:
         host: dict[str, float] = {
             "forwards": float(seen.pop("forwards")),
             "eval_forwards_in_train_mode": float(self._evaluations),
+            "train_forwards_in_eval_mode": float(seen.pop("evaluating")),
             "backwards": float(self._backwards - self._drained_at),
             "optimizer_steps": float(self._optimizer_steps),
         }
@@ -422,6 +426,7 @@ class TrainingTap:
             kind = str(p.dtype).removeprefix("torch.")
             trains = p.requires_grad and (facts is not None or bool(self._held))
             one = {"name": name, "shape": list(p.shape), "dtype": kind, "trains": trains, "held": facts}
+            one |= {"reached": name in self._reached} if self._held else {}
             parameters.append(one | ({"sharded": True} if plain(p)[1] == SHARD else {}))
         parameters += [{"name": name, **facts} for name, facts in self._bare.items()]
         loss = {"classes": self.batches.classes, "softmax_twice": bool(self.batches.softmax_twice)}
