@@ -385,7 +385,7 @@ def refuse_unmade(rows: UnmadeRows, *specs: QuantizationSpec | None) -> str | No
         return "a transform takes the rows themselves"
     # rows are made from x where x lies, so what holds for x holds for them
     reasons = (triton_quantize.supports_quantize(rows.x, spec) for spec in specs if spec)
-    return next(filter(None, reasons), None)
+    return next(filter(None, reasons), None) or triton_quantize.refuse_fused(rows)
 
 
 def _on_accelerator(

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 
 from ottava.kernels.triton import adamw_device_code, device_code, rows_device_code
 from ottava.kernels.triton.adamw import LAUNCH as adamw_launch
-from ottava.kernels.triton.quantize import GRADIENT_LAUNCH, amax_launch, cast_launch, predicted_launch
+from ottava.kernels.triton.quantize import ACTIVATION_LAUNCH, amax_launch, cast_launch, predicted_launch
 from ottava.kernels.triton.roll import roll_launch
 from ottava.kernels.triton.statistics import statistics_launch
 from ottava.measure.tally import EXPONENT_BINS
@@ -38,7 +38,14 @@ TYPES |= dict.fromkeys(("lanes_ptr", "history_ptr", "scale_ptr", "staged_ptr"), 
 TYPES |= {"slot_ptr": "*fp64", "phase_ptr": "*i64", "on_ptr": "*i32"}
 TYPES |= dict.fromkeys(("index_ptr", "nonfinite_ptr", "guard_ptr"), "*i64")
 FLOATS = ("eps", "top", "lowest_top", "clip", "normal", "decay", "share1", "beta2", "share2", "correction", "size")
-ALIGNED = ("count", "rows", "cols", "stride_r", "q_stride_r")  # the sizes of a model's tensors are multiples of 16
+ALIGNED = (
+    "count",
+    "rows",
+    "cols",
+    "wide",
+    "stride_r",
+    "q_stride_r",
+)  # the sizes of a model's tensors are multiples of 16
 SIZES = ("rows", "cols", "every")  # Triton makes a constant of an argument that is 1
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KEPT = Path(__file__).parents[3] / "benchmarks" / "results" / "machine_code.json"
@@ -66,8 +73,9 @@ MULTIPROCESSORS = MappingProxyType(
 """The architectures that are meant."""
 
 
-def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+def launches(capability: int) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     """Name -> (kernel, its compile-time parameters): x and x.T of the tensors of the recipes, and single casts."""
+    converts, roomy = capability >= 90, capability < 120
     tensor, row, block, mx = (RECIPES[name].fprop.lhs for name in ("tensorwise", "rowwise", "blockwise", "mxfp8"))
     square = RECIPES["blockwise"].fprop.rhs
     gradient = QuantizationSpec(E5M2)
@@ -82,7 +90,7 @@ def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         "x only": (tensor, None),
         "x.T only": (None, block),
     }
-    found = {name: (device_code.cast_kernel, cast_launch(*pair, converts)) for name, pair in pairs.items()}
+    found = {name: (device_code.cast_kernel, cast_launch(*pair, converts, roomy)) for name, pair in pairs.items()}
     guarded = QuantizationSpec(E4M3, scaling="guarded", margin=1)
     for name, redo in (("predicted", False), ("guard", True)):
         found[name] = (device_code.predicted_kernel, predicted_launch(guarded, True, True, redo, converts, redo))
@@ -93,20 +101,27 @@ def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         device_code.statistics_kernel,
         {**statistics_launch(tensor, EXPONENT_BINS), **dict.fromkeys(SIZES, 1)},
     )
-    made = {"MAKE": "silu", "FLAG": True}, {"MAKE": "rmsnorm", "DTYPE": "bf16", "gamma_ptr": "*bf16"}
+    made = (
+        {"MAKE": "silu", "FLAG": True, **ACTIVATION_LAUNCH},
+        {"MAKE": "rmsnorm", "DTYPE": "bf16", "gamma_ptr": "*bf16"},
+    )
     made[1]["beside_ptr"] = "*fp32"
     found["swiglu, 1x128"] = (device_code.cast_kernel, {**cast_launch(block, block, converts), **made[0]})
     found["rmsnorm, tensor"] = (device_code.cast_kernel, {**cast_launch(tensor, tensor, converts), **made[1]})
     guess = dict(predicted_launch(guarded, True, True, False, converts))
-    found["gelu, predicted"] = (device_code.predicted_kernel, {**guess, "MAKE": "gelu_tanh"})
+    found["gelu, predicted"] = (device_code.predicted_kernel, {**guess, "MAKE": "gelu_tanh", **ACTIVATION_LAUNCH})
     found["amax of layernorm"] = (device_code.amax_kernel, {**amax_launch(("tensor",)), **made[1], "MAKE": "layernorm"})
-    back = {"MAKE": "silu", "FLAG": True, "beside_ptr": "*bf16", **GRADIENT_LAUNCH}
-    found["dswiglu, 1x128"] = (device_code.cast_kernel, {**cast_launch(block, block, converts), **back})
-    found["dswiglu, tensor E5M2"] = (device_code.cast_kernel, {**cast_launch(gradient, gradient, converts), **back})
+    back = {"MAKE": "silu", "FLAG": True, "beside_ptr": "*bf16", **ACTIVATION_LAUNCH}
+    found["dgelu"] = (
+        device_code.cast_kernel,
+        {**cast_launch(gradient, gradient, converts), **back, "MAKE": "gelu", "FLAG": False},
+    )
     guess |= {**back, "MAKE": "gelu_tanh", "FLAG": False}
     found["dgelu, predicted"] = (device_code.predicted_kernel, guess)
     tile = {"TR": 64, "TC": 128, "num_warps": 8}
     found["rows"] = (rows_device_code.rows_kernel, {**made[1], "FLAG": False, **tile, "beta_ptr": None})
+    gate = {"MAKE": "silu", **tile, "dy_ptr": "*bf16", "dx_ptr": "*bf16"}
+    found["dswiglu pair"] = (rows_device_code.gate_gradient_kernel, gate)
     statistics = {"MAKE": "layernorm", "TC": 1024, "num_warps": 4}
     found["row statistics"] = (rows_device_code.row_statistics_kernel, statistics)
     plain = dict.fromkeys(("weight_ptr", "gradient_ptr", "mean_ptr", "square_ptr"), "*fp32") | {"extra_ptr": None}
@@ -183,14 +198,15 @@ def figures(binary: Any, launch: Mapping[str, Any], capability: int) -> dict[str
 
 def chosen(capability: int) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     """The casts on every architecture; the rest on one, and a few of it on all."""
-    every = launches(converts=capability >= 90)
+    every = launches(capability)
     some = ("statistics", "roll", "adamw")
     return {name: one for name, one in every.items() if capability == 90 or name in some or is_cast(one)}
 
 
 def is_cast(launch: tuple[Any, Mapping[str, Any]]) -> bool:
-    """Whether a launch writes codes, or finds their scales."""
-    return launch[0] in (device_code.cast_kernel, device_code.predicted_kernel, device_code.amax_kernel)
+    """Whether a launch writes codes, finds their scales or makes what is cast."""
+    casts = (device_code.cast_kernel, device_code.predicted_kernel, device_code.amax_kernel)
+    return launch[0] in (*casts, rows_device_code.gate_gradient_kernel)
 
 
 def table() -> dict[str, Any]:

@@ -52,7 +52,19 @@ def _scale_of(
     usable = (magnitude > 0) & finite
     # 0x3F800000 is 1.0: with it nothing below overflows, and the last lines replace the result
     amax = _float(tl.where(usable, magnitude, 0x3F800000))
-    if SCALE_FORMAT == "e8m0" or SCALE_FORMAT == "e8m0_floor":
+    if (SCALE_FORMAT == "e8m0" or SCALE_FORMAT == "e8m0_floor") and E8M0_SHIFT <= -2:
+        # exponent fields as they lie: what is subnormal ends at 2**-127, so nothing has to be normal. The addition
+        # carries into the exponent exactly where the significand is above that of the format's largest number: one
+        # octave more, so that nothing saturates; log2 would have to be exact to find the same
+        CARRY: tl.constexpr = 0x007FFFFF - E8M0_MANTISSA if SCALE_FORMAT == "e8m0" else 0
+        octave = (magnitude + CARRY) & 0x7F800000
+        # 2**127 at most: below that the difference is smaller, unsigned
+        bits = tl.minimum((0x7F000000 - (E8M0_SHIFT << 23)) - octave.to(tl.uint32, bitcast=True), 0x7F000000)
+        bits = tl.where(finite, bits.to(tl.int32, bitcast=True), 0x3F800000)
+        # of zeros any scale makes the same codes, but theirs is 1
+        inverse = tl.where(magnitude > 0, 0x7F000000 - bits, 0x3F800000)
+        scale, scale_inv = _float(bits), _float(tl.where(inverse == 0, 0x00400000, inverse))
+    elif SCALE_FORMAT == "e8m0" or SCALE_FORMAT == "e8m0_floor":
         subnormal = amax < 1.1754943508222875e-38
         wide = _bits(tl.where(subnormal, amax * 4294967296.0, amax))  # exact: now it is normal
         # a subnormal number has no exponent field to read: times 2**32 it has one, 32 too large
@@ -132,6 +144,8 @@ def _store(q_ptr, codes, r, c, rows, cols):
 @triton.jit
 def _per_element(per_block, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """One entry a block -> one an element of the tile."""
+    if (BR == 1 and BC == TC) or (BR == TR and BC == 1):
+        return tl.broadcast_to(per_block, (TR, TC))
     # (blocks down, 1, blocks across, 1): the two extents of a block are the ones to broadcast
     spread = tl.reshape(per_block, (TR // BR, 1, TC // BC, 1))
     return tl.reshape(tl.broadcast_to(spread, (TR // BR, BR, TC // BC, BC)), (TR, TC))
@@ -140,6 +154,10 @@ def _per_element(per_block, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr
 @triton.jit
 def _block_amax(magnitude, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Bits of the largest magnitude of each block of a tile."""
+    if BR == 1 and BC == TC:
+        return tl.max(magnitude, axis=1)[:, None]
+    if BR == TR and BC == 1:
+        return tl.max(magnitude, axis=0)[None, :]
     # rows and columns of a block become axes 1 and 3
     blocks = tl.reshape(magnitude, (TR // BR, BR, TC // BC, BC))
     return tl.max(tl.max(blocks, axis=3), axis=1)
@@ -175,7 +193,12 @@ def _factor(
     """
     if MODE == "blocks":
         amax = _block_amax(magnitude, TR, TC, BR, BC)
-        scale, scale_inv = _scale_of(amax, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN)
+        scale, _ = _scale_of(amax, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN)
+        if amax.numel > 1:
+            # amax lies as the factors need it, many copies of a block's; a gather hands each block to one thread, so
+            # that what is stored is computed once
+            amax = tl.reshape(tl.gather(tl.reshape(amax, (amax.numel,)), tl.arange(0, amax.numel), 0), amax.shape)
+        _, scale_inv = _scale_of(amax, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN)
         i = row_tile * (TR // BR) + tl.arange(0, TR // BR)
         j = col_tile * (TC // BC) + tl.arange(0, TC // BC)
         # the last tile may lie beyond the last block; of a ragged block it has read zeros, which raise no amax

@@ -38,9 +38,9 @@ NAME = "triton"
 
 _FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
 _TILE = 128
-_AMPERE, _HOPPER = (8, 0), (9, 0)
-GRADIENT_LAUNCH = MappingProxyType({"num_warps": 8})
-"""A gradient reads three tensors: of more threads each would have too few registers for a tile of 128 x 128."""
+_AMPERE, _HOPPER, _CONSUMER_BLACKWELL = (8, 0), (9, 0), (12, 0)
+ACTIVATION_LAUNCH = MappingProxyType({"num_warps": 8, "maxnreg": None})
+"""An activation takes registers beside those of the cast; its gradient reads three tensors."""
 
 
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
@@ -76,6 +76,15 @@ def refuses(spec: QuantizationSpec) -> str | None:
         return f"{NAME}: has no two-level scales (e4m3)"
     if _mode(spec.granularity) is None:
         return f"{NAME}: takes tensor, row and blocks of powers of two up to {_TILE}; got {spec.granularity}"
+    return None
+
+
+def refuse_fused(rows: UnmadeRows) -> str | None:
+    """Why a kernel of its own makes these rows before the cast; None if the cast makes them."""
+    # a cast's tile lies in one half of dx, so each half takes its own exponential: 57 to 62 instructions an element of
+    # dx on sm_90, bound by issue; 29 with both halves in one tile and 13 to 22 for the cast leave time for 4 more bytes
+    if rows.is_gradient and rows.gated:
+        return f"{NAME}: a gate's gradient takes fewer instructions alone, and no GPU has measured otherwise"
     return None
 
 
@@ -169,7 +178,7 @@ class UnmadeRows:
         """What a kernel takes beside x, by name."""
         given = {"beside_ptr": self.beside, "gamma_ptr": self.gamma, "beta_ptr": self.beta}
         made = {**given, "MAKE": self.make, "FLAG": self.gated or self.zero_centered, "DTYPE": self._rounded}
-        return {**made, **GRADIENT_LAUNCH} if self.is_gradient else made
+        return made if self.make.endswith("norm") else {**made, **ACTIVATION_LAUNCH}
 
     @property
     def _rounded(self) -> str:
@@ -206,7 +215,7 @@ def _current(x: Tensor | UnmadeRows, spec: QuantizationSpec | None, spec_t: Quan
         device.amax_kernel[_grid(x, launch)](read, *buffers, *shape, **{**launch, **made})
     known = spec or spec_t
     assert known is not None
-    launch = cast_launch(spec, spec_t, _converts(x.device))
+    launch = cast_launch(spec, spec_t, _converts(x.device), _roomy(x.device))
     device.cast_kernel[_grid(x, launch)](
         read,
         *(row.data, row.scale_inv, row.amax),
@@ -326,8 +335,11 @@ def _top(spec: QuantizationSpec) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def cast_launch(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, converts: bool) -> Mapping[str, Any]:
-    """The compile-time parameters of a launch of `cast_kernel`; converts: the device casts to FP8 itself."""
+def cast_launch(
+    spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, converts: bool, roomy: bool = True
+) -> Mapping[str, Any]:
+    """The compile-time parameters of a launch of `cast_kernel`; converts: the device casts to FP8 itself; roomy: 128
+    registers a thread are enough, as on all but sm_120."""
     known = spec or spec_t
     assert known is not None
     one_scale = shared(spec, spec_t)
@@ -337,7 +349,9 @@ def cast_launch(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, 
     )
     sides = {"MODE": mode, "BR": block[0], "BC": block[1], "MODE_T": mode_t, "BR_T": block_t[0], "BC_T": block_t[1]}
     constants = {**sides, "SHARED": one_scale, **_constants(known, converts), **_tile(max(block[0], block_t[0]))}
-    return MappingProxyType(constants)
+    # with more registers for each of 256 threads a multiprocessor would hold one block, and wait for its loads
+    two_blocks = roomy and constants["NATIVE"] and constants["TR"] == _TILE
+    return MappingProxyType({**constants, "maxnreg": 128} if two_blocks else constants)
 
 
 @functools.lru_cache(maxsize=256)
@@ -383,10 +397,11 @@ def _constants(spec: QuantizationSpec, converts: bool) -> dict[str, Any]:
     }
 
 
-def _tile(block_rows: int) -> dict[str, int]:
-    """64 x 128 elements, or 128 x 128 for whole blocks; 32 elements per thread, so that no register spills."""
-    rows = max(block_rows, _TILE // 2)
-    return {"TR": rows, "TC": _TILE, "num_warps": rows // 8}
+def _tile(block_rows: int) -> dict[str, Any]:
+    """64 x 128 elements, or as many rows as a block has, from 32 on: 64 elements a thread share its addresses and the
+    scales of its 16 columns."""
+    rows = _TILE // 2 if block_rows == 1 else max(block_rows, 32)
+    return {"TR": rows, "TC": _TILE, "num_warps": rows // 16}
 
 
 def _grid(x: Tensor | UnmadeRows, launch: Mapping[str, Any]) -> tuple[int]:
@@ -401,6 +416,11 @@ def _converts(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _HOPPER
+
+
+def _roomy(device: torch.device) -> bool:
+    """Whether the compiler fits a tile of 128 x 128 into 128 registers a thread: for sm_120 it spills some."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < _CONSUMER_BLACKWELL
 
 
 def refuse_device(device: torch.device) -> str | None:

@@ -28,6 +28,13 @@ def make_rows(unmade: UnmadeRows) -> Tensor:
     x, (m, k) = unmade.x, unmade.shape
     y = x.new_empty(m, k, dtype=unmade.dtype)
     launched(x, unmade.beside, unmade.gamma, unmade.beta)
+    if unmade.is_gradient and unmade.gated:
+        assert unmade.beside is not None
+        grid = (-(-m // _TILE["TR"]) * -(-k // 2 // _TILE["TC"]),)
+        with torch.cuda.device_of(x):
+            device = _device_code().gate_gradient_kernel[grid]
+            device(x, y, unmade.beside, m, k // 2, x.stride(0), MAKE=unmade.make, **_TILE)
+        return y
     sizes = {"rows": m, "cols": k, "stride_r": x.stride(0), "stride_c": x.stride(1)}
     grid = (-(-m // _TILE["TR"]) * -(-k // _TILE["TC"]),)
     with torch.cuda.device_of(x):

@@ -168,6 +168,41 @@ def rows_kernel(
 
 
 @triton.jit
+def gate_gradient_kernel(
+    x_ptr,
+    dx_ptr,
+    dy_ptr,
+    rows,
+    wide,
+    stride_r,
+    MAKE: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """Writes dx (rows, 2 wide) of a gate and what it multiplies, from dy (rows, wide); dy and dx lie row by row.
+
+    A tile has both halves, so that each exponential is computed once; the bits are those of `_pulled`.
+    """
+    r, c, _, _ = tile_place(tl.program_id(0), rows, wide, TR, TC)
+    mask = (r[:, None] < rows) & (c[None, :] < wide)
+    where = x_ptr + r.to(tl.int64)[:, None] * stride_r + c[None, :]
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(where, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(where + wide, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + r.to(tl.int64)[:, None] * wide + c[None, :], mask=mask, other=0.0).to(dtype).to(tl.float32)
+    d = (dy * up).to(dtype).to(tl.float32)
+    if MAKE == "silu":
+        above = 1.0 + libdevice.exp(-x)
+        s = tl.math.div_rn(1.0, above)
+        gate, act = d * s * (1.0 + x * (1.0 - s)), tl.math.div_rn(x, above)
+    else:
+        gate, act = _gradient(d, x, dtype, MAKE), _activated(x, MAKE)
+    out = dx_ptr + r.to(tl.int64)[:, None] * (2 * wide) + c[None, :]
+    tl.store(out, gate.to(dtype), mask=mask)
+    tl.store(out + wide, (dy * act.to(dtype).to(tl.float32)).to(dtype), mask=mask)
+
+
+@triton.jit
 def row_statistics_kernel(x_ptr, statistics_ptr, rows, cols, stride_r, eps, MAKE: tl.constexpr, TC: tl.constexpr):
     """Mean (not for "rmsnorm") and rstd of a row, one program each: statistics (2, rows); about the mean, in fp32."""
     row = tl.program_id(0)
