@@ -207,13 +207,14 @@ def _block_scales(x_q: QuantizedTensor, rows: int) -> tuple[Tensor, ScalingType]
     """Outer dimension first in memory: entries of one block of K lie side by side (1x128), or the entries of K
     (128x128)."""
     scale_inv = x_q.scale_inv
-    if x_q.spec.granularity == BLOCK_1X128:  # (rows, K / 128) -> the same with strides (1, rows)
-        padded = nn.functional.pad(scale_inv, (0, 0, 0, rows - scale_inv.shape[0]), value=1.0)
-        return padded.t().contiguous().t(), ScalingType.BlockWise1x128
+    if x_q.spec.granularity == BLOCK_1X128:  # (rows, K / 128) -> the same with strides (1, rows), as casts write it
+        if more := rows - scale_inv.shape[0]:  # torch's pad copies even where nothing is missing
+            scale_inv = nn.functional.pad(scale_inv, (0, 0, 0, more), value=1.0)
+        return scale_inv.t().contiguous().t(), ScalingType.BlockWise1x128
     # cuBLASLt reads scales of 128 x 128 blocks in fours along K
-    fours = _aligned(scale_inv.shape[1], 4)  # (rows / 128, K / 128) -> (K / 128 in fours, rows / 128), strides (1, .)
-    padded = nn.functional.pad(scale_inv, (0, fours - scale_inv.shape[1]), value=1.0)
-    return padded.contiguous().t(), ScalingType.BlockWise128x128
+    if more := -scale_inv.shape[1] % 4:  # (rows / 128, K / 128) -> (K / 128 in fours, rows / 128), strides (1, .)
+        scale_inv = nn.functional.pad(scale_inv, (0, more), value=1.0)
+    return scale_inv.contiguous().t(), ScalingType.BlockWise128x128
 
 
 def _aligned(size: int, alignment: int) -> int:

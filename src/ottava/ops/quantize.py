@@ -501,6 +501,8 @@ def _quantize_op(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Te
 def _both_promised(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> tuple[Tensor, ...]:
     data, scale_inv, amax = _promised(x, spec, scale)
     data_t, scale_inv_t, _ = _promised(x.t(), spec_t, scale)
+    if x.is_cuda and triton_quantize.turned(spec_from_key(spec), spec_from_key(spec_t)):
+        scale_inv, amax, scale_inv_t = (one.new_empty(one.shape[::-1]).t() for one in (scale_inv, amax, scale_inv_t))
     shared = triton_quantize.shared(spec_from_key(spec), spec_from_key(spec_t))
     return data, scale_inv, amax, data_t, x.new_empty(0, dtype=torch.float32) if shared else scale_inv_t
 
@@ -520,7 +522,10 @@ def _quantize_both_op(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -
     if codes_t.data_ptr() == row.data.data_ptr():  # outputs of an operator must not share memory
         codes_t = codes_t.clone(memory_format=torch.preserve_format)
     own = x.new_empty(0, dtype=torch.float32) if triton_quantize.shared(row_spec, col_spec) else col.scale_inv
-    return _as_promised(row.data, x), row.scale_inv, amax, codes_t, own
+    scales = (row.scale_inv, amax, own)
+    if x.is_cuda and triton_quantize.turned(row_spec, col_spec):  # nearly always they lie so: no copy
+        scales = tuple(one.t().contiguous().t() for one in scales)
+    return _as_promised(row.data, x), *scales[:2], codes_t, scales[2]
 
 
 def _behind_promised(x: Tensor, spec: str, met: Tensor | None) -> tuple[Tensor, ...]:

@@ -46,7 +46,7 @@ def compiled(capability: int, cache: Path) -> Facts:
 def casts(name: str) -> bool:
     """Whether a launch encodes."""
     return name != "dswiglu pair" and not name.startswith(
-        ("adamw", "amax", "roll", "rows", "row statistics", "statistics", "one element")
+        ("adamw", "amax", "drmsnorm", "rmsnorm alone", "roll", "rows", "row statistics", "statistics", "one element")
     )
 
 
@@ -57,12 +57,15 @@ def nothing_spills(found: Facts, capability: int) -> None:
 
 
 def casts_keep_their_figures(found: Facts, capability: int) -> None:
-    """Limits of any Triton; with the Triton of the kept table its figures, which a change may better and then moves."""
+    """Limits of any Triton; with the Triton of the kept table no cast is worse than there."""
     for name, most in LIMITS.items():
         assert (found[name]["instructions"] <= most and found[name]["blocks"] >= 2) or capability < 90, name
     if triton.__version__ == KEPT["triton"]:
-        kept = KEPT[f"sm_{capability}"]
-        assert {name: {key: found[name][key] for key in figures} for name, figures in kept.items()} == kept
+        for name, old in KEPT[f"sm_{capability}"].items():
+            new = found[name]
+            assert new["instructions"] <= old["instructions"] + 0.2, name  # as `compile_ahead.worse` has it
+            assert new["blocks"] >= min(old["blocks"], 2), name
+            assert new["spilled"] <= old["spilled"], name
 
 
 def memory_is_moved_16_bytes_at_a_time(found: Facts, capability: int) -> None:
@@ -71,7 +74,7 @@ def memory_is_moved_16_bytes_at_a_time(found: Facts, capability: int) -> None:
         if name in ("roll", "one element"):  # touches no x, or no more than 2 bytes of it
             continue
         assert facts["loads16"] > 0, name
-        assert facts["loads"] == 0, name
+        assert facts["loads"] <= ("norm" in name), name  # of gamma, one number a thread
         assert facts["byte_stores"] == 0, name
         if not name.startswith(("amax", "statistics", "row statistics")):
             assert facts["stores16"] > 0, name

@@ -284,6 +284,7 @@ def cast_kernel(
     BR_T: tl.constexpr,
     BC_T: tl.constexpr,
     SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
     SCALE_FORMAT: tl.constexpr,
     E8M0_SHIFT: tl.constexpr,
     E8M0_MANTISSA: tl.constexpr,
@@ -304,16 +305,17 @@ def cast_kernel(
 ):
     """Current scaling: the codes of x (MODE) and of x.T (MODE_T), each "" if not wanted.
 
-    SHARED: x and x.T have one scale for each element, and it is that of MODE.
+    SHARED: x and x.T have one scale for each element, and it is that of MODE. TURNED: scales of one column of blocks
+    lie side by side, as the GEMM reads them, not those of a row.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: L2 still holds the tiles that the amax pass read last
     r, c, row_tile, col_tile = tile_place(tile, rows, cols, TR, TC)
     x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
     magnitude = _bits(x) & 0x7FFFFFFF
     if MODE != "":
-        grid_cols = tl.cdiv(cols, BC)
+        stride_i, stride_j = (1, tl.cdiv(rows, BR)) if TURNED else (tl.cdiv(cols, BC), 1)
         factor = _factor(
-            magnitude, amax_ptr, scale_inv_ptr, r, c, row_tile, col_tile, rows, cols, grid_cols, 1, top,
+            magnitude, amax_ptr, scale_inv_ptr, r, c, row_tile, col_tile, rows, cols, stride_i, stride_j, top,
             MODE, BR, BC, TR, TC, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN,
         )  # fmt: skip
         codes = _encode(x, factor, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
@@ -322,9 +324,10 @@ def cast_kernel(
         if SHARED:
             _store(qt_ptr, tl.trans(codes), c, r, cols, rows)
     if MODE_T != "":
-        grid_rows = tl.cdiv(rows, BR_T)
+        # x.T lies with rows and columns swapped
+        stride_i, stride_j = (tl.cdiv(cols, BC_T), 1) if TURNED else (1, tl.cdiv(rows, BR_T))
         factor_t = _factor(
-            magnitude, amax_t_ptr, scale_inv_t_ptr, r, c, row_tile, col_tile, rows, cols, 1, grid_rows, top,
+            magnitude, amax_t_ptr, scale_inv_t_ptr, r, c, row_tile, col_tile, rows, cols, stride_i, stride_j, top,
             MODE_T, BR_T, BC_T, TR, TC, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN,
         )  # fmt: skip
         # from x, not from the codes of x: a second rounding would be another number

@@ -28,7 +28,7 @@ from ottava.kernels.gate import launched, refusal
 from ottava.kernels.reference import Cast
 from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from ottava.numerics.rounding import check_input_dtype
-from ottava.numerics.scaling import PER_TENSOR, Granularity, column_major
+from ottava.numerics.scaling import BLOCK_1X128, PER_TENSOR, Granularity, column_major
 from ottava.numerics.tensor import QuantizationSpec
 
 Casts = tuple[Cast | None, Cast | None]
@@ -202,8 +202,9 @@ class _Side(NamedTuple):
 
 
 def _current(x: Tensor | UnmadeRows, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> Casts:
-    row = _side(x, spec, transposed=False)
-    col = _side(x, spec_t, transposed=True, partner=row)
+    in_gemm_order = turned(spec, spec_t)
+    row = _side(x, spec, transposed=False, turned=in_gemm_order)
+    col = _side(x, spec_t, transposed=True, partner=row, turned=in_gemm_order)
     one_scale = shared(spec, spec_t)
     device, (read, shape, made) = _device_code(), _read(x)
     whole = {side.mode: side.amax for side in (row, col) if side.mode not in ("", "blocks")}
@@ -268,6 +269,12 @@ def shared(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bo
     )
 
 
+@functools.lru_cache(maxsize=256)
+def turned(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bool:
+    """Whether the scales of both sides lie as torch's scaled GEMM reads them: strides (1, rows), not (columns, 1)."""
+    return spec is not None and spec_t is not None and spec.granularity == spec_t.granularity == BLOCK_1X128
+
+
 def _side(
     x: Tensor | UnmadeRows,
     spec: QuantizationSpec | None,
@@ -275,6 +282,7 @@ def _side(
     transposed: bool,
     partner: _Side | None = None,
     room: Tensor | None = None,
+    turned: bool = False,
 ) -> _Side:
     """partner: the other side; with one scale per tensor both share scale and amax, so one memory is set to 0.
 
@@ -288,6 +296,9 @@ def _side(
     if partner is not None and partner.mode == mode == "tensor":
         return partner._replace(data=memory.new_empty(shape, dtype=torch.uint8))  # other codes, the same scale and amax
     grid = spec.granularity.grid_shape(shape)
+    if turned:
+        scale_inv, amax = (memory.new_empty(grid[::-1], dtype=dtype).t() for dtype in (torch.float32, torch.int32))
+        return _Side(mode, memory.new_empty(shape, dtype=torch.uint8), scale_inv, amax)
     if room is not None and mode == "tensor":
         amax = room.view(grid)
     else:
@@ -348,6 +359,7 @@ def cast_launch(
         _mode_and_block(None if one_scale else spec_t, True),
     )
     sides = {"MODE": mode, "BR": block[0], "BC": block[1], "MODE_T": mode_t, "BR_T": block_t[0], "BC_T": block_t[1]}
+    sides["TURNED"] = turned(spec, spec_t)
     constants = {**sides, "SHARED": one_scale, **_constants(known, converts), **_tile(max(block[0], block_t[0]))}
     # with more registers for each of 256 threads a multiprocessor would hold one block, and wait for its loads
     two_blocks = roomy and constants["NATIVE"] and constants["TR"] == _TILE
