@@ -133,7 +133,7 @@ def test_a_step_launches_these_and_nothing_else(recipe: str, monkeypatch: pytest
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_scales_of_blocks_lie_as_the_gemm_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 17 launches a step (scales took 6 to pad and 5 to copy) 7 are left: casts, GEMMs, a copy of a weight's scales."""
+    """Of 17 launches a step (scales took 6 to pad and 5 to copy) 7 are left: casts, GEMMs, and a copy."""
     recipe = ottava.RECIPES["blockwise"]
     matrices = (torch.randn(128, 512), torch.randn(512, 512), torch.randn(128, 512))
     with counted(monkeypatch) as counts:

@@ -336,6 +336,27 @@ def cast_kernel(
 
 
 @triton.jit
+def _cast_tile(
+    x_ptr, q_ptr, qt_ptr, amax_ptr, tile, factor, rows, cols, stride_r, stride_c,
+    AMAX: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr, HAS_NAN: tl.constexpr,
+    NATIVE: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+    beside_ptr, gamma_ptr, beta_ptr, MAKE: tl.constexpr, FLAG: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """One tile of a cast with one factor; AMAX: raises the amax, too."""
+    r, c, _, _ = tile_place(tile, rows, cols, TR, TC)
+    x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
+    # the amax of this step, for the next prediction: x is in registers anyway
+    if AMAX:
+        tl.atomic_max(amax_ptr, tl.max(tl.max(_bits(x) & 0x7FFFFFFF, axis=1), axis=0))
+    codes = _encode(x, factor, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
+    if ROW:
+        _store(q_ptr, codes, r, c, rows, cols)
+    if COL:
+        _store(qt_ptr, tl.trans(codes), c, r, cols, rows)
+
+
+@triton.jit
 def predicted_kernel(
     x_ptr,
     given_ptr,
@@ -380,11 +401,8 @@ def predicted_kernel(
     STAGES: raises the door's staged entries (finite amax | 1: it was not finite | 1: the guard fired), one program.
     """
     given = tl.load(given_ptr)
-    tile = tl.program_id(0)
-    wanted = True
-    factor = given
+    first = tl.program_id(0)
     if REDO:
-        tile = tl.num_programs(0) - 1 - tile
         magnitude = tl.load(amax_ptr)
         taken = given > 0
         if GUARDED:
@@ -394,7 +412,7 @@ def predicted_kernel(
         predicted_inv = tl.math.div_rn(tl.zeros_like(given) + 1.0, given)
         finite = magnitude < 0x7F800000
         used_inv = tl.where(taken & (HAS_NAN | finite), predicted_inv, scale_inv)
-        if tile == 0:
+        if first == 0:
             tl.store(scale_inv_ptr, used_inv)
             if STAGES:
                 fired = (given > 0) & (used_inv != predicted_inv)
@@ -402,20 +420,21 @@ def predicted_kernel(
                 tl.store(staged_ptr, tl.maximum(tl.load(staged_ptr), seen))
                 tl.store(staged_ptr + 1, tl.maximum(tl.load(staged_ptr + 1), tl.where(finite, 0.0, 1.0)))
                 tl.store(staged_ptr + 2, tl.maximum(tl.load(staged_ptr + 2), tl.where(fired, 1.0, 0.0)))
-        factor = scale
-        # mostly the prediction holds, and this second launch ends here, after a few scalar loads
-        wanted = taken == 0
-    if wanted:
-        r, c, _, _ = tile_place(tile, rows, cols, TR, TC)
-        x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
-        # the amax of this step, for the next prediction: x is in registers anyway
-        if not REDO:
-            tl.atomic_max(amax_ptr, tl.max(tl.max(_bits(x) & 0x7FFFFFFF, axis=1), axis=0))
-        codes = _encode(x, factor, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
-        if ROW:
-            _store(q_ptr, codes, r, c, rows, cols)
-        if COL:
-            _store(qt_ptr, tl.trans(codes), c, r, cols, rows)
+        # mostly the prediction holds, and this second launch ends here, after a few scalar loads. As few programs as
+        # the device holds at once: each takes tiles from the end, which L2 still holds
+        tiles = tl.cdiv(rows, TR) * tl.cdiv(cols, TC)
+        for tile in range(tl.where(taken, tiles, first), tiles, tl.num_programs(0)):
+            _cast_tile(
+                x_ptr, q_ptr, qt_ptr, amax_ptr, tiles - 1 - tile, scale, rows, cols, stride_r, stride_c,
+                False, ROW, COL, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE, TR, TC,
+                beside_ptr, gamma_ptr, beta_ptr, MAKE, FLAG, DTYPE,
+            )  # fmt: skip
+    else:
+        _cast_tile(
+            x_ptr, q_ptr, qt_ptr, amax_ptr, first, given, rows, cols, stride_r, stride_c,
+            True, ROW, COL, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE, TR, TC,
+            beside_ptr, gamma_ptr, beta_ptr, MAKE, FLAG, DTYPE,
+        )  # fmt: skip
 
 
 @triton.jit

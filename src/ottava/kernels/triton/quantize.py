@@ -247,7 +247,8 @@ def _predicted(
     # both are launched always: whether the second has work is known on the device only
     for redo in (False, True):
         launch = predicted_launch(known, *sides, redo, _converts(x.device), redo and stages)
-        _device_code().predicted_kernel[_grid(x, launch)](
+        grid = _grid(x, launch)
+        _device_code().predicted_kernel[(min(grid[0], _programs(x.device)),) if redo else grid](
             read,
             scale,
             *(row.data, col.data, one.scale_inv, one.amax, scale if staged is None else staged),
@@ -418,6 +419,12 @@ def _tile(block_rows: int) -> dict[str, Any]:
 
 def _grid(x: Tensor | UnmadeRows, launch: Mapping[str, Any]) -> tuple[int]:
     return (-(-x.shape[0] // launch["TR"]) * -(-x.shape[1] // launch["TC"]),)
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """As many programs of the guard as a device holds at once; the interpreter takes 3."""
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _converts(device: torch.device) -> bool:
