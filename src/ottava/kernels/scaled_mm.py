@@ -16,7 +16,7 @@ Source: torch aten/src/ATen/native/cuda/ScaledBlas.cpp (shapes and strides of sc
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -206,7 +206,7 @@ def _is_mx(x_q: QuantizedTensor) -> bool:
     return x_q.spec.granularity == BLOCK_1X32 and x_q.spec.scale_format in ("e8m0", "e8m0_floor")
 
 
-def _swizzle(a: QuantizedTensor) -> dict[str, SwizzleType]:
+def _swizzle(a: QuantizedTensor) -> dict[str, Any]:
     """How the scales lie, where torch does not guess it from their shape."""
     return {f"swizzle_{side}": SwizzleType.SWIZZLE_32_4_4 for side in "ab"} if _is_mx(a) else {}
 

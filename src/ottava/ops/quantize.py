@@ -524,8 +524,8 @@ def _quantize_both_op(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -
     own = x.new_empty(0, dtype=torch.float32) if triton_quantize.shared(row_spec, col_spec) else col.scale_inv
     scales = (row.scale_inv, amax, own)
     if x.is_cuda and triton_quantize.turned(row_spec, col_spec):  # nearly always they lie so: no copy
-        scales = tuple(one.t().contiguous().t() for one in scales)
-    return _as_promised(row.data, x), *scales[:2], codes_t, scales[2]
+        scales = (scales[0].t().contiguous().t(), amax.t().contiguous().t(), own.t().contiguous().t())
+    return _as_promised(row.data, x), scales[0], scales[1], codes_t, scales[2]
 
 
 def _behind_promised(x: Tensor, spec: str, met: Tensor | None) -> tuple[Tensor, ...]:
