@@ -29,7 +29,7 @@ from ottava.kernels.reference import Cast
 from ottava.kernels.triton.launch import Launch, Named
 from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from ottava.numerics.rounding import check_input_dtype
-from ottava.numerics.scaling import PER_TENSOR, Granularity, column_major
+from ottava.numerics.scaling import BLOCK_1X128, PER_TENSOR, Granularity, column_major
 from ottava.numerics.tensor import QuantizationSpec
 
 Casts = tuple[Cast | None, Cast | None]
@@ -39,9 +39,9 @@ NAME = "triton"
 
 _FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
 _TILE = 128
-_AMPERE, _HOPPER = (8, 0), (9, 0)
-GRADIENT_LAUNCH = MappingProxyType({"num_warps": 8})
-"""A gradient reads three tensors: of more threads each would have too few registers for a tile of 128 x 128."""
+_AMPERE, _HOPPER, _CONSUMER_BLACKWELL = (8, 0), (9, 0), (12, 0)
+ACTIVATION_LAUNCH = MappingProxyType({"num_warps": 8, "maxnreg": None})
+"""An activation takes registers beside those of the cast; its gradient reads three tensors."""
 
 
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
@@ -77,6 +77,15 @@ def refuses(spec: QuantizationSpec) -> str | None:
         return f"{NAME}: has no two-level scales (e4m3)"
     if _mode(spec.granularity) is None:
         return f"{NAME}: takes tensor, row and blocks of powers of two up to {_TILE}; got {spec.granularity}"
+    return None
+
+
+def refuse_fused(rows: UnmadeRows) -> str | None:
+    """Why a kernel of its own makes these rows before the cast; None if the cast makes them."""
+    # a cast's tile lies in one half of dx, so each half takes its own exponential: 57 to 62 instructions an element of
+    # dx on sm_90, bound by issue; 29 with both halves in one tile and 13 to 22 for the cast leave time for 4 more bytes
+    if rows.is_gradient and rows.gated:
+        return f"{NAME}: a gate's gradient takes fewer instructions alone, and no GPU has measured otherwise"
     return None
 
 
@@ -176,7 +185,7 @@ class UnmadeRows:
     def named(self) -> Named:
         """The constants of a kernel that makes them."""
         named: Named = (("MAKE", self.make), ("FLAG", self.gated or self.zero_centered), ("DTYPE", self._rounded))
-        return (*named, *GRADIENT_LAUNCH.items()) if self.is_gradient else named
+        return named if self.make.endswith("norm") else (*named, *ACTIVATION_LAUNCH.items())
 
     @property
     def _rounded(self) -> str:
@@ -208,14 +217,16 @@ def _plan_current(
     _: str,
 ) -> Plan:
     """Casts with scales of their own."""
-    row, col = _Memory(shape, spec, False, None), _Memory((shape[1], shape[0]), spec_t, True, spec)
+    in_gemm_order = turned(spec, spec_t)
+    row = _Memory(shape, spec, False, None, in_gemm_order)
+    col = _Memory((shape[1], shape[0]), spec_t, True, spec, in_gemm_order)
     modes = tuple(dict.fromkeys(side.mode for side in (row, col) if side.mode in _WHOLE))
     sizes = (*shape, *strides)
     # blocks lie inside a tile and need no pass of their own
     looks = None if not modes else _bound(device_code.amax_kernel, sizes, (), amax_launch(modes), named)
     known = spec or spec_t
     assert known is not None
-    constants = cast_launch(spec, spec_t, _converts(device))
+    constants = cast_launch(spec, spec_t, _converts(device), _roomy(device))
     casts = _bound(device_code.cast_kernel, sizes, (_top(known),), constants, named)
     finish = _finish(spec, spec_t, shared(spec, spec_t))
 
@@ -257,7 +268,8 @@ def _plan_predicted(
     for redo in (False, True):
         sides = spec is not None, spec_t is not None
         constants = predicted_launch(known, *sides, redo, _converts(device), redo and stages != "")
-        launches.append(_bound(device_code.predicted_kernel, (*shape, *strides), tops, constants, named))
+        most = _programs(device) if redo else None
+        launches.append(_bound(device_code.predicted_kernel, (*shape, *strides), tops, constants, named, most))
     finish = _finish(spec, spec_t, spec is not None and spec_t is not None)
 
     def run(read: Tensor, extra: tuple[Tensor | None, ...], scale: Tensor | None, staged: Tensor | None) -> Casts:
@@ -280,11 +292,16 @@ _WHOLE = ("tensor", "rows", "cols")
 
 
 def _bound(
-    kernel: Any, sizes: tuple[int, ...], floats: tuple[float, ...], constants: Mapping[str, Any], named: Named
+    kernel: Any,
+    sizes: tuple[int, ...],
+    floats: tuple[float, ...],
+    constants: Mapping[str, Any],
+    named: Named,
+    most: int | None = None,
 ) -> Launch:
-    """A launch with a program for each tile of a matrix; sizes: rows, columns, strides."""
+    """A launch with a program for each tile of a matrix, `most` at most; sizes: rows, columns, strides."""
     programs = -(-sizes[0] // constants["TR"]) * -(-sizes[1] // constants["TC"])
-    return Launch(kernel, programs, sizes, floats, constants, named)
+    return Launch(kernel, programs if most is None else min(programs, most), sizes, floats, constants, named)
 
 
 @functools.lru_cache(maxsize=256)
@@ -298,6 +315,12 @@ def shared(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bo
     )
 
 
+@functools.lru_cache(maxsize=256)
+def turned(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bool:
+    """Whether the scales of both sides lie as torch's scaled GEMM reads them: strides (1, rows), not (columns, 1)."""
+    return spec is not None and spec_t is not None and spec.granularity == spec_t.granularity == BLOCK_1X128
+
+
 class _Memory:
     """How the memory of one result is made.
 
@@ -307,11 +330,18 @@ class _Memory:
         transposed: whether it is that of x.T.
         partner: spec of the other result; with one scale per tensor both share scale and amax, so one memory is set
             to 0.
+        turned: whether its scales lie column by column.
     """
 
     def __init__(
-        self, shape: tuple[int, int], spec: QuantizationSpec | None, transposed: bool, partner: QuantizationSpec | None
+        self,
+        shape: tuple[int, int],
+        spec: QuantizationSpec | None,
+        transposed: bool,
+        partner: QuantizationSpec | None,
+        turned: bool = False,
     ) -> None:
+        self.turned = turned
         self.shape, (self.mode, _) = shape, _mode_and_block(spec, transposed)
         self.grid = (0, 0) if spec is None else spec.granularity.grid_shape(shape)
         self.joins = partner is not None and self.mode == _mode_and_block(partner, False)[0] == "tensor"
@@ -323,6 +353,10 @@ class _Memory:
         data = memory.new_empty(self.shape, dtype=torch.uint8)
         if self.joins and partner is not None:
             return _Side(data, partner.scale_inv, partner.amax)  # other codes, the same scale and amax
+        if self.turned:
+            rows = self.grid[::-1]
+            scale_inv, amax = (memory.new_empty(rows, dtype=dtype).t() for dtype in (torch.float32, torch.int32))
+            return _Side(data, scale_inv, amax)
         if room is not None and self.mode == "tensor":
             amax = room.view(self.grid)
         else:
@@ -380,8 +414,11 @@ def _top(spec: QuantizationSpec) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def cast_launch(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, converts: bool) -> Mapping[str, Any]:
-    """The compile-time parameters of a launch of `cast_kernel`; converts: the device casts to FP8 itself."""
+def cast_launch(
+    spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, converts: bool, roomy: bool = True
+) -> Mapping[str, Any]:
+    """The compile-time parameters of a launch of `cast_kernel`; converts: the device casts to FP8 itself; roomy: 128
+    registers a thread are enough, as on all but sm_120."""
     known = spec or spec_t
     assert known is not None
     one_scale = shared(spec, spec_t)
@@ -390,8 +427,11 @@ def cast_launch(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, 
         _mode_and_block(None if one_scale else spec_t, True),
     )
     sides = {"MODE": mode, "BR": block[0], "BC": block[1], "MODE_T": mode_t, "BR_T": block_t[0], "BC_T": block_t[1]}
+    sides["TURNED"] = turned(spec, spec_t)
     constants = {**sides, "SHARED": one_scale, **_constants(known, converts), **_tile(max(block[0], block_t[0]))}
-    return MappingProxyType(constants)
+    # with more registers for each of 256 threads a multiprocessor would hold one block, and wait for its loads
+    two_blocks = roomy and constants["NATIVE"] and constants["TR"] == _TILE
+    return MappingProxyType({**constants, "maxnreg": 128} if two_blocks else constants)
 
 
 @functools.lru_cache(maxsize=256)
@@ -437,10 +477,17 @@ def _constants(spec: QuantizationSpec, converts: bool) -> dict[str, Any]:
     }
 
 
-def _tile(block_rows: int) -> dict[str, int]:
-    """64 x 128 elements, or 128 x 128 for whole blocks; 32 elements per thread, so that no register spills."""
-    rows = max(block_rows, _TILE // 2)
-    return {"TR": rows, "TC": _TILE, "num_warps": rows // 8}
+def _tile(block_rows: int) -> dict[str, Any]:
+    """64 x 128 elements, or as many rows as a block has, from 32 on: 64 elements a thread share its addresses and the
+    scales of its 16 columns."""
+    rows = _TILE // 2 if block_rows == 1 else max(block_rows, 32)
+    return {"TR": rows, "TC": _TILE, "num_warps": rows // 16}
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """As many programs of the guard as a device holds at once; the interpreter takes 3."""
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _converts(device: torch.device) -> bool:
@@ -451,6 +498,11 @@ def _converts(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _HOPPER
+
+
+def _roomy(device: torch.device) -> bool:
+    """Whether the compiler fits a tile of 128 x 128 into 128 registers a thread: for sm_120 it spills some."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < _CONSUMER_BLACKWELL
 
 
 def refuse_device(device: torch.device) -> str | None:
