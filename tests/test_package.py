@@ -28,4 +28,5 @@ def test_every_file_of_the_package_but_benchmarks_is_in_the_wheel() -> None:
     assert (SOURCE / "ottava" / LEFT_OUT).is_dir()
     imported = re.compile(rf"^(?:from|import) ottava\.{LEFT_OUT}\b", re.MULTILINE)
     assert not [name for name in packed if name.endswith(".py") and imported.search((SOURCE / name).read_text("utf-8"))]
-    assert {Path(name).suffix for name in there} == {".py", *READ_AT_RUN_TIME}
+    written = [name for name in there if "/prebuilt/" not in name]  # `python -m ottava.kernels.native.wheel` makes it
+    assert {Path(name).suffix for name in written} == {".py", *READ_AT_RUN_TIME}

@@ -36,6 +36,7 @@ READERS = {
     "base/untrusted.py": "the limits themselves",
     "kernels/native/build.py": "its own sources, and the private cache whose owner it checks",
     "kernels/gemm_choice.py": "its own sources",
+    "kernels/native/prebuilt.py": "files of the package", "kernels/native/wheel.py": "what it has compiled",
     "report/frame.py": "a page that ottava wrote beside this one",
     "report/charts.py": "a file of the package",
     "train/demo.py": "what the demo wrote a moment ago, under its lock",

@@ -143,7 +143,7 @@ REFUSALS: dict[str, tuple[QuantizationSpec, QuantizationSpec, torch.dtype, torch
         None,
         "blocks give bfloat16 and float32",
     ),
-    "1x32": (*[QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")] * 2, torch.bfloat16, None, "got 1x32 and 1x32"),
+    "1x32": (*[QuantizationSpec(E4M3, BLOCK_1X32, "pow2")] * 2, torch.bfloat16, None, "got 1x32 and 1x32"),
     "rows, fp32": (ROW, ROW, torch.float32, None, r"per-row scales give bfloat16 only; got torch\.float32"),
     "one side rows, fp16": (TENSOR, ROW, torch.float16, None, r"per-row scales give bfloat16 only; got torch\.float16"),
     "fp32 with bias": (TENSOR, TENSOR, torch.float32, torch.float32, "bias must be of the output's 16-bit dtype"),
@@ -274,3 +274,48 @@ def test_tensor_cores_agree_with_the_reference(taken: Pair, float64_gemm: Float6
     y = scaled_mm.gemm(on_gpu[0], on_gpu[1], torch.bfloat16, None).cpu().double()
     magnitude = magnitude / ((1000 + 6) * 2.0**-24)  # the fixture scales it to a bound
     assert ((y - exact).abs() <= 2.0**-13 * magnitude + BF16.eps / 2 * exact.abs()).all()
+
+
+def test_mx_scales_lie_as_cublas_describes() -> None:
+    """Byte by byte from the formula of cuBLAS's page; ragged sizes, a NaN block, the smallest scale."""
+    spec = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
+    for rows, k in ((1, 32), (5, 200), (130, 512), (256, 128)):
+        x = torch.randn(rows, k) * torch.exp2(torch.arange(rows)[:, None] % 60 - 30.0)
+        x[0, 0] = float("inf")
+        x[-1, -32:] *= 2.0**-120
+        cast_x = cast(x, spec)
+        got = scaled_mm.swizzled(cast_x.scale_inv)
+        blocks = -(-k // 32)
+        across = -(-blocks // 4)
+        assert got.dtype == torch.float8_e8m0fnu
+        assert got.numel() == -(-rows // 128) * 128 * across * 4
+        numbers, seen = got.float(), set()
+        for r in range(rows):
+            for j in range(blocks):
+                place = ((r // 128) * across + j // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + j % 4
+                seen.add(place)
+                assert torch.equal(numbers[place], cast_x.scale_inv[r, j]) or (
+                    numbers[place].isnan() and cast_x.scale_inv[r, j].isnan()
+                )
+        assert all(int(got.view(torch.uint8)[place]) == 0 for place in range(got.numel()) if place not in seen)
+
+
+def test_mx_is_blackwells_and_amd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments as ScaledBlas.cpp checks them; never run: no Blackwell was at hand."""
+    spec = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
+    a, b = cast(torch.randn(5, 200), spec), cast(torch.randn(17, 200), spec)
+    assert "blocks of 1x32 on cuda only; got cpu" in str(scaled_mm.supports_gemm(a, b, torch.bfloat16, None))
+    assert "1x32 scales give bfloat16 only" in str(scaled_mm.supports_gemm(a, b, torch.float32, None))
+    ready = scaled_mm.arguments(a, b)
+    assert (tuple(ready.a.shape), tuple(ready.b.shape)) == ((5, 224), (224, 32))
+    assert ready.scale_a.numel() == ready.scale_b.numel() == 128 * 8
+    with FakeTensorMode():
+        far = [
+            replace(t, **{name: torch.empty(one.shape, dtype=one.dtype, device="cuda") for name, one in held.items()})
+            for t, held in ((t, {"data": t.data, "scale_inv": t.scale_inv}) for t in (a, b))
+        ]
+    for capability, expected in (((10, 0), "None"), ((9, 0), "Blackwell's (sm_100); this device is sm_90")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert expected in str(scaled_mm.supports_gemm(*far, torch.bfloat16, None))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "FNUZ" in str(scaled_mm.supports_gemm(*far, torch.bfloat16, None))

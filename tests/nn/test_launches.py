@@ -131,6 +131,24 @@ def test_a_step_launches_these_and_nothing_else(recipe: str, monkeypatch: pytest
     assert counts.total() <= BUDGET
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_scales_of_blocks_lie_as_the_gemm_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 17 launches a step (scales took 6 to pad and 5 to copy) 7 are left: casts, GEMMs, and a copy."""
+    recipe = ottava.RECIPES["blockwise"]
+    matrices = (torch.randn(128, 512), torch.randn(512, 512), torch.randn(128, 512))
+    with counted(monkeypatch) as counts:
+        (x, x_t), (w, w_t), (dy, dy_t) = (
+            casts.cast_both(matrix, *cells)[:2]
+            for matrix, cells in zip(matrices, map(recipe.cells, ("input", "weight", "grad_output")), strict=True)
+        )
+        for a, b in ((x, w), (dy, w_t), (dy_t, x_t)):
+            ready = scaled_mm.arguments(a, b)
+            assert ready.scale_a.stride(0) == ready.scale_b.stride(0) == 1
+            assert ready.scale_a.data_ptr() == a.scale_inv.data_ptr()
+            assert (ready.scale_b.data_ptr() == b.scale_inv.data_ptr()) == (b is not w_t)
+    assert counts == {"cast_kernel": 3, "clone": 1}
+
+
 @pytest.mark.scaled_mm_on_cpu
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_later_micro_batches_do_not_cast_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:

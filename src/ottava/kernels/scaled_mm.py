@@ -6,22 +6,24 @@ cuBLASLt needs K and N in multiples of 16, and with blocks K in multiples of 128
 which changes no sum, and the receipt says so. torch's CPU version takes calls that CUDA's refuses, but no blocks. This
 kernel has CUDA's rules on every device, so a laptop refuses the calls that a cluster refuses.
 
-Only Hopper takes blocks (1x128 with 1x128 or 128x128), from CUDA 12.9 on, always with slow, accurate accumulation. With
-blocks this kernel adds the bias to an fp32 result, because it is unknown whether cuBLASLt does. There is one rounding.
+Only Hopper takes blocks of 128 (1x128 with 1x128 or 128x128), from CUDA 12.9 on, always with slow, accurate
+accumulation. With blocks this kernel adds the bias to an fp32 result, because it is unknown whether cuBLASLt does.
+There is one rounding. Blackwell (sm_100) takes MXFP8's 1x32, with scales as bytes in tiles of 128 rows; it has never
+run.
 
 Source: torch aten/src/ATen/native/cuda/ScaledBlas.cpp (shapes and strides of scales); vllm #49932 (M in fours).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
 from ottava.numerics.formats import E4M3, E5M2
-from ottava.numerics.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, exponent_bytes
 from ottava.numerics.tensor import QuantizedTensor, RunGemm
 
 NAME = "scaled_mm"
@@ -29,7 +31,9 @@ NATIVE = True
 
 _ALIGNMENT = 16
 _BLOCK = 128
+_MX_BLOCK = 32
 _HOPPER, _ADA = (9, 0), (8, 9)
+_BLACKWELL = 10
 _CUDA_WITH_BLOCKS = (12, 9)
 
 
@@ -41,17 +45,18 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
         return f"{NAME}: no tensor core multiplies E5M2 by E5M2"
     sides = {a.spec.granularity, b.spec.granularity}
     blocks = BLOCK_1X128 in sides and sides <= {BLOCK_1X128, BLOCK_128X128}
-    if not blocks and not sides <= {PER_TENSOR, PER_ROW}:
+    mx = _is_mx(a) and _is_mx(b)
+    if not blocks and not mx and not sides <= {PER_TENSOR, PER_ROW}:
         return (
-            f"{NAME}: takes scales per tensor and per row, and 1x128 with 1x128 or 128x128; "
+            f"{NAME}: takes scales per tensor and per row, 1x128 with 1x128 or 128x128, and MXFP8's 1x32; "
             f"got {a.spec.granularity} and {b.spec.granularity}"
         )
     # torch wants one kind on both sides: a scale of a tensor is expanded to one a row
     per_row = PER_ROW in sides
     if blocks and out_dtype == torch.float16:
         return f"{NAME}: blocks give bfloat16 and float32; got {out_dtype}"
-    if per_row and out_dtype != torch.bfloat16:
-        return f"{NAME}: per-row scales give bfloat16 only; got {out_dtype}"
+    if (per_row or mx) and out_dtype != torch.bfloat16:
+        return f"{NAME}: {'1x32' if mx else 'per-row'} scales give bfloat16 only; got {out_dtype}"
     if bias is not None and not blocks and (out_dtype == torch.float32 or bias.dtype != out_dtype):
         return f"{NAME}: bias must be of the output's 16-bit dtype; got {bias.dtype} for {out_dtype}"
     if 0 in (*a.shape, *b.shape):
@@ -60,12 +65,16 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
         capability = torch.cuda.get_device_capability(a.device)
         if capability < _ADA or (per_row and capability < _HOPPER):
             return f"{NAME}: needs FP8 tensor cores; this device is sm_{capability[0]}{capability[1]}"
+        if torch.version.hip is not None:
+            return f"{NAME}: not on AMD: MI300 multiplies the FNUZ formats, and ottava casts to others"
+        if mx and capability[0] != _BLACKWELL:
+            return f"{NAME}: blocks of 1x32 are Blackwell's (sm_100); this device is sm_{capability[0]}{capability[1]}"
         if blocks and capability[0] != _HOPPER[0]:
             return f"{NAME}: blocks of 128 are Hopper's (sm_90); this device is sm_{capability[0]}{capability[1]}"
         if blocks and _cuda_version() < _CUDA_WITH_BLOCKS:
             return f"{NAME}: blocks of 128 need a torch built for CUDA 12.9 or later; got {torch.version.cuda}"
-    elif blocks:
-        return f"{NAME}: torch multiplies blocks of 128 on cuda only; got {a.device.type}"
+    elif blocks or mx:
+        return f"{NAME}: torch multiplies blocks of {'1x32' if mx else 128} on cuda only; got {a.device.type}"
     elif a.device.type != "cpu":
         return f"{NAME}: runs on cuda and cpu; got {a.device.type}"
     elif not runs_on_cpu():
@@ -112,6 +121,9 @@ def arguments(a: QuantizedTensor, b: QuantizedTensor) -> Arguments:
     m, n, k = _sizes(a, b)
     # TN: both contracted over their last dimension, the only layouts that FP8 tensor cores of sm_90 read
     codes_a, codes_b = _pad(a.data, m, k), _pad(b.data, n, k).t()
+    if _is_mx(a):
+        kind = ScalingType.BlockWise1x32
+        return Arguments(codes_a, codes_b, swizzled(a.scale_inv), kind, swizzled(b.scale_inv), kind)
     if not _has_blocks(a):
         if a.scale_inv.numel() == b.scale_inv.numel() == 1:
             one = ScalingType.TensorWise
@@ -143,7 +155,8 @@ def gemm(
         ready.kind_b,
         bias=None if blocks else bias,
         output_dtype=torch.float32 if own_bias is not None else out_dtype,
-        use_fast_accum=fast_accum and not blocks,
+        use_fast_accum=fast_accum and not blocks and not _is_mx(a),
+        **_swizzle(a),
     )
     # the rows and columns of the padding are zeros, or the bias
     y = y[: a.shape[0], : b.shape[0]]
@@ -161,7 +174,7 @@ def plan_gemm(
     # an entry for each row, so that torch's call takes the scales as they lie
     whole = kind == ScalingType.TensorWise or (len(a.scale_inv), len(b.scale_inv)) == (a.shape[0], b.shape[0])
     contiguous = a.data.is_contiguous() and b.data.is_contiguous()
-    direct = whole and contiguous and not _has_blocks(a) and not padding(a, b)
+    direct = whole and contiguous and not _has_blocks(a) and not _is_mx(a) and not padding(a, b)
 
     def run(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
         if torch.is_autocast_enabled(device):  # torch's emulation on a CPU would multiply in BF16
@@ -189,8 +202,36 @@ def _has_blocks(x_q: QuantizedTensor) -> bool:
     return x_q.spec.granularity in (BLOCK_1X128, BLOCK_128X128)
 
 
+def _is_mx(x_q: QuantizedTensor) -> bool:
+    return x_q.spec.granularity == BLOCK_1X32 and x_q.spec.scale_format in ("e8m0", "e8m0_floor")
+
+
+def _swizzle(a: QuantizedTensor) -> dict[str, Any]:
+    """How the scales lie, where torch does not guess it from their shape."""
+    return {f"swizzle_{side}": SwizzleType.SWIZZLE_32_4_4 for side in "ab"} if _is_mx(a) else {}
+
+
+def swizzled(scale_inv: Tensor) -> Tensor:
+    """E8M0's bytes of (rows, K / 32) scales in the order of Blackwell's tensor cores, float8_e8m0fnu, one dimension.
+
+    Rows are padded to 128s and blocks to fours, by bytes 0. In a tile of 128 x 4, row r and block j lie at
+    16 (r mod 32) + 4 (r div 32) + j; tiles go along K. Source: cuBLAS, "1D block scaling factors layout".
+
+    Example:
+        >>> swizzled(torch.ones(1, 1)).shape
+        torch.Size([512])
+    """
+    scales = scale_inv if scale_inv.dtype == torch.uint8 else exponent_bytes(scale_inv)
+    rows, blocks = scales.shape
+    scales = nn.functional.pad(scales, (0, -blocks % 4, 0, -rows % 128))
+    tiles = scales.view(-1, 4, 32, scales.shape[1] // 4, 4)  # (rows / 128, 4, 32, blocks / 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)
+
+
 def _sizes(a: QuantizedTensor, b: QuantizedTensor) -> tuple[int, int, int]:
     """(M, N, K), padded."""
+    if _is_mx(a):
+        return a.shape[0], _aligned(b.shape[0], _ALIGNMENT), _aligned(b.shape[1], _MX_BLOCK)
     if not _has_blocks(a):
         return a.shape[0], _aligned(b.shape[0], _ALIGNMENT), _aligned(b.shape[1], _ALIGNMENT)
     return _aligned(a.shape[0], 4), _aligned(b.shape[0], _ALIGNMENT), _aligned(b.shape[1], _BLOCK)
@@ -207,13 +248,14 @@ def _block_scales(x_q: QuantizedTensor, rows: int) -> tuple[Tensor, ScalingType]
     """Outer dimension first in memory: entries of one block of K lie side by side (1x128), or the entries of K
     (128x128)."""
     scale_inv = x_q.scale_inv
-    if x_q.spec.granularity == BLOCK_1X128:  # (rows, K / 128) -> the same with strides (1, rows)
-        padded = nn.functional.pad(scale_inv, (0, 0, 0, rows - scale_inv.shape[0]), value=1.0)
-        return padded.t().contiguous().t(), ScalingType.BlockWise1x128
+    if x_q.spec.granularity == BLOCK_1X128:  # (rows, K / 128) -> the same with strides (1, rows), as casts write it
+        if more := rows - scale_inv.shape[0]:  # torch's pad copies even where nothing is missing
+            scale_inv = nn.functional.pad(scale_inv, (0, 0, 0, more), value=1.0)
+        return scale_inv.t().contiguous().t(), ScalingType.BlockWise1x128
     # cuBLASLt reads scales of 128 x 128 blocks in fours along K
-    fours = _aligned(scale_inv.shape[1], 4)  # (rows / 128, K / 128) -> (K / 128 in fours, rows / 128), strides (1, .)
-    padded = nn.functional.pad(scale_inv, (0, fours - scale_inv.shape[1]), value=1.0)
-    return padded.contiguous().t(), ScalingType.BlockWise128x128
+    if more := -scale_inv.shape[1] % 4:  # (rows / 128, K / 128) -> (K / 128 in fours, rows / 128), strides (1, .)
+        scale_inv = nn.functional.pad(scale_inv, (0, more), value=1.0)
+    return scale_inv.contiguous().t(), ScalingType.BlockWise128x128
 
 
 def _aligned(size: int, alignment: int) -> int:

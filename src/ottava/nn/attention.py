@@ -159,6 +159,18 @@ FP8_EMULATION = "FP8 emulation"
 """The name of attention on FP8 operands in `last_backend`."""
 
 
+def read_once(ends: Tensor) -> list[int]:
+    """The numbers of a small tensor; the host waits for a device at the first call, and not in the other layers."""
+    if torch.compiler.is_compiling():
+        return ends.tolist()
+    kept: tuple[int, list[int]] | None = getattr(ends, "_ottava_numbers", None)
+    version = 0 if ends.is_inference() else ends._version
+    if kept is None or kept[0] != version:
+        # the tensor keeps its own numbers: who makes another one gets them anew
+        kept = ends._ottava_numbers = version, ends.tolist()  # type: ignore[attr-defined]
+    return kept[1]
+
+
 class DotProductAttention(nn.Module):
     """Scaled dot-product attention with every usual mask, by a fused kernel that `last_backend` names.
 
@@ -287,7 +299,8 @@ class DotProductAttention(nn.Module):
                 f"DotProductAttention: layout 'thd' needs q (T, H, D) and cu_seqlens, and takes no attention_mask; got "
                 f"q {tuple(q.shape)}, cu_seqlens {cu_seqlens}"
             )
-        ends = [(cu_seqlens if cu is None else cu).tolist() for cu in (None, cu_seqlens_k, cu_seqlens_k)]
+        of_keys = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+        ends = [read_once(cu_seqlens), *[read_once(of_keys)] * 2]
         for name, tensor, cut in zip("qkv", (q, k, v), ends, strict=True):
             if len(cut) != len(ends[0]) or cut[0] != 0 or cut[-1] != tensor.shape[0] or sorted(cut) != cut:
                 raise ValueError(

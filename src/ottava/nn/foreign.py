@@ -267,7 +267,7 @@ class StackedExperts(Changed, ViewOwner):
         own = vars(self)["_modules"]
         up, down = (name for name in own if name.endswith("_proj_groups"))
         plan = sort_by_expert(index, len(own[up]))
-        splits = plan.counts.tolist()
+        splits = [*plan.sizes]
         rows = self._grouped(up, hidden_states, splits, plan)
         rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
         return unpermute(self._grouped(down, rows, splits, None), plan, probs)

@@ -52,6 +52,8 @@ class Permutation:
     """int64 (M,): the place of each row in the routing (tokens, k), flat."""
     counts: Tensor
     """int64 (experts,): rows of each expert."""
+    sizes: tuple[int, ...]
+    """The same as numbers, for which the host has waited once."""
     travels: ClassVar[bool] = False
     """Whether rows go to other ranks."""
 
@@ -105,12 +107,18 @@ def sort_by_expert(
     if capacity is not None:
         flat = torch.where(_rank(flat, probs, num_experts) < capacity, flat, num_experts)
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
-    slots = order[: int(counts.sum())] if tokens * k else order
+    counts = _counts(flat, num_experts)[:num_experts]
+    sizes = tuple(counts.tolist())  # the only number that the host waits for: it cuts the rows of the experts
+    slots = order[: sum(sizes)]
     at = torch.full((tokens * k,), len(slots), dtype=torch.int64, device=index.device)
     at[slots] = torch.arange(len(slots), device=index.device)
     places = at.view(tokens, k).sort(dim=1).values  # rows lie in the order of experts
-    return Permutation(slots // max(k, 1), places, slots, counts)
+    return Permutation(slots // max(k, 1), places, slots, counts, sizes)
+
+
+def _counts(flat: Tensor, num_experts: int) -> Tensor:
+    """Rows of each expert, and of none; torch's bincount would wait for the device to learn the largest number."""
+    return flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def _rank(flat: Tensor, probs: Tensor | None, num_experts: int) -> Tensor:
@@ -119,7 +127,7 @@ def _rank(flat: Tensor, probs: Tensor | None, num_experts: int) -> Tensor:
     if probs is not None:
         first = probs.detach().flatten().argsort(descending=True, stable=True)
     by_expert = first[flat[first].argsort(stable=True)]
-    counts = torch.bincount(flat, minlength=num_experts + 1)
+    counts = _counts(flat, num_experts)
     starts = counts.cumsum(0) - counts
     return by_expert.argsort() - starts[flat]
 

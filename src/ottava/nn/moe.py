@@ -297,7 +297,7 @@ class MoE(nn.Module):
             capacity = math.ceil(self.capacity_factor * routing.experts.numel() / experts) or 1
         plan = sort_by_expert(routing.experts, experts, capacity=capacity, probs=routing.probs)
         sent = plan if self.ranks is None else self.ranks.plan(plan)
-        splits = sent.counts.tolist()
+        splits = sent.sizes
         rows = self.down(produced(self.activation, self.up(tokens, splits, sent)), splits)
         output = unpermute(rows if self.ranks is None else self.ranks.collect(rows, sent), plan, routing.probs)
         if self.shared is not None:

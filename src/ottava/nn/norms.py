@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ottava.base.errors import unknown_name
 from ottava.engine.functional import produced
 from ottava.kernels.triton.quantize import UnmadeRows
-from ottava.kernels.triton.rows import normed, supports_rows
+from ottava.kernels.triton.rows import norm, norm_gradient, normed, supports_norm, supports_rows
 from ottava.nn.layer import Layer, Linear
 from ottava.recipe import Recipe, get_recipe
 
@@ -51,6 +51,29 @@ class _Formula:
         mean, rstd = rows.beside[:, :, None]
         return rows, (x, *parameters, *((mean, rstd) if self.kernel == "layernorm" else (rstd,)))
 
+    def _alone(
+        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]] | None:
+        """(rows, statistics (..., 1) each) by one kernel; None where it does not run."""
+        if supports_norm(x, gamma, beta) is not None:
+            return None
+        y, statistics = norm(self.kernel, x, gamma, beta, eps=self.eps, zero_centered=self.zero_centered)
+        mean, rstd = statistics.view(2, *x.shape[:-1], 1)
+        return y, (mean, rstd) if self.kernel == "layernorm" else (rstd,)
+
+    def _gradient_alone(
+        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, rstd: Tensor
+    ) -> tuple[Tensor | None, ...] | None:
+        """(dx, d_gamma, d_beta) by one kernel, which reads x and dy once; None where it does not run."""
+        if supports_norm(x, dy, gamma) is not None:
+            return None
+        statistics = torch.stack((rstd if mean is None else mean, rstd)).view(2, -1)
+        dx, d_gamma, d_beta = norm_gradient(
+            self.kernel, dy, x, statistics, gamma, beta=beta is not None, zero_centered=self.zero_centered
+        )
+        d_weight = None if gamma is None or d_gamma is None else d_gamma.to(gamma.dtype)
+        return dx, d_weight, None if beta is None or d_beta is None else d_beta.to(beta.dtype)
+
     def _gamma(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if weight is None:
             return None
@@ -73,6 +96,8 @@ class LayerNormFormula(_Formula):
         """x (..., K), weight (K,) or None, bias (K,) or None -> y (..., K) in x's dtype."""
         weight, bias = parameters
         _check(x, weight)
+        if (made := self._alone(x, weight, bias)) is not None:
+            return made[0], (x, weight, bias, *made[1])
         dtype = _inside(x)
         gamma = self._multiplier(x, weight)  # never None: a CPU would give mean and rstd in 16 bits
         beta = None if bias is None else bias.to(dtype)
@@ -86,6 +111,9 @@ class LayerNormFormula(_Formula):
         """(dx, d_weight, d_bias)."""
         x, weight, bias, mean, rstd = saved
         assert x is not None
+        assert rstd is not None
+        if (made := self._gradient_alone(d_rows, x, weight, bias, mean, rstd)) is not None:
+            return made
         dtype = _inside(x)
         gamma = self._multiplier(x, weight)
         mask = [True, weight is not None, bias is not None]
@@ -118,6 +146,8 @@ class RMSNormFormula(_Formula):
         """x (..., K), weight (K,) or None -> y (..., K) in x's dtype."""
         (weight,) = parameters
         _check(x, weight)
+        if (made := self._alone(x, weight, None)) is not None:
+            return made[0], (x, weight, *made[1])
         rows = x.to(_inside(x), copy=True)  # a copy, so that the in-place operations below need no other memory
         rstd = (rows.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         rows = rows.mul_(rstd)
@@ -129,6 +159,8 @@ class RMSNormFormula(_Formula):
         x, weight, rstd = saved
         assert x is not None
         assert rstd is not None
+        if (made := self._gradient_alone(d_rows, x, weight, None, None, rstd)) is not None:
+            return made[:2]
         dtype = _inside(x)
         rows, dy = x.to(dtype, copy=True).mul_(rstd), d_rows.to(dtype, copy=True)
         d_weight, gamma = None, self._gamma(weight, dtype)

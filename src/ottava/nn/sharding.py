@@ -569,9 +569,11 @@ class RankPermutation:
         sent = own.counts.view(ranks, -1)  # (ranks, experts of each)
         ones = [1] * ranks
         came = all_to_all(sent, ones, ones, group)  # (ranks, experts of this one)
-        self.to, self.come = sent.sum(1).tolist(), came.sum(1).tolist()
         self.counts = came.sum(0)
-        expert = torch.arange(came.shape[1], device=came.device).repeat(ranks).repeat_interleave(came.flatten())
+        numbers = torch.cat((sent.sum(1), came.sum(1), self.counts)).tolist()  # the host waits once for all of them
+        self.to, self.come, self.sizes = numbers[:ranks], numbers[ranks : 2 * ranks], tuple(numbers[2 * ranks :])
+        expert = torch.arange(came.shape[1], device=came.device).repeat(ranks)
+        expert = expert.repeat_interleave(came.flatten(), output_size=sum(self.come))
         self.rows = expert.argsort(stable=True)
         """int64 (M,): where each row lies among those that came."""
         self.back = self.rows.argsort()
@@ -586,7 +588,7 @@ class RankPermutation:
         Returns:
             codes (M, K), and the scale of each row (M, 1).
         """
-        parts = self.own.gather(x.detach()).split(self.own.counts.tolist())
+        parts = self.own.gather(x.detach()).split(self.own.sizes)
         own = [amax(part) if part.numel() else x.new_zeros(1, 1, dtype=torch.float32) for part in parts]
         factor = factors(largest_of_all(torch.cat(own), self.group), spec, None)
         by_hand, codes = scaled_by_hand(spec), []
@@ -596,7 +598,7 @@ class RankPermutation:
             codes.append(cast.data.view(torch.uint8))
         mine = factor.scale_inv.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
         data = self.deliver(torch.cat(codes)).view(spec.format.storage_dtype)
-        return QuantizedTensor(data, mine.repeat_interleave(self.counts, 0), spec, x.dtype)
+        return QuantizedTensor(data, mine.repeat_interleave(self.counts, 0, output_size=sum(self.sizes)), spec, x.dtype)
 
     def combine(self, y: Tensor) -> Tensor:
         """Rows of this rank's experts -> the sum of each token's rows, without a gradient."""

@@ -385,7 +385,7 @@ def refuse_unmade(rows: UnmadeRows, *specs: QuantizationSpec | None) -> str | No
         return "a transform takes the rows themselves"
     # rows are made from x where x lies, so what holds for x holds for them
     reasons = (triton_quantize.supports_quantize(rows.x, spec) for spec in specs if spec)
-    return next(filter(None, reasons), None)
+    return next(filter(None, reasons), None) or triton_quantize.refuse_fused(rows)
 
 
 def _on_accelerator(
@@ -396,10 +396,8 @@ def _on_accelerator(
         row, col = triton_quantize.quantize_both(x, spec, spec_t, scale, staged)
         one = row or col
         assert one is not None
-        x_q, x_t_q = (
-            None if cast is None or s is None else QuantizedTensor(cast.data, cast.scale_inv, s, dtype)
-            for cast, s in ((row, spec), (col, spec_t))
-        )
+        x_q = None if row is None or spec is None else QuantizedTensor(row.data, row.scale_inv, spec, dtype)
+        x_t_q = None if col is None or spec_t is None else QuantizedTensor(col.data, col.scale_inv, spec_t, dtype)
         return Both(x_q, x_t_q, None if staged is not None else one.amax)
 
     return run
@@ -501,6 +499,8 @@ def _quantize_op(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Te
 def _both_promised(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> tuple[Tensor, ...]:
     data, scale_inv, amax = _promised(x, spec, scale)
     data_t, scale_inv_t, _ = _promised(x.t(), spec_t, scale)
+    if x.is_cuda and triton_quantize.turned(spec_from_key(spec), spec_from_key(spec_t)):
+        scale_inv, amax, scale_inv_t = (one.new_empty(one.shape[::-1]).t() for one in (scale_inv, amax, scale_inv_t))
     shared = triton_quantize.shared(spec_from_key(spec), spec_from_key(spec_t))
     return data, scale_inv, amax, data_t, x.new_empty(0, dtype=torch.float32) if shared else scale_inv_t
 
@@ -520,7 +520,10 @@ def _quantize_both_op(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -
     if codes_t.data_ptr() == row.data.data_ptr():  # outputs of an operator must not share memory
         codes_t = codes_t.clone(memory_format=torch.preserve_format)
     own = x.new_empty(0, dtype=torch.float32) if triton_quantize.shared(row_spec, col_spec) else col.scale_inv
-    return _as_promised(row.data, x), row.scale_inv, amax, codes_t, own
+    scales = (row.scale_inv, amax, own)
+    if x.is_cuda and triton_quantize.turned(row_spec, col_spec):  # nearly always they lie so: no copy
+        scales = (scales[0].t().contiguous().t(), amax.t().contiguous().t(), own.t().contiguous().t())
+    return _as_promised(row.data, x), scales[0], scales[1], codes_t, scales[2]
 
 
 def _behind_promised(x: Tensor, spec: str, met: Tensor | None) -> tuple[Tensor, ...]:

@@ -42,7 +42,7 @@ def use_older_build(
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
     variant = [f"-D{name}" for name in [native_build.VARIANTS[dtype]] if name]
     file, made = str(native_build.SOURCES / f"{name}.cpp"), str(folder / "made.so")
-    subprocess.run([compiler, *native_build._FLAGS, *flags, *variant, file, "-o", made], check=True, timeout=800)
+    subprocess.run([compiler, *native_build.FLAGS, *flags, *variant, file, "-o", made], check=True, timeout=800)
     library = ctypes.CDLL(made)
     native_build.declare(library)
     ours = native_build.load

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KEPT = json.loads((FOLDER.parents[2] / "benchmarks" / "results" / "machine_code.json").read_text())
 """The figures of the casts, by `compile_ahead.py --write`."""
-LIMITS = MappingProxyType({"tensor": 18, "predicted": 18, "row": 27, "1x128": 35, "128x128": 18, "1x32": 51})
+LIMITS = MappingProxyType({"tensor": 14, "predicted": 14, "row": 20, "1x128": 22, "128x128": 18, "1x32": 36})
 """Instructions an element of x and x.T that a cast may take from sm_90 on; an H200 issues about 20 while it moves 4
 bytes."""
 Facts = dict[str, dict[str, Any]]
@@ -45,22 +45,27 @@ def compiled(capability: int, cache: Path) -> Facts:
 
 def casts(name: str) -> bool:
     """Whether a launch encodes."""
-    return not name.startswith(("adamw", "amax", "roll", "rows", "row statistics", "statistics", "one element"))
+    return name != "dswiglu pair" and not name.startswith(
+        ("adamw", "amax", "drmsnorm", "rmsnorm alone", "roll", "rows", "row statistics", "statistics", "one element")
+    )
 
 
 def nothing_spills(found: Facts, capability: int) -> None:
     """No register goes to memory, in no launch."""
     spilled = {name for name, facts in found.items() if facts["STACK"] or facts["LOCAL"]}
-    assert spilled == ({"dswiglu, 1x128"} if capability == 80 else set())
+    assert spilled == set()
 
 
 def casts_keep_their_figures(found: Facts, capability: int) -> None:
-    """Limits of any Triton; with the Triton of the kept table its figures, which a change may better and then moves."""
+    """Limits of any Triton; with the Triton of the kept table no cast is worse than there."""
     for name, most in LIMITS.items():
-        assert found[name]["instructions"] <= most or capability < 90, name
+        assert (found[name]["instructions"] <= most and found[name]["blocks"] >= 2) or capability < 90, name
     if triton.__version__ == KEPT["triton"]:
-        kept = KEPT[f"sm_{capability}"]
-        assert {name: {key: found[name][key] for key in figures} for name, figures in kept.items()} == kept
+        for name, old in KEPT[f"sm_{capability}"].items():
+            new = found[name]
+            assert new["instructions"] <= old["instructions"] + 0.2, name  # as `compile_ahead.worse` has it
+            assert new["blocks"] >= min(old["blocks"], 2), name
+            assert new["spilled"] <= old["spilled"], name
 
 
 def memory_is_moved_16_bytes_at_a_time(found: Facts, capability: int) -> None:
@@ -69,7 +74,7 @@ def memory_is_moved_16_bytes_at_a_time(found: Facts, capability: int) -> None:
         if name in ("roll", "one element"):  # touches no x, or no more than 2 bytes of it
             continue
         assert facts["loads16"] > 0, name
-        assert facts["loads"] == 0, name
+        assert facts["loads"] <= ("norm" in name), name  # of gamma, one number a thread
         assert facts["byte_stores"] == 0, name
         if not name.startswith(("amax", "statistics", "row statistics")):
             assert facts["stores16"] > 0, name

@@ -11,7 +11,7 @@ refusals, and the reference runs.
 A library's file name is NAME-KEY-FLAGS-CONTENT. KEY is a hash of all that decides the library's code (source, headers,
 compiler, flags, CPU, versions), CONTENT a hash of the library itself. So one rename publishes it, two processes that
 build it at once do no harm, and a process rebuilds a damaged file instead of loading it. ottava uses no cache to which
-others can write.
+others can write. A wheel may carry libraries for machines without a compiler (`prebuilt`); a compiler comes first.
 
 Before a library is published, a separate process (`native.trial`) loads it. A truncated library, or one that crashes
 that process, is not used. If this folder has a NAME_trial.py, the process runs it, too; it refuses a library with an
@@ -45,12 +45,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ottava.kernels.native import prebuilt
+
 _LOGGER = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "src"
 """Folder of our own .cpp and .h files."""
 _LOADS = Path(__file__).parent / "trial.py"
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = (
+FLAGS = (
     # not -O3, which takes longer; our code is already unrolled and peeled
     *("-O2", "-ftree-vectorize", "-std=c++17", "-shared", "-fPIC"),
     "-ffp-contract=off",  # a fused multiply-add would round once
@@ -110,6 +112,8 @@ class BuildSettings:
     """Folder of the libraries; None: a temporary folder, deleted after loading."""
     sources: Path = field(default=SOURCES)
     """Folder of the .cpp and .h files; NAME_trial.py lies in the folder above."""
+    prebuilt: Path = field(default=prebuilt.FOLDER)
+    """Folder of libraries that a wheel carries; they serve only where there is no compiler."""
 
 
 class Built(NamedTuple):
@@ -276,9 +280,23 @@ def _build(name: str, settings: BuildSettings, variant: str) -> Built:
         return Built(None, f"the package has no {source.name}; install it anew")
     compiler = find_compiler(settings)
     if isinstance(compiler, str):
-        return Built(None, compiler)
+        carried = prebuilt.candidates(settings.prebuilt, source, variant, platform.machine(), cpu())
+        if isinstance(carried, str):
+            return Built(None, "; ".join(filter(None, (compiler, carried))))
+        for entry, path in carried:
+            key = prebuilt.digest([entry.content.encode(), cpu().encode(), _LOADS.read_bytes()])[:20]
+            built = _make(source, settings, key, functools.partial(_take, entry, path))
+            if built.library is not None:
+                break
+        return built
     compiler += (f"-D{variant}",) if variant else ()
-    key = _key(source, compiler)
+    return _make(source, settings, _key(source, compiler), functools.partial(_compile, source, compiler))
+
+
+def _make(source: Path, settings: BuildSettings, key: str, make: Callable[[Path], int | str]) -> Built:
+    """The library of that key from the cache, or a new one. make: writes it, and returns its place in _EXTRAS or why it
+    could not."""
+    name = source.stem
     cache, note = usable_cache(settings.cache)
     if cache is not None and (cached := _from_cache(cache, name, key)) is not None:
         return cached._replace(key=key)
@@ -295,23 +313,37 @@ def _build(name: str, settings: BuildSettings, variant: str) -> Built:
     try:
         if cache is None and _is_full(Path(folder)):
             return Built(None, f"{folder} is on a full disk: free 16 MiB or set TMPDIR", note=note)
-        return _compile_and_load(source, compiler, Path(folder), cache, key)._replace(note=note, key=key)
+        return _try_and_load(source, make, Path(folder), cache, key)._replace(note=note, key=key)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compile_and_load(source: Path, compiler: tuple[str, ...], folder: Path, cache: Path | None, key: str) -> Built:
-    started = time.perf_counter()
-    made = folder / "made.so"
+def _compile(source: Path, compiler: tuple[str, ...], made: Path) -> int | str:
     errors: list[str] = []
     # the first set of flags that works decides; a compiler without OpenMP gives a library with one thread
     for extra in _EXTRAS:
-        ran = _run([*compiler, *_FLAGS, *extra, f"-I{source.parent}", str(source), "-o", str(made)], temporary=folder)
+        command = [*compiler, *FLAGS, *extra, f"-I{source.parent}", str(source), "-o", str(made)]
+        ran = _run(command, temporary=made.parent)
         if ran.returncode == 0 and made.is_file():
-            break
+            return _EXTRAS.index(extra)
         errors.append(_first_error(ran.stderr or ran.stdout) or f"exit code {ran.returncode}")
-    else:
-        return Built(None, f"{shlex.join(compiler)} could not compile {source.name}: {errors[-1]}")
+    return f"{shlex.join(compiler)} could not compile {source.name}: {errors[-1]}"
+
+
+def _take(entry: prebuilt.Entry, path: Path, made: Path) -> int | str:
+    content = path.read_bytes()
+    if prebuilt.digest([content]) != entry.content:
+        return f"{path.name} is damaged: install ottava anew"
+    made.write_bytes(content)
+    return _EXTRAS.index(("-fopenmp",) if entry.threads else ())
+
+
+def _try_and_load(source: Path, make: Callable[[Path], int | str], folder: Path, cache: Path | None, key: str) -> Built:
+    started = time.perf_counter()
+    made = folder / "made.so"
+    extra = make(made)
+    if isinstance(extra, str):
+        return Built(None, extra)
     # nobody else may write to what this process will execute, whatever the umask is
     made.chmod(0o700)
     # in another process, because an illegal instruction ends the process that meets it
@@ -321,12 +353,12 @@ def _compile_and_load(source: Path, compiler: tuple[str, ...], folder: Path, cac
         return _failed(source.stem, failure.wrong)
     target = made
     if cache is not None:
-        target = cache / f"{source.stem}-{key}-{_EXTRAS.index(extra)}-{_digest(made)}.so"
+        target = cache / f"{source.stem}-{key}-{extra}-{_digest(made)}.so"
         # one rename publishes it: no process loads half a file, and of two builders the later one replaces equal
         # content
         os.replace(made, target)
     seconds = time.perf_counter() - started
-    return Built(ctypes.CDLL(str(target)), "", seconds, (*_FLAGS, *extra))
+    return Built(ctypes.CDLL(str(target)), "", seconds, (*FLAGS, *_EXTRAS[extra]))
 
 
 class _Failure(NamedTuple):
@@ -407,7 +439,7 @@ def _from_cache(cache: Path, name: str, key: str) -> Built | None:
             library = ctypes.CDLL(str(path))
         except OSError:  # gone, unreadable, or of another machine after all
             continue
-        return Built(library, "", 0.0, (*_FLAGS, *_EXTRAS[int(number)]))
+        return Built(library, "", 0.0, (*FLAGS, *_EXTRAS[int(number)]))
     return _failed_before(cache, name, key)
 
 
@@ -420,7 +452,7 @@ def _key(source: Path, compiler: tuple[str, ...]) -> str:
         own_version = ""
     parts = [shlex.join(compiler), described.stdout, own_version, cpu(), platform.machine(), platform.libc_ver()[1]]
     trial = [_LOADS, *_own_trial(source)]  # the library has passed these
-    parts += [*_FLAGS, *(path.read_text("utf-8") for path in [source, *sorted(source.parent.glob("*.h")), *trial])]
+    parts += [*FLAGS, *(path.read_text("utf-8") for path in [source, *sorted(source.parent.glob("*.h")), *trial])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 

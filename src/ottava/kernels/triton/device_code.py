@@ -52,7 +52,19 @@ def _scale_of(
     usable = (magnitude > 0) & finite
     # 0x3F800000 is 1.0: with it nothing below overflows, and the last lines replace the result
     amax = _float(tl.where(usable, magnitude, 0x3F800000))
-    if SCALE_FORMAT == "e8m0" or SCALE_FORMAT == "e8m0_floor":
+    if (SCALE_FORMAT == "e8m0" or SCALE_FORMAT == "e8m0_floor") and E8M0_SHIFT <= -2:
+        # exponent fields as they lie: what is subnormal ends at 2**-127, so nothing has to be normal. The addition
+        # carries into the exponent exactly where the significand is above that of the format's largest number: one
+        # octave more, so that nothing saturates; log2 would have to be exact to find the same
+        CARRY: tl.constexpr = 0x007FFFFF - E8M0_MANTISSA if SCALE_FORMAT == "e8m0" else 0
+        octave = (magnitude + CARRY) & 0x7F800000
+        # 2**127 at most: below that the difference is smaller, unsigned
+        bits = tl.minimum((0x7F000000 - (E8M0_SHIFT << 23)) - octave.to(tl.uint32, bitcast=True), 0x7F000000)
+        bits = tl.where(finite, bits.to(tl.int32, bitcast=True), 0x3F800000)
+        # of zeros any scale makes the same codes, but theirs is 1
+        inverse = tl.where(magnitude > 0, 0x7F000000 - bits, 0x3F800000)
+        scale, scale_inv = _float(bits), _float(tl.where(inverse == 0, 0x00400000, inverse))
+    elif SCALE_FORMAT == "e8m0" or SCALE_FORMAT == "e8m0_floor":
         subnormal = amax < 1.1754943508222875e-38
         wide = _bits(tl.where(subnormal, amax * 4294967296.0, amax))  # exact: now it is normal
         # a subnormal number has no exponent field to read: times 2**32 it has one, 32 too large
@@ -132,6 +144,8 @@ def _store(q_ptr, codes, r, c, rows, cols):
 @triton.jit
 def _per_element(per_block, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """One entry a block -> one an element of the tile."""
+    if (BR == 1 and BC == TC) or (BR == TR and BC == 1):
+        return tl.broadcast_to(per_block, (TR, TC))
     # (blocks down, 1, blocks across, 1): the two extents of a block are the ones to broadcast
     spread = tl.reshape(per_block, (TR // BR, 1, TC // BC, 1))
     return tl.reshape(tl.broadcast_to(spread, (TR // BR, BR, TC // BC, BC)), (TR, TC))
@@ -140,6 +154,10 @@ def _per_element(per_block, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr
 @triton.jit
 def _block_amax(magnitude, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Bits of the largest magnitude of each block of a tile."""
+    if BR == 1 and BC == TC:
+        return tl.max(magnitude, axis=1)[:, None]
+    if BR == TR and BC == 1:
+        return tl.max(magnitude, axis=0)[None, :]
     # rows and columns of a block become axes 1 and 3
     blocks = tl.reshape(magnitude, (TR // BR, BR, TC // BC, BC))
     return tl.max(tl.max(blocks, axis=3), axis=1)
@@ -175,7 +193,12 @@ def _factor(
     """
     if MODE == "blocks":
         amax = _block_amax(magnitude, TR, TC, BR, BC)
-        scale, scale_inv = _scale_of(amax, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN)
+        scale, _ = _scale_of(amax, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN)
+        if amax.numel > 1:
+            # amax lies as the factors need it, many copies of a block's; a gather hands each block to one thread, so
+            # that what is stored is computed once
+            amax = tl.reshape(tl.gather(tl.reshape(amax, (amax.numel,)), tl.arange(0, amax.numel), 0), amax.shape)
+        _, scale_inv = _scale_of(amax, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN)
         i = row_tile * (TR // BR) + tl.arange(0, TR // BR)
         j = col_tile * (TC // BC) + tl.arange(0, TC // BC)
         # the last tile may lie beyond the last block; of a ragged block it has read zeros, which raise no amax
@@ -261,6 +284,7 @@ def cast_kernel(
     BR_T: tl.constexpr,
     BC_T: tl.constexpr,
     SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
     SCALE_FORMAT: tl.constexpr,
     E8M0_SHIFT: tl.constexpr,
     E8M0_MANTISSA: tl.constexpr,
@@ -281,16 +305,17 @@ def cast_kernel(
 ):
     """Current scaling: the codes of x (MODE) and of x.T (MODE_T), each "" if not wanted.
 
-    SHARED: x and x.T have one scale for each element, and it is that of MODE.
+    SHARED: x and x.T have one scale for each element, and it is that of MODE. TURNED: scales of one column of blocks
+    lie side by side, as the GEMM reads them, not those of a row.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: L2 still holds the tiles that the amax pass read last
     r, c, row_tile, col_tile = tile_place(tile, rows, cols, TR, TC)
     x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
     magnitude = _bits(x) & 0x7FFFFFFF
     if MODE != "":
-        grid_cols = tl.cdiv(cols, BC)
+        stride_i, stride_j = (1, tl.cdiv(rows, BR)) if TURNED else (tl.cdiv(cols, BC), 1)
         factor = _factor(
-            magnitude, amax_ptr, scale_inv_ptr, r, c, row_tile, col_tile, rows, cols, grid_cols, 1, top,
+            magnitude, amax_ptr, scale_inv_ptr, r, c, row_tile, col_tile, rows, cols, stride_i, stride_j, top,
             MODE, BR, BC, TR, TC, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN,
         )  # fmt: skip
         codes = _encode(x, factor, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
@@ -299,14 +324,36 @@ def cast_kernel(
         if SHARED:
             _store(qt_ptr, tl.trans(codes), c, r, cols, rows)
     if MODE_T != "":
-        grid_rows = tl.cdiv(rows, BR_T)
+        # x.T lies with rows and columns swapped
+        stride_i, stride_j = (tl.cdiv(cols, BC_T), 1) if TURNED else (1, tl.cdiv(rows, BR_T))
         factor_t = _factor(
-            magnitude, amax_t_ptr, scale_inv_t_ptr, r, c, row_tile, col_tile, rows, cols, 1, grid_rows, top,
+            magnitude, amax_t_ptr, scale_inv_t_ptr, r, c, row_tile, col_tile, rows, cols, stride_i, stride_j, top,
             MODE_T, BR_T, BC_T, TR, TC, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN,
         )  # fmt: skip
         # from x, not from the codes of x: a second rounding would be another number
         codes_t = _encode(x, factor_t, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
         _store(qt_ptr, tl.trans(codes_t), c, r, cols, rows)
+
+
+@triton.jit
+def _cast_tile(
+    x_ptr, q_ptr, qt_ptr, amax_ptr, tile, factor, rows, cols, stride_r, stride_c,
+    AMAX: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr, HAS_NAN: tl.constexpr,
+    NATIVE: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+    beside_ptr, gamma_ptr, beta_ptr, MAKE: tl.constexpr, FLAG: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """One tile of a cast with one factor; AMAX: raises the amax, too."""
+    r, c, _, _ = tile_place(tile, rows, cols, TR, TC)
+    x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
+    # the amax of this step, for the next prediction: x is in registers anyway
+    if AMAX:
+        tl.atomic_max(amax_ptr, tl.max(tl.max(_bits(x) & 0x7FFFFFFF, axis=1), axis=0))
+    codes = _encode(x, factor, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
+    if ROW:
+        _store(q_ptr, codes, r, c, rows, cols)
+    if COL:
+        _store(qt_ptr, tl.trans(codes), c, r, cols, rows)
 
 
 @triton.jit
@@ -354,11 +401,8 @@ def predicted_kernel(
     STAGES: raises the door's staged entries (finite amax | 1: it was not finite | 1: the guard fired), one program.
     """
     given = tl.load(given_ptr)
-    tile = tl.program_id(0)
-    wanted = True
-    factor = given
+    first = tl.program_id(0)
     if REDO:
-        tile = tl.num_programs(0) - 1 - tile
         magnitude = tl.load(amax_ptr)
         taken = given > 0
         if GUARDED:
@@ -368,7 +412,7 @@ def predicted_kernel(
         predicted_inv = tl.math.div_rn(tl.zeros_like(given) + 1.0, given)
         finite = magnitude < 0x7F800000
         used_inv = tl.where(taken & (HAS_NAN | finite), predicted_inv, scale_inv)
-        if tile == 0:
+        if first == 0:
             tl.store(scale_inv_ptr, used_inv)
             if STAGES:
                 fired = (given > 0) & (used_inv != predicted_inv)
@@ -376,20 +420,21 @@ def predicted_kernel(
                 tl.store(staged_ptr, tl.maximum(tl.load(staged_ptr), seen))
                 tl.store(staged_ptr + 1, tl.maximum(tl.load(staged_ptr + 1), tl.where(finite, 0.0, 1.0)))
                 tl.store(staged_ptr + 2, tl.maximum(tl.load(staged_ptr + 2), tl.where(fired, 1.0, 0.0)))
-        factor = scale
-        # mostly the prediction holds, and this second launch ends here, after a few scalar loads
-        wanted = taken == 0
-    if wanted:
-        r, c, _, _ = tile_place(tile, rows, cols, TR, TC)
-        x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
-        # the amax of this step, for the next prediction: x is in registers anyway
-        if not REDO:
-            tl.atomic_max(amax_ptr, tl.max(tl.max(_bits(x) & 0x7FFFFFFF, axis=1), axis=0))
-        codes = _encode(x, factor, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
-        if ROW:
-            _store(q_ptr, codes, r, c, rows, cols)
-        if COL:
-            _store(qt_ptr, tl.trans(codes), c, r, cols, rows)
+        # mostly the prediction holds, and this second launch ends here, after a few scalar loads. As few programs as
+        # the device holds at once: each takes tiles from the end, which L2 still holds
+        tiles = tl.cdiv(rows, TR) * tl.cdiv(cols, TC)
+        for tile in range(tl.where(taken, tiles, first), tiles, tl.num_programs(0)):
+            _cast_tile(
+                x_ptr, q_ptr, qt_ptr, amax_ptr, tiles - 1 - tile, scale, rows, cols, stride_r, stride_c,
+                False, ROW, COL, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE, TR, TC,
+                beside_ptr, gamma_ptr, beta_ptr, MAKE, FLAG, DTYPE,
+            )  # fmt: skip
+    else:
+        _cast_tile(
+            x_ptr, q_ptr, qt_ptr, amax_ptr, first, given, rows, cols, stride_r, stride_c,
+            True, ROW, COL, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE, TR, TC,
+            beside_ptr, gamma_ptr, beta_ptr, MAKE, FLAG, DTYPE,
+        )  # fmt: skip
 
 
 @triton.jit

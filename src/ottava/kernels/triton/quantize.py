@@ -16,7 +16,7 @@ import functools
 import importlib
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.kernels.gate import launched, refusal
+from ottava.kernels.gate import refusal
 from ottava.kernels.reference import Cast
+from ottava.kernels.triton.launch import Launch, Named
 from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from ottava.numerics.rounding import check_input_dtype
-from ottava.numerics.scaling import PER_TENSOR, Granularity, column_major
+from ottava.numerics.scaling import BLOCK_1X128, PER_TENSOR, Granularity, column_major
 from ottava.numerics.tensor import QuantizationSpec
 
 Casts = tuple[Cast | None, Cast | None]
@@ -38,9 +39,9 @@ NAME = "triton"
 
 _FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
 _TILE = 128
-_AMPERE, _HOPPER = (8, 0), (9, 0)
-GRADIENT_LAUNCH = MappingProxyType({"num_warps": 8})
-"""A gradient reads three tensors: of more threads each would have too few registers for a tile of 128 x 128."""
+_AMPERE, _HOPPER, _CONSUMER_BLACKWELL = (8, 0), (9, 0), (12, 0)
+ACTIVATION_LAUNCH = MappingProxyType({"num_warps": 8, "maxnreg": None})
+"""An activation takes registers beside those of the cast; its gradient reads three tensors."""
 
 
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
@@ -76,6 +77,15 @@ def refuses(spec: QuantizationSpec) -> str | None:
         return f"{NAME}: has no two-level scales (e4m3)"
     if _mode(spec.granularity) is None:
         return f"{NAME}: takes tensor, row and blocks of powers of two up to {_TILE}; got {spec.granularity}"
+    return None
+
+
+def refuse_fused(rows: UnmadeRows) -> str | None:
+    """Why a kernel of its own makes these rows before the cast; None if the cast makes them."""
+    # a cast's tile lies in one half of dx, so each half takes its own exponential: 57 to 62 instructions an element of
+    # dx on sm_90, bound by issue; 29 with both halves in one tile and 13 to 22 for the cast leave time for 4 more bytes
+    if rows.is_gradient and rows.gated:
+        return f"{NAME}: a gate's gradient takes fewer instructions alone, and no GPU has measured otherwise"
     return None
 
 
@@ -117,11 +127,13 @@ def quantize_both(
             cast_t, cast = quantize_both(x.t(), spec_t, spec, scale, staged)
             return cast, cast_t
     # one launch has one format for both sides; two formats read x twice
-    if spec is not None and spec_t is not None and _settings(spec) != _settings(spec_t):
+    if not _one_launch(spec, spec_t):
         return quantize_both(x, spec, None, scale, staged)[0], quantize_both(x, None, spec_t, scale, staged)[1]
-    launched(_read(x)[0], scale, staged)
-    with torch.cuda.device_of(_read(x)[0]):  # Triton launches on the current device
-        return _current(x, spec, spec_t) if scale is None else _predicted(x, spec, spec_t, scale, staged)
+    read, named, extra = (x, (), ()) if isinstance(x, Tensor) else (x.x, x.named, x.extra)
+    plan = _plan_current if scale is None else _plan_predicted
+    stages = "" if staged is None else "alone" if staged.numel() == 3 else "with room"
+    key = (_device_code(), x.shape, read.stride(), read.dtype, x.device, named)
+    return plan(*key, spec, spec_t, stages)(read, extra, scale, staged)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,87 +177,131 @@ class UnmadeRows:
         return self.x.device
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """What a kernel takes beside x, by name."""
-        given = {"beside_ptr": self.beside, "gamma_ptr": self.gamma, "beta_ptr": self.beta}
-        made = {**given, "MAKE": self.make, "FLAG": self.gated or self.zero_centered, "DTYPE": self._rounded}
-        return {**made, **GRADIENT_LAUNCH} if self.is_gradient else made
+    def extra(self) -> tuple[Tensor | None, ...]:
+        """The tensors that a kernel reads with x."""
+        return self.beside, self.gamma, self.beta
+
+    @property
+    def named(self) -> Named:
+        """The constants of a kernel that makes them."""
+        named: Named = (("MAKE", self.make), ("FLAG", self.gated or self.zero_centered), ("DTYPE", self._rounded))
+        return named if self.make.endswith("norm") else (*named, *ACTIVATION_LAUNCH.items())
 
     @property
     def _rounded(self) -> str:
         return "" if self.dtype == self.x.dtype else {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
 
 
-def _read(x: Tensor | UnmadeRows) -> tuple[Tensor, tuple[int, ...], dict[str, Any]]:
-    """What a kernel reads: a tensor, its sizes and strides, and what it makes of that."""
-    if isinstance(x, Tensor):
-        return x, (*x.shape, *x.stride()), {}
-    return x.x, (*x.shape, *x.x.stride()), x.arguments
-
-
 class _Side(NamedTuple):
     """Memory for one of the two results."""
 
-    mode: str
     data: Tensor
     scale_inv: Tensor
     amax: Tensor  # bits, int32
 
 
-def _current(x: Tensor | UnmadeRows, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> Casts:
-    row = _side(x, spec, transposed=False)
-    col = _side(x, spec_t, transposed=True, partner=row)
-    one_scale = shared(spec, spec_t)
-    device, (read, shape, made) = _device_code(), _read(x)
-    whole = {side.mode: side.amax for side in (row, col) if side.mode not in ("", "blocks")}
-    if whole:
-        # blocks lie inside a tile and need no pass of their own
-        launch = amax_launch(tuple(whole))
-        # a launch takes all three; what its mode does not name stays untouched
-        buffers = [whole.get(mode, row.amax) for mode in ("tensor", "rows", "cols")]
-        device.amax_kernel[_grid(x, launch)](read, *buffers, *shape, **{**launch, **made})
-    known = spec or spec_t
-    assert known is not None
-    launch = cast_launch(spec, spec_t, _converts(x.device))
-    device.cast_kernel[_grid(x, launch)](
-        read,
-        *(row.data, row.scale_inv, row.amax),
-        *(col.data, col.scale_inv, col.amax),
-        *shape,
-        _top(known),
-        **{**launch, **made},
-    )
-    return _casts(row, col, spec, spec_t, one_scale)
+Plan = Callable[[Tensor, tuple[Tensor | None, ...], Tensor | None, Tensor | None], Casts]
+"""(what a kernel reads, what it reads with that, scale, staged) -> the casts; everything else is decided."""
 
 
-def _predicted(
-    x: Tensor | UnmadeRows,
+@functools.lru_cache(maxsize=1024)
+def _plan_current(
+    device_code: Any,
+    shape: tuple[int, int],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    named: Named,
     spec: QuantizationSpec | None,
     spec_t: QuantizationSpec | None,
-    scale: Tensor,
-    staged: Tensor | None,
-) -> Casts:
+    _: str,
+) -> Plan:
+    """Casts with scales of their own."""
+    in_gemm_order = turned(spec, spec_t)
+    row = _Memory(shape, spec, False, None, in_gemm_order)
+    col = _Memory((shape[1], shape[0]), spec_t, True, spec, in_gemm_order)
+    modes = tuple(dict.fromkeys(side.mode for side in (row, col) if side.mode in _WHOLE))
+    sizes = (*shape, *strides)
+    # blocks lie inside a tile and need no pass of their own
+    looks = None if not modes else _bound(device_code.amax_kernel, sizes, (), amax_launch(modes), named)
     known = spec or spec_t
     assert known is not None
-    # the fourth entry of a staged vector is zeroed memory for the amax, in the allocation that is there already
-    room = None if staged is None or staged.numel() == 3 else staged[3:].view(torch.int32)
-    row = _side(x, spec, transposed=False, room=room)
-    col = _side(x, spec_t, transposed=True, partner=row, room=room)
-    one = row if spec is not None else col
-    sides, stages = (spec is not None, spec_t is not None), staged is not None
-    read, shape, made = _read(x)
+    constants = cast_launch(spec, spec_t, _converts(device), _roomy(device))
+    casts = _bound(device_code.cast_kernel, sizes, (_top(known),), constants, named)
+    finish = _finish(spec, spec_t, shared(spec, spec_t))
+
+    def run(read: Tensor, extra: tuple[Tensor | None, ...], scale: Tensor | None, staged: Tensor | None) -> Casts:
+        of_x = row.make(read, None, None)
+        of_x_t = col.make(read, of_x, None)
+        if looks is not None:
+            # a launch takes all three; what its mode does not name stays untouched
+            buffers = [of_x.amax] * 3
+            for side, made in ((row, of_x), (col, of_x_t)):
+                if side.mode in _WHOLE:
+                    buffers[_WHOLE.index(side.mode)] = made.amax
+            looks((read, *buffers), extra)
+        casts((read, *of_x, *of_x_t), extra)
+        return finish(of_x, of_x_t)
+
+    return run
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_predicted(
+    device_code: Any,
+    shape: tuple[int, int],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    named: Named,
+    spec: QuantizationSpec | None,
+    spec_t: QuantizationSpec | None,
+    stages: str,
+) -> Plan:
+    """Casts with a given scale; stages: "" for no staged vector, "with room" for one with a fourth entry."""
+    known = spec or spec_t
+    assert known is not None
+    row, col = _Memory(shape, spec, False, None), _Memory((shape[1], shape[0]), spec_t, True, spec)
+    tops = _top(known), known.format.max * 2.0**-known.guard_bits
     # both are launched always: whether the second has work is known on the device only
+    launches = []
     for redo in (False, True):
-        launch = predicted_launch(known, *sides, redo, _converts(x.device), redo and stages)
-        _device_code().predicted_kernel[_grid(x, launch)](
-            read,
-            scale,
-            *(row.data, col.data, one.scale_inv, one.amax, scale if staged is None else staged),
-            *shape,
-            *(_top(known), known.format.max * 2.0**-known.guard_bits),
-            **{**launch, **made},
-        )
-    return _casts(row, col, spec, spec_t, spec is not None and spec_t is not None)
+        sides = spec is not None, spec_t is not None
+        constants = predicted_launch(known, *sides, redo, _converts(device), redo and stages != "")
+        most = _programs(device) if redo else None
+        launches.append(_bound(device_code.predicted_kernel, (*shape, *strides), tops, constants, named, most))
+    finish = _finish(spec, spec_t, spec is not None and spec_t is not None)
+
+    def run(read: Tensor, extra: tuple[Tensor | None, ...], scale: Tensor | None, staged: Tensor | None) -> Casts:
+        assert scale is not None
+        # the fourth entry of a staged vector is zeroed memory for the amax, in the allocation that is there already
+        room = staged[3:].view(torch.int32) if staged is not None and stages == "with room" else None
+        of_x = row.make(read, None, room)
+        of_x_t = col.make(read, of_x, room)
+        one = of_x if spec is not None else of_x_t
+        stage = scale if staged is None else staged
+        for launch in launches:
+            launch((read, scale, of_x.data, of_x_t.data, one.scale_inv, one.amax, stage), extra)
+        return finish(of_x, of_x_t)
+
+    return run
+
+
+_WHOLE = ("tensor", "rows", "cols")
+"""Modes whose amax is found by a launch of its own, in the order of its buffers."""
+
+
+def _bound(
+    kernel: Any,
+    sizes: tuple[int, ...],
+    floats: tuple[float, ...],
+    constants: Mapping[str, Any],
+    named: Named,
+    most: int | None = None,
+) -> Launch:
+    """A launch with a program for each tile of a matrix, `most` at most; sizes: rows, columns, strides."""
+    programs = -(-sizes[0] // constants["TR"]) * -(-sizes[1] // constants["TC"])
+    return Launch(kernel, programs if most is None else min(programs, most), sizes, floats, constants, named)
 
 
 @functools.lru_cache(maxsize=256)
@@ -259,51 +315,78 @@ def shared(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bo
     )
 
 
-def _side(
-    x: Tensor | UnmadeRows,
-    spec: QuantizationSpec | None,
-    *,
-    transposed: bool,
-    partner: _Side | None = None,
-    room: Tensor | None = None,
-) -> _Side:
-    """partner: the other side; with one scale per tensor both share scale and amax, so one memory is set to 0.
+@functools.lru_cache(maxsize=256)
+def turned(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bool:
+    """Whether the scales of both sides lie as torch's scaled GEMM reads them: strides (1, rows), not (columns, 1)."""
+    return spec is not None and spec_t is not None and spec.granularity == spec_t.granularity == BLOCK_1X128
 
-    room: int32 (1,) of 0 for the amax of a tensor.
+
+class _Memory:
+    """How the memory of one result is made.
+
+    Args:
+        shape: of the codes.
+        spec: None if it is not wanted.
+        transposed: whether it is that of x.T.
+        partner: spec of the other result; with one scale per tensor both share scale and amax, so one memory is set
+            to 0.
+        turned: whether its scales lie column by column.
     """
-    memory = _read(x)[0]
-    if spec is None:  # not wanted: no kernel touches it
-        return _Side("", memory, memory, memory)  # an address that exists: Triton takes no None here
-    shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
-    mode, _ = _mode_and_block(spec, transposed)
-    if partner is not None and partner.mode == mode == "tensor":
-        return partner._replace(data=memory.new_empty(shape, dtype=torch.uint8))  # other codes, the same scale and amax
-    grid = spec.granularity.grid_shape(shape)
-    if room is not None and mode == "tensor":
-        amax = room.view(grid)
-    else:
-        # tiles raise a shared amax by atomics from 0; a block is written once
-        amax = (memory.new_empty if mode == "blocks" else memory.new_zeros)(grid, dtype=torch.int32)
-    return _Side(mode, memory.new_empty(shape, dtype=torch.uint8), memory.new_empty(grid, dtype=torch.float32), amax)
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        spec: QuantizationSpec | None,
+        transposed: bool,
+        partner: QuantizationSpec | None,
+        turned: bool = False,
+    ) -> None:
+        self.turned = turned
+        self.shape, (self.mode, _) = shape, _mode_and_block(spec, transposed)
+        self.grid = (0, 0) if spec is None else spec.granularity.grid_shape(shape)
+        self.joins = partner is not None and self.mode == _mode_and_block(partner, False)[0] == "tensor"
+
+    def make(self, memory: Tensor, partner: _Side | None, room: Tensor | None) -> _Side:
+        """room: int32 (1,) of 0 for the amax of a tensor."""
+        if not self.mode:  # no kernel touches it
+            return _Side(memory, memory, memory)  # an address that exists: Triton takes no None here
+        data = memory.new_empty(self.shape, dtype=torch.uint8)
+        if self.joins and partner is not None:
+            return _Side(data, partner.scale_inv, partner.amax)  # other codes, the same scale and amax
+        if self.turned:
+            rows = self.grid[::-1]
+            scale_inv, amax = (memory.new_empty(rows, dtype=dtype).t() for dtype in (torch.float32, torch.int32))
+            return _Side(data, scale_inv, amax)
+        if room is not None and self.mode == "tensor":
+            amax = room.view(self.grid)
+        else:
+            # tiles raise a shared amax by atomics from 0; a block is written once
+            amax = (memory.new_empty if self.mode == "blocks" else memory.new_zeros)(self.grid, dtype=torch.int32)
+        return _Side(data, memory.new_empty(self.grid, dtype=torch.float32), amax)
 
 
-def _casts(
-    row: _Side, col: _Side, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, one_scale: bool
-) -> Casts:
-    first = _cast(row, spec)
-    if first is None or spec_t is None or not one_scale:
-        return first, _cast(col, spec_t)
-    codes = col.data.view(spec_t.format.storage_dtype)
-    if row.mode == "tensor":  # one entry is its own transpose, and each call takes time of the host
-        return first, Cast(codes, first.scale_inv, first.amax)
-    return first, Cast(codes, first.scale_inv.t(), first.amax.t())
+def _finish(
+    spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, one_scale: bool
+) -> Callable[[_Side, _Side], Casts]:
+    """Memory -> the casts."""
+    storage, storage_t = (None if one is None else one.format.storage_dtype for one in (spec, spec_t))
+    one_scale = one_scale and spec is not None and spec_t is not None
+    # one entry is its own transpose, and each call takes time of the host
+    alike = spec is not None and spec.granularity == PER_TENSOR
 
+    def finish(row: _Side, col: _Side) -> Casts:
+        # bits of magnitudes have the order of the numbers, so integers were compared
+        first = None if storage is None else Cast(row.data.view(storage), row.scale_inv, row.amax.view(torch.float32))
+        if storage_t is None:
+            return first, None
+        codes = col.data.view(storage_t)
+        if first is None or not one_scale:
+            return first, Cast(codes, col.scale_inv, col.amax.view(torch.float32))
+        if alike:
+            return first, Cast(codes, first.scale_inv, first.amax)
+        return first, Cast(codes, first.scale_inv.t(), first.amax.t())
 
-def _cast(side: _Side, spec: QuantizationSpec | None) -> Cast | None:
-    if spec is None:
-        return None
-    # bits of magnitudes have the order of the numbers, so integers were compared
-    return Cast(side.data.view(spec.format.storage_dtype), side.scale_inv, side.amax.view(torch.float32))
+    return finish
 
 
 def _mode(granularity: Granularity) -> str | None:
@@ -313,6 +396,11 @@ def _mode(granularity: Granularity) -> str | None:
         return {(None, None): "tensor", (1, None): "rows", (None, 1): "cols"}.get((rows, cols))
     # a block lies inside one tile
     return "blocks" if all(size <= _TILE and size & (size - 1) == 0 for size in (rows, cols)) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _one_launch(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bool:
+    return spec is None or spec_t is None or _settings(spec) == _settings(spec_t)
 
 
 def _settings(spec: QuantizationSpec) -> tuple[Any, ...]:
@@ -326,8 +414,11 @@ def _top(spec: QuantizationSpec) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def cast_launch(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, converts: bool) -> Mapping[str, Any]:
-    """The compile-time parameters of a launch of `cast_kernel`; converts: the device casts to FP8 itself."""
+def cast_launch(
+    spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, converts: bool, roomy: bool = True
+) -> Mapping[str, Any]:
+    """The compile-time parameters of a launch of `cast_kernel`; converts: the device casts to FP8 itself; roomy: 128
+    registers a thread are enough, as on all but sm_120."""
     known = spec or spec_t
     assert known is not None
     one_scale = shared(spec, spec_t)
@@ -336,8 +427,11 @@ def cast_launch(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, 
         _mode_and_block(None if one_scale else spec_t, True),
     )
     sides = {"MODE": mode, "BR": block[0], "BC": block[1], "MODE_T": mode_t, "BR_T": block_t[0], "BC_T": block_t[1]}
+    sides["TURNED"] = turned(spec, spec_t)
     constants = {**sides, "SHARED": one_scale, **_constants(known, converts), **_tile(max(block[0], block_t[0]))}
-    return MappingProxyType(constants)
+    # with more registers for each of 256 threads a multiprocessor would hold one block, and wait for its loads
+    two_blocks = roomy and constants["NATIVE"] and constants["TR"] == _TILE
+    return MappingProxyType({**constants, "maxnreg": 128} if two_blocks else constants)
 
 
 @functools.lru_cache(maxsize=256)
@@ -383,14 +477,17 @@ def _constants(spec: QuantizationSpec, converts: bool) -> dict[str, Any]:
     }
 
 
-def _tile(block_rows: int) -> dict[str, int]:
-    """64 x 128 elements, or 128 x 128 for whole blocks; 32 elements per thread, so that no register spills."""
-    rows = max(block_rows, _TILE // 2)
-    return {"TR": rows, "TC": _TILE, "num_warps": rows // 8}
+def _tile(block_rows: int) -> dict[str, Any]:
+    """64 x 128 elements, or as many rows as a block has, from 32 on: 64 elements a thread share its addresses and the
+    scales of its 16 columns."""
+    rows = _TILE // 2 if block_rows == 1 else max(block_rows, 32)
+    return {"TR": rows, "TC": _TILE, "num_warps": rows // 16}
 
 
-def _grid(x: Tensor | UnmadeRows, launch: Mapping[str, Any]) -> tuple[int]:
-    return (-(-x.shape[0] // launch["TR"]) * -(-x.shape[1] // launch["TC"]),)
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """As many programs of the guard as a device holds at once; the interpreter takes 3."""
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _converts(device: torch.device) -> bool:
@@ -401,6 +498,11 @@ def _converts(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _HOPPER
+
+
+def _roomy(device: torch.device) -> bool:
+    """Whether the compiler fits a tile of 128 x 128 into 128 registers a thread: for sm_120 it spills some."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < _CONSUMER_BLACKWELL
 
 
 def refuse_device(device: torch.device) -> str | None:

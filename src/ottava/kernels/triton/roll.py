@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ottava.kernels.gate import launched
+from ottava.kernels.triton.launch import Launch
 from ottava.kernels.triton.quantize import refuse_device
 from ottava.numerics.tensor import QuantizationSpec
 
@@ -28,6 +27,7 @@ def supports_roll(spec: QuantizationSpec, history: Tensor, lanes: Tensor) -> str
     """Why this kernel does not roll these windows; None if it does.
 
     Example:
+        >>> import torch
         >>> from ottava.numerics.formats import E4M3
         >>> supports_roll(QuantizationSpec(E4M3, scaling="delayed"), torch.zeros(3, 16), torch.zeros(4, 3))
         'triton: runs on cuda; got cpu'
@@ -63,14 +63,15 @@ def roll(
         nonfinite_count, guard_count: int64 (T,).
         staged: fp32 (T, 3); cleared where due.
     """
-    launched(lanes, index, history, scale, nonfinite_count, guard_count, staged)
     tensors, length = history.shape
-    with torch.cuda.device_of(history):  # Triton launches on the current device
-        importlib.import_module("ottava.kernels.triton.device_code").roll_kernel[(tensors,)](
-            *(lanes.contiguous(), index, history, scale, nonfinite_count, guard_count, staged),
-            *(lanes.shape[1], length, float(spec.format.max * 2.0**-spec.margin)),
-            **roll_launch(spec),
-        )
+    launch = _bound(spec, tensors, (lanes.shape[1], length))
+    launch((lanes.contiguous(), index, history, scale, nonfinite_count, guard_count, staged))
+
+
+@functools.lru_cache(maxsize=256)
+def _bound(spec: QuantizationSpec, tensors: int, sizes: tuple[int, int]) -> Launch:
+    kernel = importlib.import_module("ottava.kernels.triton.device_code").roll_kernel
+    return Launch(kernel, tensors, sizes, (float(spec.format.max * 2.0**-spec.margin),), roll_launch(spec))
 
 
 @functools.lru_cache(maxsize=256)

@@ -6,6 +6,7 @@ the rows never lie in memory. Who asks for them all the same (a watch, a cell in
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import MappingProxyType
 from typing import Any
@@ -15,23 +16,29 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ottava.kernels.gate import launched, refusal
+from ottava.kernels.triton.launch import Launch, Named
 from ottava.kernels.triton.quantize import NAME, UnmadeRows, refuse_device
 
 MADE = ("rmsnorm", "layernorm", "silu", "gelu", "gelu_tanh", "relu", "relu2")
 """What the device code knows."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDEST_NORM = 16_384
 _TILE = MappingProxyType({"TR": 64, "TC": 128, "num_warps": 8})
+_STATISTICS = MappingProxyType({"TC": 1024, "num_warps": 4})
 
 
 def make_rows(unmade: UnmadeRows) -> Tensor:
     """The rows themselves (M, K), the numbers that a cast of `unmade` casts."""
     x, (m, k) = unmade.x, unmade.shape
     y = x.new_empty(m, k, dtype=unmade.dtype)
-    launched(x, unmade.beside, unmade.gamma, unmade.beta)
-    sizes = {"rows": m, "cols": k, "stride_r": x.stride(0), "stride_c": x.stride(1)}
-    grid = (-(-m // _TILE["TR"]) * -(-k // _TILE["TC"]),)
-    with torch.cuda.device_of(x):
-        _device_code().rows_kernel[grid](x, y, **sizes, **{**_TILE, **unmade.arguments})
+    if unmade.is_gradient and unmade.gated:
+        assert unmade.beside is not None
+        sizes = m, k // 2, x.stride(0)
+        _gate_gradient(_device_code(), sizes, unmade.make)((x, y, unmade.beside))
+        return y
+    programs = -(-m // _TILE["TR"]) * -(-k // _TILE["TC"])
+    named = ("rows", m), ("cols", k), ("stride_r", x.stride(0)), ("stride_c", x.stride(1))
+    _rows(_device_code(), programs, (*named, *unmade.named))((x, y), unmade.extra)
     return y
 
 
@@ -130,10 +137,92 @@ def normed(
     m, k = x.shape
     statistics = x.new_empty(2, m, dtype=torch.float32)
     launched(x, gamma, beta)
-    with torch.cuda.device_of(x):
-        kernel = _device_code().row_statistics_kernel[(m,)]
-        kernel(x, statistics, m, k, x.stride(0), eps, MAKE=make, TC=1024, num_warps=4)
+    _statistics(_device_code(), (m, k, x.stride(0)), eps, make)((x, statistics))
     return UnmadeRows(make, x, dtype, False, statistics, gamma, beta, zero_centered)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(device_code: Any, programs: int, named: Named) -> Launch:
+    return Launch(device_code.rows_kernel, programs, (), (), _TILE, named)
+
+
+@functools.lru_cache(maxsize=256)
+def _statistics(device_code: Any, sizes: tuple[int, ...], eps: float, make: str) -> Launch:
+    return Launch(device_code.row_statistics_kernel, sizes[0], sizes, (eps,), _STATISTICS, (("MAKE", make),))
+
+
+@functools.lru_cache(maxsize=256)
+def _gate_gradient(device_code: Any, sizes: tuple[int, ...], make: str) -> Launch:
+    programs = -(-sizes[0] // _TILE["TR"]) * -(-sizes[1] // _TILE["TC"])
+    return Launch(device_code.gate_gradient_kernel, programs, sizes, (), _TILE, (("MAKE", make),))
+
+
+def supports_norm(x: Tensor, *others: Tensor | None) -> str | None:
+    """Why no kernel here runs a norm alone, forward or backward, on x (..., K) and these; None if one does.
+
+    Example:
+        >>> supports_norm(torch.ones(2, 2))
+        'triton: runs on cuda; got cpu'
+    """
+    if x.device.type != "cuda":
+        return f"{NAME}: runs on cuda; got {x.device.type}"
+    if torch.compiler.is_compiling():
+        return f"{NAME}: norms of compiled code are Inductor's"
+    given = [t for t in others if t is not None]
+    if any(t.dtype not in _DTYPES for t in (x, *given)) or x.shape[-1] > _WIDEST_NORM:
+        return (
+            f"{NAME}: norms up to {_WIDEST_NORM} numbers of float32, bfloat16 or float16; got {x.dtype} {x.shape[-1]}"
+        )
+    if x.numel() == 0 or not all(t.is_contiguous() for t in (x, *given)):
+        return f"{NAME}: norms rows that lie one after the other; got {tuple(x.shape)}, strides {x.stride()}"
+    if reason := refusal(x, *given):
+        return f"{NAME}: takes plain tensors; {reason}"
+    return refuse_device(x.device)
+
+
+def norm(
+    make: str, x: Tensor, gamma: Tensor | None, beta: Tensor | None, *, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """(y like x, statistics (2, rows): mean, which "rmsnorm" leaves unset, and rstd); `supports_norm` must take x."""
+    cols = x.shape[-1]
+    rows = x.numel() // cols
+    y, statistics = torch.empty_like(x), x.new_empty(2, rows, dtype=torch.float32)
+    launched(x, gamma, beta)
+    with torch.cuda.device_of(x):
+        kernel = _device_code().norm_kernel[(rows,)]
+        kernel(x, y, statistics, gamma, beta, rows, cols, cols, eps, CENTERED=zero_centered, **norm_launch(make, cols))
+    return y, statistics
+
+
+def norm_gradient(
+    make: str, dy: Tensor, x: Tensor, statistics: Tensor, gamma: Tensor | None, *, beta: bool, zero_centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dx like x, d_gamma and d_beta (K,) in fp32) of `norm`, reading x and dy once; beta: whether d_beta is wanted."""
+    cols = x.shape[-1]
+    rows = x.numel() // cols
+    programs = min(rows, _programs(x.device))
+    dx = torch.empty_like(x)
+    d_gamma = None if gamma is None else x.new_empty(programs, cols, dtype=torch.float32)
+    d_beta = x.new_empty(programs, cols, dtype=torch.float32) if beta else None
+    launched(x, dy, statistics, gamma)
+    with torch.cuda.device_of(x):
+        kernel = _device_code().norm_gradient_kernel[(programs,)]
+        sizes = (rows, cols, cols)
+        settings = {"CENTERED": zero_centered, **norm_launch(make, cols)}
+        kernel(x, dy, dx, statistics, gamma, d_gamma, d_beta, *sizes, **settings)
+    return dx, None if d_gamma is None else d_gamma.sum(0), None if d_beta is None else d_beta.sum(0)
+
+
+def norm_launch(make: str, cols: int) -> dict[str, Any]:
+    """The compile-time parameters of `norm_kernel` and its gradient: a row in registers, 32 numbers a thread."""
+    wide = max(1 << (cols - 1).bit_length(), 128)
+    return {"MAKE": make, "TC": wide, "num_warps": max(wide // 1024, 1)}
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """Programs that sum d_gamma: enough to fill the device, few enough to be added up quickly."""
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _device_code() -> Any:

@@ -168,6 +168,41 @@ def rows_kernel(
 
 
 @triton.jit
+def gate_gradient_kernel(
+    x_ptr,
+    dx_ptr,
+    dy_ptr,
+    rows,
+    wide,
+    stride_r,
+    MAKE: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """Writes dx (rows, 2 wide) of a gate and what it multiplies, from dy (rows, wide); dy and dx lie row by row.
+
+    A tile has both halves, so that each exponential is computed once; the bits are those of `_pulled`.
+    """
+    r, c, _, _ = tile_place(tl.program_id(0), rows, wide, TR, TC)
+    mask = (r[:, None] < rows) & (c[None, :] < wide)
+    where = x_ptr + r.to(tl.int64)[:, None] * stride_r + c[None, :]
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(where, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(where + wide, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + r.to(tl.int64)[:, None] * wide + c[None, :], mask=mask, other=0.0).to(dtype).to(tl.float32)
+    d = (dy * up).to(dtype).to(tl.float32)
+    if MAKE == "silu":
+        above = 1.0 + libdevice.exp(-x)
+        s = tl.math.div_rn(1.0, above)
+        gate, act = d * s * (1.0 + x * (1.0 - s)), tl.math.div_rn(x, above)
+    else:
+        gate, act = _gradient(d, x, dtype, MAKE), _activated(x, MAKE)
+    out = dx_ptr + r.to(tl.int64)[:, None] * (2 * wide) + c[None, :]
+    tl.store(out, gate.to(dtype), mask=mask)
+    tl.store(out + wide, (dy * act.to(dtype).to(tl.float32)).to(dtype), mask=mask)
+
+
+@triton.jit
 def row_statistics_kernel(x_ptr, statistics_ptr, rows, cols, stride_r, eps, MAKE: tl.constexpr, TC: tl.constexpr):
     """Mean (not for "rmsnorm") and rstd of a row, one program each: statistics (2, rows); about the mean, in fp32."""
     row = tl.program_id(0)
@@ -188,3 +223,88 @@ def row_statistics_kernel(x_ptr, statistics_ptr, rows, cols, stride_r, eps, MAKE
         total += d * d
     variance = tl.math.div_rn(tl.sum(total, axis=0), cols.to(tl.float32))
     tl.store(statistics_ptr + rows + row, tl.math.div_rn(1.0, tl.sqrt_rn(variance + eps)))
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr,
+    y_ptr,
+    statistics_ptr,
+    gamma_ptr,
+    beta_ptr,
+    rows,
+    cols,
+    stride_r,
+    eps,
+    MAKE: tl.constexpr,
+    CENTERED: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """A norm alone, one program a row that holds all of it: y (rows, cols), and statistics (2, rows) for backward."""
+    row = tl.program_id(0)
+    c = tl.arange(0, TC)
+    inside = c < cols
+    x = tl.load(x_ptr + row.to(tl.int64) * stride_r + c, mask=inside, other=0.0).to(tl.float32)
+    if MAKE == "layernorm":
+        mean = tl.math.div_rn(tl.sum(x, axis=0), cols.to(tl.float32))
+        tl.store(statistics_ptr + row, mean)
+        x = tl.where(inside, x - mean, 0.0)
+    variance = tl.math.div_rn(tl.sum(x * x, axis=0), cols.to(tl.float32))
+    rstd = tl.math.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    tl.store(statistics_ptr + rows + row, rstd)
+    y = x * rstd
+    if gamma_ptr is not None:
+        gamma = tl.load(gamma_ptr + c, mask=inside, other=0.0).to(tl.float32)
+        y *= gamma + 1.0 if CENTERED else gamma
+    if beta_ptr is not None:
+        y += tl.load(beta_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row.to(tl.int64) * cols + c, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_gradient_kernel(
+    x_ptr,
+    dy_ptr,
+    dx_ptr,
+    statistics_ptr,
+    gamma_ptr,
+    d_gamma_ptr,
+    d_beta_ptr,
+    rows,
+    cols,
+    stride_r,
+    MAKE: tl.constexpr,
+    CENTERED: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """dx of a norm, rstd (dg - mean(dg) - x^ mean(dg x^)) with dg = dy gamma, without mean(dg) for "rmsnorm".
+
+    Program i takes rows i, i + programs and so on, and keeps its sums for gamma and beta: d_gamma (programs, cols).
+    """
+    c = tl.arange(0, TC)
+    inside = c < cols
+    size = cols.to(tl.float32)
+    d_gamma, d_beta = tl.zeros((TC,), tl.float32), tl.zeros((TC,), tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        wide = tl.zeros((), tl.int64) + row
+        x = tl.load(x_ptr + wide * stride_r + c, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + wide * cols + c, mask=inside, other=0.0).to(tl.float32)
+        if MAKE == "layernorm":
+            x = tl.where(inside, x - tl.load(statistics_ptr + row), 0.0)
+        rstd = tl.load(statistics_ptr + rows + row)
+        x *= rstd
+        d_gamma += dy * x
+        d_beta += dy
+        if gamma_ptr is not None:
+            # read in each row: from L1, in the place of registers that the sums take
+            gamma = tl.load(gamma_ptr + c, mask=inside, other=0.0).to(tl.float32)
+            dy *= gamma + 1.0 if CENTERED else gamma
+        dx = dy - x * tl.math.div_rn(tl.sum(dy * x, axis=0), size)
+        if MAKE == "layernorm":
+            dx -= tl.math.div_rn(tl.sum(dy, axis=0), size)
+        tl.store(dx_ptr + wide * cols + c, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=inside)
+    part = tl.program_id(0).to(tl.int64) * cols + c
+    if d_gamma_ptr is not None:
+        tl.store(d_gamma_ptr + part, d_gamma, mask=inside)
+    if d_beta_ptr is not None:
+        tl.store(d_beta_ptr + part, d_beta, mask=inside)

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ottava.base.errors import refuse_other_sums
-from ottava.kernels.gate import launched, refusal
+from ottava.kernels.gate import refusal
+from ottava.kernels.triton.launch import Launch
 from ottava.kernels.triton.quantize import refuse_device
 from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
@@ -88,19 +89,20 @@ def fill_slot(slot: Tensor, x: Tensor, x_q: QuantizedTensor, *, every: int, phas
     if every < 1:
         raise ValueError(f"fill_slot: every is {every}; needs 1 (each tile) or more")
     spec = x_q.spec
-    launched(x, x_q.data, x_q.scale_inv, slot, phase, on)
-    launch = statistics_launch(spec, len(slot) - len(_NUMBERS))
-    tiles = -(-x.shape[0] // launch["TR"]) * -(-x.shape[1] // launch["TC"])
+    constants = statistics_launch(spec, len(slot) - len(_NUMBERS))
+    tiles = -(-x.shape[0] // constants["TR"]) * -(-x.shape[1] // constants["TC"])
     scale_rows, scale_cols = x_q.scale_inv.stride()
     # a stride of 0 reads the one scale for every row or column of a tile
     blocks = (scale_rows if spec.granularity.rows else 0, scale_cols if spec.granularity.cols else 0)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        importlib.import_module("ottava.kernels.triton.device_code").statistics_kernel[(-(-tiles // every),)](
-            *(x.detach(), x_q.data.view(torch.uint8), x_q.scale_inv, slot, phase, on),
-            *(*x.shape, *x.stride(), *x_q.data.stride(), *blocks),
-            *(every, spec.format.clip, 2.0**spec.format.emin),
-            **launch,
-        )
+    sizes = (*x.shape, *x.stride(), *x_q.data.stride(), *blocks, every)
+    launch = _bound(spec, len(slot) - len(_NUMBERS), -(-tiles // every), sizes)
+    launch((x.detach(), x_q.data.view(torch.uint8), x_q.scale_inv, slot, phase, on))
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound(spec: QuantizationSpec, bins: int, programs: int, sizes: tuple[int, ...]) -> Launch:
+    kernel = importlib.import_module("ottava.kernels.triton.device_code").statistics_kernel
+    return Launch(kernel, programs, sizes, (spec.format.clip, 2.0**spec.format.emin), statistics_launch(spec, bins))
 
 
 def read_slot(slot: Tensor) -> dict[str, Any]:

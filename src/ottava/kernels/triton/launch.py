@@ -1,0 +1,129 @@
+"""Launches a Triton kernel with little Python: what its first launch has decided is kept, and checked before each use.
+
+`JITFunction.run` binds and specialises thirty arguments at every launch. That costs the host more than a small kernel
+costs the device. What it decides depends on constants and integers, which a `Launch` holds, and on the dtypes and the
+alignment of the tensors. A launch whose tensors have the dtypes of the first one, addresses that are multiples of 16 as
+there, and the current device, takes the kept kernel. Every other launch is Triton's own, with the same result: so are
+launches that a profiler's hook wants to hear of, and those of the interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.kernels.gate import LOWEST, PLAIN, launched
+
+_ALIGNMENT = 16
+"""Triton compiles another kernel for a pointer that is no multiple of so many bytes."""
+_PLAIN = frozenset(PLAIN)
+_EXTRA = ("beside_ptr", "gamma_ptr", "beta_ptr")
+_device: Callable[[Any], int] = Tensor.get_device
+_address: Callable[[Any], int] = Tensor.data_ptr
+_negated: Callable[[Any], bool] = Tensor.is_neg
+Named = tuple[tuple[str, Any], ...]
+
+
+class Launch:
+    """A kernel with all of its arguments but the tensors.
+
+    Args:
+        kernel: of Triton; its parameters are tensors, integers, floats and constants, in this order.
+        programs: of the grid.
+        constants: compile-time parameters and options of the compiler.
+        named: further ones, which replace some of them, or integers by name.
+    """
+
+    __slots__ = ("_dtypes", "_kept", "_places", "_values", "constants", "fixed", "floats", "kernel", "programs")
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        integers: tuple[int, ...],
+        floats: tuple[float, ...],
+        constants: Mapping[str, Any],
+        named: Named = (),
+    ) -> None:
+        self.kernel, self.programs, self.fixed, self.floats = kernel, programs, integers, floats
+        self.constants = {**constants, **dict(named)} if named else constants
+        self._kept: tuple[Any, ...] | None = None  # what Triton has compiled, and for which device
+        self._dtypes: tuple[torch.dtype, ...] = ()
+        self._values: list[Any] = []
+        self._places: tuple[int, ...] = ()
+
+    def __call__(
+        self,
+        tensors: tuple[Tensor, ...],
+        extra: tuple[Tensor | None, ...] = (),
+        floats: tuple[float, ...] | None = None,
+    ) -> None:
+        """Runs on the device of the first tensor.
+
+        Args:
+            extra: the tensors, or None, that the kernel calls beside_ptr, gamma_ptr and beta_ptr.
+            floats: in place of those of the object; Triton compiles the same kernel for all.
+        Raises:
+            TypeError: `gate.launched`.
+        """
+        given: tuple[Any, ...] = (*tensors, *[x for x in extra if x is not None]) if extra else tensors
+        kept = self._kept
+        if kept is not None and self._dtypes == tuple([x.dtype for x in given]):
+            device, current, stream, runtime, run, function, metadata = kept
+            pointers = [*map(_address, given)]
+            if (
+                functools.reduce(operator.or_, pointers) % _ALIGNMENT == 0
+                and min(pointers) > LOWEST
+                and {*map(type, given)} <= _PLAIN
+                and {*map(_device, given)} == {device}
+                and current() == device
+                and True not in map(_negated, given)
+                and not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)  # no profiler listens
+            ):
+                values = [*self._values]
+                values[: len(tensors)] = pointers[: len(tensors)]
+                if floats is not None:
+                    first = len(tensors) + len(self.fixed)
+                    values[first : first + len(floats)] = floats
+                for place, pointer in zip(self._places, pointers[len(tensors) :], strict=True):
+                    values[place] = pointer
+                run(self.programs, 1, 1, stream(device), function, metadata, None, None, None, *values)
+                return
+        self._normally(tensors, extra, self.floats if floats is None else floats, given)
+
+    def _normally(
+        self,
+        tensors: tuple[Tensor, ...],
+        extra: tuple[Tensor | None, ...],
+        floats: tuple[float, ...],
+        given: tuple[Tensor, ...],
+    ) -> None:
+        """By Triton's own launch; keeps what that has compiled if all addresses are multiples of 16."""
+        launched(*given)
+        named = dict(zip(_EXTRA, extra, strict=False))
+        positional = (*tensors, *self.fixed, *floats)
+        with torch.cuda.device_of(given[0]):  # Triton launches on the current device
+            compiled = self.kernel[(self.programs,)](*positional, **self.constants, **named)
+        # the interpreter has compiled nothing
+        if compiled is None or functools.reduce(operator.or_, map(_address, given)) % _ALIGNMENT:
+            return
+        triton = importlib.import_module("triton")
+        driver, runtime = triton.runtime.driver.active, triton.knobs.runtime
+        if not hasattr(runtime.launch_enter_hook, "calls"):
+            return  # a Triton that tells of its hooks in another way
+        parameters = self.kernel.signature.parameters  # the other constants are options of the compiler
+        known = {name: value for name, value in self.constants.items() if name in parameters}
+        bound = self.kernel.signature.bind(*positional, **known, **named)
+        bound.apply_defaults()
+        order = {name: place for place, name in enumerate(bound.arguments)}
+        self._values = [*bound.arguments.values()]
+        self._places = tuple(order[name] for name, x in named.items() if x is not None)
+        self._dtypes = tuple([x.dtype for x in given])
+        ask = driver.get_current_device, driver.get_current_stream, runtime
+        self._kept = (_device(given[0]), *ask, compiled.run, compiled.function, compiled.packed_metadata)

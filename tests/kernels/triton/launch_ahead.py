@@ -1,0 +1,121 @@
+"""Compares kept launches with Triton's own, in a process without the interpreter; prints what it compared, as JSON.
+
+A fake driver (benchmarks/host_cost.py; its folder is on PYTHONPATH) notes what each launch hands over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import torch
+import triton
+from host_cost import install
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from ottava.kernels.triton import quantize as triton_quantize
+from ottava.kernels.triton.launch import Launch
+from ottava.kernels.triton.quantize import UnmadeRows
+from ottava.recipe import RECIPES
+
+fake = install()
+own: list[str] = []
+run = JITFunction.run
+
+
+def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    own.append(self.__name__)
+    return run(self, *args, **kwargs)
+
+
+JITFunction.run = noted
+
+
+def addresses(launched: list[Any]) -> list[Any]:
+    """Pointers as numbers: Triton's own launch hands over tensors."""
+    return [
+        (grid, kernel, [a.data_ptr() if isinstance(a, Tensor) else a for a in args]) for grid, kernel, args in launched
+    ]
+
+
+def compare(launch: Launch, *given: Any) -> bool:
+    """Whether a second launch is a kept one; it must hand over what Triton's own does."""
+    fake.launched.clear()
+    launch(*given)
+    before = len(own)
+    launch(*given)
+    kept = len(own) == before
+    fresh = Launch(launch.kernel, launch.programs, launch.fixed, launch.floats, launch.constants)
+    fresh(*given)
+    first, second, third = addresses(fake.launched)
+    assert first == second == third, (launch.kernel, first, second, third)
+    return kept
+
+
+def off(x: Tensor) -> Tensor:
+    """The same numbers at an address that is no multiple of 16."""
+    moved = x.new_empty(x.numel() + 1)[1:].view(x.shape)
+    assert moved.data_ptr() % 16
+    return moved.copy_(x)
+
+
+seen: list[tuple[Launch, tuple[Any, ...]]] = []
+call = Launch.__call__
+Launch.__call__ = lambda self, *given: seen.append((self, given)) or call(self, *given)
+for name, dtype, shape in itertools.product(
+    ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "guarded"),
+    (torch.bfloat16, torch.float32),
+    ((48, 64), (5, 1)),
+):
+    spec, spec_t = RECIPES[name].fprop.lhs, RECIPES[name].wgrad.rhs
+    scale = torch.ones(()) if spec is not None and spec.predicted else None
+    triton_quantize.quantize_both(torch.randn(shape).to(dtype), spec, spec_t, scale)
+rows = UnmadeRows("rmsnorm", torch.randn(16, 32), torch.bfloat16, beside=torch.ones(2, 16), gamma=torch.ones(32))
+triton_quantize.quantize_both(rows, RECIPES["tensorwise"].fprop.lhs, None)
+Launch.__call__ = call
+kept = [compare(launch, *given) for launch, given in seen]
+aligned = [all(x.data_ptr() % 16 == 0 for given in each for x in given if x is not None) for _, each in seen]
+assert kept == aligned, (kept, aligned)
+
+launch, (tensors, extra) = seen[0]
+assert compare(launch, tensors, extra)
+assert not compare(launch, (off(tensors[0]), *tensors[1:]), extra)
+assert compare(launch, tensors, extra)
+
+
+def takes_own_way() -> bool:
+    own.clear()
+    launch(tensors, extra)
+    return bool(own)
+
+
+launch((tensors[0].half(), *tensors[1:]), extra)  # another dtype, which is kept now
+assert takes_own_way()
+assert not takes_own_way()
+fake.device = 3  # another current device
+assert takes_own_way()
+fake.device = -1
+launch(tensors, extra)
+assert not takes_own_way()
+
+
+def hook(metadata: object) -> None:
+    """A profiler's."""
+
+
+triton.knobs.runtime.launch_enter_hook.add(hook)
+assert takes_own_way()
+triton.knobs.runtime.launch_enter_hook.remove(hook)
+assert not takes_own_way()
+other = Launch(launch.kernel, launch.programs, launch.fixed, launch.floats, launch.constants)
+other(tensors, extra, tuple(2 * x for x in launch.floats))
+assert compare(launch, tensors, extra, tuple(2 * x for x in launch.floats))
+for bad in (torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64).conj().imag):
+    try:
+        launch((bad, *tensors[1:]), extra)
+    except TypeError:
+        continue
+    raise AssertionError(bad)
+print(json.dumps({"launches": len(seen), "kept": sum(kept)}))

@@ -1,0 +1,44 @@
+"""Kept launches hand to the driver what Triton's own launch hands over, in a process without the interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has no build for this machine")
+ROOT = Path(__file__).parents[3]
+MOST_CALLS = {"tensorwise": 245, "rowwise": 245, "delayed": 510}
+"""Python functions, torch's with them, that a warm forward and backward calls. Without an optimizer a delayed layer
+asks whether the weights have changed."""
+
+
+def ran(*words: str) -> list[dict[str, float]]:
+    """The JSON lines of a script that compiles kernels."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+def test_a_kept_launch_is_tritons_own() -> None:
+    """Every kernel of the casts, two dtypes, odd shapes: kernel, grid, addresses, numbers. What another dtype, address,
+    device or a profiler would change takes Triton's way."""
+    (found,) = ran("tests/kernels/triton/launch_ahead.py")
+    assert found["launches"] == found["kept"] > 30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"), reason="no GEMM")
+def test_a_warm_linear_calls_little_python() -> None:
+    """Counted, not timed; the launches of a step are those of tests/nn/test_launches.py."""
+    rows = {row["layer"]: row for row in ran("benchmarks/host_cost.py", "--rounds", "1")}
+    assert {name: rows[name]["triton_launches"] for name in MOST_CALLS} == dict.fromkeys(MOST_CALLS, 6)
+    assert all(rows[name]["python_calls"] <= most for name, most in MOST_CALLS.items()), rows
