@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ottava.base.errors import unknown_name
-from ottava.base.untrusted import UntrustedError
+from ottava.base.untrusted import UntrustedError, file_digest
 from ottava.numerics.formats import E2M1, E4M3, E5M2, Format
 from ottava.numerics.rounding import round_to_format
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity, ScaleFormat, amax
@@ -243,7 +243,7 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None,
         cached or "fp8" in str(words.get("kv_cache_dtype", "")),
         unread,
         files={
-            path.name: _file_digest(path)
+            path.name: file_digest(path)
             for path in sorted(folder.iterdir())
             if path.suffix in (".safetensors", ".json")
         },
@@ -368,11 +368,6 @@ def _rejoined(linears: Mapping[str, Side]) -> dict[str, Side]:
                     again = replace(again, scale_inv=torch.tensor([[top]]))
                     made[part] = replace(linears[part], weight=again.dequantize(torch.float32), cast=again)
     return made
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 SAMPLE = (

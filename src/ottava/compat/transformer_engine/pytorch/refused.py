@@ -24,36 +24,17 @@ NAMES: Mapping[str, str] = MappingProxyType(
     {
         "CudaRNGStatesTracker": "torch.random.fork_rng keeps and restores random states",
         "CusolverMpCtx": "torch.linalg has the matrix functions of one device",
-        "DType": "use torch's dtypes, and ottava.E4M3, E5M2, E2M1",
-        "DelayedScalingRequest": _CASTS,
-        "Float8BlockQuantizer": _CASTS,
-        "Float8BlockwiseQTensor": _TENSORS,
         "Float8BlockwiseQTensorStorage": _TENSORS,
-        "Float8CurrentScalingQuantizer": _CASTS,
-        "Float8Quantizer": _CASTS,
-        "Float8Tensor": _TENSORS,
         "Float8TensorStorage": _TENSORS,
         "Fp8Padding": "GroupedLinear accepts splits of any size: leave it out",
         "Fp8Unpadding": "GroupedLinear accepts splits of any size: leave it out",
         "FusedMLAQUpProjRopeQuant": "write the projection with Linear and the rotation with ottava.nn",
-        "HybridQuantizedTensor": _TENSORS,
         "HybridQuantizedTensorStorage": _TENSORS,
-        "HybridQuantizer": _CASTS,
-        "IdentityQuantizer": "a cell that is None stays in high precision",
-        "IdentityTensor": _TENSORS,
         "IdentityTensorStorage": _TENSORS,
-        "MXFP8Quantizer": _CASTS,
-        "MXFP8Tensor": _TENSORS,
         "MXFP8TensorStorage": _TENSORS,
         "ManualOffloadSynchronizer": _OFFLOAD,
-        "NVFP4Quantizer": _CASTS,
-        "NVFP4Tensor": _TENSORS,
         "NVFP4TensorStorage": _TENSORS,
-        "QuantizedTensor": _TENSORS,
         "QuantizedTensorStorage": _TENSORS,
-        "Quantizer": _CASTS,
-        "QuantizerRequest": _CASTS,
-        "QuantizerRole": _CASTS,
         "UserBufferQuantizationMode": _USERBUFFERS,
         "constants": "use torch's dtypes and ottava.RECIPES",
         "deinterleave_glu_tensor": "gate and up lie one after the other in fc1; reshape the weight",
@@ -111,7 +92,7 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "micro_batch_size": (("any",), "only the warm-up of TransformerEngine's fused kernels uses it"),
         "distribute_saved_activations": ((False,), "each rank keeps what its backward needs"),
         "layer_number": (("any",), "only attention uses it, to find its cache in InferenceParams"),
-        "name": (("any",), "names come from the model: model.named_modules()"),
+        "name": (("any",), "by it a CustomRecipe asks for a layer's quantizers; records take names from the model"),
         "is_first_microbatch": (("any",), "ottava itself keeps and drops casts of weights"),
         "fp8_output": ((False,), "outputs are in high precision"),
         "fp8_grad": ((False,), "gradients of inputs are in high precision"),
@@ -147,7 +128,6 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "cp_global_ranks": ((None,), _PARALLEL),
         "cp_stream": ((None,), _PARALLEL),
         "cp_comm_type": (("any",), _PARALLEL),
-        "qk_norm_eps": ((1e-6,), "all norms use layernorm_epsilon"),
         "out": ((None,), "ottava returns new tensors"),
         "dgrad_out": ((None,), "ottava returns new tensors"),
     }
@@ -229,7 +209,7 @@ def refuse(where: str, arguments: Mapping[str, Any], accepted: tuple[str, ...] =
             raise NotImplementedError(f"{where}: {name}={value!r} is not in ottava: {reason}")
 
 
-class _Absent(type):
+class Absent(type):
     """The metaclass of missing names: such a name can be imported and compared, and any other use is an error."""
 
     advice: str
@@ -249,6 +229,6 @@ class _Absent(type):
         return False
 
 
-def absent(name: str) -> Any:
-    """The stand-in for a name of `NAMES`."""
-    return _Absent(name, (), {"advice": NAMES[name]})
+def absent(name: str, advice: str = "") -> Any:
+    """The stand-in for a name of `NAMES`, or for another one with this advice."""
+    return Absent(name, (), {"advice": advice or NAMES[name]})
