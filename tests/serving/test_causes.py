@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from ottava.base.untrusted import UntrustedError
 from ottava.numerics.formats import E4M3, E4M3FNUZ, E5M2
 from ottava.numerics.rounding import code_values, encode
 from ottava.ops.quantize import quantize
 from ottava.serving.causes import activation_cause, weight_cause
 from ottava.serving.engines import Arithmetic
-from ottava.serving.formula import formula_causes, quantization_causes, settings_causes
+from ottava.serving.formula import formula_causes, quantization_causes, sampling_causes, settings_causes
 from ottava.serving.sides import Model, Side
 from ottava.weights.layouts import LAYOUTS, InputCast
 
@@ -247,3 +250,22 @@ def test_what_no_rule_reads_is_unknown() -> None:
         {"hf_overrides": {"a": 1}},
     ):
         assert [cause for cause, _ in settings_causes(setting, known)] == ["unknown"], setting
+
+
+def test_what_generation_config_asks_of_the_sampler(tmp_path: Path) -> None:
+    """Tokens' numbers ask nothing; a temperature or a penalty that training does not know is not certified."""
+    (tmp_path / "out").mkdir()
+    path, ours = tmp_path / "out/generation_config.json", tmp_path / "generation_config.json"
+    assert sampling_causes(None, tmp_path / "out") == []
+    path.write_text('{"eos_token_id": 2, "transformers_version": "5"}')
+    assert sampling_causes(None, tmp_path / "out") == []
+    path.write_text('{"eos_token_id": 2, "temperature": 0.7}')
+    said = "temperature is 0.7 in generation_config.json, and nothing in training"
+    assert sampling_causes(None, tmp_path / "out") == [("unknown", said)]
+    ours.write_text('{"temperature": 0.7}')
+    assert sampling_causes(ours, tmp_path / "out") == []
+    ours.write_text('{"temperature": 1.0}')
+    assert sampling_causes(ours, tmp_path / "out") == [("formula", said.replace("nothing", "1.0"))]
+    path.write_text("[]")
+    with pytest.raises(UntrustedError, match="is no object"):
+        sampling_causes(ours, tmp_path / "out")

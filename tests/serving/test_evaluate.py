@@ -82,7 +82,7 @@ def nothing(t: dict[str, Tensor]) -> None:
         ("mxfp8", exponent, {}, f"{UP}.weight: B holds 2 times"),
         ("compressed-tensors-tensor", swapped, {}, f"{QUERY}.weight: B holds other numbers"),
         ("compressed-tensors-tensor", norm_lost, {}, "model.norm.weight: B holds"),
-        ("compressed-tensors-tensor", nothing, {"rms_norm_eps": 0.1}, "rms_norm_eps: 1e-05 in A, 0.1 in B"),
+        ("compressed-tensors-tensor", nothing, {"rms_norm_eps": 0.1}, "rms_norm_eps is 1e-05 in A, and 0.1 in B"),
     ],
 )
 def test_wrong_values_are_named(

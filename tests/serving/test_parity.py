@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.serving.conftest import plain
 from torch import Tensor, nn
 
 import ottava
@@ -374,6 +375,15 @@ def test_a_bias_of_a_linear_counts(tmp_path: Path) -> None:
     found = parity(source, tmp_path / "a", "vllm").first
     assert found is not None
     assert (found.layer, found.cause) == ("q.bias", "plain")
+
+
+def test_nvfp4_gets_one_scale_for_what_an_engine_joins(tmp_path: Path) -> None:
+    """Finer blocks of the same scales are no cause: o_proj, which nobody joins, has none."""
+    source = under(plain("llama"), ottava.RECIPES["nvfp4"])
+    ottava.export(source, tmp_path / "out", layout="compressed-tensors-nvfp4", recast=True)
+    found = {(one.layer.rpartition(".")[2], one.cause) for one in parity(source, tmp_path / "out", "vllm").findings}
+    joined = {(name, "joined-scale") for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
+    assert {one for one in found if one[1] != "activation-granularity"} == joined
 
 
 def test_a_model_brings_its_own_receipt(tmp_path: Path) -> None:

@@ -140,10 +140,23 @@ def weight_cause(name: str, side: Side, there: Side, model: Model, stored: Model
     if ours.scale_inv.shape != theirs.scale_inv.shape:
         if ours.scale_inv.numel() == theirs.scale_inv.numel() and same_codes:
             return "scale-layout", f"a grid {tuple(theirs.scale_inv.shape)} instead of {tuple(ours.scale_inv.shape)}"
+        if ours.spec.scale_format == "e4m3" and (found := _one_tensor(name, ours, theirs, model)):
+            return found
         return "granularity", f"trained as {side}, served as {there}"
     if same_codes and (found := _of_scales(ours.scale_inv, theirs.scale_inv)):
         return found
     return next(_of_codes(name, side, theirs, model, stored))
+
+
+def _one_tensor(name: str, ours: QuantizedTensor, theirs: QuantizedTensor, model: Model) -> tuple[str, str] | None:
+    """Whether NVFP4's scale of the tensor is that of all linears that the engine joins; its rows are finer blocks."""
+    group = next((parts for parts in units(model.linears).values() if name in parts), [name])
+    weights = [model.linears[part].weight.bfloat16() for part in group]
+    whole = quantize(torch.cat(weights), replace(ours.spec, scaling="current")).dequantize(torch.float32)
+    start = sum(len(weights[i]) for i in range(group.index(name)))
+    if len(group) == 1 or not torch.equal(whole[start : start + theirs.shape[0]], theirs.dequantize(torch.float32)):
+        return None
+    return "joined-scale", f"the engine joins {', '.join(part.rpartition('.')[2] for part in group)}, in NVFP4"
 
 
 def _of_scales(ours: Tensor, theirs: Tensor) -> tuple[str, str] | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ottava.numerics.scaling import PER_ROW, amax
 from ottava.numerics.tensor import QuantizedTensor
+from ottava.serving.formula import formula_causes
 from ottava.serving.source import Source, Weight, same_numbers
 
 _BF16 = 2.0**-8  # half a step of BF16, relative to the number
@@ -22,20 +23,6 @@ _SLACK = 1.01  # for products and quotients in fp32
 _UNRELATED, _ALIKE = 0.5, 0.98
 _FACTOR, _MANY = 0.02, 1024
 _MOST = 0.9
-_FORMULA = (
-    "model_type",
-    "hidden_act",
-    "head_dim",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_parameters",
-    "rope_scaling",
-    "sliding_window",
-    "tie_word_embeddings",
-)
-"""Keys of config.json that decide the formula of a forward."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +126,8 @@ def differences(a: Source, b: Source) -> Differences:
         tuple(name for name in one if name not in other and not name.endswith("lm_head.weight"))
         for one, other in ((ours, theirs), (theirs, ours))
     )
-    config = tuple(
-        f"{key}: {a.config.get(key)!r} in A, {b.config.get(key)!r} in B"
-        for key in _FORMULA
-        if key in a.config and key in b.config and a.config[key] != b.config[key]
-    )
+    fields = formula_causes(a.config, b.config, sides=("in A", "in B"))
+    config = tuple(said for cause, said in fields if cause == "formula" and not said.startswith("dtype "))
     return Differences(tuple(compare(ours[name], theirs[name]) for name in shared), only_a, only_b, config)
 
 

@@ -231,7 +231,7 @@ def _wrong_values(case: Compared) -> Judgement | None:
     evidence += [f"and {len(wrong) - _NAMED} more tensors"] if len(wrong) > _NAMED else []
     for side, names in (("A", weights.only_a), ("B", weights.only_b)):
         evidence += [f"only {side} has {listed(names, _NAMED)}"] if names else []
-    evidence += [f"config.json differs in {one}" for one in weights.config]
+    evidence += [f"config.json: {one}" for one in weights.config]
     what = "weights" if wrong and all(not one.cast_a and not one.cast_b for one in wrong) else "scales or weights"
     if not wrong:
         what = "tensors" if weights.only_a or weights.only_b else "settings of the formula"

@@ -62,12 +62,15 @@ Cause = tuple[str, str]
 """("formula" or "unknown", what was found)."""
 
 
-def formula_causes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Cause]:
+def formula_causes(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], *, sides: tuple[str, str] = ("in training", "in config.json")
+) -> list[Cause]:
     """The fields of config.json by which two sides do not compute the same.
 
     Args:
         ours: config of the training, without a quantization_config.
         theirs: config of the checkpoint.
+        sides: where each one is, in words.
 
     Example:
         >>> formula_causes({"rms_norm_eps": 1e-6}, {"rms_norm_eps": 1e-5, "use_cache": False})
@@ -78,6 +81,7 @@ def formula_causes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[C
     if not ours or ours.get("model_type") is None:
         ours = {**ours, **{key: theirs[key] for key in ("model_type", "architectures") if key in theirs}}
     found: list[Cause] = []
+    here, there = sides
     if twice := _rope_twice(theirs):
         found.append(("unknown", twice))
     a, b = canonical(ours), canonical(theirs)
@@ -90,11 +94,11 @@ def formula_causes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[C
     for key in sorted({*a, *b} - NEUTRAL):
         if key in a and key in b:
             if a[key] != b[key]:
-                found.append(("formula", f"{key} is {_short(a[key])} in training, and {_short(b[key])} in config.json"))
+                found.append(("formula", f"{key} is {_short(a[key])} {here}, and {_short(b[key])} {there}"))
         elif key in b:
-            found.append(("unknown", f"{key} is {_short(b[key])} in config.json, and not in training"))
+            found.append(("unknown", f"{key} is {_short(b[key])} {there}, and not {here}"))
         else:
-            found.append(("unknown", f"{key} is {_short(a[key])} in training, and not in config.json"))
+            found.append(("unknown", f"{key} is {_short(a[key])} {here}, and not {there}"))
     return found
 
 
