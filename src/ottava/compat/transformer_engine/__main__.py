@@ -51,7 +51,7 @@ class StandIn(MetaPathFinder, Loader):
         below = spec.name.removeprefix(f"{_THEIRS}.pytorch.").split(".")[0]
 
         def find(name: str) -> Any:
-            if below in NAMES and not name.startswith("__"):
+            if below in NAMES and name not in names.BELOW["module"] and not name.startswith("__"):
                 return absent(f"{below}.{name}", NAMES[below])  # te.ops.Linear is not te.Linear
             with contextlib.suppress(AttributeError):
                 return getattr(real, name)

@@ -118,7 +118,12 @@ if unread := unread_variables(os.environ):
 
 BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "quantization": ("FP8GlobalStateManager", "get_align_size_for_quantization", "get_default_fp8_recipe"),
+        "module": (*("L2Normalization", "get_default_init_method", "init_method_normal", "scaled_init_method_normal"),),
+        "quantization": (
+            *("FP8GlobalStateManager", "get_align_size_for_quantization", "get_default_fp8_recipe"),
+            *("UNSAFE_PICKLE_EXTRA_STATE_ENV", "is_non_tn_fp8_gemm_supported", "round_up_to_nearest_multiple"),
+            "should_load_extra_state_pickle",
+        ),
         "quantizers": (
             *("TE_DType", "TE_DType_To_Torch", "current_scaling_factory", "delayed_scaling_factory"),
             *("float8_block_scaling_factory", "high_precision_factory", "mxfp8_factory", "nvfp4_factory"),

@@ -118,7 +118,10 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "enc_dec_window_size": ((None, (-1, -1)), "cross attention has no window"),
         "window_size": ((None,), "give it to the constructor"),
         "attention_type": (("self", "cross"), "there are only these two"),
-        "return_bias": ((False,), "the layer always adds the bias"),
+        "return_bias": (
+            (False,),
+            "the layer always adds the bias; LayerNormMLP, MultiheadAttention and Linear return it",
+        ),
         "return_layernorm_output": ((False,), "use a separate norm to get the normed rows"),
         "return_max_logit": ((False,), "attention does not keep its scores"),
         "num_splits": ((1,), "torch's kernels choose the splits"),
