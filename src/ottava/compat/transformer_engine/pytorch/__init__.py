@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ottava.compat.transformer_engine.common.recipe import QuantizerRole
-from ottava.compat.transformer_engine.pytorch import fp8, optimizers
+from ottava.compat.transformer_engine.pytorch import fp8, optimizers, refused
 from ottava.compat.transformer_engine.pytorch.attention import (
     DotProductAttention,
     InferenceParams,
@@ -136,7 +136,7 @@ BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def __getattr__(name: str) -> Any:
-    if name in NAMES:
+    if name in NAMES or name in refused.BELOW:
         return absent(name)
     for module, names in BELOW.items():
         if name in names:

@@ -118,7 +118,7 @@ def norm_heads(
     if kind is None or module is None:
         return
     if kind == "L2Normalization":
-        module.q_norm, module.k_norm = L2Normalization(eps), L2Normalization(eps)
+        module.q_norm = module.k_norm = L2Normalization(eps)
         return
     made: Any = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[norm_name(where, kind)]
     for name in ("q_norm", "k_norm"):

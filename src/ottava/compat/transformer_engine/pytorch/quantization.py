@@ -182,9 +182,9 @@ def should_load_extra_state_pickle(data: bytes, context: str) -> bool:
         state = read_extra_state(context, "_extra_state", torch.frombuffer(bytearray(data), dtype=torch.uint8))
         recipe = state.get("recipe") if isinstance(state, dict) else None
         known = getattr(recipe, "qualified_name", "").rpartition(".")[2] in _STATELESS
-        if state is None or (isinstance(state, dict) and state.keys() <= {"recipe", "extra_fp8_variables"}):
-            if recipe is None or known:
-                return False
+        plain = state is None or (isinstance(state, dict) and state.keys() <= {"recipe", "extra_fp8_variables"})
+        if plain and (recipe is None or known):
+            return False
     if os.environ.get(UNSAFE_PICKLE_EXTRA_STATE_ENV) == "1":
         return True
     raise RuntimeError(

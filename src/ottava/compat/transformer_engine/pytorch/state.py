@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -64,7 +64,7 @@ class Place:
     """
 
     def __init__(self, module: TEState, path: str) -> None:
-        self.__dict__ |= {"_module": module, "_path": path}
+        self.__dict__.update(_module=module, _path=path)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -169,6 +169,19 @@ class TEState(nn.Module):
             return None
         same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*below, strict=False))
         return ".".join(parts[0] for parts in same)
+
+    def named_modules(  # type: ignore[override]  # torch types the memo as a set of modules
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As torch's, but a norm in front of a linear layer comes before it: so parameters have TransformerEngine's
+        order, by which optimizers number them."""
+        found = list(super().named_modules(memo, prefix, remove_duplicate))
+        for place, (name, module) in enumerate(found):
+            if name.endswith("norm") and isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                layer = [other for other, _ in found[:place]].index(name.rpartition(".")[0])
+                if isinstance(found[layer][1], QuantizedLayer):
+                    found.insert(layer, found.pop(place))
+        yield from found
 
     def names_layers(self, name: Any) -> None:
         """Gives the layers the names by which a CustomRecipe asks for their quantizers; None: they have none."""
