@@ -204,8 +204,10 @@ def test_what_is_written_is_what_their_loader_unpickles(monkeypatch: pytest.Monk
     }
     state = pickle.loads(data)  # written above
     settings = {"margin": 1, "amax_history_len": 4, "amax_compute_algo": "max", "fp8_format": Theirs.HYBRID}
-    assert vars(state.pop("recipe")) == {"reduce_amax": True, **settings}
-    assert state["extra_fp8_variables"] == {"num_gemms": 2, "fp8_checkpoint": True}
+    others = {"scaling_factor_compute_algo": None, "fp8_dpa": False, "fp8_mha": False, "backward_override": None}
+    assert vars(state.pop("recipe")) == {"reduce_amax": True, **settings, **others}
+    maxima = {"fp8_max_fwd": 448.0, "fp8_max_bwd": 57344.0}
+    assert state["extra_fp8_variables"] == {"num_gemms": 2, "fp8_checkpoint": True, **maxima}
     for gemm, layer in enumerate((mlp.fc1.quantizers, mlp.fc2.quantizers)):
         for key, column, door in (
             ("fwd", 3 * gemm, layer.input),

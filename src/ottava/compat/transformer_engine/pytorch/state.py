@@ -12,6 +12,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +28,8 @@ from ottava.numerics.formats import E4M3
 _SLOTS = MappingProxyType({"fwd": ("input", "weight", "output"), "bwd": ("grad_output", "grad_input")})
 _STATE = "_extra_state"
 _THEIR_RECIPES = b"ctransformer_engine.common.recipe\n"
+_RECIPE_FIELDS = tuple(one.name for one in fields(DelayedScaling) if one.name != "override_linear_precision")
+"""Those of TransformerEngine 2.20, in our order."""
 _FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
 
 Parts = str | Sequence[tuple[str, int]]
@@ -262,7 +265,10 @@ class TEState(nn.Module):
                 history[0, column] = door.staged[0]  # TransformerEngine's staging slot
                 scale[column] = door.scale if bool(door.scale) else 1.0  # where TransformerEngine's scales start
             state |= {f"scale_{direction}": scale, f"amax_history_{direction}": history}
-        state["extra_fp8_variables"] = {"num_gemms": len(parts), "fp8_checkpoint": True}
+        highest = {
+            f"fp8_max_{direction}": float(getattr(recipe.fp8_format.value, f"max_{direction}")) for direction in _SLOTS
+        }
+        state["extra_fp8_variables"] = {"fp8_checkpoint": True, "num_gemms": len(parts), **highest}
         stream = io.BytesIO()
         _TheirPickler(stream, protocol=3).dump(state)  # the last protocol that writes a module's name as a line
         data = stream.getvalue().replace(f"c{DelayedScaling.__module__}\n".encode(), _THEIR_RECIPES)
@@ -275,8 +281,8 @@ class _TheirPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Format):
             return Format, (tuple(value.value),)
-        if isinstance(value, DelayedScaling):  # other fields keep their defaults
-            return DelayedScaling, (), {name: getattr(value, name) for name in (*_FIELDS, "fp8_format")}
+        if isinstance(value, DelayedScaling):
+            return DelayedScaling, (), {name: getattr(value, name) for name in _RECIPE_FIELDS}
         return NotImplemented
 
 
