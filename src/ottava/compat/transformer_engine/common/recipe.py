@@ -480,8 +480,8 @@ class CustomRecipe(Recipe):
     and a `DelayedScalingRequest` has a history. The quantizers of results and of their gradients are not asked for.
 
     Example:
-        >>> from ottava.compat.transformer_engine.pytorch.tensor import DType, MXFP8Quantizer
-        >>> recipe = CustomRecipe(qfactory=lambda role: MXFP8Quantizer(DType.kFloat8E4M3))
+        >>> import ottava.compat.transformer_engine.pytorch as te
+        >>> recipe = CustomRecipe(qfactory=lambda role: te.MXFP8Quantizer(te.DType.kFloat8E4M3))
         >>> str(recipe.ottava.fprop)
         'E4M3[1x32, e8m0] x E4M3[1x32, e8m0]'
     """
