@@ -117,7 +117,7 @@ def norm_heads(
     """
     for module in modules if kind is not None else ():
         if module is not None and kind == "L2Normalization":
-            module.q_norm = module.k_norm = L2Normalization(eps)
+            module.q_norm = module.k_norm = L2Normalization(eps)  # type: ignore[assignment]
         elif module is not None:
             made: Any = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[norm_name(where, kind or "")]
             module.q_norm, module.k_norm = (made(module.head_dim, eps, **settings) for _ in range(2))

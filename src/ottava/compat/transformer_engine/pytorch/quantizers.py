@@ -99,7 +99,7 @@ class Quantizer:
             dtype: the dtype that the result shows; None: that of the tensor.
         """
         if out is not None:
-            return self.update_quantized(tensor, out)
+            return self.update_quantized(tensor, out)  # type: ignore[no-any-return]
         return quantized(self, tensor, dtype)
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:

@@ -98,7 +98,7 @@ class QuantizedTensor(Tensor):
         held = rows if rows is not None else columns
         if held is None:
             raise ValueError(f"{cls.__name__}: got no codes; needs rows or columns: set_usage(rowwise=True)")
-        made: QuantizedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch types it not
+        made: QuantizedTensor = Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=held.device, requires_grad=requires_grad
         )
         made.rows, made.columns, made._quantizer = rows, columns, quantizer
@@ -117,7 +117,7 @@ class QuantizedTensor(Tensor):
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers of the codes; gradients pass through unchanged."""
-        return _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-any-return, no-untyped-call]
+        return _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-any-return]
 
     def numbers(self, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers of the codes, without a graph.
@@ -207,15 +207,15 @@ class QuantizedTensor(Tensor):
     def _columnwise_scale_inv(self) -> Tensor | None:
         return self.columns.scale_inv if isinstance(self.columns, Codes) else None
 
-    def float(self) -> Tensor:  # type: ignore[override]  # torch's takes a memory format
+    def float(self) -> Tensor:
         """The numbers in FP32."""
         return self.dequantize(dtype=torch.float32)
 
-    def bfloat16(self) -> Tensor:  # type: ignore[override]
+    def bfloat16(self) -> Tensor:
         """The numbers in BF16."""
         return self.dequantize(dtype=torch.bfloat16)
 
-    def half(self) -> Tensor:  # type: ignore[override]
+    def half(self) -> Tensor:
         """The numbers in FP16."""
         return self.dequantize(dtype=torch.float16)
 
@@ -224,7 +224,7 @@ class QuantizedTensor(Tensor):
         return _rebuilt, (type(self), *state)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch calls a classmethod
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, QuantizedTensor) and (kept := _kept(func, first, args, kwargs)) is not None:
@@ -288,11 +288,11 @@ def _rebuilt(cls: type[QuantizedTensor], *state: Any) -> QuantizedTensor:
 
 class _Dequantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: QuantizedTensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         return x.numbers(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -368,13 +368,13 @@ def _cast(quantizer: Any, x: Tensor, *, columns: bool) -> Codes | Tensor:
     matrix = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     codes = quantizer.cast(matrix, columns=columns)
     if codes is not None:
-        return codes
+        return codes  # type: ignore[no-any-return]
     return matrix.t().clone() if columns else matrix.clone()
 
 
 class _Quantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Any, dtype: torch.dtype) -> QuantizedTensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, quantizer: Any, dtype: torch.dtype) -> QuantizedTensor:
         usages = quantizer.get_usages()
         kind = quantizer.tensor_class
         numbers = _plain(x)
@@ -384,16 +384,16 @@ class _Quantize(torch.autograd.Function):
         )
         if not isinstance(numbers, Tensor) or numbers.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"{type(quantizer).__name__}: got {numbers.dtype}; needs float32, bfloat16 or float16")
-        return kind.__new__(kind, x.shape, dtype, rows, columns, quantizer)
+        return kind.__new__(kind, x.shape, dtype, rows, columns, quantizer)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _unwrapped(grad), None, None
 
 
 def quantized(quantizer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The quantized tensor of x: what `quantizer(x)` returns."""
-    return _Quantize.apply(x, quantizer, dtype or x.dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return _Quantize.apply(x, quantizer, dtype or x.dtype)  # type: ignore[no-any-return]
 
 
 def general_gemm(
