@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from ottava.compat.transformer_engine.pytorch.refused import ARGUMENTS, BELOW, ENVIRONMENT, NAMES
 
@@ -135,6 +136,12 @@ def refused() -> str:
     return table(("not here", "instead"), ((", ".join(of), advice) for advice, of in by_advice.items()))
 
 
+def _title(one: Mapping[str, Any]) -> str:
+    carried = len(one.get("carried", ()))
+    name: str = one["title"].partition(":")[0]
+    return f"{name} ({carried} of {len(one['files'])} files not run again: counts as before)" if carried else name
+
+
 def counted() -> str:
     """TransformerEngine's own tests through our names: the first table of benchmarks/te_tests.py, and the last."""
     tables = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "te_tests.json").read_text())
@@ -143,7 +150,7 @@ def counted() -> str:
         counts = tuple(
             str(one[name]) for name in ("ran", "skipped", "cuda", "limit", "passed", "refused", "internal", "ours")
         )
-        rows.append((one["title"].partition(":")[0], *counts, f"{100 * one['share']:.0f} %"))
+        rows.append((_title(one), *counts, f"{100 * one['share']:.0f} %"))
     head = (
         "table",
         "ran",
