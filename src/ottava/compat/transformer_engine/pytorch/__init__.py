@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ottava.compat.transformer_engine.common.recipe import QuantizerRole
-from ottava.compat.transformer_engine.pytorch import fp8, optimizers
+from ottava.compat.transformer_engine.pytorch import fp8, optimizers, refused
 from ottava.compat.transformer_engine.pytorch.attention import (
     DotProductAttention,
     InferenceParams,
@@ -40,7 +40,6 @@ from ottava.compat.transformer_engine.pytorch.quantization import (
 )
 from ottava.compat.transformer_engine.pytorch.quantizers import (
     DelayedScalingRequest,
-    DType,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -53,6 +52,7 @@ from ottava.compat.transformer_engine.pytorch.quantizers import (
 )
 from ottava.compat.transformer_engine.pytorch.refused import NAMES, absent, unread_variables
 from ottava.compat.transformer_engine.pytorch.tensors import (
+    DType,
     Float8BlockwiseQTensor,
     Float8Tensor,
     HybridQuantizedTensor,
@@ -118,20 +118,25 @@ if unread := unread_variables(os.environ):
 
 BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "quantization": ("FP8GlobalStateManager", "get_align_size_for_quantization", "get_default_fp8_recipe"),
+        "module": (*("L2Normalization", "get_default_init_method", "init_method_normal", "scaled_init_method_normal"),),
+        "quantization": (
+            *("FP8GlobalStateManager", "get_align_size_for_quantization", "get_default_fp8_recipe"),
+            *("UNSAFE_PICKLE_EXTRA_STATE_ENV", "is_non_tn_fp8_gemm_supported", "round_up_to_nearest_multiple"),
+            "should_load_extra_state_pickle",
+        ),
         "quantizers": (
-            *("TE_DType", "TE_DType_To_Torch", "current_scaling_factory", "delayed_scaling_factory"),
+            *("current_scaling_factory", "delayed_scaling_factory"),
             *("float8_block_scaling_factory", "high_precision_factory", "mxfp8_factory", "nvfp4_factory"),
         ),
         "rope": ("apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"),
-        "tensors": ("general_gemm", "get_fp8_te_dtype", "get_fp8_torch_dtype"),
+        "tensors": ("TE_DType", "TE_DType_To_Torch", "general_gemm", "get_fp8_te_dtype", "get_fp8_torch_dtype"),
     }
 )
 """Module of ours -> names that TransformerEngine has below its public interface, in modules of its own."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in NAMES:
+    if name in NAMES or name in refused.BELOW:
         return absent(name)
     for module, names in BELOW.items():
         if name in names:

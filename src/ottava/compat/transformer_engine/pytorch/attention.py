@@ -535,6 +535,7 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
+        return_bias: bool = False,
         init_method: Init | None = None,
         output_layer_init_method: Init | None = None,
         params_dtype: torch.dtype | None = None,
@@ -569,10 +570,11 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
         self.attn_mask_type, self.rotary_pos_interleaved = attn_mask_type, rotary_pos_interleaved
         self.layer_number = layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
-        norm_heads("MultiheadAttention", self, qk_norm_type, qk_norm_eps, **made)
+        norm_heads("MultiheadAttention", (self,), qk_norm_type, qk_norm_eps, **made)
         self.starts(partial(started, self, init_method, output_layer_init_method))
         self.uses_their_keys(*attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))
         self.names_layers(others.get("name"))
+        self.out.returns_bias = self.returns_bias = return_bias
         self.share(shards)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
@@ -582,8 +584,8 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
         encoder_output: Tensor | None = None,
         attn_mask_type: str | None = None,
         **call: Any,
-    ) -> Tensor:
-        """hidden_states -> the output of attention, in the same shape.
+    ) -> Any:
+        """hidden_states -> the output of attention, in the same shape; with return_bias, a tuple with the bias.
 
         Args:
             attn_mask_type: a type with the same mask as the layer's.
@@ -595,7 +597,8 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
             "MultiheadAttention", self, hidden_states, kind, attention_mask, keys,
             rotary_interleaved=self.rotary_pos_interleaved, layer_number=self.layer_number, **call,
         )  # fmt: skip
-        return super().forward(hidden_states, encoder_output, **options)
+        y = super().forward(hidden_states, encoder_output, **options)
+        return (y, None if self.out.bias is None else self.out.bias.to(y.dtype)) if self.returns_bias else y
 
 
 def heads_of(shards: Shards, hidden: int, heads: int, groups: int | None, head_dim: int | None) -> dict[str, Any]:

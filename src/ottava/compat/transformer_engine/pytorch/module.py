@@ -5,6 +5,7 @@ Outside an `autocast` they run in high precision, as in TransformerEngine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +23,7 @@ from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, ma
 from ottava.engine.functional import quantized_layers
 from ottava.nn.activations import Activation, clamped_swiglu, get_activation
 from ottava.nn.layer import autocast_dtype
-from ottava.nn.norms import NormName, make_norm
+from ottava.nn.norms import NormName
 
 Init = Callable[[Tensor], Any]
 _STD = 0.023  # standard deviation of TransformerEngine's initial weights
@@ -73,6 +74,21 @@ def started(module: nn.Module, init_method: Init | None, output_layer_init_metho
             start(layer.weight, layer.bias, output_layer_init_method if last else init_method)
 
 
+def init_method_normal(sigma: float) -> Init:
+    """Fills a tensor with normal numbers of this standard deviation."""
+    return partial(nn.init.normal_, std=sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int) -> Init:
+    """The same with sigma / sqrt(2 * num_layers), for the layers in front of a residual sum."""
+    return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
+
+
+def get_default_init_method() -> Init:
+    """What fills weights by default."""
+    return init_method_normal(_STD)
+
+
 class L2Normalization(nn.Module):
     """x / sqrt(sum(x**2) + eps) over the last dimension, in FP32 and rounded once.
 
@@ -92,20 +108,19 @@ class L2Normalization(nn.Module):
 
 
 def norm_heads(
-    where: str, module: ours.MultiheadAttention | None, kind: str | None, eps: float, **settings: Any
+    where: str, modules: Sequence[ours.MultiheadAttention | None], kind: str | None, eps: float, **settings: Any
 ) -> None:
-    """Gives an attention the norms over each head of q and k, with an eps of their own.
+    """Gives attentions the norms over each head of q and k, with an eps of their own.
 
     Raises:
         ValueError: the kind is unknown.
     """
-    if kind is None or module is None:
-        return
-    if kind == "L2Normalization":
-        module.q_norm, module.k_norm = L2Normalization(eps), L2Normalization(eps)
-        return
-    for name in ("q_norm", "k_norm"):
-        setattr(module, name, make_norm(norm_name(where, kind), module.head_dim, eps=eps, **settings))
+    for module in modules if kind is not None else ():
+        if module is not None and kind == "L2Normalization":
+            module.q_norm = module.k_norm = L2Normalization(eps)  # type: ignore[assignment]
+        elif module is not None:
+            made: Any = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[norm_name(where, kind or "")]
+            module.q_norm, module.k_norm = (made(module.head_dim, eps, **settings) for _ in range(2))
 
 
 def in_amp(x: Tensor) -> Tensor:
@@ -299,6 +314,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
 
     Args:
         activation: gelu (the tanh formula), geglu, relu, reglu, srelu, silu, swiglu, qgelu, qgeglu, clamped_swiglu.
+        return_bias: return (y, bias of fc2), and do not add it.
         checkpoint: save nothing for the activation's backward, and compute it again.
         set_parallel_mode: this rank holds ffn_hidden_size / tp_size features between the linears.
 
@@ -320,6 +336,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
         activation_params: Mapping[str, Any] | None = None,
         zero_centered_gamma: bool = False,
         checkpoint: bool = False,
+        return_bias: bool = False,
         init_method: Init | None = None,
         output_layer_init_method: Init | None = None,
         params_dtype: torch.dtype | None = None,
@@ -346,14 +363,16 @@ class LayerNormMLP(Sharded, ours.NormMLP):
             device=device_for(device),
             dtype=params_dtype,
         )
+        self.fc2.returns_bias = self.returns_bias = return_bias
         self.starts(partial(started, self, init_method, output_layer_init_method))
         self.uses_their_keys(mlp_keys(), {"": ("fc1", "fc2")})
         self.names_layers(others.get("name"))
         self.share(shards)
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """(..., hidden_size) -> (..., hidden_size)."""
-        return super().forward(in_amp(inp))
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """(..., hidden_size) -> (..., hidden_size); with return_bias, a tuple with the bias, which is not added."""
+        y = super().forward(in_amp(inp))
+        return (y, _returned(self.fc2.bias, y)) if self.returns_bias else y
 
 
 class GroupedLinear(TEState, ours.GroupedLinear):
