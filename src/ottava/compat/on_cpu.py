@@ -118,6 +118,16 @@ class _ToCPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _engine(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The engine of backward, inside which torch has taken the mode away; functions ask for devices there, too."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _ToCPU():
+            return real(*args, **kwargs)
+
+    return run
+
+
 def _takes(real: Callable[..., Any], *names: str) -> Callable[..., Any]:
     """The function with devices moved in all positional arguments and in those with these names."""
 
@@ -177,6 +187,7 @@ def on_cpu() -> Iterator[None]:
         (torch, "load", _takes(torch.load, "map_location")),
         (torch.autocast, "__init__", _autocast(torch.autocast.__init__)),
         (scaler, "__init__", _scaler(scaler.__init__)),
+        (torch.autograd, "_engine_run_backward", _engine(torch.autograd.graph._engine_run_backward)),
         (dist, "init_process_group", _gloo(dist.init_process_group)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]

@@ -15,12 +15,20 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import NoReturn
 
 import torch
 
 from ottava.compat.on_cpu import SENTENCE, missing, on_cpu
 
 _THEIRS, _OURS = "transformer_engine", "ottava.compat.transformer_engine"
+
+
+class _Module(ModuleType):
+    """A module of TransformerEngine, or a function of it that ottava lacks: an import cannot tell them apart."""
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise NotImplementedError(f"{self.__name__} is not in ottava; docs/from_transformer_engine.md lists what is")
 
 
 class StandIn(MetaPathFinder, Loader):
@@ -33,6 +41,8 @@ class StandIn(MetaPathFinder, Loader):
         top, _, below = fullname.partition(".")
         if top in (f"{_THEIRS}_torch", f"{_THEIRS}_extensions") or below.split(".")[0] == "jax":
             raise ModuleNotFoundError(f"{fullname} is not in ottava, only transformer_engine.pytorch", name=fullname)
+        if top == _THEIRS and below.rpartition(".")[2].lstrip("_")[:1].isupper():
+            return None  # `from module import Class`: a class that ottava lacks is no module
         return ModuleSpec(fullname, self, is_package=True) if top == _THEIRS else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -44,7 +54,7 @@ class StandIn(MetaPathFinder, Loader):
             if not str(error.name).startswith(_OURS):
                 raise
             real = import_module(f"{_OURS}.pytorch")
-        module = ModuleType(spec.name, real.__doc__)
+        module = _Module(spec.name, real.__doc__)
         module.__getattr__ = lambda name: getattr(real, name)  # type: ignore[method-assign]
         return module
 

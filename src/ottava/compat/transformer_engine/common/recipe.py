@@ -9,7 +9,7 @@ Source: TransformerEngine 2.20, transformer_engine/common/recipe/__init__.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, NoReturn
@@ -181,6 +181,12 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     """fprop, dgrad, wgrad: True leaves that GEMM in high precision."""
+    params_dtype: InitVar[Any] = None
+    """Unused, as device: Megatron Core gives a recipe what it gives to modules."""
+    device: InitVar[Any] = None
+
+    def __post_init__(self, *unused: Any) -> None:
+        super().__post_init__()
 
     def _cells(self) -> OttavaRecipe:
         if callable(self.amax_compute_algo):

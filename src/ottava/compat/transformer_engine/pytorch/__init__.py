@@ -2,6 +2,9 @@
 
 import os
 import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 from ottava.compat.transformer_engine.pytorch import optimizers
@@ -11,7 +14,16 @@ from ottava.compat.transformer_engine.pytorch.attention import (
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
-from ottava.compat.transformer_engine.pytorch.distributed import checkpoint
+from ottava.compat.transformer_engine.pytorch.distributed import (
+    CudaRNGStatesTracker,
+    checkpoint,
+    parallel_cross_entropy,
+)
+from ottava.compat.transformer_engine.pytorch.execution import (
+    get_cpu_offload_context,
+    make_graphed_callables,
+    mark_not_offload,
+)
 from ottava.compat.transformer_engine.pytorch.module import (
     GroupedLinear,
     LayerNorm,
@@ -19,6 +31,14 @@ from ottava.compat.transformer_engine.pytorch.module import (
     LayerNormMLP,
     Linear,
     RMSNorm,
+)
+from ottava.compat.transformer_engine.pytorch.moe import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
 )
 from ottava.compat.transformer_engine.pytorch.quantization import (
     autocast,
@@ -38,6 +58,7 @@ from ottava.compat.transformer_engine.pytorch.refused import NAMES, absent, unre
 from ottava.compat.transformer_engine.pytorch.transformer import TransformerLayer
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "DotProductAttention",
     "GroupedLinear",
     "InferenceParams",
@@ -53,6 +74,7 @@ __all__ = [
     "checkpoint",
     "fp8_autocast",
     "fp8_model_init",
+    "get_cpu_offload_context",
     "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
@@ -61,7 +83,16 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_graphed_callables",
+    "mark_not_offload",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "optimizers",
+    "parallel_cross_entropy",
     "quantized_model_init",
 ]
 
@@ -70,7 +101,25 @@ if unread := unread_variables(os.environ):
     warnings.warn(unread, stacklevel=2)
 
 
+_HOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "distributed": ("in_fp8_activation_recompute_phase", "is_fp8_activation_recompute_enabled"),
+        "execution": (
+            *("is_cpu_offload_enabled", "restore_fp8_tensors", "save_fp8_tensors", "set_capture_end"),
+            "set_capture_start",
+        ),
+        "state": ("TransformerEngineBaseModule",),
+        "moe": (*("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"),),
+    }
+)
+"""Module of ottava -> names that TransformerEngine keeps in modules of its own (router, graph, ...), which
+`python -m ottava.compat.transformer_engine` finds here."""
+
+
 def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
     if name in NAMES:
         return absent(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ottava import nn as ours
 from ottava.base.errors import unknown_name
+from ottava.compat.transformer_engine.pytorch.gradients import extras_of
 from ottava.compat.transformer_engine.pytorch.module import Init, device_for, in_amp, norm_name, start
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import Parts
@@ -405,7 +407,8 @@ class DotProductAttention(nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
-        refuse("DotProductAttention", others, ("softmax_scale", "softmax_type"))
+        extras = extras_of("DotProductAttention", others, ("softmax_scale", "softmax_type"))
+        self.drawn = nullcontext if sequence_parallel else extras.drawn
         shards = shards_for("DotProductAttention", tp_group, tp_size, sequence_parallel, split=True)
         self.attn_mask_type, self.layer_number = attn_mask_type, layer_number
         self.core = ours.DotProductAttention(
@@ -453,7 +456,8 @@ class DotProductAttention(nn.Module):
                 (cu_seqlens_q, cu_seqlens_kv),
                 (query_layer, key_layer, query_layer.shape[-2]),
             )
-        y = self.core(query_layer, key_layer, value_layer, **options)
+        with self.drawn():
+            y = self.core(query_layer, key_layer, value_layer, **options)
         return y.flatten(-2)  # type: ignore[no-any-return]
 
 
@@ -544,7 +548,8 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        refuse("MultiheadAttention", others, ("num_gqa_groups", "attn_mask_type", "qkv_format", "params_dtype"))
+        names = ("num_gqa_groups", "attn_mask_type", "qkv_format", "params_dtype")
+        extras = extras_of("MultiheadAttention", others, names)
         shards = shards_for("MultiheadAttention", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
@@ -567,10 +572,12 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
         )
         self.attn_mask_type, self.rotary_pos_interleaved = attn_mask_type, rotary_pos_interleaved
         self.layer_number = layer_number
-        for layer in quantized_layers(self):
-            start(layer.weight, layer.bias, output_layer_init_method if layer is self.out else init_method)
+        with extras.initial():
+            for layer in quantized_layers(self):
+                start(layer.weight, layer.bias, output_layer_init_method if layer is self.out else init_method)
         self.uses_their_keys(*attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))
         self.share(shards)
+        self.gives(extras)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self,
@@ -587,6 +594,7 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
             call: the keywords of `attention_arguments`.
         """
         kind, keys = attn_mask_type or self.attn_mask_type, encoder_output
+        self.is_first_forward = call.get("is_first_microbatch")
         hidden_states = in_amp(hidden_states)
         options = attention_arguments(
             "MultiheadAttention", self, hidden_states, kind, attention_mask, keys,

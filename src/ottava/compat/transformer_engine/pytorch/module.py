@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ottava import nn as ours
 from ottava.base.errors import unknown_name
+from ottava.compat.transformer_engine.pytorch.gradients import WeightGradients, extras_of
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import TEState
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, mark, one_of_modes, shards_for
@@ -151,7 +152,7 @@ class Linear(Sharded, ours.Linear):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        refuse("Linear", others, _COMMON)
+        extras = extras_of("Linear", others, _COMMON)
         split = one_of_modes("Linear", parallel_mode) is not None
         shards = shards_for("Linear", tp_group, tp_size, sequence_parallel, split=split)
         if parallel_mode == "row":
@@ -160,15 +161,18 @@ class Linear(Sharded, ours.Linear):
             out_features = shards.of("out_features", out_features)
         super().__init__(in_features, out_features, bias, device_for(device), params_dtype, recipe="bf16")
         self.returns_bias = return_bias
-        start(self.weight, self.bias, init_method)
+        with extras.initial():
+            start(self.weight, self.bias, init_method)
         self.uses_their_keys({}, {"": ("",)})
         self.share(shards, parallel_mode)
+        self.gives(extras)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
     ) -> Any:
         """(..., in_features) -> (..., out_features); with return_bias, a tuple with the bias."""
         refuse("Linear", others)
+        self.is_first_forward = is_first_microbatch
         y = super().forward(inp)
         return (y, _returned(self.bias, y)) if self.returns_bias else y
 
@@ -207,7 +211,8 @@ class LayerNormLinear(Sharded, ours.NormLinear):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        refuse("LayerNormLinear", others, (*_COMMON, "normalization", "zero_centered_gamma", "return_layernorm_output"))
+        names = ("normalization", "zero_centered_gamma", "return_layernorm_output")
+        extras = extras_of("LayerNormLinear", others, (*_COMMON, *names))
         if one_of_modes("LayerNormLinear", parallel_mode) == "row":
             raise NotImplementedError(
                 "LayerNormLinear: parallel_mode='row' is not in ottava: a rank cannot norm a part of the features alone"
@@ -227,15 +232,18 @@ class LayerNormLinear(Sharded, ours.NormLinear):
             return_norm_output=return_layernorm_output,
         )
         self.returns_bias = return_bias
-        start(self.weight, self.bias, init_method)
+        with extras.initial():
+            start(self.weight, self.bias, init_method)
         self.uses_their_keys({"norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias"}, {"": ("",)})
         self.share(shards)
+        self.gives(extras)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
     ) -> Any:
         """(..., in_features) -> y; with return_bias or return_layernorm_output, a tuple (y, bias, normed rows)."""
         refuse("LayerNormLinear", others)
+        self.is_first_forward = is_first_microbatch
         y = super().forward(in_amp(inp))
         if not self.returns_bias:
             return y
@@ -281,7 +289,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
         **others: Any,
     ) -> None:
         names = ("normalization", "activation", "activation_params", "zero_centered_gamma", "checkpoint")
-        refuse("LayerNormMLP", others, (*_COMMON, *names, "output_layer_init_method"))
+        extras = extras_of("LayerNormMLP", others, (*_COMMON, *names, "output_layer_init_method"))
         shards = shards_for("LayerNormMLP", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
@@ -296,17 +304,20 @@ class LayerNormMLP(Sharded, ours.NormMLP):
             device=device_for(device),
             dtype=params_dtype,
         )
-        for layer, method in zip(quantized_layers(self), (init_method, output_layer_init_method), strict=True):
-            start(layer.weight, layer.bias, method)
+        with extras.initial():
+            for layer, method in zip(quantized_layers(self), (init_method, output_layer_init_method), strict=True):
+                start(layer.weight, layer.bias, method)
         self.uses_their_keys(mlp_keys(), {"": ("fc1", "fc2")})
         self.share(shards)
+        self.gives(extras)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """(..., hidden_size) -> (..., hidden_size)."""
+        self.is_first_forward = is_first_microbatch
         return super().forward(in_amp(inp))
 
 
-class GroupedLinear(TEState, ours.GroupedLinear):
+class GroupedLinear(TEState, WeightGradients, ours.GroupedLinear):
     """`ottava.nn.GroupedLinear` with TransformerEngine's arguments and names of parameters; errors as `Linear`.
 
     Args:
@@ -333,19 +344,22 @@ class GroupedLinear(TEState, ours.GroupedLinear):
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
-        refuse("GroupedLinear", others, _COMMON)
+        extras = extras_of("GroupedLinear", others, _COMMON)
         super().__init__(
             num_gemms, in_features, out_features, bias, recipe="bf16", device=device_for(device), dtype=params_dtype
         )
-        start(self.weight, self.bias, init_method)
+        with extras.initial():
+            start(self.weight, self.bias, init_method)
         stacked = {name: tuple((f"{name}{g}", 0) for g in range(num_gemms)) for name in ("weight", "bias")}
         self.uses_their_keys(stacked, {"": tuple(f"groups.{g}" for g in range(num_gemms))})
+        self.gives(extras)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, **others: Any
     ) -> Tensor:
         """(tokens, in_features) and the number of rows of each group -> (tokens, out_features)."""
         refuse("GroupedLinear", others)
+        self.is_first_forward = is_first_microbatch
         return super().forward(inp, m_splits)
 
 

@@ -18,11 +18,9 @@ _TENSORS = "ottava.quantize(x, spec) gives codes and scale_inv as plain tensors"
 _CASTS = "a cell of a recipe, an ottava.QuantizationSpec, sets the cast of a tensor"
 _USERBUFFERS = "collectives are torch.distributed's own; leave it out"
 _OFFLOAD = "torch.autograd.graph.save_on_cpu() moves saved tensors"
-_PERMUTE = "ottava.nn.MoE permutes and combines tokens itself"
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
-        "CudaRNGStatesTracker": "torch.random.fork_rng keeps and restores random states",
         "CusolverMpCtx": "torch.linalg has the matrix functions of one device",
         "DType": "use torch's dtypes, and ottava.E4M3, E5M2, E2M1",
         "DelayedScalingRequest": _CASTS,
@@ -58,21 +56,11 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "constants": "use torch's dtypes and ottava.RECIPES",
         "deinterleave_glu_tensor": "gate and up lie one after the other in fc1; reshape the weight",
         "destroy_ub": _USERBUFFERS,
-        "get_cpu_offload_context": _OFFLOAD,
         "initialize_ub": _USERBUFFERS,
         "interleave_glu_tensor": "gate and up lie one after the other in fc1; reshape the weight",
-        "make_graphed_callables": "ottava.graphed_step captures a whole training step",
-        "mark_not_offload": _OFFLOAD,
-        "moe_permute": _PERMUTE,
-        "moe_permute_and_pad_with_probs": _PERMUTE,
-        "moe_permute_with_probs": _PERMUTE,
-        "moe_sort_chunks_by_index": _PERMUTE,
-        "moe_sort_chunks_by_index_with_probs": _PERMUTE,
-        "moe_unpermute": _PERMUTE,
         "newton_schulz": "torch.optim.Muon has it",
         "onnx_export": "ottava has no ONNX export",
         "ops": "use the modules; ottava itself fuses the operation in front of a cast",
-        "parallel_cross_entropy": "torch.nn.functional.cross_entropy",
         "prepare_for_saving": _TENSORS,
         "restore_from_func_ctx": _TENSORS,
         "restore_from_saved": _TENSORS,
@@ -82,7 +70,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 _PARALLEL = "use modules of ottava.nn with ottava.distributed.ContextParallel"
 _SHARES = "Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention and TransformerLayer can be split"
-_SEEDS = "seed each rank yourself, with torch.manual_seed"
 _UB = "ottava does not overlap communication by user buffers"
 _ACCUMULATION = "autograd accumulates gradients in .grad"
 
@@ -93,12 +80,8 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "tp_size": ((1,), _SHARES),
         "parallel_mode": ((None,), _SHARES),
         "set_parallel_mode": ((False,), _SHARES),
-        "get_rng_state_tracker": ((None,), _SEEDS),
-        "rng_tracker_name": ((None,), _SEEDS),
         "symmetric_ar_type": ((None,), _USERBUFFERS),
-        "fuse_wgrad_accumulation": ((False,), _ACCUMULATION),
-        "delay_wgrad_compute": ((False,), "backward computes dgrad and wgrad together"),
-        "save_original_input": ((False,), "ottava saves the input's codes for the backward: half the bytes"),
+        "save_original_input": ((False, True), "ottava saves the input's codes for the backward: half the bytes"),
         "parameters_split": ((None,), "slice .weight, or make a Linear for each part"),
         "ub_overlap_ag": ((False, True), _UB),
         "ub_overlap_rs": ((False, True), _UB),
@@ -106,10 +89,9 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "ub_bulk_dgrad": ((False, True), _UB),
         "ub_bulk_wgrad": ((False, True), _UB),
         "ub_tp_comm_overlap": ((False,), _UB),
-        "ub_name": ((None,), _UB),
+        "ub_name": (("any",), "it names a buffer that the other ub arguments ask for"),
         "seq_length": (("any",), "only the warm-up of TransformerEngine's fused kernels uses it"),
         "micro_batch_size": (("any",), "only the warm-up of TransformerEngine's fused kernels uses it"),
-        "distribute_saved_activations": ((False,), "each rank keeps what its backward needs"),
         "layer_number": (("any",), "only attention uses it, to find its cache in InferenceParams"),
         "name": (("any",), "names come from the model: model.named_modules()"),
         "is_first_microbatch": (("any",), "ottava itself keeps and drops casts of weights"),
@@ -233,6 +215,7 @@ class _Absent(type):
     """The metaclass of missing names: such a name can be imported and compared, and any other use is an error."""
 
     advice: str
+    is_module: bool
 
     def _refuse(cls) -> NoReturn:
         raise NotImplementedError(f"transformer_engine.pytorch.{cls.__name__} is not in ottava: {cls.advice}")
@@ -243,7 +226,10 @@ class _Absent(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        cls._refuse()
+        if not (cls.is_module and name[0].isupper()):
+            cls._refuse()
+        # a class of the module: annotations and checks name it without using it
+        return _Absent(f"{cls.__name__}.{name}", (), {"advice": cls.advice, "is_module": False})
 
     def __instancecheck__(cls, instance: object) -> bool:
         return False
@@ -251,4 +237,4 @@ class _Absent(type):
 
 def absent(name: str) -> Any:
     """The stand-in for a name of `NAMES`."""
-    return _Absent(name, (), {"advice": NAMES[name]})
+    return _Absent(name, (), {"advice": NAMES[name], "is_module": name.islower()})

@@ -18,6 +18,7 @@ from ottava.compat.transformer_engine.pytorch.attention import (
     mask_for,
     sink_for,
 )
+from ottava.compat.transformer_engine.pytorch.gradients import extras_of
 from ottava.compat.transformer_engine.pytorch.module import (
     Init,
     activation_for,
@@ -27,7 +28,6 @@ from ottava.compat.transformer_engine.pytorch.module import (
     norm_name,
     start,
 )
-from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, shards_for
 from ottava.engine.functional import quantized_layers
@@ -102,9 +102,8 @@ class TransformerLayer(Sharded, ours.TransformerLayer):
         **others: Any,
     ) -> None:
         where = "TransformerLayer"
-        refuse(
-            where, others, ("num_gqa_groups", "hidden_dropout", "attn_input_format", "normalization", "params_dtype")
-        )
+        names = ("num_gqa_groups", "hidden_dropout", "attn_input_format", "normalization", "params_dtype")
+        extras = extras_of(where, others, names)
         norms = (output_layernorm, apply_residual_connection_post_layernorm)
         shards = shards_for(where, tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
@@ -133,12 +132,14 @@ class TransformerLayer(Sharded, ours.TransformerLayer):
         )
         self.mask_types = self_attn_mask_type, enc_dec_attn_mask_type
         self.rotary_pos_interleaved, self.layer_number = rotary_pos_interleaved, layer_number
-        for name, layer in self.named_modules():
-            if layer in quantized_layers(self):
-                method = output_layer_init_method if name.rpartition(".")[2] in ("out", "fc2") else init_method
-                start(layer.weight, layer.bias, method)
+        with extras.initial():
+            for name, layer in self.named_modules():
+                if layer in quantized_layers(self):
+                    method = output_layer_init_method if name.rpartition(".")[2] in ("out", "fc2") else init_method
+                    start(layer.weight, layer.bias, method)
         self.uses_their_keys(*self._their_names(fuse_qkv_params, qkv_weight_interleaved))
         self.share(shards)
+        self.gives(extras)
 
     def _their_names(
         self, fused: bool, interleaved: bool
@@ -172,7 +173,7 @@ class TransformerLayer(Sharded, ours.TransformerLayer):
             cu_seqlens_kv: ends of the packed sequences of the keys; for a decoder, those of encoder_output.
             call: the other keywords of `attention_arguments`.
         """
-        hidden_states = in_amp(hidden_states)
+        hidden_states, self.is_first_forward = in_amp(hidden_states), call.get("is_first_microbatch")
         where, ends = "TransformerLayer", cu_seqlens_kv if self.cross is None else None
         options = attention_arguments(
             where, self.attention, hidden_states, self_attn_mask_type or self.mask_types[0], attention_mask,
