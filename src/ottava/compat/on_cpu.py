@@ -112,6 +112,8 @@ class _ToCPU(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
+        if func is Tensor.type and len(args) == 1 and not kwargs:  # "torch.cuda.FloatTensor", for which scripts ask
+            return func(*args).replace("torch.", "torch.cuda.", 1)
         to = getattr(func, "__name__", "") in ("to", "_parse_to")  # of a tensor, and what nn.Module.to asks
         args = tuple(_moved(one, numbers=to) for one in args)
         kwargs = {key: _moved(one, numbers=key == "device") for key, one in (kwargs or {}).items()}

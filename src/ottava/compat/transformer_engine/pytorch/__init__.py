@@ -108,6 +108,7 @@ _HOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("is_cpu_offload_enabled", "restore_fp8_tensors", "save_fp8_tensors", "set_capture_end"),
             "set_capture_start",
         ),
+        "gradients": ("get_dummy_wgrad",),
         "state": ("TransformerEngineBaseModule",),
         "moe": (*("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"),),
     }

@@ -8,7 +8,7 @@ get_rng_state_tracker      initial weights and attention's dropout draw from a s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -160,7 +160,18 @@ def _add_to_main(layer: Layer, run: Run, overwrite: bool) -> Tensor | None:
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
-    return own.new_zeros(own.shape, dtype=layer.weight.dtype)
+    return get_dummy_wgrad(own.shape, layer.weight.dtype, device=own.device)
+
+
+def get_dummy_wgrad(
+    shape: Sequence[int], dtype: torch.dtype, zero: bool = False, *, device: torch.device | str | None = None
+) -> Tensor:
+    """What autograd gets in place of a gradient that lies in main_grad: zeros; TransformerEngine's are not written.
+
+    device: None: the GPU, or without one the CPU.
+    """
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.zeros(tuple(shape), dtype=dtype, device=default if device is None else device)
 
 
 def _piece(layer: Layer, whole: Tensor) -> Tensor:
