@@ -224,7 +224,7 @@ class DotProductAttention(nn.Module):
         self.last_shape: tuple[int, ...] = ()
         """B, H, G, Sq, Sk, D of the last call."""
         self.keys: Any = None
-        """A `distributed.GatheredKeys` where ranks hold parts of each sequence."""
+        """A `distributed.context.GatheredKeys` or `RingKeys` where ranks hold parts of each sequence."""
         self.adopt(get_recipe(recipe), "")
 
     def adopt(self, recipe: Recipe, name: str) -> None:
@@ -312,21 +312,35 @@ class DotProductAttention(nn.Module):
         key_lengths: Tensor | None,
     ) -> Tensor:
         """(B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv) -> (B, H, Sq, Dv)."""
-        (batch, heads, queries, dim), (groups, keys) = q.shape, k.shape[1:3]
+        (batch, heads, _, dim), (groups, keys) = q.shape, k.shape[1:3]
         if k.shape != (batch, groups, keys, dim) or v.shape[:3] != k.shape[:3] or groups == 0 or heads % groups:
             raise ValueError(
                 f"DotProductAttention: as (B, H, S, D) got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; "
                 "needs one B and D, k and v of one S, and heads of q that are a multiple of those of k and v"
             )
         if self.keys is not None:
-            k, v, rule = self.keys.gather(k, v, rule, queries, alone=given is query_lengths is key_lengths is None)
-            keys = k.shape[2]
+            y: Tensor = self.keys.attend(self, q, k, v, rule, alone=given is query_lengths is key_lengths is None)
+            return y
+        return self.attend_here(q, k, v, rule, given, query_lengths, key_lengths)
+
+    def attend_here(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: MaskRule,
+        given: Tensor | None = None,
+        query_lengths: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """(B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv) -> (B, H, Sq, Dv), for keys that are all here."""
+        queries, keys, dim = q.shape[2], k.shape[2], q.shape[3]
         scale = self.softmax_scale if self.softmax_scale is not None else dim**-0.5
         settings = ambient()
         if settings.batch_invariant and torch.compiler.is_compiling():
             from ottava.nn.compile import apart  # it imports Dynamo, which is loaded: it is tracing
 
-            return apart(self._attend, q, k, v, rule, given, query_lengths, key_lengths)  # type: ignore[no-any-return]
+            return apart(self.attend_here, q, k, v, rule, given, query_lengths, key_lengths)  # type: ignore[no-any-return]
         recipe = settings.recipe_for(self.name, self.resolved)
         fp8, invariant = recipe.attention, recipe.fprop.batch_invariant
         alone = given is None and key_lengths is None and self.sink is None and fp8 is None and not invariant

@@ -42,7 +42,7 @@ def test_a_gpt_of_their_layer_spec_trains_as_their_own_in_bf16() -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     alone = losses(("local", *RECIPES), 1, 1)
     wanted = alone.pop("local")
-    assert wanted[-1] < 0.3 * wanted[0]
+    assert wanted[-1] < 0.5 * wanted[0]
     runs = {
         "one rank": alone,
         "tensor and sequence parallel": losses(RECIPES, 2, 2),

@@ -68,7 +68,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
 )
 """Name in transformer_engine.pytorch -> what to use."""
 
-_PARALLEL = "use modules of ottava.nn with ottava.distributed.ContextParallel"
 _SHARES = "Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention and TransformerLayer can be split"
 _UB = "ottava does not overlap communication by user buffers"
 _ACCUMULATION = "autograd accumulates gradients in .grad"
@@ -125,10 +124,6 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "num_splits": ((1,), "torch's kernels choose the splits"),
         "score_mod": ((None,), "torch.nn.attention.flex_attention has it"),
         "bf16_backward": ((False,), "attention runs in high precision"),
-        "cp_group": ((None,), _PARALLEL),
-        "cp_global_ranks": ((None,), _PARALLEL),
-        "cp_stream": ((None,), _PARALLEL),
-        "cp_comm_type": (("any",), _PARALLEL),
         "qk_norm_eps": ((1e-6,), "all norms use layernorm_epsilon"),
         "out": ((None,), "ottava returns new tensors"),
         "dgrad_out": ((None,), "ottava returns new tensors"),

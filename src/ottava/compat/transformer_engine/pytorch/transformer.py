@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ottava import nn as ours
 from ottava.compat.transformer_engine.pytorch.attention import (
+    ContextParallel,
     Window,
     attention_arguments,
     attention_keys,
@@ -34,7 +35,7 @@ from ottava.engine.functional import quantized_layers
 from ottava.nn.transformer import Arrangement
 
 
-class TransformerLayer(Sharded, ours.TransformerLayer):
+class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
     """`ottava.nn.TransformerLayer` with TransformerEngine's arguments and names of parameters.
 
     Args:
