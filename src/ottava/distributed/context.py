@@ -105,6 +105,8 @@ class RingKeys(GatheredKeys):
     ) -> Tensor:
         """As `GatheredKeys.attend`; it refuses dropout and sinks, too."""
         self.check(layer, q, k, rule, alone=alone)
+        if layer.keeps_max_logit:
+            raise ValueError("attention with keys in a ring: keeps no max_logit; gather the keys instead")
         if layer.sink is not None or (layer.dropout and layer.training):
             raise ValueError("attention with keys in a ring: knows no dropout and no sink; gather the keys instead")
         scale = q.shape[3] ** -0.5 if layer.softmax_scale is None else layer.softmax_scale

@@ -13,7 +13,7 @@ the window (-left ... right), if it lies within its sequence's length, and if th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from types import MappingProxyType
@@ -155,6 +155,7 @@ BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
 """In the order of choice on a GPU: on Hopper cuDNN is the fastest kernel that takes a call."""
 _NAME_OF = MappingProxyType({int(backend.value): name for name, backend in BACKENDS.items()})
 Sink = float | Literal["learned"] | None
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 FP8_EMULATION = "FP8 emulation"
 """The name of attention on FP8 operands in `last_backend`."""
 
@@ -221,6 +222,10 @@ class DotProductAttention(nn.Module):
         """The kernel of the last call; None before the first. "compiled": torch chooses when the compiled code runs."""
         self.last_note = ""
         """Why no fused kernel ran."""
+        self.keeps_max_logit = False
+        """Whether each call sets `last_max_logit`, for which it multiplies q and k once more."""
+        self.last_max_logit: Tensor | None = None
+        """fp32 (H,): each head's largest score, scaled and masked, of the last call; -inf where none was seen."""
         self.last_shape: tuple[int, ...] = ()
         """B, H, G, Sq, Sk, D of the last call."""
         self.keys: Any = None
@@ -245,6 +250,7 @@ class DotProductAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
         mask: str | None = None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """q, k, v in the layer's layout -> the heads' results in the same, (..., H, Dv).
 
@@ -257,8 +263,15 @@ class DotProductAttention(nn.Module):
                 last; cu_seqlens_k for keys of other lengths. Each sequence gives the bits that it gives alone. The
                 host reads them.
             mask: replaces the layer's mask in this call; a cache needs it.
+            score_mod: changes scaled scores, as in torch's FlexAttention: (score, batch, head, query, key) -> score,
+                elementwise; masks apply behind it. A GPU runs torch's compiled kernel, a CPU plain formulas.
+        Raises:
+            ValueError: score_mod with "thd", dropout, a sink, FP8, or keys on other ranks.
         """
+        self.last_max_logit = None
         rule = self.rule if mask is None else mask_rule(mask, self.window)
+        if score_mod is not None and (self.layout == "thd" or self.keys is not None):
+            raise ValueError("DotProductAttention: score_mod needs whole sequences, in a layout of four dimensions")
         if self.layout == "thd":
             return self._packed(q, k, v, rule, attention_mask, cu_seqlens, cu_seqlens_k)
         order = LAYOUTS[self.layout]
@@ -268,7 +281,7 @@ class DotProductAttention(nn.Module):
                 f"{self.layout!r} needs four dimensions each"
             )
         q, k, v = (t.permute(order) for t in (q, k, v))
-        y = self._attend(q, k, v, rule, attention_mask, query_lengths, key_lengths)
+        y = self._attend(q, k, v, rule, attention_mask, query_lengths, key_lengths, score_mod)
         return y.permute(tuple(order.index(d) for d in range(4)))
 
     def _packed(
@@ -310,6 +323,7 @@ class DotProductAttention(nn.Module):
         given: Tensor | None,
         query_lengths: Tensor | None,
         key_lengths: Tensor | None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """(B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv) -> (B, H, Sq, Dv)."""
         (batch, heads, _, dim), (groups, keys) = q.shape, k.shape[1:3]
@@ -321,7 +335,7 @@ class DotProductAttention(nn.Module):
         if self.keys is not None:
             y: Tensor = self.keys.attend(self, q, k, v, rule, alone=given is query_lengths is key_lengths is None)
             return y
-        return self.attend_here(q, k, v, rule, given, query_lengths, key_lengths)
+        return self.attend_here(q, k, v, rule, given, query_lengths, key_lengths, score_mod)
 
     def attend_here(
         self,
@@ -332,6 +346,7 @@ class DotProductAttention(nn.Module):
         given: Tensor | None = None,
         query_lengths: Tensor | None = None,
         key_lengths: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """(B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv) -> (B, H, Sq, Dv), for keys that are all here."""
         queries, keys, dim = q.shape[2], k.shape[2], q.shape[3]
@@ -340,10 +355,11 @@ class DotProductAttention(nn.Module):
         if settings.batch_invariant and torch.compiler.is_compiling():
             from ottava.nn.compile import apart  # it imports Dynamo, which is loaded: it is tracing
 
-            return apart(self.attend_here, q, k, v, rule, given, query_lengths, key_lengths)  # type: ignore[no-any-return]
+            return apart(self.attend_here, q, k, v, rule, given, query_lengths, key_lengths, score_mod)  # type: ignore[no-any-return]
         recipe = settings.recipe_for(self.name, self.resolved)
         fp8, invariant = recipe.attention, recipe.fprop.batch_invariant
         alone = given is None and key_lengths is None and self.sink is None and fp8 is None and not invariant
+        alone = alone and score_mod is None and not self.keeps_max_logit
         mask, causal = None, True
         # a branch: in a graph for any length the comparison is a symbol, and torch takes none for `is_causal`
         if not (alone and rule.is_causal(queries, keys)):
@@ -351,7 +367,11 @@ class DotProductAttention(nn.Module):
             mask, causal = build_mask(rule, queries, keys, **lengths, given=given, device=q.device), False
         if mask is not None and mask.dtype not in (torch.bool, q.dtype):
             mask = mask.to(q.dtype)
-        if invariant:
+        if self.keeps_max_logit:
+            self._note_max_logit(q, k, mask, scale)
+        if score_mod is not None:
+            y = self._run_modified(q, k, v, mask, scale, score_mod, plain=fp8 is None and not invariant)
+        elif invariant:
             y = self._run_invariant(q, k, v, mask, scale, fp8)
         else:
             y = self._run(q, k, v, mask, causal, scale) if fp8 is None else self._run_fp8(q, k, v, mask, scale, fp8)
@@ -393,6 +413,47 @@ class DotProductAttention(nn.Module):
         sink = q.new_full((q.shape[1],), sink) if isinstance(sink, float | int) else sink
         y: Tensor = _FP8Attention.apply(q, k, v, mask, sink, scale, self.quantizers, fp8, torch.is_grad_enabled())
         return y
+
+    def _run_modified(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, score_mod: ScoreMod, *, plain: bool
+    ) -> Tensor:
+        """Scores through a function of the caller; torch's kernel has no backward on a CPU."""
+        if not plain or self.sink is not None or (self.dropout and self.training):
+            raise ValueError("DotProductAttention: score_mod knows no dropout, no sink, and no recipe for attention")
+
+        def modified(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            score = score_mod(score, b, h, i, j)
+            if mask is None:
+                return score
+            seen = mask.expand(*q.shape[:3], k.shape[2])[b, h, i, j]
+            return torch.where(seen, score, -torch.inf) if seen.dtype == torch.bool else score + seen
+
+        if q.is_cuda:  # never run: no machine of ours has a GPU
+            from torch.nn.attention.flex_attention import flex_attention  # it imports Dynamo
+
+            self._note(q, k, "flex", "")
+            y: Tensor = torch.compile(flex_attention)(q, k, v, score_mod=modified, scale=scale, enable_gqa=True)
+            return y
+        self._note(q, k, "math", "scores through score_mod: all of them are held in memory")
+        with no_autocast(q.device):
+            scores = (q.float() @ _shared(k, q).float().mT) * scale
+            sizes = zip(scores.shape, ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,)), strict=True)
+            scores = modified(scores, *(torch.arange(size, device=q.device).view(shape) for size, shape in sizes))
+            return (_softmax(scores, None, None)[0] @ _shared(v, q).float()).to(q.dtype)
+
+    @torch.no_grad()
+    def _note_max_logit(self, q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> None:
+        """One head at a time."""
+        found, shared = [], q.shape[1] // k.shape[1]
+        whole = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+        for head in range(q.shape[1]):
+            scores = (q[:, head].float() @ k[:, head // shared].float().mT) * scale
+            if whole is not None:
+                own = whole[:, head]
+                scores = scores.masked_fill(~own, -torch.inf) if own.dtype == torch.bool else scores + own
+            found.append(scores.amax() if scores.numel() else scores.new_full((), -torch.inf))
+        now = torch.stack(found)
+        self.last_max_logit = now if self.last_max_logit is None else now.maximum(self.last_max_logit)
 
     def _run_invariant(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fp8: AttentionRecipe | None

@@ -115,4 +115,7 @@ def train(recipe):
 
 
 for recipe in arguments.recipes.split(","):
-    print(json.dumps({"recipe": recipe, "rank": torch.distributed.get_rank(), "losses": train(recipe)}), flush=True)
+    everybody = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everybody, train(recipe))
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps({"recipe": recipe, "losses": everybody}), flush=True)

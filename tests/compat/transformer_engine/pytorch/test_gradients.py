@@ -124,3 +124,34 @@ def test_initial_weights_and_dropout_draw_from_a_trackers_state() -> None:
         pass
     tracker.reset()
     assert tracker.get_states() == {}
+
+
+def test_the_first_micro_batch_of_a_step_moves_delayed_scales() -> None:
+    """Without a step of an optimizer that ottava sees, as with Megatron's; beside SGD's steps, which it sees."""
+    for make, sizes in ((te.Linear, (32, 32)), (te.LayerNormMLP, (32, 64)), (te.TransformerLayer, (32, 64, 4))):
+        losses = []
+        for seen in (True, False):
+            torch.manual_seed(1)
+            more = {} if make is not te.TransformerLayer else {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+            module = make(*sizes, params_dtype=torch.bfloat16, **more)
+            masters = [p.detach().clone() for p in module.parameters()]
+            held = list(module.parameters()) if seen else masters
+            optimizer = torch.optim.SGD(held, 0.1)
+            found = []
+            for step in range(4):
+                for micro in range(2):
+                    x = (X.unflatten(0, (16, 2)) * (1 + step + micro)).requires_grad_()
+                    call = {} if seen else {"is_first_microbatch": micro == 0}
+                    with te.autocast(recipe=DelayedScaling(amax_history_len=4)):
+                        loss = module(x, **call).float().square().mean()
+                    loss.backward()
+                    found.append(float(loss))
+                for master, parameter in zip(held, module.parameters(), strict=True):
+                    master.grad = parameter.grad
+                optimizer.step()
+                with torch.no_grad():
+                    for master, parameter in zip(held, module.parameters(), strict=True):
+                        parameter.copy_(master)
+                        parameter.grad = None
+            losses.append(found)
+        assert losses[0] == losses[1], make.__name__

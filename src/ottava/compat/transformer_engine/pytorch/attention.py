@@ -6,6 +6,7 @@ flattened into one dimension.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -235,6 +236,7 @@ class DotProductAttention(ContextParallel):
         attn_mask_type: a key of MASKS.  window_size: (left, right).  softmax_type: a key of SINKS.
         layer_number: the number of this layer in `InferenceParams`.
         tp_group, tp_size: the ranks that share the heads. Each rank calls the forward with its own heads.
+        return_max_logit: also return each head's largest score, which QK-Clip reads.
         cp_group, cp_comm_type: the ranks that share sequences, see `set_context_parallel_group`. Each rank calls the
             forward with its tokens; cu_seqlens are those of whole sequences.
         others: TransformerEngine's other arguments, accepted where they change nothing.
@@ -264,6 +266,7 @@ class DotProductAttention(ContextParallel):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
+        return_max_logit: bool = False,
         cp_group: Any = None,
         cp_global_ranks: Any = None,
         cp_stream: Any = None,
@@ -284,6 +287,7 @@ class DotProductAttention(ContextParallel):
             heads=shards.of("num_attention_heads", num_attention_heads),
             layout=qkv_format,
         )
+        self.return_max_logit = self.core.keeps_max_logit = bool(return_max_logit)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(
@@ -303,11 +307,30 @@ class DotProductAttention(ContextParallel):
         alibi_slopes: Tensor | None = None,
         checkpoint_core_attention: bool = False,
         inference_params: InferenceParams | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        pad_between_seqs: bool | None = None,
+        score_mod: Any = None,
         **others: Any,
-    ) -> Tensor:
-        """q, k and v -> the results of all heads. attn_mask_type of the call replaces that of the layer."""
+    ) -> Any:
+        """q, k and v -> the results of all heads; with return_max_logit, (results, the largest score of each head).
+
+        Args:
+            attn_mask_type: replaces that of the layer.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: where packed sequences begin, if padding lies between them;
+                cu_seqlens_q and cu_seqlens_kv then give their lengths. Results of padding are zeros.
+            pad_between_seqs: unused; the tensors tell.
+            score_mod: torch's form, (score, batch, head, query, key) -> score; TransformerEngine's form builds a graph
+                of cuDNN.
+        """
         where, kind = "DotProductAttention", attn_mask_type or self.attn_mask_type
         refuse(where, others)
+        _check_score_mod(where, score_mod)
+        rows, starts = len(query_layer), (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        real = _without_padding(where, self.core, (cu_seqlens_q, cu_seqlens_kv), starts, query_layer.device)
+        if real is not None:
+            query_layer = query_layer.index_select(0, real[0])
+            key_layer, value_layer = (t.index_select(0, real[1]) for t in (key_layer, value_layer))
         if inference_params is not None:
             refuse_cached(where, kind, attention_mask, core_attention_bias_type, inference_params)
             qkv = query_layer, key_layer, value_layer
@@ -321,9 +344,43 @@ class DotProductAttention(ContextParallel):
                 (cu_seqlens_q, cu_seqlens_kv),
                 (query_layer, key_layer, query_layer.shape[-2]),
             )
+        more = {} if score_mod is None else {"score_mod": score_mod}
         with self.drawn():
-            y = self.core(query_layer, key_layer, value_layer, **options)
-        return y.flatten(-2)  # type: ignore[no-any-return]
+            y = self.core(query_layer, key_layer, value_layer, **options, **more).flatten(-2)
+        if real is not None:
+            y = y.new_zeros(rows, y.shape[1]).index_copy(0, real[0], y)
+        if not self.return_max_logit:
+            return y
+        assert self.core.last_max_logit is not None
+        return y, self.core.last_max_logit.to(y.dtype)
+
+
+def _check_score_mod(where: str, score_mod: Any) -> None:
+    count = 5 if score_mod is None else len(inspect.signature(score_mod).parameters)
+    if count != 5:
+        raise NotImplementedError(
+            f"{where}: a score_mod of {count} arguments builds a graph of cuDNN, "
+            "which is not in ottava; give torch's form (score, batch, head, query, key) -> score"
+        )
+
+
+def _without_padding(
+    where: str, core: ours.DotProductAttention, ends: Any, starts: Any, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """int64: the rows of queries and of keys that are no padding between packed sequences; None: all."""
+    if core.layout != "thd" or starts == (None, None) or ends[0] is None:
+        return None
+    ends = ends[0], ends[0] if ends[1] is None else ends[1]
+    starts = tuple(end if start is None else start for start, end in zip(starts, ends, strict=True))
+    if all(torch.equal(start, end) for start, end in zip(starts, ends, strict=True)):
+        return None
+    if core.keys is not None:
+        raise NotImplementedError(f"{where}: padding between sequences with a cp_group is not in ottava; pack without")
+    rows = [
+        torch.cat([torch.arange(b, b + n) for b, n in zip(start.tolist(), end.diff().tolist(), strict=False)])
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return rows[0].to(device), rows[1].to(device)
 
 
 def interleaved_rows(module: ours.MultiheadAttention) -> list[int]:
@@ -459,7 +516,7 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
             call: the keywords of `attention_arguments`.
         """
         kind, keys = attn_mask_type or self.attn_mask_type, encoder_output
-        self.is_first_forward = call.get("is_first_microbatch")
+        self.begins(call.get("is_first_microbatch"))
         hidden_states = in_amp(hidden_states)
         options = attention_arguments(
             "MultiheadAttention", self, hidden_states, kind, attention_mask, keys,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.pytorch.refused import refuse
-from ottava.nn.layer import Layer, LayerView
+from ottava.nn.layer import Layer, LayerView, recomputing
 
 Run = Callable[[torch.dtype], Tensor]
 """Multiplies the operands of dw and returns it in a dtype."""
@@ -85,6 +85,21 @@ class WeightGradients(nn.Module):
             layer.takes_dw = _Taker(self, layer, self._waiting[-1])
             if extras.delay:  # Megatron's hooks then wait for `backward_dw`
                 layer.parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def begins(self, is_first_microbatch: bool | None) -> None:
+        """Notes which micro-batch a forward reads. The first one of a step moves predicted scales.
+
+        Megatron's optimizers step copies of the weights, so that no hook of an optimizer tells of the step's end.
+        """
+        self.is_first_forward = is_first_microbatch
+        if is_first_microbatch is not True or not self.training or recomputing():
+            return
+        layers = [module for module in self.modules() if isinstance(module, Layer)]
+        for layer in layers:
+            layer.quantizers.weight.stepped()
+        for state in dict.fromkeys(layer.scaling_state for layer in layers):
+            if state.bound and state.predicts and not state.moved_by_autocast:
+                state.update()
 
     def need_backward_dw(self) -> bool:
         """Whether the gradients of weights wait for `backward_dw`."""

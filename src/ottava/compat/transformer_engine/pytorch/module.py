@@ -172,7 +172,7 @@ class Linear(Sharded, ours.Linear):
     ) -> Any:
         """(..., in_features) -> (..., out_features); with return_bias, a tuple with the bias."""
         refuse("Linear", others)
-        self.is_first_forward = is_first_microbatch
+        self.begins(is_first_microbatch)
         y = super().forward(inp)
         return (y, _returned(self.bias, y)) if self.returns_bias else y
 
@@ -243,7 +243,7 @@ class LayerNormLinear(Sharded, ours.NormLinear):
     ) -> Any:
         """(..., in_features) -> y; with return_bias or return_layernorm_output, a tuple (y, bias, normed rows)."""
         refuse("LayerNormLinear", others)
-        self.is_first_forward = is_first_microbatch
+        self.begins(is_first_microbatch)
         y = super().forward(in_amp(inp))
         if not self.returns_bias:
             return y
@@ -313,7 +313,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """(..., hidden_size) -> (..., hidden_size)."""
-        self.is_first_forward = is_first_microbatch
+        self.begins(is_first_microbatch)
         return super().forward(in_amp(inp))
 
 
@@ -359,7 +359,7 @@ class GroupedLinear(TEState, WeightGradients, ours.GroupedLinear):
     ) -> Tensor:
         """(tokens, in_features) and the number of rows of each group -> (tokens, out_features)."""
         refuse("GroupedLinear", others)
-        self.is_first_forward = is_first_microbatch
+        self.begins(is_first_microbatch)
         return super().forward(inp, m_splits)
 
 

@@ -174,7 +174,8 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
             cu_seqlens_kv: ends of the packed sequences of the keys; for a decoder, those of encoder_output.
             call: the other keywords of `attention_arguments`.
         """
-        hidden_states, self.is_first_forward = in_amp(hidden_states), call.get("is_first_microbatch")
+        hidden_states = in_amp(hidden_states)
+        self.begins(call.get("is_first_microbatch"))
         where, ends = "TransformerLayer", cu_seqlens_kv if self.cross is None else None
         options = attention_arguments(
             where, self.attention, hidden_states, self_attn_mask_type or self.mask_types[0], attention_mask,
