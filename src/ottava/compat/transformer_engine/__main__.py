@@ -15,11 +15,12 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from ottava.compat.on_cpu import SENTENCE, missing, on_cpu
+from ottava.compat.transformer_engine.pytorch.refused import NAMES, absent
 
 _THEIRS, _OURS = "transformer_engine", "ottava.compat.transformer_engine"
 
@@ -48,14 +49,24 @@ class StandIn(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """A module with the names of ottava's module at the same path."""
         ours = _OURS + spec.name.removeprefix(_THEIRS)
+        names = import_module(f"{_OURS}.pytorch")
         try:
             real = import_module(ours)
         except ModuleNotFoundError as error:
             if not str(error.name).startswith(_OURS):
                 raise
-            real = import_module(f"{_OURS}.pytorch")
+            real = names
         module = _Module(spec.name, real.__doc__)
-        module.__getattr__ = lambda name: getattr(real, name)  # type: ignore[method-assign]
+        below = spec.name.removeprefix(f"{_THEIRS}.pytorch.").split(".")[0]
+
+        def find(name: str) -> Any:
+            if below in NAMES and not name.startswith("__"):
+                return absent(f"{below}.{name}", NAMES[below])  # te.ops.Linear is not te.Linear
+            with contextlib.suppress(AttributeError):
+                return getattr(real, name)
+            return getattr(names, name)  # theirs lies in one module, ours in another one
+
+        module.__getattr__ = find  # type: ignore[method-assign]
         return module
 
     def exec_module(self, module: ModuleType) -> None:

@@ -111,7 +111,6 @@ def test_a_backward_in_high_precision_keeps_the_forward() -> None:
         (lambda: DelayedScaling(amax_history_length=16), TypeError, "did you mean 'amax_history_len'"),
         (lambda: DelayedScaling(fp8_format=Format.E5M2), ValueError, "no tensor core multiplies E5M2 by E5M2"),
         (lambda: DelayedScaling(reduce_amax=False), NotImplementedError, "reduce_amax=False is not in ottava"),
-        (lambda: DelayedScaling(amax_compute_algo=max), NotImplementedError, "use 'max' or 'most_recent'"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, "mean"),
         (lambda: DelayedScaling(scaling_factor_compute_algo=max), NotImplementedError, "set the margin"),
         (lambda: DelayedScaling(backward_override="high_precision"), ValueError, "for the other recipes"),
@@ -126,7 +125,8 @@ def test_a_backward_in_high_precision_keeps_the_forward() -> None:
         (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), ValueError, "behind the random Hadamard transform"),
         (lambda: NVFP4BlockScaling(nvfp4_4over6="weight"), ValueError, "did you mean 'weights'"),
         (lambda: NVFP4BlockScaling(nvfp4_4over6_err_mode="MSA"), ValueError, "did you mean 'MAE'"),
-        (lambda: CustomRecipe(qfactory=print), NotImplementedError, "a table of six cells"),
+        (lambda: CustomRecipe(qfactory=print), TypeError, "qfactory gave None for the input"),
+        (lambda: CustomRecipe(qfactory=print, quantization_alignment=0), ValueError, "needs 1 or more"),
         (
             lambda: DelayedScaling(fp8_dpa=True),
             NotImplementedError,
@@ -138,7 +138,45 @@ def test_a_backward_in_high_precision_keeps_the_forward() -> None:
 )
 def test_what_cannot_be_honoured_is_refused(make, error, words) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(error, match=words):
-        make()
+        make().ottava  # noqa: B018  # what an autocast asks for
+
+
+def test_a_field_can_be_assigned_and_is_checked() -> None:
+    """A bad value leaves the old one; three assignments may lead over cells that no GEMM multiplies."""
+    recipe = Float8CurrentScaling()
+    before = recipe.ottava
+    assert recipe.ottava is before  # plans are kept by the identity of specs
+    recipe.fp8_quant_fwd_weight = QParams(power_2_scale=True)
+    assert [spec(recipe, tensor).scale_format for tensor in ("input", "weight")] == ["fp32", "pow2"]
+    with pytest.raises(ValueError, match="unknown backward_override"):
+        recipe.backward_override = "none"
+    assert recipe.backward_override is None
+    with pytest.raises(AttributeError, match="did you mean 'use_power_2_scales'"):
+        recipe.use_power2_scales = True  # type: ignore[attr-defined]
+    nvfp4 = NVFP4BlockScaling()
+    assert nvfp4.fp4_quant_bwd_grad == QParams(random_hadamard_transform=True, stochastic_rounding=True)
+    nvfp4.fp4_quant_fwd_inp = QParams()
+    with pytest.raises(ValueError, match="both sides have the same one"):
+        nvfp4.ottava  # noqa: B018
+    nvfp4.fp4_quant_fwd_weight = nvfp4.fp4_quant_bwd_grad = QParams()
+    plain = NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True, disable_stochastic_rounding=True)
+    assert cells(nvfp4) == cells(plain)
+
+
+def test_an_amax_function_reads_their_history() -> None:
+    """Row 0 is the newest amax, the others follow from the oldest on; (L, n) -> (n,)."""
+    import torch
+
+    seen = []
+
+    def first_rows(history: torch.Tensor) -> torch.Tensor:
+        seen.append(history)
+        return history[:2].amax(0)
+
+    algorithm = spec(DelayedScaling(amax_history_len=4, amax_compute_algo=first_rows), "input").amax_compute_algo
+    assert callable(algorithm)
+    assert float(algorithm(torch.tensor([4.0, 3.0, 2.0, 7.0]))) == 7.0
+    assert torch.equal(seen[0], torch.tensor([[4.0], [7.0], [2.0], [3.0]]))
 
 
 def test_attention_runs_on_fp8_operands_where_a_recipe_says_so() -> None:

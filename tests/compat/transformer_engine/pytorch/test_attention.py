@@ -120,7 +120,7 @@ def test_heads_are_normed_behind_the_rotation() -> None:
     x, angles = heads(SEQUENCE, BATCH, 32), te.RotaryPositionEmbedding(DIM)(SEQUENCE)
     q, k, v = (x @ layer.qkv.weight.t()).unflatten(-1, (3 * HEADS, DIM)).double().chunk(3, -2)
     q, k = turned(q, angles, False), turned(k, angles, False)
-    q, k = (t * (t.square().mean(-1, keepdim=True) + 1e-5).rsqrt() for t in (q, k))
+    q, k = (t * (t.square().mean(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
     q, k = q * layer.q_norm.weight.double(), k * layer.k_norm.weight.double()
     expected = formula(q, k, v, None, "causal", None) @ layer.out.weight.double().t()
     got = layer(x, rotary_pos_emb=angles)

@@ -1,24 +1,38 @@
 """TransformerEngine's recipe classes with the same fields and defaults; each becomes a table of ottava's six cells.
 
-The constructor refuses a value that ottava cannot honour, and every unknown field. TransformerEngine accepts
-`DelayedScaling(amax_history_length=16)` and keeps 1024.
+The constructor refuses every unknown field: TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and
+keeps 1024. A recipe that ottava cannot honour can be made, compared and listed; an autocast refuses it.
 
 Source: TransformerEngine 2.20, transformer_engine/common/recipe/__init__.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ottava.base.errors import RefusesUnknownFields, unknown_name
 from ottava.numerics import formats
-from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, TE_FOUR_OVER_SIX, Granularity, ScaleFormat
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, TE_FOUR_OVER_SIX, Granularity
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.recipe import GEMMS, HIGH_PRECISION, TENSOR_OF, AttentionRecipe, GemmRecipe, get_recipe
+from ottava.recipe import (
+    CELL_OF,
+    GEMMS,
+    HIGH_PRECISION,
+    TENSOR_OF,
+    TENSORS,
+    AttentionRecipe,
+    GemmRecipe,
+    Override,
+    get_recipe,
+)
 from ottava.recipe import Recipe as OttavaRecipe
 
 
@@ -48,7 +62,7 @@ class MMParams(RefusesUnknownFields):
 
 @dataclass(frozen=True, kw_only=True)
 class QParams(RefusesUnknownFields):
-    """How one tensor is quantized. The cells of ottava's recipes state this, so ottava accepts only the defaults."""
+    """How one tensor is quantized. A recipe's `fp8_quant_*` and `fp4_quant_*` hold one each, and can be assigned."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
@@ -57,9 +71,13 @@ class QParams(RefusesUnknownFields):
     fp4_2d_quantization: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Recipe(RefusesUnknownFields):
-    """The base class of all recipes. `ottava` is the recipe that runs."""
+    """The base class of all recipes. `ottava` is the recipe that runs.
+
+    A field can be assigned: the new value is checked as the constructor checks it. Cells that no GEMM multiplies
+    together are refused by `ottava`, since two assignments may lead from one recipe to another.
+    """
 
     REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Field -> advice, for fields that accept only their default."""
@@ -72,6 +90,41 @@ class Recipe(RefusesUnknownFields):
     backward_override: str | None = None
 
     def __post_init__(self) -> None:
+        self.check()
+        with contextlib.suppress(NotImplementedError):  # a script may list recipes that it does not run
+            self.ottava  # noqa: B018  # refuses cells that no GEMM supports already in the constructor
+        self.__dict__["_made"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_made" not in self.__dict__:
+            super().__setattr__(name, value)
+            return
+        known = [one.name for one in fields(self)]
+        if name not in known:
+            raise AttributeError(f"{type(self).__name__}: {unknown_name('field', name, known)}")
+        before = getattr(self, name)
+        super().__setattr__(name, value)
+        try:
+            self.check()
+        except Exception:
+            super().__setattr__(name, before)
+            raise
+        self.__dict__.pop("_ottava", None)
+
+    def check(self) -> None:
+        """Refuses values without a meaning, and fills in what follows from others.
+
+        Raises:
+            ValueError: it names the field and what is needed.
+        """
+        if self.backward_override not in (None, "high_precision", "dequantized"):
+            known = ("None", "high_precision", "dequantized")
+            raise ValueError(
+                f"{type(self).__name__}: {unknown_name('backward_override', self.backward_override, known)}"
+            )
+
+    def _refuse_missing(self) -> None:
+        """Refuses values that TransformerEngine has and ottava has not."""
         attention = {"fp8_mha": "codes do not leave attention: leave it out"}
         if self.ATTENTION is None:
             attention["fp8_dpa"] = "attention has no history; Float8CurrentScaling(fp8_dpa=True) emulates it"
@@ -82,22 +135,31 @@ class Recipe(RefusesUnknownFields):
                     f"{type(self).__name__}: {name}={getattr(self, name)!r} is not in ottava; needs {default!r}: "
                     + advice
                 )
-        if self.backward_override not in (None, "high_precision"):
+        if self.backward_override == "dequantized":
             raise NotImplementedError(
                 f"{type(self).__name__}: backward_override={self.backward_override!r} is not in ottava; needs None or "
                 "'high_precision'. ottava's recipe.fp8_inputs_bf16_gemm() shows the effect of quantized operands alone"
             )
-        self.ottava  # noqa: B018  # refuses cells that no GEMM supports already in the constructor
 
     @property
     def ottava(self) -> OttavaRecipe:
-        """The ottava recipe with the same arithmetic."""
+        """The ottava recipe with the same arithmetic: one object until a field is assigned.
+
+        Raises:
+            NotImplementedError: a field has a value that ottava cannot honour; the message says what to do.
+        """
+        if "_ottava" not in self.__dict__:
+            self.__dict__["_ottava"] = self._made_of_cells()
+        return self.__dict__["_ottava"]  # type: ignore[no-any-return]  # as it was put there
+
+    def _made_of_cells(self) -> OttavaRecipe:
+        self._refuse_missing()
         recipe = self._cells()
         if self.fp8_dpa and self.ATTENTION is not None:
             recipe = replace(recipe, attention=self._attention_formats(self.ATTENTION))
         if self.backward_override == "high_precision":
             recipe = replace(recipe, dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION)
-        registered = recipe == get_recipe(recipe.name)
+        registered = isinstance(recipe, FactoryRecipe) or recipe == get_recipe(recipe.name)
         return recipe if registered else replace(recipe, name=type(self).__name__)
 
     def _cells(self) -> OttavaRecipe:
@@ -149,12 +211,33 @@ class Recipe(RefusesUnknownFields):
         return issubclass(cls, NVFP4BlockScaling)
 
     @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether each tensor has one FP8 scale."""
+        return cls.delayed() or cls.float8_current_scaling()
+
+    @classmethod
     def custom(cls) -> bool:
-        """False: ottava has no CustomRecipe."""
-        return False
+        """Whether this is a CustomRecipe."""
+        return issubclass(cls, CustomRecipe)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class TheirAmax:
+    """A function of TransformerEngine's (L, n) history, as one of ottava's window: row 0 is the newest amax there, and
+    the others follow from the oldest on."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        for name in ("__module__", "__qualname__"):  # by which a record names it
+            object.__setattr__(self, name, getattr(self.function, name, type(self.function).__name__))
+
+    def __call__(self, window: Tensor) -> Tensor:
+        """(L,), newest first -> ()."""
+        return self.function(torch.cat((window[:1], window[1:].flip(0)))[:, None])[0]
+
+
+@dataclass(kw_only=True)
 class DelayedScaling(Recipe):
     """ottava's "delayed": scales come from the amaxes of earlier steps.
 
@@ -188,21 +271,31 @@ class DelayedScaling(Recipe):
     def __post_init__(self, *unused: Any) -> None:
         super().__post_init__()
 
-    def _cells(self) -> OttavaRecipe:
-        if callable(self.amax_compute_algo):
-            raise NotImplementedError(
-                "DelayedScaling: amax_compute_algo as a function is not in ottava; use 'max' or 'most_recent'"
-            )
+    def check(self) -> None:
+        """As `Recipe.check`."""
         if self.backward_override is not None:
             raise ValueError("DelayedScaling: backward_override is for the other recipes; set it to None")
+        super().check()
+
+    def _cells(self) -> OttavaRecipe:
         history = {name: getattr(self, name) for name in ("margin", "amax_history_len", "amax_compute_algo")}
+        if callable(self.amax_compute_algo):
+            history["amax_compute_algo"] = TheirAmax(self.amax_compute_algo)
         recipe = self._formats(get_recipe("delayed", **history))
         overrides = zip(GEMMS, self.override_linear_precision, strict=True)
         changes: dict[str, Any] = {gemm: HIGH_PRECISION for gemm, high in overrides if high}
         return replace(recipe, **changes)
 
 
-@dataclass(frozen=True, kw_only=True)
+_FP8_PARAMS, _FP4_PARAMS = (
+    MappingProxyType({tensor: f"{bits}_quant_{name}" for tensor, name in names.items()})
+    for names in ({"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"},)
+    for bits in ("fp8", "fp4")
+)
+"""Tensor -> the field with its `QParams`."""
+
+
+@dataclass(kw_only=True)
 class Float8CurrentScaling(Recipe):
     """ottava's "tensorwise": one scale a tensor, from its own amax.
 
@@ -214,6 +307,7 @@ class Float8CurrentScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     use_power_2_scales: bool = False
     fp8_quant_fwd_inp: QParams | None = None
+    """None: with the scales of use_power_2_scales."""
     fp8_quant_fwd_weight: QParams | None = None
     fp8_quant_bwd_grad: QParams | None = None
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
@@ -221,22 +315,30 @@ class Float8CurrentScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams()
 
     ATTENTION: ClassVar[AttentionRecipe | None] = AttentionRecipe(o=None, dqkv=None)
-    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
-        dict.fromkeys(
-            ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"),
-            "use_power_2_scales sets the scales of all three",
-        )
-    )
+
+    def check(self) -> None:
+        """As `Recipe.check`, and fills in the `QParams` that are None."""
+        for name in _FP8_PARAMS.values():
+            params = getattr(self, name)
+            if params is None:
+                self.__dict__[name] = QParams(power_2_scale=self.use_power_2_scales)
+            elif params != QParams(power_2_scale=params.power_2_scale):
+                raise NotImplementedError(
+                    f"Float8CurrentScaling: {name}={params!r} is not in ottava; of its fields only power_2_scale can "
+                    "be set: scales of tiny tensors end at FP32's largest number, and Hadamard transforms, stochastic "
+                    "rounding and 2-D blocks are fields of ottava.QuantizationSpec"
+                )
+        super().check()
 
     def _cells(self) -> OttavaRecipe:
-        scale_format: ScaleFormat = "pow2" if self.use_power_2_scales else "fp32"
-        recipe = self._formats(
-            _each(get_recipe("tensorwise"), lambda spec, _: replace(spec, scale_format=scale_format))
-        )
+        def scaled(spec: QuantizationSpec, tensor: str) -> QuantizationSpec:
+            return replace(spec, scale_format="pow2" if getattr(self, _FP8_PARAMS[tensor]).power_2_scale else "fp32")
+
+        recipe = self._formats(_each(get_recipe("tensorwise"), scaled))
         return _accumulated(recipe, self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Float8BlockScaling(Recipe):
     """ottava's "blockwise": 1x128 for input and gradient, 128x128 for weights; dims choose 1x128 (1) or 128x128 (2)."""
 
@@ -267,7 +369,7 @@ class Float8BlockScaling(Recipe):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class MXFP8BlockScaling(Recipe):
     """ottava's "mxfp8": blocks of 32 with a power of two each."""
 
@@ -299,7 +401,7 @@ _SCOPES: Mapping[str, Callable[[str], bool]] = MappingProxyType(
 _FOUR_OVER_SIX = MappingProxyType({arithmetic: rule for rule, arithmetic in TE_FOUR_OVER_SIX.items()})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class NVFP4BlockScaling(Recipe):
     """ottava's "nvfp4_rht"; with disable_rht=True "nvfp4", and with nvfp4_4over6="all", too, "four_over_six_te"."""
 
@@ -311,6 +413,10 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6_e4m3_use_256: str = "all"
     nvfp4_4over6_err_mode: str = "MAE"
     fp4_format: Format = Format.E2M1
+    fp4_quant_fwd_inp: QParams | None = None
+    """None: as the disable_ fields say."""
+    fp4_quant_fwd_weight: QParams | None = None
+    fp4_quant_bwd_grad: QParams | None = None
 
     REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
@@ -319,45 +425,153 @@ class NVFP4BlockScaling(Recipe):
         }
     )
 
-    def __post_init__(self) -> None:
-        for field, known in (
+    def check(self) -> None:
+        """As `Recipe.check`, and fills in the `QParams` that are None."""
+        turned = not self.disable_rht
+        defaults = {
+            "input": QParams(random_hadamard_transform=turned),
+            "weight": QParams(fp4_2d_quantization=not self.disable_2d_quantization),
+            "grad_output": QParams(
+                random_hadamard_transform=turned, stochastic_rounding=not self.disable_stochastic_rounding
+            ),
+        }
+        for tensor, name in _FP4_PARAMS.items():
+            params = getattr(self, name)
+            if params is None:
+                params = self.__dict__[name] = defaults[tensor]
+            if params.power_2_scale or params.amax_epsilon:
+                raise NotImplementedError(
+                    f"NVFP4BlockScaling: {name}={params!r} is not in ottava; NVFP4's scales are E4M3 below one of "
+                    "FP32, so leave power_2_scale and amax_epsilon out"
+                )
+        for setting, known in (
             ("nvfp4_4over6", _SCOPES),
             ("nvfp4_4over6_e4m3_use_256", _SCOPES),
             ("nvfp4_4over6_err_mode", ("MAE", "MSE")),
         ):
-            if getattr(self, field) not in known:
-                raise ValueError(f"NVFP4BlockScaling: {unknown_name(field, getattr(self, field), known)}")
+            if getattr(self, setting) not in known:
+                raise ValueError(f"NVFP4BlockScaling: {unknown_name(setting, getattr(self, setting), known)}")
         if _SCOPES[self.nvfp4_4over6]("input") and not self.disable_rht:
             raise ValueError(
                 f"NVFP4BlockScaling: nvfp4_4over6={self.nvfp4_4over6!r} searches the scales of activations, which "
                 "TransformerEngine does not do behind the random Hadamard transform: give disable_rht=True or "
                 "nvfp4_4over6='weights', or take ottava's recipe four_over_six, which does both"
             )
-        super().__post_init__()
+        super().check()
 
     def _cells(self) -> OttavaRecipe:
         def cell(spec: QuantizationSpec, tensor: str) -> QuantizationSpec:
             if tensor != "grad_output" and _SCOPES[self.nvfp4_4over6](tensor):
                 bound = 256.0 if _SCOPES[self.nvfp4_4over6_e4m3_use_256](tensor) else 448.0
                 spec = replace(spec, block_scale=_FOUR_OVER_SIX[bound, self.nvfp4_4over6_err_mode])
-            if tensor == "weight" and self.disable_2d_quantization:
-                return replace(spec, granularity=BLOCK_1X16)
-            if tensor == "grad_output" and self.disable_stochastic_rounding:
-                return replace(spec, rounding="nearest_even")
-            return spec
+            params: QParams = getattr(self, _FP4_PARAMS[tensor])
+            return replace(
+                spec,
+                granularity=Granularity(16, 16) if params.fp4_2d_quantization else BLOCK_1X16,
+                rounding="stochastic" if params.stochastic_rounding else "nearest_even",
+                transform=spec.transform if params.random_hadamard_transform else None,
+            )
 
+        turned = any(getattr(self, name).random_hadamard_transform for name in _FP4_PARAMS.values())
         unturned = "four_over_six_te" if self.nvfp4_4over6 == "all" else "nvfp4"
-        return _each(get_recipe(unturned if self.disable_rht else "nvfp4_rht"), cell)
+        return _each(get_recipe("nvfp4_rht" if turned else unturned), cell)
 
 
+@dataclass(kw_only=True)
 class CustomRecipe(Recipe):
-    """Refused. Write your own recipe as an `ottava.Recipe`, a table of cells."""
+    """A recipe of quantizers: `qfactory(role)` gives that of each tensor.
 
-    def __new__(cls, *_: Any, **__: Any) -> NoReturn:
-        """Always raises NotImplementedError."""
-        raise NotImplementedError(
-            "CustomRecipe is not in ottava: write an ottava.Recipe, a table of six cells, for ottava.autocast"
-        )
+    ottava asks it for the input, the weight and the gradient of a linear layer, and by the layer's name where the
+    module got one. A `HybridQuantizer` has one cell for each direction, an `IdentityQuantizer` stays in high precision,
+    and a `DelayedScalingRequest` has a history. The quantizers of results and of their gradients are not asked for.
+
+    Example:
+        >>> from ottava.compat.transformer_engine.pytorch.tensor import DType, MXFP8Quantizer
+        >>> recipe = CustomRecipe(qfactory=lambda role: MXFP8Quantizer(DType.kFloat8E4M3))
+        >>> str(recipe.ottava.fprop)
+        'E4M3[1x32, e8m0] x E4M3[1x32, e8m0]'
+    """
+
+    qfactory: Callable[..., Any]
+    fp8_format: Format = Format.HYBRID
+    quantization_alignment: int = 128
+    """Unused: ottava pads operands itself."""
+
+    def __post_init__(self) -> None:
+        self.check()
+        self.__dict__["_made"] = True  # the factory is asked by the first autocast
+
+    def check(self) -> None:
+        """As `Recipe.check`."""
+        if self.quantization_alignment <= 0:
+            raise ValueError(
+                f"CustomRecipe: quantization_alignment must be positive; got {self.quantization_alignment}, needs 1 or "
+                "more (ottava pads operands itself)"
+            )
+        super().check()
+
+    def _cells(self) -> OttavaRecipe:
+        gemms = factory_cells(self.qfactory, "")
+        named = Override("*", tuple(gemms.items()))  # a recipe with overrides is asked for each layer
+        return FactoryRecipe("CustomRecipe", **gemms, overrides=(named,), qfactory=self.qfactory)
+
+
+@dataclass(frozen=True)
+class QuantizerRole:
+    """The tensor for which a factory is asked."""
+
+    module_type: str = ""
+    """"linear" or "grouped_linear"; "" where it is not known."""
+    tensor_type: str = ""
+    """"input", "weight" or "grad_output"."""
+    name: str = ""
+    """The name that the module's constructor got."""
+
+    def __str__(self) -> str:
+        given = (f"{one.name}={getattr(self, one.name)}" for one in fields(self) if getattr(self, one.name))
+        return "|".join(given) or "QuantizerRole()"
+
+
+@dataclass(frozen=True)
+class FactoryRecipe(OttavaRecipe):
+    """The cells of a `CustomRecipe`; a layer that has a name asks the factory by it."""
+
+    qfactory: Callable[..., Any] = field(default=max, repr=False)
+    kept: dict[str, OttavaRecipe] = field(default_factory=dict, repr=False, compare=False)
+    """Name of a layer -> its recipe: one object, because plans are kept by the identity of its specs."""
+
+    def for_layer(self, layer: str) -> OttavaRecipe:
+        """The recipe of the layer with that name."""
+        if layer not in self.kept:
+            kind = "grouped_linear" if layer.startswith(GROUPED) else "linear"
+            gemms = factory_cells(self.qfactory, layer.removeprefix(GROUPED), kind)
+            high = {} if self.dgrad.quantized else {"dgrad": HIGH_PRECISION, "wgrad": HIGH_PRECISION}
+            self.kept[layer] = OttavaRecipe(self.name, **{**gemms, **high}, attention=self.attention)
+        return self.kept[layer]
+
+
+GROUPED = "grouped:"
+"""In front of the names of the groups of a GroupedLinear, which are roles of their own."""
+
+
+def factory_cells(qfactory: Callable[..., Any], name: str, kind: str = "linear") -> dict[str, GemmRecipe]:
+    """The GEMMs of the quantizers that a factory gives a linear layer.
+
+    Raises:
+        TypeError: the factory gives something else than a quantizer.  ValueError: no GEMM takes two of them together.
+    """
+    sides: dict[str, dict[str, QuantizationSpec | None]] = {gemm: {} for gemm in GEMMS}
+    for tensor in TENSORS:
+        quantizer = qfactory(QuantizerRole(kind, tensor, name))
+        if not hasattr(quantizer, "specs"):
+            raise TypeError(
+                f"CustomRecipe: qfactory gave {quantizer!r} for the {tensor}; needs a quantizer such as "
+                "MXFP8Quantizer, an IdentityQuantizer to leave it in high precision, or a DelayedScalingRequest"
+            )
+        for direction, spec in zip(("row", "col"), quantizer.specs(tensor), strict=True):
+            gemm, side = CELL_OF[tensor, direction]
+            sides[gemm][side] = spec
+    return {gemm: GemmRecipe(**cells) for gemm, cells in sides.items()}
 
 
 def _each(recipe: OttavaRecipe, change: Callable[[QuantizationSpec, str], QuantizationSpec]) -> OttavaRecipe:

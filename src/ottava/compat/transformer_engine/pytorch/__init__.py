@@ -1,13 +1,14 @@
 """TransformerEngine's PyTorch names. A name that ottava lacks can be imported; using it raises an error with advice."""
 
+import importlib
 import os
 import warnings
 from collections.abc import Mapping
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from ottava.compat.transformer_engine.pytorch import optimizers
+from ottava.compat.transformer_engine.common.recipe import QuantizerRole
+from ottava.compat.transformer_engine.pytorch import fp8, optimizers
 from ottava.compat.transformer_engine.pytorch.attention import (
     DotProductAttention,
     InferenceParams,
@@ -54,24 +55,66 @@ from ottava.compat.transformer_engine.pytorch.quantization import (
     is_nvfp4_available,
     quantized_model_init,
 )
+from ottava.compat.transformer_engine.pytorch.quantizers import (
+    DelayedScalingRequest,
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    QuantizerRequest,
+)
 from ottava.compat.transformer_engine.pytorch.refused import NAMES, absent, unread_variables
+from ottava.compat.transformer_engine.pytorch.tensors import (
+    Float8BlockwiseQTensor,
+    Float8Tensor,
+    HybridQuantizedTensor,
+    IdentityTensor,
+    MXFP8Tensor,
+    NVFP4Tensor,
+    QuantizedTensor,
+)
 from ottava.compat.transformer_engine.pytorch.transformer import TransformerLayer
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "DType",
+    "DelayedScalingRequest",
     "DotProductAttention",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
     "GroupedLinear",
+    "HybridQuantizedTensor",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
     "MultiheadAttention",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "QuantizedTensor",
+    "Quantizer",
+    "QuantizerRequest",
+    "QuantizerRole",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "autocast",
     "checkpoint",
+    "fp8",
     "fp8_autocast",
     "fp8_model_init",
     "get_cpu_offload_context",
@@ -101,7 +144,7 @@ if unread := unread_variables(os.environ):
     warnings.warn(unread, stacklevel=2)
 
 
-_HOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "distributed": ("in_fp8_activation_recompute_phase", "is_fp8_activation_recompute_enabled"),
         "execution": (
@@ -109,18 +152,24 @@ _HOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "set_capture_start",
         ),
         "gradients": ("get_dummy_wgrad",),
+        "moe": ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"),
         "state": ("TransformerEngineBaseModule",),
-        "moe": (*("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"),),
+        "quantization": ("FP8GlobalStateManager", "get_align_size_for_quantization", "get_default_fp8_recipe"),
+        "quantizers": (
+            *("TE_DType", "TE_DType_To_Torch", "current_scaling_factory", "delayed_scaling_factory"),
+            *("float8_block_scaling_factory", "high_precision_factory", "mxfp8_factory", "nvfp4_factory"),
+        ),
+        "rope": ("apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"),
+        "tensors": ("general_gemm", "get_fp8_te_dtype", "get_fp8_torch_dtype"),
     }
 )
-"""Module of ottava -> names that TransformerEngine keeps in modules of its own (router, graph, ...), which
-`python -m ottava.compat.transformer_engine` finds here."""
+"""Module of ours -> names that TransformerEngine has below its public interface, in modules of its own."""
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
     if name in NAMES:
         return absent(name)
+    for module, names in BELOW.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

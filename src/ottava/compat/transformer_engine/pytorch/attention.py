@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,12 +21,11 @@ from ottava import nn as ours
 from ottava.base.errors import unknown_name
 from ottava.compat.transformer_engine.pytorch.gradients import extras_of
 from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
-from ottava.compat.transformer_engine.pytorch.module import Init, device_for, in_amp, norm_name, start
+from ottava.compat.transformer_engine.pytorch.module import Init, device_for, in_amp, norm_heads, norm_name, started
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, shards_for
 from ottava.distributed.context import GatheredKeys, RingKeys, positions
-from ottava.engine.functional import quantized_layers
 from ottava.nn.attention import Sink
 from ottava.nn.rope import RotaryTable, packed_positions
 
@@ -422,7 +422,8 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         input_layernorm: put a norm in front, with normalization, layernorm_epsilon and zero_centered_gamma.
         attention_type: "self" or "cross".  qkv_format: "sbhd", "bshd" or "thd".
         attn_mask_type, window_size, softmax_type: as in `DotProductAttention`.
-        qk_norm_type: "LayerNorm" or "RMSNorm" over each head, behind the rotation unless qk_norm_before_rope.
+        qk_norm_type: "LayerNorm", "RMSNorm" or "L2Normalization" over each head, with qk_norm_eps, behind the rotation
+            unless qk_norm_before_rope.
         fuse_qkv_params: state dicts have one parameter "weight" for q, k and v.
         qkv_weight_interleaved: state dicts have the rows of this parameter group by group of heads. In the module all
             rows of q come first, then those of k and of v.
@@ -457,6 +458,7 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         normalization: str = "LayerNorm",
         qkv_format: str = "sbhd",
         qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
         init_method: Init | None = None,
@@ -479,7 +481,6 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
             norm=norm_name("MultiheadAttention", normalization) if input_layernorm else None,
             eps=layernorm_epsilon,
             zero_centered_gamma=zero_centered_gamma,
-            qk_norm=None if qk_norm_type is None else norm_name("MultiheadAttention", qk_norm_type),
             qk_norm_after_rotary=not qk_norm_before_rope,
             bias=bias,
             cross=attention_type == "cross",
@@ -494,10 +495,12 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         )
         self.attn_mask_type, self.rotary_pos_interleaved = attn_mask_type, rotary_pos_interleaved
         self.layer_number = layer_number
+        made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
+        norm_heads("MultiheadAttention", self, qk_norm_type, qk_norm_eps, **made)
         with extras.initial():
-            for layer in quantized_layers(self):
-                start(layer.weight, layer.bias, output_layer_init_method if layer is self.out else init_method)
+            self.starts(partial(started, self, init_method, output_layer_init_method))
         self.uses_their_keys(*attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))
+        self.names_layers(others.get("name"))
         self.share(shards)
         self.gives(extras)
 

@@ -6,6 +6,7 @@ Outside an `autocast` they run in high precision, as in TransformerEngine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +23,7 @@ from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, ma
 from ottava.engine.functional import quantized_layers
 from ottava.nn.activations import Activation, clamped_swiglu, get_activation
 from ottava.nn.layer import autocast_dtype
-from ottava.nn.norms import NormName
+from ottava.nn.norms import NormName, make_norm
 
 Init = Callable[[Tensor], Any]
 _STD = 0.023  # standard deviation of TransformerEngine's initial weights
@@ -59,6 +60,53 @@ def start(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None
             init_method(weight)
         if bias is not None:
             bias.zero_()
+
+
+def started(module: nn.Module, init_method: Init | None, output_layer_init_method: Init | None = None) -> None:
+    """`start` for each linear layer of a module; the second method is for the layers in front of a residual sum."""
+    if isinstance(module, ours.GroupedLinear):
+        start(module.weight, module.bias, init_method)
+        return
+    quantized = list(quantized_layers(module))
+    for name, layer in module.named_modules():
+        if layer in quantized:
+            last = name.rpartition(".")[2] in ("out", "fc2")
+            start(layer.weight, layer.bias, output_layer_init_method if last else init_method)
+
+
+class L2Normalization(nn.Module):
+    """x / sqrt(sum(x**2) + eps) over the last dimension, in FP32 and rounded once.
+
+    Example:
+        >>> L2Normalization()(torch.tensor([3.0, 4.0]))
+        tensor([0.6000, 0.8000])
+    """
+
+    def __init__(self, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) -> (..., K)."""
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def norm_heads(
+    where: str, module: ours.MultiheadAttention | None, kind: str | None, eps: float, **settings: Any
+) -> None:
+    """Gives an attention the norms over each head of q and k, with an eps of their own.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    if kind is None or module is None:
+        return
+    if kind == "L2Normalization":
+        module.q_norm, module.k_norm = L2Normalization(eps), L2Normalization(eps)
+        return
+    for name in ("q_norm", "k_norm"):
+        setattr(module, name, make_norm(norm_name(where, kind), module.head_dim, eps=eps, **settings))
 
 
 def in_amp(x: Tensor) -> Tensor:
@@ -161,9 +209,10 @@ class Linear(Sharded, ours.Linear):
             out_features = shards.of("out_features", out_features)
         super().__init__(in_features, out_features, bias, device_for(device), params_dtype, recipe="bf16")
         self.returns_bias = return_bias
-        with extras.initial():
-            start(self.weight, self.bias, init_method)
         self.uses_their_keys({}, {"": ("",)})
+        self.names_layers(others.get("name"))
+        with extras.initial():
+            self.starts(partial(started, self, init_method))
         self.share(shards, parallel_mode)
         self.gives(extras)
 
@@ -233,8 +282,9 @@ class LayerNormLinear(Sharded, ours.NormLinear):
         )
         self.returns_bias = return_bias
         with extras.initial():
-            start(self.weight, self.bias, init_method)
+            self.starts(partial(started, self, init_method))
         self.uses_their_keys({"norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias"}, {"": ("",)})
+        self.names_layers(others.get("name"))
         self.share(shards)
         self.gives(extras)
 
@@ -305,9 +355,9 @@ class LayerNormMLP(Sharded, ours.NormMLP):
             dtype=params_dtype,
         )
         with extras.initial():
-            for layer, method in zip(quantized_layers(self), (init_method, output_layer_init_method), strict=True):
-                start(layer.weight, layer.bias, method)
+            self.starts(partial(started, self, init_method, output_layer_init_method))
         self.uses_their_keys(mlp_keys(), {"": ("fc1", "fc2")})
+        self.names_layers(others.get("name"))
         self.share(shards)
         self.gives(extras)
 
@@ -349,9 +399,10 @@ class GroupedLinear(TEState, WeightGradients, ours.GroupedLinear):
             num_gemms, in_features, out_features, bias, recipe="bf16", device=device_for(device), dtype=params_dtype
         )
         with extras.initial():
-            start(self.weight, self.bias, init_method)
+            self.starts(partial(started, self, init_method))
         stacked = {name: tuple((f"{name}{g}", 0) for g in range(num_gemms)) for name in ("weight", "bias")}
         self.uses_their_keys(stacked, {"": tuple(f"groups.{g}" for g in range(num_gemms))})
+        self.names_layers(others.get("name"))
         self.gives(extras)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ottava.base.errors import need
-from ottava.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling, Recipe
+from ottava.compat.transformer_engine.common.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, Recipe
 from ottava.engine.autocast import AMBIENT, Autocast
 from ottava.engine.autocast import autocast as our_autocast
 from ottava.nn.convert import model_init
@@ -154,3 +154,15 @@ class FP8GlobalStateManager:
     def is_fp8_available() -> tuple[bool, str]:
         """The same as `is_fp8_available(return_reason=True)`."""
         return True, ""
+
+    is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_fp8_available
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """The multiple to which scripts pad rows of experts: 32 for MXFP8, 128 for NVFP4, else 16.
+
+    ottava needs none: it pads operands itself.
+    """
+    if isinstance(recipe, CustomRecipe):
+        return recipe.quantization_alignment
+    return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16

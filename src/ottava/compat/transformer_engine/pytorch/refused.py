@@ -22,36 +22,17 @@ _OFFLOAD = "torch.autograd.graph.save_on_cpu() moves saved tensors"
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "CusolverMpCtx": "torch.linalg has the matrix functions of one device",
-        "DType": "use torch's dtypes, and ottava.E4M3, E5M2, E2M1",
-        "DelayedScalingRequest": _CASTS,
-        "Float8BlockQuantizer": _CASTS,
-        "Float8BlockwiseQTensor": _TENSORS,
         "Float8BlockwiseQTensorStorage": _TENSORS,
-        "Float8CurrentScalingQuantizer": _CASTS,
-        "Float8Quantizer": _CASTS,
-        "Float8Tensor": _TENSORS,
         "Float8TensorStorage": _TENSORS,
         "Fp8Padding": "GroupedLinear accepts splits of any size: leave it out",
         "Fp8Unpadding": "GroupedLinear accepts splits of any size: leave it out",
         "FusedMLAQUpProjRopeQuant": "write the projection with Linear and the rotation with ottava.nn",
-        "HybridQuantizedTensor": _TENSORS,
         "HybridQuantizedTensorStorage": _TENSORS,
-        "HybridQuantizer": _CASTS,
-        "IdentityQuantizer": "a cell that is None stays in high precision",
-        "IdentityTensor": _TENSORS,
         "IdentityTensorStorage": _TENSORS,
-        "MXFP8Quantizer": _CASTS,
-        "MXFP8Tensor": _TENSORS,
         "MXFP8TensorStorage": _TENSORS,
         "ManualOffloadSynchronizer": _OFFLOAD,
-        "NVFP4Quantizer": _CASTS,
-        "NVFP4Tensor": _TENSORS,
         "NVFP4TensorStorage": _TENSORS,
-        "QuantizedTensor": _TENSORS,
         "QuantizedTensorStorage": _TENSORS,
-        "Quantizer": _CASTS,
-        "QuantizerRequest": _CASTS,
-        "QuantizerRole": _CASTS,
         "UserBufferQuantizationMode": _USERBUFFERS,
         "constants": "use torch's dtypes and ottava.RECIPES",
         "deinterleave_glu_tensor": "gate and up lie one after the other in fc1; reshape the weight",
@@ -92,7 +73,7 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "seq_length": (("any",), "only the warm-up of TransformerEngine's fused kernels uses it"),
         "micro_batch_size": (("any",), "only the warm-up of TransformerEngine's fused kernels uses it"),
         "layer_number": (("any",), "only attention uses it, to find its cache in InferenceParams"),
-        "name": (("any",), "names come from the model: model.named_modules()"),
+        "name": (("any",), "by it a CustomRecipe asks for a layer's quantizers; records take names from the model"),
         "is_first_microbatch": (("any",), "ottava itself keeps and drops casts of weights"),
         "fp8_output": ((False,), "outputs are in high precision"),
         "fp8_grad": ((False,), "gradients of inputs are in high precision"),
@@ -130,7 +111,6 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "score_mod_tensors": ((None,), "score_mod may read tensors of its own"),
         "score_mod_bprop_tensors": ((None,), "autograd makes the backward of score_mod"),
         "bf16_backward": ((False,), "attention runs in high precision"),
-        "qk_norm_eps": ((1e-6,), "all norms use layernorm_epsilon"),
         "out": ((None,), "ottava returns new tensors"),
         "dgrad_out": ((None,), "ottava returns new tensors"),
     }
@@ -212,7 +192,7 @@ def refuse(where: str, arguments: Mapping[str, Any], accepted: tuple[str, ...] =
             raise NotImplementedError(f"{where}: {name}={value!r} is not in ottava: {reason}")
 
 
-class _Absent(type):
+class Absent(type):
     """The metaclass of missing names: such a name can be imported and compared, and any other use is an error."""
 
     advice: str
@@ -230,12 +210,12 @@ class _Absent(type):
         if not (cls.is_module and name[0].isupper()):
             cls._refuse()
         # a class of the module: annotations and checks name it without using it
-        return _Absent(f"{cls.__name__}.{name}", (), {"advice": cls.advice, "is_module": False})
+        return Absent(f"{cls.__name__}.{name}", (), {"advice": cls.advice, "is_module": False})
 
     def __instancecheck__(cls, instance: object) -> bool:
         return False
 
 
-def absent(name: str) -> Any:
-    """The stand-in for a name of `NAMES`."""
-    return _Absent(name, (), {"advice": NAMES[name], "is_module": name.islower()})
+def absent(name: str, advice: str = "") -> Any:
+    """The stand-in for a name of `NAMES`, or for another one with this advice."""
+    return Absent(name, (), {"advice": advice or NAMES[name], "is_module": name.islower() and "." not in name})

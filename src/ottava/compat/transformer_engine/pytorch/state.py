@@ -9,8 +9,9 @@ are not written either. A layer without a history has an empty `_extra_state`.
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
+from ottava.compat.transformer_engine.common.recipe import GROUPED, DelayedScaling, Format
 from ottava.engine.functional import QuantizedLayer
 from ottava.interop.contents import StateFileError, format_maxima, read_extra_state
 from ottava.numerics.formats import E4M3
@@ -29,6 +30,65 @@ _THEIR_RECIPES = b"ctransformer_engine.common.recipe\n"
 _FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
 
 Parts = str | Sequence[tuple[str, int]]
+
+
+_CASTS = "layer.last_call shows the recipe of its last forward, and ottava.watch(model) records every cast"
+INTERNALS: Mapping[str, str] = MappingProxyType(
+    {
+        "fp8_meta": f"histories and scales are buffers of layer.quantizers; {_CASTS}",
+        "_fp8_workspaces": "ottava itself keeps a weight's cast until the weight changes",
+        "_get_quantizers": _CASTS,
+        "get_quantizer_roles": "ottava asks a CustomRecipe for the input, the weight and the gradient",
+        "output_quantizer_role": "outputs are in high precision",
+        "grad_input_quantizer_role": "gradients of inputs are in high precision",
+        "backward_dw": "backward computes dgrad and wgrad together",
+        "wgrad_store": "backward computes dgrad and wgrad together",
+        "init_fp8_metadata": f"the first forward makes the state of a recipe; {_CASTS}",
+        "set_meta_tensor": f"the first forward makes the state of a recipe; {_CASTS}",
+        "adjust_amax_history_length": "the recipe's amax_history_len counts; a new recipe makes a new history",
+    }
+)
+"""Attributes of TransformerEngine's modules that only its own code needs -> what to use."""
+
+
+class Place:
+    """A submodule of TransformerEngine that is a part of a module of ottava: parameters have its names.
+
+    Other attributes, hooks and methods are those of ottava's submodule.
+
+    Example:
+        >>> import ottava.compat.transformer_engine.pytorch as te
+        >>> layer = te.TransformerLayer(32, 64, 4)
+        >>> layer.self_attention.layernorm_qkv.key_weight.shape, layer.layernorm_mlp.fc1_weight.shape
+        (torch.Size([32, 32]), torch.Size([64, 32]))
+    """
+
+    def __init__(self, module: TEState, path: str) -> None:
+        self.__dict__ |= {"_module": module, "_path": path}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._module.theirs(f"{self._path}.{name}")
+        except KeyError:
+            return getattr(self.real, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        key = self._module._our_names.get(f"{self._path}.{name}")
+        path, _, last = (key or "").rpartition(".")
+        setattr(self.real if key is None else self._module.get_submodule(path), last or name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.real(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self._path}: {self.real}"
+
+    @property
+    def real(self) -> nn.Module:
+        """ottava's submodule."""
+        path = self._module.our_path(self._path)
+        assert path is not None
+        return self._module.get_submodule(path)
 
 
 class TEState(nn.Module):
@@ -51,16 +111,93 @@ class TEState(nn.Module):
         """
         self._keys, self._states, self._orders = dict(keys), dict(states), dict(orders)
         self._our_names = {parts: key for key, parts in keys.items() if isinstance(parts, str)}
+        self._pieces = {
+            name: (key, sum(n for _, n in parts[:place]), rows) if rows else (key, place, 0)
+            for key, parts in keys.items()
+            if not isinstance(parts, str)
+            for place, (name, rows) in enumerate(parts)
+        }
         self.register_state_dict_post_hook(_rename_out)
         self.register_load_state_dict_pre_hook(_rename_in)
 
     def __getattr__(self, name: str) -> Any:
-        """Finds parameters by TransformerEngine's names, too."""
+        """Finds parameters and submodules by TransformerEngine's names, too."""
+        own = self.__dict__.get("_parameters", {}), self.__dict__.get("_modules", {}), self.__dict__.get("_buffers", {})
+        if "_pieces" not in self.__dict__ or any(name in of for of in own):
+            return super().__getattr__(name)
+        if name in self._our_names or name in self._pieces or self.our_path(name) is not None:
+            return self.theirs(name)
+        if name in INTERNALS:
+            raise AttributeError(f"{type(self).__name__}.{name} is not in ottava: {INTERNALS[name]}")
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assigns a parameter by TransformerEngine's name, too."""
         key = self.__dict__.get("_our_names", {}).get(name)
         if key is None or key == name:
-            return super().__getattr__(name)
+            return super().__setattr__(name, value)
         path, _, last = key.rpartition(".")
-        return getattr(self.get_submodule(path), last)
+        return setattr(self.get_submodule(path), last, value)
+
+    def theirs(self, name: str) -> Any:
+        """What TransformerEngine has under a dotted name: a parameter, rows of one, or a `Place` below this module.
+
+        Rows of a parameter are a view without a gradient of its own: the gradient is that of the whole parameter.
+
+        Raises:
+            KeyError: there is nothing of this name.
+        """
+        if name in self._our_names:
+            path, _, last = self._our_names[name].rpartition(".")
+            return getattr(self.get_submodule(path), last)
+        if name in self._pieces:
+            key, first, rows = self._pieces[name]
+            path, _, last = key.rpartition(".")
+            whole = getattr(self.get_submodule(path), last)
+            return whole if whole is None else whole[first : first + rows] if rows else whole[first]
+        if self.our_path(name) is None:
+            raise KeyError(name)
+        return Place(self, name)
+
+    def our_path(self, theirs: str) -> str | None:
+        """The submodule of ottava at a path of TransformerEngine; None: there is no such path."""
+        start = f"{theirs}."
+        below = [key.split(".")[:-1] for name, key in self._our_names.items() if name.startswith(start)]
+        below += [key.split(".")[:-1] for name, (key, _, _) in self._pieces.items() if name.startswith(start)]
+        below += [path.split(".") for name, paths in self._states.items() if name == theirs for path in paths]
+        if not below:
+            return None
+        same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*below, strict=False))
+        return ".".join(parts[0] for parts in same)
+
+    def names_layers(self, name: Any) -> None:
+        """Gives the layers the names by which a CustomRecipe asks for their quantizers; None: they have none."""
+        for theirs, paths in self._states.items() if name else ():
+            for path in paths:
+                last = path.rpartition(".")[2] if len(paths) > 1 and not path.startswith("groups.") else ""
+                theirs = theirs.replace("layernorm_qkv", "layernorm_linear_qkv")
+                full = ".".join(part for part in (name, theirs, last) if part)
+                _layer(self, path).name = GROUPED + full if path.startswith("groups.") else full
+
+    def starts(self, starts: Callable[[], None]) -> None:
+        """Fills in the initial values, and keeps how for `reset_parameters`."""
+        self.__dict__["_starts"] = starts
+        starts()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Fills in TransformerEngine's initial values again; on the device "meta", makes parameters on its own first.
+
+        Args:
+            defer_init: do nothing, as in TransformerEngine.
+        """
+        if defer_init or "_starts" not in self.__dict__:
+            return
+        if any(parameter.is_meta for parameter in self.parameters()):
+            self.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
+        self._starts()
 
     def take_history(self, saved: Any, layers: Sequence[str]) -> None:
         """Loads histories and scales of delayed scaling from the `_extra_state` of a TransformerEngine module.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ from ottava.compat.transformer_engine.pytorch.module import (
     device_for,
     in_amp,
     mlp_keys,
+    norm_heads,
     norm_name,
-    start,
+    started,
 )
 from ottava.compat.transformer_engine.pytorch.state import Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, shards_for
-from ottava.engine.functional import quantized_layers
 from ottava.nn.transformer import Arrangement
 
 
@@ -91,6 +92,7 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         normalization: str = "LayerNorm",
         attn_input_format: str = "sbhd",
         qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
         params_dtype: torch.dtype | None = None,
@@ -116,7 +118,6 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
             norm=norm_name(where, normalization),
             eps=layernorm_epsilon,
             zero_centered_gamma=zero_centered_gamma,
-            qk_norm=None if qk_norm_type is None else norm_name(where, qk_norm_type),
             qk_norm_after_rotary=not qk_norm_before_rope,
             mask=mask_for(where, self_attn_mask_type)[0],
             window=window_size,
@@ -133,12 +134,13 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         )
         self.mask_types = self_attn_mask_type, enc_dec_attn_mask_type
         self.rotary_pos_interleaved, self.layer_number = rotary_pos_interleaved, layer_number
+        made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
+        for attention in (self.attention, self.cross):
+            norm_heads(where, attention, qk_norm_type, qk_norm_eps, **made)
         with extras.initial():
-            for name, layer in self.named_modules():
-                if layer in quantized_layers(self):
-                    method = output_layer_init_method if name.rpartition(".")[2] in ("out", "fc2") else init_method
-                    start(layer.weight, layer.bias, method)
+            self.starts(partial(started, self, init_method, output_layer_init_method))
         self.uses_their_keys(*self._their_names(fuse_qkv_params, qkv_weight_interleaved))
+        self.names_layers(others.get("name"))
         self.share(shards)
         self.gives(extras)
 

@@ -1,0 +1,469 @@
+"""TransformerEngine's quantizers: each is the `QuantizationSpec` of a cast, and gives a tensor of `tensors`.
+
+A quantizer casts x by rows, for the GEMM that sums over the last dimension, and by columns, for the GEMM that sums over
+the others. `specs` gives both cells, so a `CustomRecipe` of quantizers is a recipe of ottava.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
+from ottava.numerics import formats
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, TE_FOUR_OVER_SIX, Granularity
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.numerics.tensor import QuantizedTensor as Codes
+from ottava.ops.quantize import quantize
+from ottava.recipe import get_recipe
+
+Cells = tuple[QuantizationSpec | None, QuantizationSpec | None]
+"""Of x and of x.T; None stays in high precision."""
+
+
+class DType(IntEnum):
+    """TransformerEngine's names of dtypes, with its numbers."""
+
+    kByte = 0
+    kInt16 = 1
+    kInt32 = 2
+    kInt64 = 3
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat8E8M0 = 9
+    kFloat4E2M1 = 10
+
+    @classmethod
+    def cast(cls, value: Any) -> DType:
+        """The member for a number, a member, or a dtype of torch.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return TE_DType[value] if isinstance(value, torch.dtype) else cls(int(value))
+
+
+TE_DType = MappingProxyType(
+    {
+        torch.uint8: DType.kByte,
+        torch.int16: DType.kInt16,
+        torch.int32: DType.kInt32,
+        torch.int64: DType.kInt64,
+        torch.float32: DType.kFloat32,
+        torch.float16: DType.kFloat16,
+        torch.bfloat16: DType.kBFloat16,
+        torch.float8_e4m3fn: DType.kFloat8E4M3,
+        torch.float8_e5m2: DType.kFloat8E5M2,
+    }
+)
+TE_DType_To_Torch = MappingProxyType({theirs: dtype for dtype, theirs in TE_DType.items()})
+_FORMATS = MappingProxyType(
+    {DType.kFloat8E4M3: formats.E4M3, DType.kFloat8E5M2: formats.E5M2, DType.kFloat4E2M1: formats.E2M1}
+)
+
+
+def _format(where: str, dtype: Any) -> formats.Format:
+    if DType.cast(dtype) not in _FORMATS:
+        raise ValueError(f"{where}: got {dtype!r}; needs DType.kFloat8E4M3, kFloat8E5M2 or kFloat4E2M1")
+    return _FORMATS[DType.cast(dtype)]
+
+
+class Quantizer:
+    """The base class of quantizers.
+
+    Args:
+        rowwise, columnwise: which of the two casts a call makes.
+    """
+
+    internal = False
+    optimize_for_gemm = False
+    dtype: Any = DType.kFloat8E4M3
+
+    def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rowwise={self.rowwise_usage}, columnwise={self.columnwise_usage})"
+
+    def specs(self, tensor: str = "") -> Cells:
+        """The cells of a tensor of a linear layer: "input", "weight" or "grad_output".
+
+        Raises:
+            TypeError: this class says nothing of it: a subclass of a script has no spec.
+        """
+        raise TypeError(
+            f"{type(self).__name__}: got a quantizer of your own, which casts by its own code; ottava needs the spec "
+            "of a cast: write an ottava.QuantizationSpec, or give the class a method specs() that returns two"
+        )
+
+    def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes | None:
+        """The codes of a matrix, or of its transpose; None: it stays in high precision."""
+        spec = self.specs()[columns]
+        return None if spec is None else quantize(matrix.t().contiguous() if columns else matrix, spec)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The quantized tensor; gradients pass through it unchanged."""
+        return self.quantize(tensor)
+
+    def quantize(self, tensor: Tensor, *, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The quantized tensor, or out with new numbers.
+
+        Args:
+            dtype: the dtype that the result shows; None: that of the tensor.
+        """
+        from ottava.compat.transformer_engine.pytorch import tensors
+
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        return tensors.quantized(self, tensor, dtype)
+
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """Casts src into dst, which is returned; nothing happens where noop_flag is not 0."""
+        if noop_flag is None or not bool(noop_flag.any()):
+            dst.quantize_with(self, src)
+        return dst
+
+    def multi_quantize(self, list_of_tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A quantized tensor for each tensor."""
+        return [self(tensor) for tensor in list_of_tensors]
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Tensor:
+        """A quantized tensor of zeros: ottava has no codes without a meaning."""
+        made = copy.copy(self).quantize(torch.zeros(tuple(shape), dtype=dtype, device=device))
+        return made.requires_grad_(requires_grad)
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Changes which casts a call makes; None changes nothing."""
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which casts a call makes."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def copy(self) -> Any:
+        """A quantizer with the same settings, and the same scale and amax where it has them."""
+        return copy.copy(self)
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """True: ottava pads what blocks do not divide."""
+        return True
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        """Whether ranks exchange codes of rows alone: both casts then have the same codes."""
+        row, col = self.specs()
+        return row is not None and row == col and row.granularity.transposes and row.transform is None
+
+
+class Float8Quantizer(Quantizer):
+    """One scale a tensor, which the caller gives: that of delayed scaling.
+
+    Args:
+        scale: fp32, one entry: codes are those of x * scale.
+        amax: fp32, one entry; a cast writes the largest magnitude of x into it.
+        fp8_dtype: DType.kFloat8E4M3 or kFloat8E5M2.
+    """
+
+    def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: Any, **usage: bool) -> None:
+        super().__init__(**usage)
+        self.scale, self.amax, self.dtype = scale, amax, DType.cast(fp8_dtype)
+
+    def specs(self, tensor: str = "") -> Cells:
+        """As `Quantizer.specs`."""
+        return (QuantizationSpec(_format("Float8Quantizer", self.dtype)),) * 2
+
+    def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes | None:
+        """As `Quantizer.cast`, by the scale."""
+        spec = self.specs()[columns]
+        assert spec is not None
+        if matrix.numel():
+            self.amax.copy_(torch.maximum(self.amax, matrix.detach().abs().amax().float()))
+        return quantize(matrix.t().contiguous() if columns else matrix, spec, scale=self.scale.reshape(1))
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Writes the largest magnitude of a tensor into amax."""
+        self.amax.copy_(tensor.detach().abs().amax().float())
+
+
+def _no_floor(where: str, amax_epsilon: float) -> None:
+    if amax_epsilon:
+        raise NotImplementedError(
+            f"{where}: amax_epsilon={amax_epsilon!r} is not in ottava: the scale of a tiny block ends at FP32's "
+            "largest number. Leave it out"
+        )
+
+
+class Float8CurrentScalingQuantizer(Quantizer):
+    """One scale a tensor, from its own amax."""
+
+    def __init__(
+        self,
+        fp8_dtype: Any,
+        device: torch.device | str | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: dist.ProcessGroup | None = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        _no_floor("Float8CurrentScalingQuantizer", amax_epsilon)
+        self.dtype, self.force_pow_2_scales, self.amax_epsilon = DType.cast(fp8_dtype), force_pow_2_scales, amax_epsilon
+        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+
+    def specs(self, tensor: str = "") -> Cells:
+        """As `Quantizer.specs`."""
+        scales: Any = "pow2" if self.force_pow_2_scales else "fp32"
+        return (QuantizationSpec(_format("Float8CurrentScalingQuantizer", self.dtype), scale_format=scales),) * 2
+
+
+class Float8BlockQuantizer(Quantizer):
+    """Blocks of 1x128 (block_scaling_dim=1) or 128x128 (2)."""
+
+    block_len = 128
+
+    def __init__(
+        self,
+        fp8_dtype: Any,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        _no_floor("Float8BlockQuantizer", amax_epsilon)
+        if block_scaling_dim not in (1, 2):
+            raise ValueError(f"Float8BlockQuantizer: got block_scaling_dim={block_scaling_dim!r}; needs 1 or 2")
+        self.dtype, self.force_pow_2_scales, self.amax_epsilon = DType.cast(fp8_dtype), force_pow_2_scales, amax_epsilon
+        self.block_scaling_dim = block_scaling_dim
+
+    def specs(self, tensor: str = "") -> Cells:
+        """As `Quantizer.specs`."""
+        blocks = BLOCK_1X128 if self.block_scaling_dim == 1 else BLOCK_128X128
+        scales: Any = "pow2" if self.force_pow_2_scales else "fp32"
+        return (QuantizationSpec(_format("Float8BlockQuantizer", self.dtype), blocks, scales),) * 2
+
+
+class MXFP8Quantizer(Quantizer):
+    """Blocks of 32 with E8M0 scales, or of 32x32."""
+
+    def __init__(self, fp8_dtype: Any, *, with_2d_quantization: bool = False, **usage: bool) -> None:
+        super().__init__(**usage)
+        self.dtype, self.with_2d_quantization = DType.cast(fp8_dtype), with_2d_quantization
+
+    def specs(self, tensor: str = "") -> Cells:
+        """As `Quantizer.specs`."""
+        blocks = Granularity(32, 32) if self.with_2d_quantization else BLOCK_1X32
+        return (QuantizationSpec(_format("MXFP8Quantizer", self.dtype), blocks, "e8m0"),) * 2
+
+
+class NVFP4Quantizer(Quantizer):
+    """Blocks of 16 with E4M3 scales below one of FP32; Hadamard transforms and stochastic rounding as asked."""
+
+    def __init__(
+        self,
+        fp4_dtype: Any = DType.kFloat4E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: dist.ProcessGroup | None = None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        with_random_sign_mask: bool = True,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if row_scaled_nvfp4:
+            raise NotImplementedError(
+                "NVFP4Quantizer: row_scaled_nvfp4=True is not in ottava: each tensor has one fp32 scale above those of "
+                "its blocks. Leave it out"
+            )
+        if with_rht and not (with_post_rht_amax and with_random_sign_mask):
+            raise NotImplementedError(
+                "NVFP4Quantizer: with_rht=True without with_post_rht_amax and with_random_sign_mask is not in ottava: "
+                "amaxes are those of the turned tensor, and NVIDIA's signs are applied. Give both"
+            )
+        bound = float(nvfp4_e4m3_max if nvfp4_use_4over6 else 448)
+        if (bound, nvfp4_4over6_err_mode) not in TE_FOUR_OVER_SIX.values():
+            raise ValueError(
+                f"NVFP4Quantizer: got nvfp4_e4m3_max={nvfp4_e4m3_max} and err_mode={nvfp4_4over6_err_mode!r}; needs "
+                "448 or 256, and 'MAE' or 'MSE'"
+            )
+        self.dtype, self.with_rht, self.with_post_rht_amax = DType.cast(fp4_dtype), with_rht, with_post_rht_amax
+        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.with_2d_quantization, self.stochastic_rounding = with_2d_quantization, stochastic_rounding
+        self.row_scaled_nvfp4, self.nvfp4_use_4over6 = row_scaled_nvfp4, nvfp4_use_4over6
+        self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode = int(bound), nvfp4_4over6_err_mode
+
+    def specs(self, tensor: str = "") -> Cells:
+        """As `Quantizer.specs`: the transform is for columns only, as in TransformerEngine."""
+        rules = {arithmetic: rule for rule, arithmetic in TE_FOUR_OVER_SIX.items()}
+        row = QuantizationSpec(
+            _format("NVFP4Quantizer", self.dtype),
+            Granularity(16, 16) if self.with_2d_quantization else BLOCK_1X16,
+            "e4m3",
+            rounding="stochastic" if self.stochastic_rounding else "nearest_even",
+            block_scale=rules[float(self.nvfp4_e4m3_max), self.nvfp4_4over6_err_mode]
+            if self.nvfp4_use_4over6
+            else "amax",
+        )
+        turned = get_recipe("nvfp4_rht").wgrad.rhs
+        assert turned is not None
+        return row, replace(row, transform=turned.transform) if self.with_rht else row
+
+
+class IdentityQuantizer(Quantizer):
+    """Leaves a tensor in high precision."""
+
+    def __init__(self, *, dtype: torch.dtype | None = None, **usage: bool) -> None:
+        super().__init__(**usage)
+        self.dtype = dtype
+
+    def specs(self, tensor: str = "") -> Cells:
+        """As `Quantizer.specs`."""
+        return None, None
+
+
+class HybridQuantizer(Quantizer):
+    """One quantizer for rows and another one for columns.
+
+    Args:
+        columnwise_source: "original": both cast the tensor itself. "rowwise_dequantized": the second casts what the
+            first one gives back; tensors can do so, recipes cannot.
+    Raises:
+        TypeError: a quantizer is a request.  ValueError: both are one object, or the source is unknown.
+    """
+
+    def __init__(
+        self, *, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, columnwise_source: str = "original"
+    ) -> None:
+        super().__init__()
+        for name, one in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
+            if isinstance(one, QuantizerRequest):
+                raise TypeError(
+                    f"HybridQuantizer: {name}_quantizer is a {type(one).__name__} (a QuantizerRequest); needs a "
+                    "quantizer: a tensor has one history"
+                )
+        if rowwise_quantizer is columnwise_quantizer:
+            raise ValueError("HybridQuantizer: got one object twice; needs distinct quantizers: give it a copy()")
+        if columnwise_source not in ("original", "rowwise_dequantized"):
+            raise ValueError(
+                f"HybridQuantizer: got columnwise_source={columnwise_source!r}; needs 'original' or "
+                "'rowwise_dequantized'"
+            )
+        self.rowwise_quantizer, self.columnwise_quantizer = rowwise_quantizer, columnwise_quantizer
+        self.columnwise_source = columnwise_source
+
+    def specs(self, tensor: str = "") -> Cells:
+        """As `Quantizer.specs`."""
+        if self.columnwise_source != "original" and tensor:
+            raise NotImplementedError(
+                "HybridQuantizer: columnwise_source='rowwise_dequantized' is not in ottava's recipes: each cell casts "
+                "the tensor itself. Give 'original'"
+            )
+        return self.rowwise_quantizer.specs(tensor)[0], self.columnwise_quantizer.specs(tensor)[1]
+
+    def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes | None:
+        """As `Quantizer.cast`, by the quantizer of the direction."""
+        if not columns:
+            return self.rowwise_quantizer.cast(matrix)
+        if self.columnwise_source != "original" and (row := self.rowwise_quantizer.cast(matrix)) is not None:
+            matrix = row.dequantize()
+        return self.columnwise_quantizer.cast(matrix, columns=True)
+
+    def copy(self) -> HybridQuantizer:
+        """As `Quantizer.copy`, of both quantizers, too."""
+        made = copy.copy(self)
+        made.rowwise_quantizer, made.columnwise_quantizer = (
+            self.rowwise_quantizer.copy(),
+            self.columnwise_quantizer.copy(),
+        )
+        return made
+
+
+@dataclass(frozen=True)
+class QuantizerRequest:
+    """What a factory returns instead of a quantizer where ottava is to keep its state."""
+
+
+@dataclass(frozen=True)
+class DelayedScalingRequest(QuantizerRequest):
+    """Delayed scaling, with the fields of the recipe."""
+
+    fp8_format: Format = Format.HYBRID
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: Any = "max"
+    scaling_factor_compute_algo: Any = None
+    reduce_amax: bool = True
+
+    def specs(self, tensor: str) -> Cells:
+        """As `Quantizer.specs`."""
+        return DelayedScaling(**vars(self)).ottava.cells(tensor)
+
+
+def high_precision_factory(role: Any) -> IdentityQuantizer:
+    """Everything in high precision."""
+    return IdentityQuantizer()
+
+
+def delayed_scaling_factory(role: Any) -> DelayedScalingRequest:
+    """The cells of DelayedScaling()."""
+    return DelayedScalingRequest()
+
+
+def current_scaling_factory(role: Any) -> Float8CurrentScalingQuantizer:
+    """The cells of Float8CurrentScaling()."""
+    gradient = role is not None and role.tensor_type == "grad_output"
+    return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if gradient else DType.kFloat8E4M3)
+
+
+def float8_block_scaling_factory(role: Any) -> Float8BlockQuantizer:
+    """The cells of Float8BlockScaling()."""
+    weight = role is not None and role.tensor_type == "weight"
+    return Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=2 if weight else 1)
+
+
+def mxfp8_factory(role: Any) -> MXFP8Quantizer:
+    """The cells of MXFP8BlockScaling()."""
+    return MXFP8Quantizer(DType.kFloat8E4M3)
+
+
+def nvfp4_factory(role: Any) -> NVFP4Quantizer:
+    """The cells of NVFP4BlockScaling()."""
+    tensor = "" if role is None else role.tensor_type
+    turned = tensor != "weight"
+    return NVFP4Quantizer(
+        with_rht=turned,
+        with_post_rht_amax=turned,
+        with_2d_quantization=not turned,
+        stochastic_rounding=tensor == "grad_output",
+    )

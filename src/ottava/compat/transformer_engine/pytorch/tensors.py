@@ -1,0 +1,433 @@
+"""TransformerEngine's quantized tensors: a torch tensor that shows the shape and dtype of the original and holds codes.
+
+Any operation of torch on one decodes it first; one in place casts the result again. ottava's own layers never make
+them: `ottava.quantize` gives plain containers, in which nothing decodes silently. Codes are in the layout of ottava,
+`rows` those of x and `columns` those of x.T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.compat.transformer_engine.pytorch.quantizers import (
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    TE_DType,
+)
+from ottava.numerics.tensor import QuantizedTensor as Codes
+from ottava.ops.gemm import gemm
+
+_aten = torch.ops.aten
+
+
+class QuantizedTensor(Tensor):
+    """The base class of quantized tensors; `quantizer(x)` makes one.
+
+    Example:
+        >>> from ottava.compat.transformer_engine.pytorch.quantizers import DType, Float8CurrentScalingQuantizer
+        >>> x = Float8CurrentScalingQuantizer(DType.kFloat8E4M3)(torch.tensor([1.0, 3.1]))
+        >>> type(x).__name__, x.dtype, x.dequantize()
+        ('Float8Tensor', torch.float32, tensor([0.9964, 3.1000]))
+    """
+
+    rows: Codes | Tensor | None
+    """Codes of x as a matrix (R, C), leading dimensions folded; a plain matrix where rows stay in high precision."""
+    columns: Codes | Tensor | None
+    """Those of x.T, (C, R)."""
+    _quantizer: Quantizer
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        rows: Codes | Tensor | None,
+        columns: Codes | Tensor | None,
+        quantizer: Quantizer,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        """A tensor of these codes, which are not copied."""
+        held = rows if rows is not None else columns
+        if held is None:
+            raise ValueError(f"{cls.__name__}: got no codes; needs rows or columns: set_usage(rowwise=True)")
+        made: QuantizedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch types it not
+            cls, torch.Size(shape), dtype=dtype, device=held.device, requires_grad=requires_grad
+        )
+        made.rows, made.columns, made._quantizer = rows, columns, quantizer
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's takes tensor_contents
+        return f"{type(self).__name__}({self._quantizer}, data={self.dequantize()})"
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The numbers of the codes; gradients pass through unchanged."""
+        return _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+    def numbers(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The numbers of the codes, without a graph.
+
+        Raises:
+            NotImplementedError: there are only columns, of the turned tensor.
+        """
+        held = self.rows if self.rows is not None else self.columns
+        if isinstance(held, Codes) and held.spec.transform is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}.dequantize of columns behind {held.spec.transform} is not in ottava: they are "
+                "numbers of the turned tensor. Keep the rows, too: set_usage(rowwise=True)"
+            )
+        assert held is not None
+        matrix = held.dequantize() if isinstance(held, Codes) else held.clone()
+        matrix = matrix if self.rows is not None else matrix.t()
+        return matrix.reshape(self.shape).to(dtype or self.dtype)
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
+        """Casts a tensor into this one."""
+        return self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)  # type: ignore[no-any-return]
+
+    def quantize_with(self, quantizer: Quantizer, source: Tensor) -> None:
+        """Takes the codes of a tensor of the same shape, with the directions that this tensor has."""
+        if source.shape != self.shape:
+            raise ValueError(
+                f"{type(self).__name__}.quantize_: got {tuple(source.shape)}; needs {tuple(self.shape)}, as it has"
+            )
+        numbers = _plain(source)
+        if self.rows is not None:
+            self.rows = _cast(quantizer, numbers, columns=False)
+        if self.columns is not None:
+            self.columns = _cast(quantizer, numbers, columns=True)
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drops codes (False), or makes them of the other ones (True) where one scale serves both.
+
+        Raises:
+            RuntimeError: x itself is needed to make them.
+        """
+        for wanted, name, other in ((rowwise_usage, "rows", "columns"), (columnwise_usage, "columns", "rows")):
+            held = getattr(self, other)
+            if wanted and getattr(self, name) is None:
+                if not isinstance(held, Codes) or not held.spec.granularity.transposes or held.spec.transform:
+                    raise RuntimeError(
+                        f"{type(self).__name__}: no {name} without the original tensor: make them at once, by "
+                        "quantizer.set_usage(rowwise=True, columnwise=True)"
+                    )
+                setattr(self, name, held.t())
+        if rowwise_usage is False:
+            self.rows = None
+        if columnwise_usage is False:
+            self.columns = None
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which codes there are."""
+        return {"rowwise": self.rows is not None, "columnwise": self.columns is not None}
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The arguments of the constructor, but shape and dtype."""
+        return {"rows": self.rows, "columns": self.columns, "quantizer": self._quantizer}
+
+    def _like(self, shape: Sequence[int], rows: Any, columns: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
+        return type(self).__new__(type(self), shape, dtype or self.dtype, rows, columns, self._quantizer)
+
+    @property
+    def _fp8_dtype(self) -> DType:
+        return DType.cast(self._quantizer.dtype)
+
+    @property
+    def _rowwise_data(self) -> Tensor | None:
+        return _bytes(self.rows)
+
+    @property
+    def _rowwise_scale_inv(self) -> Tensor | None:
+        return self.rows.scale_inv if isinstance(self.rows, Codes) else None
+
+    @property
+    def _columnwise_scale_inv(self) -> Tensor | None:
+        return self.columns.scale_inv if isinstance(self.columns, Codes) else None
+
+    def float(self) -> Tensor:  # type: ignore[override]  # torch's takes a memory format
+        """The numbers in FP32."""
+        return self.dequantize(dtype=torch.float32)
+
+    def bfloat16(self) -> Tensor:  # type: ignore[override]
+        """The numbers in BF16."""
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def half(self) -> Tensor:  # type: ignore[override]
+        """The numbers in FP16."""
+        return self.dequantize(dtype=torch.float16)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        state = tuple(self.shape), self.dtype, self.rows, self.columns, self._quantizer, self.requires_grad
+        return _rebuilt, (type(self), *state)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, QuantizedTensor) and (kept := _kept(func, first, args, kwargs)) is not None:
+            return kept
+        if func is _aten.copy_.default and isinstance(first, QuantizedTensor):
+            first.quantize_(args[1])
+            return first
+        schema = func._schema.arguments
+        plain = [_unwrapped(arg) for arg in args]
+        result = func(*plain, **{name: _unwrapped(value) for name, value in kwargs.items()})
+        for argument, given, decoded in zip(schema, args, plain, strict=False):
+            if isinstance(given, QuantizedTensor) and argument.alias_info is not None and argument.alias_info.is_write:
+                given.quantize_(decoded)
+                return given
+        return result
+
+
+def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """The result of an operation that keeps the codes; None: decode first."""
+    packet = func.overloadpacket
+    if packet in (_aten.detach, _aten.alias):
+        return x._like(x.shape, x.rows, x.columns)
+    if packet is _aten.clone:
+        return x._like(x.shape, _copied(x.rows), _copied(x.columns))
+    if packet in (_aten.view, _aten._unsafe_view, _aten.reshape) and not isinstance(args[1], torch.dtype):
+        shape = torch.empty(x.shape, device="meta").reshape(args[1]).shape
+        if shape[-1:] == x.shape[-1:] or shape == x.shape:
+            return x._like(shape, x.rows, x.columns)
+    if packet is _aten._to_copy and set(kwargs) <= {"device", "non_blocking", "dtype", "layout", "pin_memory"}:
+        same = kwargs.get("device") is None or torch.device(kwargs["device"]) == x.device
+        if same and kwargs.get("dtype") in (None, x.dtype):
+            return x._like(x.shape, _copied(x.rows), _copied(x.columns))
+    if packet is _aten._has_compatible_shallow_copy_type:
+        return isinstance(args[1], QuantizedTensor)
+    return None
+
+
+def _copied(codes: Any) -> Any:
+    if not isinstance(codes, Codes):
+        return None if codes is None else codes.clone()
+    return Codes(codes.data.clone(), codes.scale_inv.clone(), codes.spec, codes.dtype, codes.amax, codes.aside)
+
+
+def _bytes(codes: Any) -> Tensor | None:
+    return codes.data.view(torch.uint8) if isinstance(codes, Codes) else None
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.numbers() if isinstance(x, QuantizedTensor) else x.detach()
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, QuantizedTensor):
+        return value.numbers()
+    return type(value)(map(_unwrapped, value)) if type(value) in (list, tuple) else value
+
+
+def _rebuilt(cls: type[QuantizedTensor], *state: Any) -> QuantizedTensor:
+    return cls.__new__(cls, *state)
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: QuantizedTensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        return x.numbers(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class Float8Tensor(QuantizedTensor):
+    """One scale a tensor."""
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *parts: Any, **theirs: Any) -> Any:
+        """As `QuantizedTensor`, or of TransformerEngine's data, fp8_scale_inv and fp8_dtype."""
+        if parts or "data" not in theirs:
+            return QuantizedTensor.__new__(cls, shape, dtype, *parts, **theirs)
+        quantizer = Float8CurrentScalingQuantizer(theirs["fp8_dtype"])
+        spec = quantizer.specs()[0]
+        assert spec is not None
+        data = theirs["data"].reshape(-1, shape[-1] if shape else 1).view(spec.format.storage_dtype)
+        rows = Codes(data, theirs["fp8_scale_inv"].reshape(1, 1).to(data.device), spec, dtype)
+        kept = theirs.get("quantizer") or quantizer
+        return QuantizedTensor.__new__(cls, shape, dtype, rows, None, kept, theirs.get("requires_grad", False))
+
+    @property
+    def _data(self) -> Tensor | None:
+        data = _bytes(self.rows)
+        return None if data is None else data.view(self.shape)
+
+    @property
+    def _transpose(self) -> Tensor | None:
+        data = _bytes(self.columns)
+        return None if data is None else data.view((self.shape[-1], *self.shape[:-1]) if self.shape else ())
+
+    @property
+    def _transpose_invalid(self) -> bool:
+        return self.columns is None
+
+    @property
+    def _scale_inv(self) -> Tensor:
+        held = self.rows if self.rows is not None else self.columns
+        assert isinstance(held, Codes)
+        return held.scale_inv.view(1)
+
+
+class Float8BlockwiseQTensor(QuantizedTensor):
+    """Blocks of 1x128 or 128x128."""
+
+    @property
+    def _is_2D_scaled(self) -> bool:
+        return getattr(self._quantizer, "block_scaling_dim", 1) == 2
+
+    @property
+    def _columnwise_data(self) -> Tensor | None:
+        return _bytes(self.columns)
+
+
+class MXFP8Tensor(QuantizedTensor):
+    """Blocks of 32 with E8M0 scales."""
+
+    @property
+    def _columnwise_data(self) -> Tensor | None:
+        data = _bytes(self.columns)
+        return None if data is None else data.t()
+
+
+class NVFP4Tensor(QuantizedTensor):
+    """Blocks of 16 with E4M3 scales; one code a byte."""
+
+
+class IdentityTensor(QuantizedTensor):
+    """A tensor in high precision."""
+
+
+class HybridQuantizedTensor(QuantizedTensor):
+    """Rows and columns by different quantizers."""
+
+
+_CLASSES: tuple[tuple[type[Quantizer], type[QuantizedTensor]], ...] = (
+    (Float8Quantizer, Float8Tensor),
+    (Float8CurrentScalingQuantizer, Float8Tensor),
+    (Float8BlockQuantizer, Float8BlockwiseQTensor),
+    (MXFP8Quantizer, MXFP8Tensor),
+    (NVFP4Quantizer, NVFP4Tensor),
+    (IdentityQuantizer, IdentityTensor),
+    (HybridQuantizer, HybridQuantizedTensor),
+)
+
+
+def _cast(quantizer: Quantizer, x: Tensor, *, columns: bool) -> Codes | Tensor:
+    matrix = x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    codes = quantizer.cast(matrix, columns=columns)
+    if codes is not None:
+        return codes
+    return matrix.t().clone() if columns else matrix.clone()
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> QuantizedTensor:  # type: ignore[override]
+        usages = quantizer.get_usages()
+        kind = next((ours for theirs, ours in _CLASSES if isinstance(quantizer, theirs)), QuantizedTensor)
+        numbers = _plain(x)
+        rows, columns = (
+            _cast(quantizer, numbers, columns=turned) if usages[name] else None
+            for name, turned in (("rowwise", False), ("columnwise", True))
+        )
+        if not isinstance(numbers, Tensor) or numbers.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(f"{type(quantizer).__name__}: got {numbers.dtype}; needs float32, bfloat16 or float16")
+        return kind.__new__(kind, x.shape, dtype, rows, columns, quantizer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _unwrapped(grad), None, None
+
+
+def quantized(quantizer: Quantizer, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The quantized tensor of x: what `quantizer(x)` returns."""
+    return _Quantize.apply(x, quantizer, dtype or x.dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def general_gemm(
+    A: Tensor,
+    B: Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    layout: str = "TN",
+    bias: Tensor | None = None,
+    grad: bool = False,
+    accumulate: bool = False,
+    out: Tensor | None = None,
+    alpha: float = 1.0,
+    use_split_accumulator: bool = False,
+    quantization_params: Quantizer | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None, None, None]:
+    """TransformerEngine's GEMM: B A.T ("TN"), B A ("NN") or B.T A ("NT"), of two quantized or two plain tensors.
+
+    Args:
+        A, B: tensors; leading dimensions are folded. Quantized ones need the codes of the dimension that is summed.
+        bias: added to the result; with grad, its gradient is returned in the second place.
+        accumulate, out: add to out, which is returned.
+        quantization_params: cast the result.
+    Raises:
+        NotImplementedError: gelu, user buffers or another argument.  ValueError: unknown layout, or codes are missing.
+
+    Example:
+        >>> general_gemm(torch.ones(2, 16), torch.ones(3, 16))[0].shape
+        torch.Size([3, 2])
+    """
+    if layout not in ("TN", "NN", "NT"):
+        raise ValueError(f"general_gemm: got layout {layout!r}; needs 'TN', 'NN' or 'NT'")
+    for name, value in others.items():
+        if value not in (None, False):
+            raise NotImplementedError(f"general_gemm: {name}={value!r} is not in ottava: leave it out")
+    a, b = _operand(A, "A", columns=layout[0] == "N"), _operand(B, "B", columns=layout[1] == "T")
+    dtype = out_dtype or (out.dtype if out is not None else A.dtype)
+    wide = accumulate or alpha != 1.0
+    y = gemm(
+        b,
+        a,
+        out_dtype=torch.float32 if wide else dtype,
+        bias=None if grad else bias,
+        fast_accum=isinstance(a, Codes) and not use_split_accumulator,
+    )
+    y = (alpha * y) if alpha != 1.0 else y
+    folded = B.shape[:-1] if layout != "NT" else B.shape[-1:]
+    y = y.reshape(*folded, y.shape[-1])
+    if accumulate and out is not None:
+        y = out.float() + y
+    y = y.to(dtype)
+    y = y if out is None else out.copy_(y)
+    d_bias = _plain(B).reshape(-1, B.shape[-1]).sum(0).to(dtype) if grad and bias is not None else None
+    return (y if quantization_params is None else quantization_params(y)), d_bias, None, None
+
+
+def _operand(x: Tensor, name: str, *, columns: bool) -> Any:
+    if not isinstance(x, QuantizedTensor):
+        matrix = x.reshape(-1, x.shape[-1])
+        return matrix.t().contiguous() if columns else matrix
+    codes = x.columns if columns else x.rows
+    if codes is None:
+        word = "columnwise" if columns else "rowwise"
+        raise ValueError(f"general_gemm: {name} has no {word} codes; needs quantizer.set_usage({word}=True)")
+    return codes
+
+
+def get_fp8_te_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> DType:
+    """The FP8 dtype of a recipe, forward or backward."""
+    return TE_DType[get_fp8_torch_dtype(fp8_recipe, fprop_tensor)]
+
+
+def get_fp8_torch_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> torch.dtype:
+    """`get_fp8_te_dtype` as a dtype of torch."""
+    maxima = fp8_recipe.fp8_format.value
+    return torch.float8_e5m2 if maxima[0 if fprop_tensor else 1] > 448 else torch.float8_e4m3fn

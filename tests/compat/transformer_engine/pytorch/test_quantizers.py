@@ -1,0 +1,189 @@
+"""Quantizers and their tensors: the codes of `ottava.quantize`, and what torch does with them."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from tests.sweep import sweep
+from torch import Tensor
+
+import ottava
+import ottava.compat.transformer_engine.pytorch as te
+from ottava.compat.transformer_engine.common import recipe as recipes
+from ottava.compat.transformer_engine.pytorch import quantizers
+from ottava.compat.transformer_engine.pytorch.quantizers import DType, Quantizer
+from ottava.compat.transformer_engine.pytorch.tensors import general_gemm
+from ottava.ops.gemm import gemm
+
+QUANTIZERS: dict[str, Quantizer] = {
+    "current": te.Float8CurrentScalingQuantizer(DType.kFloat8E5M2, force_pow_2_scales=True),
+    "blocks": te.Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=1),
+    "squares": te.Float8BlockQuantizer(DType.kFloat8E4M3, force_pow_2_scales=False),
+    "mxfp8": te.MXFP8Quantizer(DType.kFloat8E4M3),
+    "nvfp4": te.NVFP4Quantizer(),
+    "hybrid": te.HybridQuantizer(
+        rowwise_quantizer=te.MXFP8Quantizer(DType.kFloat8E4M3), columnwise_quantizer=te.NVFP4Quantizer()
+    ),
+    "identity": te.IdentityQuantizer(),
+}
+
+
+def matrix(*shape: int) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(shape)
+
+
+@sweep(name=QUANTIZERS)
+def test_a_tensor_holds_the_codes_of_its_specs(name: str) -> None:
+    quantizer, x = QUANTIZERS[name], matrix(3, 4, 96)
+    x_q: Any = quantizer(x)
+    flat = x.reshape(12, 96)
+    for spec, codes, own in zip(quantizer.specs(), (x_q.rows, x_q.columns), (flat, flat.t().contiguous()), strict=True):
+        expected = own if spec is None else ottava.quantize(own, spec)
+        if isinstance(expected, Tensor):
+            assert torch.equal(codes, expected)
+        else:
+            assert torch.equal(codes.data.view(torch.uint8), expected.data.view(torch.uint8))
+            assert torch.equal(codes.scale_inv, expected.scale_inv)
+    first = x_q.rows.dequantize() if quantizer.specs()[0] else flat
+    assert torch.equal(x_q.dequantize(), first.view(3, 4, 96))
+    assert (x_q.shape, x_q.dtype, x_q.is_leaf) == (x.shape, x.dtype, True)
+
+
+@sweep(name=QUANTIZERS)
+def test_operations_decode_and_those_in_place_cast_again(name: str) -> None:
+    quantizer, x = QUANTIZERS[name], matrix(4, 32)
+    x_q: Any = quantizer(x)
+    numbers = x_q.dequantize()
+    assert torch.equal(x_q + 1, numbers + 1)
+    assert type(x_q + 1) is Tensor
+    for kept in (x_q.detach(), x_q.clone(), x_q.view(2, 2, 32)):
+        assert type(kept) is type(x_q)
+        assert torch.equal(kept.dequantize().view(4, 32), numbers)
+    x_q *= 2
+    assert torch.equal(x_q.dequantize(), quantizer(numbers * 2).dequantize())  # type: ignore[attr-defined]
+    x_q.copy_(x)
+    assert torch.equal(x_q.dequantize(), numbers)
+    stream = io.BytesIO()
+    torch.save(x_q, stream)
+    stream.seek(0)
+    assert torch.equal(torch.load(stream, weights_only=False).dequantize(), numbers)
+    leaf = x.clone().requires_grad_()
+    (quantizer(leaf).dequantize() * x).sum().backward()  # type: ignore[attr-defined]
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, x)
+
+
+def test_a_scale_that_is_given_is_the_scale_and_amax_is_kept() -> None:
+    quantizer = te.Float8Quantizer(torch.tensor([4.0]), torch.zeros(1), DType.kFloat8E4M3)
+    x_q: Any = quantizer(torch.tensor([[1.0, -3.0, 200.0]]))
+    assert (float(x_q._scale_inv), float(quantizer.amax)) == (0.25, 200.0)
+    assert torch.equal(x_q.dequantize(), torch.tensor([[1.0, -3.0, 112.0]]))  # 448 / 4: it saturates
+    noop = torch.ones(1)
+    x_q.quantize_(torch.zeros(1, 3), noop_flag=noop)
+    assert float(x_q.dequantize()[0, 0]) == 1.0
+    x_q.quantize_(torch.zeros(1, 3), noop_flag=noop.zero_())
+    assert not x_q.dequantize().any()
+
+
+def test_usages_say_which_codes_there_are() -> None:
+    quantizer = te.MXFP8Quantizer(DType.kFloat8E4M3, columnwise=False)
+    x_q: Any = quantizer(matrix(32, 64))
+    assert x_q.get_usages() == {"rowwise": True, "columnwise": False}
+    with pytest.raises(RuntimeError, match="make them at once"):
+        x_q.update_usage(columnwise_usage=True)
+    tensorwise: Any = te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, columnwise=False)(matrix(32, 64))
+    tensorwise.update_usage(rowwise_usage=False, columnwise_usage=True)
+    assert torch.equal(tensorwise.dequantize(), quantizer_numbers(matrix(32, 64)))
+
+
+def quantizer_numbers(x: Tensor) -> Tensor:
+    return ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)).dequantize()
+
+
+def test_the_gemm_is_that_of_the_layouts() -> None:
+    """Forward, dgrad and wgrad of codes equal `ops.gemm` bit by bit, and plain tensors torch's products."""
+    x, w, dy = matrix(32, 64), matrix(96, 64), matrix(32, 96)
+    quantizer = te.MXFP8Quantizer(DType.kFloat8E4M3)
+    spec = quantizer.specs()[0]
+    assert spec is not None
+    for a, b, layout, operands in (
+        (w, x, "TN", (x, w)),
+        (w, dy, "NN", (dy, w.t())),
+        (x, dy, "NT", (dy.t(), x.t())),
+    ):
+        first, second = (ottava.quantize(t.contiguous(), spec) for t in operands)
+        expected = gemm(first, second, out_dtype=torch.bfloat16)
+        assert torch.equal(general_gemm(quantizer(a), quantizer(b), torch.bfloat16, layout=layout)[0], expected)
+        exact = operands[0].double() @ operands[1].double().t()
+        plain = general_gemm(a, b, torch.float32, layout=layout)[0]
+        assert (plain - exact).abs().max() <= 96 * torch.finfo(torch.float32).eps * exact.abs().max()
+    out = torch.ones(32, 96)
+    summed = general_gemm(w, x, torch.float32, accumulate=True, out=out)[0]
+    assert summed is out
+    assert torch.allclose(out, 1 + x @ w.t())
+    with pytest.raises(NotImplementedError, match="gelu=True is not in ottava"):
+        general_gemm(w, x, gelu=True)
+
+
+FACTORIES = {
+    "current_scaling_factory": recipes.Float8CurrentScaling(),
+    "delayed_scaling_factory": recipes.DelayedScaling(),
+    "float8_block_scaling_factory": recipes.Float8BlockScaling(),
+    "mxfp8_factory": recipes.MXFP8BlockScaling(),
+    "nvfp4_factory": recipes.NVFP4BlockScaling(),
+}
+
+
+@sweep(name=FACTORIES)
+def test_a_factory_has_the_cells_of_its_recipe(name: str) -> None:
+    custom, own = recipes.CustomRecipe(qfactory=getattr(quantizers, name)).ottava, FACTORIES[name].ottava
+    for tensor in ("input", "weight", "grad_output"):
+        assert custom.cells(tensor) == own.cells(tensor)
+    assert not recipes.CustomRecipe(qfactory=quantizers.high_precision_factory).ottava.fprop.quantized
+
+
+def test_a_layer_asks_the_factory_by_its_name() -> None:
+    asked = []
+
+    def factory(role: Any) -> Any:
+        asked.append(role)
+        return quantizers.mxfp8_factory(role) if role.name == "fc2" else quantizers.current_scaling_factory(role)
+
+    layers = [te.Linear(64, 64, name=name, bias=False) for name in ("fc1", "fc2", "fc1")]
+    x, recipe = matrix(32, 64), recipes.CustomRecipe(qfactory=factory)
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            results = [layer(x) for layer in layers]
+    counted = [str(role) for role in asked if role.name]
+    assert counted == [
+        f"module_type=linear|tensor_type={tensor}|name={name}"
+        for name in ("fc1", "fc2")
+        for tensor in ("input", "weight", "grad_output")
+    ]
+    for layer, y, own in zip(
+        layers, results, (recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling(), None), strict=True
+    ):
+        with te.autocast(recipe=own or recipes.Float8CurrentScaling()):
+            high = layer(x)
+        assert (high - y).abs().max() <= (high.abs().max() if own is None else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: te.NVFP4Quantizer(row_scaled_nvfp4=True), "row_scaled_nvfp4=True is not in ottava"),
+        (lambda: te.Float8BlockQuantizer(DType.kFloat8E4M3, amax_epsilon=1e-4), "amax_epsilon=0.0001 is not in"),
+        (lambda: te.Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=3), "needs 1 or 2"),
+        (lambda: te.HybridQuantizer(rowwise_quantizer=Quantizer(), columnwise_quantizer=te.DelayedScalingRequest()),
+         "QuantizerRequest"),  # type: ignore[arg-type]
+        (lambda: te.MXFP8Quantizer(DType.kInt32)(matrix(2, 2)), "needs DType.kFloat8E4M3"),
+        (lambda: Quantizer().specs(), "a quantizer of your own"),
+    ],
+)  # fmt: skip
+def test_what_a_quantizer_cannot_do_is_refused(make: Any, words: str) -> None:
+    with pytest.raises((NotImplementedError, ValueError, TypeError), match=words):
+        make()
