@@ -10,6 +10,7 @@ ranks; gathered keys are those of all. Source of the ring: arXiv 2310.01889; sum
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -197,7 +198,7 @@ class _Ring(torch.autograd.Function):
             travelling = torch.cat((k, v), -1)
             for turn in range(ranks):
                 coming = _PassOn(travelling, group) if turn < ranks - 1 else None
-                s, (_, v_block) = _scores(ctx.rest, q, *travelling.split((k.shape[3], v.shape[3]), -1), turn)
+                s, (_, v_block) = _scores(ctx.rest, q, travelling.split((k.shape[3], v.shape[3]), -1), turn)
                 both = torch.logaddexp(lse, s.logsumexp(-1, keepdim=True))
                 top = both.masked_fill(both == -torch.inf, 0.0)
                 total = total * (lse - top).exp() + (s - top).exp() @ v_block
@@ -223,7 +224,7 @@ class _Ring(torch.autograd.Function):
             d_travelling = torch.zeros_like(travelling, dtype=torch.float32)
             for turn in range(ranks):
                 coming = _PassOn(travelling, group) if turn < ranks - 1 else None
-                s, (k_block, v_block) = _scores(ctx.rest, q, *travelling.split((dim, wide), -1), turn)
+                s, (k_block, v_block) = _scores(ctx.rest, q, travelling.split((dim, wide), -1), turn)
                 p = (s - top).exp()
                 ds = p * (do @ v_block.mT - along) * scale
                 dq += ds @ k_block
@@ -235,18 +236,18 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _scores(rest: Any, q: Tensor, k: Tensor, v: Tensor, turn: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """fp32 (B, H, S, S) of this rank's queries and the keys that `turn` ranks have passed on, and those keys."""
+def _scores(rest: Any, q: Tensor, kv: Sequence[Tensor], turn: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """fp32 (B, H, S, S) of this rank's queries and keys that `turn` ranks have passed on; these and their values."""
     rule, scale, group, balanced = rest
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    k, v = (t.float().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    s = (q.float() @ k.mT) * scale
+    wide = tuple(t.float().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in kv)
+    s = (q.float() @ wide[0].mT) * scale
     if rule.right is None:
-        return s, (k, v)
+        return s, wide
     own, theirs = (positions(q.shape[2], ranks, r, q.device, balanced=balanced) for r in (rank, (rank - turn) % ranks))
     gap = theirs - own[:, None]
     seen = gap <= 0 if rule.left is None else (gap <= 0) & (gap >= -rule.left)
-    return s.masked_fill(~seen, -torch.inf), (k, v)
+    return s.masked_fill(~seen, -torch.inf), wide
 
 
 class _PassOn:

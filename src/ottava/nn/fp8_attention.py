@@ -138,6 +138,7 @@ class _FP8Attention(torch.autograd.Function):
         with no_autocast(q.device):
             qkv = _cast(doors.qkv, recipe.qkv, q, k, v, record=record)
             p, _ = _probabilities(qkv, mask, sink, scale)
+            assert recipe.s is not None
             s = _cast(doors.s, recipe.s, p, record=record)
             (s_n,), v_n = s.numbers(), shared(qkv.numbers()[2], q)
             y = s_n @ v_n * (s.factor * qkv.factor)  # (B, H, Sq, Dv) = (B, H, Sq, Sk) @ (B, H, Sk, Dv)
@@ -156,6 +157,7 @@ class _FP8Attention(torch.autograd.Function):
         (dy,), (scale, doors, recipe, dtype, qkv_shapes, s_shapes) = grads, ctx.rest
         mask, sink, y, qkv_data, qkv_scale, s_data, s_scale = ctx.saved_tensors
         qkv = _Codes(QuantizedTensor(qkv_data, qkv_scale, recipe.qkv, dtype), qkv_shapes)
+        assert recipe.s is not None  # only blocks have none
         s = _Codes(QuantizedTensor(s_data, s_scale, recipe.s, torch.float32), s_shapes)
         with no_autocast(dy.device):
             q_n, k_n, v_n = qkv.numbers()
@@ -165,6 +167,7 @@ class _FP8Attention(torch.autograd.Function):
             p, p_sink = _probabilities(qkv, mask, sink, scale)
             along = (do_n * do.factor * y.float()).sum(-1, keepdim=True)
             ds = p * (do_n @ v_n.mT * (do.factor * qkv.factor) - along)
+            assert recipe.dp is not None
             dp = _cast(doors.dp, recipe.dp, ds)
             (dp_n,) = dp.numbers()
             factor = dp.factor * qkv.factor * scale

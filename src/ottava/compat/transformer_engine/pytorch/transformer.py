@@ -35,6 +35,8 @@ from ottava.compat.transformer_engine.pytorch.state import Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, shards_for
 from ottava.nn.transformer import Arrangement
 
+_NAMES = ("num_gqa_groups", "hidden_dropout", "attn_input_format", "normalization", "params_dtype")
+
 
 class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
     """`ottava.nn.TransformerLayer` with TransformerEngine's arguments and names of parameters.
@@ -104,9 +106,7 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        where = "TransformerLayer"
-        names = ("num_gqa_groups", "hidden_dropout", "attn_input_format", "normalization", "params_dtype")
-        extras = extras_of(where, others, names)
+        extras = extras_of(where := "TransformerLayer", others, _NAMES)
         norms = (output_layernorm, apply_residual_connection_post_layernorm)
         shards = shards_for(where, tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
