@@ -269,6 +269,15 @@ def test_a_model_that_reads_token_by_token_gives_what_it_gives_at_once(layout: s
     again = generate(run, past, layout)
     assert all(torch.equal(torch.cat(again[name]), torch.cat(rows)) for name, rows in found.items())
     assert sorted(past.caches) == [1, 2]
+    paged = params(is_paged=True, page_size=5, total_num_pages=9)
+    in_pages = generate(run, paged, layout)
+    assert all(torch.equal(torch.cat(in_pages[name]), torch.cat(rows)) for name, rows in found.items())
+    used = [page for table in paged.caches[1].tables for page in table]
+    assert sorted(used + paged.caches[1].free) == list(range(9))
+    assert len(used) == sum(-(-length // 5) for length in paged.sequences.values())
+    few = params(is_paged=True, page_size=5, total_num_pages=2)
+    with pytest.raises(ValueError, match="more pages of 5; . are free. Give a larger total_num_pages"):
+        generate(run, few, layout)
 
 
 @sweep(layout=["sbhd", "bshd"], kind=["multihead", "core"])
@@ -290,6 +299,37 @@ def test_attention_alone_reads_token_by_token(layout: str, kind: str) -> None:
 
     axis = 0 if layout == "bshd" else 1
     same(generate(run, params(), layout), lambda x: run(x.unsqueeze(axis), None).squeeze(axis))
+
+
+def test_packed_sequences_read_token_by_token() -> None:
+    """DotProductAttention with "thd": new tokens one sequence behind the other, with pages and without."""
+    layer = te.DotProductAttention(
+        HEADS_INFERENCE, DIM_INFERENCE, num_gqa_groups=GROUPS, layer_number=7, qkv_format="thd"
+    )
+
+    def run(x: Tensor, past: te.InferenceParams | None) -> Tensor:
+        heads = x.unflatten(-1, (HEADS_INFERENCE, DIM_INFERENCE))
+        qkv = heads, heads[..., :GROUPS, :], heads[..., GROUPS:, :] + 1
+        if past is None:
+            ends = torch.tensor([0, len(x)])
+            return layer(*qkv, attn_mask_type="padding_causal", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        counts = past.new_tokens
+        packed = [torch.cat([t[row, :new] for row, new in enumerate(counts)]) for t in qkv]
+        y = layer(*packed, attn_mask_type="padding_causal", inference_params=past)
+        padded = y.new_zeros(len(counts), max(counts), y.shape[-1])
+        for row, part in enumerate(y.split(counts)):
+            padded[row, : len(part)] = part
+        return padded
+
+    plain = generate(run, params(), "bshd")
+    same(plain, lambda x: run(x, None))
+    paged = generate(run, params(is_paged=True, page_size=2, total_num_pages=18), "bshd")
+    assert all(torch.equal(torch.cat(paged[name]), torch.cat(rows)) for name, rows in plain.items())
+    with pytest.raises(ValueError, match=r"got 3 packed rows; pre_step got \[2\], 2 in all"):
+        past = params()
+        past.pre_step({"a": 2})
+        q = torch.ones(3, HEADS_INFERENCE, DIM_INFERENCE, dtype=torch.float64)
+        layer(q, q[:, :GROUPS], q[:, :GROUPS], inference_params=past)
 
 
 def test_what_does_not_work_is_refused_by_name() -> None:
@@ -322,8 +362,10 @@ def test_what_does_not_work_is_refused_by_name() -> None:
         past.sequence_len_offset += 1
     with pytest.raises(ValueError, match="needs num_heads_kv, head_dim_k and dtype"):
         te.InferenceParams(1, 1)
-    with pytest.raises(NotImplementedError, match="is_paged=True and custom_cache_manager are not in ottava"):
-        params(is_paged=True, page_size=4, total_num_pages=9)
+    with pytest.raises(NotImplementedError, match="custom_cache_manager is not in ottava"):
+        params(custom_cache_manager=object())
+    with pytest.raises(ValueError, match="is_paged=True with page_size=4 and total_num_pages=None"):
+        params(is_paged=True, page_size=4)
 
 
 def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
