@@ -276,7 +276,7 @@ def test_a_model_that_reads_token_by_token_gives_what_it_gives_at_once(layout: s
     assert sorted(used + paged.caches[1].free) == list(range(9))
     assert len(used) == sum(-(-length // 5) for length in paged.sequences.values())
     few = params(is_paged=True, page_size=5, total_num_pages=2)
-    with pytest.raises(ValueError, match="more pages of 5; . are free. Give a larger total_num_pages"):
+    with pytest.raises(ValueError, match="Give a larger total_num_pages, or drop finished sequences"):
         generate(run, few, layout)
 
 
@@ -325,10 +325,10 @@ def test_packed_sequences_read_token_by_token() -> None:
     same(plain, lambda x: run(x, None))
     paged = generate(run, params(is_paged=True, page_size=2, total_num_pages=18), "bshd")
     assert all(torch.equal(torch.cat(paged[name]), torch.cat(rows)) for name, rows in plain.items())
+    past = params()
+    past.pre_step({"a": 2})
+    q = torch.ones(3, HEADS_INFERENCE, DIM_INFERENCE, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"got 3 packed rows; pre_step got \[2\], 2 in all"):
-        past = params()
-        past.pre_step({"a": 2})
-        q = torch.ones(3, HEADS_INFERENCE, DIM_INFERENCE, dtype=torch.float64)
         layer(q, q[:, :GROUPS], q[:, :GROUPS], inference_params=past)
 
 
