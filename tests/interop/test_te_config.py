@@ -13,7 +13,9 @@ from ottava.base.settings import ConfigError, read_yaml
 from ottava.diagnose.remedies import REMEDIES
 from ottava.interop.te_config import is_te_config, read_te_config
 from ottava.measure.layer_names import matches
+from ottava.recipe import get_recipe
 from ottava.watching.config import Period, WatchConfig
+from ottava.watching.doors import changed
 
 LAYERS = (
     *(f"decoder.layers.{i}.self_attention.{part}" for i in range(12) for part in ("layernorm_qkv", "proj")),
@@ -112,7 +114,7 @@ def test_each_feature_becomes_settings(tmp_path: Path) -> None:
         ("high_precision", ("fprop", "dgrad", "wgrad"), "E4M3"),
         ("current", ("fprop",), "E4M3"),
     ]
-    for part in ("no l1_norm", "operands only, not dgrad", "mxfp8_underflows%_columnwise"):
+    for part in ("l1_norm: rms times", "operands only, not dgrad", "mxfp8_underflows%_columnwise"):
         assert any(part in note for note in settings.notes), part
     assert WatchConfig.load(settings.to_dict()) == settings  # the manifest makes the same watch again
 
@@ -130,9 +132,48 @@ def test_patches_of_the_diagnosis_are_read() -> None:
         assert not matches("layers.0.fc10", change.layers)
 
 
+def test_an_unknown_name_does_not_end_the_file() -> None:
+    """A feature of one's own, a typo, and statistics that a watch has not are notes; the rest is acted upon."""
+    own = {"enabled": True, "tensors": ["weight"]}
+    blocks = [{"max_blockwise_dynamic_range": {"block_size": 32, "dims": 1}}, "std", "min", "nobody"]
+    settings = WatchConfig.load(
+        config({"layer_types": ["a"]}, MyFeature=own, LogTensorStat=own, LogTensorStats={**own, "stats": blocks})
+    )
+    assert [period.tensors for period in settings.looks] == [("weight",)]
+    words = ("unknown feature 'MyFeature'", "did you mean 'LogTensorStats'", "max_blockwise_dynamic_range: dynamic_")
+    for part in (*words, "min: amax is that", "no nobody"):
+        assert any(part in note for note in settings.notes), part
+
+
+def test_casts_may_be_structs_in_structs() -> None:
+    """GEMMs with tensors of their own, each with a format; the operands of one GEMM are one change."""
+    fprop = {"gemm": "fprop", "tensors_struct": [{"tensor": "activation"}, {"tensor": "weight"}]}
+    dgrad = {"gemm": "dgrad", "tensors": ["weight", "gradient"], "quant_format": "FP8E4M3"}
+    current = {"enabled": True, "gemms_struct": [fprop, {"gemm": "wgrad", "tensors_struct": [{"tensor": "gradient"}]}]}
+    formats = [{"tensor": name, "quant_format": "FP8E4M3"} for name in ("activation", "weight")]
+    fake = {"enabled": True, "gemms": ["fprop"], "tensors_struct": formats}
+    settings = WatchConfig.load(config({"layer_types": ["a"]}, PerTensorScaling=current, FakeQuant=fake))
+    assert [(c.action, c.gemms, c.tensors) for c in settings.interventions] == [
+        ("current", ("fprop",), ("input",)),
+        ("current", ("fprop",), ("weight",)),
+        ("current", ("wgrad",), ("grad_output",)),
+        ("fake", ("fprop",), ("input", "weight")),
+    ]
+    (only,) = WatchConfig.load(
+        config({"layer_types": ["a"]}, FakeQuant={"enabled": True, "gemms_struct": [dgrad]})
+    ).interventions
+    assert (only.format, only.tensors) == ("E4M3", ("weight", "grad_output"))
+    recipe = get_recipe("tensorwise")
+    for change in (*settings.interventions, only):
+        recipe = changed(recipe, change)
+    assert (str(recipe.fprop), str(recipe.dgrad)) == (
+        "E4M3[tensor] x E4M3[tensor] in BF16",
+        "E4M3[tensor] x E4M3[tensor] in BF16",
+    )
+
+
 def test_mistakes_are_named() -> None:
     for tree, message in (
-        (config({"layer_types": ["fc1"]}, LogTensorStat={"enabled": True}), "did you mean 'LogTensorStats'"),
         (config({"layer": ["fc1"]}, **statistics()), "needs one of layer_name_regex_pattern"),
         (config({"layer_types": ["a"], "layer_nums": 1}, **statistics()), "layer_nums"),
         (config({"layer_numbers": ["a-b"]}, **statistics()), "ranges such as 0-3"),

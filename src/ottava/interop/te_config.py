@@ -52,6 +52,16 @@ _STATISTICS = MappingProxyType(
     }
 )
 """Statistic of the tool -> ours; a look records all of ours."""
+_INSTEAD = MappingProxyType(
+    {
+        "min": "amax is that of both signs; a dump has the numbers themselves",
+        "max": "amax is that of both signs; a dump has the numbers themselves",
+        "l1_norm": "rms times the square root of numel is the l2 norm; of l1 there is none",
+        "l2_norm": "it is rms times the square root of numel, both recorded",
+        "max_blockwise_dynamic_range": "dynamic_range_bits is that of the whole tensor; `ottava what-if` tells blocks",
+    }
+)
+"""Statistic that the watch does not record by itself -> what to read."""
 _STEPS = frozenset({"freq", "start_step", "end_step", "start_end_list"})
 _FOREVER = 2**53
 
@@ -127,8 +137,9 @@ class _Reader:
         features |= features.pop("transformer_engine", None) or {}
         for feature, config in features.items():
             where = f"{name}.{feature}"
-            if feature not in self.features:
-                raise ConfigError(f"{where}: {unknown_name('feature', feature, list(self.features))}")
+            if feature not in self.features:  # one of their own in Python, or a typo: the rest of the file stands
+                self.notes[f"{where}: {unknown_name('feature', feature, list(self.features))}"] = None
+                continue
             if not isinstance(config, Mapping):
                 raise ConfigError(f"{where}: got {config!r}; needs a mapping with `enabled`")
             if _flag(config, "enabled", where):
@@ -136,8 +147,11 @@ class _Reader:
 
     def _statistics(self, where: str, config: Mapping[str, Any], layers: list[str]) -> None:
         for entry in _entries(where, config, "tensors", "tensor"):
-            for statistic in _words(where, "stats", entry.get("stats")):
-                self._statistic(where, statistic)
+            stats = entry.get("stats")
+            for statistic in stats if isinstance(stats, list) else [stats]:
+                if isinstance(statistic, Mapping):  # {max_blockwise_dynamic_range: {block_size: 32, dims: 1}}
+                    (statistic,) = _words(where, "stats", list(statistic))[:1]
+                self._statistic(where, *_words(where, "stats", statistic))
             self.looks.append(_period(where, entry, layers))
 
     def _statistic(self, where: str, name: str) -> None:
@@ -148,7 +162,9 @@ class _Reader:
             self.recipes[RECIPES_OF_TE[recipe]] = None
             note = "layers of ottava show the casts of their own recipe; `ottava what-if` predicts others"
             self.notes[f"{where}: {name}: {note}"] = None
-        if word not in _STATISTICS:
+        if word in _INSTEAD:
+            self.notes[f"{where}: {name}: {_INSTEAD[word]}"] = None
+        elif word not in _STATISTICS:
             self.notes[f"{where}: the watch has no {name}; it records {', '.join(_STATISTICS.values())}, ..."] = None
 
     def _dump(self, where: str, config: Mapping[str, Any], layers: list[str]) -> None:
@@ -166,22 +182,33 @@ class _Reader:
         self.interventions.append({"layers": layers, "gemms": gemms, "action": "high_precision"})
 
     def _fake(self, where: str, config: Mapping[str, Any], layers: list[str]) -> None:
-        form = str(config.get("quant_format", "")).removeprefix("FP8")
-        if form not in ("E4M3", "E5M2"):
-            self.notes[f"{where}: quant_format {config.get('quant_format')}: needs FP8E4M3 or FP8E5M2"] = None
-            return
-        self._casts(where, config, layers, {"action": "fake", "format": form})
+        together: dict[tuple[Any, ...], dict[str, Any]] = {}  # both operands of a GEMM are one change
+        for entry in _casts(where, config):
+            form = str(entry.get("quant_format", "")).removeprefix("FP8")
+            if form not in ("E4M3", "E5M2"):
+                self.notes[f"{where}: quant_format {entry.get('quant_format')}: needs FP8E4M3 or FP8E5M2"] = None
+                continue
+            same = together.setdefault((form, *entry["gemm"]), {**entry, "tensor": []})
+            same["tensor"] += [tensor for tensor in entry["tensor"] if tensor not in same["tensor"]]
+        for (form, *_), entry in together.items():
+            self._cast(where, entry, layers, {"action": "fake", "format": form})
 
     def _current(self, where: str, config: Mapping[str, Any], layers: list[str]) -> None:
-        self._casts(where, config, layers, {"action": "current"})
+        for entry in _casts(where, config):
+            self._cast(where, entry, layers, {"action": "current"})
 
-    def _casts(self, where: str, config: Mapping[str, Any], layers: list[str], how: dict[str, Any]) -> None:
-        for entry in _entries(where, config, "gemms", "gemm"):
-            if kept := {"output", "wgrad", "dgrad"} & set(entry.get("tensors") or ()):
-                self.notes[f"{where}: the watch casts operands only, not {', '.join(sorted(kept))}"] = None
-            tensors = [t for t in _tensors(where, entry.get("tensors")) if t in ("input", "weight", "grad_output")]
-            if tensors:
-                self.interventions.append({"layers": layers, "gemms": entry["gemm"], "tensors": tensors, **how})
+    def _cast(self, where: str, entry: Mapping[str, Any], layers: list[str], how: dict[str, Any]) -> None:
+        if kept := {"output", "wgrad", "dgrad"} & set(entry["tensor"]):
+            self.notes[f"{where}: the watch casts operands only, not {', '.join(sorted(kept))}"] = None
+        tensors = [t for t in _tensors(where, entry["tensor"]) if t in ("input", "weight", "grad_output")]
+        if tensors:
+            self.interventions.append({"layers": layers, "gemms": entry["gemm"], "tensors": tensors, **how})
+
+
+def _casts(where: str, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """GEMMs and tensors of casts: `gemms_struct` may hold a `tensors_struct`, each entry with keys of its own."""
+    for gemms in _entries(where, config, "gemms", "gemm"):
+        yield from _entries(where, gemms, "tensors", "tensor")
 
 
 def _layers(name: str, config: Any) -> list[str]:

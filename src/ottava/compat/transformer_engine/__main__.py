@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 import torch
 
 from ottava.compat.on_cpu import SENTENCE, missing, on_cpu
-from ottava.compat.transformer_engine.pytorch.refused import NAMES, absent
+from ottava.compat.transformer_engine.pytorch.refused import BELOW, DEBUG, NAMES, absent
 
+_TOOL = "nvdlfw_inspect"
 _THEIRS, _OURS = "transformer_engine", "ottava.compat.transformer_engine"
 
 
@@ -44,7 +45,8 @@ class StandIn(MetaPathFinder, Loader):
             raise ModuleNotFoundError(f"{fullname} is not in ottava, only transformer_engine.pytorch", name=fullname)
         if top == _THEIRS and below.rpartition(".")[2].lstrip("_")[:1].isupper():
             return None  # `from module import Class`: a class that ottava lacks is no module
-        return ModuleSpec(fullname, self, is_package=True) if top == _THEIRS else None
+        # their debug tool would find no layer of theirs, and record nothing
+        return ModuleSpec(fullname, self, is_package=True) if top in (_THEIRS, _TOOL) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """A module with the names of ottava's module at the same path."""
@@ -60,8 +62,10 @@ class StandIn(MetaPathFinder, Loader):
         below = spec.name.removeprefix(f"{_THEIRS}.pytorch.").split(".")[0]
 
         def find(name: str) -> Any:
-            if below in NAMES and not name.startswith("__"):
-                return absent(f"{below}.{name}", NAMES[below])  # te.ops.Linear is not te.Linear
+            if spec.name.startswith((f"{_THEIRS}.debug", _TOOL)) and not name.startswith("__"):
+                return absent(f"{spec.name}.{name}", DEBUG)
+            if (below in NAMES or below in BELOW) and name not in names.BELOW["module"] and not name.startswith("__"):
+                return absent(f"{below}.{name}", NAMES.get(below) or BELOW[below])  # te.ops.Linear is not te.Linear
             with contextlib.suppress(AttributeError):
                 return getattr(real, name)
             return getattr(names, name)  # theirs lies in one module, ours in another one

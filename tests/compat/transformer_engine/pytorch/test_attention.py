@@ -181,7 +181,7 @@ def test_parameters_have_their_names_and_pieces() -> None:
 
 def test_orders_that_ottava_does_not_have_are_refused() -> None:
     for changes, words in (
-        ({"return_bias": True}, "return_bias=True is not in ottava"),
+        ({"return_layernorm_output": True}, "return_layernorm_output=True is not in ottava"),
         ({"tp_size": 2}, "2 ranks with set_parallel_mode=False are not in ottava"),
     ):
         with pytest.raises(NotImplementedError, match=words):

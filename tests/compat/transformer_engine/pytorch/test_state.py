@@ -204,8 +204,10 @@ def test_what_is_written_is_what_their_loader_unpickles(monkeypatch: pytest.Monk
     }
     state = pickle.loads(data)  # written above
     settings = {"margin": 1, "amax_history_len": 4, "amax_compute_algo": "max", "fp8_format": Theirs.HYBRID}
-    assert vars(state.pop("recipe")) == {"reduce_amax": True, **settings}
-    assert state["extra_fp8_variables"] == {"num_gemms": 2, "fp8_checkpoint": True}
+    others = {"scaling_factor_compute_algo": None, "fp8_dpa": False, "fp8_mha": False, "backward_override": None}
+    assert vars(state.pop("recipe")) == {"reduce_amax": True, **settings, **others}
+    maxima = {"fp8_max_fwd": 448.0, "fp8_max_bwd": 57344.0}
+    assert state["extra_fp8_variables"] == {"num_gemms": 2, "fp8_checkpoint": True, **maxima}
     for gemm, layer in enumerate((mlp.fc1.quantizers, mlp.fc2.quantizers)):
         for key, column, door in (
             ("fwd", 3 * gemm, layer.input),
@@ -222,3 +224,47 @@ def test_what_is_written_is_what_their_loader_unpickles(monkeypatch: pytest.Monk
     found = read_scaling_state(tmp_path / "te.pt")
     assert (found.source, found.problems, len(found.rows)) == ("transformer_engine", [], 6)
     assert all(row.follows.endswith("max, margin 1") or row.follows == "an older amax" for row in found.rows)
+
+
+def test_parts_have_their_names() -> None:
+    """Submodules, rows of a fused parameter, assignment, and attributes that only their code needs."""
+    layer = te.TransformerLayer(32, 64, 4, num_gqa_groups=2, fuse_qkv_params=True)
+    assert layer.self_attention.layernorm_qkv.weight is layer.attention.qkv.weight
+    assert layer.self_attention.proj.bias is layer.attention.out.bias
+    assert layer.layernorm_mlp.fc2_weight is layer.mlp.fc2.weight
+    assert layer.self_attention.core_attention.layout == "sbhd"
+    split = te.TransformerLayer(32, 64, 4, num_gqa_groups=2)
+    rows = split.self_attention.layernorm_qkv
+    assert [tuple(getattr(rows, f"{name}_weight").shape) for name in ("query", "key", "value")] == [
+        (32, 32), (16, 32), (16, 32),
+    ]  # fmt: skip
+    assert torch.equal(torch.cat((rows.query_weight, rows.key_weight, rows.value_weight)), split.attention.qkv.weight)
+    grouped = te.GroupedLinear(3, 16, 8)
+    assert torch.equal(grouped.weight1, grouped.weight[1])
+    linear, new = te.LayerNormLinear(16, 8), nn.Parameter(torch.full((16,), 2.0))
+    linear.layer_norm_weight = new
+    assert linear.norm.weight is new
+    with pytest.raises(AttributeError, match=r"Linear\.fp8_meta is not in ottava: histories and scales are buffers"):
+        te.Linear(16, 8).fp8_meta  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'nobody'"):
+        te.Linear(16, 8).nobody  # noqa: B018
+
+
+def test_parameters_have_their_order() -> None:
+    """By it optimizers number them: the norm in front of a linear layer comes first."""
+    linear, mlp = te.LayerNormLinear(16, 8), te.LayerNormMLP(16, 32)
+    assert [name for name, _ in linear.named_parameters()] == ["norm.weight", "norm.bias", "weight", "bias"]
+    assert [name for name, _ in nn.Sequential(mlp).named_parameters()] == [
+        f"0.{name}" for name in ("fc1.norm.weight", "fc1.norm.bias", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+    ]
+
+
+def test_values_are_filled_in_again() -> None:
+    layer = te.LayerNormMLP(16, 32, init_method=nn.init.ones_, device="meta")
+    layer.reset_parameters(defer_init=True)
+    assert layer.fc1.weight.is_meta
+    layer.reset_parameters()
+    assert bool((layer.fc1_weight == 1).all())
+    assert bool((layer.layer_norm_weight == 1).all())
+    assert not layer.fc1_bias.any()
+    assert 0.015 < float(layer.fc2_weight.detach().std()) < 0.03

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ottava.compat.transformer_engine.common.recipe import QuantizerRole
-from ottava.compat.transformer_engine.pytorch import fp8, optimizers
+from ottava.compat.transformer_engine.pytorch import fp8, optimizers, refused
 from ottava.compat.transformer_engine.pytorch.attention import (
     DotProductAttention,
     InferenceParams,
@@ -154,7 +154,12 @@ BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gradients": ("get_dummy_wgrad",),
         "moe": ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"),
         "state": ("TransformerEngineBaseModule",),
-        "quantization": ("FP8GlobalStateManager", "get_align_size_for_quantization", "get_default_fp8_recipe"),
+        "module": (*("L2Normalization", "get_default_init_method", "init_method_normal", "scaled_init_method_normal"),),
+        "quantization": (
+            *("FP8GlobalStateManager", "get_align_size_for_quantization", "get_default_fp8_recipe"),
+            *("UNSAFE_PICKLE_EXTRA_STATE_ENV", "is_non_tn_fp8_gemm_supported", "round_up_to_nearest_multiple"),
+            "should_load_extra_state_pickle",
+        ),
         "quantizers": (
             *("TE_DType", "TE_DType_To_Torch", "current_scaling_factory", "delayed_scaling_factory"),
             *("float8_block_scaling_factory", "high_precision_factory", "mxfp8_factory", "nvfp4_factory"),
@@ -167,7 +172,7 @@ BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def __getattr__(name: str) -> Any:
-    if name in NAMES:
+    if name in NAMES or name in refused.BELOW:
         return absent(name)
     for module, names in BELOW.items():
         if name in names:

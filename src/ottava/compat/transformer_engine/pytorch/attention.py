@@ -461,6 +461,7 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
+        return_bias: bool = False,
         init_method: Init | None = None,
         output_layer_init_method: Init | None = None,
         params_dtype: torch.dtype | None = None,
@@ -501,6 +502,7 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
             self.starts(partial(started, self, init_method, output_layer_init_method))
         self.uses_their_keys(*attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))
         self.names_layers(others.get("name"))
+        self.out.returns_bias = self.returns_bias = return_bias
         self.share(shards)
         self.gives(extras)
 
@@ -511,8 +513,8 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         encoder_output: Tensor | None = None,
         attn_mask_type: str | None = None,
         **call: Any,
-    ) -> Tensor:
-        """hidden_states -> the output of attention, in the same shape.
+    ) -> Any:
+        """hidden_states -> the output of attention, in the same shape; with return_bias, a tuple with the bias.
 
         Args:
             attn_mask_type: a type with the same mask as the layer's.
@@ -525,7 +527,8 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
             "MultiheadAttention", self, hidden_states, kind, attention_mask, keys,
             rotary_interleaved=self.rotary_pos_interleaved, layer_number=self.layer_number, **call,
         )  # fmt: skip
-        return super().forward(hidden_states, encoder_output, **options)
+        y = super().forward(hidden_states, encoder_output, **options)
+        return (y, None if self.out.bias is None else self.out.bias.to(y.dtype)) if self.returns_bias else y
 
 
 def heads_of(shards: Shards, hidden: int, heads: int, groups: int | None, head_dim: int | None) -> dict[str, Any]:

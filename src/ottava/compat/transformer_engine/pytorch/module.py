@@ -5,6 +5,7 @@ Outside an `autocast` they run in high precision, as in TransformerEngine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, ma
 from ottava.engine.functional import quantized_layers
 from ottava.nn.activations import Activation, clamped_swiglu, get_activation
 from ottava.nn.layer import autocast_dtype
-from ottava.nn.norms import NormName, make_norm
+from ottava.nn.norms import NormName
 
 Init = Callable[[Tensor], Any]
 _STD = 0.023  # standard deviation of TransformerEngine's initial weights
@@ -74,6 +75,21 @@ def started(module: nn.Module, init_method: Init | None, output_layer_init_metho
             start(layer.weight, layer.bias, output_layer_init_method if last else init_method)
 
 
+def init_method_normal(sigma: float) -> Init:
+    """Fills a tensor with normal numbers of this standard deviation."""
+    return partial(nn.init.normal_, std=sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int) -> Init:
+    """The same with sigma / sqrt(2 * num_layers), for the layers in front of a residual sum."""
+    return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
+
+
+def get_default_init_method() -> Init:
+    """What fills weights by default."""
+    return init_method_normal(_STD)
+
+
 class L2Normalization(nn.Module):
     """x / sqrt(sum(x**2) + eps) over the last dimension, in FP32 and rounded once.
 
@@ -103,10 +119,11 @@ def norm_heads(
     if kind is None or module is None:
         return
     if kind == "L2Normalization":
-        module.q_norm, module.k_norm = L2Normalization(eps), L2Normalization(eps)
+        module.q_norm = module.k_norm = L2Normalization(eps)
         return
+    made: Any = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[norm_name(where, kind)]
     for name in ("q_norm", "k_norm"):
-        setattr(module, name, make_norm(norm_name(where, kind), module.head_dim, eps=eps, **settings))
+        setattr(module, name, made(module.head_dim, eps, **settings))
 
 
 def in_amp(x: Tensor) -> Tensor:
@@ -307,6 +324,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
 
     Args:
         activation: gelu (the tanh formula), geglu, relu, reglu, srelu, silu, swiglu, qgelu, qgeglu, clamped_swiglu.
+        return_bias: return (y, bias of fc2), and do not add it.
         checkpoint: save nothing for the activation's backward, and compute it again.
         set_parallel_mode: this rank holds ffn_hidden_size / tp_size features between the linears.
 
@@ -328,6 +346,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
         activation_params: Mapping[str, Any] | None = None,
         zero_centered_gamma: bool = False,
         checkpoint: bool = False,
+        return_bias: bool = False,
         init_method: Init | None = None,
         output_layer_init_method: Init | None = None,
         params_dtype: torch.dtype | None = None,
@@ -354,6 +373,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
             device=device_for(device),
             dtype=params_dtype,
         )
+        self.fc2.returns_bias = self.returns_bias = return_bias
         with extras.initial():
             self.starts(partial(started, self, init_method, output_layer_init_method))
         self.uses_their_keys(mlp_keys(), {"": ("fc1", "fc2")})
@@ -361,10 +381,11 @@ class LayerNormMLP(Sharded, ours.NormMLP):
         self.share(shards)
         self.gives(extras)
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """(..., hidden_size) -> (..., hidden_size)."""
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """(..., hidden_size) -> (..., hidden_size); with return_bias, a tuple with the bias, which is not added."""
         self.begins(is_first_microbatch)
-        return super().forward(in_amp(inp))
+        y = super().forward(in_amp(inp))
+        return (y, _returned(self.fc2.bias, y)) if self.returns_bias else y
 
 
 class GroupedLinear(TEState, WeightGradients, ours.GroupedLinear):

@@ -7,6 +7,8 @@ histories of TransformerEngine count micro-batches, and its recomputation needs 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from ottava.base.errors import need
 from ottava.compat.transformer_engine.common.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, Recipe
 from ottava.engine.autocast import AMBIENT, Autocast
 from ottava.engine.autocast import autocast as our_autocast
+from ottava.interop.contents import StateFileError, read_extra_state
 from ottava.nn.convert import model_init
 
 _HIGH_PRECISION = "bf16"
@@ -156,6 +159,53 @@ class FP8GlobalStateManager:
         return True, ""
 
     is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_fp8_available
+
+
+_STATELESS = ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
+UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+
+
+def should_load_extra_state_pickle(data: bytes, context: str) -> bool:
+    """Whether the pickle of an `_extra_state` holds histories that a caller may load; it is not executed to see.
+
+    ottava's modules need no leave: they read such bytes without executing them.
+
+    Args:
+        data: the bytes.  context: what they are of, for the error.
+    Raises:
+        RuntimeError: the pickle holds histories, or anything but plain values and recipes, and the variable
+            NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE, by which TransformerEngine executes it, is not 1.
+    """
+    if not data:
+        return False
+    with contextlib.suppress(StateFileError):
+        state = read_extra_state(context, "_extra_state", torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        recipe = state.get("recipe") if isinstance(state, dict) else None
+        known = getattr(recipe, "qualified_name", "").rpartition(".")[2] in _STATELESS
+        plain = state is None or (isinstance(state, dict) and state.keys() <= {"recipe", "extra_fp8_variables"})
+        if plain and (recipe is None or known):
+            return False
+    if os.environ.get(UNSAFE_PICKLE_EXTRA_STATE_ENV) == "1":
+        return True
+    raise RuntimeError(
+        f"{context}: got a pickled _extra_state with histories or unknown objects, and {UNSAFE_PICKLE_EXTRA_STATE_ENV} "
+        "is not 1. Give it to a module's load_state_dict: ottava reads it without executing it"
+    )
+
+
+def is_non_tn_fp8_gemm_supported() -> bool:
+    """False: the GEMMs of ottava sum over the last dimension of both operands."""
+    return False
+
+
+def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
+    """The least multiple that is not smaller.
+
+    Example:
+        >>> round_up_to_nearest_multiple(33, 16)
+        48
+    """
+    return -(-value // multiple) * multiple
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:

@@ -18,6 +18,12 @@ _TENSORS = "ottava.quantize(x, spec) gives codes and scale_inv as plain tensors"
 _CASTS = "a cell of a recipe, an ottava.QuantizationSpec, sets the cast of a tensor"
 _USERBUFFERS = "collectives are torch.distributed's own; leave it out"
 _OFFLOAD = "torch.autograd.graph.save_on_cpu() moves saved tensors"
+_STATES = "recipe.ottava.cells(tensor) shows the casts of a recipe, and layer.last_call the recipe of a forward"
+_FOREACH = "torch's own torch._foreach functions, or torch.nn.utils.clip_grad_norm_"
+DEBUG = (
+    "ottava.watch(model, config='their.yaml') reads the same file and acts by it; `ottava watch` does so in a script"
+)
+"""Instead of TransformerEngine's debug tool."""
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -48,6 +54,23 @@ NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Name in transformer_engine.pytorch -> what to use."""
+
+BELOW: Mapping[str, str] = MappingProxyType(
+    {
+        "CustomRecipeState": _STATES,
+        "DelayedScalingRecipeState": _STATES,
+        "Float8BlockScalingRecipeState": _STATES,
+        "Float8CurrentScalingRecipeState": _STATES,
+        "GroupedTensor": "GroupedLinear keeps the weights of its groups as one tensor, .weight",
+        "MXFP8BlockScalingRecipeState": _STATES,
+        "MultiTensorApply": _FOREACH,
+        "NVFP4BlockScalingRecipeState": _STATES,
+        "RecipeState": _STATES,
+        "distributed_weight": "torch's fully_shard gathers weights, also those of ottava",
+        "general_grouped_gemm": "GroupedLinear multiplies its groups; general_gemm multiplies two tensors",
+    }
+)
+"""Names and modules below that interface, which scripts have used, too -> what to use."""
 
 _SHARES = "Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention and TransformerLayer can be split"
 _UB = "ottava does not overlap communication by user buffers"
@@ -102,7 +125,10 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "enc_dec_window_size": ((None, (-1, -1)), "cross attention has no window"),
         "window_size": ((None,), "give it to the constructor"),
         "attention_type": (("self", "cross"), "there are only these two"),
-        "return_bias": ((False,), "the layer always adds the bias"),
+        "return_bias": (
+            (False,),
+            "the layer always adds the bias; linear layers and MultiheadAttention return it",
+        ),
         "return_layernorm_output": ((False,), "use a separate norm to get the normed rows"),
         "return_max_logit": ((False,), "DotProductAttention takes it"),
         "num_splits": ((1,), "torch's kernels choose the splits"),
@@ -219,3 +245,4 @@ class Absent(type):
 def absent(name: str, advice: str = "") -> Any:
     """The stand-in for a name of `NAMES`, or for another one with this advice."""
     return Absent(name, (), {"advice": advice or NAMES[name], "is_module": name.islower() and "." not in name})
+    return Absent(name, (), {"advice": advice or NAMES.get(name) or BELOW[name]})

@@ -11,7 +11,8 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +28,8 @@ from ottava.numerics.formats import E4M3
 _SLOTS = MappingProxyType({"fwd": ("input", "weight", "output"), "bwd": ("grad_output", "grad_input")})
 _STATE = "_extra_state"
 _THEIR_RECIPES = b"ctransformer_engine.common.recipe\n"
+_RECIPE_FIELDS = tuple(one.name for one in fields(DelayedScaling) if one.name != "override_linear_precision")
+"""Those of TransformerEngine 2.20, in our order."""
 _FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
 
 Parts = str | Sequence[tuple[str, int]]
@@ -64,7 +67,7 @@ class Place:
     """
 
     def __init__(self, module: TEState, path: str) -> None:
-        self.__dict__ |= {"_module": module, "_path": path}
+        self.__dict__.update(_module=module, _path=path)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -170,6 +173,19 @@ class TEState(nn.Module):
         same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*below, strict=False))
         return ".".join(parts[0] for parts in same)
 
+    def named_modules(  # type: ignore[override]  # torch types the memo as a set of modules
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As torch's, but a norm in front of a linear layer comes before it: so parameters have TransformerEngine's
+        order, by which optimizers number them."""
+        found = list(super().named_modules(memo, prefix, remove_duplicate))
+        for place, (name, module) in enumerate(found):
+            if name.endswith("norm") and isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                layer = [other for other, _ in found[:place]].index(name.rpartition(".")[0])
+                if isinstance(found[layer][1], QuantizedLayer):
+                    found.insert(layer, found.pop(place))
+        yield from found
+
     def names_layers(self, name: Any) -> None:
         """Gives the layers the names by which a CustomRecipe asks for their quantizers; None: they have none."""
         for theirs, paths in self._states.items() if name else ():
@@ -249,7 +265,10 @@ class TEState(nn.Module):
                 history[0, column] = door.staged[0]  # TransformerEngine's staging slot
                 scale[column] = door.scale if bool(door.scale) else 1.0  # where TransformerEngine's scales start
             state |= {f"scale_{direction}": scale, f"amax_history_{direction}": history}
-        state["extra_fp8_variables"] = {"num_gemms": len(parts), "fp8_checkpoint": True}
+        highest = {
+            f"fp8_max_{direction}": float(getattr(recipe.fp8_format.value, f"max_{direction}")) for direction in _SLOTS
+        }
+        state["extra_fp8_variables"] = {"fp8_checkpoint": True, "num_gemms": len(parts), **highest}
         stream = io.BytesIO()
         _TheirPickler(stream, protocol=3).dump(state)  # the last protocol that writes a module's name as a line
         data = stream.getvalue().replace(f"c{DelayedScaling.__module__}\n".encode(), _THEIR_RECIPES)
@@ -262,8 +281,8 @@ class _TheirPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Format):
             return Format, (tuple(value.value),)
-        if isinstance(value, DelayedScaling):  # other fields keep their defaults
-            return DelayedScaling, (), {name: getattr(value, name) for name in (*_FIELDS, "fp8_format")}
+        if isinstance(value, DelayedScaling):
+            return DelayedScaling, (), {name: getattr(value, name) for name in _RECIPE_FIELDS}
         return NotImplemented
 
 
