@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
-from ottava.compat.transformer_engine.pytorch.refused import ARGUMENTS, ENVIRONMENT, NAMES
+from ottava.compat.transformer_engine.pytorch.refused import ARGUMENTS, BELOW, ENVIRONMENT, NAMES
 
 _TESTS = "tests/compat/transformer_engine"
 OURS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -56,10 +58,74 @@ OURS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "common/test_recipe.py",
         ),
         "recipe.Format, MMParams, QParams": ("ottava.E4M3, E5M2, E2M1; GemmRecipe.fast_accum", "common/test_recipe.py"),
-        "recipe.CustomRecipe": ("ottava.Recipe is a table of cells; not by this name", "common/test_recipe.py"),
+        "recipe.CustomRecipe, QuantizerRole": (
+            "ottava.Recipe is a table of cells; the factory fills it, by a layer's name where it has one",
+            "pytorch/test_quantizers.py",
+        ),
+        "DType": ("torch's dtypes, and ottava.E4M3, E5M2, E2M1", "pytorch/test_quantizers.py"),
+        "Quantizer, Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer, "
+        "NVFP4Quantizer, IdentityQuantizer, HybridQuantizer, QuantizerRequest, DelayedScalingRequest": (
+            "ottava.QuantizationSpec: the cells of x and of x.T",
+            "pytorch/test_quantizers.py",
+        ),
+        "QuantizedTensor, Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, NVFP4Tensor, IdentityTensor, "
+        "HybridQuantizedTensor": ("what ottava.quantize gives, as a tensor that decodes", "pytorch/test_quantizers.py"),
+        "apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb": ("ottava.nn.rope.rotate", "pytorch/test_rope.py"),
+        "general_gemm": ("ottava's GEMM, of the two casts that the layout needs", "pytorch/test_quantizers.py"),
+        "fp8": ("its contexts under their old path", "pytorch/test_quantization.py"),
     }
 )
 """Name in TransformerEngine -> what it is here, and the test that shows it."""
+
+
+_RECIPES, _STATE = f"{_TESTS}/common/test_recipe.py", f"{_TESTS}/pytorch/test_state.py"
+COMPARED: tuple[tuple[str, str, str, str], ...] = (
+    ("an unknown field of a recipe", "accepted, and ignored", "TypeError with the nearest field", _RECIPES),
+    (
+        "`Float8CurrentScaling(fp8_quant_fwd_inp=...)`",
+        "accepted; the default stays",
+        "honoured, and checked; it can be assigned",
+        _RECIPES,
+    ),
+    (
+        "`Float8CurrentScaling(use_power_2_scales=True)`",
+        "the three QParams keep the value of the environment variable",
+        "sets all three",
+        _RECIPES,
+    ),
+    (
+        "`amax_compute_algo` as a function",
+        "honoured; two recipes that differ in it alone share one state",
+        "honoured, on their layout of the history",
+        _RECIPES,
+    ),
+    (
+        "`CustomRecipe`, `HybridQuantizer`",
+        "yes",
+        "yes, as cells; `rowwise_dequantized` is refused",
+        f"{_TESTS}/pytorch/test_quantizers.py",
+    ),
+    ("`backward_override`", "high_precision, dequantized", "high_precision; dequantized is refused", _RECIPES),
+    ("NVFP4 with a scale for each row", "yes", "refused", _RECIPES),
+    ("NVFP4's four over six, by MAE and MSE", "yes", "yes, the same codes", _RECIPES),
+    ("FP8 attention", "by cuDNN, under three recipes", "emulated, under current scaling", _RECIPES),
+    (
+        "histories in a checkpoint",
+        "a pickle, executed behind an environment variable",
+        "read without executing it; written with every field",
+        _STATE,
+    ),
+    ("parameters by their names and in their order", "yes", "yes; q, k and v of one layer are views", _STATE),
+    ("a machine without CUDA", "cannot be imported", "the same casts", "tests/compat/test_on_cpu.py"),
+    ("the `ops` interface", "yes", "refused", f"{_TESTS}/pytorch/test_refused.py"),
+    (
+        "configuration of the debug tool",
+        "an unknown feature ends the run",
+        "read and acted upon; an unknown name is a note",
+        "tests/interop/test_te_config.py",
+    ),
+)
+"""A point, what it is in each, and the test that shows ours."""
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -77,9 +143,39 @@ def names() -> str:
 def refused() -> str:
     """What can be imported and is refused when used."""
     by_advice: dict[str, list[str]] = {}
-    for name, advice in NAMES.items():
+    for name, advice in (*NAMES.items(), *BELOW.items()):
         by_advice.setdefault(advice, []).append(f"`{name}`")
     return table(("not here", "instead"), ((", ".join(of), advice) for advice, of in by_advice.items()))
+
+
+def counted() -> str:
+    """TransformerEngine's own tests through our names: the first table of benchmarks/te_tests.py, and the last."""
+    tables = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "te_tests.json").read_text())
+    rows = []
+    for one in (tables[0], tables[-1]):
+        counts = tuple(
+            str(one[name]) for name in ("ran", "skipped", "cuda", "limit", "passed", "refused", "internal", "ours")
+        )
+        rows.append((one["title"].partition(":")[0], *counts, f"{100 * one['share']:.0f} %"))
+    head = (
+        "table",
+        "ran",
+        "skipped",
+        "CUDA's",
+        "limit",
+        "passed",
+        "refused",
+        "internal",
+        "ours",
+        "passed of the last four",
+    )
+    return table(head, rows)
+
+
+def compared() -> str:
+    """Where the two differ, TransformerEngine 2.20.0.dev0 as of 2026-08-22."""
+    rows = ((point, theirs, ours, f"`{test}`") for point, theirs, ours, test in COMPARED)
+    return table(("point", "TransformerEngine 2.20", "ottava", "shown by"), rows)
 
 
 def arguments() -> str:
@@ -101,4 +197,4 @@ def environment() -> str:
 
 
 if __name__ == "__main__":
-    print("\n\n".join((names(), refused(), arguments(), environment())))
+    print("\n\n".join((counted(), compared(), names(), refused(), arguments(), environment())))

@@ -31,7 +31,8 @@ from ottava.ops import dispatch
 from ottava.recipe import Recipe
 from published import hold
 from sweep import AXES, PAIRS
-from witnesses import GFLOAT, ML_DTYPES
+from witnesses import ML_DTYPES
+from witnesses import gfloat_info as witness_of_gfloat
 
 pytest_plugins = ["cost"]
 # A busy machine makes no example wrong, and two runs of one commit try the same examples.
@@ -61,6 +62,16 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # else Triton's bindings report leaks at the exit
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """A machine with a GPU may lack these packages: `-m gpu` leaves out the files that need one, and says so."""
+    report: Any = yield
+    lacks = [name for name in ("gfloat", "pyarrow", "pydantic") if f"No module named '{name}" in str(report.longrepr)]
+    if lacks and report.failed and collector.config.getoption("markexpr") == "gpu":
+        report.outcome, report.longrepr = "skipped", (str(collector.path), None, f"Skipped: needs {lacks[0]}")
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -130,7 +141,7 @@ def ml_dtypes_type(fmt: Format) -> Any:
 @pytest.fixture
 def gfloat_info(fmt: Format) -> Any:
     """The same format in gfloat: the second witness."""
-    return GFLOAT[fmt.name]
+    return witness_of_gfloat(fmt.name)
 
 
 @pytest.fixture(params=AXES["recipe"], ids=lambda recipe: recipe.name)

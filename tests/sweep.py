@@ -26,7 +26,7 @@ from ottava.numerics.formats import E4M3, FORMATS
 from ottava.numerics.scaling import Granularity, ScaleFormat
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES
-from witnesses import GFLOAT, ML_DTYPES
+from witnesses import ML_DTYPES, gfloat_info
 
 EMPTY = ((0, 5, 16), (5, 0, 16), (5, 3, 0), (0, 0, 0))
 
@@ -73,7 +73,7 @@ AXES: Mapping[str, Sequence[Any]] = {
 DERIVED: Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     "matrix": (("layout", "dtype"), lambda layout, dtype: layout(dtype)),
     "ml_dtypes_type": (("fmt",), lambda fmt: ML_DTYPES[fmt.name]),
-    "gfloat_info": (("fmt",), lambda fmt: GFLOAT[fmt.name]),
+    "gfloat_info": (("fmt",), lambda fmt: gfloat_info(fmt.name)),
 }
 """What is made of the values of some axes."""
 

@@ -44,6 +44,7 @@ PURE_CALLS = frozenset(
 
 READS_ENVIRONMENT = {
     "ottava.compat.transformer_engine.pytorch": "to warn of variables that TransformerEngine would obey",
+    "ottava.compat.transformer_engine.pytorch.quantization": "whether TransformerEngine would execute a pickle",
     "ottava.watching.session": "RANK and WORLD_SIZE: a watch may begin before torch.distributed does",
     "ottava.kernels.native.build": "CXX, and whether and where libraries are built: kernels have no entry point",
 }
@@ -52,6 +53,7 @@ READS_ENVIRONMENT = {
 NO_MIRROR = {
     "ottava.debug": "a table of public names, tested with that of `ottava` in base/test_first_use.py",
     "ottava.compat.transformer_engine.pytorch.fp8": "other names of what `quantization` has, tested there",
+    "ottava.compat.transformer_engine.pytorch.tensors": "what `quantizers` makes, tested there",
     "ottava.doors.megatron": "the linears of `megatron`, tested there; both wait for Megatron Core",
     "ottava.__main__": "three lines, run by every test of the command line",
 }

@@ -21,6 +21,7 @@ import pytest
 
 import ottava
 from ottava.cli.app import main
+from ottava.measure.statistics import STATISTICS
 from ottava.recipe import GEMMS, RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -157,6 +158,20 @@ def test_recipe_table_is_the_registry(page: str) -> None:
     cells = {name: tuple(str(getattr(recipe, gemm)) for gemm in GEMMS) for name, recipe in RECIPES.items()}
     assert {name: tuple(shown) for name, *shown in rows} == cells
     assert [name for name, *_ in rows] == list(RECIPES)
+
+
+@pytest.mark.parametrize("page", ["docs/debugging.md", "docs/debugging.zh-CN.md"])
+def test_the_table_of_statistics_is_the_registry(page: str) -> None:
+    """Every statistic has its row, in the registry's order; in English with its own words."""
+    text = (
+        (ROOT / page)
+        .read_text(encoding="utf-8")
+        .partition("Unit | Trouble when" if "zh" not in page else "单位 | 异常方向")[2]
+    )
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| .*? \| (.+?) \|$", text.partition("\n\n")[0], re.MULTILINE)
+    assert [name for name, _ in rows] == list(STATISTICS)
+    if "zh" not in page:
+        assert [words.replace("\\|", "|") for _, words in rows] == [one.meaning for one in STATISTICS.values()]
 
 
 def test_shown_tests_exist() -> None:

@@ -43,7 +43,8 @@ def test_the_figures_keep_their_limits(capsys: pytest.CaptureFixture[str]) -> No
     assert found.keys() == house.LIMITS.keys()
     for name, value in found.items():
         sign = -1 if name.startswith("comments") else 1
-        assert sign * value <= sign * house.LIMITS[name][0], f"{name}: {value}"
+        moved = "remove something of the same size, or move the limit in docs/house.py and say why in the commit"
+        assert sign * value <= sign * house.LIMITS[name][0], f"{name}: {value}, limit {house.LIMITS[name][0]}; {moved}"
     house.main("--figures")
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["files", f"{found['files']:,}", f"{house.LIMITS['files'][0]:,}", f"{house.LIMITS['files'][1]:,}"] in printed

@@ -6,9 +6,11 @@ import importlib.util
 import inspect
 import itertools
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -151,3 +153,31 @@ def test_rooms_name_tests_that_exist_and_say_why_a_mutant_does_not_count() -> No
         assert (HERE.parent / "src" / "ottava" / f"{name}.py").exists()
         assert all((HERE.parent / test).exists() for test in room["tests"])
         assert all(set(entry) == {"before", "after", "why"} and entry["why"] for entry in room.get("equivalent", ()))
+
+
+WITHOUT = """
+import sys, importlib.machinery as machinery, pytest
+find = machinery.PathFinder.find_spec.__func__
+lacks = ("gfloat", "pyarrow", "pydantic", "pydantic_core")
+machinery.PathFinder.find_spec = classmethod(
+    lambda cls, name, *more: None if name.split(".")[0] in lacks else find(cls, name, *more)
+)
+sys.exit(pytest.main(["--collect-only", "-n0", "-p", "no:cacheprovider", "-rs", "-m", *sys.argv[1:]]))
+"""
+"""pytest where nobody finds these packages."""
+
+
+def test_tests_of_a_gpu_are_found_without_gfloat_pyarrow_and_pydantic() -> None:
+    """A lent machine has few packages. A file that needs one is named and left out; without `-m gpu` it is an error."""
+    files = ["kernels/test_scaled_mm.py", "nn/test_launches.py", "nn/test_graphed.py", "kernels/triton", "report"]
+    words = [sys.executable, "-c", WITHOUT]
+    end: dict[str, Any] = {"cwd": HERE, "capture_output": True, "text": True}
+    ran = subprocess.run([*words, "gpu", *files, "numerics/test_rounding.py", "watching/test_readback.py"], **end)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    marked = sum("::" in line for line in ran.stdout.splitlines())
+    assert marked > 50  # without a device some files mark none of their tests
+    for file, lacks in (("numerics/test_rounding.py", "gfloat"), ("watching/test_readback.py", "pyarrow")):
+        assert f"{file}: needs {lacks}" in ran.stdout
+    ran = subprocess.run([*words, "not gpu", "numerics/test_rounding.py"], **end)
+    assert ran.returncode == pytest.ExitCode.INTERRUPTED
+    assert "No module named 'gfloat'" in ran.stdout

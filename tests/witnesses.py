@@ -7,25 +7,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from gfloat import Domain, FormatInfo
-from gfloat import formats as gfloat_formats
-
-
-def _fnuz(precision: int, bias: int) -> FormatInfo:
-    """gfloat names no FNUZ format, but knows the rule: without a -0 its code is NaN."""
-    return FormatInfo(
-        "fnuz",
-        8,
-        precision,
-        bias=bias,
-        is_signed=True,
-        domain=Domain.Finite,
-        has_nz=False,
-        num_high_nans=0,
-        has_subnormals=True,
-        is_twos_complement=False,
-    )
-
 
 ML_DTYPES: Mapping[str, Any] = {
     "E4M3": ml_dtypes.float8_e4m3fn,
@@ -40,19 +21,22 @@ ML_DTYPES: Mapping[str, Any] = {
     "FP16": np.float16,
     "FP32": np.float32,
 }
-GFLOAT: Mapping[str, Any] = {
-    "E4M3": gfloat_formats.format_info_ocp_e4m3,
-    "E5M2": gfloat_formats.format_info_ocp_e5m2,
-    "E4M3FNUZ": _fnuz(4, 8),
-    "E5M2FNUZ": _fnuz(3, 16),
-    "E8M0": gfloat_formats.format_info_ocp_e8m0,
-    "E2M1": gfloat_formats.format_info_ocp_e2m1,
-    "E2M3": gfloat_formats.format_info_ocp_e2m3,
-    "E3M2": gfloat_formats.format_info_ocp_e3m2,
-    "BF16": gfloat_formats.format_info_bfloat16,
-    "FP16": gfloat_formats.format_info_binary16,
-    "FP32": gfloat_formats.format_info_binary32,
-}
+
+
+def gfloat_info(name: str) -> Any:
+    """What gfloat says of a format; imported here, as machines with a GPU may lack gfloat."""
+    import gfloat.formats
+
+    if name in _FNUZ:  # gfloat names no FNUZ format, but knows the rule: without a -0 its code is NaN
+        precision, bias = _FNUZ[name]
+        rules = {"has_nz": False, "num_high_nans": 0, "has_subnormals": True, "is_twos_complement": False}
+        return gfloat.FormatInfo("fnuz", 8, precision, bias=bias, is_signed=True, domain=gfloat.Domain.Finite, **rules)
+    return getattr(gfloat.formats, f"format_info_{_GFLOAT[name]}")
+
+
+_FNUZ = {"E4M3FNUZ": (4, 8), "E5M2FNUZ": (3, 16)}
+_GFLOAT = {"BF16": "bfloat16", "FP16": "binary16", "FP32": "binary32"}
+_GFLOAT |= {name: f"ocp_{name.lower()}" for name in ("E4M3", "E5M2", "E8M0", "E2M1", "E2M3", "E3M2")}
 
 
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:

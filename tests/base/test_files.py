@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from ottava.base.files import append, replacing
+from ottava.base.files import append, replacing, replacing_folder
 
 LIMITED = """
 import resource, sys
@@ -58,6 +63,28 @@ def test_what_ends_badly_replaces_nothing(tmp_path: Path) -> None:
         ends_badly()
     assert path.read_text() == "two"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files as Unix does")
+def test_a_disk_that_is_full_for_safetensors_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """safetensors raises an error of its own, whose text alone names the system's."""
+    import resource
+
+    def write(place: contextlib.AbstractContextManager[Path]) -> None:
+        with place as scratch:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+            save_file({"weight": torch.zeros(4096)}, scratch / "a" if scratch.is_dir() else scratch)
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for place in (replacing(tmp_path / "a.safetensors"), replacing_folder(tmp_path / "folder")):
+        try:
+            with pytest.raises(OSError, match="too large") as caught:
+                write(place)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert caught.value.errno == errno.EFBIG
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_stream_that_was_read_is_appended_to(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ottava.bench import method
-from ottava.bench.method import Run, WrongResultError, check, interleaved, race, rotating, step
+from ottava.bench.method import Run, WrongResultError, check, interleaved, race, rotating, seconds, step
 
 CPU = Run(torch.device("cpu"), smoke=False, rounds=3)
 
@@ -30,6 +31,48 @@ def test_contenders_take_turns_after_warming_up() -> None:
     times = race(CPU, {"a": lambda: ran.append("a"), "b": lambda: ran.append("b")})
     assert ran == ["a", "b"] * 13
     assert all(0 < one["p10"] <= one["median"] <= one["p90"] for one in times.values())
+
+
+def test_no_sample_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as long again as the host takes to issue the work, the device pauses before the first event."""
+    order: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+        def synchronize(self) -> None:
+            order.append("wait")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(cycles))
+    run = Run(torch.device("cuda"), smoke=False, rounds=3)
+    assert seconds(run, lambda: order.append("work"), 1e-3) == 2e-3
+    assert order == [3_000_000, "event", "work", "event", "wait"]
+    seconds(run, lambda: None, 100.0)
+    assert order[5] == 60_000_000  # 30 ms: one that waits for the device itself is not waited for in turn
+
+
+def test_one_that_fails_drops_out_of_a_race() -> None:
+    """In the warm-up or later; its error takes the place of its times."""
+    left = {"early": 1, "late": 12}
+
+    def fail(name: str) -> None:
+        left[name] -= 1
+        if left[name] == 0:
+            raise RuntimeError(f"{name} is out of memory")
+
+    times = race(CPU, {"early": lambda: fail("early"), "good": lambda: None, "late": lambda: fail("late")})
+    assert left == {"early": 0, "late": 0}
+    assert times["early"] == {"error": "RuntimeError: early is out of memory"}
+    assert times["late"] == {"error": "RuntimeError: late is out of memory"}
+    assert times["good"]["median"] > 0
 
 
 def test_buffers_rotate_beyond_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -121,3 +122,32 @@ def test_every_shell_completes_without_torch() -> None:
             assert expected in next(completions), shell
         assert f"_OTTAVA_COMPLETE=complete_{shell}" in script
         assert all(key in script for key in environment)
+
+
+def test_without_words_it_says_what_to_do_next_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command for each thing that lies there, the newest first; a FIFO does not stop it."""
+    monkeypatch.chdir(tmp_path)
+    assert ended() == 0
+    assert capsys.readouterr().out.rstrip().endswith("a small Llama in BF16 and FP8, in a minute or two")
+    there = ("runs/new one/watch.json", "runs/old/watch.json", "runs/t/receipt.json", "hf/config.json")
+    for age, name in enumerate(there):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("{}")
+        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "fit.py").write_text("import os\nimport torch\n")
+    (tmp_path / "other.py").write_text("torch = 1\n")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe.py")
+    assert ended() == 0
+    said = capsys.readouterr().out.partition("Next, in this folder:")[2].splitlines()
+    assert [line.strip() for line in said if "ottava " in line] == [
+        "ottava report 'runs/new one' --open",
+        "ottava diagnose 'runs/new one' --baseline runs/old",
+        "ottava export runs/t NEW_FOLDER",
+        "ottava inspect hf",
+        "ottava watch -- fit.py",
+        "ottava demo",
+    ]

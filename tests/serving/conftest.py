@@ -56,6 +56,7 @@ def plain(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Sou
     kind = {"moe": "qwen3_moe"}.get(family, family)
     config = {"model_type": kind, "vocab_size": vocabulary, "hidden_size": d, "num_hidden_layers": layers}
     config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": d // heads, "rms_norm_eps": 1e-6}
+    config |= {"intermediate_size": ffn, "moe_intermediate_size": ffn, "num_experts": 32}
     config |= {"rope_theta": 10_000.0, "tie_word_embeddings": family == "qwen3"}
     return Source(tuple(weights), config)
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ottava
-from ottava.numerics.formats import E4M3
 from ottava.serving.export import ExportError, export
 from ottava.serving.source import Source, Weight, of_model
 from ottava.weights.layouts import LAYOUTS
@@ -256,7 +255,7 @@ def test_transformers_reads_the_numbers_that_were_trained(family: str, tmp_path:
         ottava.convert(model, recipe)
         if family == "Qwen3Moe" and layout in UNREAD_EXPERTS:
             with pytest.raises(ExportError, match="transformers loads no experts"):
-                export(model, tmp_path / layout, layout=layout)
+                export(model, tmp_path / layout, layout=layout, recast=True)
             continue
         report = export(model, tmp_path / layout, layout=layout, recast=True)
         how = {}
@@ -279,4 +278,3 @@ def test_transformers_reads_the_numbers_that_were_trained(family: str, tmp_path:
         for one in report.linears:
             if ".experts." in one.name:
                 assert one.as_trained is not None, one.name
-    assert E4M3.max == 448

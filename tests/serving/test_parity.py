@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ottava
@@ -24,7 +25,7 @@ from ottava.recipe import GemmRecipe, Recipe
 from ottava.serving.causes import CAUSES, activation_cause, layer_set
 from ottava.serving.engines import Decision
 from ottava.serving.parity import Certificate, parity, place
-from ottava.serving.sides import Side, made_up, spec_of
+from ottava.serving.sides import Side, made_up, spec_of, under
 from ottava.serving.source import Source, Weight, of_model
 from ottava.weights.layouts import InputCast
 
@@ -360,7 +361,19 @@ def test_the_kl_finds_the_linear_that_hurts(pair: Callable[..., Any]) -> None:
     assert "on 32 tokens" in certificate.text
     moe = pair("moe", *BLOCKS)
     FAULTS["stale"].certificate(moe)
-    assert "qwen3_moe" in parity(moe.source, moe.folder, "vllm", text=made_up(256)).text
+    assert "experts.2.gate_proj" in parity(moe.source, moe.folder, "vllm", text=made_up(256)).text  # it has 2 of 32
+
+
+def test_a_bias_of_a_linear_counts(tmp_path: Path) -> None:
+    weights = [Weight("q.weight", torch.randn(128, 128).bfloat16(), True), Weight("q.bias", torch.ones(128).bfloat16())]
+    source = under(Source(tuple(weights), {}), ottava.RECIPES["blockwise_fp32"])
+    ottava.export(source, tmp_path / "a", layout="fp8-block")
+    assert parity(source, tmp_path / "a", "vllm").equal
+    tensors = load_file(tmp_path / "a/model.safetensors")
+    save_file({**tensors, "q.bias": tensors["q.bias"] * 2}, tmp_path / "a/model.safetensors")
+    found = parity(source, tmp_path / "a", "vllm").first
+    assert found is not None
+    assert (found.layer, found.cause) == ("q.bias", "plain")
 
 
 def test_a_model_brings_its_own_receipt(tmp_path: Path) -> None:

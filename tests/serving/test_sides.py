@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from ottava.base.untrusted import UntrustedError
 from ottava.numerics.scaling import PER_ROW
-from ottava.serving.sides import (
-    FAMILIES,
-    Model,
-    Side,
-    Text,
-    digest,
-    kl_alone,
-    logits,
-    made_up,
-    multiply,
-    served,
-    trained,
-)
-from ottava.train.config import ModelConfig
-from ottava.train.llama import as_llama
-from ottava.train.model import ByteTransformer
+from ottava.serving.sides import Side, digest, served
 from ottava.weights.layouts import InputCast, read_config
 
 
@@ -74,25 +57,9 @@ def test_damaged_folders_end_in_a_sentence(tmp_path: Path) -> None:
         served(tmp_path, "vllm")
 
 
-def test_logits_are_those_of_our_llama() -> None:
-    """In fp32, with weights that BF16 represents and inputs of linears that it does not: to BF16's rounding of them."""
-    config = ModelConfig(d_model=64, layers=2, heads=4, kv_heads=2, ffn=128)
-    torch.manual_seed(0)
-    model = ByteTransformer(config, 64).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16().float())
-    side = trained(as_llama(model, config, 64))
-    ids = made_up(256, 48).ids
-    with torch.no_grad():
-        wanted, got = model(ids[None])[0], logits(side, side.linears, ids)
-    assert (got - wanted).norm() / wanted.norm() < 2 * 15 * 2.0**-9  # fifteen linears deep, each rounds its input once
-    assert set(FAMILIES) >= {"llama"}
-
-
 def test_a_linear_multiplies_what_its_side_has() -> None:
     x, weight = torch.randn(5, 64), torch.randn(32, 64)
-    plain = multiply(x, Side(weight))
+    plain = Side(weight).rows(x) @ Side(weight).operand().t()
     assert torch.equal(plain, x.bfloat16().float() @ weight.bfloat16().float().t())
     from ottava import E4M3, QuantizationSpec, quantize
 
@@ -101,23 +68,4 @@ def test_a_linear_multiplies_what_its_side_has() -> None:
     for rounded in (True, False):
         side = Side(weight, cast, InputCast(PER_ROW, False, False, rounded=rounded))
         rows = quantize(x.bfloat16() if rounded else x, spec).dequantize(torch.float32)
-        assert torch.equal(multiply(x, side), rows @ cast.dequantize(torch.float32).t())
-
-
-def test_kl_of_one_linear(pair: Callable[..., Any]) -> None:
-    one = pair("qwen3", "blockwise_fp32", "compressed-tensors-block")
-    name = "model.layers.1.mlp.down_proj"
-    one.change({f"{name}.weight_scale": one.tensors[f"{name}.weight_scale"] * 2})
-    ours, theirs = trained(one.source), served(one.folder, "vllm")
-    text = made_up(256, 24)
-    kls, said = kl_alone(ours, theirs, [name], text)
-    with torch.no_grad():
-        p = F.softmax(logits(ours, ours.linears, text.ids), -1)
-        q = F.softmax(logits(ours, {**ours.linears, name: theirs.linears[name]}, text.ids), -1)
-    assert abs(kls[name] - float(F.kl_div(q.log(), p, reduction="batchmean"))) < 1e-5
-    assert "24 tokens" in said
-    other: Model = replace(ours, config={**ours.config, "model_type": "mamba"})
-    assert "'mamba' is none of" in kl_alone(other, theirs, [name], text)[1]
-    assert "beyond the vocabulary" in kl_alone(ours, theirs, [name], Text(torch.tensor([999]), ""))[1]
-    assert kl_alone(ours, theirs, [name], None) == ({}, "not measured")
-    assert torch.equal(made_up(50).ids, made_up(50).ids)
+        assert torch.equal(side.rows(x) @ side.operand().t(), rows @ cast.dequantize(torch.float32).t())

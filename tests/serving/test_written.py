@@ -55,7 +55,10 @@ def test_each_recipe_in_each_layout_is_as_trained_or_refused(tmp_path: Path) -> 
         wanted = {name: cast_of(getattr(model, name)) for name in ("up", "down")}
         spec = None if wanted["up"] is None else wanted["up"].spec
         holding = [name for name, form in LAYOUTS.items() if spec is not None and form.holds(spec)]
-        assert bool(holding) == (spec is not None), recipe.name
+        if spec is not None and not holding:  # an engine may come later; until then the export says so
+            with pytest.raises(ExportError, match="no layout holds that"):
+                export(model, tmp_path / recipe.name, config={})
+            continue
         for layout in (None, *LAYOUTS):
             folder = tmp_path / f"{recipe.name}-{layout}"
             if layout == "modelopt":

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from planted import FAULTS
 from processes import End, Moments, Process
 from works import Result, Work
 
@@ -182,6 +183,56 @@ def kill_rank(case: Case) -> str:
             break
     case.finish()
     return "resumed"
+
+
+def elastic(case: Case) -> str:
+    """`torchrun --max-restarts`, and SIGKILL of one of its workers after some steps: all start again and go on."""
+    log = (case.folder / "log-torchrun").open("wb")
+    words = ["--standalone", f"--nproc-per-node={case.work.ranks}", "--max-restarts=4"]
+    planted = next((str(number) for number, fault in enumerate(FAULTS) if fault.plant is case.work.plant), "none")
+    program = [str(Path(__file__).with_name("planted.py")), planted]  # it runs the words of `ottava`
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *words, *program, *case.work.words(case.folder)],
+        stdout=log,
+        stderr=log,
+        env={**os.environ, "PYTHONPATH": source},
+    )
+    metrics = case.folder / "run" / "metrics.jsonl"
+    steps = sorted(case.chance.sample(range(6), case.chance.randint(1, 2)))
+    for step in steps:
+        while agent.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < step):
+            time.sleep(0.005)
+        time.sleep(case.chance.uniform(0, 0.2))
+        workers = _children(agent.pid)
+        if agent.poll() is None and workers:
+            victim = case.chance.choice(workers)
+            case.notes.append(f"a worker killed after {step} steps")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+                case.kills += 1
+            while agent.poll() is None and victim in _children(agent.pid):
+                time.sleep(0.02)
+    code = agent.wait(ELASTIC_LIMIT)
+    log.close()
+    if code:
+        raise Lost(f"torchrun ends with {code}: {(case.folder / 'log-torchrun').read_text()[-1500:]}")
+    case.compare()
+    return "resumed"
+
+
+ELASTIC_LIMIT = 600.0
+
+
+def _children(parent: int) -> list[int]:
+    """Processes whose parent it is, those that have ended but are not waited for left out."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(ppid) == parent and state != "Z":
+                found.append(int(stat.parent.name))
+    return sorted(found)
 
 
 def terminate(case: Case) -> str:
@@ -412,6 +463,7 @@ def damage(case: Case) -> str:
 ATTACKS: Mapping[str, Callable[[Case], str]] = {
     "kill": kill,
     "kill a rank": kill_rank,
+    "torchrun": elastic,
     "SIGTERM": terminate,
     "two processes": two,
     "clock": clock,
@@ -427,7 +479,7 @@ WEIGHTS: Mapping[str, int] = {"kill": 12, "damage": 3}
 def fits(attack: str, work: Work) -> bool:
     """Whether an attack is for this work."""
     train = work.name.startswith("train")
-    if attack == "kill a rank":
+    if attack in ("kill a rank", "torchrun"):
         return work.ranks > 1
     if work.ranks > 1:
         return False

@@ -36,7 +36,7 @@ import torch
 import typer.main
 from attacks import ATTACKS, WEIGHTS, Case, Lost, Subject, fits, may_mount, together
 from planted import FAULTS
-from works import RANKS, STORES, TRAINED, Work, exporting, training, watching
+from works import RANKS, STORES, TRAINED, UNPLANTED, Work, exporting, training, watching
 
 import ottava
 from ottava.cli import app as commands
@@ -215,6 +215,7 @@ def prove(campaign: Campaign, only: str) -> int:
         for number in range(fault.tries):
             if campaign.attempt(fault.attack, number, fault) == "lost":
                 said = campaign.rows[fault.attack].lost[-1].replace("\n", " ")
+                assert UNPLANTED not in said, f"{fault.name}: {said}"
                 print(f"{fault.attack}: reported in case {number + 1}: {fault.name}: {said[:300]}", flush=True)
                 break
         else:

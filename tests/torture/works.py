@@ -100,9 +100,14 @@ class Work:
             if self.ranks > 1:
                 os.environ |= {"WORLD_SIZE": str(self.ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            for prepare in (self.plant, before):
-                if prepare is not None:
-                    prepare()
+            if self.plant is not None:
+                try:
+                    self.plant()
+                except Exception as error:
+                    print(f"{UNPLANTED}: {error!r}")
+                    raise
+            if before is not None:
+                before()
             commands.main(words)
 
         return Process(work, log, **options)
@@ -125,6 +130,9 @@ def _first(a: Any, b: Any) -> str:
         a, b = sorted(a.items(), key=str), sorted(b.items(), key=str)
     if isinstance(a, list) and isinstance(b, list):
         for i, (one, other) in enumerate(zip(a, b, strict=False)):
+            if one != other and isinstance(one, list | tuple | dict) and isinstance(other, list | tuple | dict):
+                parts = (part if isinstance(part, dict) else list(part) for part in (one, other))
+                return f"entry {i}: {_first(*parts)}"
             if one != other:
                 return f"entry {i} is {str(one)[:200]}, and {str(other)[:200]} in the undisturbed run"
         return f"{len(a)} entries, and {len(b)} in the undisturbed run"
@@ -182,9 +190,11 @@ def recorded(run: Path) -> Result:
     )
     lines = {int(step): [repr(float(steps[name][i])) for name in names] for i, step in enumerate(steps["step"])}
     rows = read.table(phase=None, merge_ranks=False).dicts(*MEASURED)
-    return {"steps": lines, "rows": {tuple(str(row[name]) for name in KEY): repr(row) for row in rows}}
+    shown = {tuple(str(row[name]) for name in KEY): {name: repr(value) for name, value in row.items()} for row in rows}
+    return {"steps": lines, "rows": shown}
 
 
+UNPLANTED = "the fault could not be planted"
 BETWEEN_STEPS = frozenset({"kept_gradient", "written"})
 """Numbers that compare a step with the one before: unknown in the first step of a process."""
 MEASURED = ("amax", "mse", "underflow_pct", "cosine", "row_sqnr_p50_db")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -369,6 +370,20 @@ def test_a_resumed_run_keeps_the_pace_of_its_looks(tmp_path: Path) -> None:
         assert seen.schedule.every == 100
     with watch(model, tmp_path / "run", step=160, append=True, every=20) as seen:
         assert seen.schedule.every == 20
+
+
+def test_a_resumed_run_measures_the_rows_whose_turn_it_is(tmp_path: Path) -> None:
+    """Of a tall weight that nobody changes each look measures others; a resumed run goes on with the third."""
+    model, found = nn.Linear(8, 2048), {}
+    for name, stops in (("whole", (4,)), ("resumed", (2, 4))):
+        for start, stop in itertools.pairwise((0, *stops)):
+            with watch(model, tmp_path / name, every=1, step=start, append=start > 0) as seen:
+                for _ in range(stop - start):
+                    model(torch.ones(1, 8))
+                    seen.step()
+        found[name] = Run.open(tmp_path / name).table().where(tensor="weight", direction="row").metric("cosine")
+    assert len(set(found["whole"].tolist())) == 4
+    assert found["resumed"].tolist() == found["whole"].tolist()
 
 
 def test_overhead_above_the_limit_makes_looks_rarer(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_codes_and_scales_say_what_they_are(recipe: ottava.Recipe) -> None:
         weight = quantized_weight(torch.randn(256, 384), cell)
         found = infer_spec(weight.codes, weight.scale_inv)
         assert (found.format, found.granularity) == (cell.format, cell.granularity)
-    with pytest.raises(ValueError, match="a block of known size"):
+    with pytest.raises(ValueError, match="needs one for each of these: tensor, row, 128x128"):
         infer_spec(torch.zeros(64, 64, dtype=torch.float8_e4m3fn), torch.ones(5, 7))
     with pytest.raises(ValueError, match="needs float8_e4m3fn"):
         infer_spec(torch.zeros(64, 64), torch.ones(1, 1))

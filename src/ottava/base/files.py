@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """
     scratch = path.with_name(f".{path.name}.part")
     try:
-        yield scratch
+        with _of_the_system(path):
+            yield scratch
         if durable:
             with scratch.open("r+b") as stream:
                 os.fsync(stream.fileno())
@@ -62,13 +64,26 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
     scratch.mkdir(parents=True)
     try:
-        yield scratch
+        with _of_the_system(folder):
+            yield scratch
         if folder.is_dir():
             folder.rmdir()
         scratch.rename(folder)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+
+
+@contextmanager
+def _of_the_system(path: Path) -> Iterator[None]:
+    """Raises the OSError behind an error of safetensors, which has it only as a text: "... (os error 28)"."""
+    try:
+        yield
+    except Exception as error:
+        code = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
 
 def append(stream: FileIO, data: bytes) -> None:

@@ -8,6 +8,7 @@ has the same limits for pickles, and `interop.event_file` for event files.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import stat
@@ -63,6 +64,21 @@ def regular_size(path: Path) -> int:
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise UntrustedError(f"is {kind}; needs a regular file")
     return status.st_size
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a regular file, as 64 hexadecimal digits.
+
+    Raises:
+        OSError: the file cannot be read; the error names it.
+        UntrustedError: it is no regular file.
+    """
+    regular_size(path)
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:  # of a read, which names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_text(path: Path, *, most: int = MAX_BYTES) -> str:

@@ -3,6 +3,7 @@
 ceilings    copy, launch, single BF16 and FP8 GEMMs: the constants of `ottava plan --device`
 gemm        every way to run a GEMM, with Triton's under each promotion interval; saves the fastest for this device
 cast        ottava's casts of x and x.T, in bytes per second
+modules     forward and backward of norms and activations, alone and in front of a linear's cast
 linear      forward and backward of a Linear, eager, compiled and as a graph, beside the prediction
 host        host time and launches of a Linear
 block       forward and backward of a decoder layer, Llama's 8B and 1B sizes, with memory
@@ -12,6 +13,7 @@ train       tokens per second of whole training steps, eager and as a graph, wit
 
 from __future__ import annotations
 
+import importlib
 import platform
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,9 +29,12 @@ from torch.nn import functional as F
 
 from ottava.base.errors import unknown_name
 from ottava.bench.method import (
+    Rows,
     Run,
     WrongResultError,
+    cases,
     check,
+    failure,
     host_seconds,
     launches,
     normal,
@@ -40,12 +45,16 @@ from ottava.bench.method import (
     step_bytes,
     versions,
 )
-from ottava.bench.models import Contender, PlainByteTransformer, contenders, missing
+from ottava.bench.models import Contender, PlainByteTransformer, contender, contenders, missing
+from ottava.engine.functional import produced
 from ottava.engine.state import ScalingState
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
+from ottava.nn.activations import ACTIVATIONS, ActivationFormula
 from ottava.nn.convert import convert
 from ottava.nn.graphed import graphed_step
+from ottava.nn.mlp import NormMLP
+from ottava.nn.norms import LayerNorm, NormLinear, RMSNorm
 from ottava.nn.plan import Device, plan_layer
 from ottava.numerics.accumulator import lost_share
 from ottava.numerics.tensor import QuantizationSpec
@@ -82,62 +91,82 @@ def gemm_call(run: Run, recipe: str, m: int, n: int, k: int, *, fast: bool) -> t
     return (lambda: gemm(*take(), out_dtype=torch.bfloat16, fast_accum=fast)), error, ran
 
 
-def ceilings(run: Run) -> dict[str, Any]:
-    """Rates of copies and GEMMs, and the constants of a Device that follow from them."""
-    table: list[dict[str, Any]] = []
+def ceilings(run: Run) -> Rows:
+    """Rates of copies and GEMMs; `constants` makes those of a Device of them."""
     size = 2**16 if run.smoke else 2**28
-    source, target = (torch.empty(size, dtype=torch.uint8, device=run.device) for _ in range(2))
-    copy = race(run, {"copy": lambda: target.copy_(source)})["copy"]
-    table.append({"what": "copy", "bytes_per_second": 2 * size / copy["median"], **copy})
-    table.append(launch(run))
-    table.append(transposing_cast(run))
-    big = run.shapes((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 14336), (4096, 4096, 16384))
-    for m, n, k in big:
-        dense = rotating(run, partial(dense_pair, run, m, n, k), 2 * (m * k + n * k))
-        contenders: dict[str, Callable[[], Any]] = {"bf16": partial(dense_gemm, dense)}
-        facts: dict[str, Any] = {}
-        for name, recipe, fast in (
-            ("tensor_fast", "tensorwise", True),
-            ("tensor", "tensorwise", False),
-            ("row", "rowwise", False),
-            ("block", "blockwise", False),
-        ):
+    pair = torch.empty(2, size, dtype=torch.uint8, device=run.device)
+    copy = race(run.part(10), {"copy": lambda: pair[0].copy_(pair[1])})["copy"]
+    yield rated({"what": "copy"}, copy, bytes_per_second=2 * size)
+    yield launch(run.part(10))
+    yield transposing_cast(run.part(10))
+    big = run.shapes((8192, 8192, 8192), (4096, 4096, 4096), (16384, 14336, 4096), (4096, 16384, 4096))
+    yield from cases(run, big, single_gemms)
+
+
+_SINGLE = (
+    ("tensor_fast", "tensorwise", True),
+    ("tensor", "tensorwise", False),
+    ("row", "rowwise", False),
+    ("block", "blockwise", False),
+)
+
+
+def single_gemms(run: Run, m: int, k: int, n: int) -> Rows:
+    """BF16 and the fastest way of each kind of scales."""
+    dense = rotating(run, partial(dense_pair, run, m, n, k), 2 * (m * k + n * k))
+    contenders: dict[str, Callable[[], Any]] = {"bf16": partial(dense_gemm, dense)}
+    facts: dict[str, Any] = {"bf16": {}}
+    for name, recipe, fast in _SINGLE:
+        if recipe not in run.chosen(("tensorwise", "rowwise", "blockwise")):
+            continue
+        try:
             contenders[name], error, ran = gemm_call(run, recipe, m, n, k, fast=fast)
             facts[name] = {"relative_error": error, "kernels": ran}
-        for name, times in race(run, contenders).items():
-            rate = 2 * m * n * k / times["median"]
-            table.append({"what": name, "shape": [m, n, k], "flops": rate, **times, **facts.get(name, {})})
-    return {"rows": table, "constants": constants(run, table)}
+        except Exception as error:
+            yield {"what": name, "shape": [m, n, k], **failure(error)}
+    for name, times in race(run, contenders).items():
+        yield rated({"what": name, "shape": [m, n, k], **facts[name]}, times, flops=2 * m * n * k)
 
 
-def gemms(run: Run) -> dict[str, Any]:
+def rated(facts: dict[str, Any], times: dict[str, Any], **amounts: int) -> dict[str, Any]:
+    """A row: what is measured, its times, and each amount a second; of one that failed, the error."""
+    rates = {} if "error" in times else {name: amount / times["median"] for name, amount in amounts.items()}
+    return facts | rates | times
+
+
+def gemms(run: Run) -> Rows:
     """Each kernel and configuration on one pair of operands per shape. On a GPU `tune_gemm` saves the fastest."""
-    rows: list[dict[str, Any]] = []
-    cells = (("tensorwise", "fprop"), ("rowwise", "fprop"), ("blockwise", "fprop"), ("blockwise", "wgrad"))
-    for m, n, k in run.shapes((16384, 14336, 4096), (16384, 4096, 14336), (4096, 14336, 16384), (4096, 4096, 4096)):
-        for recipe, cell in cells:
-            sides = getattr(RECIPES[recipe], cell)
-            a, b = quantize(normal(run, m, k), sides.lhs), quantize(normal(run, n, k), sides.rhs)
-            magnitudes = a.magnitudes(), b.magnitudes()
-            exact, exact_biased = (reference.gemm(*pair, torch.float32, None) for pair in ((a, b), magnitudes))
-            for fast in (False, True):
-                call: dict[str, Any] = {"out_dtype": torch.bfloat16, "fast_accum": fast}
-                ways = gemm_ways(a, b, **call)
-                errors = {way: check(f"{way} {m}x{n}x{k}", work(), exact, 0.03) for way, work in ways.items()}
-                # numbers of one sign: fast accumulation may lose what Hopper's does, nothing else loses anything
-                limit = 0.03 + (lost_share(k, 1.0, "hopper") if fast else 0.0)
-                biased = {
-                    way: check(f"{way} {m}x{n}x{k} of magnitudes", work(), exact_biased, limit)
-                    for way, work in gemm_ways(*magnitudes, **call).items()
-                }
-                facts = {"recipe": f"{recipe}.{cell}", "mode": "fast" if fast else "accurate", "shape": [m, n, k]}
-                for way, times in race(run, ways).items():
-                    rate = 2 * m * n * k / times["median"]
-                    wrong = {"relative_error": errors[way], "relative_error_on_magnitudes": biased[way]}
-                    rows.append(facts | {"what": way, "flops": rate} | wrong | times)
-                if run.device.type == "cuda":
-                    tune_gemm(a, b, **call)
-    return {"rows": rows}
+    shapes = run.shapes((16384, 4096, 14336), (16384, 14336, 4096), (4096, 16384, 14336), (4096, 4096, 4096))
+    yield from cases(run, shapes, gemms_of)
+
+
+def gemms_of(run: Run, m: int, k: int, n: int) -> Rows:
+    """The cells of one shape; a way that is wrong or fails has its error."""
+    cells = [(recipe, "fprop") for recipe in run.chosen(("tensorwise", "rowwise", "blockwise"))]
+    cells += [("blockwise", "wgrad")] if "blockwise" in run.chosen(("blockwise",)) else []
+    for place, (recipe, cell) in enumerate(cells):
+        part, sides = run.part(len(cells) - place), getattr(RECIPES[recipe], cell)
+        a, b = quantize(normal(run, m, k), sides.lhs), quantize(normal(run, n, k), sides.rhs)
+        magnitudes = a.magnitudes(), b.magnitudes()
+        exact, exact_biased = (reference.gemm(*pair, torch.float32, None) for pair in ((a, b), magnitudes))
+        for fast in (False, True):
+            call: dict[str, Any] = {"out_dtype": torch.bfloat16, "fast_accum": fast}
+            about = {"recipe": f"{recipe}.{cell}", "mode": "fast" if fast else "accurate", "shape": [m, n, k]}
+            # numbers of one sign: fast accumulation may lose what Hopper's does, nothing else loses anything
+            limit = 0.03 + (lost_share(k, 1.0, "hopper") if fast else 0.0)
+            biased, right, wrong = gemm_ways(*magnitudes, **call), dict[str, Any](), dict[str, Any]()
+            for way, work in gemm_ways(a, b, **call).items():
+                try:
+                    error = check(f"{way} {m}x{n}x{k}", work(), exact, 0.03)
+                    lost = check(f"{way} {m}x{n}x{k} of magnitudes", biased[way](), exact_biased, limit)
+                except Exception as problem:
+                    yield {**about, "what": way, **failure(problem)}
+                    continue
+                right[way], wrong[way] = work, {"relative_error": error, "relative_error_on_magnitudes": lost}
+            for way, times in race(part.part(2), right).items():
+                yield rated({**about, "what": way, **wrong[way]}, times, flops=2 * m * n * k)
+            if run.device.type == "cuda":
+                tune_gemm(a, b, **call)
 
 
 def launch(run: Run) -> dict[str, Any]:
@@ -149,19 +178,19 @@ def launch(run: Run) -> dict[str, Any]:
             number.add_(1)
 
     times = race(run, {"launch": replayed(many) if run.cuda else many})["launch"]
-    return {"what": "launch", **{name: value / _TINY for name, value in times.items()}}
+    return {"what": "launch", **{name: value / _TINY if name != "error" else value for name, value in times.items()}}
 
 
 def transposing_cast(run: Run) -> dict[str, Any]:
     """Times the casts of x and x.T with a given scale, from one read of x: the rate of casts."""
-    ((m, k),) = run.shapes((16384, 4096))
+    m, k = (64, 64) if run.smoke else (16384, 4096)
     spec, scale = RECIPES["delayed"].fprop.lhs, torch.ones((), device=run.device)
     assert spec is not None
     take = rotating(run, partial(normal, run, m, k), 2 * m * k)
     triton = triton_quantize.supports_quantize(take(), spec, scale) is None
     way = partial(at_once if triton else one_by_one, take, spec, spec, scale)
     times = race(run, {"cast": way})["cast"]
-    return {"what": "cast", "shape_cast": [m, k], "bytes_per_second": 4 * m * k / times["median"], **times}
+    return rated({"what": "cast", "shape_cast": [m, k]}, times, bytes_per_second=4 * m * k)
 
 
 def dense_pair(run: Run, m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -176,7 +205,9 @@ def dense_gemm(take: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def constants(run: Run, table: list[dict[str, Any]]) -> dict[str, Any]:
-    """The constants for `nn.plan.Device.read`, from the first and largest shape of the table."""
+    """The constants for `nn.plan.Device.read`, from the first and largest shape of the table; none if one failed."""
+    if any("error" in row for row in table):
+        return {}
     first = next(row["shape"] for row in table if "shape" in row)
     rates = {row["what"]: row["flops"] for row in table if row.get("shape") == first}
     ratios = {name: rate / rates["bf16"] for name, rate in rates.items() if name != "bf16"}
@@ -194,33 +225,33 @@ def constants(run: Run, table: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def cast(run: Run) -> dict[str, Any]:
+def cast(run: Run) -> Rows:
     """Casts of x and x.T under each recipe: one by one, and from one read of x. The second needs a kernel for it."""
-    rows = []
-    for m, k in run.shapes((16384, 2048), (16384, 4096), (16384, 14336)):
-        take = rotating(run, partial(normal, run, m, k), 2 * m * k)
-        for name in ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "guarded"):
-            first, second = RECIPES[name].fprop.lhs, RECIPES[name].wgrad.rhs
-            assert first is not None
-            assert second is not None
-            scale = torch.tensor(448 / 8.0, device=run.device) if first.predicted else None
-            contenders = {"one by one": partial(one_by_one, take, first, second, scale)}
-            reason = triton_quantize.supports_quantize(take(), first, scale)
-            if reason is None:
-                contenders["both at once"] = partial(at_once, take, first, second, scale)
+    yield from cases(run, run.shapes((16384, 2048), (16384, 4096), (16384, 14336)), casts_of)
+
+
+def casts_of(run: Run, m: int, k: int) -> Rows:
+    """The casts of one shape."""
+    take = rotating(run, partial(normal, run, m, k), 2 * m * k)
+    names = run.chosen(("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "guarded"))
+    for place, name in enumerate(names):
+        first, second = RECIPES[name].fprop.lhs, RECIPES[name].wgrad.rhs
+        about: dict[str, Any] = {"recipe": name, "shape": [m, k]}
+        if first is None or second is None:
+            yield {**about, "error": "left out: it keeps x or x.T in high precision"}
+            continue
+        scale = torch.tensor(448 / 8.0, device=run.device) if first.predicted else None
+        contenders = {"one by one": partial(one_by_one, take, first, second, scale)}
+        about["triton"] = reason = triton_quantize.supports_quantize(take(), first, scale)
+        if reason is None:
+            try:
                 same_codes(f"cast {name} {m}x{k}", take(), first, second, scale)
-            moved = 4 * m * k  # bytes, at least: each element is read in 2 and written in 1 + 1
-            for contender, times in race(run, contenders).items():
-                rate = moved / times["median"]
-                facts: dict[str, Any] = {
-                    "recipe": name,
-                    "shape": [m, k],
-                    "what": contender,
-                    "bytes_per_second": rate,
-                    "triton": reason,
-                }
-                rows.append(facts | times)
-    return {"rows": rows}
+                contenders["both at once"] = partial(at_once, take, first, second, scale)
+            except Exception as error:
+                yield {**about, "what": "both at once", **failure(error)}
+        for way, times in race(run.part(len(names) - place), contenders).items():
+            # bytes, at least: each element is read in 2 and written in 1 + 1
+            yield rated({**about, "what": way}, times, bytes_per_second=4 * m * k)
 
 
 def one_by_one(
@@ -251,20 +282,47 @@ def same_codes(name: str, x: Tensor, spec: QuantizationSpec, spec_t: Quantizatio
 _LOOSE = 0.15  # relative error of an FP8 layer against BF16; wrong codes or scales give more than 1
 
 
-def rows_of(
-    run: Run, runners: list[Contender], work: dict[str, Callable[[], Any]], about: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """One row per contender: times, speed-up over the fastest BF16 of the same mode, memory, kernels."""
-    # a replay allocates no memory: its graph holds it
-    memory = {name: None if name.endswith(", graph") else step_bytes(run, call) for name, call in work.items()}
-    measured, models = race(run, work), {c.name: c.model for c in runners}
-    rows = []
+Modes = Callable[[Contender], Iterator[tuple[str, Callable[[], Any]]]]
+"""A contender's work in each of its modes, "eager" first; a later one may be made behind the first call."""
+
+
+def compared(
+    run: Run,
+    runners: list[Contender],
+    x: Tensor,
+    about: dict[str, Any],
+    modes: Modes,
+    measure: Callable[..., float] | None = None,
+) -> Rows:
+    """One row for each contender and mode: times, speed-up over the fastest BF16 of the same mode, memory, kernels.
+
+    Each output is first compared with that of the first contender. Who is wrong or fails has its error.
+    """
+    truth = runners[0].forward(x).detach()
+    facts: dict[str, dict[str, Any]] = {}
+    work: dict[str, Callable[[], Any]] = {}
+    for c in runners:
+        try:
+            error = check(c.name, c.forward(x), truth, _LOOSE)
+            for mode, call in modes(c):
+                call()
+                ScalingState(c.model).update()  # recipes with predicted scales predict from now on
+                # a replay allocates no memory: its graph holds it
+                memory = None if mode == "graph" else step_bytes(run, call)
+                facts[f"{c.name}, {mode}"] = {"relative_error": error, "step_bytes": memory, "ran": ran(c.model)}
+                work[f"{c.name}, {mode}"] = call
+        except Exception as problem:
+            yield {**about, "recipe": c.name, **failure(problem)}
+    measured = race(run, work) if measure is None else race(run, work, measure)
     for label, times in measured.items():
         name, _, mode = label.partition(", ")
-        base = min(other["median"] for key, other in measured.items() if "bf16" in key and key.endswith(f", {mode}"))
-        facts = {**about, "recipe": name, "mode": mode, **times, "speedup": base / times["median"]}
-        rows.append(facts | {"step_bytes": memory[label], "ran": ran(models[name])})
-    return rows
+        row = {**about, "recipe": name, "mode": mode, **times, **facts[label]}
+        dense = [
+            one["median"]
+            for key, one in measured.items()
+            if "bf16" in key and key.endswith(f", {mode}") and "median" in one
+        ]
+        yield row | ({"speedup": min(dense) / times["median"]} if dense and "median" in times else {})
 
 
 def ran(model: nn.Module) -> dict[str, str]:
@@ -274,17 +332,16 @@ def ran(model: nn.Module) -> dict[str, str]:
     return {name: record.kernel for name, record in first.records.items()} if first is not None else {}
 
 
-def settled(work: dict[str, Callable[[], Any]], runners: list[Contender]) -> dict[str, Callable[[], Any]]:
-    """Runs one step and updates the scales once, so that recipes with predicted scales predict from now on.
+def steps(run: Run, x: Tensor, dy: Tensor, graphs: bool = False) -> Modes:
+    """Forward and backward, eager; on a GPU also as a graph, which torch.compile and TransformerEngine take badly."""
 
-    Returns:
-        The same work.
-    """
-    for call in work.values():
-        call()
-    for contender in runners:
-        ScalingState(contender.model).update()
-    return work
+    def modes(c: Contender) -> Iterator[tuple[str, Callable[[], Any]]]:
+        work = step(c.forward, c.model, x, dy)
+        yield "eager", work
+        if graphs and run.cuda and "compiled" not in c.name and not c.name.startswith("te "):
+            yield "graph", replayed(work)
+
+    return modes
 
 
 def linear_layer(run: Run, k: int, n: int) -> nn.Linear:
@@ -293,38 +350,133 @@ def linear_layer(run: Run, k: int, n: int) -> nn.Linear:
     return nn.Linear(k, n, bias=False, device=run.device, dtype=torch.bfloat16)
 
 
-def linear(run: Run) -> dict[str, Any]:
+def linear(run: Run) -> Rows:
     """Forward and backward of BF16, the recipes and the rivals, with the predicted speed-up."""
-    rows = []
     shapes = run.shapes((16384, 4096, 14336), (16384, 4096, 4096), (4096, 4096, 4096), (2048, 2048, 2048), (1024,) * 3)
-    for m, k, n in shapes:
-        x, dy = normal(run, m, k).requires_grad_(), normal(run, m, n)
-        runners = contenders(run, partial(linear_layer, run, k, n))
-        truth = runners[0].model(x)
-        errors = {c.name: check(f"linear {c.name}", c.forward(x), truth, _LOOSE) for c in runners}
-        work = settled({f"{c.name}, eager": step(c.forward, c.model, x, dy) for c in runners}, runners)
-        if run.cuda:
-            plain = [c for c in runners if "compiled" not in c.name and not c.name.startswith("te ")]
-            work |= {f"{c.name}, graph": replayed(step(c.forward, c.model, x, dy)) for c in plain}
-        for row in rows_of(run, runners, work, {"shape": [m, k, n]}):
-            recipe = row["recipe"].removesuffix(" compiled")
-            if recipe in RECIPES and recipe != "bf16":
-                row["predicted"] = plan_layer("", (m, k, n), RECIPES[recipe], Device()).speedup
-            rows.append(row | {"relative_error": errors[row["recipe"]]})
-    return {"rows": rows}
+    yield from cases(run, shapes, linear_of)
 
 
-def host(run: Run) -> dict[str, Any]:
+def linear_of(run: Run, m: int, k: int, n: int) -> Rows:
+    """One shape."""
+    x, dy = normal(run, m, k).requires_grad_(), normal(run, m, n)
+    runners = contenders(run, partial(linear_layer, run, k, n))
+    for row in compared(run, runners, x, {"shape": [m, k, n]}, steps(run, x, dy, graphs=True)):
+        recipe = row["recipe"].removesuffix(" compiled")
+        if recipe in RECIPES and recipe != "bf16":
+            row["predicted"] = plan_layer("", (m, k, n), RECIPES[recipe], Device()).speedup
+        yield row
+
+
+def host(run: Run) -> Rows:
     """Host time for forward and backward of one Linear, and its kernel launches."""
-    rows = []
-    for m, k, n in run.shapes((512, 512, 512)):
-        x, dy = normal(run, m, k).requires_grad_(), normal(run, m, n)
-        runners = contenders(run, partial(linear_layer, run, k, n))
-        work = settled({c.name: step(c.forward, c.model, x, dy) for c in runners}, runners)
-        for name, times in race(run, work, host_seconds).items():
-            facts = {"recipe": name, "what": "host", "shape": [m, k, n], "launches": launches(run, work[name])}
-            rows.append(facts | times)
-    return {"rows": rows}
+    yield from cases(run, run.shapes((512, 512, 512)), host_of)
+
+
+def host_of(run: Run, m: int, k: int, n: int) -> Rows:
+    """One shape."""
+    x, dy = normal(run, m, k).requires_grad_(), normal(run, m, n)
+    runners = contenders(run, partial(linear_layer, run, k, n))
+    counts: dict[str, int | None] = {}
+
+    def modes(c: Contender) -> Iterator[tuple[str, Callable[[], Any]]]:
+        work = step(c.forward, c.model, x, dy)
+        yield "eager", work
+        counts[c.name] = launches(run, work)
+
+    for row in compared(run, runners, x, {"what": "host", "shape": [m, k, n]}, modes, host_seconds):
+        yield row | {"launches": counts.get(row["recipe"])}
+
+
+# --- norms and activations -------------------------------------------------------------------------------------------
+
+
+def modules(run: Run) -> Rows:
+    """Norms and SwiGLU alone, of torch, ottava and Liger; then in front of a linear: in two modules and in one."""
+    yield from cases(run, run.shapes((16384, 4096, 14336), (8192, 2048, 8192)), modules_of)
+
+
+def modules_of(run: Run, m: int, k: int, n: int) -> Rows:
+    """One shape: K is the model's width, N that of its MLP."""
+    kinds = {"rmsnorm": (k, k), "layernorm": (k, k), "swiglu": (2 * n, n)}
+    fused = {"norm_linear": (k, n), "norm_mlp": (k, k)}
+    for place, (kind, (wide, out)) in enumerate((kinds | fused).items()):
+        part = run.part(len(kinds) + len(fused) - place)
+        x, dy = normal(run, m, wide).requires_grad_(), normal(run, m, out)
+        runners = alone(part, kind, wide) if kind in kinds else in_front(part, kind, k, n)
+        yield from compared(part, runners, x, {"what": kind, "shape": [m, k, n]}, steps(run, x, dy))
+        del x, dy, runners
+
+
+def alone(run: Run, kind: str, wide: int) -> list[Contender]:
+    """torch's module, the same compiled, ottava's, Liger's: named after bf16, in which all of them run."""
+    options: dict[str, Any] = {"device": run.device, "dtype": torch.bfloat16}
+    plain: dict[str, Callable[[], nn.Module]] = {
+        "rmsnorm": lambda: nn.RMSNorm(wide, eps=1e-5, **options),
+        "layernorm": lambda: nn.LayerNorm(wide, **options),
+        "swiglu": lambda: Called(lambda x: swiglu(*x.chunk(2, -1))),
+    }
+    ours: dict[str, Callable[[], nn.Module]] = {
+        "rmsnorm": lambda: RMSNorm(wide, eps=1e-5, **options),
+        "layernorm": lambda: LayerNorm(wide, **options),
+        "swiglu": lambda: Called(lambda x: produced(ActivationFormula(ACTIVATIONS["swiglu"]), x)),
+    }
+    ways = {"bf16 torch": plain[kind]}
+    ways |= {"bf16 torch compiled": plain[kind]} if run.compiled else {}
+    ways["ottava"] = ours[kind]
+    ways |= {"liger": partial(of_liger, kind, wide, run.device)} if run.rivals and "liger bf16" not in missing() else {}
+    return [contender(name, build, "compiled" in name) for name, build in ways.items()]
+
+
+class Called(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Calls it."""
+        return self.function(x)
+
+
+def of_liger(kind: str, wide: int, device: torch.device) -> nn.Module:
+    """Liger's module of this kind."""
+    if kind == "swiglu":
+        function = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction.apply
+        return Called(lambda x: function(*x.chunk(2, -1)))
+    file, name = {"rmsnorm": ("rms_norm", "LigerRMSNorm"), "layernorm": ("layer_norm", "LigerLayerNorm")}[kind]
+    make = getattr(importlib.import_module(f"liger_kernel.transformers.{file}"), name)
+    made: nn.Module = make(wide, eps=1e-5)
+    return made.to(device, torch.bfloat16)
+
+
+def in_front(run: Run, kind: str, k: int, n: int) -> list[Contender]:
+    """Under each recipe torch's modules converted, and the one module of ottava that holds them; BF16 first."""
+    options: dict[str, Any] = {"device": run.device, "dtype": torch.bfloat16}
+    bare = options | {"bias": False}
+
+    def plain() -> nn.Module:
+        torch.manual_seed(0)
+        norm = nn.RMSNorm(k, eps=1e-5, **options)
+        if kind == "norm_linear":
+            return nn.Sequential(norm, nn.Linear(k, n, **bare))
+        gate_up, act = nn.Linear(k, 2 * n, **bare), Called(lambda x: swiglu(*x.chunk(2, -1)))
+        return nn.Sequential(norm, gate_up, act, nn.Linear(n, k, **bare))
+
+    def one(recipe: str) -> nn.Module:
+        by_shape = partial(sorted, key=lambda parameter: parameter.shape)  # no two of them share one
+        settings: dict[str, Any] = {**bare, "norm": "rmsnorm", "recipe": recipe}
+        made = NormLinear(k, n, **settings) if kind == "norm_linear" else NormMLP(k, n, activation="swiglu", **settings)
+        with torch.no_grad():
+            for mine, theirs in zip(by_shape(made.parameters()), by_shape(plain().parameters()), strict=True):
+                mine.copy_(theirs)
+        return made
+
+    found = contenders(run, plain, ("tensorwise", "rowwise", "blockwise", "delayed"))
+    return found + [
+        contender(f"{name} fused", partial(one, name), False)
+        for name in run.chosen(("tensorwise", "blockwise", "delayed"))
+    ]
 
 
 class DecoderLayer(nn.Module):
@@ -362,31 +514,24 @@ def attention(qkv: Tensor, heads: int, groups: int, *, causal: bool) -> Tensor:
     return mixed.transpose(1, 2).flatten(-2)
 
 
-def block(run: Run) -> dict[str, Any]:
+def block(run: Run) -> Rows:
     """Forward and backward of a decoder layer of Llama's 8B and 1B sizes, with memory."""
-    rows = []
-    cases = {"8B": ((4096, 14336, 32, 8), (4, 4096)), "1B": ((2048, 8192, 32, 8), (8, 2048))}
-    if run.smoke:
-        cases = {"tiny": ((64, 128, 4, 2), (2, 16))}
-    for name, (sizes, tokens) in cases.items():
-
-        def make(sizes: tuple[int, int, int, int] = sizes) -> nn.Module:
-            torch.manual_seed(0)
-            with run.device:
-                return DecoderLayer(*sizes).to(torch.bfloat16)
-
-        x, dy = normal(run, *tokens, sizes[0]).requires_grad_(), normal(run, *tokens, sizes[0])
-        rows += layers(run, make, x, dy, {"what": name, "shape": [*tokens, *sizes]})
-    return {"rows": rows}
+    sizes = [(4096, 14336, 32, 8, 4, 4096), (2048, 8192, 32, 8, 8, 2048)]
+    yield from cases(run, [(64, 128, 4, 2, 2, 16)] if run.smoke else sizes, block_of)
 
 
-def layers(run: Run, make: Callable[[], nn.Module], x: Tensor, dy: Tensor, about: dict[str, Any]) -> list[Any]:
-    """Rows of forward and backward of one module."""
-    runners = contenders(run, make)
-    truth = runners[0].model(x)
-    errors = {c.name: check(f"block {c.name}", c.forward(x), truth, _LOOSE) for c in runners}
-    work = settled({f"{c.name}, eager": step(c.forward, c.model, x, dy) for c in runners}, runners)
-    return [row | {"relative_error": errors[row["recipe"]]} for row in rows_of(run, runners, work, about)]
+def block_of(run: Run, hidden: int, wide: int, heads: int, groups: int, batch: int, length: int) -> Rows:
+    """One size."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        with run.device:
+            return DecoderLayer(hidden, wide, heads, groups).to(torch.bfloat16)
+
+    x, dy = normal(run, batch, length, hidden).requires_grad_(), normal(run, batch, length, hidden)
+    name = {4096: "8B", 2048: "1B"}.get(hidden, "tiny")
+    about = {"what": name, "shape": [batch, length, hidden, wide, heads, groups]}
+    yield from compared(run, contenders(run, make), x, about, steps(run, x, dy))
 
 
 class SeedLayer(nn.Module):
@@ -406,7 +551,7 @@ class SeedLayer(nn.Module):
         return y
 
 
-def seed_layer(run: Run) -> dict[str, Any]:
+def seed_layer(run: Run) -> Rows:
     """The layer of TransformerEngine issue #1119 with AdamW, and its memory."""
     sizes, tokens = ((64, 128, 4, 2), (2, 16)) if run.smoke else ((4096, 16384, 32, 8), (32, 1024))
     x = normal(run, *tokens, sizes[0])
@@ -416,15 +561,12 @@ def seed_layer(run: Run) -> dict[str, Any]:
         with run.device:
             return SeedLayer(*sizes).to(torch.bfloat16)
 
-    runners = contenders(run, make, ("tensorwise", "blockwise", "delayed"))
-    truth = runners[0].model(x)
-    errors = {c.name: check(f"seed_layer {c.name}", c.forward(x), truth, _LOOSE) for c in runners}
-    work: dict[str, Callable[[], Any]] = {}
-    for c in runners:
+    def modes(c: Contender) -> Iterator[tuple[str, Callable[[], Any]]]:
         optimizer = torch.optim.AdamW(c.model.parameters(), lr=1e-4, fused=run.cuda)
-        work[f"{c.name}, eager"] = partial(train_once, c.forward, optimizer, x)
-    about = {"shape": [*tokens, *sizes]}
-    return {"rows": [row | {"relative_error": errors[row["recipe"]]} for row in rows_of(run, runners, work, about)]}
+        yield "eager", partial(train_once, c.forward, optimizer, x)
+
+    runners = contenders(run, make, ("tensorwise", "blockwise", "delayed"))
+    yield from compared(run, runners, x, {"shape": [*tokens, *sizes]}, modes)
 
 
 def train_once(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -434,38 +576,55 @@ def train_once(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optim
     optimizer.step()
 
 
-def train(run: Run) -> dict[str, Any]:
+def train(run: Run) -> Rows:
     """Tokens per second and loss of whole training steps: the demo's model, and one of 155 million parameters."""
-    demo, large = ModelConfig(), ModelConfig(d_model=1024, layers=12, heads=16, kv_heads=16, ffn=2816)
-    cases = {"demo": (demo, (64, 256)), "155M": (large, (16, 1024))}
-    if run.smoke:
-        cases = {"tiny": (ModelConfig(layers=1, d_model=32, heads=2, kv_heads=1, ffn=64), (2, 16))}
-    rows = []
-    for name, (config, tokens) in cases.items():
-        text = learnable(run, *tokens)
-        losses: dict[str, list[Tensor]] = {}
-        work: dict[str, Callable[[], Any]] = {}
-        models = {}
-        for recipe in ("bf16", "tensorwise", "delayed", "guarded"):
-            for mode in ("eager", "graph") if run.cuda else ("eager",):
-                torch.manual_seed(0)
-                with run.device:
-                    kind = PlainByteTransformer if recipe == "bf16" else ByteTransformer
-                    model = kind(config, tokens[1]).to(torch.bfloat16)
-                if recipe != "bf16":
-                    convert(model, recipe)
-                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=run.cuda, capturable=run.cuda)
-                train_step = graphed_step(training_step(run, model, optimizer), text, eager=mode == "eager")
-                losses[f"{recipe}, {mode}"], models[recipe] = [], model
-                work[f"{recipe}, {mode}"] = partial(append_loss, train_step, text, losses[f"{recipe}, {mode}"])
-        runners = [Contender(recipe, model, model) for recipe, model in models.items()]
-        count = tokens[0] * tokens[1]
-        for row in rows_of(run, runners, work, {"what": name, "shape": list(tokens)}):
-            curve = losses[f"{row['recipe']}, {row['mode']}"]
-            check(f"train {name} {row['recipe']}", curve[0], losses["bf16, eager"][0], _LOOSE)
-            progress = {"first_loss": float(curve[0]), "last_loss": float(curve[-1]), "steps": len(curve)}
-            rows.append(row | progress | {"tokens_per_second": count / row["median"]})
-    return {"rows": rows}
+    yield from cases(run, [(32, 2, 16)] if run.smoke else [(256, 64, 256), (1024, 16, 1024)], train_of)
+
+
+def train_of(run: Run, width: int, batch: int, length: int) -> Rows:
+    """One model."""
+    large = ModelConfig(d_model=1024, layers=12, heads=16, kv_heads=16, ffn=2816)
+    tiny = ModelConfig(layers=1, d_model=32, heads=2, kv_heads=1, ffn=64)
+    name, config = {1024: ("155M", large), 32: ("tiny", tiny)}.get(width, ("demo", ModelConfig()))
+    text = learnable(run, batch, length)
+    about = {"what": name, "shape": [batch, length]}
+    losses: dict[str, list[Tensor]] = {}
+    work: dict[str, Callable[[], Any]] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    for recipe in ("bf16", *run.chosen(("tensorwise", "delayed", "guarded"))):
+        for mode in ("eager", "graph") if run.cuda else ("eager",):
+            label = f"{recipe}, {mode}"
+            try:
+                model, call = trained(run, recipe, config, text, losses.setdefault(label, []), eager=mode == "eager")
+                call()
+                check(f"train {name} {recipe}", losses[label][0], losses["bf16, eager"][0], _LOOSE)
+                memory = step_bytes(run, call) if mode == "eager" else None
+                work[label], facts[label] = call, {"step_bytes": memory, "ran": ran(model)}
+            except Exception as error:
+                yield {**about, "recipe": recipe, "mode": mode, **failure(error)}
+    measured = race(run, work)
+    for label, times in measured.items():
+        (recipe, _, mode), curve = label.partition(", "), losses[label]
+        progress = {"first_loss": float(curve[0]), "last_loss": float(curve[-1]), "steps": len(curve)}
+        row = rated({**about, "recipe": recipe, "mode": mode, **facts[label]}, times, tokens_per_second=batch * length)
+        dense = measured.get(f"bf16, {mode}", {})
+        both = "median" in dense and "median" in times
+        yield row | progress | ({"speedup": dense["median"] / times["median"]} if both else {})
+
+
+def trained(
+    run: Run, recipe: str, config: ModelConfig, text: Tensor, losses: list[Tensor], *, eager: bool
+) -> tuple[nn.Module, Callable[[], Any]]:
+    """A model and its training step, which adds its loss to the list."""
+    torch.manual_seed(0)
+    with run.device:
+        kind = PlainByteTransformer if recipe == "bf16" else ByteTransformer
+        model = kind(config, text.shape[1] - 1).to(torch.bfloat16)
+    if recipe != "bf16":
+        convert(model, recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=run.cuda, capturable=run.cuda)
+    train_step = graphed_step(training_step(run, model, optimizer), text, eager=eager)
+    return model, partial(append_loss, train_step, text, losses)
 
 
 def learnable(run: Run, batch: int, length: int) -> Tensor:
@@ -497,11 +656,12 @@ def append_loss(train_step: Callable[[Tensor], Tensor], text: Tensor, losses: li
 
 # --- the suites ------------------------------------------------------------------------------------------------------
 
-SUITES: Mapping[str, Callable[[Run], dict[str, Any]]] = MappingProxyType(
+SUITES: Mapping[str, Callable[[Run], Rows]] = MappingProxyType(
     {
         "ceilings": ceilings,
         "gemm": gemms,
         "cast": cast,
+        "modules": modules,
         "linear": linear,
         "host": host,
         "block": block,
@@ -515,23 +675,34 @@ _UNITS = MappingProxyType({"flops": "FLOP/s", "bytes_per_second": "B/s"})
 _GPU_STATE = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 
-def bench(run: Run, suites: Iterable[str] = SUITES) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measures suite after suite. Yields its name, its rows and the state of the GPU before and after.
+def bench(run: Run, suites: Iterable[str] = SUITES) -> Iterator[tuple[str, str, Any]]:
+    """Measures suite after suite, each with an equal part of the time that is left.
+
+    Yields (suite, "row", a row) as the rows come, then (suite, "gpu_state", that before and after), and with
+    `ceilings` (suite, "constants", those of a Device). A row with an "error" has no times.
 
     Raises:
-        ValueError: a suite is unknown. Nothing is measured then.
-        WrongResultError: a contender computed a wrong result.
+        ValueError: a suite or a recipe is unknown. Nothing is measured then.
     """
     chosen = list(suites)
-    for name in chosen:
-        if name not in SUITES:
-            raise ValueError(f"bench gpu: {unknown_name('suite', name, tuple(SUITES))}")
-    for name in chosen:
+    for kind, names, known in (("suite", chosen, tuple(SUITES)), ("recipe", run.recipes, tuple(RECIPES))):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"bench gpu: {unknown_name(kind, name, known)}")
+    for place, name in enumerate(chosen):
         torch.manual_seed(0)
         torch._dynamo.reset()  # graphs of earlier suites count against the limit of recompilations
-        state = gpu_state(run)
-        result = SUITES[name](run)
-        yield name, {**result, "gpu_state": [state, gpu_state(run)]}
+        state, rows = gpu_state(run), []
+        try:
+            for row in SUITES[name](run.part(len(chosen) - place)):
+                rows.append(row)
+                yield name, "row", row
+        except Exception as error:  # what is not a case: the suite's own inputs, say
+            rows.append({"what": name, **failure(error)})
+            yield name, "row", rows[-1]
+        yield name, "gpu_state", [state, gpu_state(run)]
+        if name == "ceilings" and (found := constants(run, rows)):
+            yield name, "constants", found
 
 
 def where(run: Run) -> dict[str, Any]:
@@ -558,20 +729,19 @@ def gpu_state(run: Run) -> dict[str, str]:
     return dict(zip(_GPU_STATE.split(","), values, strict=False))
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """One line per row: its name, its median in microseconds with percentiles, and its rates."""
-    lines = []
-    for row in rows:
-        name = " ".join(str(row[key]) for key in ("recipe", "what", "mode", "shape") if row.get(key) is not None)
-        times = f"{1e6 * row['median']:10.1f} us ({1e6 * row['p10']:.1f} to {1e6 * row['p90']:.1f})"
-        extra = [f"{row[key] / 1e12:.3g} T{unit}" for key, unit in _UNITS.items() if key in row]
-        extra += [f"{row['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in row else []
-        extra += [f"{row['speedup']:.2f} x BF16"] if "speedup" in row else []
-        extra += [f"(predicted {row['predicted']:.2f})"] if "predicted" in row else []
-        extra += [f"{row['launches']} launches"] if row.get("launches") else []
-        extra += [f"{row['step_bytes'] / 2**30:.2f} GiB"] if row.get("step_bytes") else []
-        lines.append(f"  {name:52} {times} {' '.join(extra)}".rstrip())
-    return "\n".join(lines)
+def line(row: dict[str, Any]) -> str:
+    """A row as text: its name, its median in microseconds with percentiles, and its rates; or its error."""
+    name = " ".join(str(row[key]) for key in ("recipe", "what", "mode", "shape") if row.get(key) is not None)
+    if "error" in row:
+        return f"  {name:52} {row['error'].splitlines()[0]}"
+    times = f"{1e6 * row['median']:10.1f} us ({1e6 * row['p10']:.1f} to {1e6 * row['p90']:.1f})"
+    extra = [f"{row[key] / 1e12:.3g} T{unit}" for key, unit in _UNITS.items() if key in row]
+    extra += [f"{row['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in row else []
+    extra += [f"{row['speedup']:.2f} x BF16"] if "speedup" in row else []
+    extra += [f"(predicted {row['predicted']:.2f})"] if "predicted" in row else []
+    extra += [f"{row['launches']} launches"] if row.get("launches") else []
+    extra += [f"{row['step_bytes'] / 2**30:.2f} GiB"] if row.get("step_bytes") else []
+    return f"  {name:52} {times} {' '.join(extra)}".rstrip()
 
 
 def _output(command: list[str]) -> str:

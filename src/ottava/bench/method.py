@@ -1,18 +1,20 @@
 """The method of the GPU suites: random inputs, buffers larger than the L2 cache, contenders in turn, checks.
 
-Inputs are random normal numbers, because zeros run 13% faster. CUDA events measure the time. After a warm-up the
-contenders take turns; the result is the median with the 10th and 90th percentile. The same run checks the result of
-every contender: a wrong result ends the run.
+Inputs are random normal numbers, because zeros run 13% faster. CUDA events measure the time, behind a pause of the
+device in which the host issues all work: no sample waits for Python. After a warm-up the contenders take turns; the
+result is the median with the 10th and 90th percentile. The same run checks the result of every contender: one that is
+wrong, or that fails, has a row with its error instead of a time, and the others go on.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -21,6 +23,11 @@ from torch import Tensor, nn
 
 L2_BYTES = 180 * 2**20  # three times an H200's L2 cache
 _AT_MOST = 64
+_LEAST = 3  # samples of a contender, however little time is left
+_CLOCK = 2e9  # cycles a second of a multiprocessor, at most; a longer pause costs time and changes no sample
+_LONGEST = 0.02  # seconds of a pause
+
+Rows = Iterator[dict[str, Any]]
 
 
 class WrongResultError(Exception):
@@ -48,6 +55,12 @@ class Run:
     """Whether to measure other installed packages too."""
     compiled: bool = True
     """Whether to measure contenders under torch.compile."""
+    shape: tuple[int, ...] | None = None
+    """(M, K, N) in place of the shapes of a suite."""
+    recipes: tuple[str, ...] = ()
+    """The recipes to measure; none: those of the suite."""
+    until: float = math.inf
+    """When `time.monotonic` says this, no new case begins, and no contender gets more than three samples."""
 
     @property
     def cuda(self) -> bool:
@@ -55,17 +68,67 @@ class Run:
         return self.device.type == "cuda"
 
     def shapes(self, *full: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shapes; in a smoke run one tiny shape with as many sizes."""
-        return (tuple(64 for _ in full[0]),) if self.smoke else full
+        """The shapes, (M, K) or (M, K, N); the one that the user has named; in a smoke run one tiny shape."""
+        if self.smoke:
+            return (tuple(64 for _ in full[0]),)
+        return full if self.shape is None else (self.shape[: len(full[0])],)
+
+    def chosen(self, recipes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of a suite's recipes that the user wants, or the user's own."""
+        return self.recipes or recipes
+
+    @property
+    def late(self) -> bool:
+        """Whether its time is over."""
+        return time.monotonic() > self.until
+
+    def part(self, of: int) -> Run:
+        """The same with one of so many equal parts of the time that is left."""
+        now = time.monotonic()
+        return replace(self, until=now + max(self.until - now, 0.0) / of)
 
 
-def seconds(run: Run, work: Callable[[], Any]) -> float:
-    """Seconds of one call, by CUDA events on a GPU."""
+def failure(error: Exception) -> dict[str, Any]:
+    """What the row of a contender that failed says instead of times.
+
+    Example:
+        >>> failure(RuntimeError("out of memory, and a long story"))
+        {'error': 'RuntimeError: out of memory, and a long story'}
+    """
+    return {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+
+
+def cases(run: Run, shapes: Iterable[tuple[int, ...]], measure: Callable[..., Rows]) -> Rows:
+    """The rows of `measure(run, *shape)` for each shape, as they come; each has an equal part of the time left.
+
+    A case that fails, and one that had no time, has a row that says so.
+    """
+    waiting = list(shapes)
+    while waiting:
+        shape, part = waiting[0], run.part(len(waiting))
+        waiting.pop(0)
+        if run.late:
+            yield {"shape": list(shape), "error": "left out: the time of --budget was over"}
+            continue
+        try:
+            yield from measure(part, *shape)
+        except Exception as error:  # it need not be the end of the others
+            yield {"shape": list(shape), **failure(error)}
+        if run.cuda:
+            torch.cuda.empty_cache()  # one that ran out of memory leaves the next one all of it
+
+
+def seconds(run: Run, work: Callable[[], Any], host: float = 0.0) -> float:
+    """Seconds of one call, by CUDA events on a GPU.
+
+    host: seconds in which the host issues it; so long the device pauses first, and then it waits for nobody.
+    """
     if not run.cuda:
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
     start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(1.5 * min(host, _LONGEST) * _CLOCK))
     start_event.record()
     work()
     end_event.record()
@@ -73,7 +136,7 @@ def seconds(run: Run, work: Callable[[], Any]) -> float:
     return float(start_event.elapsed_time(end_event)) / 1e3
 
 
-def host_seconds(run: Run, work: Callable[[], Any]) -> float:
+def host_seconds(run: Run, work: Callable[[], Any], _: float = 0.0) -> float:
     """Seconds of one call until the host is free again. The device is idle at the start."""
     if run.cuda:
         torch.cuda.synchronize(run.device)
@@ -85,11 +148,26 @@ def host_seconds(run: Run, work: Callable[[], Any]) -> float:
 def race(
     run: Run,
     contenders: Mapping[str, Callable[[], Any]],
-    measure: Callable[[Run, Callable[[], Any]], float] = seconds,
-) -> dict[str, dict[str, float]]:
-    """Name -> median, p10, p90 in seconds; the contenders take turns."""
-    times = samples(contenders, run.rounds, lambda work: measure(run, work), warm_up=1 if run.smoke else 10)
-    return {name: summary(values) for name, values in times.items()}
+    measure: Callable[[Run, Callable[[], Any], float], float] = seconds,
+) -> dict[str, dict[str, Any]]:
+    """Name -> median, p10, p90 in seconds; the contenders take turns. Who fails has an error, and drops out."""
+    failed: dict[str, dict[str, Any]] = {}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    host: dict[str, float] = {}
+    warm_up = 1 if run.smoke else 10
+    for turn in range(warm_up + run.rounds):
+        if run.late and (0 < turn < warm_up or turn >= warm_up + _LEAST):
+            continue
+        for name in list(times):
+            try:
+                if turn < warm_up:
+                    host[name] = host_seconds(run, contenders[name])
+                else:
+                    times[name].append(measure(run, contenders[name], host[name]))
+            except Exception as error:
+                failed[name] = failure(error)
+                del times[name]
+    return {name: failed.get(name) or summary(times[name]) for name in contenders}
 
 
 def summary(values: list[float]) -> dict[str, float]:

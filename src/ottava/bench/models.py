@@ -3,7 +3,7 @@
 The models are a GPT block, a Llama block, the demo's model, and SmolLM2-135M's architecture. On a GPU the rivals are
 BF16 eager and compiled, torchao, Liger's kernels and TransformerEngine; on a CPU the FP8 emulators torchao and
 Microsoft's microxcaling. Each rival converts the same BF16 module to a contender. If a rival cannot be imported, the
-report names it with the reason. If it fails later, its error ends the run.
+report names it with the reason. If it fails later, its row has the error.
 """
 
 from __future__ import annotations
@@ -386,31 +386,44 @@ def missing() -> dict[str, str]:
 def contenders(run: Run, make: Callable[[], nn.Module], recipes: tuple[str, ...] = RECIPES) -> list[Contender]:
     """BF16, BF16 compiled, each recipe eager and compiled, and the rivals on this machine, in this order.
 
+    One whose model cannot be made raises its error when it is called.
+
     Args:
         make: returns the BF16 model, always with the same weights.
     """
-    bf16 = make()
-    models = [Contender("bf16", bf16, bf16)]
-    if run.compiled:
-        model = make()
-        models.append(Contender("bf16 compiled", model, torch.compile(model)))
-    for recipe in recipes:
-        model = make()
-        convert(model, recipe, filter=lambda name, layer: True)
-        models.append(Contender(recipe, model, model))
-        if run.compiled:
-            model = make()
-            convert(model, recipe, filter=lambda name, layer: True)
-            models.append(Contender(f"{recipe} compiled", model, torch.compile(model)))
+    ways: list[tuple[str, Callable[[], nn.Module], bool]] = [("bf16", make, False), ("bf16 compiled", make, True)]
+    for recipe in run.chosen(recipes):
+        ways += [(recipe, partial(_converted, make, recipe), False)]
+        ways += [(f"{recipe} compiled", partial(_converted, make, recipe), True)]
     absent = missing() if run.rivals else RIVALS
     for name, rival in RIVALS.items():
         if name not in absent and (run.cuda or rival.package == "torchao.float8"):
-            model = rival.change(make(), run)
             compiled = rival.compiled and run.compiled
-            models.append(
-                Contender(f"{name} compiled" if compiled else name, model, torch.compile(model) if compiled else model)
-            )
-    return models
+            ways.append((f"{name} compiled" if compiled else name, partial(_changed, make, rival, run), compiled))
+    return [contender(*way) for way in ways if run.compiled or not way[2]]
+
+
+def _converted(make: Callable[[], nn.Module], recipe: str) -> nn.Module:
+    model = make()
+    convert(model, recipe, filter=lambda name, layer: True)
+    return model
+
+
+def _changed(make: Callable[[], nn.Module], rival: Rival, run: Run) -> nn.Module:
+    return rival.change(make(), run)
+
+
+def contender(name: str, build: Callable[[], nn.Module], compiled: bool) -> Contender:
+    """One that raises its error when it is called, if its model cannot be made."""
+    try:
+        model = build()
+    except Exception as error:
+        return Contender(name, nn.Module(), partial(_raise, error))
+    return Contender(name, model, torch.compile(model) if compiled else model)
+
+
+def _raise(error: Exception, *_: Any) -> Tensor:
+    raise error
 
 
 def emulated(make: Callable[[], nn.Module], names: Iterable[str] = tuple(EMULATORS)) -> dict[str, nn.Module]:

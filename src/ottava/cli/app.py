@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import logging
 import os
+import re
 import runpy
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -67,7 +70,7 @@ app = typer.Typer(
     name="ottava",
     cls=Commands,
     help="Train transformers in FP8 and see exactly where FP8 hurts.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -105,16 +108,72 @@ def _torch_version() -> str:
     return str(runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"])
 
 
+def next_steps(folder: Path) -> list[tuple[str, str]]:
+    """What to do next in a folder: a command, and what was found for it, the newest of each kind.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as empty:
+        ...     next_steps(Path(empty))[0][0]
+        'ottava demo'
+    """
+    kinds: dict[str, list[Path]] = {"watch.json": [], "receipt.json": [], "config.json": [], ".py": []}
+    for pattern in ("*", "*/*", "*/*/*", "*/*/*/*"):
+        for path in itertools.islice(folder.glob(pattern), _MOST_SEEN):
+            if (kind := path.suffix if path.suffix == ".py" else path.name) in kinds and path.is_file():
+                kinds[kind].append(path)
+    watched, trained, models, scripts = (
+        sorted(found, key=lambda path: path.stat().st_mtime, reverse=True) for found in kinds.values()
+    )
+    steps = []
+
+    def named(path: Path) -> str:
+        return shlex.quote(str(path.relative_to(folder)))
+
+    if watched:
+        steps.append((f"ottava report {named(watched[0].parent)} --open", "a watched run"))
+    if len(watched) > 1:
+        pair = f"{named(watched[0].parent)} --baseline {named(watched[1].parent)}"
+        steps.append((f"ottava diagnose {pair}", "two watched runs; the good one comes second"))
+    if trained:
+        steps.append((f"ottava export {named(trained[0].parent)} NEW_FOLDER", "a run of ottava train"))
+    exported = [path for path in models if any(path.parent.glob("*.safetensors"))]
+    if exported:
+        steps.append((f"ottava inspect {named(exported[0].parent)}", "a checkpoint"))
+    users = [path for path in scripts if path.parent == folder and _imports_torch(path)]
+    if users:
+        steps.append((f"ottava watch -- {named(users[0])}", "a script that imports torch"))
+    return [*steps, ("ottava demo", "a small Llama in BF16 and FP8, in a minute or two")]
+
+
+def _imports_torch(script: Path) -> bool:
+    from ottava.base.untrusted import UntrustedError, read_text
+
+    try:
+        return re.search(r"^\s*(import|from) (torch|transformers|lightning)\b", read_text(script), re.M) is not None
+    except (OSError, UntrustedError):
+        return False
+
+
+_MOST_SEEN = 500  # files of a folder: a home folder must not make it slow
+
+
 @app.callback()
 def options(
+    context: typer.Context,
     debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
         bool, Option("--version", help="Show the versions and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """The options before the subcommand."""
+    """The options before the subcommand; without one, the help and what to do next here."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("ottava").setLevel(logging.DEBUG if debug else logging.INFO)
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        typer.echo("\nNext, in this folder:")
+        for command, why in next_steps(Path.cwd()):
+            typer.echo(f"  {command}\n      {why}")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

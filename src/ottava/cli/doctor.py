@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
+import re
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -329,9 +332,17 @@ def cpu(
 @bench.command("gpu")
 def gpu(
     suites: Annotated[
-        list[str] | None, Argument(help="Some of ceilings, gemm, cast, linear, host, block, seed_layer, train. [all]")
+        list[str] | None,
+        Argument(help="Some of ceilings, gemm, cast, modules, linear, host, block, seed_layer, train. [all]"),
     ] = None,
     out: Annotated[Path | None, Option("--json", metavar="FILE", help="Write all numbers to this file.")] = None,
+    shape: Annotated[
+        str | None, Option(metavar="MxKxN", help="One shape for gemm, cast, modules, linear and host. [each its own]")
+    ] = None,
+    recipe: Annotated[list[str] | None, Option(help="A recipe to measure; repeatable. [those of each suite]")] = None,
+    budget: Annotated[
+        float | None, Option(metavar="SECONDS", help="Begin nothing new after these seconds. [no limit]")
+    ] = None,
     rounds: Annotated[int, Option(help="Interleaved samples of each contender.")] = 50,
     rivals: Annotated[bool, Option(help="Measure torchao, Liger and TransformerEngine, if installed.")] = True,
     compiled: Annotated[bool, Option(help="Measure under torch.compile, too. This takes minutes.")] = True,
@@ -339,16 +350,30 @@ def gpu(
 ) -> int:
     """Time kernels, layers and training on the GPU, and check every result in the same run.
 
-    Each suite prints a table: median microseconds, 10th and 90th percentile, rates, the speed-up over the fastest BF16
-    of the same mode, launches, memory of a step. After each suite it writes FILE, with device, driver,
-    clocks, power, versions and commit.
+    Each row has a median in microseconds, 10th and 90th percentile, rates, the speed-up over the fastest BF16
+    of the same mode, launches, memory of a step. Rows are printed and written to FILE as they come, with device,
+    driver, clocks, power, versions and commit. Suites share the seconds of --budget evenly; what has begun still ends.
 
-    Exit code 1 if a contender computes wrong results, 2 for an unknown suite, 3 without a GPU.
+    Exit code 1 if a contender fails or computes wrong results, 2 for an unknown suite or recipe, or a bad shape,
+    3 without a GPU.
     """
     from ottava.bench.gpu import SUITES
 
     run = _run(smoke, rounds, rivals, compiled)
-    return MISSING if run is None else _measure(run, suites or list(SUITES), out)
+    if run is None:
+        return MISSING
+    until = math.inf if budget is None else time.monotonic() + budget
+    run = replace(run, shape=_sizes(shape), recipes=tuple(recipe or ()), until=until)
+    return _measure(run, suites or list(SUITES), out)
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    """16384x4096x14336 -> (16384, 4096, 14336)."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2}", text):
+        raise ValueError(f"--shape: got {text!r}; needs rows, inputs and outputs, as in 16384x4096x14336")
+    return tuple(int(size) for size in text.split("x"))
 
 
 @bench.command("ceilings")
@@ -380,16 +405,23 @@ def _run(smoke: bool, rounds: int, rivals: bool, compiled: bool) -> Run | None:
 
 def _measure(run: Run, suites: list[str], out: Path | None) -> int:
     from ottava.bench.gpu import bench as measure
-    from ottava.bench.gpu import table, where
+    from ottava.bench.gpu import line, where
 
     report: dict[str, Any] = {"schema_version": 1, **where(run), "suites": {}}
     typer.echo(f"{report['device']}, torch {report['versions']['torch']}, commit {report['commit'] or 'unknown'}")
     for name, reason in report["left_out"].items():
         typer.echo(f"left out: {name}: {reason}")
-    for name, result in measure(run, suites):
-        report["suites"][name] = result
-        report |= {"constants": result["constants"]} if "constants" in result else {}
-        typer.echo(f"\n{name}\n{table(result['rows'])}")
-        if out is not None:  # after each suite: an interruption loses one suite only
+    failed = 0
+    for name, kind, value in measure(run, suites):
+        if name not in report["suites"]:
+            typer.echo(f"\n{name}")
+        suite = report["suites"].setdefault(name, {"rows": []})
+        if kind == "row":
+            suite["rows"].append(value)
+            failed += "error" in value and not value["error"].startswith("left out")
+            typer.echo(line(value))
+        else:
+            (report if kind == "constants" else suite)[kind] = value
+        if out is not None:  # after each row: an interruption loses one row only
             out.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    return 0
+    return WRONG if failed else 0

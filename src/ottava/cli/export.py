@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from typer import Argument, Option
 from ottava.cli.console import answer, print_table
 
 if TYPE_CHECKING:
-    from ottava.serving.sides import Text
+    from ottava.serving.sides import Model, Text
     from ottava.serving.source import Source
 
 
@@ -151,9 +152,10 @@ def consolidate(
 
 def parity(
     train: Annotated[
-        Path, Argument(metavar="TRAIN", help="A run of ottava train, one of its checkpoints, or a BF16 checkpoint.")
-    ],
-    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="The folder that the engine reads.")],
+        Path | None,
+        Argument(metavar="TRAIN", help="A run of ottava train, one of its checkpoints, or a BF16 checkpoint."),
+    ] = None,
+    checkpoint: Annotated[Path | None, Argument(metavar="CHECKPOINT", help="The folder that the engine reads.")] = None,
     engine: Annotated[
         str, Option("--engine", "-e", metavar="E", help="vllm, sglang, transformers or trtllm.")
     ] = "vllm",
@@ -173,7 +175,18 @@ def parity(
         bool, Option("--run/--no-run", help="Run transformers on a few tokens, where it is installed and on the CPU.")
     ] = True,
     kl: Annotated[bool, Option("--kl/--no-kl", help="Measure the KL of each linear that differs, alone.")] = True,
-    out: Annotated[Path | None, Option("--out", "-o", metavar="F", help="Write the certificate as JSON.")] = None,
+    logprobs: Annotated[
+        Path | None, Option(metavar="F", help="Log-probabilities of a rollout and of training: say why they differ.")
+    ] = None,
+    form: Annotated[
+        str | None, Option("--format", metavar="N", help="plain, nemo-rl, verl or trl. Default: by its fields.")
+    ] = None,
+    before: Annotated[
+        list[Path] | None,
+        Option(metavar="F", help="An earlier checkpoint, which the engine may still have; repeatable."),
+    ] = None,
+    temperature: Annotated[float, Option(help="By which training divides its logits.")] = 1.0,
+    out: Annotated[Path | None, Option("--out", "-o", metavar="F", help="Write the result as JSON.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the certificate as one JSON object.")] = False,
 ) -> int:
     """Compare what training multiplied with what an engine multiplies after it has read a checkpoint.
@@ -183,12 +196,19 @@ def parity(
     with its cause. What no rule reads, such as a new field of config.json, is "not certified". Equal inputs give an
     equal certificate, byte by byte.
 
-    Exit code 0 if they are equal; 1 if not, or not certified; 2 for a wrong engine or recipe; 4 for a folder that
-    cannot be read.
+    With --logprobs the KL between a rollout and training is split into causes by experiments: what TRAIN would give
+    with one cause switched on. TRAIN and CHECKPOINT may lack; then fewer causes are told apart.
+
+    Exit code 0 if they are equal, or the KL is that of rounding; 1 if not, or not certified; 2 for a wrong engine or
+    recipe; 3 if transformers is missing and needed; 4 for a folder or dump that cannot be read.
     """
-    from ottava.base.files import replacing
     from ottava.serving.parity import parity as compare
 
+    if logprobs is not None:
+        sides = _sides(train, checkpoint, engine, recipe, _object(settings), device, before or ())
+        return _attributed(logprobs, form, *sides, temperature=temperature, out=out, as_json=as_json)
+    if train is None or checkpoint is None:
+        raise typer.BadParameter("needs TRAIN and CHECKPOINT, or --logprobs")
     source, found = _source(train)
     certificate = compare(
         source,
@@ -201,11 +221,59 @@ def parity(
         device=device,
         run=None if run else False,
     )
-    if out is not None:
-        with replacing(out) as scratch:
-            scratch.write_text(certificate.to_json(), encoding="utf-8")
+    _write(out, certificate.to_json())
     typer.echo(certificate.to_json().rstrip() if as_json else str(certificate))
     return int(not certificate.equal)
+
+
+def _write(out: Path | None, text: str) -> None:
+    from ottava.base.files import replacing
+
+    if out is not None:
+        with replacing(out) as scratch:
+            scratch.write_text(text, encoding="utf-8")
+
+
+def _sides(
+    train: Path | None,
+    checkpoint: Path | None,
+    engine: str,
+    recipe: str | None,
+    settings: dict[str, Any] | None,
+    device: str | None,
+    before: Sequence[Path],
+) -> tuple[Model | None, Model | None, list[tuple[str, Model]]]:
+    """What training multiplies, what the engine does, and what training multiplied at earlier steps."""
+    from ottava.recipe import get_recipe
+    from ottava.serving.sides import served, trained, under
+
+    def side(folder: Path) -> Model:
+        source, _ = _source(folder)
+        return trained(source if recipe is None else under(source, get_recipe(recipe)))
+
+    ours = None if train is None else side(train)
+    theirs = None if checkpoint is None else served(checkpoint, engine, settings, device=device)
+    return ours, theirs, [(folder.name, side(folder)) for folder in before]
+
+
+def _attributed(
+    dump: Path,
+    form: str | None,
+    ours: Model | None,
+    theirs: Model | None,
+    before: Sequence[tuple[str, Model]],
+    *,
+    temperature: float,
+    out: Path | None,
+    as_json: bool,
+) -> int:
+    from ottava.serving.attribution import attribute
+    from ottava.serving.rollout import read_rollout
+
+    found = attribute(read_rollout(dump, form), ours, theirs, before=before, temperature=temperature)
+    _write(out, found.to_json())
+    typer.echo(found.to_json().rstrip() if as_json else str(found))
+    return int(not found.good)
 
 
 def _object(path: Path | None) -> dict[str, Any] | None:

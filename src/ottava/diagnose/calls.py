@@ -37,6 +37,7 @@ _KEEPS = frozenset(
     )
 )  # fmt: skip
 """Calls after which a tensor still is a copy of a weight, but for a factor and rounding."""
+_SAMPLES = 4  # of a batch; fewer may be something else
 _ORIGIN = re.compile("entry ([0-9]+) of the step before")
 _COLUMNS = ("loss", "grad_norm", "input_hash", "label_hash")
 
@@ -148,6 +149,47 @@ def stale(facts: Facts) -> list[Stale]:
         if found:
             break
     return found
+
+
+_PAIRS = frozenset(
+    (
+        "sub", "__sub__", "__rsub__", "rsub", "mul", "__mul__", "__rmul__", "mse_loss", "l1_loss", "smooth_l1_loss",
+        "huber_loss",
+    )
+)  # fmt: skip
+"""Calls that compare outputs with targets, or weigh them."""
+_BROADCASTS = frozenset(
+    (
+        "unsqueeze", "__getitem__", "view", "reshape", "view_as", "expand", "sum", "mean", "norm",
+        "vector_norm", "amax", "amin", "max", "min", "std", "var", "logsumexp",
+    )
+)  # fmt: skip
+"""Calls that make a column on purpose: to broadcast it."""
+_COLUMN = re.compile(r"[a-z]+[0-9]+\[(\d+), 1\]")
+
+
+def squared(facts: Facts) -> tuple[int, Call, int] | None:
+    """(step, call, N) of the first call of the loop, outside of all modules, that gets (N, 1) and (N); None without.
+
+    What was made a column for that, by `unsqueeze` or an index, is meant.
+    """
+    for step, calls in sorted(_traces(facts).items()):
+        for call in calls:
+            if call.name not in _PAIRS or (call.module and not call.name.endswith("_loss")) or call.backward:
+                continue
+            if len(call.arguments) < 2 or not (
+                column := _COLUMN.fullmatch(call.arguments[0]) or _COLUMN.fullmatch(call.arguments[1])
+            ):
+                continue
+            size = int(column[1])
+            row = call.arguments[1 if column.string == call.arguments[0] else 0]
+            if size < _SAMPLES or not row.endswith(f"[{size}]"):
+                continue
+            made = [calls[s] for s in call.sources if s < len(calls)]
+            of = [c.name for c in made if c.results and isinstance(c.results[0], list) and c.results[0][0] == column[0]]
+            if of and not any(name in _BROADCASTS for name in of) and "None" not in call.place[3]:
+                return step, call, size
+    return None
 
 
 def _moved(one: Call, other: Call) -> bool:

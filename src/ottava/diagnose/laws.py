@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from ottava.diagnose.calls import squared
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import parted, same_batches
+from ottava.measure.limits import beyond_chance
 
 _MOST_NAMES = 4
 
@@ -81,7 +83,9 @@ def _counted(facts: Facts, name: str) -> tuple[int, int] | None:
 def _inputs_broken(facts: Facts, event: Event | None) -> Broken | None:
     for what, name in (("inputs", "input_nonfinite"), ("labels", "label_nonfinite")):
         if (hit := _counted(facts, name)) is not None:
-            return Broken(f"The {what} hold infinities or NaN in {hit[0]} steps, first at step {hit[1]}.", hit[1])
+            said = f"The {what} hold infinities or NaN in {hit[0]} steps, first at step {hit[1]}."
+            # a model may fill in what is missing
+            return Broken(said, hit[1], grave=event is not None and event.kind == "not finite")
     return None
 
 
@@ -106,6 +110,23 @@ def _labels_dead(facts: Facts, event: Event | None) -> Broken | None:
     if equal is not None and (hit := np.nan_to_num(equal) >= 100.0).mean() >= 0.75 and len(hit) > 3:
         return Broken(f"All labels of a batch are one class in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
     return None
+
+
+def _labels_shifted(facts: Facts, event: Event | None) -> Broken | None:
+    """A model of the next token whose labels are other tokens of its own input."""
+    same, following, after = (facts.column(f"labels_ahead_{k}_pct") for k in range(3))
+    if same is None or following is None or after is None:
+        return None
+    for column, said in (
+        (same, "the token that it is given: nothing has shifted them"),
+        (after, "the token after the next one: they are shifted twice"),
+    ):
+        if (hit := (np.nan_to_num(column) >= _MATCH) & ~(following >= _CHANCE)).mean() > 0.9:
+            return Broken(f"The labels ask at each place for {said}, in {hit.sum()} of {len(hit)} steps.")
+    return None
+
+
+_MATCH, _CHANCE = 99.0, 90.0  # percent of the labels
 
 
 def _same_batch(facts: Facts, event: Event | None) -> Broken | None:
@@ -169,7 +190,8 @@ def _never_stepped(facts: Facts, event: Event | None) -> Broken | None:
     if steps is not None and backwards is not None and np.nansum(steps) == 0 and np.nansum(backwards) > 3 and not moves:
         return Broken(f"{np.nansum(backwards):.0f} backwards ran, and no optimizer stepped.")
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after")]
-    same = [e for e in tried if e["loss_after"] == e["loss"] and facts.at("lr", e["step"]) > 0]
+    # a loss in BF16 has too few bits to show a small step
+    same = [e for e in tried if e["loss_after"] == e["loss"] and facts.at("lr", e["step"]) > 0 and not e.get("touched")]
     if len(tried) < 2 or len(same) < len(tried):
         return None
     said = f"The step changes nothing: after it the same batch has the same loss to the bit, in {len(same)} trials."
@@ -196,11 +218,13 @@ def _unheld(facts: Facts, event: Event | None) -> Broken | None:
     """By what came out, where the run ended: weights that are what they were. Else by who holds them."""
     own = [str(p["name"]) for p in facts.parameters if p.get("trains") and not _outside(str(p["name"]))]
     held = {str(p["name"]) for f in (facts, *facts.ranks.values()) for p in f.parameters if p.get("held")}
-    lost = [n for n in own if n not in held]
+    # a frozen teacher needs no gradient, and gets none
+    useless = {str(p["name"]) for p in facts.parameters if p.get("reached") is False}
+    lost = [n for n in own if n not in held and n not in useless]
     if (unmoved := facts.unmoved) is not None:
         # with a gradient and an optimizer it is the rate, or rounding, that keeps a weight
         driven = {n for rows in facts.moves.values() for n, row in rows.items() if row["gradient"] != 0}
-        lost = [n for n in own if n in unmoved and not (n in held and n in driven)]
+        lost = [n for n in own if n in unmoved and n not in useless and not (n in held and n in driven)]
     if not lost or len(lost) == len(own):
         return None
     share = sum(map(facts.size, lost)) / max(sum(map(facts.size, own)), 1)
@@ -214,11 +238,14 @@ def _unheld(facts: Facts, event: Event | None) -> Broken | None:
 
 def _no_gradient(facts: Facts, event: Event | None) -> Broken | None:
     looks = list(facts.moves.values())
-    names = [str(p["name"]) for p in facts.parameters if p.get("trains") and p.get("held")]
+    own = [p for p in facts.parameters if p.get("trains") and p.get("held") and not _outside(str(p["name"]))]
+    names = [str(p["name"]) for p in own]
     if len(looks) < 2 or not names:
         return None
     dead = [n for n in names if all(not (look.get(n) or {}).get("gradient", 0.0) > 0 for look in looks)]
     dead = [n for n in dead if not any(math.isnan((look.get(n) or {}).get("gradient", 0.0)) for look in looks)]
+    if (unmoved := facts.unmoved) is not None:  # what a look did not see may have moved since: phases, players, experts
+        dead = [n for n in dead if n in unmoved or all(n in look for look in looks)]
     if not dead:
         return None
     share = sum(map(facts.size, dead)) / max(sum(map(facts.size, names)), 1)
@@ -244,7 +271,8 @@ def _steps_again(facts: Facts, event: Event | None) -> Broken | None:
     ):
         values = facts.column(name)
         if values is not None and (hit := np.nan_to_num(values) > 0)[1:].sum() >= 2:
-            return Broken(f"{said} in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
+            # a new phase may begin with a new optimizer
+            return Broken(f"{said} in {hit.sum()} of {len(hit)} steps.", facts.since(hit), grave=hit.mean() > 0.1)
     return None
 
 
@@ -281,6 +309,9 @@ def _vanish(facts: Facts, event: Event | None) -> Broken | None:
         return None
     lr = facts.column("lr")
     if lr is not None and not (np.nan_to_num(lr) > 0).any():
+        return None
+    ways = [e["error"] for e in facts.experiments("optimizer") if _known(e, "error")]
+    if ways and max(ways) < 0.5:  # rounded, but not lost
         return None
     return Broken(
         f"{len(stuck)} of {len(still)} 16-bit weights do not move in 90 % of their elements ({_names(stuck)}): the "
@@ -329,7 +360,9 @@ def _lr_jump(facts: Facts, event: Event | None) -> Broken | None:
         with np.errstate(all="ignore"):
             jump = lr[1:] / lr[:-1]
         near = (facts.steps[1:] > event.step - 12) & (facts.steps[1:] <= event.step) & (facts.steps[1:] > 3)
-        hit = np.flatnonzero(near & (jump > 2.5) & np.isfinite(jump))
+        # a warm restart goes where the rate has been
+        new = lr[1:] > 1.5 * np.maximum.accumulate(lr)[:-1]
+        hit = np.flatnonzero(near & new & (jump > 2.5) & np.isfinite(jump))
         if len(hit):
             i = int(hit[0])
             step = int(facts.steps[i + 1])
@@ -349,7 +382,7 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss_after")]
     lr = facts.at("lr", event.step if event is not None else math.inf)
     rate = f" with lr {lr:.3g}" if math.isfinite(lr) else ""
-    if len(worse) > 0.5 * len(tried):
+    if beyond_chance(len(worse), len(tried)):
         one = worse[0]
         return Broken(
             f"The step makes its own batch worse in {len(worse)} of {len(tried)} trials{rate}: at step {one['step']} "
@@ -418,10 +451,11 @@ def _explodes(facts: Facts, event: Event | None) -> Broken | None:
     near = (facts.steps >= event.step - 2) & (facts.steps <= event.step) & np.isfinite(norm)
     if len(before) < 4 or not near.any():
         return None
+    # a model that fits has a small gradient, and new data bring back that of the start
     usual, worst = float(np.median(before)), float(norm[near].max())
     clip = facts.clip
     held = clip is not None and float(np.nanmax(clip[near])) > 2
-    if held or not worst > 20 * max(usual, 1e-12):
+    if held or not worst > 20 * max(float(before.max()), 1e-12):
         return None
     step = int(facts.steps[near][int(np.argmax(norm[near]))])
     return Broken(f"The gradient norm goes from {usual:.3g} to {worst:.3g} at step {step}, and nothing clips it.", step)
@@ -450,6 +484,53 @@ def _validation_trains(facts: Facts, event: Event | None) -> Broken | None:
 
 
 # the model
+
+
+def _trains_in_eval(facts: Facts, event: Event | None) -> Broken | None:
+    """A training that falls into evaluation mode, as after a validation, and stays there."""
+    values = facts.column("train_forwards_in_eval_mode")
+    kinds = {str(k) for e in facts.run.training if e.get("kind") == "mode" for k in e.get("random") or ()}
+    if values is None or not kinds:
+        return None
+    evaluates = np.nan_to_num(values) > 0
+    inside = np.flatnonzero(~evaluates & np.isfinite(values))
+    start = int(inside[-1]) + 1 if len(inside) else 0
+    if start == len(values) or len(values) - start < max(3, 0.2 * len(values)):
+        return None
+    first = int(facts.steps[start])
+    said = f"From step {first} on every step trains in evaluation mode: {', '.join(sorted(kinds))} of the model"
+    modes = [e for e in facts.run.training if e.get("kind") == "mode" and e.get("gradients") and not e.get("training")]
+    fresh = any(e.get("fresh") for e in modes)
+    ends = ", and its norms have statistics of no batch" if fresh and not start else ""
+    # from the first step on it may be meant, as of pretrained statistics
+    return Broken(f"{said} do not work as in training{ends}.", first, grave=start > 0 or fresh)
+
+
+def _sees_answer(facts: Facts, event: Event | None) -> Broken | None:
+    """The labels are the next tokens, and changing a token changes the output before it."""
+    column = facts.column("labels_ahead_1_pct")
+    tried = next((e for e in facts.experiments("shadow") if e.get("sees_later")), None)
+    if tried is None or column is None or not float(np.nanmedian(column)) >= _MATCH:
+        return None
+    said = "The model is to predict each next token, and sees it: other later tokens change the output before them"
+    return Broken(f"{said}, tried at step {tried['step']}.", int(tried["step"]))
+
+
+def _samples_mix(facts: Facts, event: Event | None) -> Broken | None:
+    tried = next((e for e in facts.experiments("shadow") if e.get("mixes")), None)
+    if tried is None:
+        return None
+    said = "With other samples in the second half of the batch the output of the first half is another"
+    return Broken(f"{said}, tried in evaluation mode at step {tried['step']}.", int(tried["step"]))
+
+
+def _every_pair(facts: Facts, event: Event | None) -> Broken | None:
+    """A loss of (N, 1) beside (N): broadcasting makes (N, N) of it, every sample beside every other one."""
+    if (found := squared(facts)) is None:
+        return None
+    step, call, size = found
+    said = f"`{call.name}` at {call.where} gets ({size}, 1) and ({size}), so it compares every sample with every other"
+    return Broken(f"{said}, at step {step}.", step)
 
 
 def _tied_apart(facts: Facts, event: Event | None) -> Broken | None:
@@ -497,6 +578,14 @@ LAWS: tuple[Law, ...] = (
     Law("D1", "The batches hold infinities or NaN", _inputs_broken, True, "data", "inputs (batches: true)"),
     Law("D2", "The inputs are empty", _inputs_empty, True, "data", "inputs (batches: true)"),
     Law("D3", "The labels teach nothing", _labels_dead, True, "labels", "labels of a cross-entropy"),
+    Law(
+        "D6",
+        "The labels are not the next tokens",
+        _labels_shifted,
+        True,
+        "labels",
+        "labels and inputs of a cross-entropy",
+    ),
     Law("D4", "The same batch comes again and again", _same_batch, True, "data", "hashes of batches"),
     Law("D5", "One batch is far larger than the others", _bad_batch, False, "data", "sizes of inputs"),
     Law("O1", "No optimizer moves this model", _never_stepped, True, "optimizer", "parameters of the optimizers"),
@@ -516,6 +605,10 @@ LAWS: tuple[Law, ...] = (
     Law("G2", "Clipping takes nearly all of the gradient", _clipped, False, "clip_less", "grad_norm before clipping"),
     Law("R1", "The ranks do not work as one", _ranks_part, True, "ranks", "several ranks"),
     Law("M1", "Validation runs in training mode", _validation_trains, True, "eval", "modes of forwards"),
+    Law("M6", "The training is in evaluation mode", _trains_in_eval, True, "train", "modes of forwards"),
+    Law("M7", "The loss mixes up its samples", _every_pair, True, "shapes", "a trace of torch's calls"),
+    Law("M8", "The model sees what it has to predict", _sees_answer, True, "mask", "a shadow step, and labels"),
+    Law("M9", "A sample's output depends on others of its batch", _samples_mix, True, "rows", "a shadow step"),
     Law("M2", "Tied weights are apart", _tied_apart, True, "tie", "parameters"),
     Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "the graph of the loss"),
     Law("M4", "The model begins far above a guess", _starts_high, False, "init", "classes of the loss"),

@@ -102,6 +102,17 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Validate in evaluation mode.",
             patch={"torch": "model.eval()\nwith torch.no_grad():\n    validate(model)\nmodel.train()"},
         ),
+        "train": Remedy(
+            "Go back to training mode after a validation.", patch={"torch": "model.train()    # before the next step"}
+        ),
+        "shapes": Remedy(
+            "Give both the same shape.", patch={"torch": "output = output.squeeze(-1)    # (N, 1) to (N)"}
+        ),
+        "mask": Remedy(
+            "Look at the attention mask and at its direction: a place may see itself and what is before it.",
+            patch={"torch": "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)"},
+        ),
+        "rows": Remedy("Look at the dimensions of softmax, mean, view and transpose: the first one is the batch."),
         "tie": Remedy(
             "Tie the weights again after the model was converted or loaded.",
             patch={"transformers": "model.tie_weights()", "torch": "model.head.weight = model.embedding.weight"},

@@ -23,11 +23,16 @@ import numpy as np
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.measure.layer_names import symbol
-from ottava.measure.limits import critical_db, gradient_hurts, gradient_level
+from ottava.measure.limits import SUSPICIOUS, beyond_chance, critical_db, gradient_hurts, gradient_level
 from ottava.numerics.formats import FORMATS
 
 Part = Literal["none", "innocent", "guilty", "unknown"]
 _NEAR = 3  # steps
+_VANISHED = 0.3  # of the elements; a scale for every tensor flushes a few percent
+WAY = 0.3
+"""Distance of the weights' way from that of the optimizer's formula: twice the level of a gradient, for moments carry
+the errors of many steps."""
+_STILL = 1e-3  # of the largest gradient
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
 _OPERANDS = MappingProxyType(
     {
@@ -58,6 +63,8 @@ class Trial:
     """{layer, gemm, operand}: the smallest set of casts that makes it; operand and gemm may be missing."""
     arms: tuple[Mapping[str, Any], ...] = ()
     """{name, loss or error}: remedies that were tried, cheapest first."""
+    sound: bool = False
+    """Whether it holds whatever has become of the model: what goes in is held against what comes out."""
 
     @property
     def layers(self) -> list[str]:
@@ -79,13 +86,15 @@ def judge(facts: Facts, event: Event | None) -> Trial:
         'none'
     """
     outside = next((str(e.get("where")) for e in facts.experiments("conversion")), "")
-    if outside and (changed := _changed(facts, outside, event)) is not None:
+    if (changed := _arrived(facts, outside) or (_changed(facts, outside, event) if outside else None)) is not None:
         return changed
     if facts.casts is False and outside:
-        said = (
-            f"No layer casts, but the script converts to FP8 at {outside}, outside the model. No experiment tries that."
-        )
-        return Trial("unknown", (said,))
+        said = f"No layer casts, but the script converts to FP8 at {outside}, outside the model."
+        tried = [e for e in facts.experiments("optimizer") if _error(e) is not None]
+        ends = " No experiment tries that."
+        if tried:
+            ends = f" The weights go where the optimizer's formula takes them, {100 * tried[0]['error']:.2g} % apart."
+        return Trial("unknown", (said + ends,))
     if facts.casts is False:
         return Trial("none", ("No cast to FP8 was seen in this run, so FP8 has no part in it.",))
     refused = tuple(f"Step {e['step']}: {e.get('why')}" for e in facts.experiments("refused")[:2])
@@ -98,8 +107,28 @@ def judge(facts: Facts, event: Event | None) -> Trial:
     return _placed(facts, _shadowed(facts, event, shadows))
 
 
+def _arrived(facts: Facts, outside: str) -> Trial | None:
+    """Casts on the way from the backward to the optimizer: the gradient is lost there."""
+    for entry in facts.experiments("shadow"):
+        where = outside or str(entry.get("recipe")).removeprefix("conversions at ")
+        if (entry.get("vanished") or 0.0) > _VANISHED and (outside or where != entry.get("recipe")):
+            said = (
+                f"At step {entry['step']} {100 * entry['vanished']:.3g} % of the gradient's elements are zero at the "
+            )
+            said += f"optimizer, though the backward gave numbers: the script converts to FP8 at {where} on the way."
+            return Trial("guilty", (said,), int(entry["step"]), math.nan, sound=True)
+    return None
+
+
 def _changed(facts: Facts, outside: str, event: Event | None) -> Trial | None:
-    """Casts between the backward and the optimizer: the gradient that arrives is not the one that was computed."""
+    """Casts outside of the layers: the weights do not go where the optimizer's formula takes them, or the gradient that
+    arrives is not the one that was computed."""
+    for entry in facts.experiments("optimizer"):
+        if (error := _error(entry)) is not None and error > WAY and entry.get("converts"):
+            said = f"From step {entry['from']} to {entry['step']} the weights do not go where the optimizer's formula "
+            said += f"takes them in FP32 and without conversions: the two ways are {100 * error:.3g} % apart (level "
+            said += f"{100 * WAY:.0f} %). The script converts to FP8 at {outside}, outside the model."
+            return Trial("guilty", (said,), int(entry["step"]), error, sound=True)
     for entry in facts.experiments("shadow"):
         error = entry.get("replay_error")
         if isinstance(error, (int, float)) and error > _level(facts, entry) and entry.get("tail") == "replayed":
@@ -142,10 +171,15 @@ def _replayed(facts: Facts, event: Event | None) -> Trial | None:
 
 def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]]) -> Trial:
     # the loss of a step is made by the steps before it
-    before = [e for e in shadows if event is None or e["step"] < event.step]
-    after = [e for e in shadows if event is not None and e["step"] >= event.step]
+    # a loss that comes back has hurt nothing for good: no trial of such a run is late
+    lasting = event is not None and (event.kind != "leaves" or event.stays is not None)
+    before = [e for e in shadows if event is None or not lasting or e["step"] < event.step]
+    after = [e for e in shadows if event is not None and lasting and e["step"] >= event.step]
     steps = f"{len(shadows)} shadow step{'s' if len(shadows) > 1 else ''}"
-    if hurt := [e for e in before if _hurts(facts, e)]:
+    hurt = [e for e in before if _hurts(facts, e)]
+    # a loss that left for good is evidence besides; without it, one trial of several may be an odd batch
+    far = any(float(e["error"]) > 2 * _level(facts, e) for e in hurt)
+    if hurt and (lasting or far or beyond_chance(len(hurt), len(before), 0.05, 0.05)):
         worst = max(hurt, key=lambda e: float(e["error"]))
         return Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
     norms = [float(e.get("norm") or 0.0) for e in before] or _first_norms(facts, event)
@@ -167,7 +201,14 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     said = f"{steps}: with casts the gradient differs by at most {100 * worst['error']:.3g} % from that without"
     ends = f"{said} (level {100 * _level(facts, worst):.0f} %"
     over = float(worst["error"]) > _level(facts, worst) and not _hurts(facts, worst)
-    ends += f"; {worst['noise']:.2g} times the noise of the batch, which hides it)." if over else ")."
+    if hurt:
+        ends += f"; above it in {len(hurt)} of {len(before)} only, as odd batches of a healthy run are)."
+    else:
+        noise = worst.get("noise")
+        why = "the noise of the batch is not known"
+        why = why if noise is None else f"{noise:.2g} times the noise of the batch, which hides it"
+        why = "of a gradient below a thousandth of the largest" if _small(facts, worst) else why
+        ends += f"; {why})." if over else ")."
     return Trial("innocent", (ends,), int(worst["step"]), float(worst["error"]))
 
 
@@ -192,10 +233,21 @@ def _level(facts: Facts, entry: Mapping[str, Any]) -> float:
     return gradient_level(_bits(facts, entry))
 
 
+def _small(facts: Facts, entry: Mapping[str, Any]) -> bool:
+    """Whether the gradient is that of a batch that the model fits: it moves nothing."""
+    norms = facts.column("grad_norm")
+    largest = 0.0 if norms is None else float(np.nanmax(np.where(np.isfinite(norms), norms, 0.0)))
+    return isinstance(entry.get("norm"), (int, float)) and bool(entry["norm"] < _STILL * largest)
+
+
 def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:
+    if _small(facts, entry):
+        return False
     noise = entry.get("noise")
     known = float(noise) if isinstance(noise, (int, float)) else None
-    return gradient_hurts(float(entry["error"]), known, entry.get("bias"), _bits(facts, entry))
+    about = float(entry["error"]), known, entry.get("bias"), _bits(facts, entry)
+    # rounding alone comes near the level in small models; then a cast must do worse than round
+    return gradient_hurts(*about) or (gradient_hurts(*about, hidden=SUSPICIOUS) and bool(damage(facts).kind))
 
 
 def _said(entry: Mapping[str, Any], facts: Facts) -> str:

@@ -28,11 +28,13 @@ from torch.optim.optimizer import Optimizer
 from ottava.engine.autocast import Ambient
 from ottava.experiments.bisect import Ablation
 from ottava.experiments.casts import Casts, casts_of, casts_of_script, only_without
+from ottava.experiments.logic import reasons
 from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Recorder, Way, has_compiled
 from ottava.experiments.shadow import Shadow, first_nonfinite, local, nothing_changes, parameters_of, scaler_factor
 from ottava.experiments.snapshot import NotReplayableError, Snapshot, stepped_by
 from ottava.experiments.trace import Trace
-from ottava.measure.limits import LEAST, gradient_hurts, robust_z
+from ottava.experiments.twin import STEPS, Twin, narrow
+from ottava.measure.limits import LEAST, SUSPICIOUS, gradient_hurts, robust_z
 from ottava.recipe import Recipe, get_recipe
 
 CALM = 6.0
@@ -304,6 +306,7 @@ class Laboratory:
         self._shadows = self._simulated = self._failures = 0
         self._ablated: int | None = None
         self._pending: tuple[Shadow, dict[str, Any]] | None = None
+        self._versions: list[int] = []
         self._blamed: list[tuple[str, str]] = []
         self._ring = Ring(replay) if replay else None
         self._losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
@@ -314,6 +317,9 @@ class Laboratory:
         self._traced: Trace | None = None
         self._converts: str | None = None
         self._elsewhere = self._met = False
+        self._twin: Twin | None = None
+        self._twins = 0
+        self._reasoned = False
         self._started = time.perf_counter()
         self.seconds = 0.0
         """Time that experiments took."""
@@ -335,8 +341,8 @@ class Laboratory:
 
     @property
     def captures(self) -> bool:
-        """Whether the running step is captured."""
-        return self._recorder is not None
+        """Whether the running step is captured, or a twin of an optimizer goes along."""
+        return self._recorder is not None or self._twin is not None or self._wants_twin
 
     def backward(self, root: Tensor, loss: Tensor, gradient: Tensor | None, retain: bool) -> None:
         """A backward of the training begins."""
@@ -400,6 +406,8 @@ class Laboratory:
                 self._write(self._step, "conversion", where=trace.outside)
             if (facts := trace.safely(trace.facts, self._name_of_module)) is not None:
                 self._keep(self._step, facts)
+            if trace.failed:
+                self._refuse("trace", trace.failed)
             self._traced = trace
             self.seconds += time.perf_counter() - began
 
@@ -415,6 +423,9 @@ class Laboratory:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: runs the experiments."""
+        if self._every:
+            with self._safely("optimizer"):
+                self._follow(optimizer)
         if self._recorder is None:
             return None
         recorder, self._recorder = self._recorder, None
@@ -431,6 +442,27 @@ class Laboratory:
                 self._ring.note(self._step, program, optimizer)
         self.seconds += time.perf_counter() - began
         return None
+
+    @property
+    def _wants_twin(self) -> bool:
+        # a step of another optimizer may talk to other ranks, which do not repeat it
+        return self._elsewhere and self._twins < 1 and _alone()
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Lets a twin go along with an optimizer that a conversion outside of the model may hurt."""
+        began = time.perf_counter()
+        twin, self._twin = self._twin, None  # one that fails goes no further
+        if twin is None and (self._wants_twin or (self._why and self._twins < 1 and _alone() and narrow(optimizer))):
+            self._twins += 1
+            twin = Twin(optimizer)
+        if twin is not None and twin.follows(optimizer) and twin.steps == STEPS:
+            facts = {"from": self._step - STEPS, "error": twin.error(), "converts": self._elsewhere}
+            self._write(self._step, "optimizer", **facts)
+        elif twin is not None:
+            if twin.follows(optimizer):
+                twin.step()
+            self._twin = twin
+        self.seconds += time.perf_counter() - began
 
     @contextmanager
     def _safely(self, what: str) -> Iterator[None]:
@@ -477,7 +509,8 @@ class Laboratory:
             except Exception:  # a tensor of the loss, such as a tied head, was stepped: the batch cannot be repeated
                 _LOG.debug("watch: the step's own batch was not repeated", exc_info=True)
             self.seconds += time.perf_counter() - began
-        self._write(self._step, "shadow", **facts, loss_after=after)
+        touched = self._versions != [p._version for p in shadow.parameters]
+        self._write(self._step, "shadow", **facts, loss_after=after, touched=touched)
 
     # --- which steps ----------------------------------------------------------------------------------------------
 
@@ -547,12 +580,18 @@ class Laboratory:
                 return None
             self._simulated += 1
         shadow = Shadow(program, casts, parameters)
+        logic: dict[str, bool | None] = {}
+        if not self._reasoned and _alone():
+            self._reasoned = True
+            with self._safely("logic"), nothing_changes(program.modules):
+                logic = reasons(program.forwards, casts.without)
         with nothing_changes(program.modules):
             began = time.perf_counter()
             facts = shadow.facts(self._name_of)
             took = time.perf_counter() - began
             self._shadows += 1
-            self._pending = (shadow, {"why": self._why, **facts})
+            self._pending = (shadow, {"why": self._why, **facts, **logic})
+            self._versions = [p._version for p in parameters]
             if casts.mode == "real" and self._ablates(facts, casts, took):
                 search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
                 if (found := search.facts()) is not None:
@@ -571,7 +610,7 @@ class Laboratory:
         early = self._ablated is not None and self._step - self._ablated < self._every
         if early or facts["error"] is None:
             return False
-        if not gradient_hurts(facts["error"], facts.get("noise"), facts.get("bias"), casts.bits):
+        if not gradient_hurts(facts["error"], facts.get("noise"), facts.get("bias"), casts.bits, hidden=SUSPICIOUS):
             return False
         if self._early == EARLY or self._why != "schedule" or not _alone():  # ranks must agree, clocks do not
             return True

@@ -89,6 +89,7 @@ class Shadow:
             "recipe": self.casts.recipe,
             "reproduces": reproduces,
             "replay_error": replay_error,
+            "vanished": self._vanished(ours.gradients),
             "tail": "replayed" if tail else "recorded",
             **({} if tail else {"why_recorded": self.program.broken or "the repeated loss has other bits"}),
             "loss": _mean([float(x) / self.ratio for x in cast.losses] if cast.losses and tail else losses),
@@ -129,6 +130,14 @@ class Shadow:
         factor = across / own
         left = math.fsum(_square(local(g).float() * factor - r.float()) for g, r in pairs)
         return math.sqrt(left / ran)
+
+    def _vanished(self, found: Gradients) -> float | None:
+        """The share of elements whose gradient is zero at the optimizer and was not so behind the backward: no average
+        over ranks does that, a cast on the way may."""
+        pairs = [(local(g), local(r)) for g, r in zip(found, self.ran, strict=True) if g is not None and r is not None]
+        pairs = [(g, r) for g, r in pairs if g.shape == r.shape]
+        was = sum(int((g != 0).sum()) for g, _ in pairs)
+        return sum(int(((g != 0) & (r == 0)).sum()) for g, r in pairs) / was if was else None
 
     def _noise_of_rows(self, exact: Pass) -> Gradients | None:
         """The noise from the first half of every forward's samples, where outputs have no rows: a model that returns

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
-import logging
 import math
 import os
 import sys
@@ -36,8 +35,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ottava.experiments.handmade import NARROW
 from ottava.experiments.program import lay_below, take_away
-
-_LOG = logging.getLogger(__name__)
 
 MOST = 4_000
 """Calls of a trace."""
@@ -112,6 +109,8 @@ class Trace(TorchFunctionMode):
         self.outside: str | None = None
         """The same of the first one elsewhere: in an optimizer, in a collective, at loading."""
         self.full = False
+        self.failed = ""
+        """Why it ended early."""
         self._calls: list[_Noted] = []
         self._known: dict[int, tuple[weakref.ref[Tensor], int, int, int]] = {}
         """id of a tensor -> itself, its version, the entries that wrote it last and first."""
@@ -164,11 +163,12 @@ class Trace(TorchFunctionMode):
         return result
 
     def safely(self, does: Callable[..., Any], *about: Any) -> Any:
-        """Calls it; what it raises ends the trace alone, and None comes back."""
+        """Calls it; what it raises ends the trace alone, is kept in `failed`, and None comes back."""
         try:
             return does(*about)
-        except Exception:
-            _LOG.debug("watch: the trace of a step's calls ended", exc_info=True)
+        except Exception as error:
+            lines = str(error).splitlines() or [""]
+            self.failed = f"the trace of this step's calls ended: {type(error).__name__}: {lines[0][:200]}"
             self.active = False
             return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -78,23 +79,44 @@ def gradient_level(bits: int) -> float:
     return _GRADIENT.get(bits, _GRADIENT[8])
 
 
-def gradient_hurts(error: float, noise: float | None, bias: float | None, bits: int) -> bool:
+def gradient_hurts(error: float, noise: float | None, bias: float | None, bits: int, *, hidden: float = 0.5) -> bool:
     """Whether casts that move a gradient so far hurt: above its level, and not hidden by the noise of the batch.
 
     Args:
         error: ||g_casts - g|| / ||g||.
-        noise: ||g_casts - g|| over the norm of the batch's own noise; None: unknown. Healthy runs have 0.02 to 0.18.
-            Below 0.3 it hides any distance, below 0.5 one at its level: a quarter of the variance is added then.
+        noise: ||g_casts - g|| over the norm of the batch's own noise; None: unknown, and the level is twice as high.
         bias: the part along the gradient, over its norm; no noise hides a tenth.
         bits: of the narrowest format.
+        hidden: noise below which nothing hurts. At a half the casts add a quarter of the variance, as a batch that is
+            a fifth smaller does.
 
     Example:
-        >>> [gradient_hurts(error, noise, -0.01, 8) for error, noise in ((0.16, 0.4), (0.24, 0.4), (0.24, 0.2))]
+        >>> [gradient_hurts(error, noise, -0.01, 8) for error, noise in ((0.16, 0.4), (0.24, 0.6), (0.24, None))]
         [False, True, False]
     """
-    level = gradient_level(bits)
-    hidden = noise is not None and noise < max(0.3, 0.5 * level / max(error, level)) and abs(bias or 0.0) < 0.1
-    return error > level and not hidden
+    if noise is None or not math.isfinite(noise):
+        return error > 2 * gradient_level(bits)
+    return error > gradient_level(bits) and (noise >= hidden or abs(bias or 0.0) >= 0.1)
+
+
+SUSPICIOUS = 0.3
+"""Noise from which casts deserve a search for the worst of them, and hurt if one does worse than rounding."""
+
+
+def beyond_chance(failed: int, tried: int, by_chance: float = 0.25, risk: float = 0.02) -> bool:
+    """Whether so many trials of a healthy training would fail in few trainings only: a binomial bound.
+
+    Args:
+        failed, tried: numbers of trials.
+        by_chance: how often one trial of a healthy training fails at most.
+        risk: the largest share of healthy trainings about which this may be wrong.
+
+    Example:
+        >>> [beyond_chance(k, n) for k, n in ((2, 2), (3, 3), (3, 4), (4, 5))]
+        [False, True, False, True]
+    """
+    ways = (math.comb(tried, k) * by_chance**k * (1 - by_chance) ** (tried - k) for k in range(failed, tried + 1))
+    return failed > 0 and math.fsum(ways) <= risk
 
 
 GAUSSIAN = 1.4826  # standard deviation over median absolute deviation

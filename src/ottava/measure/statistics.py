@@ -213,7 +213,13 @@ _ENTRIES = (
         "high",
         lambda t: _where(np.asarray(t.top_channel) > 0, 100 * np.asarray(t.top_channel)),
     ),
-    Statistic("dead_channels_pct", "%", "channels that are 0 in every row of the sample", "high", _dead_channels),
+    Statistic(
+        "dead_channels_pct",
+        "%",
+        "columns of the cast matrix whose energy is at most 2^-80 of the largest column's",
+        "high",
+        _dead_channels,
+    ),
     Statistic(
         "sqnr_db",
         "dB",

@@ -1,7 +1,8 @@
 """A `Tally`: the sums, counts, extremes and histograms of a cast, for one cast or a table of casts.
 
 Merging adds sums and counts, takes the larger or smaller extreme, and adds histograms bin by bin. The merged tally of
-micro-batches, ranks or shards is therefore exactly the tally of the whole. A run stores only tallies; `statistics`
+micro-batches, ranks or shards is therefore exactly the tally of the whole, except for fields with `of_cast`, which are
+relative to what one cast saw (the amax, the largest column). A run stores only tallies; `statistics`
 derives every statistic when it reads them, so formulas can be corrected later and runs can be merged.
 
 `Tally` is the only list of sums. A new sum needs one field here and one line in each kernel: `measure`,
@@ -52,10 +53,11 @@ _MIN = MappingProxyType({**_SUM, "merge": "min"})
 # sums about rows, blocks or scales: a tile of elements cannot compute them
 _WIDE_SUM, _WIDE_MAX, _WIDE_MIN = (MappingProxyType({**merge, "tile": False}) for merge in (_SUM, _MAX, _MIN))
 _PART = MappingProxyType({**_WIDE_SUM, "detail": "anatomy"})
+_OF_CAST = MappingProxyType({"of_cast": True})
 
 
-def _histogram(bins: int, detail: Detail = "numbers") -> Any:
-    metadata = {"merge": "sum", "bins": bins, "detail": detail, "tile": detail == "exponents"}
+def _histogram(bins: int, detail: Detail = "numbers", **more: bool) -> Any:
+    metadata = {"merge": "sum", "bins": bins, "detail": detail, "tile": detail == "exponents", **more}
     return field(default_factory=partial(np.zeros, bins), metadata=metadata)
 
 
@@ -88,9 +90,9 @@ class Tally:
     """Clipped elements: beyond the largest number of the format by more than its rounding range."""
     n_rows: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Rows that are not all zeros."""
-    n_dead: Number = field(default=0.0, metadata=_WIDE_SUM)
+    n_dead: Number = field(default=0.0, metadata={**_WIDE_SUM, **_OF_CAST})
     """Channels with 2**-80 of the energy of the largest one or less: an activation that never fires."""
-    n_casts: Number = field(default=0.0, metadata=_SUM)
+    n_casts: Number = field(default=0.0, metadata={**_SUM, **_OF_CAST})
     """Casts merged here: micro-batches x ranks."""
     n_scales: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Scales: one per block."""
@@ -130,13 +132,13 @@ class Tally:
     """Largest log2(scale used / current scale), octaves: above 0 the cast clips."""
     scale_error_min: Number = field(default=math.inf, metadata=_WIDE_MIN)
     """Smallest log2(scale used / current scale), octaves: below 0 the cast loses low bits."""
-    top_channel: Number = field(default=0.0, metadata=_WIDE_MAX)
+    top_channel: Number = field(default=0.0, metadata={**_WIDE_MAX, **_OF_CAST})
     """Largest share of the energy that one channel (a column) has in a cast."""
     row_sqnr: Bins = _histogram(ROW_SQNR_BINS)
     """Rows that are not all zeros, by the SQNR of the row."""
-    channel_sqnr: Bins = _histogram(ROW_SQNR_BINS)
+    channel_sqnr: Bins = _histogram(ROW_SQNR_BINS, **_OF_CAST)
     """Channels that are not dead, by the SQNR of the channel."""
-    block_spread: Bins = _histogram(SPREAD_BINS)
+    block_spread: Bins = _histogram(SPREAD_BINS, **_OF_CAST)
     """1x128 blocks that are not all zeros, by floor(log2(amax of the tensor / amax of the block))."""
     exponents: Bins = _histogram(EXPONENT_BINS, "exponents")
     """Non-zero elements by magnitude."""

@@ -266,10 +266,7 @@ def _save(
     contents |= {f"random.{device}": state.cpu().clone() for device, state in states.items()}
     header = {"format": _FORMAT, "kind": kind, "step": str(step), "facts": json.dumps(facts)}
     with replacing(path) as scratch:
-        try:
-            save_file(contents, scratch, metadata=header)
-        except SafetensorError as error:
-            raise OSError(f"{path}: {error}") from error
+        save_file(contents, scratch, metadata=header)
         return scratch.stat().st_size
 
 

@@ -34,7 +34,7 @@ function powers(low, high) {
   return found.length > 1 ? found : ticks(2 ** low, 2 ** high, 4);
 }
 // Curves over steps. series: {name, xs, ys, css}, null for an unknown y. Returns what callers need to draw on top.
-function lines(host, { height, label, series, x: [x0, x1], log = false, bottom = 24, top = 22, left = 56, right = 14 }) {
+function lines(host, { height, label, series, x: [x0, x1], log = false, dots = false, bottom = 24, top = 22, left = 56, right = 14 }) {
   const { svg, width } = canvas(host, height, label);
   const f = log ? Math.log2 : (y) => y, shown = (y) => y !== null && Number.isFinite(y) && (!log || y > 0);
   const ys = series.flatMap((s) => s.ys).filter(shown).map(f);
@@ -61,7 +61,9 @@ function lines(host, { height, label, series, x: [x0, x1], log = false, bottom =
       down = shown(s.ys[i]);
     });
     if (path) put(svg, "path", { class: `curve ${s.css}`, d: path });
-    if (s.xs.length === 1 && path) put(svg, "circle", { class: `dot ${s.css}`, cx: X(s.xs[0]), cy: Y(s.ys[0]), r: 3.5 });
+    if (path && (dots || s.xs.length === 1)) s.xs.forEach((x, i) => {
+      if (shown(s.ys[i])) put(svg, "circle", { class: `dot ${s.css}`, cx: X(x), cy: Y(s.ys[i]), r: 3.5 });
+    });
     const key = put(svg, "path", { class: `curve ${s.css}`, d: `M${from} ${row}h20` });
     const text = put(svg, "text", { class: "name", x: from + 26, y: row + 4 }, s.name), wide = text.getComputedTextLength();
     if (from > left && from + 26 + wide > width) {  // no room: the next line of the legend

@@ -197,6 +197,13 @@ class Grid:
             cells.append(Worst(slot, look, name, value, float(level[slot, look])))
         return cells
 
+    def alarming(self) -> list[float]:
+        """The share of the casts of each look, 0 to 1, of which some health statistic is at its alarm."""
+        seen = self.row >= 0
+        alarms = (np.nan_to_num(self.alarm()[0], nan=-np.inf) >= 1) & seen
+        shares: list[float] = (alarms.sum(0) / np.maximum(seen.sum(0), 1)).tolist()
+        return shares
+
     def groups(self) -> list[dict[str, object]]:
         """Groups of casts that a picture shows together: one tensor, and layers whose names differ only in a number.
 

@@ -111,11 +111,16 @@ def render_report(
     grid = numbers.grid
     worst = grid.worst_of_looks()
     events = sections.marks(run.events)
+    experiment = sections.experiment(run.experiments)
     facts = numbers.facts | {
         "loss": _curves(run),
         "baseline": _curves(baseline) if baseline is not None else None,
         "events": events,
-        "worst": [None if w is None else [w.slot, w.metric, w.value, w.level] for w in worst],
+        "worst": [
+            None if w is None else [w.slot, w.metric, w.value, w.level, share]
+            for w, share in zip(worst, grid.alarming(), strict=True)
+        ],
+        "experiment": experiment,
     }
     entries = diagnosis.get("findings") or []
     findings = [{"number": i, **sections.finding(entry, grid)} for i, entry in enumerate(entries)]
@@ -131,6 +136,8 @@ def render_report(
         packed=numbers.packed,
         diagnosis=diagnosis,
         headline=sections.headline(diagnosis),
+        rest=sections.rest(diagnosis),
+        experiment=experiment,
         findings=findings,
         notes=notes,
         questions=sections.questions(diagnosis),

@@ -47,28 +47,75 @@ const nameOf = (slot) => `${slots[slot].symbol} of ${slots[slot].layer}`;
 
 // ---- loss, gradient norm, events, worst tensor of each look -------------------------------------------------------
 
+// All pictures above each other share this axis: `view` is the part of all steps that is shown.
 const MARGIN = { left: 56, right: 14 };
+const curves = [[facts.loss.loss, "s1"], [facts.loss.grad_norm, "s3"]], { experiment } = facts;
+const steps = [...curves.flatMap(([[xs]]) => xs), ...experiment.steps, ...looks.flat()];
+const whole = [steps.reduce((a, b) => Math.min(a, b), Infinity), steps.reduce((a, b) => Math.max(a, b), -Infinity)];
+let view = whole;
+const spread = (ys, most) => {  // whether a linear axis would flatten most of a curve
+  const v = ys.filter((y) => y > 0).sort((a, b) => a - b);
+  return v.length > 0 && v.at(-1) > most * v[v.length >> 1];
+};
+const inView = ({ xs, ys, ...rest }) => {
+  const seen = xs.map((x) => x >= view[0] && x <= view[1]);
+  return { ...rest, xs: xs.filter((_, i) => seen[i]), ys: ys.filter((_, i) => seen[i]) };
+};
+const lossCurves = () => {
+  const [xs, ys] = facts.loss.loss, [gx, gy] = facts.baseline?.loss ?? [[], []];
+  const good = { name: "loss of the good run", xs: gx, ys: gy, css: "faint" };
+  return [...(gx.length ? [good] : []), { name: "loss", xs, ys, css: "s1" }].map(inView).filter((s) => s.xs.length);
+};
 function drawTime() {
-  const { loss, grad_norm: norm } = facts.loss, shown = events.filter((event) => !event.quiet);
-  const steps = [...loss[0], ...norm[0], ...looks.flat()];
   if (!steps.length) return;
-  const x = [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))];
-  const wide = (ys) => { const v = ys.filter((y) => y > 0); return v.length > 0 && Math.max(...v) > 30 * Math.min(...v); };
-  if (loss[0].length) {
-    const series = [{ name: "loss", xs: loss[0], ys: loss[1], css: "s1" }], [xs, ys] = facts.baseline?.loss ?? [[], []];
-    const inside = xs.map((step) => step >= x[0] && step <= x[1]), pick = (values) => values.filter((_, i) => inside[i]);
-    if (pick(xs).length) series.unshift({ name: "loss of the baseline", xs: pick(xs), ys: pick(ys), css: "faint" });
-    const log = wide(series.flatMap((s) => s.ys));
-    const frame = lines($("loss"), { height: 260, label: "Loss by step", series, x, log, top: 46, bottom: 8, ...MARGIN });
-    drawEvents(frame, shown.filter((event) => event.step >= x[0] && event.step <= x[1]));
+  const shown = events.filter((event) => !event.quiet && event.step >= view[0] && event.step <= view[1]), at = { x: view, ...MARGIN };
+  if (facts.loss.loss[0].length) {
+    const size = { height: 260, top: 46, bottom: 8 }, log = $("log").checked;
+    const frame = lines($("loss"), { ...size, label: "Loss by step", series: lossCurves(), log, ...at });
+    drawEvents(frame, shown);
     const lost = facts.loss.not_finite_from, place = { class: "alert", x: Math.min(frame.X(lost ?? 0), frame.width - 150), y: 250 };
-    if (lost !== null) put(frame.svg, "text", place, "✕ no finite loss from here");
+    if (lost !== null && lost >= view[0] && lost <= view[1]) put(frame.svg, "text", place, "✕ no finite loss from here");
+    brush(frame);
   }
-  if (norm[0].length) {
-    const series = [{ name: "gradient norm", xs: norm[0], ys: norm[1], css: "s3" }];
-    lines($("norm"), { height: 120, label: "Gradient norm by step", series, x, log: wide(norm[1]), bottom: 8, ...MARGIN });
+  const [xs, ys] = facts.loss.grad_norm, norm = inView({ name: "gradient norm", xs, ys, css: "s3" });
+  if (xs.length) brush(lines($("norm"), { height: 120, label: "Gradient norm by step", series: [norm], log: spread(ys, 4), bottom: 8, ...at }));
+  if (experiment.steps.length) {
+    const { error, noise } = experiment, all = [...error, ...noise], own = { log: spread(all, 4), height: 150, top: 30, bottom: 8 };
+    const series = [
+      { name: "noise of the batch, %", xs: experiment.steps, ys: noise, css: "faint" },
+      { name: "error of the gradient by the casts, %", xs: experiment.steps, ys: error, css: "s2" },
+    ];
+    brush(lines($("experiment"), { ...own, label: "What the casts did to the gradient, by step", series: series.map(inView), dots: true, ...at }));
   }
-  if (looks.length) drawStrip(x);
+  if (looks.length) drawStrip();
+}
+function zoom(range) {
+  view = [Math.max(range[0], whole[0]), Math.min(range[1], whole[1])];
+  if (!(view[1] > view[0])) view = whole;
+  [$("from").value, $("to").value] = view;
+  $("all-steps").hidden = view[0] === whole[0] && view[1] === whole[1];
+  drawTime();
+  if (state) drawHeat();
+}
+// Dragging over a picture of the time axis shows these steps alone.
+function brush({ svg, left, right, width, top, base }) {
+  const end = width - right, stepOf = (px) => view[0] + (clamp(px, left, end) - left) / (end - left) * (view[1] - view[0]);
+  let from = null, box = null;
+  svg.addEventListener("pointerdown", (event) => { from = pointIn(svg, event).x; });
+  svg.addEventListener("pointermove", (event) => {
+    if (from === null) return;
+    const [a, b] = [from, pointIn(svg, event).x].map((px) => clamp(px, left, end)).sort((x, y) => x - y);
+    box ??= put(svg, "rect", { class: "brush", y: top, height: base - top });
+    for (const [key, value] of [["x", a], ["width", b - a]]) box.setAttribute(key, value);
+  });
+  const release = (event) => {
+    const range = from === null ? [0, 0] : [from, pointIn(svg, event).x].sort((x, y) => x - y);
+    from = null;
+    box?.remove();
+    box = null;
+    if (event.type === "pointerup" && range[1] - range[0] > 8) zoom(range.map((px) => Math.round(stepOf(px))));
+  };
+  for (const name of ["pointerup", "pointerleave"]) svg.addEventListener(name, release);
 }
 function drawEvents({ svg, X, top, base }, shown) {
   const places = Map.groupBy ? Map.groupBy(shown, (event) => Math.round(X(event.step) / 20)) : new Map(shown.map((event) => [event, [event]]));
@@ -87,26 +134,29 @@ function edges(look) {
   const gap = (other) => Math.min(looks[other] ? Math.abs(middle(looks[other]) - here) : usual, 2 * usual) / 2;
   return [here - gap(look - 1), here + gap(look + 1)];
 }
-function drawStrip([x0, x1]) {
-  const { svg, width } = canvas($("strip"), 56, "The worst tensor of each look; its colour shows how alarming it is");
+function drawStrip() {
+  const { svg, width } = canvas($("strip"), 66, "Each look: how many tensors are alarming (height), and how alarming the worst one is (colour)"), [x0, x1] = view;
   const { left, right } = MARGIN, X = (x) => clamp(left + (x - x0) / (x1 - x0) * (width - left - right), left, width - right);
-  put(svg, "text", { x: left, y: 12, class: "name" }, "worst tensor of each look");
+  put(svg, "text", { x: left, y: 12, class: "name" }, "alarming tensors of each look");
+  for (const [y, text] of [[18, "all"], [46, "none"]]) put(svg, "text", { x: left - 8, y: y + 4, "text-anchor": "end" }, text);
+  put(svg, "line", { class: "grid", x1: left, x2: width - right, y1: 46, y2: 46 });
   const cells = facts.worst.map((worst, look) => {
     const [a, b] = x1 > x0 ? edges(look).map(X) : [left, width - right];
-    const box = { x: a, width: Math.max(1.5, b - a), y: 18, height: 18 };
-    put(svg, "rect", worst ? { class: `h${shade(clamp(worst[3] ?? 1, 0, 1))}`, ...box } : { class: "empty", ...box });
+    if (b <= left || a >= width - right) return [NaN, NaN];
+    const high = worst ? Math.max(3, 28 * worst[4]) : 0;
+    if (worst) put(svg, "rect", { class: `h${shade(clamp(worst[3] ?? 1, 0, 1))}`, x: a, width: Math.max(1.5, b - a), y: 46 - high, height: high });
     return [a, b];
   });
-  put(svg, "text", { x: left - 8, y: 52, "text-anchor": "end" }, "step");
+  put(svg, "text", { x: left - 8, y: 62, "text-anchor": "end" }, "step");
   for (const x of x1 > x0 ? wholeTicks(x0, x1, Math.max(3, width / 110)) : []) {
-    put(svg, "text", { x: X(x), y: 52, "text-anchor": "middle" }, plain(x));
+    put(svg, "text", { x: X(x), y: 62, "text-anchor": "middle" }, plain(x));
   }
   const lookAt = (px) => cells.findIndex(([a, b]) => px >= a && px <= b);
   hover(svg, (px) => {
     const look = lookAt(px), worst = facts.worst[look];
     if (!worst) return null;
-    const [slot, name, value] = worst;
-    return [`step ${plain(stepAt(slot, look))}`, nameOf(slot), `${name} ${human(value, metrics[metricAt[name]].unit)}`];
+    const [slot, name, value, , share] = worst;
+    return [`step ${plain(stepAt(slot, look))}: ${human(100 * share, "%")} of the tensors are alarming`, `the worst: ${nameOf(slot)}`, `${name} ${human(value, metrics[metricAt[name]].unit)}`];
   });
   svg.addEventListener("click", (event) => {
     const look = lookAt(pointIn(svg, event).x), worst = facts.worst[look];
@@ -117,15 +167,39 @@ function drawStrip([x0, x1]) {
 // ---- heat map -----------------------------------------------------------------------------------------------------
 
 let state, heatRows = [];
+// One cast for each layer: that of the selected cell, or else the one most like it.
+function castsShown() {
+  const chosen = slots[state.slot], best = new Map();
+  slots.forEach((slot, i) => {
+    if (slot.tensor !== chosen.tensor) return;
+    const alike = (i === state.slot) * 8 + (castKey(slot) === castKey(chosen)) * 4 + (slot.direction === chosen.direction) * 2 + (slot.source === chosen.source);
+    if (!best.has(slot.layer) || alike > best.get(slot.layer)[1]) best.set(slot.layer, [i, alike]);
+  });
+  return new Set([...best.values()].map(([i]) => i));
+}
+// The selected statistic of the good run, at its look at or before that step.
+function goodAt(slot, look) {
+  const { names, rows, looks: count, start, slots: places } = facts.good, column = names.indexOf(metrics[state.metric].name);
+  if (column < 0 || places[slot] < 0) return NaN;
+  const read = (i, at) => numbers[start + i * rows * count + places[slot] * count + at];
+  let found = -1;
+  for (let i = 0; i < count; i++) if (read(names.length, i) >= 0 && read(names.length, i) <= looks[look][1]) found = i;
+  return found < 0 ? NaN : read(column, found);
+}
+const picturedAt = (slot, look) => $("run").value === "good" ? goodAt(slot, look) : valueAt(state.metric, slot, look);
 function drawHeat() {
-  const chosen = slots[state.slot], metric = metrics[state.metric], host = $("heat"), focused = host.contains(document.activeElement);
-  const same = ([i]) => slots[i].tensor === chosen.tensor && castKey(slots[i]) === castKey(chosen);
-  const shown = groups.map((group) => ({ ...group, members: group.members.filter(same) })).filter((group) => group.members.length);
+  const metric = metrics[state.metric], host = $("heat"), focused = host.contains(document.activeElement), casts = castsShown();
+  const shown = groups.map((group) => ({ ...group, members: group.members.filter(([i]) => casts.has(i)) })).filter((group) => group.members.length);
   const labels = shown.flatMap((group) => group.members.map(([, label]) => label));
-  const room = host.clientWidth || 1000, letters = clamp(Math.max(...labels.map((label) => label.length)), 3, room < 600 ? 12 : 30);
-  const left = letters * 6.6 + 12, high = clamp(560 / labels.length, 4, 22), bottom = shown.length * 20 + labels.length * high;
-  const { svg, width } = canvas(host, bottom + 22, `Heat map of ${metric.name}: layers down, looks across. Arrow keys move, Enter goes to the tensor.`);
-  const across = (width - left - 4) / looks.length, cell = { width: across - (across > 6 ? 1 : 0), height: Math.max(3, high - 1) };
+  const { left, right } = MARGIN, letters = Math.floor((left - 12) / 6.6);
+  const high = clamp(560 / labels.length, 4, 22), bottom = shown.length * 20 + labels.length * high;
+  const { svg, width } = canvas(host, bottom + 22, `Heat map of ${metric.name}: layers down, steps across. Arrow keys move, Enter goes to the tensor.`);
+  const [x0, x1] = view, X = (x) => clamp(x1 > x0 ? left + (x - x0) / (x1 - x0) * (width - left - right) : left, left, width - right);
+  const places = looks.map((_, look) => {
+    const [a, b] = x1 > x0 ? edges(look).map(X) : [left, width - right];
+    return { a, b, wide: b > a ? Math.max(1.5, b - a - (b - a > 6)) : 0 };
+  });
+  const tall = Math.max(3, high - 1);
   for (const [key, value] of [["tabindex", 0], ["role", "application"], ["aria-describedby", "cell"]]) svg.setAttribute(key, value);
   const paths = {};  // one path for each colour
   let y = 0;
@@ -139,28 +213,27 @@ function drawHeat() {
         put(svg, "text", { x: left - 8, y: y + high / 2 + 4, "text-anchor": "end" }, elide(label, letters));
         free = y + 12;
       }
-      put(svg, "rect", { class: "empty", x: left, y, width: width - left - 4, height: cell.height });
+      put(svg, "rect", { class: "empty", x: left, y, width: width - left - right, height: tall });
       for (let look = 0; look < looks.length; look++) {
-        const share = level(state.metric, slot, valueAt(state.metric, slot, look));
-        if (share === null) continue;
+        const share = level(state.metric, slot, picturedAt(slot, look)), { a, wide } = places[look];
+        if (share === null || !wide) continue;
         const css = (metric.warns ? "h" : "n") + shade(share);
-        paths[css] = (paths[css] ?? "") + `M${(left + look * across).toFixed(1)} ${y.toFixed(1)}h${cell.width.toFixed(1)}v${cell.height.toFixed(1)}h-${cell.width.toFixed(1)}z`;
+        paths[css] = (paths[css] ?? "") + `M${a.toFixed(1)} ${y.toFixed(1)}h${wide.toFixed(1)}v${tall.toFixed(1)}h-${wide.toFixed(1)}z`;
       }
       heatRows.push({ slot, y });
       y += high;
     }
   }
   for (const [css, d] of Object.entries(paths)) put(svg, "path", { class: css, d });
-  const stride = Math.ceil(looks.length / Math.max(2, (width - left) / 70));
-  for (let look = 0; look < looks.length; look += stride) {
-    put(svg, "text", { x: left + (look + 0.5) * across, y: bottom + 16, "text-anchor": "middle" }, plain(looks[look][0]));
+  for (const x of x1 > x0 ? wholeTicks(x0, x1, Math.max(3, width / 110)) : [x0]) {
+    put(svg, "text", { x: X(x), y: bottom + 16, "text-anchor": "middle" }, plain(x));
   }
   put(svg, "text", { x: left - 8, y: bottom + 16, "text-anchor": "end" }, "step");
-  const row = heatRows.find((r) => r.slot === state.slot), box = { width: Math.max(4, cell.width + 2), height: cell.height + 2 };
-  for (const css of ["selected halo", "selected"]) put(svg, "rect", { class: css, ...box, x: left + state.look * across - 1, y: row.y - 1 });
+  const row = heatRows.find((r) => r.slot === state.slot), here = places[state.look], box = { width: Math.max(4, here.wide + 2), height: tall + 2 };
+  if (here.wide) for (const css of ["selected halo", "selected"]) put(svg, "rect", { class: css, ...box, x: here.a - 1, y: row.y - 1 });
   const at = ({ x, y }) => {
-    const found = heatRows.find((r) => y >= r.y && y < r.y + high), look = Math.floor((x - left) / across);
-    return found && look >= 0 && look < looks.length ? { slot: found.slot, look } : null;
+    const found = heatRows.find((r) => y >= r.y && y < r.y + high), look = places.findIndex(({ a, b, wide }) => wide && x >= a && x <= b);
+    return found && look >= 0 ? { slot: found.slot, look } : null;
   };
   hover(svg, (x, y) => at({ x, y }) && cellText(at({ x, y })).split("; "));
   svg.addEventListener("click", (event) => { const found = at(pointIn(svg, event)); if (found) select(found); });
@@ -183,7 +256,8 @@ function heatKey(event) {
 function cellText({ slot, look }) {
   const step = stepAt(slot, look), { name, unit } = metrics[state.metric];
   if (step < 0) return `${nameOf(slot)}; no look around step ${plain(looks[look][0])}`;
-  return `${nameOf(slot)}; step ${plain(step)}; ${name} ${human(valueAt(state.metric, slot, look), unit)}`;
+  const value = `${nameOf(slot)}; step ${plain(step)}; ${name} ${human(valueAt(state.metric, slot, look), unit)}`;
+  return facts.good ? `${value}; the good run: ${human(goodAt(slot, look), unit)}` : value;
 }
 function drawLegend({ warns, below, calm, alarm, unit, log, meaning }) {
   const host = $("legend"), [low, high] = below ? ["as good as the format", `${alarm} dB below that`] : [human(calm, unit), human(alarm, unit)];
@@ -417,8 +491,23 @@ for (const button of document.querySelectorAll("button.copy")) button.addEventLi
   setTimeout(() => { button.textContent = "copy"; }, 1500);
 });
 
+// The left margin of the time axis holds the labels of the heat map.
+function setMargin() {
+  const longest = Math.max(3, ...groups.flatMap((group) => group.members.map(([, label]) => label.length)));
+  MARGIN.left = Math.max(56, clamp(longest, 3, innerWidth < 700 ? 9 : 20) * 6.6 + 12);
+}
+
 // ---- start --------------------------------------------------------------------------------------------------------
 
+setMargin();
+$("log").closest(".controls").hidden = !steps.length;
+$("log").checked = spread([...facts.loss.loss[1], ...(facts.baseline?.loss[1] ?? [])], 3);
+$("log").addEventListener("change", drawTime);
+for (const id of steps.length ? ["from", "to"] : []) {
+  Object.assign($(id), { min: whole[0], max: whole[1], value: whole[id === "from" ? 0 : 1] });
+  $(id).addEventListener("change", () => zoom([Number($("from").value), Number($("to").value)]));
+}
+$("all-steps").addEventListener("click", () => zoom(whole));
 drawTime();
 if (slots.length && metrics.length) {
   options($("format"), Object.keys(formats).map((name) => [name, name]), "E4M3");
@@ -428,6 +517,8 @@ if (slots.length && metrics.length) {
   $("metric").addEventListener("change", ({ target }) => select({ metric: metricAt[target.value] }));
   $("tensor").addEventListener("change", ({ target }) => select({ slot: similar((slot) => slot.tensor === target.value) }));
   $("cast").addEventListener("change", ({ target }) => select({ slot: similar(castIs(target.value)) }));
+  $("run").closest("label").hidden = !facts.good;
+  $("run").addEventListener("change", drawHeat);
   $("look").addEventListener("input", ({ target }) => select({ look: Number(target.value) }));
   for (const id of ["format", "shift"]) $(id).addEventListener("input", drawWindow);
   $("reset").addEventListener("click", () => { $("shift").value = 0; drawWindow(); });
@@ -442,6 +533,7 @@ let width = innerWidth;
 addEventListener("resize", () => {
   if (innerWidth === width) return;
   width = innerWidth;
+  setMargin();
   drawTime();
   if (state) select({}, false);
 });

@@ -23,6 +23,7 @@ from ottava.base.text import duration, listed, number, steps_text
 from ottava.diagnose.compare import said_of_lead
 from ottava.diagnose.what_if import Prediction, cheapest, summary
 from ottava.measure.layer_names import symbol
+from ottava.measure.limits import gradient_level
 from ottava.measure.statistics import STATISTICS
 from ottava.report.grid import SCALES, Grid, Values, Worst
 
@@ -124,6 +125,45 @@ def headline(diagnosis: Json) -> str:
     """The answer in a few words: the title of the first finding, or else the first sentence."""
     findings = diagnosis.get("findings") or []
     return str(findings[0]["title"]) if findings else str(diagnosis["sentence"]).partition(". ")[0].rstrip(".")
+
+
+def rest(diagnosis: Json) -> str:
+    """What the sentence of the verdict says beyond the headline, the findings and the experiments below it."""
+    findings = diagnosis.get("findings") or []
+    told = [headline(diagnosis), *(str(one.get("cause") or "") for one in findings), *(diagnosis.get("tried") or [])]
+    words = str(diagnosis["sentence"])
+    for sentence in sorted((str(one).strip(" .") for one in told), key=len, reverse=True):
+        words = words.replace(f"FP8: {sentence}.", "").replace(f"{sentence}.", "") if sentence else words
+    return " ".join(words.split())
+
+
+def experiment(lines: Sequence[Json]) -> dict[str, Any]:
+    """The shadow steps of a run: one batch with casts and without.
+
+    Returns:
+        steps; error and noise, in percent of the gradient; level: below it casts do not hurt, %; rows: step, error,
+        noise, loss with casts and without, None where it is unknown.
+    """
+    rows = [
+        (int(one["step"]), *(_finite(one.get(key), 100) for key in ("error", "noise")), *map(_finite, _losses(one)))
+        for one in lines
+        if one.get("kind") == "shadow" and _finite(one.get("error")) is not None
+    ]
+    return {
+        "steps": [row[0] for row in rows],
+        "error": [row[1] for row in rows],
+        "noise": [row[2] for row in rows],
+        "level": 100 * gradient_level(8),
+        "rows": rows,
+    }
+
+
+def _losses(line: Json) -> tuple[Any, Any]:
+    return line.get("loss"), line.get("loss_without")
+
+
+def _finite(value: Any, times: float = 1) -> float | None:
+    return times * value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def questions(diagnosis: Json) -> list[tuple[str, str, str]]:
@@ -403,19 +443,27 @@ def marks(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Events, as the page shows them: step, kind, letter, quiet, text.
 
     Example:
-        >>> marks([{"step": 7, "rank": 0, "kind": "burst", "until": 23}])
-        [{'step': 7, 'kind': 'burst', 'letter': 'B', 'quiet': True, 'text': 'every step up to 23 gets a full look'}]
+        >>> marks([{"step": 7, "rank": 0, "kind": "resumed"}])
+        [{'step': 7, 'kind': 'resumed', 'letter': 'R', 'quiet': False, 'text': 'the run was resumed after this step'}]
     """
     shown = []
     for event in sorted(events, key=lambda event: int(event["step"])):
         kind = str(event.get("kind", "event"))
         step = int(event["step"])
         shown.append(
-            {"step": step, "kind": kind, "letter": kind[:1].upper(), "quiet": kind in QUIET, "text": event_text(event)}
+            {
+                "step": step,
+                "kind": KIND_NAMES.get(kind, kind),
+                "letter": kind[:1].upper(),
+                "quiet": kind in QUIET,
+                "text": event_text(event),
+            }
         )
     return shown
 
 
+KIND_NAMES = MappingProxyType({"burst": "closer look", "flight": "amaxes stored"})
+"""Kind of an event -> the name that people read; other kinds are their own."""
 SENTENCES: Mapping[str, str] = MappingProxyType(
     {
         "trigger clipping": "the cast clipped {value_pct} of {tensor_symbol} of {layer}; the limit is {threshold_pct}",

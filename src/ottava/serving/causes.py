@@ -73,8 +73,8 @@ CAUSES = MappingProxyType(
 
 _PROBE = 64  # rows
 _SAME = 1e-6  # of two fp32 roundings of one quotient
-_ROUTER = re.compile(r"(^|\.)(router|gate|gating|shared_expert_gate)$")
-_HEAD = re.compile(r"(^|\.)(lm_head|output|head|embed_out|score|classifier)$")
+ROUTER = re.compile(r"(^|\.)(router|gate|gating|shared_expert_gate)$")
+HEAD = re.compile(r"(^|\.)(lm_head|output|head|embed_out|score|classifier)$")
 
 
 def layer_set(name: str, side: Side, there: Side, decision: Decision, names: Sequence[str]) -> tuple[str, str] | None:
@@ -95,7 +95,7 @@ def layer_set(name: str, side: Side, there: Side, decision: Decision, names: Seq
     if side.cast is not None and not cast:
         return "unscaled", f"trained as {side}; the engine expects codes, and the checkpoint has {there.weight.dtype}"
     if side.cast is None and (cast or there.codes or (decision.quantized and there.activations is not None)):
-        kind = "router" if _ROUTER.search(name) else "head" if _HEAD.search(name) else "extra"
+        kind = "router" if ROUTER.search(name) else "head" if HEAD.search(name) else "extra"
         return kind, f"trained in BF16, served as {there}"
     return None
 

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from ottava.serving.sides import Model, Side
 
-_HALVES = MappingProxyType({"gate_proj": 0, "up_proj": 1})
+HALVES = MappingProxyType({"gate_proj": 0, "up_proj": 1})
+"""The parts of a stack of experts' first GEMM -> their place in it."""
 _NAMES = (("block_sparse_moe.", "mlp."), (".w1", ".gate_proj"), (".w2", ".down_proj"), (".w3", ".up_proj"))
 """Names of Mixtral's checkpoints -> those of its model."""
 
@@ -78,7 +79,7 @@ def execute(folder: Path, ids: Tensor) -> Execution:
     import transformers
 
     name = f"transformers {transformers.__version__}"
-    with _quiet():
+    with quiet():
         try:
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -100,7 +101,7 @@ def execute(folder: Path, ids: Tensor) -> Execution:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the progress bars and the advice of the libraries."""
     from transformers import logging
 
@@ -123,14 +124,14 @@ def _run(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Multiplied]]:
     def leave(module: nn.Module, name: str) -> None:
         x, start = stack.pop()
         calls = caught.calls[start:]
-        if _stacked(module):
+        if stacked(module):
             found.update(_of_experts(module, name, calls))
         elif len(calls) == 1:
             found[name] = _operands(module, x, *calls[0])
 
     with ExitStack() as hooks, torch.no_grad():
         for name, module in model.named_modules():
-            if _stacked(module) or not any(True for _ in module.children()):
+            if stacked(module) or not any(True for _ in module.children()):
                 handles = (
                     module.register_forward_pre_hook(enter, with_kwargs=True),
                     module.register_forward_hook(lambda m, a, o, name=name: leave(m, name)),
@@ -142,7 +143,8 @@ def _run(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Multiplied]]:
     return logits, found
 
 
-def _stacked(module: nn.Module) -> bool:
+def stacked(module: nn.Module) -> bool:
+    """Whether a module holds its experts as one tensor."""
     weight: Any = getattr(module, "down_proj", None)
     return isinstance(weight, Tensor) and weight.ndim == 3
 
@@ -160,7 +162,7 @@ def _of_experts(module: Any, name: str, calls: Sequence[tuple[Tensor, Tensor]]) 
     for (x, both), (inner, down) in zip(calls[::2], calls[1::2], strict=True):
         number = next(e for e in range(module.down_proj.shape[0]) if torch.equal(module.down_proj[e], down))
         halves = both.chunk(2)
-        for part, i in _HALVES.items():
+        for part, i in HALVES.items():
             found[f"{name}.{number}.{part}"] = _operands(module, x, x, halves[i])
         found[f"{name}.{number}.down_proj"] = _operands(module, inner, inner, down)
     return found
@@ -174,17 +176,18 @@ def disagreements(theirs: Model, ran: Execution) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name, side in theirs.linears.items():
-        if (real := ran.operands.get(_of_model(name))) is not None and (what := _wrong(side, real)):
+        if (real := ran.operands.get(in_model(name))) is not None and (what := _wrong(side, real)):
             found[name] = f"{ran.said}: {what}"
     return found
 
 
 def unreached(theirs: Model, ran: Execution) -> list[str]:
     """Linears of the checkpoint that the execution did not show."""
-    return [name for name in theirs.linears if _of_model(name) not in ran.operands]
+    return [name for name in theirs.linears if in_model(name) not in ran.operands]
 
 
-def _of_model(name: str) -> str:
+def in_model(name: str) -> str:
+    """The name that a model has for a tensor or module of its checkpoint."""
     for old, new in _NAMES:
         name = name.replace(old, new)
     return name

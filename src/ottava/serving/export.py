@@ -133,11 +133,52 @@ def export(
         ...     print(sorted(path.name for path in Path(f"{place}/out").iterdir()), report.linears[0].cast)
         ['config.json', 'export.json', 'model.safetensors'] E4M3[128x128]
     """
-    if layout is not None and layout not in LAYOUTS:
-        raise ExportError(f"export: {unknown_name('layout', layout, LAYOUTS)}")
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"export: {folder} exists and is not empty; give a new folder")
+    made = written_tensors(
+        model, layout=layout, config=config, static=static, keep=keep, kv_scales=kv_scales, recast=recast, engine=engine
+    )
+    with replacing_folder(folder) as scratch:
+        nbytes = write_tensors(scratch, made.parts, shard_bytes)
+        bf16 = sum(2 * math.prod(weight.shape) for weight in made.source.weights)
+        report = ExportReport(str(folder), made.layout, tuple(made.written), nbytes, bf16)
+        _write_texts(scratch, made.source, made.config, report)
+    return report
+
+
+@dataclass(frozen=True)
+class Made:
+    """The tensors of a checkpoint, before anybody writes them."""
+
+    source: Source
+    layout: str
+    config: dict[str, Any]
+    """The content of config.json."""
+    parts: Iterator[dict[str, Tensor]]
+    """A weight with its scales at a time."""
+    written: list[Written]
+    """What was made of each linear; it fills while `parts` is read."""
+
+
+def written_tensors(
+    model: nn.Module | Path | str | Source,
+    *,
+    layout: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    static: bool = False,
+    keep: Collection[str] = (),
+    kv_scales: Mapping[str, tuple[float, float]] | None = None,
+    recast: bool = False,
+    engine: str | None = None,
+) -> Made:
+    """What `export` writes, a weight at a time, and nothing of it before it is read. Arguments are those of `export`.
+
+    Raises:
+        ExportError: as `export`, at once; a tensor that is not finite when it is reached.
+    """
+    if layout is not None and layout not in LAYOUTS:
+        raise ExportError(f"export: {unknown_name('layout', layout, LAYOUTS)}")
     if engine is not None and engine not in ENGINES:
         raise ExportError(f"export: {unknown_name('engine', engine, ENGINES)}")
     if isinstance(model, (str, Path)):
@@ -154,13 +195,8 @@ def export(
     more = _activation_scales(source, stays, kv_scales or {}, static=static and form.spec is not None)
     tree = _config(source, form, stays, engine, static=static, kv_cache=bool(kv_scales))
     written: list[Written] = []
-    with replacing_folder(folder) as scratch:
-        parts = chain(_cast_all(source, form, stays, written), ({name: one} for name, one in more.items()))
-        nbytes = write_tensors(scratch, map(_finite, parts), shard_bytes)
-        bf16 = sum(2 * math.prod(weight.shape) for weight in source.weights)
-        report = ExportReport(str(folder), form.name, tuple(written), nbytes, bf16)
-        _write_texts(scratch, source, tree, report)
-    return report
+    parts = chain(_cast_all(source, form, stays, written), ({name: one} for name, one in more.items()))
+    return Made(source, form.name, tree, map(_finite, parts), written)
 
 
 def _config(

@@ -26,8 +26,9 @@ from ottava.recipe import Recipe, get_recipe
 from ottava.serving.causes import CAUSES, activation_cause, layer_set, plain_causes, weight_cause
 from ottava.serving.engines import ENGINES
 from ottava.serving.formula import formula_causes, quantization_causes, sampling_causes, settings_causes
-from ottava.serving.sides import Model, Side, Text, default_device, digest, kl_alone, made_up, served, trained, under
+from ottava.serving.sides import Model, Side, Text, default_device, digest, made_up, served, trained, under
 from ottava.serving.source import Source, of_folder, of_model
+from ottava.serving.twin import kl_alone
 
 _TOKENS = 32  # that an engine runs
 SCHEMA_VERSION = 2

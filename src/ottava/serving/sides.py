@@ -1,16 +1,11 @@
-"""What multiplies in each linear, of training and in an engine that reads a checkpoint; and the damage of one linear.
-
-The damage is the KL of a decoder in which that linear alone is the engine's, from the one that was trained. The decoder
-is Llama's formula over named tensors (Llama, Mistral, Qwen 2 and 3), in FP32 around the linears, whose operands are
-cast as each side casts them.
-"""
+"""What multiplies in each linear, of training and in an engine that reads a checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,13 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ottava.base.errors import unknown_name
-from ottava.base.untrusted import UntrustedError
-from ottava.nn.attention import DotProductAttention
-from ottava.nn.rope import RotaryEmbedding, RotaryScaling, RotaryTable, rotate
+from ottava.base.untrusted import UntrustedError, file_digest
 from ottava.numerics.formats import E2M1, E4M3, E5M2, Format
 from ottava.numerics.rounding import round_to_format
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity, ScaleFormat, amax
@@ -159,7 +151,8 @@ def trained(source: Source) -> Model:
             linears[weight.module] = Side(weight.tensor, weight.cast, _cast_of(spec, weight), weight.layer)
         elif is_linear(weight.name, weight.shape):  # a router that no nn.Linear holds
             linears[weight.module] = Side(weight.tensor)
-    plain = {weight.name: weight.tensor for weight in source.weights if weight.module not in linears}
+    held = {f"{name}.weight" for name in linears}  # a bias of a linear is a tensor of its own
+    plain = {weight.name: weight.tensor for weight in source.weights if weight.name not in held}
     tied = "lm_head" not in linears and "lm_head.weight" not in plain
     return Model(linears, plain, source.config, tied)
 
@@ -250,7 +243,7 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None,
         cached or "fp8" in str(words.get("kv_cache_dtype", "")),
         unread,
         files={
-            path.name: _file_digest(path)
+            path.name: file_digest(path)
             for path in sorted(folder.iterdir())
             if path.suffix in (".safetensors", ".json")
         },
@@ -377,19 +370,11 @@ def _rejoined(linears: Mapping[str, Side]) -> dict[str, Side]:
     return made
 
 
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAMPLE = (
     "A trainer and an inference engine that quantize other layers, other values or other layouts compute other things, "
     "in silence. This text is short, and the same for every certificate: it shows which layer hurts, not how much."
 )
 """A text for models that read bytes."""
-_MOST = 32
-"""Linears that are measured; each costs a forward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,82 +391,6 @@ def made_up(vocabulary: int, length: int = 128) -> Text:
     """Tokens without a tokenizer: always the same ones, drawn evenly."""
     drawn = torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(0))
     return Text(drawn, f"{length} tokens drawn evenly from the vocabulary (no tokenizer was read)")
-
-
-def kl_alone(ours: Model, theirs: Model, changed: Sequence[str], text: Text | None) -> tuple[dict[str, float], str]:
-    """(linear -> nats per token, what was measured or why not).
-
-    The KL of a token is KL(p of training || p with this linear as the engine has it); the mean over tokens.
-    """
-    family = str(ours.config.get("model_type", ""))
-    if text is None:
-        return {}, "not measured"
-    if not changed:
-        return {}, "0: both sides multiply the same operands"
-    if family not in FAMILIES:
-        return {}, f"not measured: model_type {family!r} is none of {', '.join(FAMILIES)}"
-    if int(text.ids.max()) >= int(ours.config.get("vocab_size", 0)):
-        return {}, "not measured: the text has tokens beyond the vocabulary"
-    with torch.no_grad():
-        base = F.log_softmax(logits(ours, ours.linears, text.ids), -1)
-        found = {}
-        for name in changed[:_MOST]:
-            alone = F.log_softmax(logits(ours, {**ours.linears, name: theirs.linears[name]}, text.ids), -1)
-            found[name] = float((base.exp() * (base - alone)).sum(-1).mean())
-    left = f"; the first {_MOST} of {len(changed)} linears" if len(changed) > _MOST else ""
-    return found, f"nats per token, each linear alone, on {text.said}{left}"
-
-
-def logits(model: Model, linears: Mapping[str, Side], ids: Tensor) -> Tensor:
-    """ids int64 (T,) -> logits fp32 (T, V).
-
-    Raises:
-        KeyError: the tensors are not those of such a decoder.
-    """
-    config, plain = model.config, {name: tensor.float() for name, tensor in model.plain.items()}
-    heads, groups = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
-    size = config.get("head_dim") or config["hidden_size"] // heads
-    eps = config["rms_norm_eps"]
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], plain[f"{name}.weight"], eps)
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        y = multiply(x, linears[name])
-        return y if (bias := plain.get(f"{name}.bias")) is None else y + bias
-
-    attention = DotProductAttention(mask="causal")
-    rotary = _rotary(config, size, ids.shape[0])
-    x = plain["model.embed_tokens.weight"].bfloat16().float()[ids]
-    for i in range(config["num_hidden_layers"]):
-        here = f"model.layers.{i}"
-        rows = norm(x, f"{here}.input_layernorm")
-        q, k, v = (
-            linear(rows, f"{here}.self_attn.{one}_proj").view(1, -1, n, size)
-            for one, n in zip("qkv", (heads, groups, groups), strict=True)
-        )
-        if f"{here}.self_attn.q_norm.weight" in plain:
-            q, k = norm(q, f"{here}.self_attn.q_norm"), norm(k, f"{here}.self_attn.k_norm")
-        y = attention(rotate(q, rotary), rotate(k, rotary), v)
-        x = x + linear(y.flatten(-2)[0], f"{here}.self_attn.o_proj")
-        rows = norm(x, f"{here}.post_attention_layernorm")
-        gated = F.silu(linear(rows, f"{here}.mlp.gate_proj")) * linear(rows, f"{here}.mlp.up_proj")
-        x = x + linear(gated, f"{here}.mlp.down_proj")
-    x = norm(x, "model.norm")
-    return x @ plain["model.embed_tokens.weight"].bfloat16().float().t() if model.tied else linear(x, "lm_head")
-
-
-def _rotary(config: Mapping[str, Any], size: int, length: int) -> RotaryTable:
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0)
-    known = {name: value for name, value in rope.items() if name in RotaryScaling.__dataclass_fields__}
-    table: RotaryTable = RotaryEmbedding(size, base=base, scaling=RotaryScaling(**known))(torch.arange(length))
-    return table
-
-
-def multiply(x: Tensor, side: Side) -> Tensor:
-    """x fp32 (T, K) -> y fp32 (T, N), with operands as the side has them."""
-    return side.rows(x) @ side.operand().t()
 
 
 def spec_of(cast: InputCast, weight: QuantizationSpec) -> QuantizationSpec:

@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ottava.base.files import replacing, replacing_folder
-from ottava.base.untrusted import UntrustedError, parse_json, read_text, regular_size
+from ottava.base.untrusted import UntrustedError, file_digest, parse_json, read_text, regular_size
 from ottava.optim.engine import BOUND, Engine, group_scales, widened
 from ottava.optim.rules import ADAMW_STATES
 from ottava.optim.storage import join
@@ -431,12 +431,7 @@ class ShardWriter:
 def _hashes(files: Sequence[Path]) -> Iterator[str]:
     """SHA-256 of each file; several files at a time."""
     with ThreadPoolExecutor(max_workers=8) as pool:
-        yield from pool.map(_hash_of, files)
-
-
-def _hash_of(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, _HASH).hexdigest()
+        yield from pool.map(file_digest, files)
 
 
 def read_header(path: Path, *, every_byte: bool = True) -> dict[str, Any]:
@@ -559,7 +554,7 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
     try:
         with replacing_folder(target) as scratch:
             save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
         raise CheckpointError(
             f"{target}: cannot be written ({_cause(error)}); make room, or give another one"
         ) from error

@@ -22,6 +22,7 @@ _SEARCH = 32  # nodes of the graph behind a loss in which its labels may be
 _SHAPES = ("View", "Reshape", "UnsafeView", "ToCopy", "Slice", "Transpose", "Permute", "Clone", "Alias", "Squeeze")
 _BATCH = ("hash", "nonfinite", "amax", "square", "count")
 _SAMPLES, _TOKENS = 64, 4096  # of a batch, to find those that are alike
+_SEQUENCE = 6  # tokens; in shorter rows labels are like inputs by chance
 _LABELS = frozenset({"labels", "label", "targets", "target"})
 _NO_BATCH = frozenset({"num_items_in_batch"})
 
@@ -53,8 +54,8 @@ class Batches:
         self._numbers: dict[str, Tensor] = {}
         self._pending: list[_Forward] = []
         self._ids: list[Tensor] = []
-        self._losses = self.forwards = 0
-        """Backwards and forwards of the running step."""
+        self._losses = self.forwards = self.evaluating = 0
+        """Backwards and forwards of the running step, and of these the ones behind a backward in evaluation mode."""
         self.dtypes: set[str] = set()
         """Dtypes of inputs so far."""
         self.classes: int | None = None
@@ -98,20 +99,21 @@ class Batches:
             self.softmax_twice = _softmax_twice(root)
 
     def drain(self) -> dict[str, Any]:
-        """The numbers of the step that ended, on their devices, and the count of its "forwards"."""
+        """The numbers of the step that ended, on their devices, and the counts "forwards" and "evaluating"."""
         if not self._losses:  # the backward is out of sight, as in compiled code
             self._commit()
         numbers: dict[str, Any] = self._numbers
         target = numbers.pop("target", None)
         if target is not None:
             numbers.setdefault("label", target)
-        numbers["forwards"] = self.forwards
-        self._numbers, self._ids, self.forwards, self._losses = {}, [], 0, 0
+        numbers |= {"forwards": self.forwards, "evaluating": self.evaluating}
+        self._numbers, self._ids, self.forwards, self._losses, self.evaluating = {}, [], 0, 0, 0
         return numbers
 
     def _commit(self) -> None:
         pending, self._pending = self._pending, []
         trains = any(seen.training for seen in pending)
+        self.evaluating += 0 if trains else len(pending)
         for seen in pending:
             if trains and not seen.training:
                 continue
@@ -131,14 +133,15 @@ class Batches:
         _add(self._numbers, kind, torch.cat([turn, numbers[1:]]))
 
     def _shares(self, x: Tensor, ignore: int) -> Tensor:
-        """[ignored, used, as the first, whether they copy an input, share of the most frequent] of labels."""
+        """[ignored, used, as the first, whether they copy an input, share of the most frequent, and `_matches`]."""
         flat = x.reshape(-1)
         used = flat != ignore
         first = flat.index_select(0, used.to(torch.uint8).argmax().reshape(1))  # without waiting for a GPU
         twins = [i.reshape(x.shape) for i in self._ids if i.numel() == x.numel() > 1 and i.device == x.device]
         copied = sum((((i == x) | (x == ignore)).all() & used.any()).to(torch.float32) for i in twins)
         counts = torch.stack([(~used).sum(), used.sum(), (flat == first).sum()]).to(torch.float32)
-        return torch.cat([counts, torch.stack([counts[0] * 0 + copied, _common(_strided(flat, _HASHED), ignore)])])
+        alike = torch.stack([counts[0] * 0 + copied, _common(_strided(flat, _HASHED), ignore)])
+        return torch.cat([counts, alike, _matches(flat, used, self._ids)])
 
     @staticmethod
     def columns(name: str, read: Sequence[float]) -> dict[str, float]:
@@ -151,10 +154,11 @@ class Batches:
             rms = math.sqrt(number["square"] / number["count"])
             return columns | {f"{name}_amax": number["amax"], f"{name}_rms": rms}
         if name == "labels":
-            ignored, used, equal, copied, alike = read
+            ignored, used, equal, copied, alike, compared, *matches = read
             columns = {"labels_ignored_pct": 100 * ignored / max(ignored + used, 1.0)}
             columns |= {"labels_equal_pct": 100 * equal / used} if used > 1 else {}
-            return columns | {"labels_copied": copied, "labels_alike_pct": alike}
+            shifts = {f"labels_ahead_{k}_pct": 100 * n / compared for k, n in enumerate(matches) if compared}
+            return columns | {"labels_copied": copied, "labels_alike_pct": alike} | shifts
         if name == "alike":
             return dict(zip(("samples_alike_pct", "tokens_alike_pct", "blank_inputs"), read, strict=True))
         return {}
@@ -229,6 +233,27 @@ def _alike(x: Tensor, *, first: bool) -> Tensor:
             some = _strided(_strided(x.reshape(-1), _HASHED), _TOKENS)
             tokens = 100 * (some == some.mode().values).to(torch.float32).mean()
     return torch.stack([samples, tokens, (x == 0).all().to(torch.float32)])
+
+
+def _matches(labels: Tensor, used: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """[labels that were compared, how many of them are the input's token at their place, the next, the one after that].
+
+    Zeros where no input is a batch of sequences at least as long as the labels.
+    """
+    best = torch.zeros(4, device=labels.device)
+    for ids in inputs:
+        if ids.dim() != 2 or ids.shape[1] < _SEQUENCE or ids.device != labels.device or ids.dtype == torch.bool:
+            continue
+        rows, length = len(ids), labels.numel() // len(ids)
+        if labels.numel() != rows * length or not _SEQUENCE <= length <= ids.shape[1]:
+            continue
+        # labels of all places, or of those behind a prompt
+        for first in {0, ids.shape[1] - length}:
+            count = length - 2
+            x, some = (t.reshape(rows, -1)[:, :count] for t in (labels, used))
+            equal = [((x == ids[:, first + k : first + k + count]) & some).sum() for k in range(3)]
+            best = torch.maximum(best, torch.stack([some.sum(), *equal]).to(torch.float32))
+    return best
 
 
 def _common(labels: Tensor, ignore: int) -> Tensor:

@@ -407,6 +407,8 @@ class Watch:
         mine = [e for e in run.events if e.get("rank", 0) == self.rank and e["step"] <= self.steps_done]
         losses = run.steps["loss"][run.steps["step"] <= self.steps_done].tolist() if self.rank == 0 else []
         self.schedule.resume(mine, losses)
+        full = run.table(merge_ranks=False).where(rank=self.rank)["step"]
+        self._looks = len({int(step) for step in full if step <= self.steps_done})  # the next look takes the next rows
         slowed = [event for event in mine if event.get("kind") == "overhead"]
         if slowed and self.config.every is None:
             self.schedule.every, self._light_every = slowed[-1]["every"], slowed[-1]["light_every"]

@@ -123,6 +123,7 @@ class TrainingTap:
         self._equal: list[tuple[str, str]] = []
         self._weights: dict[str, str] = {}
         self._hashed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._reached: set[str] = set()
         self._frameworks: list[str] | None = None
         self.looking = self.paused = self.idle = False
         """Whether the running step gets a full look; whether forwards are none of the training; whether the step is
@@ -202,6 +203,9 @@ class TrainingTap:
         drops = [float(m.p) for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
         facts = {"gradients": trains, "training": module.training, "recipe": recipe, "random": sorted(kinds)}
         facts |= {"dropout": max(drops)} if drops else {}
+        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        counts = [m.num_batches_tracked for m in norms if m.num_batches_tracked is not None]
+        facts |= {"fresh": not any(int(count) for count in counts)} if counts else {}
         self._report("mode", **facts)
 
     # --- the backward and the step ----------------------------------------------------------------------------------
@@ -227,8 +231,10 @@ class TrainingTap:
         if (self.idle and not self.norm_wanted) or capturing():
             return
         held = [p for group in self._groups() for p in group["params"] if p.grad is not None]
-        if not held:
-            held = [p for _, p in self._parameters() if p.grad is not None]
+        if self.looking or not held:
+            reached = [(name, p) for name, p in self._parameters() if p.grad is not None]
+            self._reached.update(name for name, _ in reached)
+            held = held or [p for _, p in reached]
         with torch.no_grad():
             self.gradients.note(held, scale)
 
@@ -363,6 +369,7 @@ class TrainingTap:
         host: dict[str, float] = {
             "forwards": float(seen.pop("forwards")),
             "eval_forwards_in_train_mode": float(self._evaluations),
+            "train_forwards_in_eval_mode": float(seen.pop("evaluating")),
             "backwards": float(self._backwards - self._drained_at),
             "optimizer_steps": float(self._optimizer_steps),
         }
@@ -422,6 +429,7 @@ class TrainingTap:
             kind = str(p.dtype).removeprefix("torch.")
             trains = p.requires_grad and (facts is not None or bool(self._held))
             one = {"name": name, "shape": list(p.shape), "dtype": kind, "trains": trains, "held": facts}
+            one |= {"reached": name in self._reached} if self._held else {}
             parameters.append(one | ({"sharded": True} if plain(p)[1] == SHARD else {}))
         parameters += [{"name": name, **facts} for name, facts in self._bare.items()]
         loss = {"classes": self.batches.classes, "softmax_twice": bool(self.batches.softmax_twice)}

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ottava.numerics.formats import E2M1, E4M3, E5M2
-from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.numerics.scaling import BLOCK_16X16, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.weights.parameter import QuantizedWeight, adopt_scales, is_quantized_weight, powers_only, quantized_weight
 
 SCALE_SUFFIX = "_scale_inv"
 """NAME_scale_inv holds the scales of NAME."""
-_SIZES = (PER_TENSOR, PER_ROW, BLOCK_128X128, BLOCK_1X128, BLOCK_1X32, BLOCK_1X16, BLOCK_16X16)
+_SIZES = (PER_TENSOR, PER_ROW, BLOCK_128X128, *(Granularity(1, size) for size in (128, 64, 32, 16, 256)), BLOCK_16X16)
+"""Where two fit a grid of scales, the first is taken: they decode alike, or the tensor is smaller than a block."""
 _BYTES = (torch.uint8, torch.float8_e8m0fnu)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
@@ -119,7 +120,8 @@ def infer_spec(codes: Tensor, scale_inv: Tensor) -> QuantizationSpec:
             if scale_inv.dtype in _BYTES:
                 return QuantizationSpec(formats[0], size, "e8m0")
             return QuantizationSpec(formats[0], size, "pow2" if powers_only(scale_inv) else "fp32")
-    raise ValueError(f"got scales {grid} for codes {shape}; needs one a tensor, a row, or a block of known size")
+    known = ", ".join(map(str, _SIZES))
+    raise ValueError(f"got scales {grid} for codes {shape}; needs one for each of these: {known}")
 
 
 def _decoded(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,20 +1,23 @@
-"""Compiles the Triton kernels, as they are launched, for one GPU architecture; no GPU is needed.
+"""Compiles the Triton kernels, as they are launched, for GPU architectures; no GPU is needed.
 
-`python compile_ahead.py 90` prints a JSON object: name of a launch -> what the machine code holds. In a process of its
-own, because Triton decides at import whether it interprets.
+`python tests/kernels/triton/compile_ahead.py 90` prints a JSON object: name of a launch -> what the machine code holds.
+`--table` compiles the casts for every architecture and prints their figures; `--write` keeps them in
+benchmarks/results/machine_code.json, and refuses to keep a worse one. In a process of its own, because Triton decides
+at import whether it interprets.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -38,6 +41,29 @@ FLOATS = ("eps", "top", "lowest_top", "clip", "normal", "decay", "share1", "beta
 ALIGNED = ("count", "rows", "cols", "stride_r", "q_stride_r")  # the sizes of a model's tensors are multiples of 16
 SIZES = ("rows", "cols", "every")  # Triton makes a constant of an argument that is 1
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+KEPT = Path(__file__).parents[3] / "benchmarks" / "results" / "machine_code.json"
+FIGURES = ("instructions", "registers", "blocks", "spilled", "shared")
+
+
+class Multiprocessor(NamedTuple):
+    """What one holds at once (CUDA C++ Programming Guide, technical specifications per compute capability)."""
+
+    warps: int
+    blocks: int
+    shared: int
+    """Bytes, of which each block takes 1,024 beside its own."""
+
+
+MULTIPROCESSORS = MappingProxyType(
+    {
+        80: Multiprocessor(64, 32, 164 << 10),
+        89: Multiprocessor(48, 24, 100 << 10),
+        90: Multiprocessor(64, 32, 228 << 10),
+        100: Multiprocessor(64, 32, 228 << 10),
+        120: Multiprocessor(48, 24, 100 << 10),
+    }
+)
+"""The architectures that are meant."""
 
 
 def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
@@ -135,13 +161,104 @@ def facts(binary: Any) -> dict[str, Any]:
     }
 
 
-def main(capability: int) -> None:
-    """Prints the facts of all launches."""
+def figures(binary: Any, launch: Mapping[str, Any], capability: int) -> dict[str, float]:
+    """FIGURES of a launch: SASS instructions an element, each counted once, as no kernel here repeats a tile's code;
+    registers a thread; blocks that fit on a multiprocessor; bytes spilled a thread and shared a block."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(binary.asm["cubin"])
+        text = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True)
+    lines = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w+)", text, re.MULTILINE)
+    code = sum(line != "NOP" for line in lines)
+    counted = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)}
+    warps, shared = launch.get("num_warps", 4), binary.metadata.shared
+    room = MULTIPROCESSORS[capability]
+    # a quarter of a multiprocessor has 16,384 registers, and hands them to a warp by 256
+    by_registers = 4 * (16_384 // (-(-counted["REG"] * 32 // 256) * 256)) // warps
+    blocks = min(by_registers, room.warps // warps, room.blocks, room.shared // (shared + 1024))
+    each = round(code * 32 * warps / (launch["TR"] * launch["TC"]), 1)
+    return dict(zip(FIGURES, (each, counted["REG"], blocks, counted["STACK"] + counted["LOCAL"], shared), strict=True))
+
+
+def chosen(capability: int) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """The casts on every architecture; the rest on one, and a few of it on all."""
     every = launches(converts=capability >= 90)
-    some = ("tensor", "1x128", "1x32", "guard", "statistics", "roll", "adamw")
-    chosen = every if capability == 90 else {name: every[name] for name in some}
-    print(json.dumps({name: facts(compiled(*launch, capability)) for name, launch in chosen.items()}))
+    some = ("statistics", "roll", "adamw")
+    return {name: one for name, one in every.items() if capability == 90 or name in some or is_cast(one)}
+
+
+def is_cast(launch: tuple[Any, Mapping[str, Any]]) -> bool:
+    """Whether a launch writes codes, or finds their scales."""
+    return launch[0] in (device_code.cast_kernel, device_code.predicted_kernel, device_code.amax_kernel)
+
+
+def table() -> dict[str, Any]:
+    """Every cast on every architecture."""
+    found: dict[str, Any] = {"command": "python tests/kernels/triton/compile_ahead.py --write"}
+    found |= {"triton": triton.__version__, "counts": "SASS, by the nvdisasm of Triton's wheel; no GPU ran"}
+    for capability in MULTIPROCESSORS:
+        casts = {name: one for name, one in chosen(capability).items() if is_cast(one)}
+        found[f"sm_{capability}"] = {
+            name: figures(compiled(*launch, capability), launch[1], capability) for name, launch in casts.items()
+        }
+    return found
+
+
+def worse(found: Mapping[str, Any], kept: Mapping[str, Any]) -> list[str]:
+    """Casts that need more instructions than those that were kept, spill more, or leave room for one block only."""
+    pairs = [
+        (f"{name} on {where}", one, kept[where][name])
+        for where, casts in found.items()
+        if where.startswith("sm_")
+        for name, one in casts.items()
+        if name in kept.get(where, {})
+    ]
+    return [
+        f"{name}: {new} after {old}"
+        for name, new, old in pairs
+        if new["instructions"] > old["instructions"]
+        or new["blocks"] < min(old["blocks"], 2)
+        or new["spilled"] > old["spilled"]
+    ]
+
+
+def main() -> None:
+    """Prints the facts of all launches, or the table of the casts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("capability", nargs="?", type=int, choices=MULTIPROCESSORS)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    settings = parser.parse_args()
+    if capability := settings.capability:
+        facts_of = {}
+        for name, launch in chosen(capability).items():
+            binary = compiled(*launch, capability)
+            facts_of[name] = facts(binary) | (figures(binary, launch[1], capability) if is_cast(launch) else {})
+        print(json.dumps(facts_of))
+        return
+    found = table()
+    if settings.write:
+        kept = json.loads(KEPT.read_text()) if KEPT.exists() else found
+        if kept["triton"] == found["triton"] and (steps_back := worse(found, kept)):
+            raise SystemExit("limits only improve:\n" + "\n".join(steps_back))
+        KEPT.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found) if not settings.table else lines_of(found))
+
+
+def lines_of(found: Mapping[str, Any]) -> str:
+    """The table as text: instructions an element, registers, blocks a multiprocessor; then what spills."""
+    places = [where for where in found if where.startswith("sm_")]
+    rows = ["| cast | " + " | ".join(places) + " |", "|---" * (len(places) + 1) + "|"]
+    for name in found[places[0]]:
+        cells = [found[where][name] for where in places]
+        texts = [
+            f"{one['instructions']}, {one['registers']}, {one['blocks']}" + " spills" * (one["spilled"] > 0)
+            for one in cells
+        ]
+        rows.append(f"| {name} | " + " | ".join(texts) + " |")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -14,8 +14,8 @@ import ottava
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common import recipe as recipes
 from ottava.compat.transformer_engine.pytorch import quantizers
-from ottava.compat.transformer_engine.pytorch.quantizers import DType, Quantizer
-from ottava.compat.transformer_engine.pytorch.tensors import general_gemm
+from ottava.compat.transformer_engine.pytorch.quantizers import Quantizer
+from ottava.compat.transformer_engine.pytorch.tensors import DType, general_gemm
 from ottava.ops.gemm import gemm
 
 QUANTIZERS: dict[str, Quantizer] = {

@@ -510,8 +510,8 @@ class CustomRecipe(Recipe):
     and a `DelayedScalingRequest` has a history. The quantizers of results and of their gradients are not asked for.
 
     Example:
-        >>> from ottava.compat.transformer_engine.pytorch.tensor import DType, MXFP8Quantizer
-        >>> recipe = CustomRecipe(qfactory=lambda role: MXFP8Quantizer(DType.kFloat8E4M3))
+        >>> import ottava.compat.transformer_engine.pytorch as te
+        >>> recipe = CustomRecipe(qfactory=lambda role: te.MXFP8Quantizer(te.DType.kFloat8E4M3))
         >>> str(recipe.ottava.fprop)
         'E4M3[1x32, e8m0] x E4M3[1x32, e8m0]'
     """
@@ -537,7 +537,7 @@ class CustomRecipe(Recipe):
     def _cells(self) -> OttavaRecipe:
         gemms = factory_cells(self.qfactory, "")
         named = Override("*", tuple(gemms.items()))  # a recipe with overrides is asked for each layer
-        return FactoryRecipe("CustomRecipe", **gemms, overrides=(named,), qfactory=self.qfactory)
+        return FactoryRecipe("CustomRecipe", **gemms, overrides=(named,), qfactory=self.qfactory)  # type: ignore[arg-type]  # GEMMs only
 
 
 @dataclass(frozen=True)
@@ -570,7 +570,7 @@ class FactoryRecipe(OttavaRecipe):
             kind = "grouped_linear" if layer.startswith(GROUPED) else "linear"
             gemms = factory_cells(self.qfactory, layer.removeprefix(GROUPED), kind)
             high = {} if self.dgrad.quantized else {"dgrad": HIGH_PRECISION, "wgrad": HIGH_PRECISION}
-            self.kept[layer] = OttavaRecipe(self.name, **{**gemms, **high}, attention=self.attention)
+            self.kept[layer] = OttavaRecipe(self.name, **{**gemms, **high}, attention=self.attention)  # type: ignore[arg-type]  # GEMMs only
         return self.kept[layer]
 
 
@@ -595,7 +595,7 @@ def factory_cells(qfactory: Callable[..., Any], name: str, kind: str = "linear")
         for direction, spec in zip(("row", "col"), quantizer.specs(tensor), strict=True):
             gemm, side = CELL_OF[tensor, direction]
             sides[gemm][side] = spec
-    return {gemm: GemmRecipe(**cells) for gemm, cells in sides.items()}
+    return {gemm: GemmRecipe(**cells) for gemm, cells in sides.items()}  # type: ignore[arg-type]  # sides only
 
 
 def _each(recipe: OttavaRecipe, change: Callable[[QuantizationSpec, str], QuantizationSpec]) -> OttavaRecipe:

@@ -57,7 +57,6 @@ from ottava.compat.transformer_engine.pytorch.quantization import (
 )
 from ottava.compat.transformer_engine.pytorch.quantizers import (
     DelayedScalingRequest,
-    DType,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -70,6 +69,7 @@ from ottava.compat.transformer_engine.pytorch.quantizers import (
 )
 from ottava.compat.transformer_engine.pytorch.refused import NAMES, absent, unread_variables
 from ottava.compat.transformer_engine.pytorch.tensors import (
+    DType,
     Float8BlockwiseQTensor,
     Float8Tensor,
     HybridQuantizedTensor,
@@ -161,11 +161,11 @@ BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "should_load_extra_state_pickle",
         ),
         "quantizers": (
-            *("TE_DType", "TE_DType_To_Torch", "current_scaling_factory", "delayed_scaling_factory"),
+            *("current_scaling_factory", "delayed_scaling_factory"),
             *("float8_block_scaling_factory", "high_precision_factory", "mxfp8_factory", "nvfp4_factory"),
         ),
         "rope": ("apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"),
-        "tensors": ("general_gemm", "get_fp8_te_dtype", "get_fp8_torch_dtype"),
+        "tensors": ("TE_DType", "TE_DType_To_Torch", "general_gemm", "get_fp8_te_dtype", "get_fp8_torch_dtype"),
     }
 )
 """Module of ours -> names that TransformerEngine has below its public interface, in modules of its own."""

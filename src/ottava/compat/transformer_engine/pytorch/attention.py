@@ -497,7 +497,7 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         self.attn_mask_type, self.rotary_pos_interleaved = attn_mask_type, rotary_pos_interleaved
         self.layer_number = layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
-        norm_heads("MultiheadAttention", self, qk_norm_type, qk_norm_eps, **made)
+        norm_heads("MultiheadAttention", (self,), qk_norm_type, qk_norm_eps, **made)
         with extras.initial():
             self.starts(partial(started, self, init_method, output_layer_init_method))
         self.uses_their_keys(*attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))

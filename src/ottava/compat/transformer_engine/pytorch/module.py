@@ -109,21 +109,19 @@ class L2Normalization(nn.Module):
 
 
 def norm_heads(
-    where: str, module: ours.MultiheadAttention | None, kind: str | None, eps: float, **settings: Any
+    where: str, modules: Sequence[ours.MultiheadAttention | None], kind: str | None, eps: float, **settings: Any
 ) -> None:
-    """Gives an attention the norms over each head of q and k, with an eps of their own.
+    """Gives attentions the norms over each head of q and k, with an eps of their own.
 
     Raises:
         ValueError: the kind is unknown.
     """
-    if kind is None or module is None:
-        return
-    if kind == "L2Normalization":
-        module.q_norm = module.k_norm = L2Normalization(eps)
-        return
-    made: Any = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[norm_name(where, kind)]
-    for name in ("q_norm", "k_norm"):
-        setattr(module, name, made(module.head_dim, eps, **settings))
+    for module in modules if kind is not None else ():
+        if module is not None and kind == "L2Normalization":
+            module.q_norm = module.k_norm = L2Normalization(eps)  # type: ignore[assignment]
+        elif module is not None:
+            made: Any = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[norm_name(where, kind or "")]
+            module.q_norm, module.k_norm = (made(module.head_dim, eps, **settings) for _ in range(2))
 
 
 def in_amp(x: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
+from ottava.compat.transformer_engine.pytorch.tensors import (
+    FORMATS,
+    DType,
+    Float8BlockwiseQTensor,
+    Float8Tensor,
+    HybridQuantizedTensor,
+    IdentityTensor,
+    MXFP8Tensor,
+    NVFP4Tensor,
+    QuantizedTensor,
+    quantized,
+)
 from ottava.numerics import formats
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, TE_FOUR_OVER_SIX, Granularity
 from ottava.numerics.tensor import QuantizationSpec
@@ -29,54 +39,10 @@ Cells = tuple[QuantizationSpec | None, QuantizationSpec | None]
 """Of x and of x.T; None stays in high precision."""
 
 
-class DType(IntEnum):
-    """TransformerEngine's names of dtypes, with its numbers."""
-
-    kByte = 0
-    kInt16 = 1
-    kInt32 = 2
-    kInt64 = 3
-    kFloat32 = 4
-    kFloat16 = 5
-    kBFloat16 = 6
-    kFloat8E4M3 = 7
-    kFloat8E5M2 = 8
-    kFloat8E8M0 = 9
-    kFloat4E2M1 = 10
-
-    @classmethod
-    def cast(cls, value: Any) -> DType:
-        """The member for a number, a member, or a dtype of torch.
-
-        Raises:
-            ValueError: there is none.
-        """
-        return TE_DType[value] if isinstance(value, torch.dtype) else cls(int(value))
-
-
-TE_DType = MappingProxyType(
-    {
-        torch.uint8: DType.kByte,
-        torch.int16: DType.kInt16,
-        torch.int32: DType.kInt32,
-        torch.int64: DType.kInt64,
-        torch.float32: DType.kFloat32,
-        torch.float16: DType.kFloat16,
-        torch.bfloat16: DType.kBFloat16,
-        torch.float8_e4m3fn: DType.kFloat8E4M3,
-        torch.float8_e5m2: DType.kFloat8E5M2,
-    }
-)
-TE_DType_To_Torch = MappingProxyType({theirs: dtype for dtype, theirs in TE_DType.items()})
-_FORMATS = MappingProxyType(
-    {DType.kFloat8E4M3: formats.E4M3, DType.kFloat8E5M2: formats.E5M2, DType.kFloat4E2M1: formats.E2M1}
-)
-
-
 def _format(where: str, dtype: Any) -> formats.Format:
-    if DType.cast(dtype) not in _FORMATS:
+    if DType.cast(dtype) not in FORMATS:
         raise ValueError(f"{where}: got {dtype!r}; needs DType.kFloat8E4M3, kFloat8E5M2 or kFloat4E2M1")
-    return _FORMATS[DType.cast(dtype)]
+    return FORMATS[DType.cast(dtype)]
 
 
 class Quantizer:
@@ -86,12 +52,22 @@ class Quantizer:
         rowwise, columnwise: which of the two casts a call makes.
     """
 
+    tensor_class: type[QuantizedTensor] = QuantizedTensor
+    """Of what a call makes."""
     internal = False
     optimize_for_gemm = False
     dtype: Any = DType.kFloat8E4M3
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{type(self).__name__}.{name} is not in ottava: specs() gives the cells of the casts, and "
+            "quantize(x) makes them"
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rowwise={self.rowwise_usage}, columnwise={self.columnwise_usage})"
@@ -122,11 +98,9 @@ class Quantizer:
         Args:
             dtype: the dtype that the result shows; None: that of the tensor.
         """
-        from ottava.compat.transformer_engine.pytorch import tensors
-
         if out is not None:
-            return self.update_quantized(tensor, out)
-        return tensors.quantized(self, tensor, dtype)
+            return self.update_quantized(tensor, out)  # type: ignore[no-any-return]
+        return quantized(self, tensor, dtype)
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Casts src into dst, which is returned; nothing happens where noop_flag is not 0."""
@@ -183,6 +157,8 @@ class Float8Quantizer(Quantizer):
         fp8_dtype: DType.kFloat8E4M3 or kFloat8E5M2.
     """
 
+    tensor_class = Float8Tensor
+
     def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: Any, **usage: bool) -> None:
         super().__init__(**usage)
         self.scale, self.amax, self.dtype = scale, amax, DType.cast(fp8_dtype)
@@ -215,6 +191,8 @@ def _no_floor(where: str, amax_epsilon: float) -> None:
 class Float8CurrentScalingQuantizer(Quantizer):
     """One scale a tensor, from its own amax."""
 
+    tensor_class = Float8Tensor
+
     def __init__(
         self,
         fp8_dtype: Any,
@@ -240,6 +218,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 class Float8BlockQuantizer(Quantizer):
     """Blocks of 1x128 (block_scaling_dim=1) or 128x128 (2)."""
+
+    tensor_class = Float8BlockwiseQTensor
 
     block_len = 128
 
@@ -270,6 +250,8 @@ class Float8BlockQuantizer(Quantizer):
 class MXFP8Quantizer(Quantizer):
     """Blocks of 32 with E8M0 scales, or of 32x32."""
 
+    tensor_class = MXFP8Tensor
+
     def __init__(self, fp8_dtype: Any, *, with_2d_quantization: bool = False, **usage: bool) -> None:
         super().__init__(**usage)
         self.dtype, self.with_2d_quantization = DType.cast(fp8_dtype), with_2d_quantization
@@ -282,6 +264,8 @@ class MXFP8Quantizer(Quantizer):
 
 class NVFP4Quantizer(Quantizer):
     """Blocks of 16 with E4M3 scales below one of FP32; Hadamard transforms and stochastic rounding as asked."""
+
+    tensor_class = NVFP4Tensor
 
     def __init__(
         self,
@@ -343,6 +327,8 @@ class NVFP4Quantizer(Quantizer):
 class IdentityQuantizer(Quantizer):
     """Leaves a tensor in high precision."""
 
+    tensor_class = IdentityTensor
+
     def __init__(self, *, dtype: torch.dtype | None = None, **usage: bool) -> None:
         super().__init__(**usage)
         self.dtype = dtype
@@ -361,6 +347,8 @@ class HybridQuantizer(Quantizer):
     Raises:
         TypeError: a quantizer is a request.  ValueError: both are one object, or the source is unknown.
     """
+
+    tensor_class = HybridQuantizedTensor
 
     def __init__(
         self, *, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, columnwise_source: str = "original"

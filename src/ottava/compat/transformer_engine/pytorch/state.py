@@ -91,7 +91,7 @@ class Place:
         """ottava's submodule."""
         path = self._module.our_path(self._path)
         assert path is not None
-        return self._module.get_submodule(path)
+        return self._module.get_submodule(path)  # type: ignore[no-any-return]
 
 
 class TEState(nn.Module):
@@ -173,7 +173,7 @@ class TEState(nn.Module):
         same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*below, strict=False))
         return ".".join(parts[0] for parts in same)
 
-    def named_modules(  # type: ignore[override]  # torch types the memo as a set of modules
+    def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As torch's, but a norm in front of a linear layer comes before it: so parameters have TransformerEngine's

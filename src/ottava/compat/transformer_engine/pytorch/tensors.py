@@ -8,35 +8,71 @@ them: `ottava.quantize` gives plain containers, in which nothing decodes silentl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ottava.compat.transformer_engine.pytorch.quantizers import (
-    DType,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-    TE_DType,
-)
+from ottava.numerics import formats
+from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.tensor import QuantizedTensor as Codes
 from ottava.ops.gemm import gemm
 
 _aten = torch.ops.aten
 
 
+class DType(IntEnum):
+    """TransformerEngine's names of dtypes, with its numbers."""
+
+    kByte = 0
+    kInt16 = 1
+    kInt32 = 2
+    kInt64 = 3
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat8E8M0 = 9
+    kFloat4E2M1 = 10
+
+    @classmethod
+    def cast(cls, value: Any) -> DType:
+        """The member for a number, a member, or a dtype of torch.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return TE_DType[value] if isinstance(value, torch.dtype) else cls(int(value))
+
+
+TE_DType = MappingProxyType(
+    {
+        torch.uint8: DType.kByte,
+        torch.int16: DType.kInt16,
+        torch.int32: DType.kInt32,
+        torch.int64: DType.kInt64,
+        torch.float32: DType.kFloat32,
+        torch.float16: DType.kFloat16,
+        torch.bfloat16: DType.kBFloat16,
+        torch.float8_e4m3fn: DType.kFloat8E4M3,
+        torch.float8_e5m2: DType.kFloat8E5M2,
+    }
+)
+TE_DType_To_Torch = MappingProxyType({theirs: dtype for dtype, theirs in TE_DType.items()})
+FORMATS = MappingProxyType(
+    {DType.kFloat8E4M3: formats.E4M3, DType.kFloat8E5M2: formats.E5M2, DType.kFloat4E2M1: formats.E2M1}
+)
+
+
 class QuantizedTensor(Tensor):
     """The base class of quantized tensors; `quantizer(x)` makes one.
 
     Example:
-        >>> from ottava.compat.transformer_engine.pytorch.quantizers import DType, Float8CurrentScalingQuantizer
-        >>> x = Float8CurrentScalingQuantizer(DType.kFloat8E4M3)(torch.tensor([1.0, 3.1]))
+        >>> import ottava.compat.transformer_engine.pytorch as te
+        >>> x = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)(torch.tensor([1.0, 3.1]))
         >>> type(x).__name__, x.dtype, x.dequantize()
         ('Float8Tensor', torch.float32, tensor([0.9964, 3.1000]))
     """
@@ -45,7 +81,8 @@ class QuantizedTensor(Tensor):
     """Codes of x as a matrix (R, C), leading dimensions folded; a plain matrix where rows stay in high precision."""
     columns: Codes | Tensor | None
     """Those of x.T, (C, R)."""
-    _quantizer: Quantizer
+    _quantizer: Any
+    """What casts new numbers into it; None: nothing does."""
 
     @staticmethod
     def __new__(
@@ -54,14 +91,14 @@ class QuantizedTensor(Tensor):
         dtype: torch.dtype,
         rows: Codes | Tensor | None,
         columns: Codes | Tensor | None,
-        quantizer: Quantizer,
+        quantizer: Any,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
         """A tensor of these codes, which are not copied."""
         held = rows if rows is not None else columns
         if held is None:
             raise ValueError(f"{cls.__name__}: got no codes; needs rows or columns: set_usage(rowwise=True)")
-        made: QuantizedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch types it not
+        made: QuantizedTensor = Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=held.device, requires_grad=requires_grad
         )
         made.rows, made.columns, made._quantizer = rows, columns, quantizer
@@ -70,9 +107,17 @@ class QuantizedTensor(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's takes tensor_contents
         return f"{type(self).__name__}({self._quantizer}, data={self.dequantize()})"
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{type(self).__name__}.{name} is not in ottava: .rows and .columns hold codes and scales, "
+            "ottava.QuantizedTensor, in layouts of their own"
+        )
+
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers of the codes; gradients pass through unchanged."""
-        return _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-any-return, no-untyped-call]
+        return _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-any-return]
 
     def numbers(self, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers of the codes, without a graph.
@@ -92,10 +137,16 @@ class QuantizedTensor(Tensor):
         return matrix.reshape(self.shape).to(dtype or self.dtype)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
-        """Casts a tensor into this one."""
+        """Casts a tensor into this one.
+
+        Raises:
+            ValueError: it was made without a quantizer.
+        """
+        if self._quantizer is None:
+            raise ValueError(f"{type(self).__name__}.quantize_: it has no quantizer; give quantizer= where it is made")
         return self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)  # type: ignore[no-any-return]
 
-    def quantize_with(self, quantizer: Quantizer, source: Tensor) -> None:
+    def quantize_with(self, quantizer: Any, source: Tensor) -> None:
         """Takes the codes of a tensor of the same shape, with the directions that this tensor has."""
         if source.shape != self.shape:
             raise ValueError(
@@ -140,7 +191,9 @@ class QuantizedTensor(Tensor):
 
     @property
     def _fp8_dtype(self) -> DType:
-        return DType.cast(self._quantizer.dtype)
+        held = self.rows if self.rows is not None else self.columns
+        assert isinstance(held, Codes)
+        return next(dtype for dtype, fmt in FORMATS.items() if fmt == held.spec.format)
 
     @property
     def _rowwise_data(self) -> Tensor | None:
@@ -154,15 +207,15 @@ class QuantizedTensor(Tensor):
     def _columnwise_scale_inv(self) -> Tensor | None:
         return self.columns.scale_inv if isinstance(self.columns, Codes) else None
 
-    def float(self) -> Tensor:  # type: ignore[override]  # torch's takes a memory format
+    def float(self) -> Tensor:
         """The numbers in FP32."""
         return self.dequantize(dtype=torch.float32)
 
-    def bfloat16(self) -> Tensor:  # type: ignore[override]
+    def bfloat16(self) -> Tensor:
         """The numbers in BF16."""
         return self.dequantize(dtype=torch.bfloat16)
 
-    def half(self) -> Tensor:  # type: ignore[override]
+    def half(self) -> Tensor:
         """The numbers in FP16."""
         return self.dequantize(dtype=torch.float16)
 
@@ -171,7 +224,7 @@ class QuantizedTensor(Tensor):
         return _rebuilt, (type(self), *state)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch calls a classmethod
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, QuantizedTensor) and (kept := _kept(func, first, args, kwargs)) is not None:
@@ -235,11 +288,11 @@ def _rebuilt(cls: type[QuantizedTensor], *state: Any) -> QuantizedTensor:
 
 class _Dequantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: QuantizedTensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         return x.numbers(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -251,13 +304,11 @@ class Float8Tensor(QuantizedTensor):
         """As `QuantizedTensor`, or of TransformerEngine's data, fp8_scale_inv and fp8_dtype."""
         if parts or "data" not in theirs:
             return QuantizedTensor.__new__(cls, shape, dtype, *parts, **theirs)
-        quantizer = Float8CurrentScalingQuantizer(theirs["fp8_dtype"])
-        spec = quantizer.specs()[0]
-        assert spec is not None
+        spec = QuantizationSpec(FORMATS[DType.cast(theirs["fp8_dtype"])])
         data = theirs["data"].reshape(-1, shape[-1] if shape else 1).view(spec.format.storage_dtype)
         rows = Codes(data, theirs["fp8_scale_inv"].reshape(1, 1).to(data.device), spec, dtype)
-        kept = theirs.get("quantizer") or quantizer
-        return QuantizedTensor.__new__(cls, shape, dtype, rows, None, kept, theirs.get("requires_grad", False))
+        last = theirs.get("quantizer"), theirs.get("requires_grad", False)
+        return QuantizedTensor.__new__(cls, shape, dtype, rows, None, *last)
 
     @property
     def _data(self) -> Tensor | None:
@@ -313,30 +364,19 @@ class HybridQuantizedTensor(QuantizedTensor):
     """Rows and columns by different quantizers."""
 
 
-_CLASSES: tuple[tuple[type[Quantizer], type[QuantizedTensor]], ...] = (
-    (Float8Quantizer, Float8Tensor),
-    (Float8CurrentScalingQuantizer, Float8Tensor),
-    (Float8BlockQuantizer, Float8BlockwiseQTensor),
-    (MXFP8Quantizer, MXFP8Tensor),
-    (NVFP4Quantizer, NVFP4Tensor),
-    (IdentityQuantizer, IdentityTensor),
-    (HybridQuantizer, HybridQuantizedTensor),
-)
-
-
-def _cast(quantizer: Quantizer, x: Tensor, *, columns: bool) -> Codes | Tensor:
+def _cast(quantizer: Any, x: Tensor, *, columns: bool) -> Codes | Tensor:
     matrix = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     codes = quantizer.cast(matrix, columns=columns)
     if codes is not None:
-        return codes
+        return codes  # type: ignore[no-any-return]
     return matrix.t().clone() if columns else matrix.clone()
 
 
 class _Quantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> QuantizedTensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, quantizer: Any, dtype: torch.dtype) -> QuantizedTensor:
         usages = quantizer.get_usages()
-        kind = next((ours for theirs, ours in _CLASSES if isinstance(quantizer, theirs)), QuantizedTensor)
+        kind = quantizer.tensor_class
         numbers = _plain(x)
         rows, columns = (
             _cast(quantizer, numbers, columns=turned) if usages[name] else None
@@ -344,16 +384,16 @@ class _Quantize(torch.autograd.Function):
         )
         if not isinstance(numbers, Tensor) or numbers.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"{type(quantizer).__name__}: got {numbers.dtype}; needs float32, bfloat16 or float16")
-        return kind.__new__(kind, x.shape, dtype, rows, columns, quantizer)
+        return kind.__new__(kind, x.shape, dtype, rows, columns, quantizer)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _unwrapped(grad), None, None
 
 
-def quantized(quantizer: Quantizer, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def quantized(quantizer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The quantized tensor of x: what `quantizer(x)` returns."""
-    return _Quantize.apply(x, quantizer, dtype or x.dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return _Quantize.apply(x, quantizer, dtype or x.dtype)  # type: ignore[no-any-return]
 
 
 def general_gemm(
@@ -368,7 +408,7 @@ def general_gemm(
     out: Tensor | None = None,
     alpha: float = 1.0,
     use_split_accumulator: bool = False,
-    quantization_params: Quantizer | None = None,
+    quantization_params: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None, None, None]:
     """TransformerEngine's GEMM: B A.T ("TN"), B A ("NN") or B.T A ("NT"), of two quantized or two plain tensors.

@@ -107,13 +107,13 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         **others: Any,
     ) -> None:
         extras = extras_of(where := "TransformerLayer", others, _NAMES)
-        norms = (output_layernorm, apply_residual_connection_post_layernorm)
+        arranged = _arrangement(parallel_attention_mlp, output_layernorm, apply_residual_connection_post_layernorm)
         shards = shards_for(where, tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
             shards.of("ffn_hidden_size", ffn_hidden_size),
             **heads_of(shards, hidden_size, num_attention_heads, num_gqa_groups, kv_channels),
-            arrangement=_arrangement(parallel_attention_mlp, *norms),
+            arrangement=arranged,
             activation=activation_for(where, activation, activation_params),
             norm=norm_name(where, normalization),
             eps=layernorm_epsilon,
@@ -135,8 +135,7 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         self.mask_types = self_attn_mask_type, enc_dec_attn_mask_type
         self.rotary_pos_interleaved, self.layer_number = rotary_pos_interleaved, layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
-        for attention in (self.attention, self.cross):
-            norm_heads(where, attention, qk_norm_type, qk_norm_eps, **made)
+        norm_heads(where, (self.attention, self.cross), qk_norm_type, qk_norm_eps, **made)
         with extras.initial():
             self.starts(partial(started, self, init_method, output_layer_init_method))
         self.uses_their_keys(*self._their_names(fuse_qkv_params, qkv_weight_interleaved))

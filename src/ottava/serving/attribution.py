@@ -1,0 +1,388 @@
+"""Why rollout and training give other log-probabilities: the measured KL, split into causes that sum to it.
+
+Attribution is by experiment. A twin computes what training's log-probabilities would be with one cause switched on; the
+cause that brings them nearest to the rollout's is kept, and the next one is tried on top of it. A part is the KL that
+its cause takes away, so parts and rest sum to the whole. Without a model only what the dump shows is tried.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.base.text import columns
+from ottava.serving.hypotheses import Hypothesis, Sampler, Setting, hypotheses, temperatures
+from ottava.serving.rollout import Equality, Rollout, certify
+from ottava.serving.sides import Model
+from ottava.serving.twin import State, Twin
+
+SCHEMA_VERSION = 1
+CAUSES = MappingProxyType(
+    {
+        "shift": "one side's log-probabilities are of the token before or after",
+        "padded": "the engine gave no log-probability, and a constant stands there",
+        "temperature": "one side divides logits by a temperature, and the other by another one",
+        "scaled": "log-probabilities, not logits, were divided by a temperature",
+        "processed": "one side's log-probabilities are those after top-k, top-p or a penalty",
+        "stale": "the engine has weights of an earlier step: a refit that did not arrive, in whole or in part",
+        "formula": "config.json of the engine has other fields that change what is computed",
+        "layers": "one side casts linears that the other leaves in high precision",
+        "weights": "both sides cast the weights, to other numbers",
+        "activations": "both sides cast a linear, and its input by another rule",
+        "head": "the output head is cast on one side only",
+        "router": "routers are cast on one side only",
+        "routes": "routers chose other experts for some tokens",
+        "kv-cache": "the engine caches keys and values in FP8",
+        "plain": "a tensor in high precision differs",
+        "trainer": "training's own recomputation is not what its checkpoint gives: dropout, masks, packing, its code",
+        "batch variance": "as large as the rounding of BF16 sums in another order: other kernels, other batches",
+        "not-fp8": "neither side casts anything, and no cause that was tried explains it",
+        "untold": "no cause that was tried explains it",
+    }
+)
+"""Cause -> what it means. The last three are names of a rest."""
+_REST = ("batch variance", "not-fp8", "untold")
+FP8 = frozenset(("layers", "weights", "activations", "head", "router", "kv-cache"))
+"""Causes that are casts."""
+_CAP = 5.0
+"""Nats of a token's difference that count: exp of more would let one token be the whole sum."""
+_SHARE = 0.05  # of the KL that a cause must explain
+_SIGMA = 4.0  # of its standard error over tokens
+_NOISE = 4.0
+"""Times the KL that BF16 sums over two ranks make: attention, norms and the engine's own kernels are the rest."""
+_TOKENS = 4096
+_ROUNDS = 8
+_BATCH = 8
+_FAR = 0.5
+
+
+@dataclass(frozen=True)
+class Part:
+    """A cause, and the KL that it takes away."""
+
+    cause: str
+    """A name of `CAUSES`."""
+    kl: float
+    """Nats a token."""
+    said: str
+    """Which experiment explained it."""
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The KL of a rollout, in parts that sum to it."""
+
+    kl: float
+    """KL(rollout || training), nats a token: the mean of exp(d) - 1 - d, d = log p of training - log p of rollout, |d|
+    held at 5."""
+    tokens: int
+    mean_difference: float
+    """Mean of |d|."""
+    parts: tuple[Part, ...]
+    """In the order in which causes were found, the rest last; their sum is `kl`."""
+    equality: Equality
+    layers: Mapping[str, float]
+    """Of the dump: layer -> relative difference behind it."""
+    tried: tuple[str, ...]
+    """Causes of the experiments."""
+    notes: tuple[str, ...]
+
+    @property
+    def first(self) -> Part | None:
+        """The largest part that is no rest; None: no cause was found."""
+        return max((one for one in self.parts if one.cause not in _REST), key=lambda one: one.kl, default=None)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing but rounding is between the two sides."""
+        return not self.kl or (self.first is None and self.rest.cause == "batch variance")
+
+    @property
+    def rest(self) -> Part:
+        """What no cause explains."""
+        return self.parts[-1]
+
+    @property
+    def fp8(self) -> float:
+        """Share of the KL that is of casts."""
+        return sum(one.kl for one in self.parts if one.cause in FP8) / self.kl if self.kl else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        first = None if self.first is None else asdict(self.first)
+        return {"schema_version": SCHEMA_VERSION, "first": first, "fp8_share": self.fp8, **asdict(self)}
+
+    def to_json(self) -> str:
+        """The same bytes for the same dump and sides."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+
+    def __str__(self) -> str:
+        lines = [f"KL(rollout || training) {self.kl:.4g} nats a token, mean |difference| {self.mean_difference:.4g}, "
+                 f"{self.tokens:,} tokens"]  # fmt: skip
+        if self.kl:
+            rows = [(f"  {one.cause}", f"{one.kl:.4g}", f"{one.kl / self.kl:.0%}", one.said) for one in self.parts]
+            lines += ["", *columns(("cause", "KL", "share", "found by"), *rows)]
+            if self.first is not None:
+                lines += ["", f"{self.first.cause}: {CAUSES[self.first.cause]}", f"casts are {self.fp8:.0%} of the KL"]
+        layers = [f"{name} {value:.3g}" for name, value in self.layers.items()]
+        lines += [f"relative difference behind layers: {', '.join(layers)}"] if layers else []
+        bits = "equal bit for bit" if self.equality.equal else f"not certified: {self.equality.why}"
+        lines += ["", f"rollout, recomputation and first training forward: {bits}"]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def attribute(
+    found: Rollout,
+    ours: Model | None = None,
+    theirs: Model | None = None,
+    *,
+    before: Sequence[tuple[str, Model]] = (),
+    temperature: float = 1.0,
+) -> Attribution:
+    """Splits the KL between the log-probabilities of a rollout and of training into causes.
+
+    Args:
+        found: of `read_rollout`.
+        ours: what training multiplies, of `sides.trained`. None: only what the dump shows is tried.
+        theirs: what the engine multiplies, of `sides.served`. None: hypotheses about common engines only.
+        before: (name, what training multiplied) at earlier steps, for weights that did not arrive.
+        temperature: by which training divides its logits, as far as is known: what it recomputed may say another one.
+    Returns:
+        Attribution, whose parts sum to the KL.
+    Raises:
+        ValueError: tokens beyond the vocabulary, a temperature that is not positive, or a model that cannot run.
+        ImportError: `ours` is given, and transformers is not installed.
+
+    Example:
+        >>> from ottava.serving.rollout import Rollout
+        >>> p = -torch.rand(400, generator=torch.Generator().manual_seed(0))
+        >>> one = Rollout("plain", (torch.arange(401),), (torch.arange(1, 401),), p, p.roll(1))
+        >>> attribute(one).first.cause
+        'shift'
+    """
+    if not temperature > 0:
+        raise ValueError(f"parity: temperature {temperature:g}; needs a number above 0")
+    found = _first(found)
+    lab = _Lab(found, ours, temperature)
+    state = lab.start
+    tried = list(hypotheses(found, ours, theirs, before))
+    loss, parts = lab.loss(state), list[Part]()
+    while float(loss.mean()) > 0 and len(parts) < _ROUNDS:
+        settings = ((one.cause, *each) for one in tried for each in lab.tries(state, one))
+        best = min(settings, key=lambda x: float(x[3].mean()), default=None)
+        if best is None or not _real(loss, best[3], lab.whole):
+            break
+        cause, state, said, after = best
+        gain = float(loss.mean() - after.mean())
+        parts.append(Part(cause, gain, said))
+        loss = after
+    rest = float(loss.mean())
+    noise, said = lab.rounding(state)
+    parts.append(Part(lab.rest(rest, noise, theirs, parts), rest, said))
+    difference = found.recomputed - found.rollout
+    return Attribution(
+        lab.whole,
+        len(difference),
+        float(difference.abs().mean()),
+        _joined(parts),
+        certify(found),
+        found.layers,
+        tuple(dict.fromkeys(one.cause for one in tried)),
+        lab.notes,
+    )
+
+
+def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """One part for each cause, in the order in which they were found."""
+    groups: dict[str, list[Part]] = {}
+    for one in parts:
+        groups.setdefault(one.cause, []).append(one)
+    return tuple(
+        Part(cause, sum(one.kl for one in some), "; ".join(dict.fromkeys(one.said for one in some)))
+        for cause, some in groups.items()
+    )
+
+
+def _first(found: Rollout) -> Rollout:
+    """The first sequences, as many as experiments can afford."""
+    count, total = 0, 0
+    for size in found.sequences:
+        if count and total + size > _TOKENS:
+            break
+        count, total = count + 1, total + size
+    if count == len(found.ids):
+        return found
+    cut = {name: getattr(found, name)[:total] for name in ("rollout", "recomputed")}
+    trained = None if found.trained is None else found.trained[:total]
+    routes = None if found.routes is None else found.routes[:count]
+    versions = {name: one[:count] for name, one in found.versions.items()}
+    return replace(found, **cut, ids=found.ids[:count], at=found.at[:count], trained=trained, routes=routes,
+                   versions=versions)  # fmt: skip
+
+
+def _real(before: Tensor, after: Tensor, whole: float) -> bool:
+    """Whether a cause takes away enough, and more than chance does: of the roots, for one token may be half of a KL."""
+    gain = before.sqrt() - after.sqrt()
+    error = float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else math.inf
+    return float(gain.mean()) > _SIGMA * error and float((before - after).mean()) > _SHARE * whole
+
+
+def kl_of(rollout: Tensor, other: Tensor) -> Tensor:
+    """Each token's exp(d) - 1 - d, d = other - rollout, held at 5 nats; its mean estimates KL(rollout || other).
+
+    Example:
+        >>> kl_of(torch.tensor([-1.0]), torch.tensor([-1.0]))
+        tensor([0.], dtype=torch.float64)
+    """
+    d = (other.double() - rollout.double()).clamp(-_CAP, _CAP)
+    return torch.expm1(d) - d
+
+
+class _Lab:
+    """Runs experiments on one dump."""
+
+    def __init__(self, found: Rollout, ours: Model | None, temperature: float) -> None:
+        self.found = found
+        self.whole = float(kl_of(found.rollout, found.recomputed).mean())
+        self.notes: tuple[str, ...] = ()
+        self.noise, self.said = 0.0, "no model was given: nothing but the dump was looked at"
+        self._kept: tuple[State, list[Tensor]] | None = None
+        state = None if ours is None else State.of(ours)
+        self.start = Setting(state, Sampler(temperature))
+        if state is None:
+            return
+        self._batches = list(_batches(found, state.config))
+        self._twins: dict[int, Twin] = {id(state.config): Twin(state, torch.bfloat16)}
+        self._own = self._logp(self.start)
+        self.noise, self.said = self.rounding(self.start)
+        self._fit()
+        self._compare(self.start.sampler.temperature)
+
+    def rounding(self, setting: Setting) -> tuple[float, str]:
+        """How far other kernels may be, nats a token, and what was measured for it."""
+        if setting.state is None:
+            return self.noise, self.said
+        halves = replace(setting, state=replace(setting.state, split=True))
+        away = float(kl_of(self._logp(setting), self._logp(halves)).mean())
+        return _NOISE * away, f"BF16 sums over two ranks are {away:.3g} nats away"
+
+    def _fit(self) -> None:
+        """Takes training's temperature from what it recomputed, if another one than 1 explains it."""
+
+        def away(setting: Setting) -> float:
+            return float(kl_of(self.found.recomputed, self._logp(setting)).mean())
+
+        warm, said = next(temperatures(self.start, away))
+        if (here := away(self.start)) > self.noise and away(warm) < here / 2:
+            self.start, self._own = warm, self._logp(warm)
+            self.notes = (f"training's own log-probabilities are those of {said}",)
+
+    def _compare(self, temperature: float) -> None:
+        """Whether the twin computes what training recomputed."""
+        away = float(kl_of(self.found.recomputed, self._own).mean())
+        both = torch.stack((self.found.recomputed, self._own)).double()
+        alike = float(torch.corrcoef(both)[0, 1]) if both.shape[1] > 2 and bool((both.std(1) > 0).all()) else 1.0
+        against = float(kl_of(self.found.rollout, self._own).mean())
+        if alike < _FAR and away > self.noise and against > self.noise:
+            raise ValueError(
+                "parity: this checkpoint gives other log-probabilities than training recomputed (correlation "
+                f"{alike:.2f}, KL {away:.3g}) and the rollout has: it is another checkpoint, or the tokens are of "
+                "another tokenizer"
+            )
+        if away > max(self.noise, self.whole):
+            self.notes += (
+                f"at temperature {temperature:g} the checkpoint is {away:.3g} nats from what training recomputed, "
+                "farther than the rollout is from it: causes are less certain",
+            )
+
+    def rest(self, left: float, noise: float, theirs: Model | None, parts: Sequence[Part]) -> str:
+        """The name of what no cause explains."""
+        if self.start.state is None:
+            return "untold"
+        if left <= noise:
+            return "batch variance"
+        sides = [*self.start.state.linears.values(), *(theirs.linears.values() if theirs else ())]
+        return "untold" if any(side.cast is not None for side in sides) or parts else "not-fp8"
+
+    def tries(self, setting: Setting, one: Hypothesis) -> Iterator[tuple[Setting, str, Tensor]]:
+        """The settings of a hypothesis, in words, and each token's KL under them."""
+        for changed, said in one.settings(setting, lambda other: float(self.loss(other).mean())):
+            if changed.trainer <= (float(self.loss(setting).mean()) > self.noise):  # one rounding less is no cause
+                yield changed, said, self.loss(changed)
+
+    def loss(self, setting: Setting) -> Tensor:
+        """Each token's KL between the rollout and training's log-probabilities under a setting."""
+        return kl_of(self.found.rollout, self._predicted(setting))
+
+    def _predicted(self, setting: Setting) -> Tensor:
+        """fp32 (N,): the rollout's log-probabilities, if the setting is true."""
+        values = self.found.recomputed
+        if setting.state is not None:
+            moved = setting.state is not self.start.state or setting.sampler != self.start.sampler
+            own = self._logp(setting) if moved else self._own
+            values = own if setting.trainer else values + (own - self._own)
+        values = values / setting.scale + setting.offset
+        if setting.shift:
+            parts = zip(*(one.split(self.found.sequences) for one in (values, self.found.rollout)), strict=True)
+            values = torch.cat([_shifted(part, setting.shift, told) for part, told in parts])
+        if setting.padded is not None:
+            values = torch.where(self.found.rollout == setting.padded, setting.padded, values)
+        return values
+
+    def _logp(self, setting: Setting) -> Tensor:
+        """fp32 (N,): log p of the compared tokens by the twin."""
+        assert setting.state is not None
+        state, found, made = setting.state, [], []
+        kept = self._kept[1] if self._kept is not None and self._kept[0] is state else None
+        for i, (ids, at, routes) in enumerate(self._batches):
+            if kept is None:
+                given = routes if state.replay else None
+                made.append(self._twin(state).logits(state, ids, given)[at[0], at[1] - 1])
+            logits = made[-1] if kept is None else kept[i]
+            found.append(setting.sampler.log_probabilities(logits, ids, at))
+        if kept is None:
+            self._kept = state, made
+        return torch.cat(found)
+
+    def _twin(self, state: State) -> Twin:
+        key = id(state.config)
+        if key not in self._twins:
+            self._twins[key] = Twin(state, torch.bfloat16)
+        return self._twins[key]
+
+
+def _shifted(values: Tensor, by: int, told: Tensor) -> Tensor:
+    """The list late by some places; where it has no number, what was told stands."""
+    made = told.clone()
+    if by > 0:
+        made[by:] = values[:-by]
+    else:
+        made[:by] = values[-by:]
+    return made
+
+
+def _batches(
+    found: Rollout, config: Mapping[str, Any]
+) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]]:
+    """(ids padded at the right, which a causal model does not see; (sequence, place) of compared tokens; routes)."""
+    vocabulary = int(config.get("vocab_size") or 0)
+    top = max(int(one.max()) for one in found.ids)
+    if vocabulary and top >= vocabulary:
+        raise ValueError(
+            f"parity: the dump has token {top}, and the checkpoint {vocabulary} tokens: they are of another tokenizer"
+        )
+    for start in range(0, len(found.ids), _BATCH):
+        some, places = found.ids[start : start + _BATCH], found.at[start : start + _BATCH]
+        ids = torch.nn.utils.rnn.pad_sequence(list(some), batch_first=True)
+        row = torch.cat([torch.full_like(at, i) for i, at in enumerate(places)])
+        routes = None
+        if found.routes is not None:
+            routes = torch.nn.utils.rnn.pad_sequence(list(found.routes[start : start + _BATCH]), batch_first=True)
+        yield ids, (row, torch.cat(list(places))), routes

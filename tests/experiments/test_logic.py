@@ -1,0 +1,181 @@
+"""What an output may depend on, and where an optimizer's formula leads: tried on models with a fault and without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ottava
+from ottava.diagnose.diagnose import diagnose
+from ottava.experiments.logic import reasons
+from ottava.experiments.program import AS_IT_RAN, Recorder
+from ottava.experiments.trace import Trace
+from ottava.experiments.twin import STEPS, Twin
+from ottava.record.reader import Run
+from ottava.record.schema import EXPERIMENTS
+
+E4M3 = torch.float8_e4m3fn
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x on the grid of E4M3 under one scale."""
+    scale = x.abs().amax() / 448
+    return (x / scale).to(E4M3).float() * scale
+
+
+class Words(nn.Module):
+    """A weighted sum of the tokens before each place, and of `ahead` behind it."""
+
+    def __init__(self, ahead: int = 0) -> None:
+        super().__init__()
+        self.embed, self.mid, self.head = nn.Embedding(16, 32), nn.Linear(32, 32), nn.Linear(32, 16)
+        self.ahead = ahead
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = torch.ones(ids.shape[1], ids.shape[1]).tril(self.ahead)
+        x = self.embed(ids) + (mask / mask.sum(1, keepdim=True)) @ self.embed(ids)
+        return self.head(torch.relu(self.mid(x)))
+
+
+class Bags(nn.Module):
+    """Attention over the parts of each sample, or by mistake over the samples."""
+
+    def __init__(self, over: int, norm: bool = False) -> None:
+        super().__init__()
+        self.score, self.head = nn.Linear(8, 1), nn.Linear(8, 3)
+        self.over, self.norm = over, nn.BatchNorm1d(8) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm((self.score(x).softmax(self.over) * x).sum(1)))
+
+
+def tried(model: nn.Module, x: Tensor) -> dict[str, bool | None]:
+    recorder = Recorder([model])
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    model(x)
+    after = {n: v.clone() for n, v in model.state_dict().items()}
+    found = reasons(recorder.finish().forwards, AS_IT_RAN)
+    assert model.training
+    assert before.keys() == after.keys()
+    return found
+
+
+def test_what_an_output_depends_on_is_tried() -> None:
+    torch.manual_seed(0)
+    ids, bags = torch.randint(16, (8, 12)), torch.randn(8, 5, 8)
+    assert tried(Words(), ids) == {"sees_later": False, "mixes": False}
+    assert tried(Words(ahead=1), ids) == {"sees_later": True, "mixes": False}
+    assert tried(Bags(1), bags) == {"sees_later": None, "mixes": False}
+    assert tried(Bags(1, norm=True), bags) == {"sees_later": None, "mixes": False}
+    assert tried(Bags(0), bags) == {"sees_later": None, "mixes": True}
+    # nodes of a graph, and a square that may have time in front
+    assert tried(nn.Linear(8, 3), bags[:, 0]) == {"sees_later": None, "mixes": None}
+    assert tried(Bags(0), torch.randn(8, 8, 8)) == {"sees_later": None, "mixes": None}
+
+
+@pytest.mark.parametrize(("fault", "law"), [("", None), ("ahead", "M8"), ("shift", "D6"), ("eval", "M6")])
+def test_a_model_that_learns_something_else_is_told_alone(fault: str, law: str | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Words(ahead=int(fault == "ahead")), nn.Dropout(0.1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with ottava.watch(model, tmp_path / "run"):
+        for step in range(16):
+            model.train(fault != "eval" or step < 6)
+            ids = torch.randint(16, (8, 14))
+            ahead = 2 if fault == "shift" else 1
+            loss = nn.functional.cross_entropy(model(ids[:, :12]).flatten(0, 1), ids[:, ahead : 12 + ahead].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    answer = diagnose(Run.open(tmp_path / "run"))
+    assert [f.id for f in answer.findings] == ([law] if law else []), answer.sentence
+
+
+def test_a_twin_goes_where_the_formula_leads() -> None:
+    for name, make in {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    }.items():
+        weight = nn.Parameter(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
+        optimizer = make([weight])
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        twin = Twin(optimizer)
+        for step in range(STEPS):
+            weight.grad = torch.randn(32, 32, generator=torch.Generator().manual_seed(step))
+            twin.step()
+            optimizer.step()
+            schedule.step()
+        assert twin.error() == 0.0, name
+        with torch.no_grad():
+            weight.copy_(weight.bfloat16())
+        assert 0.0 < (twin.error() or 0.0) < 1.0
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_weights_without_an_exact_copy_are_fp8_s_fault(exact: bool, tmp_path: Path) -> None:
+    """Cast weights compute; the step is made on the exact ones, or on the rounded ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(24):
+            kept = [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(rounded(p))
+            loss = nn.functional.cross_entropy(model(torch.randn(32, 16)), torch.randint(4, (32,)))
+            optimizer.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for p, old in zip(model.parameters(), kept, strict=True):
+                    p.copy_(old if exact else p)
+            optimizer.step()
+    lines = [json.loads(line) for line in (tmp_path / "run" / EXPERIMENTS).read_text(encoding="utf-8").splitlines()]
+    (found,) = (line for line in lines if line["kind"] == "optimizer")
+    assert (found["error"] < 1e-6) is exact, found
+    answer = diagnose(Run.open(tmp_path / "run"))
+    assert answer.fp8 == ("unknown" if exact else "guilty"), answer.sentence
+    assert [f.id for f in answer.findings] == ([] if exact else ["FP8"])
+
+
+def test_a_gradient_that_is_lost_on_its_way_is_fp8_s_fault(tmp_path: Path) -> None:
+    """One scale for all gradients, of which one is 10^9 times as large: as a bucket of DDP has."""
+    torch.manual_seed(0)
+    model, level = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64)), nn.Parameter(torch.ones(()))
+    model.register_parameter("level", level)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(12):
+            loss = (model(torch.randn(8, 16)).sum(1) / 64 + 1e9 * level).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            flat = rounded(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.copy_(flat[: p.numel()].view_as(p))
+                flat = flat[p.numel() :]
+            optimizer.step()
+    answer = diagnose(Run.open(tmp_path / "run"))
+    assert answer.fp8 == "guilty", answer.sentence
+    assert "are zero at the optimizer" in answer.tried[0]
+
+
+def test_a_trace_that_fails_is_told(tmp_path: Path, monkeypatch: Any) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("no fingerprint")
+
+    monkeypatch.setattr(Trace, "_begin_call", fails)
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(3):
+            model(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    tried = diagnose(Run.open(tmp_path / "run")).tried
+    assert tried[-1] == "Step 1: the trace of this step's calls ended: ValueError: no fingerprint."

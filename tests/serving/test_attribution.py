@@ -1,0 +1,175 @@
+"""Why a rollout and training differ: parts sum to the KL, each cause is named, and rounding is no cause."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.serving.conftest import plain, rowwise_fp32
+from torch import Tensor
+
+from command import run
+from ottava.numerics.formats import E4M3
+from ottava.serving.attribution import CAUSES, attribute, kl_of
+from ottava.serving.hypotheses import Sampler, hypotheses
+from ottava.serving.rollout import Rollout
+from ottava.serving.sides import Model, trained, under
+from ottava.serving.twin import State, Twin
+
+pytest.importorskip("transformers")
+IDS = torch.randint(0, 256, (6, 48), generator=torch.Generator().manual_seed(5))
+AT = (torch.arange(6).repeat_interleave(40), torch.arange(8, 48).repeat(6))
+
+
+@pytest.fixture(scope="module")
+def bare() -> Model:
+    """A Llama that casts nothing, with logits that are not flat."""
+    return _sharp(trained(plain("llama", dtype=torch.bfloat16)))
+
+
+def _sharp(model: Model) -> Model:
+    head = model.linears["lm_head"]
+    return replace(model, linears={**model.linears, "lm_head": replace(head, weight=2 * head.weight)})
+
+
+def logp(state: State, sampler: Sampler | None = None, *, chunk: int = 6) -> Tensor:
+    """(240,): of the last 40 tokens of each sequence."""
+    twin = Twin(state, torch.bfloat16)
+    logits = torch.cat([twin.logits(state, ids) for ids in IDS.split(chunk)])
+    return (sampler or Sampler()).log_probabilities(logits[AT[0], AT[1] - 1], IDS, AT)
+
+
+def rollout(engine: Tensor, training: Tensor, **more: Any) -> Rollout:
+    return Rollout("plain", tuple(IDS), (torch.arange(8, 48),) * 6, engine, training, **more)
+
+
+def older(model: Model, pattern: str = "") -> Model:
+    torch.manual_seed(3)
+    sides = {n: replace(s, weight=s.weight + 0.05 * s.weight.float().std() * torch.randn(s.weight.shape).bfloat16())
+             for n, s in model.linears.items() if pattern in n}  # fmt: skip
+    return replace(model, linears={**model.linears, **sides})
+
+
+def test_a_cause_is_named_and_parts_sum_to_the_kl(bare: Model) -> None:
+    state = State.of(bare)
+    own = logp(state, chunk=1)  # another batch than the experiments'
+    cast = State.of(_sharp(trained(under(plain("llama", dtype=torch.bfloat16), rowwise_fp32()))))
+    before = older(bare, "layers.1.mlp")
+    engines: dict[str, tuple[Tensor, dict[str, Any]]] = {
+        "temperature": (logp(state, Sampler(0.7)), {}),
+        "processed": (logp(state, Sampler(penalty=1.2)), {}),
+        "kv-cache": (logp(replace(state, cache=E4M3)), {}),
+        "layers": (logp(cast), {}),
+        "stale": (logp(State.of(before)), {"before": [("step 3", before)]}),
+        "scaled": (own / 0.8, {}),
+        "shift": (own.view(6, 40).roll(1, 1).flatten(), {}),
+        "padded": (own.where(torch.arange(240) % 9 > 0, torch.tensor(0.0)), {}),
+    }
+    for cause, (engine, more) in engines.items():
+        found = attribute(rollout(engine, own), bare, **more)
+        assert found.first is not None, cause
+        assert found.first.cause == cause, str(found)
+        assert found.kl == pytest.approx(float(kl_of(engine, own).mean()))
+        assert sum(part.kl for part in found.parts) == pytest.approx(found.kl)
+        assert found.rest.kl < 0.1 * found.kl, str(found)
+        assert not found.good
+        assert CAUSES[cause] in str(found)
+
+
+def test_other_kernels_are_no_cause(bare: Model) -> None:
+    state = State.of(bare)
+    own = logp(state)
+    found = attribute(rollout(logp(replace(state, split=True)), own), bare)
+    assert found.good
+    assert found.rest.cause == "batch variance"
+    assert found.kl > 0
+    exact = attribute(rollout(own, own.clone(), trained=own.clone()), bare)
+    assert (exact.kl, exact.good, exact.equality.equal) == (0, True, True)
+
+
+def test_what_nothing_explains_is_said(bare: Model) -> None:
+    own = logp(State.of(bare))
+    noisy = (own + 0.5 * torch.randn(240, generator=torch.Generator().manual_seed(1))).clamp(max=0)
+    found = attribute(rollout(noisy, own), bare)
+    assert (found.first, found.rest.cause) == (None, "not-fp8")  # neither side casts
+    blind = attribute(rollout(noisy, own))
+    assert (blind.first, blind.rest.cause) == (None, "untold")
+    assert not blind.good
+
+
+def test_training_that_is_not_its_checkpoint(bare: Model) -> None:
+    state = State.of(bare)
+    own = logp(state, chunk=2)
+    found = attribute(rollout(own, logp(State.of(older(bare)))), bare)
+    assert found.first is not None
+    assert found.first.cause == "trainer"
+    warm = attribute(rollout(own, logp(state, Sampler(0.6))), bare)  # training divides, and nobody said so
+    assert warm.first is not None
+    assert warm.first.cause == "temperature"
+    assert "divided by 0.6" in warm.notes[0]
+
+
+def test_a_dump_alone_shows_lists_only(bare: Model) -> None:
+    own = logp(State.of(bare))
+    shown = {one.cause for one in hypotheses(rollout(own, own), None, None, ())}
+    assert shown <= {"shift", "scaled", "padded", "temperature", "processed"}
+    found = attribute(rollout(logp(State.of(bare), Sampler(0.5)), own))
+    assert found.first is not None
+    assert found.first.cause == "temperature"
+
+
+def test_another_model_is_refused(bare: Model) -> None:
+    own = logp(State.of(bare))
+    other = -torch.rand(240, generator=torch.Generator().manual_seed(2)) * 9
+    with pytest.raises(ValueError, match="another checkpoint, or the tokens are of another tokenizer"):
+        attribute(rollout(other, other + 0.01), bare)
+    far = replace(rollout(own, own), ids=(torch.full((48,), 256),) * 6)
+    with pytest.raises(ValueError, match="the dump has token 256, and the checkpoint 256 tokens"):
+        attribute(far, bare)
+    with pytest.raises(ValueError, match="temperature 0; needs a number above 0"):
+        attribute(rollout(own, own), bare, temperature=0)
+
+
+def test_a_sampler_is_that_of_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+
+    z, at = torch.randn(6, 256) * 3, (torch.arange(6), torch.full((6,), 12))
+    target = IDS[at][:, None]
+    for sampler, processor in (
+        (Sampler(top_p=0.8), TopPLogitsWarper(0.8)),
+        (Sampler(top_k=9), TopKLogitsWarper(9)),
+        (Sampler(penalty=1.3), RepetitionPenaltyLogitsProcessor(1.3)),
+    ):
+        wanted = processor(IDS[:, :12], z.clone()).log_softmax(-1).gather(-1, target)[:, 0]
+        kept = wanted.isfinite()
+        got = sampler.log_probabilities(z, IDS, at)
+        torch.testing.assert_close(got[kept], wanted[kept])
+        assert torch.equal(got[~kept], F.log_softmax(z, -1).gather(-1, target)[:, 0][~kept])
+
+
+def test_the_command(pair: Callable[..., Any], bare: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = pair("llama", "blockwise_fp32", "fp8-block", torch.bfloat16)
+    source = trained(one.source)
+    theirs = State.of(replace(source, linears={n: replace(s, activations=None) for n, s in source.linears.items()}))
+    ours = logp(State.of(source))
+    dump = {"token_ids": IDS, "mask": (torch.arange(48) > 7).expand(6, -1).long(), "lengths": torch.full((6,), 48)}
+    for name, values in (("rollout_raw_logprob", logp(theirs)), ("prev_recompute_raw_logprob", ours)):
+        dump[name] = torch.cat((torch.zeros(6, 8), values.view(6, 40)), 1)
+    torch.save(dump, tmp_path / "dump.pt")
+
+    dumped = ("--logprobs", tmp_path / "dump.pt")
+    assert run("parity", "--json", *dumped) == 1
+    assert json.loads(capsys.readouterr().out)["first"] is None
+    from ottava.serving.export import export
+
+    export(plain("llama", dtype=torch.bfloat16), tmp_path / "bf16", layout="bf16")
+    words = (tmp_path / "bf16", one.folder, "-e", "transformers", "--device", "cpu", "--recipe", "blockwise_fp32")
+    assert run("parity", *words, *dumped, "-o", tmp_path / "out.json") == 1
+    assert "activations" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["first"]["cause"] == "activations"
