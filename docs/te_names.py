@@ -30,6 +30,19 @@ OURS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "fp8_model_init": ("ottava.model_init", "pytorch/test_quantization.py"),
         "optimizers": ("ottava.optim: FusedAdam is AdamW, FusedSGD is SGD", "pytorch/test_optimizers.py"),
         "checkpoint": ("torch.utils.checkpoint", "pytorch/test_distributed.py"),
+        "CudaRNGStatesTracker": ("states of torch's generator, by name", "pytorch/test_gradients.py"),
+        "parallel_cross_entropy": ("the formulas of ottava.nn.LinearCrossEntropy", "pytorch/test_distributed.py"),
+        "moe_permute, moe_permute_with_probs, moe_permute_and_pad_with_probs, moe_unpermute": (
+            "ottava.nn.permute and unpermute",
+            "pytorch/test_moe.py",
+        ),
+        "moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs": ("torch.split, torch.cat", "pytorch/test_moe.py"),
+        "fused_topk_with_score_function, fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss": (
+            "torch's operations, in FP32",
+            "pytorch/test_moe.py",
+        ),
+        "make_graphed_callables": ("eager on a CPU, and it says so; torch's graphs", "pytorch/test_execution.py"),
+        "get_cpu_offload_context, mark_not_offload": ("hooks on saved tensors", "pytorch/test_execution.py"),
         "get_default_recipe": ("DelayedScaling; MXFP8BlockScaling on Blackwell", "pytorch/test_quantization.py"),
         "FP8GlobalStateManager": ("nothing is global; reset() says so", "pytorch/test_quantization.py"),
         "is_fp8_available, is_mxfp8_available, is_fp8_block_scaling_available, is_nvfp4_available, is_bf16_available": (

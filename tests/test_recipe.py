@@ -12,7 +12,7 @@ import yaml
 
 from ottava.numerics.accumulator import ACCUMULATORS, Accumulator
 from ottava.numerics.formats import E4M3, E5M2
-from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, PER_ROW
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.transforms import TRANSFORMS
 from ottava.recipe import (
@@ -538,8 +538,9 @@ def test_a_recipe_says_where_attention_is_on() -> None:
 
 def test_mistakes_of_attention_are_named() -> None:
     for settings, error, words in (
-        ({"qkv": QuantizationSpec(E4M3, BLOCK_1X128)}, ValueError, "needs one current scale for the tensor"),
-        ({"s": QuantizationSpec(E4M3, scaling="delayed")}, ValueError, "needs one current scale for the tensor"),
+        ({"qkv": QuantizationSpec(E4M3, BLOCK_1X128)}, ValueError, "needs one scale for the tensor"),
+        ({"o": QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")}, ValueError, "needs one scale for the tensor"),
+        ({"s": None}, TypeError, "AttentionRecipe: s is None"),
         ({"qkv": QuantizationSpec(E5M2)}, ValueError, "qkv meets qkv: no tensor core multiplies E5M2 by E5M2"),
         ({"do": None}, TypeError, "AttentionRecipe: do is None"),
         ({"qvk": None}, TypeError, "did you mean 'qkv'?"),

@@ -108,9 +108,12 @@ _FORWARD, _BACKWARD = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
 class AttentionRecipe(RefusesUnknownFields):
     """The spec of each tensor that FP8 attention casts: one scale for each tensor, and one for q, k and v together.
 
+    Scales are current, or predicted from a history of the attention's own (its forwards move it, as TransformerEngine's
+    do). Or qkv and do have blocks of 32 along the sums of each GEMM (MXFP8), and all others stay in high precision.
+
     Raises:
         TypeError: a field needs a spec and has none.
-        ValueError: a spec is not per tensor, or predicts its scale; or no tensor core multiplies a pair.
+        ValueError: a spec of another granularity; or no tensor core multiplies a pair.
 
     Example:
         >>> str(AttentionRecipe())
@@ -119,33 +122,48 @@ class AttentionRecipe(RefusesUnknownFields):
 
     qkv: QuantizationSpec = _FORWARD
     """Queries, keys and values."""
-    s: QuantizationSpec = _FORWARD
-    """Softmax's probabilities."""
+    s: QuantizationSpec | None = _FORWARD
+    """Softmax's probabilities; None only beside blocks."""
     o: QuantizationSpec | None = _FORWARD
     """The result; None leaves it in high precision."""
     do: QuantizationSpec = _BACKWARD
     """Its gradient."""
-    dp: QuantizationSpec = _BACKWARD
-    """The gradient of the scores."""
+    dp: QuantizationSpec | None = _BACKWARD
+    """The gradient of the scores; None only beside blocks."""
     dqkv: QuantizationSpec | None = _BACKWARD
     """Gradients of queries, keys and values; None leaves them in high precision."""
 
     def __post_init__(self) -> None:
         for tensor in ATTENTION_TENSORS:
             spec = getattr(self, tensor)
-            if spec is None and tensor in ("o", "dqkv"):  # no GEMM of attention's own reads them
+            # no GEMM of attention's own reads o and dqkv
+            if spec is None and (tensor in ("o", "dqkv") or (self.blocks and tensor in ("s", "dp"))):
                 continue
             need_type(f"AttentionRecipe: {tensor}", spec, QuantizationSpec)
             if spec.transform is not None:
                 raise ValueError(f"AttentionRecipe: {tensor} is {spec}; transforms are for the GEMMs of linear layers")
-            if spec.granularity != PER_TENSOR or spec.predicted:
+            in_blocks = spec.granularity == BLOCK_1X32 and spec.scale_format == "e8m0" and tensor in ("qkv", "do")
+            if not (spec.granularity == PER_TENSOR and not self.blocks) and not (in_blocks and self.blocks):
                 raise ValueError(
-                    f"AttentionRecipe: {tensor} is {spec}; needs one current scale for the tensor: each GEMM would "
-                    "need blocks along another dimension, and only linear layers keep histories"
+                    f"AttentionRecipe: {tensor} is {spec}; needs one scale for the tensor, or blocks of 32 with a "
+                    "power of two each (MXFP8) for qkv and do, beside None for all others"
                 )
         for lhs, rhs in (("qkv", "qkv"), ("s", "qkv"), ("do", "qkv"), ("s", "do"), ("dp", "qkv")):
+            if None in (getattr(self, lhs), getattr(self, rhs)):
+                continue
             if reason := refuse_pair(getattr(self, lhs), getattr(self, rhs)):
                 raise ValueError(f"AttentionRecipe: {lhs} meets {rhs}: {reason}")
+
+    @property
+    def blocks(self) -> bool:
+        """Whether qkv and do have blocks of 32."""
+        return isinstance(self.qkv, QuantizationSpec) and self.qkv.granularity == BLOCK_1X32
+
+    @property
+    def predicted(self) -> bool:
+        """Whether a scale comes from a history."""
+        specs = (getattr(self, tensor) for tensor in ATTENTION_TENSORS)
+        return any(spec is not None and spec.predicted for spec in specs)
 
     def __str__(self) -> str:
         return ", ".join(f"{tensor} {getattr(self, tensor) or 'high precision'}" for tensor in ATTENTION_TENSORS)

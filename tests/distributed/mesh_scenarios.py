@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import ottava
 from ottava.distributed import ColwiseParallel, ContextParallel, ExpertParallel, RowwiseParallel, tensor_parallel_plan
-from ottava.distributed.styles import GatheredKeys
+from ottava.distributed.context import GatheredKeys
 from ottava.nn.rope import RotaryTable
 from ottava.numerics.tensor import QuantizedTensor
 
@@ -112,7 +112,7 @@ def gathered_keys(world: World) -> None:
         (attention, {}, "needs mask 'causal'"),
         (ottava.nn.DotProductAttention(), {"key_lengths": torch.tensor([3, 4])}, "no lengths"),
     ):
-        layer.keys = GatheredKeys(mesh)
+        layer.keys = GatheredKeys(mesh.get_group())
         with pytest.raises(ValueError, match=match):
             layer(q, q, q, **given)
     with pytest.raises(ValueError, match="so no cache"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import failures, scenarios_of, start
 
-SCENARIOS = scenarios_of("te_scenarios")
+SCENARIOS = scenarios_of("te_scenarios", "te_context_scenarios")
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda size: f"{size} processes")

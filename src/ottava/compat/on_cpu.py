@@ -112,10 +112,22 @@ class _ToCPU(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
+        if func is Tensor.type and len(args) == 1 and not kwargs:  # "torch.cuda.FloatTensor", for which scripts ask
+            return func(*args).replace("torch.", "torch.cuda.", 1)
         to = getattr(func, "__name__", "") in ("to", "_parse_to")  # of a tensor, and what nn.Module.to asks
         args = tuple(_moved(one, numbers=to) for one in args)
         kwargs = {key: _moved(one, numbers=key == "device") for key, one in (kwargs or {}).items()}
         return func(*args, **kwargs)
+
+
+def _engine(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The engine of backward, inside which torch has taken the mode away; functions ask for devices there, too."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _ToCPU():
+            return real(*args, **kwargs)
+
+    return run
 
 
 def _takes(real: Callable[..., Any], *names: str) -> Callable[..., Any]:
@@ -177,6 +189,7 @@ def on_cpu() -> Iterator[None]:
         (torch, "load", _takes(torch.load, "map_location")),
         (torch.autocast, "__init__", _autocast(torch.autocast.__init__)),
         (scaler, "__init__", _scaler(scaler.__init__)),
+        (torch.autograd, "_engine_run_backward", _engine(torch.autograd.graph._engine_run_backward)),
         (dist, "init_process_group", _gloo(dist.init_process_group)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]

@@ -12,10 +12,7 @@ Convert before or after. Layers that are not converted run in high precision. On
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -24,8 +21,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 
+from ottava.distributed.context import GatheredKeys
 from ottava.engine.functional import quantized_layers
-from ottava.nn.attention import DotProductAttention, MaskRule
+from ottava.nn.attention import DotProductAttention
 from ottava.nn.convert import convert
 from ottava.nn.cross_entropy import LinearCrossEntropy
 from ottava.nn.layer import Layer, Projection
@@ -39,8 +37,6 @@ from ottava.nn.sharding import (
     Sharding,
     TokenSharding,
     VocabularySharding,
-    all_gather,
-    reduce_scatter,
 )
 from ottava.nn.transformer import TransformerLayer
 from ottava.ops.agreed import AgreedCast
@@ -234,64 +230,8 @@ class ContextParallel(ParallelStyle):
                         f"ContextParallel: {name or 'the attention'} takes packed sequences or casts to FP8; gathered "
                         "keys need one of the layouts of four dimensions, and attention in high precision"
                     )
-                attention.keys = GatheredKeys(device_mesh)
+                attention.keys = GatheredKeys(device_mesh.get_group())
         return module
-
-
-class GatheredKeys:
-    """Gathers the keys and values of whole sequences. Rank r holds the r-th part of each sequence.
-
-    Args:
-        mesh: of one dimension.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-
-    def gather(
-        self, k: Tensor, v: Tensor, rule: MaskRule, queries: int, *, alone: bool
-    ) -> tuple[Tensor, Tensor, MaskRule]:
-        """k and v (B, G, S, D) of this rank -> those that its queries may see, and the rule for them.
-
-        Args:
-            alone: the call has no other mask and no lengths.
-        Raises:
-            ValueError: a mask that is not made here of whole sequences.
-        """
-        if not alone or rule.right not in (0, None) or (rule.right is None and rule.left is not None):
-            raise ValueError(
-                "attention with gathered keys: needs mask 'causal' (a window before the query is fine) or 'no_mask', "
-                "and no attention_mask and no lengths, which are those of a part of the sequence"
-            )
-        if k.shape[2] != queries:
-            raise ValueError(
-                f"attention with gathered keys: got {queries} queries and {k.shape[2]} keys on this rank; needs as "
-                "many, so no cache"
-            )
-        k, v = (_GatherTokens.apply(t, self.mesh.get_group()) for t in (k, v))
-        if rule.right is None:
-            return k, v, rule
-        end = (self.mesh.get_local_rank() + 1) * queries
-        return k[:, :, :end], v[:, :, :end], rule._replace(bottom_right=True)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        return self
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # (B, G, S, D) -> (B, G, ranks * S, D)
-        ctx.group, part = group, part.movedim(2, 0).contiguous()
-        whole = part.new_empty(dist.get_world_size(group) * part.shape[0], *part.shape[1:])
-        all_gather(whole, part, group)
-        return whole.movedim(0, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        whole = grads[0].movedim(2, 0).contiguous()
-        part = whole.new_empty(whole.shape[0] // dist.get_world_size(ctx.group), *whole.shape[1:])
-        reduce_scatter(part, whole, ctx.group)
-        return part.movedim(0, 2), None
 
 
 class SplitHeads(ParallelStyle):

@@ -89,6 +89,7 @@ class Call:
             "records",
             "remark",
             "saved_bytes",
+            "takes_dw",
             "trained",
             "training",
         ),
@@ -124,6 +125,8 @@ class Call:
         """Takes what the casts of a backward have seen, and those of its forward; None: their doors stage it."""
         self.session_note: Callable[[Notes], None] | None = None
         """Takes what a forward has seen in an autocast that makes boundaries: scales wait for no backward there."""
+        self.takes_dw: Callable[[Callable[[torch.dtype], Tensor]], Tensor | None] | None = None
+        """Takes the GEMM of dw, a function of its dtype, and returns what autograd gets; None: the GEMM's result."""
         self.unlinked: Notes = []
         """What a forward has seen that will have no backward, because nothing in it requires a gradient."""
         self.training, self.trained = training, None if training or before is None else before.last_training
@@ -369,8 +372,19 @@ def backward_gemms(
         if call.exchange is not None:
             assert x_col is not None
             x_col = call.exchange.gather("input", x_col, 1)
-        dw = multiply(dy_col, x_col, wgrad, weight_dtype, None, call.plans, call.records, "wgrad")
+        if call.takes_dw is None:
+            dw = _weight_gradient(call, dy_col, x_col, weight_dtype)
+        else:
+            dw = call.takes_dw(functools.partial(_weight_gradient, call, dy_col, x_col, wide=True))
     return dx, dw, db
+
+
+def _weight_gradient(
+    call: Call, dy_col: Operand | None, x_col: Operand | None, dtype: torch.dtype, wide: bool = False
+) -> Tensor:
+    if wide and isinstance(dy_col, Tensor) and isinstance(x_col, Tensor):  # torch's 16-bit GEMM would round its sums
+        dy_col, x_col = dy_col.to(dtype), x_col.to(dtype)
+    return multiply(dy_col, x_col, call.recipe.wgrad, dtype, None, call.plans, call.records, "wgrad")
 
 
 class _Produced(torch.autograd.Function):

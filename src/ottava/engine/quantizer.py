@@ -498,7 +498,7 @@ class Doors(nn.Module):
 
 
 class AttentionQuantizers(Doors):
-    """The doors of FP8 attention: qkv, s, o; do, dp, dqkv. They keep no state."""
+    """The doors of FP8 attention: qkv, s, o; do, dp, dqkv. `nn.fp8_attention.move_histories` moves predicted scales."""
 
     def __init__(self) -> None:
         super().__init__()

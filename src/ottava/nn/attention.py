@@ -13,7 +13,7 @@ the window (-left ... right), if it lies within its sequence's length, and if th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from types import MappingProxyType
@@ -27,12 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ottava.base.errors import unknown_name
 from ottava.engine.autocast import LANES, ambient, in_tiles
 from ottava.engine.functional import refuse_second_derivative
-from ottava.engine.quantizer import AttentionQuantizers, Quantizer
+from ottava.engine.quantizer import AttentionQuantizers
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.kernels.native.gemm import multiply_bf16, supports_dense
-from ottava.nn.layer import local
-from ottava.numerics.rounding import decode
-from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.nn.fp8_attention import fp8_attention, move_histories, shared, softmax
+from ottava.nn.layer import local, recomputing
 from ottava.ops.dispatch import no_autocast
 from ottava.recipe import AttentionRecipe, Recipe, get_recipe
 
@@ -155,6 +154,7 @@ BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
 """In the order of choice on a GPU: on Hopper cuDNN is the fastest kernel that takes a call."""
 _NAME_OF = MappingProxyType({int(backend.value): name for name, backend in BACKENDS.items()})
 Sink = float | Literal["learned"] | None
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 FP8_EMULATION = "FP8 emulation"
 """The name of attention on FP8 operands in `last_backend`."""
 
@@ -233,10 +233,16 @@ class DotProductAttention(nn.Module):
         """The kernel of the last call; None before the first. "compiled": torch chooses when the compiled code runs."""
         self.last_note = ""
         """Why no fused kernel ran."""
+        self.last_recipe: Recipe | None = None
+        """Of the last forward in eager code."""
+        self.keeps_max_logit = False
+        """Whether each call sets `last_max_logit`, for which it multiplies q and k once more."""
+        self.last_max_logit: Tensor | None = None
+        """fp32 (H,): each head's largest score, scaled and masked, of the last call; -inf where none was seen."""
         self.last_shape: tuple[int, ...] = ()
         """B, H, G, Sq, Sk, D of the last call."""
         self.keys: Any = None
-        """A `distributed.GatheredKeys` where ranks hold parts of each sequence."""
+        """A `distributed.context.GatheredKeys` or `RingKeys` where ranks hold parts of each sequence."""
         self.adopt(get_recipe(recipe), "")
 
     def adopt(self, recipe: Recipe, name: str) -> None:
@@ -257,6 +263,7 @@ class DotProductAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
         mask: str | None = None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """q, k, v in the layer's layout -> the heads' results in the same, (..., H, Dv).
 
@@ -269,8 +276,15 @@ class DotProductAttention(nn.Module):
                 last; cu_seqlens_k for keys of other lengths. Each sequence gives the bits that it gives alone. The
                 host reads them.
             mask: replaces the layer's mask in this call; a cache needs it.
+            score_mod: changes scaled scores, as in torch's FlexAttention: (score, batch, head, query, key) -> score,
+                elementwise; masks apply behind it. A GPU runs torch's compiled kernel, a CPU plain formulas.
+        Raises:
+            ValueError: score_mod with "thd", dropout, a sink, FP8, or keys on other ranks.
         """
+        self.last_max_logit = None
         rule = self.rule if mask is None else mask_rule(mask, self.window)
+        if score_mod is not None and (self.layout == "thd" or self.keys is not None):
+            raise ValueError("DotProductAttention: score_mod needs whole sequences, in a layout of four dimensions")
         if self.layout == "thd":
             return self._packed(q, k, v, rule, attention_mask, cu_seqlens, cu_seqlens_k)
         order = LAYOUTS[self.layout]
@@ -280,7 +294,7 @@ class DotProductAttention(nn.Module):
                 f"{self.layout!r} needs four dimensions each"
             )
         q, k, v = (t.permute(order) for t in (q, k, v))
-        y = self._attend(q, k, v, rule, attention_mask, query_lengths, key_lengths)
+        y = self._attend(q, k, v, rule, attention_mask, query_lengths, key_lengths, score_mod)
         return y.permute(tuple(order.index(d) for d in range(4)))
 
     def _packed(
@@ -323,26 +337,47 @@ class DotProductAttention(nn.Module):
         given: Tensor | None,
         query_lengths: Tensor | None,
         key_lengths: Tensor | None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """(B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv) -> (B, H, Sq, Dv)."""
-        (batch, heads, queries, dim), (groups, keys) = q.shape, k.shape[1:3]
+        (batch, heads, _, dim), (groups, keys) = q.shape, k.shape[1:3]
         if k.shape != (batch, groups, keys, dim) or v.shape[:3] != k.shape[:3] or groups == 0 or heads % groups:
             raise ValueError(
                 f"DotProductAttention: as (B, H, S, D) got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; "
                 "needs one B and D, k and v of one S, and heads of q that are a multiple of those of k and v"
             )
         if self.keys is not None:
-            k, v, rule = self.keys.gather(k, v, rule, queries, alone=given is query_lengths is key_lengths is None)
-            keys = k.shape[2]
+            y: Tensor = self.keys.attend(self, q, k, v, rule, alone=given is query_lengths is key_lengths is None)
+            return y
+        return self.attend_here(q, k, v, rule, given, query_lengths, key_lengths, score_mod)
+
+    def attend_here(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: MaskRule,
+        given: Tensor | None = None,
+        query_lengths: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+    ) -> Tensor:
+        """(B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv) -> (B, H, Sq, Dv), for keys that are all here."""
+        queries, keys, dim = q.shape[2], k.shape[2], q.shape[3]
         scale = self.softmax_scale if self.softmax_scale is not None else dim**-0.5
         settings = ambient()
         if settings.batch_invariant and torch.compiler.is_compiling():
             from ottava.nn.compile import apart  # it imports Dynamo, which is loaded: it is tracing
 
-            return apart(self._attend, q, k, v, rule, given, query_lengths, key_lengths)  # type: ignore[no-any-return]
+            return apart(self.attend_here, q, k, v, rule, given, query_lengths, key_lengths, score_mod)  # type: ignore[no-any-return]
         recipe = settings.recipe_for(self.name, self.resolved)
+        if recomputing() and self.last_recipe is not None:
+            recipe = self.last_recipe  # torch.utils.checkpoint repeats a forward outside of its autocast
+        elif not torch.compiler.is_compiling():
+            self.last_recipe = recipe
         fp8, invariant = recipe.attention, recipe.fprop.batch_invariant
         alone = given is None and key_lengths is None and self.sink is None and fp8 is None and not invariant
+        alone = alone and score_mod is None and not self.keeps_max_logit
         mask, causal = None, True
         # a branch: in a graph for any length the comparison is a symbol, and torch takes none for `is_causal`
         if not (alone and rule.is_causal(queries, keys)):
@@ -350,7 +385,11 @@ class DotProductAttention(nn.Module):
             mask, causal = build_mask(rule, queries, keys, **lengths, given=given, device=q.device), False
         if mask is not None and mask.dtype not in (torch.bool, q.dtype):
             mask = mask.to(q.dtype)
-        if invariant:
+        if self.keeps_max_logit:
+            self._note_max_logit(q, k, mask, scale)
+        if score_mod is not None:
+            y = self._run_modified(q, k, v, mask, scale, score_mod, plain=fp8 is None and not invariant)
+        elif invariant:
             y = self._run_invariant(q, k, v, mask, scale, fp8)
         else:
             y = self._run(q, k, v, mask, causal, scale) if fp8 is None else self._run_fp8(q, k, v, mask, scale, fp8)
@@ -390,8 +429,50 @@ class DotProductAttention(nn.Module):
             self._note(q, k, FP8_EMULATION, str(fp8))
         sink = local(self.sink)
         sink = q.new_full((q.shape[1],), sink) if isinstance(sink, float | int) else sink
-        y: Tensor = _FP8Attention.apply(q, k, v, mask, sink, scale, self.quantizers, fp8, torch.is_grad_enabled())
-        return y
+        if fp8.predicted and self.training and not recomputing():
+            move_histories(self.quantizers, ambient().group)
+        return fp8_attention(q, k, v, mask, sink, scale, self.quantizers, fp8)
+
+    def _run_modified(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, score_mod: ScoreMod, *, plain: bool
+    ) -> Tensor:
+        """Scores through a function of the caller; torch's kernel has no backward on a CPU."""
+        if not plain or self.sink is not None or (self.dropout and self.training):
+            raise ValueError("DotProductAttention: score_mod knows no dropout, no sink, and no recipe for attention")
+
+        def modified(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            score = score_mod(score, b, h, i, j)
+            if mask is None:
+                return score
+            seen = mask.expand(*q.shape[:3], k.shape[2])[b, h, i, j]
+            return torch.where(seen, score, -torch.inf) if seen.dtype == torch.bool else score + seen
+
+        if q.is_cuda:  # never run: no machine of ours has a GPU
+            from torch.nn.attention.flex_attention import flex_attention  # it imports Dynamo
+
+            self._note(q, k, "flex", "")
+            y: Tensor = torch.compile(flex_attention)(q, k, v, score_mod=modified, scale=scale, enable_gqa=True)
+            return y
+        self._note(q, k, "math", "scores through score_mod: all of them are held in memory")
+        with no_autocast(q.device):
+            scores = (q.float() @ shared(k, q).float().mT) * scale
+            sizes = zip(scores.shape, ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,)), strict=True)
+            scores = modified(scores, *(torch.arange(size, device=q.device).view(shape) for size, shape in sizes))
+            return (softmax(scores, None, None)[0] @ shared(v, q).float()).to(q.dtype)
+
+    @torch.no_grad()
+    def _note_max_logit(self, q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> None:
+        """One head at a time."""
+        found, shared = [], q.shape[1] // k.shape[1]
+        whole = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+        for head in range(q.shape[1]):
+            scores = (q[:, head].float() @ k[:, head // shared].float().mT) * scale
+            if whole is not None:
+                own = whole[:, head]
+                scores = scores.masked_fill(~own, -torch.inf) if own.dtype == torch.bool else scores + own
+            found.append(scores.amax() if scores.numel() else scores.new_full((), -torch.inf))
+        now = torch.stack(found)
+        self.last_max_logit = now if self.last_max_logit is None else now.maximum(self.last_max_logit)
 
     def _run_invariant(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fp8: AttentionRecipe | None
@@ -466,141 +547,6 @@ def _why_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) ->
     )
     found = ", ".join(reason for here, reason in reasons if here)
     return f"no fused kernel takes {found or 'this call'}: all scores are held in memory"
-
-
-# --- on FP8 operands -------------------------------------------------------------------------------------------------
-
-
-class _Codes:
-    """Tensors cast with one scale: their numbers, as fp32, and the factor that dequantizes."""
-
-    def __init__(self, cast: QuantizedTensor, shapes: list[torch.Size]) -> None:
-        self.cast, self.shapes = cast, shapes
-        self.factor = cast.scale_inv.reshape(())
-
-    def numbers(self) -> list[Tensor]:
-        """The values of the codes, before the factor."""
-        return _cut(decode(self.cast.data, self.cast.spec.format), self.shapes)
-
-    def dequantized(self, dtype: torch.dtype) -> list[Tensor]:
-        """Rounded once to dtype."""
-        return _cut(self.cast.dequantize(dtype), self.shapes)
-
-
-def _cast(door: Quantizer, spec: QuantizationSpec, *tensors: Tensor, record: bool = True) -> _Codes:
-    flat = torch.cat([t.reshape(-1) for t in tensors])[None] if len(tensors) > 1 else tensors[0].reshape(1, -1)
-    cast, _ = door(flat, spec, None, columnwise=False, record=record)
-    assert isinstance(cast, QuantizedTensor)
-    return _Codes(cast, [t.shape for t in tensors])
-
-
-def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    parts = flat.reshape(-1).split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _softmax(scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Probabilities of keys and of the sink; zeros in rows that see nothing."""
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
-    column = None if sink is None else sink.float().view(1, -1, 1, 1)
-    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
-    top = top if column is None else top.maximum(column)
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    raised = (scores - top).exp()
-    total = raised.sum(-1, keepdim=True)
-    if column is None:
-        return raised / total.masked_fill(total == 0, 1.0), None
-    own = (column - top).exp()
-    return raised / (total + own), own / (total + own)
-
-
-class _FP8Attention(torch.autograd.Function):
-    """Attention on FP8 operands, emulated on every device: plain torch on codes, with hardware's roundings.
-
-        S  = softmax(Q K.T * scale + mask)      Q, K and V are cast with one scale; S is cast for the next GEMM
-        O  = S V                                cast, as FP8 kernels give it
-        dV = S.T dO    dS = S * (dO V.T - rowsum(dO * O))    dQ = dS K * scale    dK = dS.T Q * scale
-
-    The last two GEMMs read the cast of dS, which the field calls dP; dQ, dK and dV share one scale. It holds all scores
-    in memory: it shows the effect of FP8 on a model's numbers, and saves nothing.
-
-    Args:
-        q, k, v: (B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv); the result is (B, H, Sq, Dv), in q's dtype.
-        mask: bool or float, broadcasts to (B, H, Sq, Sk); it gets no gradient.
-        sink: (H,), logits in the denominator.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        sink: Tensor | None,
-        scale: float,
-        doors: Any,
-        recipe: AttentionRecipe,
-        record: bool,
-    ) -> Tensor:
-        with no_autocast(q.device):
-            qkv = _cast(doors.qkv, recipe.qkv, q, k, v, record=record)
-            p, _ = _probabilities(qkv, mask, sink, scale)
-            s = _cast(doors.s, recipe.s, p, record=record)
-            (s_n,), v_n = s.numbers(), _shared(qkv.numbers()[2], q)
-            y = s_n @ v_n * (s.factor * qkv.factor)  # (B, H, Sq, Dv) = (B, H, Sq, Sk) @ (B, H, Sk, Dv)
-            if recipe.o is not None:
-                (y,) = _cast(doors.o, recipe.o, y, record=record).dequantized(torch.float32)
-            y = y.to(q.dtype)
-        ctx.rest = scale, doors, recipe, q.dtype, qkv.shapes, s.shapes
-        # every tensor, so that checkpointing and offloading see it
-        ctx.save_for_backward(mask, sink, y, qkv.cast.data, qkv.cast.scale_inv, s.cast.data, s.cast.scale_inv)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            refuse_second_derivative("FP8 attention", "run that forward under a recipe without FP8 attention")
-        (dy,), (scale, doors, recipe, dtype, qkv_shapes, s_shapes) = grads, ctx.rest
-        mask, sink, y, qkv_data, qkv_scale, s_data, s_scale = ctx.saved_tensors
-        qkv = _Codes(QuantizedTensor(qkv_data, qkv_scale, recipe.qkv, dtype), qkv_shapes)
-        s = _Codes(QuantizedTensor(s_data, s_scale, recipe.s, torch.float32), s_shapes)
-        with no_autocast(dy.device):
-            q_n, k_n, v_n = qkv.numbers()
-            k_n, v_n, (s_n,) = _shared(k_n, q_n), _shared(v_n, q_n), s.numbers()
-            do = _cast(doors.do, recipe.do, dy)
-            (do_n,) = do.numbers()
-            p, p_sink = _probabilities(qkv, mask, sink, scale)
-            along = (do_n * do.factor * y.float()).sum(-1, keepdim=True)
-            ds = p * (do_n @ v_n.mT * (do.factor * qkv.factor) - along)
-            dp = _cast(doors.dp, recipe.dp, ds)
-            (dp_n,) = dp.numbers()
-            factor = dp.factor * qkv.factor * scale
-            dq = dp_n @ k_n * factor  # (B, H, Sq, D) = (B, H, Sq, Sk) @ (B, H, Sk, D)
-            groups = qkv.shapes[1][1]
-            dk = _gathered(dp_n.mT @ q_n * factor, groups)
-            dv = _gathered(s_n.mT @ do_n * (s.factor * do.factor), groups)
-            if recipe.dqkv is not None:
-                dq, dk, dv = _cast(doors.dqkv, recipe.dqkv, dq, dk, dv).dequantized(torch.float32)
-            d_sink = None if p_sink is None else -(p_sink * along).sum((0, 2, 3)).to(sink.dtype)
-        return dq.to(dy.dtype), dk.to(dy.dtype), dv.to(dy.dtype), None, d_sink, None, None, None, None
-
-
-def _probabilities(qkv: _Codes, mask: Tensor | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
-    q, k, _ = qkv.numbers()
-    return _softmax(q @ _shared(k, q).mT * (qkv.factor.square() * scale), mask, sink)
-
-
-def _shared(t: Tensor, q: Tensor) -> Tensor:
-    """(B, G, ...) -> (B, H, ...): repeats a head of keys for each query head that shares it."""
-    return t.repeat_interleave(q.shape[1] // t.shape[1], 1)
-
-
-def _gathered(t: Tensor, groups: int) -> Tensor:
-    """(B, H, ...) -> (B, G, ...): the sum over the query heads that share a head."""
-    summed: Tensor = t.unflatten(1, (groups, -1)).sum(2)
-    return summed
 
 
 # --- batch invariant -------------------------------------------------------------------------------------------------

@@ -189,6 +189,8 @@ class Layer(QuantizedLayer):
     """Gathers operands between cast and GEMM; None: this rank has all of them."""
     sharding: Any = None
     """A `nn.sharding.Sharding` if the weight is split over ranks."""
+    takes_dw: Callable[[Callable[[torch.dtype], Tensor]], Tensor | None] | None = None
+    """As `Call.takes_dw`: where a trainer, not autograd, takes the weight's gradient."""
     returns_bias: bool = False
     """Whether the caller adds the bias to what `forward` returns."""
     projections: tuple[Projection, ...] = ()
@@ -248,7 +250,7 @@ class Layer(QuantizedLayer):
             lent = isinstance(weight, QuantizedWeight) and weight.lent is not None
             eager = lent or settings.session is not None or settings.batch_invariant
             eager = eager or (settings.recipe is None and settings.accumulator is not None)
-            eager = eager or call.recipe.fprop.batch_invariant
+            eager = eager or call.recipe.fprop.batch_invariant or self.takes_dw is not None
             if eager or self.sharding is not None or self._unprepared(call.recipe):
                 from ottava.nn.compile import apart  # it imports Dynamo, which is loaded: it is tracing
 
@@ -262,6 +264,7 @@ class Layer(QuantizedLayer):
         if (
             not call.recipe.casts
             and self.exchange is None
+            and self.takes_dw is None
             and not isinstance(weight, QuantizedWeight)  # torch's linear would keep the decoded numbers for backward
             and (
                 torch.compiler.is_compiling()
@@ -301,6 +304,7 @@ class Layer(QuantizedLayer):
             shape = tuple(input.shape)
             made = self.produce if not recipe.fprop.batch_invariant else invariant_producer(self.produce)
             call = Call(self.quantizers, recipe, self.plans, shape, made, self.exchange, training=training, before=call)
+            call.takes_dw = self.takes_dw
             vars(self)["last_call"] = call  # not by nn.Module.__setattr__, which looks for parameters first
         if training and (call.recipe.predicted or not input.is_cpu):
             call.after_backward = self._announce(call, input, settings)

@@ -13,4 +13,7 @@ ignored. docs/from_transformer_engine.md lists all names.
 
 from ottava.compat.transformer_engine import common, pytorch
 
-__all__ = ["common", "pytorch"]
+__all__ = ["__version__", "common", "pytorch"]
+
+__version__ = "2.20.0"
+"""Of the TransformerEngine whose names these are; Megatron Core asks for it."""

@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,6 +24,13 @@ from ottava.compat.transformer_engine.pytorch.refused import BELOW, DEBUG, NAMES
 
 _TOOL = "nvdlfw_inspect"
 _THEIRS, _OURS = "transformer_engine", "ottava.compat.transformer_engine"
+
+
+class _Module(ModuleType):
+    """A module of TransformerEngine, or a function of it that ottava lacks: an import cannot tell them apart."""
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise NotImplementedError(f"{self.__name__} is not in ottava; docs/from_transformer_engine.md lists what is")
 
 
 class StandIn(MetaPathFinder, Loader):
@@ -36,6 +43,8 @@ class StandIn(MetaPathFinder, Loader):
         top, _, below = fullname.partition(".")
         if top in (f"{_THEIRS}_torch", f"{_THEIRS}_extensions") or below.split(".")[0] == "jax":
             raise ModuleNotFoundError(f"{fullname} is not in ottava, only transformer_engine.pytorch", name=fullname)
+        if top == _THEIRS and below.rpartition(".")[2].lstrip("_")[:1].isupper():
+            return None  # `from module import Class`: a class that ottava lacks is no module
         # their debug tool would find no layer of theirs, and record nothing
         return ModuleSpec(fullname, self, is_package=True) if top in (_THEIRS, _TOOL) else None
 
@@ -49,7 +58,7 @@ class StandIn(MetaPathFinder, Loader):
             if not str(error.name).startswith(_OURS):
                 raise
             real = names
-        module = ModuleType(spec.name, real.__doc__)
+        module = _Module(spec.name, real.__doc__)
         below = spec.name.removeprefix(f"{_THEIRS}.pytorch.").split(".")[0]
 
         def find(name: str) -> Any:

@@ -128,11 +128,11 @@ def test_a_backward_in_high_precision_keeps_the_forward() -> None:
         (lambda: CustomRecipe(qfactory=print), TypeError, "qfactory gave None for the input"),
         (lambda: CustomRecipe(qfactory=print, quantization_alignment=0), ValueError, "needs 1 or more"),
         (
-            lambda: DelayedScaling(fp8_dpa=True),
+            lambda: NVFP4BlockScaling(fp8_dpa=True),
             NotImplementedError,
-            r"Float8CurrentScaling\(fp8_dpa=True\) emulates it",
+            "attention casts per tensor or in blocks of 32",
         ),
-        (lambda: Float8CurrentScaling(fp8_mha=True), NotImplementedError, "codes do not leave attention"),
+        (lambda: MXFP8BlockScaling(fp8_mha=True), NotImplementedError, "results of attention stay in high precision"),
         (lambda: MXFP8BlockScaling(margin=1), NotImplementedError, "does nothing in TransformerEngine"),
     ],
 )

@@ -269,6 +269,15 @@ def test_a_model_that_reads_token_by_token_gives_what_it_gives_at_once(layout: s
     again = generate(run, past, layout)
     assert all(torch.equal(torch.cat(again[name]), torch.cat(rows)) for name, rows in found.items())
     assert sorted(past.caches) == [1, 2]
+    paged = params(is_paged=True, page_size=5, total_num_pages=9)
+    in_pages = generate(run, paged, layout)
+    assert all(torch.equal(torch.cat(in_pages[name]), torch.cat(rows)) for name, rows in found.items())
+    used = [page for table in paged.caches[1].tables for page in table]
+    assert sorted(used + paged.caches[1].free) == list(range(9))
+    assert len(used) == sum(-(-length // 5) for length in paged.sequences.values())
+    few = params(is_paged=True, page_size=5, total_num_pages=2)
+    with pytest.raises(ValueError, match="Give a larger total_num_pages, or drop finished sequences"):
+        generate(run, few, layout)
 
 
 @sweep(layout=["sbhd", "bshd"], kind=["multihead", "core"])
@@ -290,6 +299,37 @@ def test_attention_alone_reads_token_by_token(layout: str, kind: str) -> None:
 
     axis = 0 if layout == "bshd" else 1
     same(generate(run, params(), layout), lambda x: run(x.unsqueeze(axis), None).squeeze(axis))
+
+
+def test_packed_sequences_read_token_by_token() -> None:
+    """DotProductAttention with "thd": new tokens one sequence behind the other, with pages and without."""
+    layer = te.DotProductAttention(
+        HEADS_INFERENCE, DIM_INFERENCE, num_gqa_groups=GROUPS, layer_number=7, qkv_format="thd"
+    )
+
+    def run(x: Tensor, past: te.InferenceParams | None) -> Tensor:
+        heads = x.unflatten(-1, (HEADS_INFERENCE, DIM_INFERENCE))
+        qkv = heads, heads[..., :GROUPS, :], heads[..., GROUPS:, :] + 1
+        if past is None:
+            ends = torch.tensor([0, len(x)])
+            return layer(*qkv, attn_mask_type="padding_causal", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        counts = past.new_tokens
+        packed = [torch.cat([t[row, :new] for row, new in enumerate(counts)]) for t in qkv]
+        y = layer(*packed, attn_mask_type="padding_causal", inference_params=past)
+        padded = y.new_zeros(len(counts), max(counts), y.shape[-1])
+        for row, part in enumerate(y.split(counts)):
+            padded[row, : len(part)] = part
+        return padded
+
+    plain = generate(run, params(), "bshd")
+    same(plain, lambda x: run(x, None))
+    paged = generate(run, params(is_paged=True, page_size=2, total_num_pages=18), "bshd")
+    assert all(torch.equal(torch.cat(paged[name]), torch.cat(rows)) for name, rows in plain.items())
+    past = params()
+    past.pre_step({"a": 2})
+    q = torch.ones(3, HEADS_INFERENCE, DIM_INFERENCE, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"got 3 packed rows; pre_step got \[2\], 2 in all"):
+        layer(q, q[:, :GROUPS], q[:, :GROUPS], inference_params=past)
 
 
 def test_what_does_not_work_is_refused_by_name() -> None:
@@ -322,8 +362,10 @@ def test_what_does_not_work_is_refused_by_name() -> None:
         past.sequence_len_offset += 1
     with pytest.raises(ValueError, match="needs num_heads_kv, head_dim_k and dtype"):
         te.InferenceParams(1, 1)
-    with pytest.raises(NotImplementedError, match="is_paged=True and custom_cache_manager are not in ottava"):
-        params(is_paged=True, page_size=4, total_num_pages=9)
+    with pytest.raises(NotImplementedError, match="custom_cache_manager is not in ottava"):
+        params(custom_cache_manager=object())
+    with pytest.raises(ValueError, match="is_paged=True with page_size=4 and total_num_pages=None"):
+        params(is_paged=True, page_size=4)
 
 
 def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
@@ -361,3 +403,94 @@ def test_angles_turn_heads_as_complex_numbers(interleaved: bool) -> None:
     assert te.RotaryPositionEmbedding(DIM, 0.5)(2).shape[-1] == DIM // 2
     with pytest.raises(NotImplementedError, match="different angles for queries and keys"):
         rotary_table((angles, angles), interleaved, "sbhd", x)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, change: Any) -> tuple[Tensor, Tensor]:
+    """(result (S, B, H * D), scores (B, H, S, S)) of "sbhd" tensors in plain FP32; -inf of `change` hides a key."""
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = change((q @ k.mT) * q.shape[3] ** -0.5)
+    return (scores.softmax(-1).nan_to_num() @ v).permute(2, 0, 1, 3).flatten(2), scores
+
+
+def test_the_largest_score_of_each_head() -> None:
+    """Beside all scores; Megatron's QK-Clip reads it."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(6, 3, heads, 8, generator=rng) for heads in (4, 2, 2))
+    bias = torch.randn(1, 4, 6, 6, generator=rng) * 4
+    later = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    layer = te.DotProductAttention(4, 8, 2, return_max_logit=True)
+    for call, change in (
+        ({}, lambda s: s.masked_fill(later, -torch.inf)),
+        ({"attn_mask_type": "no_mask"}, lambda s: s),
+        (
+            {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias},
+            lambda s: (s + bias).masked_fill(later, -torch.inf),
+        ),
+    ):
+        y, largest = layer(q, k, v, **call)
+        wanted, scores = by_hand(q, k, v, change)
+        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(largest, scores.amax((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+    packed = te.DotProductAttention(4, 8, 2, qkv_format="thd", attn_mask_type="padding", return_max_logit=True)
+    largest = packed(q[:, 0], k[:, 0], v[:, 0], cu_seqlens_q=ends, cu_seqlens_kv=ends)[1]
+    each = [by_hand(*(t[a:b, :1] for t in (q, k, v)), lambda s: s)[1].amax((0, 2, 3)) for a, b in ((0, 2), (2, 6))]
+    torch.testing.assert_close(largest, torch.stack(each).amax(0), rtol=1e-5, atol=1e-5)
+    wide = packed(*(t[:, 0].bfloat16() for t in (q, k, v)), cu_seqlens_q=ends, cu_seqlens_kv=ends)[1]
+    assert wide.dtype == torch.bfloat16
+
+
+def test_padding_between_packed_sequences() -> None:
+    """The bits of the same sequences without it; zeros and no gradients where padding lies."""
+    rng = torch.Generator().manual_seed(0)
+    lengths, room = [3, 1, 4], [5, 2, 4]
+    real = torch.cat([torch.arange(sum(room[:i]), sum(room[:i]) + n) for i, n in enumerate(lengths)])
+    ends, starts = (torch.tensor([0, *numbers]).cumsum(0).int() for numbers in (lengths, room))
+    qkv = [torch.randn(sum(room), heads, 8, generator=rng).requires_grad_() for heads in (4, 2, 2)]
+    layer = te.DotProductAttention(4, 8, 2, qkv_format="thd", attn_mask_type="padding_causal")
+    call = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    y = layer(*qkv, **call, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts, pad_between_seqs=True)
+    tight = [t.detach()[real].requires_grad_() for t in qkv]
+    wanted = layer(*tight, **call)
+    assert torch.equal(y[real], wanted)
+    assert int((y == 0).all(1).sum()) == sum(room) - sum(lengths)
+    dy = torch.randn(y.shape, generator=rng)
+    grads = torch.autograd.grad(y, qkv, dy), torch.autograd.grad(wanted, tight, dy[real])
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one[real], other)
+        assert not one[[3, 4, 6]].any()
+    assert torch.equal(layer(*tight, **call, cu_seqlens_q_padded=ends, cu_seqlens_kv_padded=ends), wanted)
+
+
+def test_scores_through_a_function_of_the_caller() -> None:
+    """A learned bias of relative positions and a soft cap, beside plain formulas, with their gradients."""
+    rng = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(5, 2, heads, 8, generator=rng).requires_grad_() for heads in (4, 2, 2)]
+    slopes = torch.randn(4, generator=rng).requires_grad_()
+    gap = torch.arange(5)[:, None] - torch.arange(5)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return 2 * torch.tanh(score / 2) + slopes[h] * (i - j)
+
+    for kind, hidden in (("causal", gap < 0), ("no_mask", gap > 99)):
+        layer = te.DotProductAttention(4, 8, 2, attn_mask_type=kind)
+        y = layer(*qkv, score_mod=score_mod)
+        wanted, _ = by_hand(
+            *qkv,
+            lambda s, hidden=hidden: (2 * torch.tanh(s / 2) + slopes[:, None, None] * gap).masked_fill(
+                hidden, -torch.inf
+            ),
+        )
+        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+        dy = torch.randn(y.shape, generator=rng)
+        for one, other in zip(
+            torch.autograd.grad(y, (*qkv, slopes), dy), torch.autograd.grad(wanted, (*qkv, slopes), dy), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="a score_mod of 3 arguments builds a graph of cuDNN"):
+        layer(*qkv, score_mod=lambda graph, score, tensors: score)
+    with pytest.raises(ValueError, match="score_mod knows no dropout"):
+        te.DotProductAttention(4, 8, 2, attention_dropout=0.5)(*qkv, score_mod=score_mod)
+    with pytest.raises(ValueError, match="score_mod needs whole sequences"):
+        te.DotProductAttention(4, 8, 2, qkv_format="thd")(*(t[:, 0] for t in qkv), score_mod=score_mod)

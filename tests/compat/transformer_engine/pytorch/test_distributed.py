@@ -39,7 +39,58 @@ def test_a_recomputation_gives_the_same_bits(use_reentrant: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_what_it_cannot_do_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="distribute_saved_activations=True is not in ottava"):
-        te.checkpoint(nn.ReLU(), torch.ones(2), distribute_saved_activations=True)
-    assert te.checkpoint(nn.ReLU(), torch.ones(2), use_reentrant=False, tp_group=None).tolist() == [1.0, 1.0]
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_recomputation_draws_the_same_numbers(use_reentrant: bool) -> None:
+    """From torch's generator and from a tracker's state; keywords reach the function; ranks: tests/distributed."""
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 3)
+    drawn = []
+
+    def function(x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        with tracker.fork():
+            drawn.append((torch.rand(2), torch.rand(2)))
+        return x.square() * scale * drawn[-1][0].sum()
+
+    x = torch.ones(2, requires_grad=True)
+    for number in range(2):
+        y = te.checkpoint(
+            function, x, use_reentrant=use_reentrant, get_rng_state_tracker=lambda: tracker, tp_group=None, scale=3.0
+        )
+        after = tracker.get_states()
+        y.sum().backward()
+        assert len(drawn) == 2 * number + 2
+        assert all(torch.equal(a, b) for a, b in zip(*drawn[-2:], strict=True))
+        assert torch.equal(tracker.get_states()["model-parallel-rng"], after["model-parallel-rng"])
+    assert not torch.equal(drawn[0][0], drawn[2][0])
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.full((2,), 6.0) * (drawn[0][0].sum() + drawn[2][0].sum()))
+
+
+def test_cross_entropy_is_torchs() -> None:
+    """In one process; on two ranks: tests/distributed."""
+    rng = torch.Generator().manual_seed(0)
+    for dtype, smoothing, reduce in (
+        (torch.float32, 0.0, False),
+        (torch.float32, 0.1, True),
+        (torch.bfloat16, 0.1, False),
+        (torch.bfloat16, 0.0, True),
+    ):
+        logits = torch.randn(3, 5, 17, generator=rng).mul(4).to(dtype).requires_grad_()
+        target = torch.randint(0, 17, (3, 5), generator=rng)
+        target[0, 2] = target[1, 1] = -100
+        wide = logits.detach().float().requires_grad_()
+        kind = "mean" if reduce else "none"
+        wanted = nn.functional.cross_entropy(
+            wide.view(-1, 17), target.flatten(), label_smoothing=smoothing, reduction=kind
+        )
+        got = te.parallel_cross_entropy(logits, target, smoothing, reduce)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.flatten(), wanted.flatten(), rtol=1e-6, atol=1e-6)
+        for loss in (got, wanted):
+            loss.square().sum().backward()
+        assert logits.grad is not None
+        assert wide.grad is not None
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(logits.grad.float(), wide.grad, rtol=4 * eps, atol=1e-6)
+    with pytest.raises(ValueError, match=r"got logits \(2, 3\) for targets \(3,\); needs \(3, classes\)"):
+        te.parallel_cross_entropy(torch.ones(2, 3), torch.zeros(3, dtype=torch.int64))

@@ -108,7 +108,6 @@ def test_what_is_not_here_is_refused() -> None:
     for changes, words in (
         ({"output_layernorm": True}, "give both"),
         ({"tp_size": 2}, "2 ranks with set_parallel_mode=False are not in ottava"),
-        ({"fuse_wgrad_accumulation": True}, "fuse_wgrad_accumulation=True"),
     ):
         with pytest.raises(NotImplementedError, match=words):
             te.TransformerLayer(32, 64, 4, **changes)

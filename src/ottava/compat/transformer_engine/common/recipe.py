@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ottava.base.errors import RefusesUnknownFields, unknown_name
 from ottava.numerics import formats
-from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, TE_FOUR_OVER_SIX, Granularity
+from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, TE_FOUR_OVER_SIX, Granularity
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import (
+    ATTENTION_TENSORS,
     CELL_OF,
     GEMMS,
     HIGH_PRECISION,
@@ -69,6 +70,9 @@ class QParams(RefusesUnknownFields):
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
+
+
+_MX = QuantizationSpec(formats.E4M3, BLOCK_1X32, "e8m0")
 
 
 @dataclass(kw_only=True)
@@ -125,9 +129,10 @@ class Recipe(RefusesUnknownFields):
 
     def _refuse_missing(self) -> None:
         """Refuses values that TransformerEngine has and ottava has not."""
-        attention = {"fp8_mha": "codes do not leave attention: leave it out"}
-        if self.ATTENTION is None:
-            attention["fp8_dpa"] = "attention has no history; Float8CurrentScaling(fp8_dpa=True) emulates it"
+        others = "attention casts per tensor or in blocks of 32, under DelayedScaling, Float8CurrentScaling or MXFP8"
+        attention = {} if self.ATTENTION is not None else {"fp8_dpa": others, "fp8_mha": others}
+        if self.ATTENTION is not None and self.ATTENTION.blocks:
+            attention["fp8_mha"] = "results of attention stay in high precision there, as in TransformerEngine"
         for name, advice in {**attention, **self.REFUSED}.items():
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
@@ -155,7 +160,7 @@ class Recipe(RefusesUnknownFields):
     def _made_of_cells(self) -> OttavaRecipe:
         self._refuse_missing()
         recipe = self._cells()
-        if self.fp8_dpa and self.ATTENTION is not None:
+        if (self.fp8_dpa or self.fp8_mha) and self.ATTENTION is not None:
             recipe = replace(recipe, attention=self._attention_formats(self.ATTENTION))
         if self.backward_override == "high_precision":
             recipe = replace(recipe, dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION)
@@ -166,11 +171,16 @@ class Recipe(RefusesUnknownFields):
         raise NotImplementedError(type(self).__name__)
 
     def _attention_formats(self, attention: AttentionRecipe) -> AttentionRecipe:
-        """The casts of attention; under fp8_format E4M3, gradients are E4M3, too."""
-        if self.fp8_format != Format.E4M3:
-            return attention
-        do, dp = (replace(spec, format=formats.E4M3) for spec in (attention.do, attention.dp))
-        return replace(attention, do=do, dp=dp)
+        """The casts of attention: gradients in the backward's format; with fp8_mha, what leaves attention, too."""
+        if self.fp8_mha and not attention.blocks:
+            attention = replace(attention, o=attention.s, dqkv=attention.dp)
+        backward = formats.E4M3 if self.fp8_format == Format.E4M3 else formats.E5M2
+        changed: dict[str, Any] = {
+            name: replace(spec, format=backward)
+            for name in ("do", "dp", "dqkv")
+            if (spec := getattr(attention, name)) is not None
+        }
+        return replace(attention, **changed)
 
     def _formats(self, recipe: OttavaRecipe) -> OttavaRecipe:
         """The recipe with the number formats of `fp8_format` in all cells."""
@@ -264,12 +274,30 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     """fprop, dgrad, wgrad: True leaves that GEMM in high precision."""
+    params_dtype: InitVar[Any] = None
+    """Unused, as device: Megatron Core gives a recipe what it gives to modules."""
+    device: InitVar[Any] = None
+
+    def __post_init__(self, *unused: Any) -> None:
+        super().__post_init__()
 
     def check(self) -> None:
         """As `Recipe.check`."""
         if self.backward_override is not None:
             raise ValueError("DelayedScaling: backward_override is for the other recipes; set it to None")
         super().check()
+
+    ATTENTION: ClassVar[AttentionRecipe | None] = AttentionRecipe()
+
+    def _attention_formats(self, attention: AttentionRecipe) -> AttentionRecipe:
+        """All six casts have a history, with the settings of the linear layers'."""
+        history = {name: getattr(self, name) for name in ("margin", "amax_history_len", "amax_compute_algo")}
+        if callable(self.amax_compute_algo):
+            history["amax_compute_algo"] = TheirAmax(self.amax_compute_algo)
+        specs: dict[str, Any] = {
+            name: replace(getattr(attention, name), scaling="delayed", **history) for name in ATTENTION_TENSORS
+        }
+        return super()._attention_formats(replace(attention, **specs))
 
     def _cells(self) -> OttavaRecipe:
         history = {name: getattr(self, name) for name in ("margin", "amax_history_len", "amax_compute_algo")}
@@ -375,6 +403,8 @@ class MXFP8BlockScaling(Recipe):
     REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"margin": "it does nothing in TransformerEngine either; leave it out"}
     )
+
+    ATTENTION: ClassVar[AttentionRecipe | None] = AttentionRecipe(qkv=_MX, s=None, o=None, do=_MX, dp=None, dqkv=None)
 
     def _cells(self) -> OttavaRecipe:
         recipe = self._formats(get_recipe("mxfp8"))

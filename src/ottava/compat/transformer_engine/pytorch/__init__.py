@@ -15,7 +15,16 @@ from ottava.compat.transformer_engine.pytorch.attention import (
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
-from ottava.compat.transformer_engine.pytorch.distributed import checkpoint
+from ottava.compat.transformer_engine.pytorch.distributed import (
+    CudaRNGStatesTracker,
+    checkpoint,
+    parallel_cross_entropy,
+)
+from ottava.compat.transformer_engine.pytorch.execution import (
+    get_cpu_offload_context,
+    make_graphed_callables,
+    mark_not_offload,
+)
 from ottava.compat.transformer_engine.pytorch.module import (
     GroupedLinear,
     LayerNorm,
@@ -23,6 +32,14 @@ from ottava.compat.transformer_engine.pytorch.module import (
     LayerNormMLP,
     Linear,
     RMSNorm,
+)
+from ottava.compat.transformer_engine.pytorch.moe import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
 )
 from ottava.compat.transformer_engine.pytorch.quantization import (
     autocast,
@@ -64,6 +81,7 @@ from ottava.compat.transformer_engine.pytorch.tensors import (
 from ottava.compat.transformer_engine.pytorch.transformer import TransformerLayer
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "DType",
     "DelayedScalingRequest",
     "DotProductAttention",
@@ -99,6 +117,7 @@ __all__ = [
     "fp8",
     "fp8_autocast",
     "fp8_model_init",
+    "get_cpu_offload_context",
     "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
@@ -107,7 +126,16 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_graphed_callables",
+    "mark_not_offload",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "optimizers",
+    "parallel_cross_entropy",
     "quantized_model_init",
 ]
 
@@ -118,6 +146,14 @@ if unread := unread_variables(os.environ):
 
 BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "distributed": ("in_fp8_activation_recompute_phase", "is_fp8_activation_recompute_enabled"),
+        "execution": (
+            *("is_cpu_offload_enabled", "restore_fp8_tensors", "save_fp8_tensors", "set_capture_end"),
+            "set_capture_start",
+        ),
+        "gradients": ("get_dummy_wgrad",),
+        "moe": ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"),
+        "state": ("TransformerEngineBaseModule",),
         "module": (*("L2Normalization", "get_default_init_method", "init_method_normal", "scaled_init_method_normal"),),
         "quantization": (
             *("FP8GlobalStateManager", "get_align_size_for_quantization", "get_default_fp8_recipe"),

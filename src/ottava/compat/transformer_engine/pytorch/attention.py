@@ -6,11 +6,12 @@ flattened into one dimension.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,186 +19,15 @@ from torch import Tensor, nn
 
 from ottava import nn as ours
 from ottava.base.errors import unknown_name
+from ottava.compat.transformer_engine.pytorch.gradients import extras_of
+from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
 from ottava.compat.transformer_engine.pytorch.module import Init, device_for, in_amp, norm_heads, norm_name, started
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, shards_for
+from ottava.distributed.context import GatheredKeys, RingKeys, positions
 from ottava.nn.attention import Sink
-from ottava.nn.multihead import KVCache, LayerCache
 from ottava.nn.rope import RotaryTable, packed_positions
-
-
-class InferenceParams:
-    """Keys and values of earlier tokens, for generation: one `ottava.nn.KVCache` for each layer_number.
-
-    Args:
-        max_batch_size, max_sequence_length: the most sequences, and the most positions of each.
-        num_heads_kv, head_dim_k, head_dim_v, dtype: sizes and dtype of keys and values; head_dim_v None: head_dim_k.
-        qkv_format: "bshd" or "sbhd". Only stored: each call has its own format.
-        is_paged, custom_cache_manager: only False and None, because a layer allocates its whole memory at once.
-        page_size, total_num_pages, max_ctx_len: unused.
-    Usage: call `pre_step({id: number of new tokens, ...})` before each forward. Row i of the batch is the i-th id, with
-        padding behind its new tokens. `pre_step` drops each sequence that it does not name. A sequence may get any
-        number of tokens in a step; in TransformerEngine a started sequence gets one.
-    Raises:
-        NotImplementedError: pages, another cache manager, or a name of TransformerEngine 2.1 and older.
-        ValueError: the sizes are missing, there was no step, or the step does not fit.
-
-    Example:
-        >>> import ottava.compat.transformer_engine.pytorch as te
-        >>> layer = te.TransformerLayer(32, 64, 4, hidden_dropout=0.0, layer_number=1).eval()
-        >>> past = InferenceParams(2, 16, num_heads_kv=4, head_dim_k=8, dtype=torch.float32)
-        >>> for tokens in (5, 1):                                                    # a prompt, then one token
-        ...     past.pre_step({"a": tokens, "b": tokens})
-        ...     y = layer(torch.ones(tokens, 2, 32, device=layer.mlp.fc1.weight.device), inference_params=past)
-        >>> y.shape, dict(past.sequences)
-        (torch.Size([1, 2, 32]), {'a': 6, 'b': 6})
-    """
-
-    def __init__(
-        self,
-        max_batch_size: int,
-        max_sequence_length: int,
-        num_heads_kv: int | None = None,
-        head_dim_k: int | None = None,
-        dtype: torch.dtype | None = None,
-        head_dim_v: int | None = None,
-        is_paged: bool = False,
-        total_num_pages: int | None = None,
-        page_size: int | None = None,
-        max_ctx_len: int | None = None,
-        qkv_format: str = "bshd",
-        custom_cache_manager: Any = None,
-    ) -> None:
-        if num_heads_kv is None or head_dim_k is None or dtype is None:
-            raise ValueError("InferenceParams: needs num_heads_kv, head_dim_k and dtype, as TransformerEngine 2.2 does")
-        if is_paged or custom_cache_manager is not None:
-            raise NotImplementedError(
-                "InferenceParams: is_paged=True and custom_cache_manager are not in ottava: a layer allocates its "
-                "whole memory at once. Leave them out"
-            )
-        self.max_batch_size, self.max_sequence_length, self.dtype = max_batch_size, max_sequence_length, dtype
-        self.num_heads_kv, self.head_dim_k, self.head_dim_v = num_heads_kv, head_dim_k, head_dim_v or head_dim_k
-        self.is_paged, self.input_qkv_format = is_paged, qkv_format
-        self.caches: dict[int, KVCache] = {}
-        """layer_number -> cache."""
-        self.sequences: OrderedDict[Any, int] = OrderedDict()
-        """Id -> length with the new tokens of this step."""
-        self.sequences_pre_step: OrderedDict[Any, int] = OrderedDict()
-        """Id -> length before this step."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in _OLD:
-            raise NotImplementedError(
-                f"InferenceParams.{name} is a name of TransformerEngine 2.1 and older: before each forward, give "
-                "pre_step the number of new tokens of each sequence"
-            )
-        raise AttributeError(f"InferenceParams has no attribute {name!r}")
-
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences in this step."""
-        return len(self.sequences)
-
-    def pre_step(self, step_dict: Mapping[Any, int]) -> None:
-        """Declares the sequences of the next forward, in the order of its rows, with their numbers of new tokens.
-
-        Raises:
-            ValueError: there is no sequence, there are more than max_batch_size, or one gets no tokens or too many.
-        """
-        old = list(self.sequences)
-        past = OrderedDict((name, self.sequences.get(name, 0)) for name in step_dict)
-        now = OrderedDict((name, past[name] + int(new)) for name, new in step_dict.items())
-        if not 0 < len(now) <= self.max_batch_size or min(step_dict.values()) < 1:
-            raise ValueError(
-                f"InferenceParams.pre_step: got {dict(step_dict)}; needs 1 to {self.max_batch_size} sequences "
-                "(max_batch_size), with 1 or more new tokens each"
-            )
-        if max(now.values()) > self.max_sequence_length:
-            raise ValueError(
-                f"InferenceParams.pre_step: the lengths become {dict(now)}, but max_sequence_length is "
-                f"{self.max_sequence_length}"
-            )
-        for cache in self.caches.values():
-            cache.lengths = list(self.sequences.values())
-            cache.select([old.index(name) if name in self.sequences else None for name in now])
-        self.sequences, self.sequences_pre_step = now, past
-
-    def reset(self) -> None:
-        """Drops all sequences and keeps the memory."""
-        self.sequences, self.sequences_pre_step = OrderedDict(), OrderedDict()
-
-    def get_seqlens_pre_step(self) -> Tensor:
-        """int32 (sequences,): the length of each sequence before this step."""
-        return torch.tensor(list(self.sequences_pre_step.values()), dtype=torch.int32)
-
-    def allocate_memory(self, layer_number: int, device: torch.device | None = None) -> None:
-        """Allocates the memory of a layer. Without this call its first forward does so, on the device of its input."""
-        sizes = self.max_batch_size, self.max_sequence_length, self.num_heads_kv, self.head_dim_k
-        device = device_for(None) if device is None else device
-        cache = KVCache(1, *sizes, value_dim=self.head_dim_v, device=device, dtype=self.dtype)
-        cache.lengths = list(self.sequences_pre_step.values())
-        self.caches[layer_number] = cache
-
-    def layer(self, where: str, layer_number: int | None, x: Tensor, layout: str) -> LayerCache:
-        """The cache of a layer for this step, in the form that ottava's attention reads.
-
-        Args:
-            x: the input of the queries, in the layout.
-        Raises:
-            ValueError: layer_number is None, or x has other rows than the step.  NotImplementedError: "thd".
-        """
-        if layout not in ("bshd", "sbhd"):
-            raise NotImplementedError(
-                f"{where}: inference_params with {layout!r} are not in ottava; use 'bshd' or 'sbhd'"
-            )
-        if layer_number is None:
-            raise ValueError(f"{where}: inference_params need a layer_number: give each layer its own, from 1 on")
-        batch, tokens = x.shape[:2] if layout == "bshd" else (x.shape[1], x.shape[0])
-        counts = self.new_tokens
-        if batch != len(counts) or tokens != max(counts, default=0):
-            raise ValueError(
-                f"{where}: got {batch} sequences of {tokens} new tokens; pre_step got {len(counts)}, of {counts}. Call "
-                "it before each forward, and pad all rows to the longest"
-            )
-        if layer_number not in self.caches:
-            self.allocate_memory(layer_number, x.device)
-        return self.caches[layer_number].of(0, counts)
-
-    def append(
-        self, where: str, layer_number: int | None, q: Tensor, k: Tensor, v: Tensor, layout: str
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Appends the keys and values of this step to a layer's cache.
-
-        Returns:
-            All keys and values of the layer, in the layout, and further arguments of ottava's attention.
-        """
-        cache, sequence_first = self.layer(where, layer_number, q, layout), layout == "sbhd"
-        read = cache.append(*(t.transpose(0, 1) if sequence_first else t for t in (k, v)))
-        k, v = (t.transpose(0, 1) if sequence_first else t for t in read[:2])
-        lengths = {"query_lengths": self.query_lengths(q.device), "key_lengths": read.lengths}
-        return k, v, {"mask": "causal_bottom_right", **lengths}
-
-    @property
-    def new_tokens(self) -> list[int]:
-        """Number of new tokens of each sequence in this step."""
-        return [end - self.sequences_pre_step[name] for name, end in self.sequences.items()]
-
-    def query_lengths(self, device: torch.device) -> Tensor | None:
-        """int64 (sequences,): number of new tokens that are no padding. None: there is no padding."""
-        counts = self.new_tokens
-        return torch.tensor(counts, device=device) if len(set(counts)) > 1 else None
-
-    def positions(self, last: int, device: torch.device) -> Tensor:
-        """Positions of the new tokens, int64 (sequences, tokens). Those of padding are cut at `last`."""
-        past = torch.tensor(list(self.sequences_pre_step.values()), device=device)
-        return (past[:, None] + torch.arange(max(self.new_tokens), device=device)).clamp(max=last)
-
-
-_OLD = frozenset(
-    {"sequence_len_offset", "batch_size_offset", "key_value_memory_dict", "swap_key_value_dict"}
-    | {"setup_before_new_input"}
-)
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -366,7 +196,38 @@ def alibi_bias(slopes: Tensor | None, heads: int, queries: int, keys: int, *, la
     return (-slopes.view(-1, heads, 1, 1) * distance).to(like.dtype)
 
 
-class DotProductAttention(nn.Module):
+class ContextParallel(nn.Module):
+    """A module whose attention may run on parts of sequences."""
+
+    cp_group: Any = None
+    cp_comm_type = "p2p"
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Sets the ranks that hold parts r and 2n - 1 - r of 2n of each sequence; None or one rank: they are whole.
+
+        Args:
+            cp_global_ranks, cp_stream: unused: the group knows its ranks.
+            cp_comm_type: "p2p": keys travel round a ring; "all_gather": each rank gathers all keys.
+        Raises:
+            NotImplementedError: another cp_comm_type, or several groups.
+        """
+        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
+        kinds = {"p2p": RingKeys, "all_gather": GatheredKeys}
+        whole = cp_group is None or (isinstance(cp_group, dist.ProcessGroup) and dist.get_world_size(cp_group) == 1)
+        if not whole and (cp_comm_type not in kinds or not isinstance(cp_group, dist.ProcessGroup)):
+            raise NotImplementedError(
+                f"{type(self).__name__}: cp_comm_type={cp_comm_type!r} is not in ottava; give one group, and 'p2p' or "
+                "'all_gather'"
+            )
+        keys = None if whole else kinds[cp_comm_type](cp_group, balanced=True)
+        for module in self.modules():
+            if isinstance(module, ours.DotProductAttention):
+                module.keys = keys
+
+
+class DotProductAttention(ContextParallel):
     """`ottava.nn.DotProductAttention` with TransformerEngine's arguments.
 
     Args:
@@ -375,6 +236,9 @@ class DotProductAttention(nn.Module):
         attn_mask_type: a key of MASKS.  window_size: (left, right).  softmax_type: a key of SINKS.
         layer_number: the number of this layer in `InferenceParams`.
         tp_group, tp_size: the ranks that share the heads. Each rank calls the forward with its own heads.
+        return_max_logit: also return each head's largest score, which QK-Clip reads.
+        cp_group, cp_comm_type: the ranks that share sequences, see `set_context_parallel_group`. Each rank calls the
+            forward with its tokens; cu_seqlens are those of whole sequences.
         others: TransformerEngine's other arguments, accepted where they change nothing.
     Shapes: q, k, v in the format -> the results of all heads, flat: (S, B, H * D), (B, S, H * D) or (T, H * D).
     Raises:
@@ -402,10 +266,16 @@ class DotProductAttention(nn.Module):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
+        return_max_logit: bool = False,
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
         **others: Any,
     ) -> None:
         super().__init__()
-        refuse("DotProductAttention", others, ("softmax_scale", "softmax_type"))
+        extras = extras_of("DotProductAttention", others, ("softmax_scale", "softmax_type"))
+        self.drawn = nullcontext if sequence_parallel else extras.drawn
         shards = shards_for("DotProductAttention", tp_group, tp_size, sequence_parallel, split=True)
         self.attn_mask_type, self.layer_number = attn_mask_type, layer_number
         self.core = ours.DotProductAttention(
@@ -417,6 +287,8 @@ class DotProductAttention(nn.Module):
             heads=shards.of("num_attention_heads", num_attention_heads),
             layout=qkv_format,
         )
+        self.return_max_logit = self.core.keeps_max_logit = bool(return_max_logit)
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(
         self,
@@ -435,11 +307,30 @@ class DotProductAttention(nn.Module):
         alibi_slopes: Tensor | None = None,
         checkpoint_core_attention: bool = False,
         inference_params: InferenceParams | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        pad_between_seqs: bool | None = None,
+        score_mod: Any = None,
         **others: Any,
-    ) -> Tensor:
-        """q, k and v -> the results of all heads. attn_mask_type of the call replaces that of the layer."""
+    ) -> Any:
+        """q, k and v -> the results of all heads; with return_max_logit, (results, the largest score of each head).
+
+        Args:
+            attn_mask_type: replaces that of the layer.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: where packed sequences begin, if padding lies between them;
+                cu_seqlens_q and cu_seqlens_kv then give their lengths. Results of padding are zeros.
+            pad_between_seqs: unused; the tensors tell.
+            score_mod: torch's form, (score, batch, head, query, key) -> score; TransformerEngine's form builds a graph
+                of cuDNN.
+        """
         where, kind = "DotProductAttention", attn_mask_type or self.attn_mask_type
         refuse(where, others)
+        _check_score_mod(where, score_mod)
+        rows, starts = len(query_layer), (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        real = _without_padding(where, self.core, (cu_seqlens_q, cu_seqlens_kv), starts, query_layer.device)
+        if real is not None:
+            query_layer = query_layer.index_select(0, real[0])
+            key_layer, value_layer = (t.index_select(0, real[1]) for t in (key_layer, value_layer))
         if inference_params is not None:
             refuse_cached(where, kind, attention_mask, core_attention_bias_type, inference_params)
             qkv = query_layer, key_layer, value_layer
@@ -453,8 +344,43 @@ class DotProductAttention(nn.Module):
                 (cu_seqlens_q, cu_seqlens_kv),
                 (query_layer, key_layer, query_layer.shape[-2]),
             )
-        y = self.core(query_layer, key_layer, value_layer, **options)
-        return y.flatten(-2)  # type: ignore[no-any-return]
+        more = {} if score_mod is None else {"score_mod": score_mod}
+        with self.drawn():
+            y = self.core(query_layer, key_layer, value_layer, **options, **more).flatten(-2)
+        if real is not None:
+            y = y.new_zeros(rows, y.shape[1]).index_copy(0, real[0], y)
+        if not self.return_max_logit:
+            return y
+        assert self.core.last_max_logit is not None
+        return y, self.core.last_max_logit.to(y.dtype)
+
+
+def _check_score_mod(where: str, score_mod: Any) -> None:
+    count = 5 if score_mod is None else len(inspect.signature(score_mod).parameters)
+    if count != 5:
+        raise NotImplementedError(
+            f"{where}: a score_mod of {count} arguments builds a graph of cuDNN, "
+            "which is not in ottava; give torch's form (score, batch, head, query, key) -> score"
+        )
+
+
+def _without_padding(
+    where: str, core: ours.DotProductAttention, ends: Any, starts: Any, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """int64: the rows of queries and of keys that are no padding between packed sequences; None: all."""
+    if core.layout != "thd" or starts == (None, None) or ends[0] is None:
+        return None
+    ends = ends[0], ends[0] if ends[1] is None else ends[1]
+    starts = tuple(end if start is None else start for start, end in zip(starts, ends, strict=True))
+    if all(torch.equal(start, end) for start, end in zip(starts, ends, strict=True)):
+        return None
+    if core.keys is not None:
+        raise NotImplementedError(f"{where}: padding between sequences with a cp_group is not in ottava; pack without")
+    rows = [
+        torch.cat([torch.arange(b, b + n) for b, n in zip(start.tolist(), end.diff().tolist(), strict=False)])
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return rows[0].to(device), rows[1].to(device)
 
 
 def interleaved_rows(module: ours.MultiheadAttention) -> list[int]:
@@ -488,7 +414,7 @@ def qkv_keys(prefix: str, theirs: str, sizes: tuple[int, int], fused: bool, has_
     return keys
 
 
-class MultiheadAttention(Sharded, ours.MultiheadAttention):
+class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
     """`ottava.nn.MultiheadAttention` with TransformerEngine's arguments and names of parameters.
 
     Args:
@@ -547,7 +473,8 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        refuse("MultiheadAttention", others, ("num_gqa_groups", "attn_mask_type", "qkv_format", "params_dtype"))
+        names = ("num_gqa_groups", "attn_mask_type", "qkv_format", "params_dtype")
+        extras = extras_of("MultiheadAttention", others, names)
         shards = shards_for("MultiheadAttention", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
@@ -571,11 +498,13 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
         self.layer_number = layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
         norm_heads("MultiheadAttention", (self,), qk_norm_type, qk_norm_eps, **made)
-        self.starts(partial(started, self, init_method, output_layer_init_method))
+        with extras.initial():
+            self.starts(partial(started, self, init_method, output_layer_init_method))
         self.uses_their_keys(*attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))
         self.names_layers(others.get("name"))
         self.out.returns_bias = self.returns_bias = return_bias
         self.share(shards)
+        self.gives(extras)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self,
@@ -592,6 +521,7 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
             call: the keywords of `attention_arguments`.
         """
         kind, keys = attn_mask_type or self.attn_mask_type, encoder_output
+        self.begins(call.get("is_first_microbatch"))
         hidden_states = in_amp(hidden_states)
         options = attention_arguments(
             "MultiheadAttention", self, hidden_states, kind, attention_mask, keys,
@@ -648,6 +578,8 @@ def attention_arguments(
         raise NotImplementedError(f"{where}: ALiBi with heads split over ranks is not in ottava; use 'post_scale_bias'")
     if past is not None:
         refuse_cached(where, kind, attention_mask, core_attention_bias_type, past)
+    if core.keys is not None and rotary_pos_emb is not None:
+        rotary_pos_emb = _own_angles(where, rotary_pos_emb, core, x)
     table = rotary_table(rotary_pos_emb, rotary_interleaved, core.layout, x, cu_seqlens_q, past)
     rotary = {} if table is None else {"rotary": table}
     if past is not None:
@@ -663,6 +595,18 @@ def attention_arguments(
     options = core_arguments(core, mask, attention_mask, bias, (cu_seqlens_q, cu_seqlens_kv), sizes)
     del options["mask"]
     return {**options, **rotary}
+
+
+def _own_angles(where: str, angles: Any, core: ours.DotProductAttention, x: Tensor) -> Tensor:
+    """The angles of this rank's positions."""
+    group, each = core.keys.group, x.shape[1 if core.layout == "bshd" else 0]
+    ranks = dist.get_world_size(group)
+    if core.layout == "thd" or not isinstance(angles, Tensor) or len(angles) < each * ranks:
+        raise NotImplementedError(
+            f"{where}: with a cp_group, rotary_pos_emb needs one tensor of angles for all {each * ranks} positions of "
+            "sequences that are not packed; rotate q and k yourself, and call DotProductAttention"
+        )
+    return angles[positions(each, ranks, dist.get_rank(group), angles.device, balanced=True)]
 
 
 def refuse_cached(where: str, kind: str, attention_mask: Any, bias_type: str, past: InferenceParams) -> None:
@@ -701,6 +645,8 @@ def core_arguments(
     """
     (name, masked), (q_ends, k_ends), (q, k, heads) = mask, ends, sizes
     if core.layout == "thd":
+        if core.keys is not None:  # each rank holds as much of every sequence
+            q_ends, k_ends = (None if cut is None else cut // dist.get_world_size(core.keys.group) for cut in ends)
         if bias[0] == "alibi":
             raise NotImplementedError("attention: ALiBi with packed sequences ('thd') is not in ottava; use 'bshd'")
         return {"mask": name, "cu_seqlens": q_ends, "cu_seqlens_k": k_ends}

@@ -1,16 +1,106 @@
-"""TransformerEngine's activation checkpointing, on torch's."""
+"""TransformerEngine's activation checkpointing, random states of ranks, and the loss over a split vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
+from torch import Tensor
 
-from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.engine.functional import refuse_second_derivative
+from ottava.nn.cross_entropy import CrossEntropy, Vocabulary
+from ottava.nn.layer import recomputing
+from ottava.nn.sharding import SharedVocabulary, all_gather
+from ottava.ops.dispatch import no_autocast
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **others: Any) -> Any:
+def _random_state() -> Tensor:
+    """Of the GPU; without one, of the CPU."""
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def _set_random_state(state: Tensor) -> None:
+    (torch.cuda.set_rng_state if torch.cuda.is_available() else torch.set_rng_state)(state)
+
+
+class CudaRNGStatesTracker:
+    """Named random states: dropout that all ranks share, and dropout of each rank's own shard.
+
+    The states are those of the GPU, or without a GPU those of the CPU.
+
+    Example:
+        >>> tracker = CudaRNGStatesTracker()
+        >>> tracker.add("model-parallel-rng", 1)
+        >>> with tracker.fork():
+        ...     first = torch.rand(2)
+        >>> with tracker.fork():
+        ...     second = torch.rand(2)
+        >>> torch.equal(torch.cat([first, second]), torch.rand(4, generator=torch.Generator().manual_seed(1)))
+        True
+    """
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forgets all states."""
+        self.states_, self.seeds_ = {}, set()
+
+    def get_states(self) -> dict[str, Tensor]:
+        """Name -> state, in a new dict."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Takes states that `get_states` gave."""
+        self.states_ = states
+
+    def add(self, name: str, seed: int) -> None:
+        """A new state from a seed.
+
+        Raises:
+            RuntimeError: the name or the seed is taken.
+        """
+        if seed in self.seeds_ or name in self.states_:
+            what = f"seed {seed}" if seed in self.seeds_ else f"name {name!r}"
+            raise RuntimeError(f"CudaRNGStatesTracker.add: the {what} exists already; give another, or call reset()")
+        before = _random_state()
+        torch.manual_seed(seed) if not torch.cuda.is_available() else torch.cuda.manual_seed(seed)
+        self.seeds_.add(seed)
+        self.states_[name] = _random_state()
+        _set_random_state(before)
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draws from a state inside, and goes on with it at the next fork.
+
+        Raises:
+            KeyError: the name is unknown.
+        """
+        if name not in self.states_:
+            raise KeyError(f"CudaRNGStatesTracker.fork: no state {name!r}; add(name, seed) makes one")
+        before = _random_state()
+        _set_random_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _random_state()
+            _set_random_state(before)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = True,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    **others: Any,
+) -> Any:
     """Runs a function without saving tensors for its backward, and runs it again in the backward.
 
     The recomputation uses the recipe and the scales of the forward. ottava stashes no scales for this.
@@ -19,15 +109,148 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
         function: a module or a function of tensors.
         args: its arguments.
         use_reentrant: as in torch.utils.checkpoint.
-        others: keyword arguments of the function.
+        distribute_saved_activations: with use_reentrant=True, each rank of tp_group keeps its part of the first
+            argument and gathers it in the backward; else it changes nothing. All ranks must have the same argument.
+        get_rng_state_tracker: returns a `CudaRNGStatesTracker`; the recomputation draws from its states again.
+        tp_group: None: all ranks.
+        others: keyword arguments of the function, and of torch.utils.checkpoint.
     Raises:
-        NotImplementedError: distribute_saved_activations or another TransformerEngine argument that ottava lacks.
+        ValueError: ranks that cannot share the first argument evenly.
 
     Example:
         >>> import torch
         >>> checkpoint(torch.nn.ReLU(), torch.ones(2), use_reentrant=False)
         tensor([1., 1.])
     """
-    theirs = {"distribute_saved_activations", "get_rng_state_tracker", "tp_group"} & others.keys()
-    refuse("checkpoint", {name: others.pop(name) for name in sorted(theirs)})
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **others)
+    run = function if get_rng_state_tracker is None else _tracked(function, get_rng_state_tracker)
+    if use_reentrant and others:  # torch passes keywords only where it saves by hooks
+        own = {name: others.pop(name) for name in ("preserve_rng_state",) & others.keys()}
+        given, run = run, lambda *inputs: given(*inputs, **others)
+    else:
+        own = others
+    if not (use_reentrant and distribute_saved_activations):
+        return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **own)
+    group = dist.group.WORLD if tp_group is None else tp_group
+    with torch.autograd.graph.saved_tensors_hooks(*_shares_of(args[0], group)):
+        return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=True, **own)
+
+
+def _tracked(function: Callable[..., Any], get_tracker: Callable[[], Any]) -> Callable[..., Any]:
+    """The function; a second call draws the numbers of the first."""
+    first: list[Any] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tracker = get_tracker()
+        now = tracker.get_states()
+        if not first:
+            first.append(now)
+            return function(*args, **kwargs)
+        tracker.set_states(dict(first[0]))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            tracker.set_states(now)
+
+    return run
+
+
+def _shares_of(first: Tensor, group: Any) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Hooks that save a part of this tensor on each rank, and gather it."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if first.numel() % ranks:
+        raise ValueError(
+            f"checkpoint: {ranks} ranks cannot share a first argument of {first.numel()} numbers evenly; leave "
+            "distribute_saved_activations out"
+        )
+
+    def pack(saved: Tensor) -> Any:
+        if saved is not first:
+            return saved
+        return saved.detach().reshape(-1).chunk(ranks)[rank].clone(), saved.shape
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        own, shape = kept
+        everything = own.new_empty(own.numel() * ranks)
+        all_gather(everything, own, group)
+        whole: Tensor = everything.view(shape)
+        return whole
+
+    return pack, unpack
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    """False: ottava stashes nothing for a recomputation, which reads the scales of its forward."""
+    return False
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Whether this forward repeats another one in a backward."""
+    return recomputing()
+
+
+def parallel_cross_entropy(
+    inp: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    reduce_loss: bool = False,
+    dist_process_group: dist.ProcessGroup | None = None,
+    ignore_idx: int = -100,
+    is_cg_capturable: bool = False,
+) -> Tensor:
+    """Cross-entropy of logits whose classes may be split over ranks, in FP32.
+
+    Args:
+        inp: (..., classes) logits; each rank's (..., classes / ranks), in the order of the ranks. Only the gradient has
+            its dtype.
+        target: integers (...), numbers of classes of all ranks.
+        label_smoothing: the share of a target that all classes divide.
+        reduce_loss: the mean over the tokens that count; False: a loss for each token.
+        dist_process_group: the ranks; None: this process has all classes.
+        ignore_idx: the target of tokens without loss and gradient.
+        is_cg_capturable: unused; no call waits for the device.
+    Returns:
+        fp32 (...) or a number. Ranks exchange three numbers a token.
+    Raises:
+        ValueError: shapes that do not go together.
+
+    Example:
+        >>> parallel_cross_entropy(torch.zeros(1, 2, 4), torch.tensor([[0, -100]]))
+        tensor([[1.3863, 0.0000]])
+    """
+    if inp.shape[:-1] != target.shape:
+        raise ValueError(
+            f"parallel_cross_entropy: got logits {tuple(inp.shape)} for targets {tuple(target.shape)}; needs "
+            f"({', '.join(map(str, target.shape))}, classes)"
+        )
+    vocabulary = Vocabulary()
+    if dist_process_group is not None:
+        rank, ranks, here = dist.get_rank(dist_process_group), dist.get_world_size(dist_process_group), inp.shape[-1]
+        vocabulary = SharedVocabulary(dist_process_group, rank * here, ranks * here, split=False)
+    settings = CrossEntropy(ignore_index=ignore_idx, label_smoothing=label_smoothing)
+    flat = target.flatten().to(torch.int64)
+    losses: Tensor = _ParallelCrossEntropy.apply(settings, vocabulary, inp.reshape(-1, inp.shape[-1]), flat)
+    if reduce_loss:
+        return losses.sum() / (flat != ignore_idx).sum().clamp(min=1)
+    return losses.view(target.shape)
+
+
+class _ParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: CrossEntropy, vocabulary: Vocabulary, logits: Tensor, target: Tensor) -> Tensor:
+        ctx.settings, ctx.vocabulary = settings, vocabulary
+        with no_autocast(logits.device):
+            losses, lse = settings.of(logits.float(), target, vocabulary)
+        ctx.save_for_backward(logits, target, lse)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor, None]:
+        if torch.is_grad_enabled():
+            refuse_second_derivative("parallel_cross_entropy", "use torch's cross_entropy there")
+        logits, target, lse = ctx.saved_tensors
+        with no_autocast(logits.device):
+            wide = logits.to(torch.float32, copy=True)
+            d = ctx.settings.gradient(wide, lse, target, grads[0].float(), ctx.vocabulary)
+        return None, None, d.to(logits.dtype), None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ottava import nn as ours
 from ottava.base.errors import unknown_name
+from ottava.compat.transformer_engine.pytorch.gradients import WeightGradients, extras_of
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import TEState
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, mark, one_of_modes, shards_for
@@ -214,7 +215,7 @@ class Linear(Sharded, ours.Linear):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        refuse("Linear", others, _COMMON)
+        extras = extras_of("Linear", others, _COMMON)
         split = one_of_modes("Linear", parallel_mode) is not None
         shards = shards_for("Linear", tp_group, tp_size, sequence_parallel, split=split)
         if parallel_mode == "row":
@@ -225,14 +226,17 @@ class Linear(Sharded, ours.Linear):
         self.returns_bias = return_bias
         self.uses_their_keys({}, {"": ("",)})
         self.names_layers(others.get("name"))
-        self.starts(partial(started, self, init_method))
+        with extras.initial():
+            self.starts(partial(started, self, init_method))
         self.share(shards, parallel_mode)
+        self.gives(extras)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
     ) -> Any:
         """(..., in_features) -> (..., out_features); with return_bias, a tuple with the bias."""
         refuse("Linear", others)
+        self.begins(is_first_microbatch)
         y = super().forward(inp)
         return (y, _returned(self.bias, y)) if self.returns_bias else y
 
@@ -271,7 +275,8 @@ class LayerNormLinear(Sharded, ours.NormLinear):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        refuse("LayerNormLinear", others, (*_COMMON, "normalization", "zero_centered_gamma", "return_layernorm_output"))
+        names = ("normalization", "zero_centered_gamma", "return_layernorm_output")
+        extras = extras_of("LayerNormLinear", others, (*_COMMON, *names))
         if one_of_modes("LayerNormLinear", parallel_mode) == "row":
             raise NotImplementedError(
                 "LayerNormLinear: parallel_mode='row' is not in ottava: a rank cannot norm a part of the features alone"
@@ -291,16 +296,19 @@ class LayerNormLinear(Sharded, ours.NormLinear):
             return_norm_output=return_layernorm_output,
         )
         self.returns_bias = return_bias
-        self.starts(partial(started, self, init_method))
+        with extras.initial():
+            self.starts(partial(started, self, init_method))
         self.uses_their_keys({"norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias"}, {"": ("",)})
         self.names_layers(others.get("name"))
         self.share(shards)
+        self.gives(extras)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
     ) -> Any:
         """(..., in_features) -> y; with return_bias or return_layernorm_output, a tuple (y, bias, normed rows)."""
         refuse("LayerNormLinear", others)
+        self.begins(is_first_microbatch)
         y = super().forward(in_amp(inp))
         if not self.returns_bias:
             return y
@@ -348,7 +356,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
         **others: Any,
     ) -> None:
         names = ("normalization", "activation", "activation_params", "zero_centered_gamma", "checkpoint")
-        refuse("LayerNormMLP", others, (*_COMMON, *names, "output_layer_init_method"))
+        extras = extras_of("LayerNormMLP", others, (*_COMMON, *names, "output_layer_init_method"))
         shards = shards_for("LayerNormMLP", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
@@ -364,18 +372,21 @@ class LayerNormMLP(Sharded, ours.NormMLP):
             dtype=params_dtype,
         )
         self.fc2.returns_bias = self.returns_bias = return_bias
-        self.starts(partial(started, self, init_method, output_layer_init_method))
+        with extras.initial():
+            self.starts(partial(started, self, init_method, output_layer_init_method))
         self.uses_their_keys(mlp_keys(), {"": ("fc1", "fc2")})
         self.names_layers(others.get("name"))
         self.share(shards)
+        self.gives(extras)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """(..., hidden_size) -> (..., hidden_size); with return_bias, a tuple with the bias, which is not added."""
+        self.begins(is_first_microbatch)
         y = super().forward(in_amp(inp))
         return (y, _returned(self.fc2.bias, y)) if self.returns_bias else y
 
 
-class GroupedLinear(TEState, ours.GroupedLinear):
+class GroupedLinear(TEState, WeightGradients, ours.GroupedLinear):
     """`ottava.nn.GroupedLinear` with TransformerEngine's arguments and names of parameters; errors as `Linear`.
 
     Args:
@@ -402,20 +413,23 @@ class GroupedLinear(TEState, ours.GroupedLinear):
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
-        refuse("GroupedLinear", others, _COMMON)
+        extras = extras_of("GroupedLinear", others, _COMMON)
         super().__init__(
             num_gemms, in_features, out_features, bias, recipe="bf16", device=device_for(device), dtype=params_dtype
         )
-        self.starts(partial(started, self, init_method))
+        with extras.initial():
+            self.starts(partial(started, self, init_method))
         stacked = {name: tuple((f"{name}{g}", 0) for g in range(num_gemms)) for name in ("weight", "bias")}
         self.uses_their_keys(stacked, {"": tuple(f"groups.{g}" for g in range(num_gemms))})
         self.names_layers(others.get("name"))
+        self.gives(extras)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, **others: Any
     ) -> Tensor:
         """(tokens, in_features) and the number of rows of each group -> (tokens, out_features)."""
         refuse("GroupedLinear", others)
+        self.begins(is_first_microbatch)
         return super().forward(inp, m_splits)
 
 

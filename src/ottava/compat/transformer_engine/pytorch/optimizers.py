@@ -1,4 +1,4 @@
-"""TransformerEngine's optimizers on those of `ottava.optim`."""
+"""TransformerEngine's optimizers on those of `ottava.optim`, and its functions of lists of tensors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ottava import optim
 from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.nn.layer import local
 
-__all__ = ["FusedAdam", "FusedSGD"]
+__all__ = [
+    *("FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"),
+    "multi_tensor_unscale_l2norm",
+]
 
 _MOMENTS = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "fp8"})
 
@@ -84,3 +89,55 @@ class FusedSGD(optim.SGD):
     ) -> None:
         refuse("FusedSGD", {"dampening": dampening, **others})
         super().__init__(params, lr, momentum, weight_decay, nesterov)
+
+
+def multi_tensor_applier(op: Any, noop_flag_buffer: Tensor, tensor_lists: list[list[Any]], *args: Any) -> Any:
+    """Calls one of the functions below with lists of tensors; DTensors as this rank's parts, empty tensors left out.
+
+    Raises:
+        RuntimeError: lists of unlike lengths.
+    """
+    if len({len(tensors) for tensors in tensor_lists}) != 1:
+        raise RuntimeError(
+            f"multi_tensor_applier: got lists of {[len(one) for one in tensor_lists]} tensors; needs as many in each"
+        )
+    kept = [i for i, tensor in enumerate(tensor_lists[0]) if tensor.numel()]
+    lists = [[local(tensors[i]) for i in kept] for tensors in tensor_lists]
+    return op(0, noop_flag_buffer, lists, *args) if kept else None
+
+
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: float) -> None:
+    """Writes scale times each tensor of the first list into the second; the flag becomes 1 if one is not finite.
+
+    Example:
+        >>> flag, x = torch.zeros(1, dtype=torch.int32), torch.ones(2)
+        >>> multi_tensor_scale(0, flag, [[x], [x]], 0.5)
+        >>> x, flag
+        (tensor([0.5000, 0.5000]), tensor([0], dtype=torch.int32))
+    """
+    with torch.no_grad():
+        for source, target in zip(*tensor_lists, strict=True):
+            wide = source.float() * scale
+            target.copy_(wide)
+            noop_flag.logical_or_(~wide.isfinite().all())
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """fp32: the 2-norm of all tensors together (1,), and of each tensor if per_tensor, else none.
+
+    Example:
+        >>> multi_tensor_l2norm(0, torch.zeros(1), [[torch.tensor([3.0]), torch.tensor([4.0])]], True)
+        (tensor([5.]), tensor([3., 4.]))
+    """
+    return multi_tensor_unscale_l2norm(chunk_size, noop_flag, tensor_lists, torch.ones(()), per_tensor)
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], inv_scale: Tensor, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`multi_tensor_l2norm` of the tensors times inv_scale, which stay as they are."""
+    norms = [torch.linalg.vector_norm(t.detach(), dtype=torch.float32) for t in tensor_lists[0]]
+    each = torch.stack(norms) * inv_scale.to(norms[0].device)
+    return torch.linalg.vector_norm(each).view(1), each if per_tensor else each[:0]

@@ -24,11 +24,9 @@ DEBUG = (
     "ottava.watch(model, config='their.yaml') reads the same file and acts by it; `ottava watch` does so in a script"
 )
 """Instead of TransformerEngine's debug tool."""
-_PERMUTE = "ottava.nn.MoE permutes and combines tokens itself"
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
-        "CudaRNGStatesTracker": "torch.random.fork_rng keeps and restores random states",
         "CusolverMpCtx": "torch.linalg has the matrix functions of one device",
         "Float8BlockwiseQTensorStorage": _TENSORS,
         "Float8TensorStorage": _TENSORS,
@@ -45,21 +43,11 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "constants": "use torch's dtypes and ottava.RECIPES",
         "deinterleave_glu_tensor": "gate and up lie one after the other in fc1; reshape the weight",
         "destroy_ub": _USERBUFFERS,
-        "get_cpu_offload_context": _OFFLOAD,
         "initialize_ub": _USERBUFFERS,
         "interleave_glu_tensor": "gate and up lie one after the other in fc1; reshape the weight",
-        "make_graphed_callables": "ottava.graphed_step captures a whole training step",
-        "mark_not_offload": _OFFLOAD,
-        "moe_permute": _PERMUTE,
-        "moe_permute_and_pad_with_probs": _PERMUTE,
-        "moe_permute_with_probs": _PERMUTE,
-        "moe_sort_chunks_by_index": _PERMUTE,
-        "moe_sort_chunks_by_index_with_probs": _PERMUTE,
-        "moe_unpermute": _PERMUTE,
         "newton_schulz": "torch.optim.Muon has it",
         "onnx_export": "ottava has no ONNX export",
         "ops": "use the modules; ottava itself fuses the operation in front of a cast",
-        "parallel_cross_entropy": "torch.nn.functional.cross_entropy",
         "prepare_for_saving": _TENSORS,
         "restore_from_func_ctx": _TENSORS,
         "restore_from_saved": _TENSORS,
@@ -80,15 +68,11 @@ BELOW: Mapping[str, str] = MappingProxyType(
         "RecipeState": _STATES,
         "distributed_weight": "torch's fully_shard gathers weights, also those of ottava",
         "general_grouped_gemm": "GroupedLinear multiplies its groups; general_gemm multiplies two tensors",
-        "multi_tensor_applier": _FOREACH,
-        "router": "ottava.nn.MoE routes tokens itself",
     }
 )
 """Names and modules below that interface, which scripts have used, too -> what to use."""
 
-_PARALLEL = "use modules of ottava.nn with ottava.distributed.ContextParallel"
 _SHARES = "Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention and TransformerLayer can be split"
-_SEEDS = "seed each rank yourself, with torch.manual_seed"
 _UB = "ottava does not overlap communication by user buffers"
 _ACCUMULATION = "autograd accumulates gradients in .grad"
 
@@ -99,12 +83,8 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "tp_size": ((1,), _SHARES),
         "parallel_mode": ((None,), _SHARES),
         "set_parallel_mode": ((False,), _SHARES),
-        "get_rng_state_tracker": ((None,), _SEEDS),
-        "rng_tracker_name": ((None,), _SEEDS),
         "symmetric_ar_type": ((None,), _USERBUFFERS),
-        "fuse_wgrad_accumulation": ((False,), _ACCUMULATION),
-        "delay_wgrad_compute": ((False,), "backward computes dgrad and wgrad together"),
-        "save_original_input": ((False,), "ottava saves the input's codes for the backward: half the bytes"),
+        "save_original_input": ((False, True), "ottava saves the input's codes for the backward: half the bytes"),
         "parameters_split": ((None,), "slice .weight, or make a Linear for each part"),
         "ub_overlap_ag": ((False, True), _UB),
         "ub_overlap_rs": ((False, True), _UB),
@@ -112,10 +92,9 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "ub_bulk_dgrad": ((False, True), _UB),
         "ub_bulk_wgrad": ((False, True), _UB),
         "ub_tp_comm_overlap": ((False,), _UB),
-        "ub_name": ((None,), _UB),
+        "ub_name": (("any",), "it names a buffer that the other ub arguments ask for"),
         "seq_length": (("any",), "only the warm-up of TransformerEngine's fused kernels uses it"),
         "micro_batch_size": (("any",), "only the warm-up of TransformerEngine's fused kernels uses it"),
-        "distribute_saved_activations": ((False,), "each rank keeps what its backward needs"),
         "layer_number": (("any",), "only attention uses it, to find its cache in InferenceParams"),
         "name": (("any",), "by it a CustomRecipe asks for a layer's quantizers; records take names from the model"),
         "is_first_microbatch": (("any",), "ottava itself keeps and drops casts of weights"),
@@ -135,9 +114,12 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "use_grouped_tensor": ((None,), "each expert has a weight of its own"),
         "single_grouped_weight": ((False,), "each expert has a weight of its own"),
         "single_grouped_bias": ((False,), "each expert has a bias of its own"),
-        "cu_seqlens_q_padded": ((None,), "packed sequences follow each other without padding"),
-        "cu_seqlens_kv_padded": ((None,), "packed sequences follow each other without padding"),
-        "pad_between_seqs": ((None, False), "packed sequences follow each other without padding"),
+        "cu_seqlens_q_padded": (
+            (None,),
+            "DotProductAttention takes it",
+        ),
+        "cu_seqlens_kv_padded": ((None,), "DotProductAttention takes it"),
+        "pad_between_seqs": ((None, False), "DotProductAttention takes it"),
         "bottom_right_diagonal": ((None,), "use a mask type that ends in bottom_right"),
         "enc_dec_bottom_right_diagonal": ((None,), "use a mask type that ends in bottom_right"),
         "enc_dec_window_size": ((None, (-1, -1)), "cross attention has no window"),
@@ -148,14 +130,13 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
             "the layer always adds the bias; linear layers and MultiheadAttention return it",
         ),
         "return_layernorm_output": ((False,), "use a separate norm to get the normed rows"),
-        "return_max_logit": ((False,), "attention does not keep its scores"),
+        "return_max_logit": ((False,), "DotProductAttention takes it"),
         "num_splits": ((1,), "torch's kernels choose the splits"),
-        "score_mod": ((None,), "torch.nn.attention.flex_attention has it"),
+        "score_mod": ((None,), "DotProductAttention takes it, in torch's form"),
+        "score_mod_bprop": ((None,), "autograd makes the backward of score_mod"),
+        "score_mod_tensors": ((None,), "score_mod may read tensors of its own"),
+        "score_mod_bprop_tensors": ((None,), "autograd makes the backward of score_mod"),
         "bf16_backward": ((False,), "attention runs in high precision"),
-        "cp_group": ((None,), _PARALLEL),
-        "cp_global_ranks": ((None,), _PARALLEL),
-        "cp_stream": ((None,), _PARALLEL),
-        "cp_comm_type": (("any",), _PARALLEL),
         "out": ((None,), "ottava returns new tensors"),
         "dgrad_out": ((None,), "ottava returns new tensors"),
     }
@@ -241,6 +222,7 @@ class Absent(type):
     """The metaclass of missing names: such a name can be imported and compared, and any other use is an error."""
 
     advice: str
+    is_module: bool
 
     def _refuse(cls) -> NoReturn:
         raise NotImplementedError(f"transformer_engine.pytorch.{cls.__name__} is not in ottava: {cls.advice}")
@@ -251,7 +233,10 @@ class Absent(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        cls._refuse()
+        if not (cls.is_module and name[0].isupper()):
+            cls._refuse()
+        # a class of the module: annotations and checks name it without using it
+        return Absent(f"{cls.__name__}.{name}", (), {"advice": cls.advice, "is_module": False})
 
     def __instancecheck__(cls, instance: object) -> bool:
         return False
@@ -259,4 +244,5 @@ class Absent(type):
 
 def absent(name: str, advice: str = "") -> Any:
     """The stand-in for a name of `NAMES`, or for another one with this advice."""
+    return Absent(name, (), {"advice": advice or NAMES[name], "is_module": name.islower() and "." not in name})
     return Absent(name, (), {"advice": advice or NAMES.get(name) or BELOW[name]})

@@ -286,6 +286,10 @@ class _TheirPickler(pickle.Pickler):
         return NotImplemented
 
 
+TransformerEngineBaseModule = TEState
+"""TransformerEngine's name of its base class, which scripts ask isinstance for."""
+
+
 def _layer(module: nn.Module, path: str) -> QuantizedLayer:
     layer = module.get_submodule(path)
     assert isinstance(layer, QuantizedLayer)

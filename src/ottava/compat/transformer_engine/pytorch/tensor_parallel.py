@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from ottava.compat.transformer_engine.pytorch.gradients import WeightGradients
 from ottava.compat.transformer_engine.pytorch.state import TEState
 from ottava.nn.layer import Layer
 from ottava.nn.sharding import Sharding
@@ -75,7 +76,7 @@ def shards_for(
     return Shards(where, tp_group if size > 1 else None, size, bool(sequence_parallel) and size > 1)
 
 
-class Sharded(TEState):
+class Sharded(TEState, WeightGradients):
     """A TransformerEngine module. Each rank of a group may hold a shard of it."""
 
     def share(self, shards: Shards, mode: str | None = "column") -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ottava import nn as ours
 from ottava.compat.transformer_engine.pytorch.attention import (
+    ContextParallel,
     Window,
     attention_arguments,
     attention_keys,
@@ -19,6 +20,7 @@ from ottava.compat.transformer_engine.pytorch.attention import (
     mask_for,
     sink_for,
 )
+from ottava.compat.transformer_engine.pytorch.gradients import extras_of
 from ottava.compat.transformer_engine.pytorch.module import (
     Init,
     activation_for,
@@ -29,13 +31,14 @@ from ottava.compat.transformer_engine.pytorch.module import (
     norm_name,
     started,
 )
-from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, shards_for
 from ottava.nn.transformer import Arrangement
 
+_NAMES = ("num_gqa_groups", "hidden_dropout", "attn_input_format", "normalization", "params_dtype")
 
-class TransformerLayer(Sharded, ours.TransformerLayer):
+
+class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
     """`ottava.nn.TransformerLayer` with TransformerEngine's arguments and names of parameters.
 
     Args:
@@ -103,10 +106,7 @@ class TransformerLayer(Sharded, ours.TransformerLayer):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        where = "TransformerLayer"
-        refuse(
-            where, others, ("num_gqa_groups", "hidden_dropout", "attn_input_format", "normalization", "params_dtype")
-        )
+        extras = extras_of(where := "TransformerLayer", others, _NAMES)
         arranged = _arrangement(parallel_attention_mlp, output_layernorm, apply_residual_connection_post_layernorm)
         shards = shards_for(where, tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
@@ -136,10 +136,12 @@ class TransformerLayer(Sharded, ours.TransformerLayer):
         self.rotary_pos_interleaved, self.layer_number = rotary_pos_interleaved, layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
         norm_heads(where, (self.attention, self.cross), qk_norm_type, qk_norm_eps, **made)
-        self.starts(partial(started, self, init_method, output_layer_init_method))
+        with extras.initial():
+            self.starts(partial(started, self, init_method, output_layer_init_method))
         self.uses_their_keys(*self._their_names(fuse_qkv_params, qkv_weight_interleaved))
         self.names_layers(others.get("name"))
         self.share(shards)
+        self.gives(extras)
 
     def _their_names(
         self, fused: bool, interleaved: bool
@@ -174,6 +176,7 @@ class TransformerLayer(Sharded, ours.TransformerLayer):
             call: the other keywords of `attention_arguments`.
         """
         hidden_states = in_amp(hidden_states)
+        self.begins(call.get("is_first_microbatch"))
         where, ends = "TransformerLayer", cu_seqlens_kv if self.cross is None else None
         options = attention_arguments(
             where, self.attention, hidden_states, self_attn_mask_type or self.mask_types[0], attention_mask,

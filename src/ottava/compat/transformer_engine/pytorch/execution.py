@@ -1,0 +1,204 @@
+"""TransformerEngine's CUDA graphs and its offload of activations, for loops that are written around them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava.compat.transformer_engine.common.recipe import Recipe
+from ottava.compat.transformer_engine.pytorch.quantization import autocast, get_default_recipe
+
+_KEEPS = "_ottava_stays_on_its_device"
+_OLD = ("fp8_enabled", "fp8_calibrating", "fp8_recipe", "fp8_group")
+_NEW = ("enabled", "calibrating", "recipe", "amax_reduction_group")
+
+
+def make_graphed_callables(
+    modules: Any,
+    sample_args: Any,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: Any = None,
+    **settings: Any,
+) -> Any:
+    """Modules that run under an autocast: eagerly on a CPU, as CUDA graphs on a GPU.
+
+    Args:
+        modules: one module or several.
+        sample_args: for each module a tuple of tensors, of the shapes of all later calls.
+        num_warmup_iters, allow_unused_input: of the capture.
+        sample_kwargs: keyword arguments; only None for a capture.
+        settings: enabled, calibrating, recipe and amax_reduction_group of `autocast`, or their old names with fp8_; and
+            TransformerEngine's settings of buffers, accepted, because they change no number.
+    Returns:
+        The modules, which run that way from now on.
+    Raises:
+        NotImplementedError: on a GPU, a recipe whose scales come from earlier steps. There a graph of the whole step
+            (ottava.graphed_step) moves the scales.
+
+    Example:
+        >>> import ottava.compat.transformer_engine.pytorch as te
+        >>> layer = te.Linear(16, 16, device="cpu")
+        >>> with warnings.catch_warnings(action="ignore"):
+        ...     graphed = te.make_graphed_callables(layer, (torch.ones(2, 16),), enabled=True)
+        >>> graphed(torch.ones(2, 16)).shape, graphed.last_call.recipe.name
+        (torch.Size([2, 16]), 'DelayedScaling')
+    """
+    several = isinstance(modules, Sequence | nn.ModuleList)
+    group = list(modules) if several else [modules]
+    inputs = list(sample_args) if several else [sample_args]
+    context = {new: settings.get(new, settings.get(old)) for new, old in zip(_NEW, _OLD, strict=True)}
+    on = [context["enabled"]] * len(group) if isinstance(context["enabled"], bool | None) else list(context["enabled"])
+    eager = not any(t.is_cuda for one in inputs for t in one if isinstance(t, Tensor))
+    if eager:
+        warnings.warn(
+            "make_graphed_callables: the samples are on a CPU, which has no CUDA graphs: the modules run eagerly, with "
+            "the same numbers",
+            stacklevel=2,
+        )
+    elif sample_kwargs:
+        raise NotImplementedError("make_graphed_callables: sample_kwargs are not in ottava; give positional arguments")
+    graphed = []
+    for module, enabled, samples in zip(group, on, inputs, strict=True):
+        _run_under(module, {**context, "enabled": bool(enabled)}, captures=not eager)
+        if not eager:  # never run: no machine of ours has a GPU
+            module = torch.cuda.make_graphed_callables(module, tuple(samples), num_warmup_iters, allow_unused_input)
+        graphed.append(module)
+    return tuple(graphed) if several else graphed[0]
+
+
+def _run_under(module: Any, context: Mapping[str, Any], *, captures: bool) -> None:
+    """Makes a module's forward run under an autocast, as a capture would fix it."""
+    recipe: Recipe | None = context["recipe"]
+    if captures and context["enabled"] and (get_default_recipe() if recipe is None else recipe).ottava.predicted:
+        raise NotImplementedError(
+            "make_graphed_callables: a graph of one module cannot move the scales of DelayedScaling at a step; give "
+            "Float8CurrentScaling or MXFP8BlockScaling, or capture the whole step with ottava.graphed_step"
+        )
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with autocast(context["enabled"], bool(context["calibrating"]), recipe, context["amax_reduction_group"]):
+            return forward(*args, **kwargs)
+
+    module.forward = run
+
+
+def set_capture_start() -> None:
+    """Does nothing: no state waits for a capture."""
+
+
+set_capture_end = set_capture_start
+
+
+def save_fp8_tensors(modules: Sequence[nn.Module], recipe: Recipe | None) -> list[dict[str, Tensor]]:
+    """Copies the histories and scales of modules, which warm-up steps would move."""
+    return [{name: t.clone() for name, t in _scaling(module).items()} for module in modules]
+
+
+def restore_fp8_tensors(modules: Sequence[nn.Module], fp8_tensors: Sequence[Mapping[str, Tensor]]) -> None:
+    """Puts back what `save_fp8_tensors` has copied."""
+    with torch.no_grad():
+        for module, saved in zip(modules, fp8_tensors, strict=True):
+            for name, t in _scaling(module).items():
+                if name in saved:
+                    t.copy_(saved[name])
+
+
+def _scaling(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in module.named_buffers() if ".quantizers." in f".{name}"}
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: Any = None,
+) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """A context for the forward of each layer, whose saved tensors then wait on the CPU, and a function for its result.
+
+    What a layer of ottava saves for its backward, codes and scales mostly, moves. Parameters stay, and so do tensors
+    given to `mark_not_offload`. Copies are synchronous: they take time on a GPU that TransformerEngine hides.
+
+    Args:
+        enabled: False: neither does anything.
+        num_layers: of each pass, how many of the first layers move their tensors.
+        model_layers: layers in a pass.
+        others: accepted, because they change no number: TransformerEngine's settings of buffers and streams.
+    Raises:
+        NotImplementedError: manual_synchronization, offload_weights.
+
+    Example:
+        >>> context, after_layer = get_cpu_offload_context(True, 1, 2)
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> for _ in range(2):
+        ...     with context:
+        ...         y = x * x
+        ...     y = after_layer(y)
+        >>> torch.autograd.grad(y.sum(), x)[0]
+        tensor([2., 2.])
+    """
+    if manual_synchronization or offload_weights:
+        what = "manual_synchronization" if manual_synchronization else "offload_weights"
+        raise NotImplementedError(
+            f"get_cpu_offload_context: {what}=True is not in ottava: saved activations move at once, and parameters "
+            "stay. Leave it out; FSDP2's CPUOffloadPolicy moves parameters"
+        )
+    offload = _Offload(num_layers or 0, model_layers) if enabled else _Offload(0, model_layers)
+    return offload, offload.after_layer
+
+
+class _Offload:
+    """The context and the counter of layers."""
+
+    def __init__(self, moves: int, layers: int) -> None:
+        self.moves, self.layers, self.layer = moves, max(layers, 1), 0
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        if self.layer < self.moves:
+            self.hooks.append(torch.autograd.graph.saved_tensors_hooks(_to_cpu, _back))
+            self.hooks[-1].__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self.hooks:
+            self.hooks.pop().__exit__(*raised)
+
+    def after_layer(self, result: Tensor) -> Tensor:
+        """The result; the next forward is the next layer's."""
+        self.layer = (self.layer + 1) % self.layers
+        return result
+
+
+def _to_cpu(saved: Tensor) -> tuple[torch.device, Tensor]:
+    stays = isinstance(saved, nn.Parameter) or isinstance(saved._base, nn.Parameter) or hasattr(saved, _KEEPS)
+    if stays or saved.device.type == "cpu":
+        return saved.device, saved
+    host = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
+    return saved.device, host.copy_(saved)
+
+
+def _back(kept: tuple[torch.device, Tensor]) -> Tensor:
+    device, saved = kept
+    return saved.to(device)
+
+
+def mark_not_offload(*tensors: Tensor | None) -> None:
+    """Lets tensors stay on their device in a `get_cpu_offload_context`."""
+    for tensor in tensors:
+        if tensor is not None:
+            setattr(tensor, _KEEPS, True)
+
+
+def is_cpu_offload_enabled() -> bool:
+    """False: layers need not know of an offload, which autograd's hooks do."""
+    return False

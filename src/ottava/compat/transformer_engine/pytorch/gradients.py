@@ -1,0 +1,194 @@
+"""What Megatron asks of a TransformerEngine module besides its numbers: where weights' gradients go, and random states.
+
+fuse_wgrad_accumulation    main_grad (N, K) += dw, from the sums of the GEMM, which round to main_grad's dtype
+delay_wgrad_compute        backward makes dx; dw when somebody calls backward_dw()
+get_rng_state_tracker      initial weights and attention's dropout draw from a state of this rank
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.nn.layer import Layer, LayerView, recomputing
+
+Run = Callable[[torch.dtype], Tensor]
+"""Multiplies the operands of dw and returns it in a dtype."""
+
+
+class Extras(NamedTuple):
+    """The settings of this file, as a constructor gets them."""
+
+    fuse: bool
+    delay: bool
+    tracker: Callable[[], Any] | None
+    state: str | None
+    before: tuple[Tensor, ...]
+    """Random states of the CPU and the GPU in front of the constructor."""
+
+    def initial(self) -> AbstractContextManager[Any]:
+        """`drawn`, for initial weights: as if ottava's constructor, whose values they replace, had drawn nothing."""
+        for state, give in zip(self.before, (torch.set_rng_state, torch.cuda.set_rng_state), strict=False):
+            give(state)
+        return self.drawn()
+
+    def drawn(self) -> AbstractContextManager[Any]:
+        """Draws from the tracker's state inside."""
+        if self.tracker is None:
+            return nullcontext()
+        forked: AbstractContextManager[Any] = (
+            self.tracker().fork() if self.state is None else self.tracker().fork(self.state)
+        )
+        return forked
+
+
+def extras_of(where: str, others: Mapping[str, Any], accepted: tuple[str, ...] = ()) -> Extras:
+    """The settings of this file among a constructor's other arguments; `refuse` sees the rest.
+
+    Example:
+        >>> extras_of("Linear", {"fuse_wgrad_accumulation": True, "name": "fc1"}).fuse
+        True
+    """
+    own = ("fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker", "rng_tracker_name")
+    refuse(where, {name: value for name, value in others.items() if name not in own}, (*accepted, *own))
+    fuse, delay, tracker, state = (others.get(name) for name in own)
+    before = (torch.get_rng_state(), *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()))
+    return Extras(bool(fuse), bool(delay), tracker, state, before)
+
+
+class WeightGradients(nn.Module):
+    """A module that may add its weights' gradients to `main_grad`, and may make them later."""
+
+    fuse_wgrad_accumulation = False
+    save_original_input = False
+    """Megatron sets it; it changes nothing: backward reads codes that the forward has made, as it must."""
+    is_first_forward: bool | None = None
+    """is_first_microbatch of the last forward."""
+    delays = False
+
+    def gives(self, extras: Extras) -> None:
+        """Takes the settings. A constructor calls this after it has built its layers."""
+        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
+        self.fuse_wgrad_accumulation, self.delays = extras.fuse, extras.delay
+        self._waiting: list[deque[Callable[[], None]]] = []
+        if not (extras.fuse or extras.delay):
+            return
+        for layer in (module for module in self.modules() if isinstance(module, Layer)):
+            self._waiting.append(deque())
+            layer.takes_dw = _Taker(self, layer, self._waiting[-1])
+            if extras.delay:  # Megatron's hooks then wait for `backward_dw`
+                layer.parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def begins(self, is_first_microbatch: bool | None) -> None:
+        """Notes which micro-batch a forward reads. The first one of a step moves predicted scales.
+
+        Megatron's optimizers step copies of the weights, so that no hook of an optimizer tells of the step's end.
+        """
+        self.is_first_forward = is_first_microbatch
+        if is_first_microbatch is not True or not self.training or recomputing():
+            return
+        layers = [module for module in self.modules() if isinstance(module, Layer)]
+        for layer in layers:
+            layer.quantizers.weight.stepped()
+        for state in dict.fromkeys(layer.scaling_state for layer in layers):
+            if state.bound and state.predicts and not state.moved_by_autocast:
+                state.update()
+
+    def need_backward_dw(self) -> bool:
+        """Whether the gradients of weights wait for `backward_dw`."""
+        return self.delays
+
+    def backward_dw(self) -> None:
+        """Makes the gradients of the weights for the first backward that still waits; does nothing without one.
+
+        Raises:
+            RuntimeError: no backward waits.
+        """
+        if not self.delays:
+            return
+        if not any(self._waiting):
+            raise RuntimeError(
+                f"{type(self).__name__}.backward_dw: no backward waits for its weight gradients; call it once after "
+                "each backward"
+            )
+        for waiting in self._waiting:
+            if waiting:
+                waiting.popleft()()
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Any) -> None:
+        """Calls a function after each `backward_dw`."""
+        self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
+
+
+class _Taker:
+    """Stands in a layer's backward where dw is made."""
+
+    def __init__(self, owner: WeightGradients, layer: Layer, waiting: deque[Callable[[], None]]) -> None:
+        self.owner, self.layer, self.waiting = owner, layer, waiting
+
+    def __call__(self, run: Run) -> Tensor | None:
+        fuse, overwrite = self.owner.fuse_wgrad_accumulation, self.owner.is_first_forward is True
+        if self.owner.delays:
+            self.waiting.append(partial(_put_later, self.layer, run, fuse, overwrite))
+            return None
+        return _add_to_main(self.layer, run, overwrite)
+
+
+def _put_later(layer: Layer, run: Run, fuse: bool, overwrite: bool) -> None:
+    with torch.no_grad():
+        if fuse:
+            _add_to_main(layer, run, overwrite)
+            return
+        parameter, own = layer.parameter, run(layer.weight.dtype)
+        if parameter.grad is None:
+            parameter.grad = own if own.shape == parameter.shape else torch.zeros_like(parameter)
+            if parameter.grad is own:
+                return
+        _piece(layer, parameter.grad).add_(own)
+
+
+def _add_to_main(layer: Layer, run: Run, overwrite: bool) -> Tensor | None:
+    """Adds dw to main_grad. Returns zeros for autograd, if the parameter says that its trainer looks for them."""
+    parameter: Any = layer.parameter
+    main = parameter.get_main_grad() if hasattr(parameter, "get_main_grad") else getattr(parameter, "main_grad", None)
+    if main is None:
+        raise RuntimeError(
+            f"fuse_wgrad_accumulation: {layer.name or type(layer).__name__} has a weight {tuple(parameter.shape)} "
+            "without main_grad; give it a tensor of that shape, as Megatron's DistributedDataParallel does, or leave "
+            "fuse_wgrad_accumulation out"
+        )
+    own = run(main.dtype)
+    place = _piece(layer, main.view(parameter.shape))
+    if overwrite or getattr(parameter, "overwrite_main_grad", False):
+        place.copy_(own)
+    else:
+        place.add_(own)
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    return get_dummy_wgrad(own.shape, layer.weight.dtype, device=own.device)
+
+
+def get_dummy_wgrad(
+    shape: Sequence[int], dtype: torch.dtype, zero: bool = False, *, device: torch.device | str | None = None
+) -> Tensor:
+    """What autograd gets in place of a gradient that lies in main_grad: zeros; TransformerEngine's are not written.
+
+    device: None: the GPU, or without one the CPU.
+    """
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.zeros(tuple(shape), dtype=dtype, device=default if device is None else device)
+
+
+def _piece(layer: Layer, whole: Tensor) -> Tensor:
+    """The layer's part of a tensor that has the shape of its parameter."""
+    return whole if not isinstance(layer, LayerView) or layer.piece is None else whole[layer.piece]
