@@ -36,7 +36,10 @@ OURS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "ottava.nn.permute and unpermute",
             "pytorch/test_moe.py",
         ),
-        "moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs": ("torch.split, torch.cat", "pytorch/test_moe.py"),
+        "moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs": (
+            "torch.split, torch.cat",
+            "pytorch/test_moe.py",
+        ),
         "fused_topk_with_score_function, fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss": (
             "torch's operations, in FP32",
             "pytorch/test_moe.py",

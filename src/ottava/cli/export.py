@@ -159,7 +159,9 @@ def parity(
     engine: Annotated[
         str, Option("--engine", "-e", metavar="E", help="vllm, sglang, transformers or trtllm.")
     ] = "vllm",
-    recipe: Annotated[str | None, Option(metavar="R", help="Name of the training's recipe, if TRAIN is in BF16.")] = None,
+    recipe: Annotated[
+        str | None, Option(metavar="R", help="Name of the training's recipe, if TRAIN is in BF16.")
+    ] = None,
     settings: Annotated[
         Path | None, Option("--engine-config", metavar="F", help="JSON: settings of the engine, in its own words.")
     ] = None,

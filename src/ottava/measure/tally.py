@@ -56,8 +56,8 @@ _PART = MappingProxyType({**_WIDE_SUM, "detail": "anatomy"})
 _OF_CAST = MappingProxyType({"of_cast": True})
 
 
-def _histogram(bins: int, detail: Detail = "numbers", **more: bool) -> Any:
-    metadata = {"merge": "sum", "bins": bins, "detail": detail, "tile": detail == "exponents", **more}
+def _histogram(bins: int, detail: Detail = "numbers", *, of_cast: bool = False) -> Any:
+    metadata = {"merge": "sum", "bins": bins, "detail": detail, "tile": detail == "exponents", "of_cast": of_cast}
     return field(default_factory=partial(np.zeros, bins), metadata=metadata)
 
 
@@ -136,9 +136,9 @@ class Tally:
     """Largest share of the energy that one channel (a column) has in a cast."""
     row_sqnr: Bins = _histogram(ROW_SQNR_BINS)
     """Rows that are not all zeros, by the SQNR of the row."""
-    channel_sqnr: Bins = _histogram(ROW_SQNR_BINS, **_OF_CAST)
+    channel_sqnr: Bins = _histogram(ROW_SQNR_BINS, of_cast=True)
     """Channels that are not dead, by the SQNR of the channel."""
-    block_spread: Bins = _histogram(SPREAD_BINS, **_OF_CAST)
+    block_spread: Bins = _histogram(SPREAD_BINS, of_cast=True)
     """1x128 blocks that are not all zeros, by floor(log2(amax of the tensor / amax of the block))."""
     exponents: Bins = _histogram(EXPONENT_BINS, "exponents")
     """Non-zero elements by magnitude."""

@@ -204,7 +204,9 @@ def _plan(row_id_map: Tensor) -> Permutation:
     slots = at.argsort(stable=True)[:rows]
     choices = max(row_id_map.shape[1], 1)
     counts = torch.bincount(slots % choices, minlength=choices)
-    return Permutation(slots // choices, at.view(row_id_map.shape).sort(dim=1).values, slots, counts)
+    return Permutation(
+        slots // choices, at.view(row_id_map.shape).sort(dim=1).values, slots, counts, tuple(counts.tolist())
+    )
 
 
 def _padded_places(plan: Permutation, pad_offsets: Tensor) -> Tensor:

@@ -244,5 +244,5 @@ class Absent(type):
 
 def absent(name: str, advice: str = "") -> Any:
     """The stand-in for a name of `NAMES`, or for another one with this advice."""
-    return Absent(name, (), {"advice": advice or NAMES[name], "is_module": name.islower() and "." not in name})
-    return Absent(name, (), {"advice": advice or NAMES.get(name) or BELOW[name]})
+    told = advice or NAMES.get(name) or BELOW[name]
+    return Absent(name, (), {"advice": told, "is_module": name.islower() and "." not in name})
