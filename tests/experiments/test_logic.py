@@ -15,7 +15,7 @@ from ottava.diagnose.diagnose import diagnose
 from ottava.experiments.logic import reasons
 from ottava.experiments.program import AS_IT_RAN, Recorder
 from ottava.experiments.trace import Trace
-from ottava.experiments.twin import STEPS, Twin
+from ottava.experiments.twin import STEPS, OptimizerTwin
 from ottava.record.reader import Run
 from ottava.record.schema import EXPERIMENTS
 
@@ -104,7 +104,7 @@ def test_a_twin_goes_where_the_formula_leads() -> None:
         weight = nn.Parameter(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
         optimizer = make([weight])
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-        twin = Twin(optimizer)
+        twin = OptimizerTwin(optimizer)
         for step in range(STEPS):
             weight.grad = torch.randn(32, 32, generator=torch.Generator().manual_seed(step))
             twin.step()

@@ -20,7 +20,7 @@ from ottava.serving.attribution import CAUSES, attribute, kl_of
 from ottava.serving.hypotheses import Sampler, hypotheses
 from ottava.serving.rollout import Rollout
 from ottava.serving.sides import Model, trained, under
-from ottava.serving.twin import State, Twin
+from ottava.serving.twin import ModelState, Twin
 
 pytest.importorskip("transformers")
 IDS = torch.randint(0, 256, (6, 48), generator=torch.Generator().manual_seed(5))
@@ -38,7 +38,7 @@ def _sharp(model: Model) -> Model:
     return replace(model, linears={**model.linears, "lm_head": replace(head, weight=2 * head.weight)})
 
 
-def logp(state: State, sampler: Sampler | None = None, *, chunk: int = 6) -> Tensor:
+def logp(state: ModelState, sampler: Sampler | None = None, *, chunk: int = 6) -> Tensor:
     """(240,): of the last 40 tokens of each sequence."""
     twin = Twin(state, torch.bfloat16)
     logits = torch.cat([twin.logits(state, ids) for ids in IDS.split(chunk)])
@@ -57,16 +57,16 @@ def older(model: Model, pattern: str = "") -> Model:
 
 
 def test_a_cause_is_named_and_parts_sum_to_the_kl(bare: Model) -> None:
-    state = State.of(bare)
+    state = ModelState.of(bare)
     own = logp(state, chunk=1)  # another batch than the experiments'
-    cast = State.of(_sharp(trained(under(plain("llama", dtype=torch.bfloat16), rowwise_fp32()))))
+    cast = ModelState.of(_sharp(trained(under(plain("llama", dtype=torch.bfloat16), rowwise_fp32()))))
     before = older(bare, "layers.1.mlp")
     engines: dict[str, tuple[Tensor, dict[str, Any]]] = {
         "temperature": (logp(state, Sampler(0.7)), {}),
         "processed": (logp(state, Sampler(penalty=1.2)), {}),
         "kv-cache": (logp(replace(state, cache=E4M3)), {}),
         "layers": (logp(cast), {}),
-        "stale": (logp(State.of(before)), {"before": [("step 3", before)]}),
+        "stale": (logp(ModelState.of(before)), {"before": [("step 3", before)]}),
         "scaled": (own / 0.8, {}),
         "shift": (own.view(6, 40).roll(1, 1).flatten(), {}),
         "padded": (own.where(torch.arange(240) % 9 > 0, torch.tensor(0.0)), {}),
@@ -83,7 +83,7 @@ def test_a_cause_is_named_and_parts_sum_to_the_kl(bare: Model) -> None:
 
 
 def test_other_kernels_are_no_cause(bare: Model) -> None:
-    state = State.of(bare)
+    state = ModelState.of(bare)
     own = logp(state)
     found = attribute(rollout(logp(replace(state, split=True)), own), bare)
     assert found.good
@@ -94,7 +94,7 @@ def test_other_kernels_are_no_cause(bare: Model) -> None:
 
 
 def test_what_nothing_explains_is_said(bare: Model) -> None:
-    own = logp(State.of(bare))
+    own = logp(ModelState.of(bare))
     noisy = (own + 0.5 * torch.randn(240, generator=torch.Generator().manual_seed(1))).clamp(max=0)
     found = attribute(rollout(noisy, own), bare)
     assert (found.first, found.rest.cause) == (None, "not-fp8")  # neither side casts
@@ -104,9 +104,9 @@ def test_what_nothing_explains_is_said(bare: Model) -> None:
 
 
 def test_training_that_is_not_its_checkpoint(bare: Model) -> None:
-    state = State.of(bare)
+    state = ModelState.of(bare)
     own = logp(state, chunk=2)
-    found = attribute(rollout(own, logp(State.of(older(bare)))), bare)
+    found = attribute(rollout(own, logp(ModelState.of(older(bare)))), bare)
     assert found.first is not None
     assert found.first.cause == "trainer"
     warm = attribute(rollout(own, logp(state, Sampler(0.6))), bare)  # training divides, and nobody said so
@@ -116,16 +116,16 @@ def test_training_that_is_not_its_checkpoint(bare: Model) -> None:
 
 
 def test_a_dump_alone_shows_lists_only(bare: Model) -> None:
-    own = logp(State.of(bare))
+    own = logp(ModelState.of(bare))
     shown = {one.cause for one in hypotheses(rollout(own, own), None, None, ())}
     assert shown <= {"shift", "scaled", "padded", "temperature", "processed"}
-    found = attribute(rollout(logp(State.of(bare), Sampler(0.5)), own))
+    found = attribute(rollout(logp(ModelState.of(bare), Sampler(0.5)), own))
     assert found.first is not None
     assert found.first.cause == "temperature"
 
 
 def test_another_model_is_refused(bare: Model) -> None:
-    own = logp(State.of(bare))
+    own = logp(ModelState.of(bare))
     other = -torch.rand(240, generator=torch.Generator().manual_seed(2)) * 9
     with pytest.raises(ValueError, match="another checkpoint, or the tokens are of another tokenizer"):
         attribute(rollout(other, other + 0.01), bare)
@@ -156,8 +156,10 @@ def test_a_sampler_is_that_of_transformers() -> None:
 def test_the_command(pair: Callable[..., Any], bare: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = pair("llama", "blockwise_fp32", "fp8-block", torch.bfloat16)
     source = trained(one.source)
-    theirs = State.of(replace(source, linears={n: replace(s, activations=None) for n, s in source.linears.items()}))
-    ours = logp(State.of(source))
+    theirs = ModelState.of(
+        replace(source, linears={n: replace(s, activations=None) for n, s in source.linears.items()})
+    )
+    ours = logp(ModelState.of(source))
     dump = {"token_ids": IDS, "mask": (torch.arange(48) > 7).expand(6, -1).long(), "lengths": torch.full((6,), 48)}
     for name, values in (("rollout_raw_logprob", logp(theirs)), ("prev_recompute_raw_logprob", ours)):
         dump[name] = torch.cat((torch.zeros(6, 8), values.view(6, 40)), 1)

@@ -14,7 +14,7 @@ from tests.sweep import sweep
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.serving.sides import Model, Text, made_up, served, trained
 from ottava.serving.source import of_model
-from ottava.serving.twin import State, Twin, kl_alone
+from ottava.serving.twin import ModelState, Twin, kl_alone
 from ottava.train.config import ModelConfig
 from ottava.train.llama import as_llama
 from ottava.train.model import ByteTransformer
@@ -30,7 +30,7 @@ def test_logits_are_those_of_our_llama() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
-    state = State.of(trained(as_llama(model, config, 64)))
+    state = ModelState.of(trained(as_llama(model, config, 64)))
     ids = made_up(256, 48).ids
     with torch.no_grad():
         wanted, got = model(ids[None])[0], Twin(state).logits(state, ids[None])[0]
@@ -45,7 +45,7 @@ def test_kl_of_one_linear(pair: Callable[..., Any]) -> None:
     text = made_up(256, 24)
     kls, said = kl_alone(ours, theirs, [name], text)
     with torch.no_grad():
-        state = State.of(ours)
+        state = ModelState.of(ours)
         p = F.softmax(Twin(state).logits(state, text.ids[None])[0], -1)
         state = state.given(name, theirs.linears[name])
         q = F.softmax(Twin(state).logits(state, text.ids[None])[0], -1)
@@ -81,7 +81,7 @@ def test_a_twin_computes_what_transformers_computes(family: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
-    state = State.of(trained(of_model(model)))
+    state = ModelState.of(trained(of_model(model)))
     twin, ids = Twin(state), made_up(96, 24).ids.view(2, 12)
     with torch.no_grad():
         wanted = model(ids).logits
@@ -102,7 +102,7 @@ def test_a_twin_takes_the_experts_that_it_is_given() -> None:
     sizes |= {"num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2, "num_key_value_heads": 2}
     config = transformers.Qwen3MoeConfig(**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    state = State.of(trained(of_model(model)))
+    state = ModelState.of(trained(of_model(model)))
     twin, ids = Twin(state), made_up(96, 12).ids[None]
     seen: list[torch.Tensor] = []
     handles = [

@@ -33,7 +33,7 @@ from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Re
 from ottava.experiments.shadow import Shadow, first_nonfinite, local, nothing_changes, parameters_of, scaler_factor
 from ottava.experiments.snapshot import NotReplayableError, Snapshot, stepped_by
 from ottava.experiments.trace import Trace
-from ottava.experiments.twin import STEPS, Twin, narrow
+from ottava.experiments.twin import STEPS, OptimizerTwin, narrow
 from ottava.measure.limits import LEAST, SUSPICIOUS, gradient_hurts, robust_z
 from ottava.recipe import Recipe, get_recipe
 
@@ -317,7 +317,7 @@ class Laboratory:
         self._traced: Trace | None = None
         self._converts: str | None = None
         self._elsewhere = self._met = False
-        self._twin: Twin | None = None
+        self._twin: OptimizerTwin | None = None
         self._twins = 0
         self._reasoned = False
         self._started = time.perf_counter()
@@ -454,7 +454,7 @@ class Laboratory:
         twin, self._twin = self._twin, None  # one that fails goes no further
         if twin is None and (self._wants_twin or (self._why and self._twins < 1 and _alone() and narrow(optimizer))):
             self._twins += 1
-            twin = Twin(optimizer)
+            twin = OptimizerTwin(optimizer)
         if twin is not None and twin.follows(optimizer) and twin.steps == STEPS:
             facts = {"from": self._step - STEPS, "error": twin.error(), "converts": self._elsewhere}
             self._write(self._step, "optimizer", **facts)

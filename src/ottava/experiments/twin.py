@@ -31,7 +31,7 @@ _MOST = 1 << 26
 """Elements that are copied: with two moments in FP32 they take 0.8 GB."""
 
 
-class Twin:
+class OptimizerTwin:
     """A twin of an optimizer.
 
     Args:
@@ -42,7 +42,7 @@ class Twin:
     Example:
         >>> weight = nn.Parameter(torch.ones(4))
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)
-        >>> twin = Twin(optimizer)
+        >>> twin = OptimizerTwin(optimizer)
         >>> for _ in range(2):
         ...     weight.grad = torch.ones(4)
         ...     twin.step()

@@ -224,6 +224,7 @@ def swizzled(scale_inv: Tensor) -> Tensor:
     scales = scale_inv if scale_inv.dtype == torch.uint8 else exponent_bytes(scale_inv)
     rows, blocks = scales.shape
     scales = nn.functional.pad(scales, (0, -blocks % 4, 0, -rows % 128))
+    # bytes 0 stand for 2**-127; the codes beside them are padding and 0, too
     tiles = scales.view(-1, 4, 32, scales.shape[1] // 4, 4)  # (rows / 128, 4, 32, blocks / 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ottava.base.text import columns
-from ottava.serving.hypotheses import Hypothesis, Sampler, Setting, hypotheses, temperatures
+from ottava.serving.hypotheses import Guess, Hypothesis, Sampler, hypotheses, temperatures
 from ottava.serving.rollout import Equality, Rollout, certify
 from ottava.serving.sides import Model
-from ottava.serving.twin import State, Twin
+from ottava.serving.twin import ModelState, Twin
 
 SCHEMA_VERSION = 1
 CAUSES = MappingProxyType(
@@ -64,7 +64,7 @@ _FAR = 0.5
 
 
 @dataclass(frozen=True)
-class Part:
+class Share:
     """A cause, and the KL that it takes away."""
 
     cause: str
@@ -85,7 +85,7 @@ class Attribution:
     tokens: int
     mean_difference: float
     """Mean of |d|."""
-    parts: tuple[Part, ...]
+    parts: tuple[Share, ...]
     """In the order in which causes were found, the rest last; their sum is `kl`."""
     equality: Equality
     layers: Mapping[str, float]
@@ -95,7 +95,7 @@ class Attribution:
     notes: tuple[str, ...]
 
     @property
-    def first(self) -> Part | None:
+    def first(self) -> Share | None:
         """The largest part that is no rest; None: no cause was found."""
         return max((one for one in self.parts if one.cause not in _REST), key=lambda one: one.kl, default=None)
 
@@ -105,7 +105,7 @@ class Attribution:
         return not self.kl or (self.first is None and self.rest.cause == "batch variance")
 
     @property
-    def rest(self) -> Part:
+    def rest(self) -> Share:
         """What no cause explains."""
         return self.parts[-1]
 
@@ -173,7 +173,7 @@ def attribute(
     lab = _Lab(found, ours, temperature)
     state = lab.start
     tried = list(hypotheses(found, ours, theirs, before))
-    loss, parts = lab.loss(state), list[Part]()
+    loss, parts = lab.loss(state), list[Share]()
     while float(loss.mean()) > 0 and len(parts) < _ROUNDS:
         settings = ((one.cause, *each) for one in tried for each in lab.tries(state, one))
         best = min(settings, key=lambda x: float(x[3].mean()), default=None)
@@ -181,11 +181,11 @@ def attribute(
             break
         cause, state, said, after = best
         gain = float(loss.mean() - after.mean())
-        parts.append(Part(cause, gain, said))
+        parts.append(Share(cause, gain, said))
         loss = after
     rest = float(loss.mean())
     noise, said = lab.rounding(state)
-    parts.append(Part(lab.rest(rest, noise, theirs, parts), rest, said))
+    parts.append(Share(lab.rest(rest, noise, theirs, parts), rest, said))
     difference = found.recomputed - found.rollout
     return Attribution(
         lab.whole,
@@ -199,13 +199,13 @@ def attribute(
     )
 
 
-def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
+def _joined(parts: Sequence[Share]) -> tuple[Share, ...]:
     """One part for each cause, in the order in which they were found."""
-    groups: dict[str, list[Part]] = {}
+    groups: dict[str, list[Share]] = {}
     for one in parts:
         groups.setdefault(one.cause, []).append(one)
     return tuple(
-        Part(cause, sum(one.kl for one in some), "; ".join(dict.fromkeys(one.said for one in some)))
+        Share(cause, sum(one.kl for one in some), "; ".join(dict.fromkeys(one.said for one in some)))
         for cause, some in groups.items()
     )
 
@@ -253,9 +253,9 @@ class _Lab:
         self.whole = float(kl_of(found.rollout, found.recomputed).mean())
         self.notes: tuple[str, ...] = ()
         self.noise, self.said = 0.0, "no model was given: nothing but the dump was looked at"
-        self._kept: tuple[State, list[Tensor]] | None = None
-        state = None if ours is None else State.of(ours)
-        self.start = Setting(state, Sampler(temperature))
+        self._kept: tuple[ModelState, list[Tensor]] | None = None
+        state = None if ours is None else ModelState.of(ours)
+        self.start = Guess(state, Sampler(temperature))
         if state is None:
             return
         self._batches = list(_batches(found, state.config))
@@ -265,7 +265,7 @@ class _Lab:
         self._fit()
         self._compare(self.start.sampler.temperature)
 
-    def rounding(self, setting: Setting) -> tuple[float, str]:
+    def rounding(self, setting: Guess) -> tuple[float, str]:
         """How far other kernels may be, nats a token, and what was measured for it."""
         if setting.state is None:
             return self.noise, self.said
@@ -276,7 +276,7 @@ class _Lab:
     def _fit(self) -> None:
         """Takes training's temperature from what it recomputed, if another one than 1 explains it."""
 
-        def away(setting: Setting) -> float:
+        def away(setting: Guess) -> float:
             return float(kl_of(self.found.recomputed, self._logp(setting)).mean())
 
         warm, said = next(temperatures(self.start, away))
@@ -302,7 +302,7 @@ class _Lab:
                 "farther than the rollout is from it: causes are less certain",
             )
 
-    def rest(self, left: float, noise: float, theirs: Model | None, parts: Sequence[Part]) -> str:
+    def rest(self, left: float, noise: float, theirs: Model | None, parts: Sequence[Share]) -> str:
         """The name of what no cause explains."""
         if self.start.state is None:
             return "untold"
@@ -311,17 +311,17 @@ class _Lab:
         sides = [*self.start.state.linears.values(), *(theirs.linears.values() if theirs else ())]
         return "untold" if any(side.cast is not None for side in sides) or parts else "not-fp8"
 
-    def tries(self, setting: Setting, one: Hypothesis) -> Iterator[tuple[Setting, str, Tensor]]:
+    def tries(self, setting: Guess, one: Hypothesis) -> Iterator[tuple[Guess, str, Tensor]]:
         """The settings of a hypothesis, in words, and each token's KL under them."""
         for changed, said in one.settings(setting, lambda other: float(self.loss(other).mean())):
             if changed.trainer <= (float(self.loss(setting).mean()) > self.noise):  # one rounding less is no cause
                 yield changed, said, self.loss(changed)
 
-    def loss(self, setting: Setting) -> Tensor:
+    def loss(self, setting: Guess) -> Tensor:
         """Each token's KL between the rollout and training's log-probabilities under a setting."""
         return kl_of(self.found.rollout, self._predicted(setting))
 
-    def _predicted(self, setting: Setting) -> Tensor:
+    def _predicted(self, setting: Guess) -> Tensor:
         """fp32 (N,): the rollout's log-probabilities, if the setting is true."""
         values = self.found.recomputed
         if setting.state is not None:
@@ -336,7 +336,7 @@ class _Lab:
             values = torch.where(self.found.rollout == setting.padded, setting.padded, values)
         return values
 
-    def _logp(self, setting: Setting) -> Tensor:
+    def _logp(self, setting: Guess) -> Tensor:
         """fp32 (N,): log p of the compared tokens by the twin."""
         assert setting.state is not None
         state, found, made = setting.state, [], []
@@ -351,7 +351,7 @@ class _Lab:
             self._kept = state, made
         return torch.cat(found)
 
-    def _twin(self, state: State) -> Twin:
+    def _twin(self, state: ModelState) -> Twin:
         key = id(state.config)
         if key not in self._twins:
             self._twins[key] = Twin(state, torch.bfloat16)

@@ -1,7 +1,7 @@
 """What may make a rollout's log-probabilities others than training's: each hypothesis as a switch of one setting.
 
-Those of the dump shift or scale a list, those of the sampler look at logits, and those of the model change a `State`:
-what a given checkpoint of the engine has, or what engines are known to do.
+Those of the dump shift or scale a list, those of the sampler look at logits, and those of the model change a `ModelState`: what
+a given checkpoint of the engine has, or what engines are known to do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ottava.serving.engines import EXACT
 from ottava.serving.formula import formula_causes
 from ottava.serving.rollout import Rollout
 from ottava.serving.sides import Model, Side
-from ottava.serving.twin import State
+from ottava.serving.twin import ModelState
 from ottava.weights.layouts import InputCast
 
 _TEMPERATURES = (0.1, 10.0)
@@ -104,10 +104,10 @@ class Sampler:
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class Guess:
     """What an experiment supposes of the engine: the state of its forward, its sampler, and what became of its list."""
 
-    state: State | None
+    state: ModelState | None
     sampler: Sampler = field(default_factory=Sampler)
     shift: int = 0
     """Places by which the rollout's list is late."""
@@ -121,7 +121,7 @@ class Setting:
     """Take what the checkpoint gives for training's log-probabilities."""
 
 
-Settings = Callable[[Setting, Callable[[Setting], float]], Iterator[tuple[Setting, str]]]
+Settings = Callable[[Guess, Callable[[Guess], float]], Iterator[tuple[Guess, str]]]
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ def _one(cause: str, said: str, **changed: object) -> Hypothesis:
     return Hypothesis(cause, lambda setting, _: iter([(replace(setting, **changed), said)]))  # type: ignore[arg-type]
 
 
-def _of_state(cause: str, said: str, change: Callable[[State], State]) -> Hypothesis:
-    def settings(setting: Setting, _: object) -> Iterator[tuple[Setting, str]]:
+def _of_state(cause: str, said: str, change: Callable[[ModelState], ModelState]) -> Hypothesis:
+    def settings(setting: Guess, _: object) -> Iterator[tuple[Guess, str]]:
         if setting.state is not None:
             yield replace(setting, state=change(setting.state)), said
 
@@ -196,10 +196,10 @@ def _of_lists(found: Rollout, slope: float, offset: float) -> Iterator[Hypothesi
             yield _one("temperature", said, scale=1 / steep, offset=float(y.mean() - steep * x.mean()))
 
 
-def temperatures(setting: Setting, loss: Callable[[Setting], float]) -> Iterator[tuple[Setting, str]]:
+def temperatures(setting: Guess, loss: Callable[[Guess], float]) -> Iterator[tuple[Guess, str]]:
     """The temperature that fits best, by thirds of an interval of its logarithm."""
 
-    def at(power: float) -> Setting:
+    def at(power: float) -> Guess:
         return replace(setting, sampler=replace(setting.sampler, temperature=float(torch.tensor(power).exp())))
 
     low, high = (float(torch.tensor(t).log()) for t in _TEMPERATURES)
@@ -213,7 +213,7 @@ def temperatures(setting: Setting, loss: Callable[[Setting], float]) -> Iterator
     yield found, f"logits divided by {found.sampler.temperature:.4g} instead of {setting.sampler.temperature:.4g}"
 
 
-def _processed(vocabulary: int, setting: Setting, _: object) -> Iterator[tuple[Setting, str]]:
+def _processed(vocabulary: int, setting: Guess, _: object) -> Iterator[tuple[Guess, str]]:
     for p in _TOP_P:
         yield replace(setting, sampler=replace(setting.sampler, top_p=p)), f"top-p {p:g}"
     for k in (k for k in _TOP_K if k < vocabulary):
@@ -261,7 +261,7 @@ def _kind(name: str, other: str) -> str:
     return "router" if ROUTER.search(name) else "head" if HEAD.search(name) else other
 
 
-def _given(sides: Mapping[str, Side], state: State) -> State:
+def _given(sides: Mapping[str, Side], state: ModelState) -> ModelState:
     return replace(state, linears={**state.linears, **sides})
 
 
@@ -287,7 +287,7 @@ def _stale(ours: Model, name: str, model: Model) -> Iterator[Hypothesis]:
             sides[key] = replace(side, weight=old.weight, cast=cast)
     plain = {n: t for n, t in model.plain.items() if n in ours.plain and t.shape == ours.plain[n].shape}
 
-    def change(some: Mapping[str, Side], others: Mapping[str, Tensor], state: State) -> State:
+    def change(some: Mapping[str, Side], others: Mapping[str, Tensor], state: ModelState) -> ModelState:
         return replace(state, linears={**state.linears, **some}, plain={**state.plain, **others})
 
     yield _of_state("stale", f"all weights of {name}", partial(change, sides, plain))

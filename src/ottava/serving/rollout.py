@@ -26,7 +26,7 @@ _LAYER = ("rollout/", "recomputed/")
 
 
 @dataclass(frozen=True)
-class Format:
+class DumpFormat:
     """Which fields of a dump hold what; a field that ends in "?" may lack."""
 
     name: str
@@ -53,7 +53,7 @@ class Format:
 
 
 _ENTRIES = (
-    Format(
+    DumpFormat(
         "plain",
         "docs/serving.md; the names of NeMo-RL's certificate",
         ("token_ids",),
@@ -62,7 +62,7 @@ _ENTRIES = (
         "rollout_raw_logprob",
         "prev_recompute_raw_logprob",
     ),
-    Format(
+    DumpFormat(
         "nemo-rl",
         "NeMo-RL 7ea279a, nemo_rl/algorithms/grpo.py: train_data_step*.jsonl",
         ("token_ids",),
@@ -71,7 +71,7 @@ _ENTRIES = (
         "generation_logprobs",
         "prev_logprobs",
     ),
-    Format(
+    DumpFormat(
         "verl",
         "verl b178a3c, verl/utils/debug/metrics.py and agent_loop.py: tensors of DataProto.batch",
         ("prompts", "responses"),
@@ -81,7 +81,7 @@ _ENTRIES = (
         "old_log_probs",
         last=True,
     ),
-    Format(
+    DumpFormat(
         "trl",
         "TRL 1.16.0, trl/trainer/grpo_trainer.py: output of _generate_and_score_completions",
         ("prompt_ids", "completion_ids"),
@@ -92,7 +92,7 @@ _ENTRIES = (
         last=True,
     ),
 )
-FORMATS: Mapping[str, Format] = MappingProxyType({one.name: one for one in _ENTRIES})
+FORMATS: Mapping[str, DumpFormat] = MappingProxyType({one.name: one for one in _ENTRIES})
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +199,7 @@ def _unwrapped(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _rollout(fields: Mapping[str, list[Any]], form: Format) -> Rollout:
+def _rollout(fields: Mapping[str, list[Any]], form: DumpFormat) -> Rollout:
     def get(name: str, number: int, dtype: torch.dtype) -> Tensor | None:
         optional, name = name.endswith("?"), name.removesuffix("?")
         if name not in fields:
@@ -279,7 +279,7 @@ def _present(masks: Sequence[Tensor], length: int, pieces: Sequence[Tensor]) -> 
     return whole
 
 
-def _same(one: Tensor, length: int, name: str, form: Format, number: int) -> Tensor:
+def _same(one: Tensor, length: int, name: str, form: DumpFormat, number: int) -> Tensor:
     """One value a token; a single one stands for all."""
     if one.ndim == 0:
         return one.expand(length)

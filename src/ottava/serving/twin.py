@@ -1,7 +1,7 @@
 """A twin of a model: any causal model of Hugging Face's in FP32, whose linears multiply what a side has.
 
-Every cause of a difference is a switch of its `State`: operands of linears, other tensors, a cache of keys and values
-in FP8, the experts that a router chose, rounding to BF16. Two forwards that differ in one switch show what it does.
+Every cause of a difference is a switch of its `ModelState`: operands of linears, other tensors, a cache of keys and
+values in FP8, the experts that a router chose, rounding to BF16. Two forwards that differ in one switch show what it does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST = 32
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class ModelState:
     """What a forward computes with."""
 
     linears: Mapping[str, Side]
@@ -40,24 +40,24 @@ class State:
     """Sum the products of each GEMM in two halves, and these in BF16, as two tensor-parallel ranks do."""
 
     @classmethod
-    def of(cls, model: Model) -> State:
+    def of(cls, model: Model) -> ModelState:
         """The state of one side."""
         return cls(model.linears, model.plain, model.config)
 
-    def given(self, name: str, side: Side) -> State:
+    def given(self, name: str, side: Side) -> ModelState:
         """The same with another operand of one linear."""
         return replace(self, linears={**self.linears, name: side})
 
 
 class Twin:
-    """The causal model of a state's config in transformers; its numbers come from a `State`.
+    """The causal model of a state's config in transformers; its numbers come from a `ModelState`.
 
     Raises:
         ImportError: transformers is not installed.
         ValueError: transformers does not know the config, or the tensors are not those of its model.
     """
 
-    def __init__(self, state: State, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, state: ModelState, dtype: torch.dtype = torch.float32) -> None:
         try:
             import transformers
         except ImportError as error:
@@ -80,7 +80,7 @@ class Twin:
         self._fused = {p: ends[n.replace("gate_proj", "up_proj")] for n, p in ends.items() if "gate_proj" in n}
         """Where a stack's gate begins -> where its up begins: one GEMM reads both."""
 
-    def logits(self, state: State, ids: Tensor, routes: Tensor | None = None) -> Tensor:
+    def logits(self, state: ModelState, ids: Tensor, routes: Tensor | None = None) -> Tensor:
         """ids int64 (B, T) -> logits fp32 (B, T, V).
 
         routes, int64 (B, T, L, k), are the experts of each token in each layer that has some; None: the routers' own.
@@ -105,7 +105,7 @@ class Twin:
             out: Tensor = self.model(input_ids=ids, **(cached or {"use_cache": False})).logits
         return out.float()
 
-    def _fill(self, state: State) -> dict[int, tuple[Side, Tensor]]:
+    def _fill(self, state: ModelState) -> dict[int, tuple[Side, Tensor]]:
         """Writes the numbers that changed; the address of each weight -> its side, and its operand in FP32."""
         sides: dict[int, tuple[Side, Tensor]] = {}
         for name, value in _named(state).items():
@@ -124,13 +124,13 @@ class Twin:
         return sides
 
 
-def _named(state: State) -> dict[str, Side | Tensor]:
+def _named(state: ModelState) -> dict[str, Side | Tensor]:
     """Tensor of the model -> what holds its numbers."""
     numbers: dict[str, Side | Tensor] = {in_model(f"{name}.weight"): side for name, side in state.linears.items()}
     return numbers | {in_model(name): tensor for name, tensor in state.plain.items()}
 
 
-def _check(state: State, places: Mapping[str, Tensor]) -> None:
+def _check(state: ModelState, places: Mapping[str, Tensor]) -> None:
     numbers = _named(state)
     if more := [name for name in numbers if name not in places and name != "lm_head.weight"]:
         raise ValueError(f"it has no {more[0]}")
@@ -211,7 +211,7 @@ def kl_alone(ours: Model, theirs: Model, changed: Sequence[str], text: Text | No
         return {}, "0: both sides multiply the same operands"
     if int(text.ids.max()) >= int(ours.config.get("vocab_size", 0)):
         return {}, "not measured: the text has tokens beyond the vocabulary"
-    state = State.of(ours)
+    state = ModelState.of(ours)
     try:
         twin = Twin(state)
         base = F.log_softmax(twin.logits(state, text.ids[None])[0], -1)

@@ -283,7 +283,7 @@ def _build(name: str, settings: BuildSettings, variant: str) -> Built:
         carried = prebuilt.candidates(settings.prebuilt, source, variant, platform.machine(), cpu())
         if isinstance(carried, str):
             return Built(None, "; ".join(filter(None, (compiler, carried))))
-        for entry, path in carried:
+        for entry, path in carried:  # the best level may still fail its trial: then the next one
             key = prebuilt.digest([entry.content.encode(), cpu().encode(), _LOADS.read_bytes()])[:20]
             built = _make(source, settings, key, functools.partial(_take, entry, path))
             if built.library is not None:
@@ -334,7 +334,7 @@ def _take(entry: prebuilt.Entry, path: Path, made: Path) -> int | str:
     content = path.read_bytes()
     if prebuilt.digest([content]) != entry.content:
         return f"{path.name} is damaged: install ottava anew"
-    made.write_bytes(content)
+    made.write_bytes(content)  # a copy: the cache holds what was tried, whatever becomes of the installation
     return _EXTRAS.index(("-fopenmp",) if entry.threads else ())
 
 

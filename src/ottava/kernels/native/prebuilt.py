@@ -22,7 +22,7 @@ _V3 = (*_V2, "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsav
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 
-class Level(NamedTuple):
+class CpuLevel(NamedTuple):
     """A set of instructions."""
 
     machine: str
@@ -33,12 +33,12 @@ class Level(NamedTuple):
     """The names of /proc/cpuinfo of all instructions that the compiler may use under these flags."""
 
 
-LEVELS: Mapping[str, Level] = MappingProxyType(
+LEVELS: Mapping[str, CpuLevel] = MappingProxyType(
     {
-        "avx512bf16": Level("x86_64", ("-march=x86-64-v4", "-mavx512bf16"), (*_V4, "avx512_bf16")),
-        "avx512": Level("x86_64", ("-march=x86-64-v4",), _V4),
-        "avx2": Level("x86_64", ("-march=x86-64-v3",), _V3),
-        "neon": Level("aarch64", ("-march=armv8-a",), ("fp", "asimd")),
+        "avx512bf16": CpuLevel("x86_64", ("-march=x86-64-v4", "-mavx512bf16"), (*_V4, "avx512_bf16")),
+        "avx512": CpuLevel("x86_64", ("-march=x86-64-v4",), _V4),
+        "avx2": CpuLevel("x86_64", ("-march=x86-64-v3",), _V3),
+        "neon": CpuLevel("aarch64", ("-march=armv8-a",), ("fp", "asimd")),
     }
 )
 """Name -> level, the best first."""
@@ -73,6 +73,7 @@ def digest(parts: Iterable[bytes]) -> str:
     """
     found = hashlib.sha256()
     for part in parts:
+        # lengths, so that bytes cannot move from one part to the next unseen
         found.update(len(part).to_bytes(8, "little") + part)
     return found.hexdigest()
 
@@ -102,6 +103,7 @@ def candidates(
         entries = [Entry(**entry) for entry in json.loads((folder / INDEX).read_text("utf-8"))]
     except (OSError, ValueError, TypeError):  # no wheel with libraries, or a damaged one
         return ""
+    # names first, sources last: the reason that a reader sees is the first that he can do something about
     can, today = features(cpu), of_sources(source)
     ours = [entry for entry in entries if (entry.name, entry.variant) == (source.stem, variant)]
     fit = [entry for entry in ours if entry.level in LEVELS and LEVELS[entry.level].machine == machine]

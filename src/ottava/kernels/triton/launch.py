@@ -72,18 +72,19 @@ class Launch:
         Raises:
             TypeError: `gate.launched`.
         """
+        # this runs at every cast of a training: no function of ours is called, and nothing is built that is not needed
         given: tuple[Any, ...] = (*tensors, *[x for x in extra if x is not None]) if extra else tensors
         kept = self._kept
         if kept is not None and self._dtypes == tuple([x.dtype for x in given]):
             device, current, stream, runtime, run, function, metadata = kept
             pointers = [*map(_address, given)]
             if (
-                functools.reduce(operator.or_, pointers) % _ALIGNMENT == 0
-                and min(pointers) > LOWEST
-                and {*map(type, given)} <= _PLAIN
+                functools.reduce(operator.or_, pointers) % _ALIGNMENT == 0  # all at once: a bit of any stays set
+                and min(pointers) > LOWEST  # a tensor without memory has an address near 0
+                and {*map(type, given)} <= _PLAIN  # the memory of a subclass may mean something else
                 and {*map(_device, given)} == {device}
-                and current() == device
-                and True not in map(_negated, given)
+                and current() == device  # a compiled function belongs to the context of one device
+                and True not in map(_negated, given)  # a lazy minus is not in the memory
                 and not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)  # no profiler listens
             ):
                 values = [*self._values]
@@ -93,6 +94,7 @@ class Launch:
                     values[first : first + len(floats)] = floats
                 for place, pointer in zip(self._places, pointers[len(tensors) :], strict=True):
                     values[place] = pointer
+                # the three None: no metadata for hooks, and no hook at entry or exit
                 run(self.programs, 1, 1, stream(device), function, metadata, None, None, None, *values)
                 return
         self._normally(tensors, extra, self.floats if floats is None else floats, given)
@@ -123,6 +125,7 @@ class Launch:
         bound.apply_defaults()
         order = {name: place for place, name in enumerate(bound.arguments)}
         self._values = [*bound.arguments.values()]
+        # of an optional tensor that is not given, the kernel was compiled with None as a constant
         self._places = tuple(order[name] for name, x in named.items() if x is not None)
         self._dtypes = tuple([x.dtype for x in given])
         ask = driver.get_current_device, driver.get_current_stream, runtime

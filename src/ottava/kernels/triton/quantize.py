@@ -224,7 +224,7 @@ def _plan_current(
     sizes = (*shape, *strides)
     # blocks lie inside a tile and need no pass of their own
     looks = None if not modes else _bound(device_code.amax_kernel, sizes, (), amax_launch(modes), named)
-    known = spec or spec_t
+    known = spec or spec_t  # one launch casts both sides, so either tells the format
     assert known is not None
     constants = cast_launch(spec, spec_t, _converts(device), _roomy(device))
     casts = _bound(device_code.cast_kernel, sizes, (_top(known),), constants, named)

@@ -197,6 +197,7 @@ def gate_gradient_kernel(
         gate, act = d * s * (1.0 + x * (1.0 - s)), tl.math.div_rn(x, above)
     else:
         gate, act = _gradient(d, x, dtype, MAKE), _activated(x, MAKE)
+    # both halves of a row of dx, gate and up, lie side by side; 64 bits, because 2**31 elements are a long sequence
     out = dx_ptr + r.to(tl.int64)[:, None] * (2 * wide) + c[None, :]
     tl.store(out, gate.to(dtype), mask=mask)
     tl.store(out + wide, (dy * act.to(dtype).to(tl.float32)).to(dtype), mask=mask)
@@ -248,7 +249,7 @@ def norm_kernel(
     if MAKE == "layernorm":
         mean = tl.math.div_rn(tl.sum(x, axis=0), cols.to(tl.float32))
         tl.store(statistics_ptr + row, mean)
-        x = tl.where(inside, x - mean, 0.0)
+        x = tl.where(inside, x - mean, 0.0)  # outside, the 0 that was loaded became -mean
     variance = tl.math.div_rn(tl.sum(x * x, axis=0), cols.to(tl.float32))
     rstd = tl.math.div_rn(1.0, tl.sqrt_rn(variance + eps))
     tl.store(statistics_ptr + rows + row, rstd)
@@ -284,9 +285,10 @@ def norm_gradient_kernel(
     c = tl.arange(0, TC)
     inside = c < cols
     size = cols.to(tl.float32)
+    # sums of a program's own rows: no atomics, so the bits do not depend on which program ends first
     d_gamma, d_beta = tl.zeros((TC,), tl.float32), tl.zeros((TC,), tl.float32)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        wide = tl.zeros((), tl.int64) + row
+        wide = tl.zeros((), tl.int64) + row  # a loop's variable has 32 bits
         x = tl.load(x_ptr + wide * stride_r + c, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + wide * cols + c, mask=inside, other=0.0).to(tl.float32)
         if MAKE == "layernorm":
