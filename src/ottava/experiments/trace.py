@@ -112,7 +112,7 @@ class Trace(TorchFunctionMode):
         self.failed = ""
         """Why it ended early."""
         self._calls: list[_Noted] = []
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, int, int]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor] | None, int, int, int]] = {}
         """id of a tensor -> itself, its version, the entries that wrote it last and first."""
         self._before = {} if before is None else before._known
         self._kinds: dict[CodeType, int] = {}
@@ -240,9 +240,9 @@ class Trace(TorchFunctionMode):
     def _note_given(self, given: Iterable[Tensor], place: _Place, module: nn.Module | None) -> None:
         for number, x in enumerate(given):
             known = self._known.get(id(x))
-            if known is None or known[0]() is not x or known[1] != _version(x):
+            if known is None or not _is(known[0], x) or known[1] != _version(x):
                 old = self._before.get(id(x))
-                origin = [] if old is None or old[0]() is not x else [f"entry {old[3]} of the step before"]
+                origin = [] if old is None or not _is(old[0], x) else [f"entry {old[3]} of the step before"]
                 self._add("given", place, module, [str(number + 1), *origin], (x,))
 
     def _add(
@@ -261,8 +261,10 @@ class Trace(TorchFunctionMode):
         for x in made:
             if isinstance(x, Tensor):
                 old, now = self._known.get(id(x)), len(self._calls)
-                first = old[3] if old is not None and old[0]() is x else now
-                self._known[id(x)] = weakref.ref(x), _version(x), now, first
+                first = old[3] if old is not None and _is(old[0], x) else now
+                # torch swaps no parameter to which somebody has a weak reference: a conversion would fail
+                kept = None if isinstance(x, nn.Parameter) else weakref.ref(x)
+                self._known[id(x)] = kept, _version(x), now, first
         backward = torch._C._current_graph_task_id() != -1
         self._calls.append(_Noted(name, place, module, arguments, [*sources], results, backward))
 
@@ -373,6 +375,11 @@ def _tensors(tree: Any, depth: int = 0) -> Iterator[Tensor]:
         for value in [*tree][:16]:
             if depth < 3:
                 yield from _tensors(value, depth + 1)
+
+
+def _is(kept: weakref.ref[Tensor] | None, x: Tensor) -> bool:
+    """Whether what was kept under the id of x is x; a parameter lives as long as its model."""
+    return isinstance(x, nn.Parameter) if kept is None else kept() is x
 
 
 def _version(x: Tensor) -> int:

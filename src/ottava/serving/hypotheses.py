@@ -1,7 +1,7 @@
 """What may make a rollout's log-probabilities others than training's: each hypothesis as a switch of one setting.
 
-Those of the dump shift or scale a list, those of the sampler look at logits, and those of the model change a `ModelState`: what
-a given checkpoint of the engine has, or what engines are known to do.
+Those of the dump shift or scale a list, those of the sampler look at logits, and those of the model change a
+`ModelState`: what a given checkpoint of the engine has, or what engines are known to do.
 """
 
 from __future__ import annotations

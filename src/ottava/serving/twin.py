@@ -1,7 +1,8 @@
 """A twin of a model: any causal model of Hugging Face's in FP32, whose linears multiply what a side has.
 
 Every cause of a difference is a switch of its `ModelState`: operands of linears, other tensors, a cache of keys and
-values in FP8, the experts that a router chose, rounding to BF16. Two forwards that differ in one switch show what it does.
+values in FP8, the experts that a router chose, rounding to BF16. Two forwards that differ in one switch show what it
+does.
 """
 
 from __future__ import annotations
