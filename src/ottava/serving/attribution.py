@@ -61,6 +61,7 @@ _TOKENS = 4096
 _ROUNDS = 8
 _BATCH = 8
 _FAR = 0.5
+_EXPLAINED = 0.1  # of the distance that another temperature leaves: a broken recomputation has no temperature
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,7 @@ class _Lab:
             return float(kl_of(self.found.recomputed, self._logp(setting)).mean())
 
         warm, said = next(temperatures(self.start, away))
-        if (here := away(self.start)) > self.noise and away(warm) < here / 2:
+        if (here := away(self.start)) > self.noise and away(warm) < _EXPLAINED * here:
             self.start, self._own = warm, self._logp(warm)
             self.notes = (f"training's own log-probabilities are those of {said}",)
 

@@ -225,7 +225,8 @@ def _processed(vocabulary: int, setting: Guess, _: object) -> Iterator[tuple[Gue
 def _of_checkpoint(ours: Model, theirs: Model) -> Iterator[Hypothesis]:
     """Each way in which the engine's checkpoint differs, by its rules."""
     if causes := formula_causes(ours.config, theirs.config):
-        yield _of_state("formula", causes[0][1], lambda s: replace(s, config=_formula(ours, theirs)))
+        said = min(causes, key=lambda cause: cause[0] != "formula")[1]
+        yield _of_state("formula", said, lambda s: replace(s, config=_formula(ours, theirs)))
     pairs = {n: (a, theirs.linears[n]) for n, a in ours.linears.items() if n in theirs.linears}
     pairs = {n: (a, b) for n, (a, b) in pairs.items() if a.weight.shape == b.weight.shape}
     sets: dict[str, dict[str, Side]] = {}
