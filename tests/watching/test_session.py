@@ -303,6 +303,24 @@ def test_a_crash_without_a_context_leaves_the_last_steps_too(tmp_path: Path) -> 
     assert sorted(set(run.table(phase="light")["step"].tolist())) == [1, 2, 3, 4, 5]
 
 
+def test_weights_become_fp8_under_a_watch(tmp_path: Path) -> None:
+    """torch swaps no parameter to which a watch has a weak reference."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, ottava\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 128)).bfloat16()\n"
+        "for p in model.parameters():\n    torch.nn.init.normal_(p, std=0.1)\n"
+        "ottava.convert(model, 'blockwise', weights='fp8')\n"
+        "optimizer = ottava.optim.AdamW(model.parameters(), lr=1e-3, master='fp32')\n"
+        "for _ in range(2):\n"
+        "    model(torch.randn(32, 128, dtype=torch.bfloat16)).square().mean().backward()\n"
+        "    optimizer.step()\n"
+    )
+    ended = warm.run(["-m", "ottava", "watch", "--out", str(tmp_path / "run"), "--", str(script)])
+    assert ended.returncode == 0, ended.stderr
+    assert Run.open(tmp_path / "run").steps["step"].tolist() == [1, 2]
+
+
 def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
     """Steps go on counting, and the resumption is an event."""
     model = build()

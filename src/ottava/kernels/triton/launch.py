@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.kernels.gate import LOWEST, PLAIN, launched
+from ottava.kernels.gate import LOWEST, PLAIN, address, launched
 
 _ALIGNMENT = 16
 """Triton compiles another kernel for a pointer that is no multiple of so many bytes."""
 _PLAIN = frozenset(PLAIN)
 _EXTRA = ("beside_ptr", "gamma_ptr", "beta_ptr")
 _device: Callable[[Any], int] = Tensor.get_device
-_address: Callable[[Any], int] = Tensor.data_ptr
 _negated: Callable[[Any], bool] = Tensor.is_neg
 Named = tuple[tuple[str, Any], ...]
 
@@ -77,7 +76,7 @@ class Launch:
         kept = self._kept
         if kept is not None and self._dtypes == tuple([x.dtype for x in given]):
             device, current, stream, runtime, run, function, metadata = kept
-            pointers = [*map(_address, given)]
+            pointers = [*map(address, given)]
             if (
                 functools.reduce(operator.or_, pointers) % _ALIGNMENT == 0  # all at once: a bit of any stays set
                 and min(pointers) > LOWEST  # a tensor without memory has an address near 0
@@ -113,7 +112,7 @@ class Launch:
         with torch.cuda.device_of(given[0]):  # Triton launches on the current device
             compiled = self.kernel[(self.programs,)](*positional, **self.constants, **named)
         # the interpreter has compiled nothing
-        if compiled is None or functools.reduce(operator.or_, map(_address, given)) % _ALIGNMENT:
+        if compiled is None or functools.reduce(operator.or_, map(address, given)) % _ALIGNMENT:
             return
         triton = importlib.import_module("triton")
         driver, runtime = triton.runtime.driver.active, triton.knobs.runtime
