@@ -111,7 +111,7 @@ def render_report(
     grid = numbers.grid
     worst = grid.worst_of_looks()
     events = sections.marks(run.events)
-    experiment = sections.experiment(run.experiments)
+    experiment = sections.experiment(run.experiments, (slot.format for slot in grid.slots))
     facts = numbers.facts | {
         "loss": _curves(run),
         "baseline": _curves(baseline) if baseline is not None else None,

@@ -25,6 +25,7 @@ from ottava.diagnose.what_if import Prediction, cheapest, summary
 from ottava.measure.layer_names import symbol
 from ottava.measure.limits import gradient_level
 from ottava.measure.statistics import STATISTICS
+from ottava.numerics.formats import FORMATS
 from ottava.report.grid import SCALES, Grid, Values, Worst
 
 Json = Mapping[str, Any]
@@ -137,33 +138,35 @@ def rest(diagnosis: Json) -> str:
     return " ".join(words.split())
 
 
-def experiment(lines: Sequence[Json]) -> dict[str, Any]:
+def experiment(lines: Sequence[Json], formats: Iterable[str]) -> dict[str, Any]:
     """The shadow steps of a run: one batch with casts and without.
 
+    Args:
+        formats: of the run's casts; the level depends on the narrowest.
+
     Returns:
-        steps; error and noise, in percent of the gradient; level: below it casts do not hurt, %; rows: step, error,
-        noise, loss with casts and without, None where it is unknown.
+        steps; error, and the noise of the batch, in percent of the gradient; level: below it casts do not hurt, %; rows:
+        step, error, noise, loss with casts and without, None where it is unknown.
     """
-    rows = [
-        (int(one["step"]), *(_finite(one.get(key), 100) for key in ("error", "noise")), *map(_finite, _losses(one)))
-        for one in lines
-        if one.get("kind") == "shadow" and _finite(one.get("error")) is not None
-    ]
+    rows = []
+    for one in lines:
+        error, ratio = _finite(one.get("error")), _finite(one.get("noise"))  # noise: the error as a multiple of it
+        if one.get("kind") == "shadow" and error is not None:
+            noise = 100 * error / ratio if ratio else None
+            rows.append(
+                (int(one["step"]), 100 * error, noise, _finite(one.get("loss")), _finite(one.get("loss_without")))
+            )
     return {
         "steps": [row[0] for row in rows],
         "error": [row[1] for row in rows],
         "noise": [row[2] for row in rows],
-        "level": 100 * gradient_level(8),
+        "level": 100 * gradient_level(min((FORMATS[name].bits for name in formats if name in FORMATS), default=8)),
         "rows": rows,
     }
 
 
-def _losses(line: Json) -> tuple[Any, Any]:
-    return line.get("loss"), line.get("loss_without")
-
-
-def _finite(value: Any, times: float = 1) -> float | None:
-    return times * value if isinstance(value, (int, float)) and math.isfinite(value) else None
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def questions(diagnosis: Json) -> list[tuple[str, str, str]]:
