@@ -45,7 +45,7 @@ LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 """Figure -> the limit that a test holds today, and the goal. All are "at most", but comments are "at least".
-A change that betters a figure moves its limit. Lines have a few hundred of room, so a small feature needs no change here;
+A change that betters a figure moves its limit. Lines have a few hundred of room, so a small feature needs no change;
 one that needs more moves the limit, and its commit says why."""
 
 

@@ -145,8 +145,8 @@ def experiment(lines: Sequence[Json], formats: Iterable[str]) -> dict[str, Any]:
         formats: of the run's casts; the level depends on the narrowest.
 
     Returns:
-        steps; error, and the noise of the batch, in percent of the gradient; level: below it casts do not hurt, %; rows:
-        step, error, noise, loss with casts and without, None where it is unknown.
+        steps; error, and the noise of the batch, in percent of the gradient; level: below it casts do not hurt, %;
+        rows: step, error, noise, loss with casts and without, None where it is unknown.
     """
     rows = []
     for one in lines:
