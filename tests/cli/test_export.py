@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -163,14 +164,15 @@ def test_a_run_and_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run("parity", tmp_path / "run", out) == 1
     text = capsys.readouterr().out
     assert "different, first at model.layers.0.mlp.up_proj" in text
-    assert "bytes of a sentence of ottava's" in text
+    twin = importlib.util.find_spec("transformers") is not None
+    assert ("bytes of a sentence of ottava's" if twin else "needs transformers: pip install transformers") in text
     (tmp_path / "engine.json").write_text('{"kv_cache_dtype": "fp8"}')
     (tmp_path / "text.txt").write_text("abc " * 10)
     assert run("parity", tmp_path / "run", out, "--engine-config", tmp_path / "engine.json", "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert {one["cause"] for one in found["findings"]} == {"scales", "kv-cache"}
     assert run("parity", tmp_path / "run", out, "--text", tmp_path / "text.txt") == 1
-    assert "40 bytes of text.txt" in capsys.readouterr().out
+    assert not twin or "40 bytes of text.txt" in capsys.readouterr().out
     assert run("parity", tmp_path / "run", out, "--no-kl") == 1
     assert "KL: not measured" in capsys.readouterr().out
 

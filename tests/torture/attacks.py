@@ -250,7 +250,10 @@ def terminate(case: Case) -> str:
             raise Lost(f"143 without the command that continues: {end.text[-800:]}")
         if "Traceback" in end.text:
             raise Lost(f"a traceback: {end.text[-1500:]}")
-    elif end.code not in (0, -signal.SIGTERM):
+    elif end.code == 0:  # it had ended; who stops earlier may not say so
+        case.compare()
+        return "resumed"
+    elif end.code != -signal.SIGTERM:
         raise Lost(f"exit code {end.code} after SIGTERM: {end.text[-1500:]}")
     case.finish()
     return "resumed"

@@ -52,12 +52,6 @@ def replaces(name: str, value: Any) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def in_place(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A writer without a scratch file."""
-    yield path
-
-
-@contextlib.contextmanager
 def folder_in_place(folder: Path) -> Iterator[Path]:
     """A writer without a scratch folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +141,6 @@ FAULTS: Sequence[Fault] = (
         replaces("ottava.train.loop:_set_random_states", forgets_random),
         works=("train bf16, stochastic", "train ms_eden"),
     ),
-    Fault("kill", "files are written in place", replaces("ottava.base.files:replacing", in_place), tries=100),
     Fault(
         "kill",
         "folders are written in place",

@@ -373,16 +373,14 @@ def backward_gemms(
             assert x_col is not None
             x_col = call.exchange.gather("input", x_col, 1)
         if call.takes_dw is None:
-            dw = _weight_gradient(call, dy_col, x_col, weight_dtype)
+            dw = multiply(dy_col, x_col, wgrad, weight_dtype, None, call.plans, call.records, "wgrad")
         else:
-            dw = call.takes_dw(functools.partial(_weight_gradient, call, dy_col, x_col, wide=True))
+            dw = call.takes_dw(functools.partial(_wide_gradient, call, dy_col, x_col))
     return dx, dw, db
 
 
-def _weight_gradient(
-    call: Call, dy_col: Operand | None, x_col: Operand | None, dtype: torch.dtype, wide: bool = False
-) -> Tensor:
-    if wide and isinstance(dy_col, Tensor) and isinstance(x_col, Tensor):  # torch's 16-bit GEMM would round its sums
+def _wide_gradient(call: Call, dy_col: Operand | None, x_col: Operand | None, dtype: torch.dtype) -> Tensor:
+    if isinstance(dy_col, Tensor) and isinstance(x_col, Tensor):  # torch's 16-bit GEMM would round its sums
         dy_col, x_col = dy_col.to(dtype), x_col.to(dtype)
     return multiply(dy_col, x_col, call.recipe.wgrad, dtype, None, call.plans, call.records, "wgrad")
 

@@ -293,6 +293,7 @@ class Laboratory:
         self._share = min(share, _SHARE)
         self._early: tuple[int, ...] = EARLY if early else EARLY[:1]
         self._free = _FREE if early else 1
+        self._most_twins = int(early)  # a twin's eight steps are not paid for, either
         if every and not early:  # counted in steps, because ranks must agree
             every = max(every, math.ceil(_PRICE / max(self._share, 1e-6)))
         self._roots, self._every, self._recipe, self._write, self._keep = roots, every, recipe, write, keep
@@ -446,13 +447,15 @@ class Laboratory:
     @property
     def _wants_twin(self) -> bool:
         # a step of another optimizer may talk to other ranks, which do not repeat it
-        return self._elsewhere and self._twins < 1 and _alone()
+        return self._elsewhere and self._twins < self._most_twins and _alone()
 
     def _follow(self, optimizer: Optimizer) -> None:
         """Lets a twin go along with an optimizer that a conversion outside of the model may hurt."""
         began = time.perf_counter()
         twin, self._twin = self._twin, None  # one that fails goes no further
-        if twin is None and (self._wants_twin or (self._why and self._twins < 1 and _alone() and narrow(optimizer))):
+        if twin is None and (
+            self._wants_twin or (self._why and self._twins < self._most_twins and _alone() and narrow(optimizer))
+        ):
             self._twins += 1
             twin = OptimizerTwin(optimizer)
         if twin is not None and twin.follows(optimizer) and twin.steps == STEPS:
