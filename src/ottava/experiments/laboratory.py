@@ -320,7 +320,7 @@ class Laboratory:
         self._elsewhere = self._met = False
         self._twin: OptimizerTwin | None = None
         self._twins = 0
-        self._reasoned = False
+        self._reasoned = not early  # it takes as long as several steps, which nobody has paid for
         self._started = time.perf_counter()
         self.seconds = 0.0
         """Time that experiments took."""
