@@ -1,4 +1,4 @@
-"""Attention of which each rank holds a part of every sequence: keys are gathered, or travel round a ring.
+"""Context parallelism: each rank holds a part of every sequence, and gathers keys or passes them round a ring.
 
     in order    rank r of n holds the r-th of n parts
     balanced    parts r and 2n - 1 - r of 2n: under a causal mask all ranks then have as much to do (TransformerEngine,

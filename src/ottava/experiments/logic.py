@@ -70,7 +70,7 @@ def _sees_later(forward: Forward, way: Way) -> bool | None:
 
 
 def _tokens(forward: Forward) -> Tensor | None:
-    """The tokens of which an output may be the next one: those of a decoder, if there is one."""
+    """The tokens that outputs continue: those of the decoder, if there is one."""
     args, kwargs = forward.arguments
     named = [(str(i), x) for i, x in enumerate(args)] + [(str(k), x) for k, x in kwargs.items()]
     found: dict[str, Tensor] = {}

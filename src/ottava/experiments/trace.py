@@ -378,7 +378,7 @@ def _tensors(tree: Any, depth: int = 0) -> Iterator[Tensor]:
 
 
 def _is(kept: weakref.ref[Tensor] | None, x: Tensor) -> bool:
-    """Whether what was kept under the id of x is x; a parameter lives as long as its model."""
+    """Whether `kept` refers to x. None stands for a parameter, which lives as long as its model."""
     return isinstance(x, nn.Parameter) if kept is None else kept() is x
 
 

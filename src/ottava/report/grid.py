@@ -198,7 +198,7 @@ class Grid:
         return cells
 
     def alarming(self) -> list[float]:
-        """The share of the casts of each look, 0 to 1, of which some health statistic is at its alarm."""
+        """For each look the share of casts, 0 to 1, that have a health statistic at its alarm."""
         seen = self.row >= 0
         alarms = (np.nan_to_num(self.alarm()[0], nan=-np.inf) >= 1) & seen
         shares: list[float] = (alarms.sum(0) / np.maximum(seen.sum(0), 1)).tolist()
