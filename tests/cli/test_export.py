@@ -1,4 +1,4 @@
-"""Commands about checkpoints: `ottava inspect`, `consolidate`, `export`, `parity` and `eval`."""
+"""Commands about checkpoints: `ottava inspect`, `consolidate`, `export` and `parity`."""
 
 from __future__ import annotations
 
@@ -195,26 +195,59 @@ def test_a_checkpoint_in_bf16_under_a_recipe(tmp_path: Path, capsys: pytest.Capt
         run("parity", source, tmp_path / "out", "--engine-config", tmp_path / "list.json")
 
 
-# --- evaluate --------------------------------------------------------------------------------------------------------
+# --- answers ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_exit_code_is_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad, text = exported("bf16"), exported("compressed-tensors-tensor"), tmp_path / "sums.txt"
     text.write_text(TEXT)
     few = ("--text", text, "--chunks", 6, "--generate", 3)
-    assert run("eval", good, bad, *few, "-o", tmp_path / "page.html") == 0
+    assert run("eval", good, bad, *few, "-o", tmp_path / "page.html", "-o", tmp_path / "all.json") == 0
     said = capsys.readouterr().out
     assert "A and B answer alike" in said
-    assert said.rstrip().endswith("page.html")
-    assert (tmp_path / "page.html").is_file()
+    assert "equal" not in said.partition("Answers")[0]
+    assert said.rstrip().endswith("all.json")
+    assert "A and B answer alike" in (tmp_path / "page.html").read_text()
     tensors = load_file(bad / "model.safetensors")
     tensors["model.layers.0.self_attn.o_proj.weight_scale"] *= 4
     save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
-    assert run("eval", good, bad, *few, "--json", "--recipe-b", "engine") == 1
+    assert run("parity", good, f"{bad}@engine", *few, "--json") == 1
     values = json.loads(capsys.readouterr().out)
+    assert values.keys() == json.loads((tmp_path / "all.json").read_text()).keys()
     assert (values["schema_version"], values["verdict"]["kind"]) == (1, "wrong-values")
     assert values["answers"]["perplexity_b"] > 1
     assert values["b"].endswith("under engine")
     assert [one["name"] for one in values["weights"]["tensors"] if one["wrong"]] == [
         "model.layers.0.self_attn.o_proj.weight"
     ]
+
+
+def test_certificate_and_answers_share_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, served, text = exported("bf16"), tmp_path / "served", tmp_path / "sums.txt"
+    text.write_text(TEXT)
+    assert run("export", good, served, "-l", "fp8-block") == 0
+    capsys.readouterr()
+    few = ("--answers", "--text", text, "--chunks", 6, "--generate", 0)
+    words = (f"{good}@blockwise_fp32", served, *few, "-o", tmp_path / "page.html")
+    assert run("parity", *words, "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["verdict"], values["answers"]["verdict"]["kind"]) == ("equal", "same")
+    page = (tmp_path / "page.html").read_text()
+    assert "equal: vllm on cuda multiplies what training multiplied" in page
+    assert values["answers"]["verdict"]["sentence"] in page
+    tensors = load_file(served / "model.safetensors")
+    tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"] *= 8
+    save_file(tensors, served / "model.safetensors", metadata={"format": "pt"})
+    assert run("parity", *words) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("different, first at model.layers.0.self_attn.o_proj")
+    assert "Wrong scales or weights are read in 1 of" in said
+    page = (tmp_path / "page.html").read_text()
+    assert 'id="linear"' in page  # the picture of the KL
+    assert "no" in page.partition("Linear by linear")[2]
+    of_masters = exported("fp8-block", "blockwise_fp32")  # cast from FP32; `good` holds their BF16
+    assert run("parity", words[0], of_masters, "--no-kl", "--no-run") == 1
+    assert "one side casts the FP32 master, the other its rounding to BF16" in capsys.readouterr().out.splitlines()[0]
+    assert run("parity", *words[:2], "--no-kl", "-o", tmp_path / "page.html") == 1
+    assert "Greedy" not in (tmp_path / "page.html").read_text()
+    assert "Answers" not in (tmp_path / "page.html").read_text()

@@ -15,7 +15,8 @@ from torch import Tensor
 from ottava.nn.convert import convert
 from ottava.serving.answers import Answers, ChunkMean, View
 from ottava.serving.difference import Difference, Differences
-from ottava.serving.evaluate import RULES, Compared, Evaluation, Generation, evaluate, judge, render_page, write_page
+from ottava.serving.evaluate import RULES, Compared, Evaluation, Generation, evaluate, judge
+from ottava.serving.page import render_page, write_page
 from ottava.serving.source import Source, Weight, cast_of
 from ottava.train.llama import open_view
 from ottava.train.model import ByteTransformer
@@ -232,7 +233,7 @@ def test_each_rule_answers_to_its_facts_and_an_earlier_one_wins() -> None:
 def test_the_page_says_what_was_found(tmp_path: Path) -> None:
     found = evaluate(view(learned()), view(learned("rowwise")), {"a & b": TEXT}, chunks=4, generate=0)
     said = Generation("p", "<script>alert(1)</script>\n", "y", 0, 2)
-    path = write_page(replace(found, generations=(said,)), tmp_path / "new" / "page.html")
+    path = write_page(tmp_path / "new" / "page.html", render_page(answers=replace(found, generations=(said,))))
     page = path.read_text(encoding="utf-8")
     assert found.verdict.sentence in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;⏎" in page
@@ -242,5 +243,7 @@ def test_the_page_says_what_was_found(tmp_path: Path) -> None:
     for tensor in found.weights.tensors:
         assert tensor.name.replace(".", ".<wbr>") in page
     assert "<svg" in page
-    assert "<svg" not in render_page(replace(found, blocks=()))
+    assert "<svg" not in render_page(answers=replace(found, blocks=()))
+    with pytest.raises(ValueError, match="needs a certificate"):
+        render_page()
     assert [file.name for file in path.parent.iterdir()] == ["page.html"]

@@ -38,7 +38,7 @@ from ottava.base.errors import unknown_name
 from ottava.cli.console import print_error
 from ottava.cli.diagnose import bisect, compare, diagnose, what_if
 from ottava.cli.doctor import bench, doctor
-from ottava.cli.export import consolidate, evaluate, export, inspect, parity
+from ottava.cli.export import consolidate, export, inspect, parity
 from ottava.cli.formats import formats, recipes
 from ottava.cli.plan import plan
 from ottava.cli.train import demo, lab, train
@@ -53,6 +53,8 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command that was typed. While a shell completes a word, an unknown one is no error."""
         name = args[0]
+        if name == "eval" and ctx.parent is None:  # what A and B answer, without an engine's rules
+            name, args = "parity", ["parity", "--engine", "none", *args[1:]]
         if not (ctx.resilient_parsing or name.startswith("-")) and self.get_command(ctx, name) is None:
             ctx.fail(f"{unknown_name('command', name, self.list_commands(ctx))}; `{ctx.command_path} --help` explains")
         return super().resolve_command(ctx, args)
@@ -86,7 +88,6 @@ _add(demo, train, lab, plan, doctor, formats, recipes, report, table, plot, diag
 app.command("what-if")(what_if)
 app.command("import")(import_run)
 _add(inspect, export, consolidate, parity)
-app.command("eval")(evaluate)
 # every word after the script belongs to the script
 app.command(context_settings={"allow_interspersed_args": False})(watch)
 app.add_typer(bench, name="bench", cls=Commands)

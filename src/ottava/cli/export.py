@@ -1,4 +1,4 @@
-"""Commands about checkpoints: `ottava inspect`, `consolidate`, `export`, `parity` and `eval`."""
+"""Commands about checkpoints: `ottava inspect`, `consolidate`, `export` and `parity`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from typer import Argument, Option
 from ottava.cli.console import answer, print_table
 
 if TYPE_CHECKING:
+    from ottava.serving.answers import View
+    from ottava.serving.attribution import Attribution
+    from ottava.serving.evaluate import Evaluation
+    from ottava.serving.parity import Certificate
     from ottava.serving.sides import Model, Text
     from ottava.serving.source import Source
 
@@ -112,13 +116,18 @@ def export(
 
 def _source(folder: Path) -> tuple[Source, Path | None]:
     """The checkpoint in a folder of Hugging Face's, or that of a run and the receipt of the run."""
-    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    if (run / "config.yaml").is_file():
+    if (run := _run_of(folder)) is not None:
         receipt = run / "receipt.json"
         return _of_run(folder), receipt if receipt.is_file() else None
     from ottava.serving.source import of_folder
 
     return of_folder(folder), None
+
+
+def _run_of(folder: Path) -> Path | None:
+    """The run of ottava train that a folder is, or is a checkpoint of."""
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    return run if (run / "config.yaml").is_file() else None
 
 
 def _of_run(folder: Path) -> Source:
@@ -151,16 +160,18 @@ def consolidate(
 
 
 def parity(
-    train: Annotated[
-        Path | None,
-        Argument(metavar="TRAIN", help="A run of ottava train, one of its checkpoints, or a BF16 checkpoint."),
+    a: Annotated[
+        str | None, Argument(metavar="A", help="How it should be: a run, a checkpoint, or either @RECIPE.")
     ] = None,
-    checkpoint: Annotated[Path | None, Argument(metavar="CHECKPOINT", help="The folder that the engine reads.")] = None,
+    b: Annotated[
+        str | None, Argument(metavar="B", help="The folder that the engine reads; or as A; or FOLDER@engine.")
+    ] = None,
     engine: Annotated[
-        str, Option("--engine", "-e", metavar="E", help="vllm, sglang, transformers or trtllm.")
-    ] = "vllm",
+        str | None,
+        Option("--engine", "-e", metavar="E", help="vllm, sglang, transformers, trtllm, or none: only the answers."),
+    ] = None,
     recipe: Annotated[
-        str | None, Option(metavar="R", help="Name of the training's recipe, if TRAIN is in BF16.")
+        str | None, Option(metavar="R", help="Name of the training's recipe, if A is in BF16: A@R.")
     ] = None,
     settings: Annotated[
         Path | None, Option("--engine-config", metavar="F", help="JSON: settings of the engine, in its own words.")
@@ -168,7 +179,6 @@ def parity(
     ran: Annotated[
         Path | None, Option("--receipt", metavar="F", help="receipt.json of the training; a run brings its own.")
     ] = None,
-    text: Annotated[Path | None, Option(metavar="F", help="A text to measure the KL on.")] = None,
     device: Annotated[
         str | None,
         Option(metavar="D", help="cpu or cuda, where it runs. Default: cuda; transformers: here."),
@@ -177,6 +187,17 @@ def parity(
         bool, Option("--run/--no-run", help="Run transformers on a few tokens, where it is installed and on the CPU.")
     ] = True,
     kl: Annotated[bool, Option("--kl/--no-kl", help="Measure the KL of each linear that differs, alone.")] = True,
+    answers: Annotated[
+        bool, Option("--answers", help="Compare what A and B answer to texts, too. Without an engine always.")
+    ] = False,
+    text: Annotated[
+        list[Path] | None,
+        Option(metavar="F", help="A text for answers and KL; repeatable. Default: held-out text of ottava train."),
+    ] = None,
+    length: Annotated[int, Option(min=2, help="Tokens of a chunk of text.")] = 128,
+    chunks: Annotated[int, Option(min=2, help="Chunks of each text.")] = 64,
+    tolerance: Annotated[float, Option(min=0.0, help="Nats a token of loss or KL that count as nothing.")] = 0.01,
+    generate: Annotated[int, Option(min=0, help="Tokens of greedy generations.")] = 32,
     logprobs: Annotated[
         Path | None, Option(metavar="F", help="Log-probabilities of a rollout and of training: say why they differ.")
     ] = None,
@@ -188,94 +209,132 @@ def parity(
         Option(metavar="F", help="An earlier checkpoint, which the engine may still have; repeatable."),
     ] = None,
     temperature: Annotated[float, Option(help="By which training divides its logits.")] = 1.0,
-    out: Annotated[Path | None, Option("--out", "-o", metavar="F", help="Write the result as JSON.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Print the certificate as one JSON object.")] = False,
+    out: Annotated[
+        list[Path] | None, Option("--out", "-o", metavar="F", help="Write the result: a page as F.html, else JSON.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Compare what training multiplied with what an engine multiplies after it has read a checkpoint.
+    """Compare what training multiplied with what an engine multiplies, and what both answer to text.
 
-    Same formula, linears, codes, scales, casts of activations, heads, ties. Engines are emulated by their rules;
-    transformers also runs, and its rules must be what ran. The first difference in the order of execution comes first,
-    with its cause. What no rule reads, such as a new field of config.json, is "not certified". Equal inputs give an
-    equal certificate, byte by byte.
+    The certificate: same formula, linears, codes, scales, casts of activations, heads, ties. Engines are emulated by
+    their rules; transformers also runs, and its rules must be what ran. The first difference in the order of execution
+    comes first, with its cause. What no rule reads, such as a new field of config.json, is "not certified". Equal
+    inputs give an equal certificate, byte by byte.
 
-    With --logprobs the KL between a rollout and training is split into causes by experiments: what TRAIN would give
-    with one cause switched on. TRAIN and CHECKPOINT may lack; then fewer causes are told apart.
+    The answers: loss, KL and next tokens of A and B on texts, weights number by number, and one verdict: they answer
+    alike; B holds other weights; wrong scales or weights are read; layers are quantized differently; serve it in FP8;
+    the casts are too coarse, for all texts or for some; unexplained. Brackets hold 95 % of what a bootstrap over the
+    chunks of text gives. Models other than those of ottava train need transformers. A run or RUN@RECIPE as B has no
+    certificate, for no engine reads it.
 
-    Exit code 0 if they are equal, or the KL is that of rounding; 1 if not, or not certified; 2 for a wrong engine or
-    recipe; 3 if transformers is missing and needed; 4 for a folder or dump that cannot be read.
+    With --logprobs the KL between a rollout and training is split into causes by experiments: what A would give
+    with one cause switched on. A and B may lack; then fewer causes are told apart.
+
+    Exit code 0 if A and B are equal, answer alike, or the KL is that of rounding; 1 if not, or not certified; 2 for a
+    wrong engine, recipe or text; 3 if transformers is missing and needed; 4 for what cannot be read.
     """
-    from ottava.serving.parity import parity as compare
-
     if logprobs is not None:
-        sides = _sides(train, checkpoint, engine, recipe, _object(settings), device, before or ())
-        return _attributed(logprobs, form, *sides, temperature=temperature, out=out, as_json=as_json)
-    if train is None or checkpoint is None:
-        raise typer.BadParameter("needs TRAIN and CHECKPOINT, or --logprobs")
-    source, found = _source(train)
-    certificate = compare(
-        source,
-        checkpoint,
-        engine,
-        recipe=recipe,
-        settings=_object(settings),
-        ran=_object(ran or found),
-        text=_text(source, checkpoint, text) if kl else None,
-        device=device,
-        run=None if run else False,
-    )
-    _write(out, certificate.to_json())
-    typer.echo(certificate.to_json().rstrip() if as_json else str(certificate))
-    return int(not certificate.equal)
+        from ottava.serving.attribution import attribute
+        from ottava.serving.rollout import read_rollout
+
+        sides = _sides(a, b, engine or "vllm", recipe, _object(settings), device)
+        earlier = [(folder.name, _trained(str(folder), recipe)) for folder in before or ()]
+        rollout = attribute(read_rollout(logprobs, form), *sides, before=earlier, temperature=temperature)
+        return _told(out, as_json, rollout=rollout)
+    if a is None or b is None:
+        raise typer.BadParameter("needs A and B, or --logprobs")
+    if engine is None:
+        engine = "vllm" if _split(b)[1] is None and _run_of(_split(b)[0]) is None else "none"
+    certificate = answered = None
+    if engine != "none":
+        from ottava.serving.parity import parity as certify
+
+        source, found = _source(_split(a)[0])
+        certificate = certify(
+            source,
+            Path(b),
+            engine,
+            recipe=recipe or _split(a)[1],
+            settings=_object(settings),
+            ran=_object(ran or found),
+            text=_text(source, Path(b), next(iter(text or ()), None)) if kl else None,
+            device=device,
+            run=None if run else False,
+        )
+    if engine == "none" or answers:
+        from ottava.serving.evaluate import evaluate
+        from ottava.train.llama import open_view, texts_of
+
+        views = open_view(a, recipe), open_view(b) if engine == "none" else _served(b)
+        answered = evaluate(
+            *views, texts_of(text or ()), length=length, chunks=chunks, tolerance=tolerance, generate=generate
+        )
+    return _told(out, as_json, certificate, answered)
 
 
-def _write(out: Path | None, text: str) -> None:
-    from ottava.base.files import replacing
+def _split(given: str) -> tuple[Path, str | None]:
+    """PATH@RECIPE -> both, as `open_view` reads it."""
+    head, _, name = given.rpartition("@")
+    return (Path(head), name) if head and not Path(given).exists() else (Path(given), None)
 
-    if out is not None:
-        with replacing(out) as scratch:
-            scratch.write_text(text, encoding="utf-8")
+
+def _served(folder: str) -> View:
+    """What an engine computes beside the codes of a folder; without FP8 weights what BF16 gives."""
+    from ottava.serving.answers import ENGINE
+    from ottava.train.llama import open_view
+
+    plain = open_view(folder)
+    return open_view(folder, ENGINE) if plain.casts_weights else plain
+
+
+def _told(
+    out: Sequence[Path] | None,
+    as_json: bool,
+    certificate: Certificate | None = None,
+    answers: Evaluation | None = None,
+    rollout: Attribution | None = None,
+) -> int:
+    """Prints and writes what was found, and returns the exit code."""
+    from ottava.base.text import to_json
+
+    parts = [one for one in (certificate, answers, rollout) if one is not None]
+    if answers is None:
+        said = (certificate or rollout).to_json()  # type: ignore[union-attr]
+    elif certificate is None:
+        said = to_json({"schema_version": 1, **answers.to_dict()}) + "\n"
+    else:
+        said = to_json({**certificate.to_dict(), "answers": answers.to_dict()}) + "\n"
+    for path in out or ():
+        from ottava.serving.page import render_page, write_page
+
+        write_page(path, render_page(certificate, answers, rollout) if path.suffix == ".html" else said)
+    typer.echo(said.rstrip() if as_json else "\n\n".join(map(str, [*parts, *(out or ())])))
+    return int(not all(one.good for one in parts))
+
+
+def _trained(given: str, recipe: str | None) -> Model:
+    from ottava.recipe import get_recipe
+    from ottava.serving.sides import trained, under
+
+    folder, own = _split(given)
+    source, _ = _source(folder)
+    name = recipe or own
+    return trained(source if name is None else under(source, get_recipe(name)))
 
 
 def _sides(
-    train: Path | None,
-    checkpoint: Path | None,
+    a: str | None,
+    b: str | None,
     engine: str,
     recipe: str | None,
     settings: dict[str, Any] | None,
     device: str | None,
-    before: Sequence[Path],
-) -> tuple[Model | None, Model | None, list[tuple[str, Model]]]:
-    """What training multiplies, what the engine does, and what training multiplied at earlier steps."""
-    from ottava.recipe import get_recipe
-    from ottava.serving.sides import served, trained, under
+) -> tuple[Model | None, Model | None]:
+    """What training multiplies, and what the engine does."""
+    from ottava.serving.sides import served
 
-    def side(folder: Path) -> Model:
-        source, _ = _source(folder)
-        return trained(source if recipe is None else under(source, get_recipe(recipe)))
-
-    ours = None if train is None else side(train)
-    theirs = None if checkpoint is None else served(checkpoint, engine, settings, device=device)
-    return ours, theirs, [(folder.name, side(folder)) for folder in before]
-
-
-def _attributed(
-    dump: Path,
-    form: str | None,
-    ours: Model | None,
-    theirs: Model | None,
-    before: Sequence[tuple[str, Model]],
-    *,
-    temperature: float,
-    out: Path | None,
-    as_json: bool,
-) -> int:
-    from ottava.serving.attribution import attribute
-    from ottava.serving.rollout import read_rollout
-
-    found = attribute(read_rollout(dump, form), ours, theirs, before=before, temperature=temperature)
-    _write(out, found.to_json())
-    typer.echo(found.to_json().rstrip() if as_json else str(found))
-    return int(not found.good)
+    ours = None if a is None else _trained(a, recipe)
+    return ours, None if b is None else served(Path(b), engine, settings, device=device)
 
 
 def _object(path: Path | None) -> dict[str, Any] | None:
@@ -314,51 +373,3 @@ def _text(source: Source, checkpoint: Path, path: Path | None) -> Text:
             raise UntrustedError(f"{tokenizer}: cannot be read: {error}") from error
         return Text(torch.tensor(ids), f"{len(ids)} tokens of {path.name}")
     return made_up(max(vocabulary, 1), length)
-
-
-def evaluate(
-    a: Annotated[str, Argument(metavar="A", help="How it should be: a run, a checkpoint, or either @RECIPE.")],
-    b: Annotated[str, Argument(metavar="B", help="What is served or considered; CHECKPOINT@engine, too.")],
-    text: Annotated[
-        list[Path] | None, Option(metavar="FILE", help="A task; repeatable. Default: held-out text of ottava train.")
-    ] = None,
-    recipe_a: Annotated[str | None, Option(metavar="R", help="As A@R.")] = None,
-    recipe_b: Annotated[str | None, Option(metavar="R", help="As B@R.")] = None,
-    length: Annotated[int, Option(min=2, help="Tokens of a chunk of text.")] = 128,
-    chunks: Annotated[int, Option(min=2, help="Chunks of each text.")] = 64,
-    tolerance: Annotated[float, Option(min=0.0, help="Nats a token of loss or KL that count as nothing.")] = 0.01,
-    generate: Annotated[int, Option(min=0, help="Tokens of greedy generations.")] = 32,
-    out: Annotated[
-        Path | None, Option("--out", "-o", metavar="FILE", help="Write an HTML page with all numbers.")
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
-) -> int:
-    """Compare two checkpoints by their weights and by their answers to text, and say what is wrong.
-
-    A and B are runs of `ottava train` (under their own recipe), or checkpoints of Hugging Face's in BF16 or FP8 (what
-    the weights stand for, in BF16 arithmetic). RUN@bf16 and CHECKPOINT@rowwise compute under another recipe.
-    CHECKPOINT@engine also casts activations, as an inference engine does beside these weights. Models other than those
-    of ottava train need transformers.
-
-    The verdict is one of: A and B answer alike; B holds other weights (another step or training); wrong scales or
-    weights are read; layers are quantized differently; serve it in FP8; the casts are too coarse, for all texts or
-    for some; what differs is unexplained. Brackets hold 95 % of
-    what a bootstrap over the chunks of text gives.
-
-    Exit code 0 if they answer alike; 1 for each other verdict; 2 for a wrong recipe or text, or other models; 3 if
-    transformers is missing; 4 for a folder that cannot be read.
-    """
-    from ottava.serving.evaluate import evaluate as compare
-    from ottava.train.llama import open_view, texts_of
-
-    first, second = open_view(a, recipe_a), open_view(b, recipe_b)
-    found = compare(
-        first, second, texts_of(text or ()), length=length, chunks=chunks, tolerance=tolerance, generate=generate
-    )
-    values = found.to_dict()
-    if out is not None:
-        from ottava.serving.evaluate import write_page
-
-        values["page"] = str(write_page(found, out))
-    answer(as_json, values, str(found) + (f"\n\n{out}" if out else ""))
-    return int(not found.verdict.good)

@@ -198,7 +198,7 @@ def import_run(
     and TensorBoard files of TransformerEngine, torchao, Megatron and others. No code of a file is executed.
 
     A checkpoint is a folder with config.json or safetensors, or a file .pt, .pth, .bin, .ckpt or .safetensors. A folder
-    of Hugging Face's in FP8 becomes one in BF16; `ottava train --init`, `export` and `eval` also take it as it is. A
+    of Hugging Face's in FP8 becomes one in BF16; `ottava train --init`, `export` and `parity` also take it as it is. A
     file of TransformerEngine or torchao becomes OUT/model.safetensors with codes, scales and NAME._extra_state, for
     load_state_dict; with --config it becomes a folder of Hugging Face's, which those commands take.
 

@@ -185,7 +185,7 @@ def import_checkpoint(path: Path, folder: Path, *, config: Path | None = None) -
     Args:
         path: a file of torch.save or safetensors, of TransformerEngine, torchao or plain torch.
         config: config.json of Hugging Face's for its names; the folder is then a checkpoint that `ottava train --init`,
-            export and eval take, with the codes of the file. None: model.safetensors alone, for load_state_dict.
+            export and parity take, with the codes of the file. None: model.safetensors alone, for load_state_dict.
     Returns:
         tensors, codes (weights in FP8), bytes, and the codes that no layout holds as they are.
     Raises:

@@ -414,5 +414,5 @@ def triage(facts: Facts, good: Facts | None, event: Event | None, trial: Trial) 
         place = bool(trial.place)
         ask("T3", "Do you know which GEMM?", place, f"{named(trial.place)}.", "Run `ottava bisect RUN`.")
         ask("T2c", "Is it the accumulator?", None, "", "", "ottava bisect RUN --accumulator hopper")
-    ask("T4", "Is the loss fine, but downstream tasks are not?", None, "", "", "ottava eval")
+    ask("T4", "Is the loss fine, but downstream tasks are not?", None, "", "", "ottava parity --answers")
     return path

@@ -124,6 +124,13 @@ class Attribution:
         """The same bytes for the same dump and sides."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
+    @property
+    def headline(self) -> str:
+        """The answer in one line."""
+        if self.first is None:
+            return f"No cause of the KL between rollout and training was found; the rest is {self.rest.cause}"
+        return f"{self.first.cause}: {CAUSES[self.first.cause]}"
+
     def __str__(self) -> str:
         lines = [f"KL(rollout || training) {self.kl:.4g} nats a token, mean |difference| {self.mean_difference:.4g}, "
                  f"{self.tokens:,} tokens"]  # fmt: skip
@@ -131,7 +138,7 @@ class Attribution:
             rows = [(f"  {one.cause}", f"{one.kl:.4g}", f"{one.kl / self.kl:.0%}", one.said) for one in self.parts]
             lines += ["", *columns(("cause", "KL", "share", "found by"), *rows)]
             if self.first is not None:
-                lines += ["", f"{self.first.cause}: {CAUSES[self.first.cause]}", f"casts are {self.fp8:.0%} of the KL"]
+                lines += ["", self.headline, f"casts are {self.fp8:.0%} of the KL"]
         layers = [f"{name} {value:.3g}" for name, value in self.layers.items()]
         lines += [f"relative difference behind layers: {', '.join(layers)}"] if layers else []
         bits = "equal bit for bit" if self.equality.equal else f"not certified: {self.equality.why}"

@@ -204,8 +204,22 @@ def _of_codes(name: str, side: Side, theirs: QuantizedTensor, model: Model, stor
     if _row_set(ours.data) == _row_set(theirs.data):
         yield "rows", "the same rows of codes in another order"
     yield from _of_rounding(ours, theirs, [tensor for tensor, _ in masters])
+    if _of_master(theirs, side.weight):
+        yield "master", "each code is that of a number which BF16 rounds to the trained weight, as its FP32 master is"
     away, own = _distance(theirs, side.weight), _distance(ours, side.weight)
     yield "stale", f"decoded, they are {away:.2%} away from the trained weight; its own cast is {own:.2%}"
+
+
+def _of_master(theirs: QuantizedTensor, weight: Tensor) -> bool:
+    """Whether a BF16 weight may come from a master of these codes: each casts a number that rounds to it."""
+    numbers = weight.double().cpu()
+    if not torch.equal(weight.float(), weight.bfloat16().float()) or not bool((theirs.scale_inv > 0).all()):
+        return False
+    grid = theirs.spec.granularity.expand(theirs.scale_inv.double().cpu(), tuple(weight.shape))
+    half = numbers.abs() * 2.0**-8  # at most: half a step of BF16
+    low, high = (round_to_format(((numbers + way) / grid).float(), theirs.spec.format) for way in (-half, half))
+    got = code_values(theirs.spec.format)[theirs.data.view(torch.uint8).int().cpu()]
+    return got.shape == low.shape and bool(((low <= got) & (got <= high)).all())
 
 
 def _formats(powers: bool) -> str:

@@ -1,4 +1,4 @@
-"""`evaluate`: whether two checkpoints compute the same thing, and why not (`ottava eval`); its verdict, and its page.
+"""`evaluate`: whether two checkpoints answer alike, and why not (`ottava parity --answers`).
 
 A verdict is made by rules from facts to one of a few sentences, which say what to do. The rules are asked in the order
 of `RULES`; the first that applies is the verdict. Weights come first: numbers that no cast explains are a proof. What
@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from markupsafe import Markup
 
-from ottava.base.files import replacing
 from ottava.base.text import columns, listed
-from ottava.report.charts import Chart, Line
-from ottava.report.charts import render as drawn
-from ottava.report.frame import render
 from ottava.serving.answers import (
     Answers,
     BlockError,
@@ -68,6 +62,21 @@ class Evaluation:
     weights: Differences
     generations: tuple[Generation, ...]
 
+    @property
+    def good(self) -> bool:
+        """Whether A and B answer alike."""
+        return self.verdict.good
+
+    @property
+    def headline(self) -> str:
+        """The answer in one line."""
+        return self.verdict.sentence
+
+    @property
+    def rows(self) -> tuple[Answers, ...]:
+        """Of each text; of several also their sum."""
+        return self.texts if len(self.texts) == 1 else (*self.texts, self.answers)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         values = asdict(self)
@@ -81,7 +90,7 @@ class Evaluation:
         lines += [f"  {line}" for line in self.verdict.evidence]
         lines += [f"  -> {self.verdict.remedy}"] if not self.verdict.good else []
         rows: list[Sequence[object]] = [("", "perplexity A", "perplexity B", "loss B - A", "KL", "same next token")]
-        for one in self.texts if len(self.texts) == 1 else (*self.texts, self.answers):
+        for one in self.rows:
             change, kl, agreed = one.change, one.kl, one.agreement
             rows.append(
                 (
@@ -348,48 +357,3 @@ def _measured(case: Compared) -> list[str]:
     change = f"{one.change.mean:+.4f} ({one.change.low:+.4f} to {one.change.high:+.4f})"
     kl = f"{one.kl.mean:.4f} ({one.kl.low:.4f} to {one.kl.high:.4f})"
     return [f"on {one.tokens:,} tokens: loss {change}, KL {kl} nats a token; tolerance {case.tolerance:g}"]
-
-
-def render_page(found: Evaluation) -> str:
-    """The page as one HTML document."""
-    chart = _blocks(found) if found.blocks else None
-    return render(
-        __package__ or "",
-        "evaluation.html.j2",
-        found=found,
-        chart=None if chart is None else Markup(drawn(chart, chart_id="blocks", tooltips=True)),
-        texts=found.texts if len(found.texts) == 1 else (*found.texts, found.answers),
-        tensors=sorted(found.weights.tensors, key=lambda one: not one.wrong),
-        shown=_shown,
-    )
-
-
-def write_page(found: Evaluation, path: Path) -> Path:
-    """Writes the page and returns its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as scratch:
-        scratch.write_text(render_page(found), encoding="utf-8")
-    return path
-
-
-def _blocks(found: Evaluation) -> Chart:
-    total = [(float(i), one.total) for i, one in enumerate(found.blocks)]
-    own = [(float(i), one.own) for i, one in enumerate(found.blocks)]
-    return Chart(
-        title="Error behind each block",
-        description="Relative error of the hidden state behind each block, and of each block alone on A's stream.",
-        x_label="block",
-        y_label="relative error",
-        lines=[
-            Line(name="so far", points=total, style=1, markers=True),
-            Line(name="of this block alone", points=own, style=2, markers=True),
-        ],
-        x_range=(0, max(1, len(total) - 1)),
-        log=any(y > 0 for _, y in (*total, *own)),
-        width=760,
-    )
-
-
-def _shown(values: str) -> str:
-    """Generated text on one line, with its blanks."""
-    return values.replace("\n", "⏎")

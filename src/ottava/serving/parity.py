@@ -114,20 +114,31 @@ class Certificate:
         seal = hashlib.sha256(body.encode()).hexdigest()
         return json.dumps({**self.to_dict(), "sha256": seal}, indent=2, sort_keys=True) + "\n"
 
-    def __str__(self) -> str:
+    @property
+    def good(self) -> bool:
+        """The same as `equal`, for a page of several results."""
+        return self.equal
+
+    @property
+    def headline(self) -> str:
+        """The answer in one line."""
+        if self.first is not None:
+            return f"{self.verdict}, first at {self.first.layer}: {CAUSES[self.first.cause]}"
         cast = sum(row.served != "BF16" for row in self.rows)
-        if self.first is None:
-            counted = f"{cast} of {len(self.rows)} linears in FP8"
-            lines = [f"equal: {self.engine} on {self.device} multiplies what training multiplied, {counted}"]
-        else:
-            where = f"{self.verdict}, first at {self.first.layer}"
-            lines = [f"{where}: {CAUSES[self.first.cause]}", f"  {self.first.found}", ""]
-            lines += columns(("cause", "layers", "first", "KL alone", "found there"), *self._causes())
+        counted = f"{cast} of {len(self.rows)} linears in FP8"
+        return f"equal: {self.engine} on {self.device} multiplies what training multiplied, {counted}"
+
+    def __str__(self) -> str:
+        lines = [self.headline]
+        if self.first is not None:
+            lines += [f"  {self.first.found}", ""]
+            lines += columns(("cause", "layers", "first", "KL alone", "found there"), *self.causes())
         hashes = f"trained {self.sha256_trained[:16]}, served {self.sha256_served[:16]}"
         lines += ["", f"ran: {self.ran}", f"KL: {self.text}", hashes]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
-    def _causes(self) -> list[tuple[str, str, str, str, str]]:
+    def causes(self) -> list[tuple[str, str, str, str, str]]:
+        """Cause, number of layers, its first layer, the largest KL of one of them alone, what was found there."""
         kls = {row.layer: row.kl for row in self.rows if row.kl is not None}
         groups: dict[str, list[Mismatch]] = {}
         for finding in self.findings:

@@ -1,7 +1,7 @@
 """The trainer's model as a Hugging Face Llama, for inference engines, and such a Llama as the trainer's model.
 
 Both have the same formula. A Llama has separate projections, and here its tokens are bytes. `open_view` opens one side
-of `ottava eval`: a run or such a checkpoint, optionally under a recipe.
+of `ottava parity`: a run or such a checkpoint, optionally under a recipe.
 """
 
 from __future__ import annotations
