@@ -35,6 +35,11 @@ class GemmRecipe(RefusesUnknownFields):
 
     Raises:
         ValueError: no hardware multiplies these two operands (see `numerics.tensor.refuse_pair`).
+
+    Example:
+        >>> cell = QuantizationSpec(E4M3)
+        >>> print(GemmRecipe(cell, cell, fast_accum=True))
+        E4M3[tensor] x E4M3[tensor]
     """
 
     lhs: QuantizationSpec | None = None
@@ -557,6 +562,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         )
     }
 )
+"""Name -> recipe: everything that `get_recipe` and `convert` take by name."""
 
 
 def bits(spec: QuantizationSpec | None, shape: tuple[int, int] = (4096, 4096)) -> float:

@@ -40,7 +40,10 @@ _SHOWN = ("row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax")
 
 
 class Observation:
-    """The tallies of all casts, merged over calls. It prints the table of `_SHOWN`, the worst cast first."""
+    """The tallies of all casts, merged over calls. It prints the table of `_SHOWN`, the worst cast first.
+
+    Example: see `observe`.
+    """
 
     def __init__(self) -> None:
         self.tallies: dict[Key, Tally] = {}
