@@ -12,6 +12,7 @@ made of its tables.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import inspect
 import os
@@ -20,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -208,18 +209,27 @@ def build(out: Path) -> int:
     return 1 if bad else 0
 
 
+def digest(sources: Iterable[str]) -> str:
+    """SHA-256 of a notebook's code: with it a test knows outputs of other code."""
+    return hashlib.sha256("\0".join(sources).encode()).hexdigest()
+
+
 def execute(name: str) -> None:
     """Runs one notebook in a fresh kernel and saves it with its outputs; an error ends the command."""
     import nbclient
     import nbformat
 
+    os.environ["PYTHONPATH"] = str(ROOT / "src")  # of the kernel, which starts elsewhere
     path = DOCS / "notebooks" / f"{name}.ipynb"
     notebook = nbformat.read(path, as_version=4)
     started = time.perf_counter()
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day
+        for output in cell.get("outputs", ()):
+            assert output.get("name") != "stderr", f"{name}: {output['text']}"
     notebook.metadata.pop("language_info", None)
+    notebook.metadata["executed"] = digest(cell.source for cell in notebook.cells if cell.cell_type == "code")
     nbformat.write(notebook, path)
     print(f"{name}: {time.perf_counter() - started:.0f} s, {path.stat().st_size / 1e3:.0f} kB")
 
