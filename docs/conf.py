@@ -25,5 +25,7 @@ add_module_names = False
 
 html_theme = "furo"
 html_title = "ottava"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False

@@ -90,7 +90,7 @@ def contents() -> str:
     lists: dict[str, list[str]] = {"Start": ["docs/index"]}
     for entry in entries():
         lists.setdefault(entry.section, []).append(entry.path.rpartition(".")[0])
-    lists["Names"] = [f"docs/api/{package}" for package in PACKAGES]
+    lists["Names"] = [*(f"docs/api/{package}" for package in PACKAGES), "All names <genindex>"]
     lists["中文"] = ["README.zh-CN", *(entry.chinese.removesuffix(".md") for entry in entries() if entry.twin)]
     blocks = (f"```{{toctree}}\n:hidden:\n:caption: {name}\n\n" + "\n".join(pages) for name, pages in lists.items())
     return "\n\n" + "\n".join(f"{block}\n```\n" for block in blocks)
@@ -109,6 +109,10 @@ def read_source(app: Any, page: str, source: list[str]) -> None:
 def docstring(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     """Turns what only our docstrings have into what napoleon reads: one-line sections and indented code."""
     old, new = list(lines), list[str]()
+    if what in ("data", "attribute", "property"):  # before a colon napoleon expects a type
+        old[0] = "`".join(
+            part.replace(": ", " \u2013 ") if i % 2 == 0 else part for i, part in enumerate(old[0].split("`"))
+        )
     section = prose = ""
     for line in old:
         started = _HOUSE_SECTION.match(line)

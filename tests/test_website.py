@@ -75,6 +75,9 @@ def test_docstrings_become_what_sphinx_reads() -> None:
         "",
     ]
     assert lines[-3:] == ["Example:", "    >>> 2 * 3", "    6"]
+    constant = ["A format: up to `a: b`."]
+    website.docstring(None, "data", "", None, None, constant)
+    assert constant == ["A format \u2013 up to `a: b`."]
 
 
 def test_a_resource_from_elsewhere_is_found(tmp_path: Path) -> None:
