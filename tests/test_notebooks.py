@@ -117,6 +117,7 @@ def test_a_notebook_runs_and_keeps_what_it_asserts(path: Path, tmp_path: Path, m
     """Its cells in order, in one namespace; what a cell ends with draws itself. Two minutes of two cores are 240 s."""
     pytest.importorskip("matplotlib", reason="an extra: pip install 'ottava[plot]'")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(ottava.__file__).parents[1]))  # of the commands that a cell runs
     namespace: dict[str, Any] = {"__name__": "__main__"}
     started, drawn, asserted = time.process_time(), 0, 0
     for number, cell in enumerate(code_of(json.loads(path.read_text(encoding="utf-8")))):
