@@ -44,6 +44,9 @@ def diagnose(
     baseline: Annotated[
         Path | None, Option("--baseline", metavar="RUN", help="The same training in BF16, or a good run.")
     ] = None,
+    language: Annotated[
+        str, Option("--lang", envvar="OTTAVA_LANG", metavar="NAME", help="Language of the sentences: en or zh.")
+    ] = "en",
     framework: Annotated[
         str | None,
         Option("--for", metavar="NAME", help="Print changes for this framework, not for that which ran."),
@@ -52,9 +55,6 @@ def diagnose(
         str, Option("--fail-on", metavar="NAME", help="Exit 1 from this severity on: critical, warning, never.")
     ] = "critical",
     every: Annotated[bool, Option("--all", help="Show the triage tree, and each law that lacks data.")] = False,
-    language: Annotated[
-        str, Option("--lang", envvar="OTTAVA_LANG", metavar="NAME", help="Language of the sentences: en or zh.")
-    ] = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Explain a run: what happened, whether FP8 did it, and what to do.
