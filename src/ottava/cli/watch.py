@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -447,11 +446,11 @@ def report(
     """
     from ottava.base.language import Language
     from ottava.record.reader import Run
-    from ottava.report.page import make_report
+    from ottava.report.page import Report, make_report
 
     say = Language(language)
     page = make_report(Run.open(run), baseline=None if baseline is None else Run.open(baseline))
-    page = replace(page, html=say.page(page.html))
+    page = Report(say.page(page.html), page.diagnosis)
     path = page.write(out or run / "report.html")
     verdict, sentence, size = page.diagnosis["verdict"], page.diagnosis["sentence"], path.stat().st_size
     values = {"run_dir": str(run), "report": str(path), "bytes": size, "verdict": verdict, "sentence": sentence}
