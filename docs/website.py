@@ -2,6 +2,7 @@
 
 ./x docs                      build runs/site and llms.txt; print time and sizes; fail on a resource from elsewhere
 ./x docs --out FOLDER         build it there
+./x docs --llms               write llms.txt alone (python docs/website.py --llms needs no environment)
 ./x docs --notebooks [NAME]   execute the notebooks and save their outputs in them
 
 The sources are the pages as they lie in the repository (README, docs/*.md with their Chinese twins, notebooks) and
@@ -182,10 +183,15 @@ def from_elsewhere(folder: Path) -> Iterator[str]:
                 yield f"{path.relative_to(folder)}: {found[1]}"
 
 
+def write_llms() -> None:
+    """Writes llms.txt; each build does."""
+    (ROOT / "llms.txt").write_text(llms(), encoding="utf-8")
+
+
 def build(out: Path) -> int:
     """Builds the site from nothing; returns the exit code."""
     started = time.perf_counter()
-    (ROOT / "llms.txt").write_text(llms(), encoding="utf-8")
+    write_llms()
     shutil.rmtree(out, ignore_errors=True)
     words = ["-m", "sphinx", "-q", "-W", "--keep-going", "-E", "-b", "html", "-d", f"{out}.doctrees"]
     code = subprocess.call([sys.executable, *words, "-c", str(DOCS), str(ROOT), str(out)], cwd=ROOT)
@@ -242,8 +248,12 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="./x docs", description="Builds the site, or executes its notebooks.")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "site")
+    parser.add_argument("--llms", action="store_true")
     parser.add_argument("--notebooks", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
+    if arguments.llms:
+        write_llms()
+        return 0
     if arguments.notebooks is None:
         return build(arguments.out.resolve())
     known = [Path(entry.path).stem for entry in entries() if entry.path.endswith(".ipynb")]

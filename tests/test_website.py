@@ -28,7 +28,7 @@ def test_llms_txt_is_that_of_the_index() -> None:
     """`./x docs` writes it. Every page of the index stands in it once, behind its question, and its links hold."""
     website = load()
     text = (ROOT / "llms.txt").read_text(encoding="utf-8")
-    assert text == website.llms(), "./x docs"
+    assert text == website.llms(), "python docs/website.py --llms"
     assert text.startswith("# ottava\n\n> ")
     links = re.findall(r"^- \[\w+\]\(([^)]+)\): .+$", text, re.MULTILINE)
     assert links == ["README.md", *(entry.path for entry in website.entries())]
