@@ -14,6 +14,7 @@ import inspect
 import io
 import pkgutil
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ MODULES = sorted(
 NOT_BUILT = ("not built", "尚未实现")
 KERNELS = re.compile(r"\b(native_gemm|bf16_mm|reference)\b")
 """Which of them runs is the machine's affair: its CPU, and whether it has a compiler."""
-X_WORDS = ("test", "mutate", "fuzz", "torture", "sanitize", "soak", "lint", "house", "help")
+X_WORDS = ("test", "mutate", "fuzz", "torture", "sanitize", "soak", "docs", "lint", "house", "help")
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,34 @@ def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         assert failed == 0, "see the output above"
 
 
+PACKAGES = ("ottava", "ottava.debug", "ottava.nn", "ottava.optim", "ottava.distributed")
+
+
+def shows_an_example(thing: object) -> bool:
+    """Whether a docstring has an example, or says whose example shows the thing, and that one has it."""
+    text = inspect.getdoc(thing) or ""
+    elsewhere = re.search(r"Example: see `(?:ottava\.)?(\w+)`", text)
+    if ">>>" in text or elsewhere is None:
+        return ">>>" in text
+    named = [getattr(module, elsewhere[1], None) for word, module in sorted(sys.modules.items()) if "ottava" in word]
+    return any(one is not thing and callable(one) and ">>>" in (inspect.getdoc(one) or "") for one in named)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_has_an_example_that_runs(package: str) -> None:
+    """`test_docstring_examples` runs them. A constant is shown by an example of another name or by a page."""
+    module = importlib.import_module(package)
+    ran = "".join(inspect.getsource(importlib.import_module(name)) for name in MODULES if name in sys.modules)
+    shown = "\n".join(line for line in ran.splitlines() if ">>>" in line or "... " in line)
+    shown += "".join(b.text for p in PAGES for b in read_blocks(p.read_text("utf-8")) if b.language == "python")
+    for name in module.__all__:
+        thing = getattr(module, name)
+        if callable(thing):
+            assert shows_an_example(thing), f"{package}.{name} shows no example"
+        elif not inspect.ismodule(thing):
+            assert re.search(rf"\b{name}\b", shown), f"no example shows {package}.{name}"
+
+
 def headings(text: str) -> list[int]:
     """Levels of a page's headings, in order."""
     fenced = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -202,9 +231,10 @@ def test_links_lead_somewhere() -> None:
 def test_the_index_has_every_page() -> None:
     """Every English page of docs has a question, and 中文 stands where a twin is."""
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    listed = dict(re.findall(r"\]\((?:\.\./)?(\w+)\.md\)( 中文)? \|$", index, re.MULTILINE))
+    listed = dict(re.findall(r"\]\((?:\.\./|notebooks/)?(\w+)\.(?:md|ipynb)\)( 中文)? \|$", index, re.MULTILINE))
     pages = {page.stem for page in (ROOT / "docs").glob("*.md") if page not in TWINS} - {"index"}
-    assert listed.keys() == pages | {"AGENTS", "CONTRIBUTING"}
+    pages |= {notebook.stem for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
+    assert listed.keys() == pages | {"AGENTS", "CONTRIBUTING", "CHANGELOG"}
     assert {name for name, mark in listed.items() if mark} == {page.name.split(".")[0] for page in TWINS} - {"README"}
 
 

@@ -1,9 +1,14 @@
-"""What a notebook shows: one line for `repr`, a table for `_repr_html_`, and a DataFrame if pandas is there."""
+"""What a notebook shows of a result, and the notebooks of docs: they run, and hold the outputs of their code."""
 
 from __future__ import annotations
 
+import ast
 import builtins
+import hashlib
 import html
+import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,3 +100,50 @@ def test_each_result_has_a_line_a_table_and_a_frame(
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match="pip install pandas"):
         shown.to_pandas()
+
+
+# --- the notebooks of the docs ----------------------------------------------------------------------------------------
+
+BOOKS = sorted((Path(__file__).resolve().parents[1] / "docs" / "notebooks").glob("*.ipynb"))
+
+
+def code_of(book: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_keeps_what_it_asserts(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells in order, in one namespace; what a cell ends with draws itself. Two minutes of two cores are 240 s."""
+    pytest.importorskip("matplotlib", reason="an extra: pip install 'ottava[plot]'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(ottava.__file__).parents[1]))  # of the commands that a cell runs
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    started, drawn, asserted = time.process_time(), 0, 0
+    for number, cell in enumerate(code_of(json.loads(path.read_text(encoding="utf-8")))):
+        tree = ast.parse("".join(cell["source"]))
+        asserted += sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
+        last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, f"{path.name}[{number}]", "exec"), namespace)
+        shown = eval(compile(last, f"{path.name}[{number}]", "eval"), namespace) if last else None
+        drawn += hasattr(shown, "_repr_png_") and shown._repr_png_().startswith(b"\x89PNG")
+    assert asserted >= 3
+    assert drawn >= (path.stem != "parity")
+    assert time.process_time() - started < 240
+
+
+@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
+def test_a_notebook_holds_the_outputs_of_its_code(path: Path) -> None:
+    """`./x docs --notebooks` executed it from top to bottom after the last change; no error, no warning, no path."""
+    book = json.loads(path.read_text(encoding="utf-8"))
+    cells = code_of(book)
+    sources = "\0".join("".join(cell["source"]) for cell in cells)
+    assert book["metadata"]["executed"] == hashlib.sha256(sources.encode()).hexdigest(), "./x docs --notebooks"
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} <= {"stream", "execute_result", "display_data"}
+    assert {output.get("name", "stdout") for output in outputs} == {"stdout"}
+    assert not re.search(r'"(?:/tmp|/home|/root|/work)/', path.read_text(encoding="utf-8"))
+    assert path.stat().st_size < 300_000
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) >= (path.stem != "parity")

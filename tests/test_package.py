@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 LEFT_OUT = "bench"
 """The room that only a checkout has: `ottava bench` says so."""
-READ_AT_RUN_TIME = (".cpp", ".css", ".h", ".j2", ".js", ".typed")
+READ_AT_RUN_TIME = (".cpp", ".css", ".h", ".j2", ".js", ".typed", ".yaml")
 """What no import finds missing."""
 
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from typing import NamedTuple
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from torchao.float8.config import ScalingGranularity
+from torchao.float8.config import CastConfig, Float8LinearRecipeName, ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_dtype, to_mx
@@ -29,6 +31,7 @@ from ottava.numerics.formats import BF16, E2M1, E4M3, E5M2, Format
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, amax, compute_scale, exponent_bytes
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops import dispatch
+from test_docs import read_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -204,3 +207,27 @@ def test_torchaos_mxfp4_and_nvfp4_have_the_nan_of_a_block_in_its_scale() -> None
     nvfp4 = ottava.quantize(x, QuantizationSpec(E2M1, BLOCK_1X16, "e4m3"))
     theirs = NVFP4Tensor.to_nvfp4(x).dequantize(torch.float32)
     assert torch.equal(nvfp4.dequantize(torch.float32).isnan(), theirs.isnan())
+
+
+def test_the_page_for_those_who_come_from_torchao_shows_the_same_layer() -> None:
+    """docs/from_torchao.md: its two blocks make models with the same bits, and each name of torchao's in it exists."""
+    text = (Path(__file__).resolve().parents[1] / "docs" / "from_torchao.md").read_text(encoding="utf-8")
+    blocks = [block.text for block in read_blocks(text) if block.language == "python"][:2]
+    shown: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, shown)
+    results = []
+    for model in (shown["ours"], shown["theirs"]):
+        x = shown["x"].clone().requires_grad_()
+        y = model(x)
+        y.backward(torch.ones_like(y))
+        results.append((y, x.grad, *(weight.grad for weight in model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    plain = copy.deepcopy(shown["model"])
+    assert not torch.equal(plain(shown["x"]), results[0][0])
+    fields = {field.name for field in dataclasses.fields(Float8LinearConfig)}
+    fields |= {field.name for field in dataclasses.fields(CastConfig)} | {"use_fast_accum", "module_filter_fn"}
+    assert set(re.findall(r"(\w+)=", "".join(re.findall(r"^\| (.+?) \|", text.partition("## MS")[0], re.M)))) <= fields
+    recipes = re.findall(r'^\| `Float8LinearConfig.from_recipe_name\("(\w+)"\)` \| `"(\w+)"` \|$', text, re.M)
+    assert {theirs for theirs, _ in recipes} == {name.value for name in Float8LinearRecipeName}
+    assert all(ours in ottava.RECIPES for _, ours in recipes)

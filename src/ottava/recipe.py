@@ -35,6 +35,11 @@ class GemmRecipe(RefusesUnknownFields):
 
     Raises:
         ValueError: no hardware multiplies these two operands (see `numerics.tensor.refuse_pair`).
+
+    Example:
+        >>> cell = QuantizationSpec(E4M3)
+        >>> print(GemmRecipe(cell, cell, fast_accum=True))
+        E4M3[tensor] x E4M3[tensor]
     """
 
     lhs: QuantizationSpec | None = None
@@ -453,6 +458,19 @@ class Recipe(RefusesUnknownFields):
             ]
         )
 
+    def plot(self) -> Any:
+        """The six cells as a picture, their colour the bits of their format (`pip install 'ottava[plot]'`).
+
+        Returns:
+            A matplotlib Figure.
+        """
+        from ottava.base import plot
+
+        table = [[getattr(getattr(self, gemm), side) for side in ("lhs", "rhs")] for gemm in GEMMS]
+        texts = [[str(spec or "high precision") for spec in row] for row in table]
+        widths = [[16 if spec is None else 4 if spec.format.bits == 4 else 8 for spec in row] for row in table]
+        return plot.cells(f"{self.name}: left times right operand", GEMMS, texts, widths)
+
     def __repr__(self) -> str:
         more = f"; {len(self.overrides)} overrides" if self.overrides else ""
         more += "; attention in FP8" if self.attention else ""
@@ -557,6 +575,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         )
     }
 )
+"""Name -> recipe: everything that `get_recipe` and `convert` take by name."""
 
 
 def bits(spec: QuantizationSpec | None, shape: tuple[int, int] = (4096, 4096)) -> float:

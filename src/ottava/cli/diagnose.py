@@ -44,6 +44,9 @@ def diagnose(
     baseline: Annotated[
         Path | None, Option("--baseline", metavar="RUN", help="The same training in BF16, or a good run.")
     ] = None,
+    language: Annotated[
+        str, Option("--lang", envvar="OTTAVA_LANG", metavar="NAME", help="Language of the sentences: en or zh.")
+    ] = "en",
     framework: Annotated[
         str | None,
         Option("--for", metavar="NAME", help="Print changes for this framework, not for that which ran."),
@@ -64,6 +67,7 @@ def diagnose(
     Exit code 1 if a finding is at least as severe as --fail-on.
     """
     from ottava.base.errors import unknown_name
+    from ottava.base.language import Language
     from ottava.diagnose.diagnose import diagnose as explain
     from ottava.diagnose.remedies import FRAMEWORKS
     from ottava.record.reader import Run
@@ -71,10 +75,10 @@ def diagnose(
     for option, value, choices in (("--fail-on", fail_on, _SEVERITIES), ("--for", framework, FRAMEWORKS)):
         if value is not None and value not in choices:
             raise ValueError(unknown_name(f"value of {option}", value, choices))
-    good = None if baseline is None else Run.open(baseline)
+    good, say = None if baseline is None else Run.open(baseline), Language(language)
     result = explain(Run.open(run), baseline=good, framework=framework)
     values = {"schema_version": SCHEMA_VERSION, "run": str(run), **result.to_dict()}
-    typer.echo(to_json(values) if as_json else _text(result, every))
+    typer.echo(to_json(values) if as_json else say(_text(result, every)))
     return 1 if fail_on != "never" and result.fails(fail_on) else 0
 
 

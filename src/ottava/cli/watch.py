@@ -433,6 +433,9 @@ def report(
         Path | None, Option("--out", "-o", metavar="FILE", help="Where to write; RUN/report.html by default.")
     ] = None,
     open_it: Annotated[bool, Option("--open", help="Open the report in the browser.")] = False,
+    language: Annotated[
+        str, Option("--lang", envvar="OTTAVA_LANG", metavar="NAME", help="Language of the sentences: en or zh.")
+    ] = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Write RUN/report.html: the cause, the tensor, the first step and the remedy.
@@ -441,14 +444,17 @@ def report(
 
     Exit code 1 if the verdict is critical, 4 if RUN is not the folder of a watched run.
     """
+    from ottava.base.language import Language
     from ottava.record.reader import Run
-    from ottava.report.page import make_report
+    from ottava.report.page import Report, make_report
 
+    say = Language(language)
     page = make_report(Run.open(run), baseline=None if baseline is None else Run.open(baseline))
+    page = Report(say.page(page.html), page.diagnosis)
     path = page.write(out or run / "report.html")
     verdict, sentence, size = page.diagnosis["verdict"], page.diagnosis["sentence"], path.stat().st_size
     values = {"run_dir": str(run), "report": str(path), "bytes": size, "verdict": verdict, "sentence": sentence}
-    answer(as_json, values, f"{sentence}\n{path}  {size / 1000:,.0f} kB")
+    answer(as_json, values, f"{say(sentence)}\n{path}  {size / 1000:,.0f} kB")
     if open_it:
         typer.launch(path.resolve().as_uri())
     return int(verdict == "critical")

@@ -140,6 +140,22 @@ def compare(good: Run, bad: Run, *, align: str = "step", controls: Sequence[Run]
     Raises:
         ValueError: align is something else.  RunError: a run logged no tokens, or the runs share no cast.
     Edge cases: of runs of different length it compares the common part; a run without losses has no divergence.
+
+    Example:
+        >>> import tempfile
+        >>> from ottava.measure.tally import Tally
+        >>> from ottava.record.schema import SlotKey
+        >>> from ottava.record.writer import RunWriter
+        >>> key = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name, lost in (("good", 1), ("bad", 7)):
+        ...         with RunWriter(f"{folder}/{name}") as writer:
+        ...             for step in range(1, 4):
+        ...                 writer.step(step, loss=2.0 + lost)
+        ...                 writer.tally(step, key, Tally(n=8, n_nonzero=8, n_underflow=lost))
+        ...     first = compare(Run.open(f"{folder}/good"), Run.open(f"{folder}/bad")).first
+        >>> first["step"], first["layer"]
+        (1, 'fc1')
     """
     if align not in ("step", "tokens"):
         raise ValueError(f"compare: {unknown_name('alignment', align, ('step', 'tokens'))}")

@@ -39,6 +39,16 @@ def fp8_gradient_hook(
 
     It sends 0.50 of BF16's bytes and 0.25 of fp32's, and rounds twice: each rank's gradients and their sum, by at most
     2**-4 of a number. Where the mean is used many times (no fp32 master, tiny learning rates) measure first.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
+        >>> ddp.register_comm_hook(None, fp8_gradient_hook)
+        >>> ddp(torch.tensor([[1.0, 2.0, 3.0, 4.0]])).sum().backward()
+        >>> ddp.module.weight.grad
+        tensor([[1., 2., 3., 4.]])
+        >>> dist.destroy_process_group()
     """
     buffer, ranks = bucket.buffer(), group or dist.group.WORLD
     assert ranks is not None  # a DistributedDataParallel calls this
@@ -58,6 +68,10 @@ class FP8ReduceScatter:
     It sends 0.50 of BF16's bytes and rounds each rank's gradients once, by at most 2**-4 of a number; the sum has the
     dtype of the reduction (`MixedPrecisionPolicy.reduce_dtype`). The all-reduce over the replicas of an HSDP mesh
     remains torch's.
+
+    Example:
+        >>> FP8ReduceScatter().allocate((4,), dtype=torch.bfloat16, device=torch.device("cpu")).shape
+        torch.Size([4])
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -151,6 +151,16 @@ def read_scaling_state(path: Path | str) -> ScalingStateFile:
 
     Raises:
         StateFileError: the file is missing or damaged, has no scaling state, or reading it would run code.
+
+    Example:
+        >>> import tempfile, ottava
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16()
+        >>> report = ottava.convert(model, "delayed")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(model.state_dict(), f"{folder}/state.pt")
+        ...     found = read_scaling_state(f"{folder}/state.pt")
+        >>> sorted({row.tensor for row in found.rows})
+        ['grad_output', 'input', 'weight']
     """
     path = Path(path)
     entries = dict(read_entries(path, is_state))

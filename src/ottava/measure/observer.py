@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ottava.base.errors import need
+from ottava.base.errors import need, unknown_name
 from ottava.base.text import columns, data_frame, html_table, number
 from ottava.engine.quantizer import Doors
 from ottava.kernels.triton.statistics import fill_slot, new_slot, read_slot, supports_statistics
@@ -40,7 +40,10 @@ _SHOWN = ("row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax")
 
 
 class Observation:
-    """The tallies of all casts, merged over calls. It prints the table of `_SHOWN`, the worst cast first."""
+    """The tallies of all casts, merged over calls. It prints the table of `_SHOWN`, the worst cast first.
+
+    Example: see `observe`.
+    """
 
     def __init__(self) -> None:
         self.tallies: dict[Key, Tally] = {}
@@ -59,6 +62,32 @@ class Observation:
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with the rows of `table`."""
         return data_frame(self.table())
+
+    def plot(self, statistic: str = "row_sqnr_p50_db") -> Any:
+        """A statistic of every cast as a map: layers below each other, tensors beside (`pip install 'ottava[plot]'`).
+
+        Args:
+            statistic: a name of `ottava.debug.STATISTICS`.
+        Returns:
+            A matplotlib Figure.
+        Raises:
+            ValueError: the statistic is unknown, or nothing was cast.
+        """
+        from ottava.base import plot
+
+        if statistic not in STATISTICS:
+            raise ValueError(unknown_name("statistic", statistic, list(STATISTICS)))
+        if not self.tallies:
+            raise ValueError("plot: no casts were seen: no ottava layer ran in FP8 in this context")
+        found = {(row["layer"], symbol(row["tensor"], row["direction"])): row[statistic] for row in self.table()}
+        layers, tensors = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
+        values = [[found.get((layer, tensor), math.nan) for tensor in tensors] for layer in layers]
+        drawn, (axes,) = plot.figure(1.6 + 1.1 * len(tensors), 0.8 + 0.26 * len(layers))
+        one = STATISTICS[statistic]
+        plot.map_of(axes, values, layers, range(len(tensors) + 1), bad=one.worse, unit=one.unit, label=one.unit)
+        axes.set_xticks([place + 0.5 for place in range(len(tensors))], tensors)
+        axes.set_title(statistic, color=plot.INK, fontsize=10)
+        return drawn
 
     def _rows(self) -> list[tuple[str, ...]]:
         casts = sorted(self.table(), key=lambda row: known_or_last(row["row_sqnr_p50_db"]))

@@ -27,7 +27,13 @@ Worse = Literal["high", "low", ""]
 
 @dataclass(frozen=True)
 class Statistic:
-    """A formula: one number from a tally, or a column of numbers from a table of tallies."""
+    """A formula: one number from a tally, or a column of numbers from a table of tallies.
+
+    Example:
+        >>> one = STATISTICS["underflow_pct"]
+        >>> one.unit, one.worse, one.finish(Tally(n=8, n_nonzero=8, n_underflow=2))
+        ('%', 'high', 25.0)
+    """
 
     name: str
     """Key in tables and files."""
@@ -316,3 +322,4 @@ _ENTRIES = (
 )
 
 STATISTICS: Mapping[str, Statistic] = MappingProxyType({s.name: s for s in _ENTRIES})
+"""Name -> statistic: everything that a table, a report or a plot can show of a cast."""

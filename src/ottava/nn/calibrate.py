@@ -48,7 +48,10 @@ class CalibratedTensor:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """One row per tensor with a predicted scale."""
+    """One row per tensor with a predicted scale.
+
+    Example: see `calibrate`.
+    """
 
     rows: tuple[CalibratedTensor, ...]
     """In the order of the model."""

@@ -57,7 +57,10 @@ an embedding. A layer that is no nn.Linear comes as a `LayerView` with in_featur
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The result of `convert`: names of the converted layers, and a reason for each other layer."""
+    """The result of `convert`: names of the converted layers, and a reason for each other layer.
+
+    Example: see `convert`.
+    """
 
     model: nn.Module
     """The model itself, changed in place."""

@@ -43,7 +43,10 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The result of `load_fp8`: the tensors that it has put into a model."""
+    """The result of `load_fp8`: the tensors that it has put into a model.
+
+    Example: see `load_fp8`.
+    """
 
     folder: Path
     """The folder of the checkpoint."""
@@ -107,6 +110,17 @@ def load_fp8(
     Edge cases: it does not use scales of activations. It loads tensors in high precision into parameters and buffers of
         the same name, which stay trainable or frozen. A tied head may be absent. Buffers on meta that no checkpoint has
         (tables of frequencies) are computed by the `_init_weights` of Hugging Face's models.
+
+    Example:
+        >>> import tempfile, ottava
+        >>> from ottava.serving.source import Source, Weight
+        >>> source = Source((Weight("up.weight", torch.randn(128, 256).bfloat16(), linear=True),), {})
+        >>> model = nn.ModuleDict({"up": nn.Linear(256, 128, bias=False)}).bfloat16()
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     report = ottava.export(source, f"{place}/out", layout="fp8-block")
+        ...     loaded = load_fp8(model, f"{place}/out")
+        >>> loaded.nbytes < 0.51 * loaded.bf16_bytes, model["up"].weight.requires_grad
+        (True, False)
     """
     need("load_fp8", model, nn.Module)
     if weights not in get_args(Loaded):

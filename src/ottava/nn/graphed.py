@@ -68,7 +68,10 @@ class CudaGraph:
 
 
 class GraphedStep:
-    """The result of `graphed_step`: a call with arguments like the samples is one training step."""
+    """The result of `graphed_step`: a call with arguments like the samples is one training step.
+
+    Example: see `graphed_step`.
+    """
 
     def __init__(self, step: Callable[..., Any], sample: Sequence[Any], capture: Capture | None, warmup: int) -> None:
         self._step, self._capture, self._warmup = step, capture, warmup

@@ -42,7 +42,10 @@ from ottava.weights.operands import in_high_precision, shared_bytes
 
 @dataclass(frozen=True, eq=False)
 class Permutation:
-    """Rows sorted by expert, for tokens that each go to k experts; see `sort_by_expert`."""
+    """Rows sorted by expert, for tokens that each go to k experts; see `sort_by_expert`.
+
+    Example: see `sort_by_expert`.
+    """
 
     rows: Tensor
     """int64 (M,): the token of each row."""

@@ -31,7 +31,10 @@ Score = Literal["softmax", "sigmoid", "softmax_of_top_k"]
 
 
 class Routing(NamedTuple):
-    """The experts of each token."""
+    """The experts of each token.
+
+    Example: see `Router`.
+    """
 
     probs: Tensor
     """fp32 (tokens, top_k): the weights of the experts' outputs."""

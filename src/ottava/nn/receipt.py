@@ -63,7 +63,10 @@ class ReceiptRow:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Rows, and the share of the linear work that ran with quantized operands; as text, equal layers share a row."""
+    """Rows, and the share of the linear work that ran with quantized operands; as text, equal layers share a row.
+
+    Example: see `receipt`.
+    """
 
     rows: tuple[ReceiptRow, ...]
     """In the order of the model."""
@@ -228,6 +231,18 @@ def assert_fp8(model: nn.Module, min_fraction: float = 0.9, *, native: bool = Fa
     Args:
         min_fraction: 0 to 1, see `Receipt.fp8_fraction`.
         native: count only GEMMs that ran on FP8 hardware.
+
+    Example:
+        >>> import torch, ottava
+        >>> model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+        >>> report = ottava.convert(model, "tensorwise")
+        >>> model(torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        >>> assert_fp8(model, 0.99)
+        >>> report = ottava.convert(model, "bf16")
+        >>> model(torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        >>> assert_fp8(model, 0.99)  # doctest: +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        AssertionError: ...
     """
     got = receipt(model)
     fraction = got.native_fraction if native else got.fp8_fraction

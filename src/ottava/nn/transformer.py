@@ -36,8 +36,8 @@ class TransformerLayer(nn.Module):
         arrangement: "pre", "post", "parallel" or "parallel_one_norm", see the module.
         activation, save: of the MLP, see `NormMLP`.
         norm, eps, zero_centered_gamma: of every norm.
-        kv_heads, head_dim, qk_norm, qk_norm_after_rotary, mask, window, softmax_scale, attention_dropout, sink, layout,
-            backend: of self attention, see `MultiheadAttention`.  mask="no_mask" makes an encoder.
+        kv_heads, head_dim, qk_norm, qk_norm_after_rotary, attention_dropout, sink, layout, backend: of self attention.
+        mask, window, softmax_scale: as of `MultiheadAttention`; mask="no_mask" makes an encoder.
         bias: of the MLP's linears, and of attention unless attention_bias and out_bias are given.
         cross: cross attention to a `memory` of width memory_size, in the same heads.
         dropout: of each branch before the sum, while training.

@@ -37,6 +37,8 @@ class Format(RefusesUnknownFields):
     Example:
         >>> E4M3.max, E4M3.min_normal, E4M3.min_subnormal, E4M3.eps
         (448.0, 0.015625, 0.001953125, 0.125)
+        >>> E8M0.max == 2.0**127, E2M1.max
+        (True, 6.0)
     """
 
     name: str
@@ -163,7 +165,9 @@ class Format(RefusesUnknownFields):
 
 
 E4M3 = Format(name="E4M3", exponent_bits=4, mantissa_bits=3, bias=7, specials="fn", dtype=torch.float8_e4m3fn)
+"""OCP's FP8 format for activations and weights: up to 448, without infinities."""
 E5M2 = Format(name="E5M2", exponent_bits=5, mantissa_bits=2, bias=15, specials="ieee", dtype=torch.float8_e5m2)
+"""OCP's FP8 format for gradients: up to 57,344, with infinities."""
 # AMD's MI300: a bias more, so half the largest number of the OCP format and half its smallest
 E4M3FNUZ = Format(
     name="E4M3FNUZ", exponent_bits=4, mantissa_bits=3, bias=8, specials="fnuz", dtype=torch.float8_e4m3fnuz
@@ -181,7 +185,9 @@ E8M0 = Format(
     has_zero=False,
     dtype=torch.float8_e8m0fnu,
 )
+"""OCP's format of a block's scale: a power of two."""
 E2M1 = Format(name="E2M1", exponent_bits=2, mantissa_bits=1, bias=1, specials="none")
+"""OCP's FP4 format: 0.5 to 6 in eight magnitudes with zero."""
 E2M3 = Format(name="E2M3", exponent_bits=2, mantissa_bits=3, bias=1, specials="none")
 E3M2 = Format(name="E3M2", exponent_bits=3, mantissa_bits=2, bias=3, specials="none")
 BF16 = Format(name="BF16", exponent_bits=8, mantissa_bits=7, bias=127, specials="ieee", dtype=torch.bfloat16)

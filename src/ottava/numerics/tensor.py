@@ -329,7 +329,10 @@ def refuse_instruction(lhs: QuantizationSpec, rhs: QuantizationSpec, accumulator
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """Codes and their scales: x ~= decode(data) * scale_inv, block by block."""
+    """Codes and their scales: x ~= decode(data) * scale_inv, block by block.
+
+    Example: see `ottava.quantize`.
+    """
 
     data: Tensor
     """Codes (R, C) in spec.format.storage_dtype."""

@@ -248,6 +248,8 @@ def read_series(run_dir: Path | str) -> Recording:
     Raises:
         RecordingError: the folder has no recording, or a damaged one.
     Edge cases: a torn last line is ignored; steps may be missing but must ascend.
+
+    Example: see `AmaxLog`.
     """
     path = Path(run_dir) / FILE_NAME
     if not path.is_file():

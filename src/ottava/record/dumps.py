@@ -207,6 +207,8 @@ def read_dump(path: Path | str) -> Dump:
 
     Raises:
         DumpError: the file is missing, damaged, or no dump of ottava.
+
+    Example: see `save_batch`.
     """
     path = Path(path)
     try:

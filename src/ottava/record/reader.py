@@ -307,6 +307,44 @@ class Run:
 
         return data_frame(self.table().dicts())
 
+    def plot(self, statistic: str = "underflow_pct", *, beside: Run | None = None, most: int = 24) -> Any:
+        """The loss by step, and below it a statistic of every cast at every look (`pip install 'ottava[plot]'`).
+
+        Args:
+            statistic: a name of `ottava.debug.STATISTICS`.
+            beside: another run, whose loss is drawn, too.
+            most: largest number of casts; the worst are kept, in the order of the forward.
+        Returns:
+            A matplotlib Figure; a run without statistics has the loss alone.
+        Raises:
+            ValueError: the statistic is unknown.
+        """
+        from ottava.base import plot
+
+        table, one = self.table(), STATISTICS[known_statistics([statistic])[0]]
+        column, series, known = table.metric(statistic), table.series(), np.unique(table["step"]).astype(int)
+        values = np.full((len(series), len(known)), np.nan)
+        for row, places in enumerate(series.values()):
+            values[row, np.searchsorted(known, table["step"][places])] = column[places]
+        kept = sorted(plot.worst_first(values, one.worse)[:most])
+        names = [f"{key.layer} {symbol(key.tensor, key.direction)}" for key in series]
+        drawn, axes = plot.figure(
+            8.0, 2.2 + (0.5 + 0.2 * len(kept) if kept else 0), (2.0, 0.2 * len(kept))[: 1 + bool(kept)]
+        )
+        runs = {self.path.name: self} | ({beside.path.name: beside} if beside else {})
+        losses = {name: (run.steps["step"], run.steps["loss"]) for name, run in runs.items() if "loss" in run.steps}
+        plot.curves(axes[0], losses, "loss")
+        if kept:
+            label = f"{statistic}, {one.unit}" if one.unit else statistic
+            edges = plot.edges_of([float(step) for step in known])
+            plot.map_of(
+                axes[1], values[kept], [names[row] for row in kept], edges, bad=one.worse, unit=one.unit, label=label
+            )
+            if len(kept) < len(names):
+                axes[1].set_title(f"the {len(kept)} worst of {len(names)} casts", color=plot.INK, fontsize=9)
+        axes[-1].set_xlabel("step", color=plot.INK, fontsize=9)
+        return drawn
+
     @cached_property
     def steps(self) -> dict[str, Any]:
         """Columns of steps.jsonl as float64 arrays of one length, "step" as int64; NaN for a missing number. If a step

@@ -365,6 +365,13 @@ def by_gradient(batch: Any, loss: Loss, *, gain: float = 0.05) -> Verify:
     Args:
         batch: a batch, or a function that returns one.
         loss: (model, batch) -> scalar. Nothing in the model changes, see `replay`.
+
+    Example:
+        >>> import torch, ottava
+        >>> model = ottava.convert(nn.Sequential(nn.Linear(64, 64)), "tensorwise").model
+        >>> verify = by_gradient(torch.randn(8, 64), lambda model, batch: model(batch).square().mean())
+        >>> Fallback(model, mode="apply", verify=verify).mode
+        'apply'
     """
 
     def verify(model: nn.Module, proposal: Proposal) -> Verdict:
@@ -398,6 +405,20 @@ def by_fork(
         batches: returns the batches of the fork, 20 to 500.
         extras: objects with a state_dict that a step changes.
         tolerance: the mean loss of the second half may be higher by this share and still count as better.
+
+    Example:
+        >>> import torch, ottava
+        >>> model = ottava.convert(nn.Sequential(nn.Linear(64, 64)), "tensorwise").model
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def train_step(batch):
+        ...     optimizer.zero_grad()
+        ...     loss = model(batch).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss.detach()
+        >>> verify = by_fork(optimizer, train_step, lambda: [torch.randn(8, 64) for _ in range(20)])
+        >>> Fallback(model, mode="apply", verify=verify).mode
+        'apply'
     """
 
     def verify(model: nn.Module, proposal: Proposal) -> Verdict:

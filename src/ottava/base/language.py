@@ -1,0 +1,144 @@
+"""Sentences of ottava in another language: a catalog keyed by the English templates, read when somebody asks for it.
+
+The rooms speak English, with f-strings. `Language` finds the template that a finished sentence was made of, and says it
+in the other language, with the same numbers and names. What no template made stays English. So no room knows of
+languages, and no sentence is lost; a test reads the templates from the source and asks the catalog for each.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import NamedTuple
+
+from ottava.base.errors import unknown_name
+
+LANGUAGES = ("en", "zh")
+_WORD = re.compile(r"(?<![\w./`=])[A-Za-z]{2,}(?![\w/`=(]|\.\w)")
+_HOLE = re.compile(r"\{\d*\}")
+_MARGIN = re.compile(r"\s*(?:(?:\d+\.|[a-h]\)) )?")
+_SENTENCE = re.compile(r"(?<=[.!?]) ")
+_UNTOUCHED = re.compile(r"(<(script|style|code|pre)\b.*?</\2>)", re.DOTALL)
+
+
+class _Said(NamedTuple):
+    text: str
+    left: int
+    """Letters that stayed English. A text of which more than half would stay is not translated at all."""
+
+
+class Language:
+    """Translates finished English sentences.
+
+    Args:
+        name: one of LANGUAGES; "en" changes nothing.
+    Raises:
+        ValueError: another name.
+
+    Example:
+        >>> say = Language("zh")
+        >>> say("The learning rate is too high"), say("Lower the learning rate to 1e-4, and warm it up.")
+        ('学习率太高', '把学习率降到 1e-4，并做 warm-up。')
+        >>> Language("en")("The learning rate is too high"), say("No such sentence.")
+        ('The learning rate is too high', 'No such sentence.')
+    """
+
+    def __init__(self, name: str) -> None:
+        if name not in LANGUAGES:
+            raise ValueError(unknown_name("language", name, LANGUAGES))
+        self.name = name
+        self._known: dict[str, _Said | None] = {}
+        self._templates = [(_pattern(english), other) for english, other in sorted(catalog(name).items(), key=_least)]
+
+    def __call__(self, text: str) -> str:
+        """The text in this language, line by line; what is not known stays as it is."""
+        return text if self.name == "en" else "\n".join(map(self._line, text.split("\n")))
+
+    def _line(self, line: str) -> str:
+        start = _MARGIN.match(line)
+        said = begun = start[0] if start else ""
+        for sentence in _SENTENCE.split(line[len(said) :].rstrip()):
+            found, title = self._whole(sentence), self._whole(sentence.removesuffix("."))
+            if title is not None and (found is None or title.left <= found.left) and sentence.endswith("."):
+                found = _Said(title.text + "。", title.left)
+            said += ("" if said == begun or said.endswith("。") else " ") + (found.text if found else sentence)
+        return said
+
+    def _whole(self, text: str) -> _Said | None:
+        """The text if templates make all of it, one or several; of all ways the one that leaves the least English."""
+        text = text.strip()
+        if text not in self._known:
+            self._known[text] = None  # a template within itself ends here
+            ways = [way for pattern, other in self._templates for way in self._ways(text, pattern, other)]
+            best = min(ways, key=lambda way: way.left, default=None)
+            self._known[text] = best if best is not None and 2 * best.left <= _letters(text) else None
+        return self._known[text]
+
+    def _ways(self, text: str, pattern: re.Pattern[str], other: str) -> Iterator[_Said]:
+        if (whole := pattern.fullmatch(text)) is not None:
+            yield self._filled(whole, other)
+        elif (found := pattern.match(text)) is not None and not pattern.pattern.endswith("*?)"):
+            tail = text[found.end() :]
+            if not tail[0].isalnum() and (rest := _Said("。", 0) if tail == "." else self._whole(tail)) is not None:
+                first = self._filled(found, other)
+                yield _Said(first.text + rest.text, first.left + rest.left)
+
+    def _filled(self, found: re.Match[str], other: str) -> _Said:
+        parts = [self._whole(part) or _Said(part, _letters(part)) for part in found.groups()]
+        return _Said(_HOLE.sub(lambda hole: parts[int(hole[0][1:-1])].text, other), sum(part.left for part in parts))
+
+    def page(self, page: str) -> str:
+        """A page of HTML: text between tags, but not scripts, styles and code.
+
+        Example:
+            >>> Language("zh").page('<html lang="en"><h2>Tried</h2><code>Tried</code>')
+            '<html lang="zh"><h2>做过的试验</h2><code>Tried</code>'
+        """
+        if self.name == "en":
+            return page
+        parts = _UNTOUCHED.split(page)  # text, what stays, its tag, text, ...
+        for i in range(0, len(parts), 3):
+            parts[i] = re.sub(r"(^|>)([^<>]+)(?=<|$)", self._node, parts[i])
+        kept = [part for i, part in enumerate(parts) if i % 3 != 2]
+        return "".join(kept).replace('<html lang="en"', f'<html lang="{self.name}"', 1)
+
+    def _node(self, found: re.Match[str]) -> str:
+        text = html.unescape(found[2])
+        words = " ".join(text.split())
+        said = self._line(words) if re.search("[A-Za-z]", words) else words
+        if said == words:
+            return found[0]
+        before, after = (" " if text[:1].isspace() else ""), (" " if text[-1:].isspace() else "")
+        return f"{found[1]}{before}{html.escape(said, quote=False)}{after}"
+
+
+def _least(entry: tuple[str, str]) -> int:
+    """The longest template first: of two ways to say a sentence that leave as much, the first counts."""
+    return -len(entry[0])
+
+
+def _letters(text: str) -> int:
+    """Letters of plain words: a name such as layers.0.mlp is the same in every language."""
+    return sum(map(len, _WORD.findall(text)))
+
+
+def _pattern(english: str) -> re.Pattern[str]:
+    """Holes within a sentence; of two holes side by side the first is a word."""
+    parts = english.split("{}")
+    holes = [
+        r"([^ ,;:]*)" if not after and i < len(parts) - 2 else r"((?:(?![.!?] ).)*?)"
+        for i, after in enumerate(parts[1:])
+    ]
+    return re.compile("".join(part for pair in zip(map(re.escape, parts), [*holes, ""], strict=True) for part in pair))
+
+
+def catalog(name: str) -> dict[str, str]:
+    """English template -> its translation; {} in the one are {0}, {1}, ... in the other. Empty for English."""
+    if name == "en":
+        return {}
+    import yaml
+
+    known: dict[str, str] = yaml.safe_load(files("ottava.base").joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
+    return known
