@@ -244,6 +244,14 @@ const makeEngine = (tables) => {
 
   // --- transforms before a cast: numerics/transforms.py -----------------------------------------------------------------------
 
+  const signsOf = (aside, size) => aside ? Array.from(randomBits(aside, size), (word) => 1 - 2 * (word & 1)) : rules.nvidia_signs;
+  function butterflies(group) {
+    for (let apart = 1; apart < group.length; apart *= 2) {
+      for (let j = 0; j < group.length; j++) {
+        if (!(j & apart)) [group[j], group[j + apart]] = [group[j] + group[j + apart], group[j] - group[j + apart]];
+      }
+    }
+  }
   function transformed(x, { kind, size, signs, rounded, tokens }, beside, draw) {
     if (kind === "mean") {
       const rows = tokens === "rows", aside = new Float32Array(rows ? x.cols : x.rows), sums = new Float64Array(aside.length);
@@ -253,17 +261,11 @@ const makeEngine = (tables) => {
       return { y: mapped(x, (v, i) => fp32(v - aside[along(i)])), aside };
     }
     const aside = signs === "fresh" ? beside?.aside ?? draw() : null, wide = Math.ceil(x.cols / size) * size;
-    const sign = aside ? Array.from(randomBits(aside, size), (word) => 1 - 2 * (word & 1)) : rules.nvidia_signs;
-    const y = matrix(x.rows, wide), group = new Float64Array(size), factor = 1 / Math.sqrt(size);
+    const y = matrix(x.rows, wide), group = new Float64Array(size), factor = 1 / Math.sqrt(size), sign = signsOf(aside, size);
     for (let start = 0; start < x.rows * wide; start += size) {
       const row = Math.floor(start / wide), first = start % wide;
       for (let j = 0; j < size; j++) group[j] = (first + j < x.cols ? x.data[row * x.cols + first + j] : 0) * sign[j];
-      for (let apart = 1; apart < size; apart *= 2) {
-        for (let j = 0; j < size; j++) {
-          if (j & apart) continue;
-          [group[j], group[j + apart]] = [group[j] + group[j + apart], group[j] - group[j + apart]];
-        }
-      }
+      butterflies(group);
       for (let j = 0; j < size; j++) y.data[start + j] = group[j] * factor + 0;
     }
     return { y: rounded && x.dtype !== "float32" ? toBF16(y) : y, aside };
@@ -301,6 +303,19 @@ const makeEngine = (tables) => {
     return usable(amax) ? computeScale(Float32Array.of(amax), spec).scale[0] : 0;
   }
   const dequantize = (q) => q.spec ? matrix(q.rows, q.cols, q.data.map((v, i) => fp32(v * q.inv[q.grid.of(Math.floor(i / q.cols), i % q.cols)]))) : q;
+  // What a cast has left of x (rows, cols): decoded, rotated back, with its mean. FP32.
+  function recovered(q, { rows, cols }) {
+    const { data } = dequantize(q), { kind, size, tokens } = q.spec?.transform ?? {}, y = matrix(rows, cols, data.slice(0, rows * cols));
+    if (kind === "mean") return mapped(y, (v, i) => v + q.aside[tokens === "rows" ? i % cols : Math.floor(i / cols)]);
+    if (kind !== "hadamard") return y;
+    const sign = signsOf(q.aside, size);
+    for (let start = 0; start < data.length; start += size) {
+      const group = Float64Array.from(data.subarray(start, start + size)), row = Math.floor(start / q.cols), first = start % q.cols;
+      butterflies(group);
+      for (let j = 0; j < size && first + j < cols; j++) y.data[row * cols + first + j] = group[j] / Math.sqrt(size) * sign[j];
+    }
+    return y;
+  }
 
   // Sums along k, from `start` to `stop`: the order that a GEMM here has.
   function sum(a, b, i, j, start, stop) {
@@ -372,9 +387,9 @@ const makeEngine = (tables) => {
   // Seeds: 1 for data and for the teacher, 2 for the weights, 3 for what recipes draw. The outlier: one channel of each
   // layer's input times 2**octaves, and its weights divided by that. In BF16 this changes no bit.
   const WIDTH = 64, BATCH = 32, LAYERS = 3, MOMENTUM = fp32(0.9);
-  class Training {
+  class Training {  // recipe: a name, or its cells
     constructor({ recipe, lr, octaves = 0, seed = 0, draw = null }) {
-      Object.assign(this, { recipe: recipes[recipe], octaves, lr: fp32(lr), seed, steps: 0 });
+      Object.assign(this, { recipe: recipes[recipe] ?? recipe, octaves, lr: fp32(lr), seed, steps: 0 });
       let drawn = 0;
       this.draw = draw ?? (() => [drawn++, 3]);
       const weights = (word, at, layers) => Array.from({ length: layers }, (_, i) => matrix(WIDTH, WIDTH,
@@ -440,6 +455,6 @@ const makeEngine = (tables) => {
   }
 
   return { formats, recipes, round, encode, decode, randomBits, normals, matrix, mapped, toBF16, transpose, gridOf, computeScale,
-    quantize, dequantize, gemm, linear, fromWindow, floorLog2, Training };
+    quantize, dequantize, recovered, gemm, linear, fromWindow, floorLog2, Training };
 };
 if (typeof module !== "undefined") module.exports = { makeEngine };

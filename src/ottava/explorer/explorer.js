@@ -44,7 +44,7 @@ function drawLine() {
       if (b > a) put(svg, "rect", { class: `zone ${zone}`, x: a, width: b - a, y, height: 16 });
     }
     if (format.bits <= 8 && dense / 2 ** format.mantissa_bits > 2) {
-      const codes = Array.from({ length: 2 ** (format.bits - 1) }, (_, code) => engine.decode(code, format));
+      const codes = Array.from({ length: 2 ** (format.bits - Number(format.signed)) }, (_, code) => engine.decode(code, format));
       const marks = codes.filter((v) => v >= 2 ** LOW && v <= 2 ** HIGH).map((v) => `M${at(v).toFixed(1)} ${y + 4}v8`);
       put(svg, "path", { class: "codes", d: marks.join("") });
     }
@@ -79,20 +79,20 @@ function showNumber() {
   $("factor-now").textContent = power(exponent);
   if (document.activeElement !== $("octave")) $("octave").value = clamp(Math.log2(Math.abs(number.x) || 2 ** LOW), LOW, HIGH);
   $("octave").setAttribute("aria-valuetext", exact(number.x));
-  if (document.activeElement !== $("exact")) $("exact").value = number.x;
+  if (document.activeElement !== $("exact")) $("exact").value = Number(number.x.toPrecision(7));
   drawLine();
-  const heads = [say("format", "格式"), say("code", "编码"), say("bits", "位"), say("value", "数值"), say("error", "误差"), say("below", "下邻"), say("above", "上邻"), ""];
+  const heads = [say("format", "格式"), say("value", "数值"), say("error", "误差"), "", say("code", "编码"), say("bits", "位"), say("below", "下邻"), say("above", "上邻")];
   fill(table, heads, []);
   const kept = [];
   for (const [name, format] of Object.entries(formats)) {
     const y = landed(format), code = engine.encode(y, format), [zone, told] = zoneOf(x, y, format), row = put(table.tBodies[0], "tr");
     put(row, "th", { scope: "row" }, name);
-    put(put(row, "td"), "code", {}, "0x" + code.toString(16).toUpperCase().padStart(Math.ceil(format.bits / 4), "0"));
-    bitsOf(put(row, "td"), code, format);
     put(row, "td", {}, exact(y * undo));
     put(row, "td", {}, x === 0 ? "–" : percent(Math.abs(y - x) / Math.abs(x)));
-    for (const v of y !== y ? [null, null] : neighbours(y, format)) put(row, "td", {}, exact(v === null ? null : v * undo));
     put(row, "td", { class: `zone-name ${zone}` }, told);
+    put(put(row, "td"), "code", {}, "0x" + code.toString(16).toUpperCase().padStart(Math.ceil(format.bits / 4), "0"));
+    bitsOf(put(row, "td"), code, format);
+    for (const v of y !== y ? [null, null] : neighbours(y, format)) put(row, "td", {}, exact(v === null ? null : v * undo));
     if (name === "E4M3" || name === "E5M2" || name === "E2M1") kept.push(`${name} ${exact(y * undo)}`);
   }
   $("number-now").textContent = `x = ${exact(number.x)}${exponent ? ` · ${say("scaled", "缩放后")} ${exact(x)}` : ""}: ${kept.join(", ")}`;
@@ -111,8 +111,8 @@ drag($("line"), (x) => {
 
 // ---- a layer and its outlier --------------------------------------------------------------------------------------
 
-const TOKENS = 32, IN = 64, OUT = 32, OPERANDS = ["xRow", "xCol", "wRow", "wCol", "dyRow", "dyCol"], RESULTS = ["y", "dx", "dw"];
-const TITLES = { xRow: "x", xCol: "xᵀ", wRow: "w", wCol: "wᵀ", dyRow: "dy", dyCol: "dyᵀ", y: "y = x wᵀ", dx: "dx = dy w", dw: "dw = dyᵀ x" };
+const TOKENS = 32, IN = 64, OUT = 32, OPERANDS = ["xRow", "xCol", "wRow", "wCol", "dyRow", "dyCol"], RESULTS = ["y", "dx", "dw"], COLUMNS = [...RESULTS, ...OPERANDS];
+const TITLES = { xRow: "x", xCol: "xᵀ", wRow: "w", wCol: "wᵀ", dyRow: "dy", dyCol: "dyᵀ", y: "y", dx: "dx", dw: "dw" };
 const draws = (word, rows, cols, size) => engine.toBF16(engine.matrix(rows, cols, engine.normals([7, word], rows * cols).map((v) => v * size)));
 const plainLayer = { x: draws(1, TOKENS, IN, 1), w: draws(2, OUT, IN, 0.125), dy: draws(3, TOKENS, OUT, 2 ** -10) };
 const layer = { recipe: "mxfp8", at: { x: [12, 21], w: [12, 21], dy: [12, 21] }, found: {} };
@@ -121,7 +121,7 @@ const METRICS = {
   underflow: ["became 0, %", "归零，%"], clipped: ["clipped, %", "截断，%"],
 };
 const NOTES = {
-  others: ["All numbers but the outlier, and all results that it does not enter. A rotated operand is measured after its rotation, where the outlier is everywhere in its group.", "除离群值以外的数，以及它没有参与的结果。经旋转的操作数在旋转之后测量，那时离群值已散布在整组之中。"],
+  others: ["All numbers but the outlier, and all results that it does not enter. A rotated operand is rotated back first.", "除离群值以外的数，以及它没有参与的结果。经旋转的操作数先旋转回来再测量。"],
   sqnr: ["The outlier dominates this ratio: it may look well while all others are lost.", "这个比值由离群值主导：其余的数全部丢失时，它仍可能很好看。"],
   cosine: ["The cosine, too, is mostly that of the outlier.", "余弦也主要由离群值决定。"],
   underflow: ["Numbers that were not 0 and whose code is. Results of GEMMs are not cast.", "原本不为 0 而编码为 0 的数。GEMM 的结果不做转换。"],
@@ -147,18 +147,20 @@ function errors(exact, got, skip) {
   });
   return { sqnr: 10 * Math.log10(signal / noise), cosine: dot / Math.sqrt(signal * size) };
 }
-function measureOperand(q, name, outlier) {
+function measureOperand(q, x, name, where) {
   if (!q.spec) return { q, others: Infinity, sqnr: Infinity, cosine: 1, underflow: 0, clipped: 0 };
-  const got = engine.dequantize(q).data, own = q.spec.transform?.kind !== "hadamard" && outlier.where === operandOf[name] ? outlierAt(name) : -1;
-  const whole = errors(q.cast.data, got, () => false), max = formats[q.spec.format].max, at = (i) => q.grid.of(Math.floor(i / q.cols), i % q.cols);
+  const got = engine.recovered(q, x).data, own = where === operandOf[name] ? outlierAt(name) : -1;
+  const whole = errors(x.data, got, () => false), max = formats[q.spec.format].max, at = (i) => q.grid.of(Math.floor(i / q.cols), i % q.cols);
   let nonzero = 0, lost = 0, clipped = 0;
   q.cast.data.forEach((v, i) => {
     if (v !== 0) nonzero++;
     if (v !== 0 && q.data[i] === 0) lost++;
     if (Math.abs(v) * q.scale[at(i)] > max * (1 + 2 ** -20)) clipped++;
   });
-  return { q, ...whole, others: errors(q.cast.data, got, (i) => i === own).sqnr, underflow: 100 * lost / nonzero, clipped: 100 * clipped / q.data.length };
+  return { q, gone: lost, ...whole, others: errors(x.data, got, (i) => i === own).sqnr, underflow: 100 * lost / nonzero, clipped: 100 * clipped / q.data.length };
 }
+// The tensor of an operand before its cast.
+const turned = (name) => name.endsWith("Row") ? layer.tensors[operandOf[name]] : engine.transpose(layer.tensors[operandOf[name]]);
 // The outlier's place in an operand: in x.T it is turned.
 function outlierAt(name) {
   const where = operandOf[name], [i, j] = layer.at[where], m = plainLayer[where];
@@ -182,7 +184,7 @@ function computeLayer() {
     const cells = { input: recipe.fprop.lhs, weight: recipe.fprop.rhs, grad_output: recipe.dgrad.lhs };
     const scales = Object.fromEntries(Object.entries(cells).map(([tensor, spec]) => [tensor, spec && spec.scaling !== "current" ? engine.fromWindow([before[tensor]], spec) : null]));
     const all = engine.linear(x, w, dy, recipe, () => [drawn++, 4], scales), found = {};
-    for (const one of OPERANDS) found[one] = measureOperand(all[one], one, { where });
+    for (const one of OPERANDS) found[one] = measureOperand(all[one], turned(one), one, where);
     for (const one of RESULTS) {
       const { cols, data } = all[one], enters = entered(one, where, place), whole = errors(exact[one], data, () => false);
       found[one] = { ...whole, others: errors(exact[one], data, (i) => enters(Math.floor(i / cols), i % cols)).sqnr };
@@ -199,14 +201,14 @@ function levelOf(metric, v) {
 }
 function showRecipes() {
   const metric = $("metric").value, table = $("recipes");
-  fill(table, [say("recipe", "配方"), ...OPERANDS.map((name) => TITLES[name]), ...RESULTS.map((name) => TITLES[name])], []);
+  fill(table, [say("recipe", "配方"), ...COLUMNS.map((name) => TITLES[name])], []);
   for (const [name, found] of Object.entries(layer.found)) {
     const row = put(table.tBodies[0], "tr", { "aria-selected": name === layer.recipe });
     const button = put(put(row, "th", { scope: "row" }), "button", { type: "button", "aria-pressed": name === layer.recipe }, name);
     button.addEventListener("click", () => { layer.recipe = name; showLayer(); [...table.querySelectorAll("button")].find((b) => b.textContent === name).focus(); });
-    for (const one of [...OPERANDS, ...RESULTS]) {
+    for (const one of COLUMNS) {
       const v = found[one][metric], shown = v === undefined ? "–" : v === Infinity ? say("exact", "精确") : metric === "cosine" ? v.toFixed(4) : v.toFixed(1);
-      put(row, "td", { class: `${v === undefined ? "" : levelOf(metric, v)} ${one === "y" ? "first" : ""}` }, shown);
+      put(row, "td", { class: `${v === undefined ? "" : levelOf(metric, v)} ${one === "xRow" ? "first" : ""}` }, shown);
     }
   }
   $("metric-note").textContent = say(...NOTES[metric]);
@@ -234,11 +236,14 @@ function drawMatrix(host, x, { label, marks = () => null, grid = null, outlier =
   });
 }
 function showOperand() {
-  const name = $("operand").value, where = operandOf[name], { q } = layer.found[layer.recipe][name], original = layer.tensors[where];
-  const x = name.endsWith("Row") ? original : engine.transpose(original), outlier = where === $("where").value ? outlierAt(name) : -1;
+  const name = $("operand").value, where = operandOf[name], { q } = layer.found[layer.recipe][name];
+  const x = turned(name), outlier = where === $("where").value ? outlierAt(name) : -1;
   const got = engine.dequantize(q), format = q.spec && formats[q.spec.format], rotated = q.spec?.transform?.kind === "hadamard";
   $("spec").textContent = q.spec ? `${layer.recipe}: ${q.spec.name}` : `${layer.recipe}: ${say("high precision", "高精度")}`;
-  drawMatrix($("before"), x, { label: say(`${TITLES[name]} before the cast`, `转换之前的 ${TITLES[name]}`), grid: rotated ? null : q.grid, outlier, describe: (i, j) => [`${TITLES[name]}[${i}, ${j}] = ${human(x.data[i * x.cols + j])}`] });
+  drawMatrix($("before"), x, {
+    label: say(`${TITLES[name]} before the cast`, `转换之前的 ${TITLES[name]}`), grid: rotated ? null : q.grid, outlier,
+    describe: (i, j) => [`${TITLES[name]}[${i}, ${j}] = ${human(x.data[i * x.cols + j])}`],
+  });
   const lost = (i) => q.spec && q.cast.data[i] !== 0 && q.data[i] === 0 ? "lost" : q.spec && Math.abs(q.cast.data[i]) * q.scale[q.grid.of(Math.floor(i / q.cols), i % q.cols)] > format.max * (1 + 2 ** -20) ? "clip" : null;
   drawMatrix($("after"), got, {
     label: say(`${TITLES[name]} after the cast of ${layer.recipe}`, `${layer.recipe} 转换之后的 ${TITLES[name]}`), marks: lost, grid: q.grid, outlier: rotated ? -1 : outlier,
@@ -265,11 +270,12 @@ function because(name, q, outlier, lost) {
   if (!q.spec) return say("This operand is not cast.", "这个操作数不做转换。");
   const gone = [], blocks = new Set();
   q.data.forEach((_, i) => { if (lost(i) === "lost") { gone.push(i); blocks.add(q.grid.of(Math.floor(i / q.cols), i % q.cols)); } });
-  const { count } = q.grid, n = q.data.length, per = plain(Math.min(n, q.grid.high * q.grid.wide));
+  const whole = Object.keys(recipes).find((recipe) => { const { spec } = layer.found[recipe][name].q; return spec && spec.rows === null && spec.cols === null && spec.scaling === "current"; });
+  const then = layer.found[whole][name].gone, { count } = q.grid, n = q.data.length, per = plain(Math.min(n, q.grid.high * q.grid.wide));
   const scales = count === 1 ? say("One scale serves all", "所有数共用一个缩放：共") + ` ${plain(n)}` + say(" numbers", " 个") : say(`${plain(count)} blocks of ${per} numbers have a scale each`, `${plain(count)} 块各有自己的缩放，每块 ${per} 个数`);
-  if (outlier < 0 || !gone.length) return `${scales}. ${say(`${plain(gone.length)} became 0.`, `归零：${plain(gone.length)} 个。`)}`;
-  return say(`${scales}. The outlier sets the scale of its own. ${plain(gone.length)} of ${plain(n)} numbers became 0, in ${plain(blocks.size)} of ${plain(count)} ${count === 1 ? "block" : "blocks"}.`,
-    `${scales}。离群值只决定它所在块的缩放。${plain(n)} 个数中有 ${plain(gone.length)} 个归零，分布在 ${plain(count)} 块中的 ${plain(blocks.size)} 块。`);
+  if (count === 1 || outlier < 0 || !gone.length) return `${scales}${say(". ", "。")}${say(`${plain(gone.length)} became 0.`, `归零：${plain(gone.length)} 个。`)}`;
+  return say(`${scales}. The outlier sets the scale of its own block only. ${plain(gone.length)} of ${plain(n)} numbers became 0, in ${plain(blocks.size)} of ${plain(count)} blocks; with one scale for all (${whole}) it would be ${plain(then)}.`,
+    `${scales}。离群值只决定它所在块的缩放。${plain(n)} 个数中有 ${plain(gone.length)} 个归零，分布在 ${plain(count)} 块中的 ${plain(blocks.size)} 块；若全部共用一个缩放（${whole}），则为 ${plain(then)} 个。`);
 }
 function moveOutlier(i, j) {
   const name = $("operand").value, where = operandOf[name], m = plainLayer[where], [r, c] = name.endsWith("Row") ? [i, j] : [j, i];
@@ -301,9 +307,15 @@ drag($("before"), (px, py) => {
 const STEPS = 400, LOST = 1e6, SHOWN = 30, calm = matchMedia("(prefers-reduced-motion: reduce)");
 const race = { sides: [], running: false };
 const lr = () => 2 ** Number($("lr").value);
+const PARTS = { all: ["all GEMMs", "全部 GEMM"], fprop: ["the forward only", "只有前向"], grad: ["the backward only", "只有反向"] };
+// The cells of a recipe in the chosen GEMMs, high precision in the others.
+function chosen(name) {
+  const part = $("gemms").value, kept = (gemm) => part === "all" || (part === "fprop") === (gemm === "fprop");
+  return Object.fromEntries(Object.entries(recipes[name]).map(([gemm, cells]) => [gemm, kept(gemm) ? cells : { lhs: null, rhs: null }]));
+}
 function newRace() {
   const settings = { lr: lr(), octaves: Number($("channel").value) };
-  race.sides = ["recipe-a", "recipe-b"].map((id) => ({ name: $(id).value, training: new engine.Training({ recipe: $(id).value, ...settings }), xs: [], loss: [], amax: [], underflow: [], over: null }));
+  race.sides = ["recipe-a", "recipe-b"].map((id) => ({ name: $(id).value, training: new engine.Training({ recipe: chosen($(id).value), ...settings }), xs: [], loss: [], amax: [], underflow: [], over: null }));
 }
 function takeStep(side) {
   if (side.over !== null || side.xs.length >= STEPS) return;
@@ -327,6 +339,7 @@ function frame() {
 }
 function showRace() {
   for (const id of ["recipe-a", "recipe-b"]) options($(id), Object.keys(recipes).map((name) => [name, name]));
+  options($("gemms"), Object.entries(PARTS).map(([key, texts]) => [key, say(...texts)]));
   $("lr-now").textContent = human(lr());
   $("channel-now").textContent = power(Number($("channel").value));
   $("go").textContent = race.running ? say("pause", "暂停") : say("run", "运行");
@@ -350,6 +363,7 @@ function restart() {
 }
 for (const id of ["recipe-a", "recipe-b"]) { options($(id), Object.keys(recipes).map((name) => [name, name])); on(id, "change", restart); }
 [$("recipe-a").value, $("recipe-b").value] = ["mxfp8", "mxfp4"];
+on("gemms", "change", restart);
 for (const id of ["lr", "channel"]) { on(id, "input", showRace); on(id, "change", restart); }
 on("again", "click", restart);
 on("go", "click", () => {
@@ -366,6 +380,7 @@ const MOST_BYTES = 256e6, run = { columns: null, error: "", name: "" };
 function columnsOf(text) {
   const columns = {}, rows = text.split("\n").filter((line) => line.trim());
   let names = null, bad = 0;
+  const numeric = (v) => typeof v === "number" || v === null || /^(nan|-?inf)$/.test(v);  // a run's words for no number
   const add = (name, step, v) => {
     const column = columns[name] ??= { xs: [], ys: [] };
     column.xs.push(step);
@@ -378,7 +393,7 @@ function columnsOf(text) {
     if (Array.isArray(row.tensors)) names = row.tensors.map((t) => `${t.layer}.${t.tensor}`);
     if (typeof row.step !== "number") return;
     if (names && Array.isArray(row.amax)) row.amax.forEach((v, k) => add(names[k] ?? String(k), row.step, v));
-    else for (const [name, v] of Object.entries(row)) if (name !== "step" && (typeof v === "number" || v === null)) add(name, row.step, v);
+    else for (const [name, v] of Object.entries(row)) if (name !== "step" && numeric(v)) add(name, row.step, v);
   });
   return { columns, bad, rows: rows.length };
 }
@@ -425,11 +440,15 @@ for (const button of document.querySelectorAll("[data-tongue]")) button.addEvent
 });
 let waiting = 0;
 addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(showAll); });
+options($("gemms"), Object.keys(PARTS).map((key) => [key, key]));
 computeLayer();
 newRace();
 const asked = /lang=(en|zh)/.exec(location.hash)?.[1] ?? navigator.language.slice(0, 2);
 speak(asked === "zh" ? "zh-CN" : "en");
-race.running = true;
-requestAnimationFrame(frame);
+new IntersectionObserver(([seen], observer) => {  // it runs when somebody sees it
+  if (!seen.isIntersecting) return;
+  observer.disconnect();
+  if (!race.sides[0].xs.length) restart();
+}).observe($("loss"));
 document.documentElement.dataset.drawn = "yes";
 })();
