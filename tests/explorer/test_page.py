@@ -63,6 +63,15 @@ answer.tensorwise = row('recipes', 'tensorwise');
 answer.mxfp8 = row('recipes', 'mxfp8');
 $('before').firstChild.dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowDown' }));
 answer.moved = $('because').textContent;
+const press = (host, x, y) => {
+  const { left, top, width, height } = host.firstChild.getBoundingClientRect();
+  const place = { bubbles: true, clientX: left + x * width, clientY: top + y * height };
+  for (const kind of ['pointerdown', 'pointerup']) host.firstChild.dispatchEvent(new PointerEvent(kind, place));
+};
+press($('before'), 0.001, 0.001);
+answer.corner = ['x', 'y'].map((name) => $('before').querySelector('.outlier').getAttribute(name));
+press($('line'), 1, 0.5);
+answer.dragged = [$('exact').value];
 $('go').click();
 const drop = async (name) => {
   const transfer = new DataTransfer();
@@ -91,7 +100,9 @@ def run_files(folder: Path) -> dict[str, str]:
     log = AmaxLog(folder)
     for step in (1, 2):
         log.append(step, [("fc", "input", QuantizationSpec(E4M3, scaling="delayed"), 2.0 * step)])
-    return {"metrics.jsonl": lines, "amax.jsonl": (folder / "amax.jsonl").read_text("utf-8"), "notes.txt": "a\nb\n"}
+    hostile = '{"step": 1, "__proto__": 2, "<b>": 3}\nnull\n'
+    amaxes = (folder / "amax.jsonl").read_text("utf-8")
+    return {"metrics.jsonl": lines, "amax.jsonl": amaxes, "hostile": hostile, "notes.txt": "a\nb\n"}
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +149,18 @@ def test_blocks_survive_an_outlier_and_one_scale_does_not(answers: dict[str, lis
     assert "31 of 2,048 numbers became 0, in 1 of 64 blocks" in answers["moved"]
 
 
+def test_a_pointer_moves_the_number_and_the_outlier(answers: dict[str, list[str]]) -> None:
+    """To the end of the line, 2**20, and to the first element."""
+    assert answers["dragged"] == ["1048576"]
+    assert answers["corner"] == ["0", "0"]
+
+
 def test_a_file_of_a_run_is_read_and_its_torn_line_ignored(answers: dict[str, list[str]]) -> None:
-    assert answers["metrics.jsonl"][0] == "metrics.jsonl: 9 lines, 6 columns."
+    assert answers["metrics.jsonl"][0] == "metrics.jsonl: lines 9, columns 6."
     assert answers["metrics.jsonl"][1:] == ["loss", "grad_norm", "lr", "tokens", "seconds", "val_loss"]
-    assert answers["amax.jsonl"] == ["amax.jsonl: 3 lines, 1 columns.", "fc.input"]
+    assert answers["amax.jsonl"] == ["amax.jsonl: lines 3, columns 1.", "fc.input"]
+    left_out = "hostile: lines 2, columns 2; left out, because they are no JSON objects: 1."
+    assert answers["hostile"] == [left_out, "__proto__", "<b>"]
     assert answers["notes.txt"][0].startswith("notes.txt: no line with a step and a number was found in 2 lines.")
 
 

@@ -302,7 +302,10 @@ const makeEngine = (tables) => {
     const amax = spec.amax_compute_algo === "max" ? Math.max(0, ...history) : history[0] ?? 0;
     return usable(amax) ? computeScale(Float32Array.of(amax), spec).scale[0] : 0;
   }
-  const dequantize = (q) => q.spec ? matrix(q.rows, q.cols, q.data.map((v, i) => fp32(v * q.inv[q.grid.of(Math.floor(i / q.cols), i % q.cols)]))) : q;
+  function dequantize(q) {
+    if (!q.spec) return q;
+    return matrix(q.rows, q.cols, q.data.map((v, i) => fp32(v * q.inv[q.grid.of(Math.floor(i / q.cols), i % q.cols)])));
+  }
   // What a cast has left of x (rows, cols): decoded, rotated back, with its mean. FP32.
   function recovered(q, { rows, cols }) {
     const { data } = dequantize(q), { kind, size, tokens } = q.spec?.transform ?? {}, y = matrix(rows, cols, data.slice(0, rows * cols));
