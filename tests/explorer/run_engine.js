@@ -1,7 +1,7 @@
 "use strict";
 // Runs engine.js on the jobs of test_engine.py, in Node or in a page: casts of formats, casts of recipes, trainings.
 
-const answerJobs = (makeEngine, { tables, casts, specs, trainings }) => {
+const answerJobs = (makeEngine, { tables, casts, specs, layers, trainings }) => {
   const engine = makeEngine(tables), { formats, randomBits, round, encode, floorLog2 } = engine;
   const WORD = new Uint32Array(1), NUMBER = new Float32Array(WORD.buffer), NAN = 0xffffffff;
   // One number for many: each enters times an odd number of its place.
@@ -44,6 +44,12 @@ const answerJobs = (makeEngine, { tables, casts, specs, trainings }) => {
     return [digest(q.data.length, (i) => codeOf(q.data[i], formats[job.spec.format])),
       digest(q.inv.length, (i) => bitsOf(q.inv[i])), q.data.length, drawn];
   };
+  const layer = ({ recipe, tensors, seeds }) => {
+    let drawn = 0;
+    const numbers = ({ rows, cols, words }) => engine.toBF16(engine.matrix(rows, cols, engine.normals(words, rows * cols)));
+    const { y, dx, dw } = engine.linear(...tensors.map(numbers), engine.recipes[recipe], () => seeds[drawn++]);
+    return [y, dx, dw].map(({ data }) => digest(data.length, (i) => bitsOf(data[i])));
+  };
   const train = ({ steps, seeds, ...settings }) => {
     let drawn = 0;
     const training = new engine.Training({ ...settings, draw: seeds && (() => seeds[drawn++]) }), losses = [];
@@ -51,7 +57,7 @@ const answerJobs = (makeEngine, { tables, casts, specs, trainings }) => {
     const weights = training.masters.map(({ data }) => digest(data.length, (i) => bitsOf(data[i])));
     return [losses.map(bitsOf), weights];
   };
-  return { casts: casts.map(cast), specs: specs.map(specced), trainings: trainings.map(train) };
+  return { casts: casts.map(cast), specs: specs.map(specced), layers: layers.map(layer), trainings: trainings.map(train) };
 };
 if (typeof require !== "undefined") {
   const [engine, job] = process.argv.slice(2);

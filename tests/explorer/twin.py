@@ -55,9 +55,9 @@ def gemm(a: Operand, b: Operand) -> Tensor:
     y = multiply(a, b)
     kinds = [getattr(t.spec.transform, "tokens", "") if isinstance(t, QuantizedTensor) else "" for t in (a, b)]
     if kinds == ["columns", "columns"]:
-        y = y + a.aside * a.shape[1] * b.aside.t()  # type: ignore[union-attr]
+        y = y + a.aside * a.shape[1] * b.aside.t()
     elif kinds[0] == "rows":
-        y = y + multiply(a.aside, b.dequantize(torch.float32))  # type: ignore[union-attr]
+        y = y + multiply(a.aside, b.dequantize(torch.float32))
     return y.to(torch.bfloat16)
 
 
