@@ -1,4 +1,4 @@
-"""`ottava formats` and `ottava recipes`: what a number format holds, and what a recipe casts, with which kernels.
+"""`ottava formats`, `recipes` and `explorer`: what a number format holds, and what a recipe casts, with which kernels.
 
 All numbers come from `ottava.numerics.formats`; the values of codes come from the definition in
 `ottava.numerics.rounding`. The upper bits of a code choose the row of the grid, and the lowest bits the column.
@@ -7,6 +7,7 @@ All numbers come from `ottava.numerics.formats`; the values of codes come from t
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
@@ -298,6 +299,33 @@ def _facts(fmt: Format) -> list[tuple[str, str]]:
         ("scales of", ", ".join(scaled)),
     ]
     return [(label, text) for label, text in facts if text]
+
+
+def explorer(
+    out: Annotated[Path, Option("--out", "-o", metavar="FILE", help="Where to write.")] = Path("explorer.html"),
+    open_it: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Write explorer.html: formats, casts, outliers and a training, computed in the browser.
+
+    The page has the bits of the engine. It needs no network and no server, and shows files of a run that you drop in.
+
+    Exit code 2 if there is no folder for FILE.
+    """
+    import typer
+
+    from ottava.base.files import replacing
+    from ottava.explorer.page import explorer_page
+
+    if not out.resolve().parent.is_dir():
+        raise ValueError(f"explorer: --out {out}: there is no folder {out.resolve().parent}; make it first")
+    with replacing(out) as scratch:
+        scratch.write_text(explorer_page(), encoding="utf-8")
+    size = out.stat().st_size
+    answer(as_json, {"page": str(out), "bytes": size}, f"{out}  {size / 1000:,.0f} kB")
+    if open_it:
+        typer.launch(out.resolve().as_uri())
+    return 0
 
 
 def _recipes_with(fmt: Format) -> tuple[list[str], list[str]]:
