@@ -258,27 +258,40 @@ def test_names_and_text() -> None:
 
 
 def test_what_rounding_is_found() -> None:
-    """Chains whose sums are cut toward zero, or kept in BF16, FP16 or FP64."""
+    """Chains whose sums are cut toward zero, or kept in BF16, FP16 or FP64; a tree that is cut is refused."""
 
-    def chain(rounded: Callable[[float], float]) -> Callable[[Tensor], Tensor]:
+    def cut_to(x: Fraction) -> Fraction:
+        return cut(x, octave(x) / 2**23) if x else x
+
+    def chain(rounded: Callable[[Fraction], Any]) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:
-            total = 0.0
+            total = Fraction(0)
             for term in x.tolist():
-                total = rounded(total + term)
-            return torch.tensor(total, dtype=torch.float64)
+                total = Fraction(rounded(total + Fraction(term)))
+            return torch.tensor(float(total), dtype=torch.float64)
 
         return run
 
-    def truncated(x: float) -> float:
-        return float(cut(Fraction(x), octave(Fraction(x)) / 2**23)) if x else 0.0
+    def halves(x: Tensor) -> Tensor:
+        terms = [Fraction(term) for term in x.tolist()]
+        while len(terms) > 1:
+            terms = [cut_to(one + other) for one, other in zip(terms[::2], terms[1::2], strict=True)]
+        return torch.tensor(float(terms[0]), dtype=torch.float64)
 
-    for rounded, expected in (
-        (truncated, Addition(23, None, "toward zero")),
-        (lambda x: float(torch.tensor(x).bfloat16()), Addition(7, None, "to nearest")),
-        (lambda x: x, Addition(52, None, "to nearest")),
-    ):
+    cases: tuple[tuple[Callable[[Fraction], Any], Addition], ...] = (
+        (cut_to, Addition(23, None, "toward zero")),
+        (lambda x: float(torch.tensor(float(x)).bfloat16()), Addition(7, None, "to nearest")),
+        (
+            lambda x: float(np.float16(float(x) / 2**86)) * 2**86 if abs(x) > 2**50 else float(x),
+            Addition(10, None, "to nearest"),
+        ),
+        (float, Addition(52, None, "to nearest")),
+    )
+    for rounded, expected in cases:
         order = reveal(of_sum(chain(rounded), 20))
         assert (order.pair, order.name.partition(";")[0]) == (expected, "sequential")
+    with pytest.raises(OrderError, match="does not round to nearest"):
+        reveal(of_sum(halves, 16))
 
 
 def test_refusals_say_why() -> None:
