@@ -111,7 +111,6 @@ def test_flips_are_found_at_the_computed_rate(monkeypatch: pytest.MonkeyPatch) -
             assert (audit.gemms, audit.elements_seen) == (gemms, 64 * gemms)
             found += bool(audit.findings)
         expected = 1 - (1 - rate) ** (64 * gemms)
-        assert expected == pytest.approx(1 - audit.missed(rate))
         assert abs(found - trials * expected) <= 4 * math.sqrt(trials * expected * (1 - expected)), (rate, found)
 
 
@@ -304,7 +303,14 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         assert ended("order", kernel, "-k", "20") == 0
     Path("mine.py").write_text(EXACT)
     assert ended("order", "mine:dot", "--shape", "1x1") == 1
-    assert ended("order", "hoper") == 2
+    for wrong in (
+        ("hoper",),
+        ("mine:dot", "--shape", "2x2"),
+        ("torch.mm", "-k", "-3"),
+        ("mine:no",),
+        ("ada", "--dtype", "FP32"),
+    ):
+        assert ended("order", *wrong) in (1, 2)
     assert ended("order", "torch.mm", "--shape", "3") == 2
     assert "hopper" in capsys.readouterr().err
 

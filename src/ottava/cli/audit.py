@@ -55,13 +55,12 @@ def audit(
     from ottava.watching.launch import check_script
 
     check_script(command, "audit")
+    found = Audit(every=every, elements=elements, accumulator=accumulator)
     with ExitStack() as stack:
-        event = None
         if out is not None:
             from ottava.watching.session import watch
 
-            event = stack.enter_context(watch(None, out)).writer.event
-        found = Audit(every=every, elements=elements, accumulator=accumulator, event=event)
+            found.event = stack.enter_context(watch(None, out)).writer.event
         code = run_inside(found, command)
     if as_json:
         answer(True, {**found.to_dict(), "script_exit_code": code}, "")
@@ -125,27 +124,29 @@ def _probed(kernel: str, k: int, dtype: str, shape: tuple[int, int], at: tuple[i
 
     dtypes = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
     dtypes |= {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
-    if dtype and dtype not in dtypes:
-        raise ValueError(f"order: {unknown_name('dtype', dtype, dtypes)}")
-    given = dtypes.get(dtype, torch.float32)
+    profiles: dict[str, str | None] = {n: n for n, p in ACCUMULATORS.items() if p.emulated and p.dot == 1}
+    on_codes = {name: partial(_gemm, accumulator=profile) for name, profile in (profiles | {"gemm": None}).items()}
+    plain: dict[str, Callable[..., Tensor]] = {"torch.mm": lambda a, b: a @ b.T, "linear": torch.nn.functional.linear}
+    function = on_codes.get(kernel) or plain.get(kernel)
+    if kernel not in ("torch.sum", "scaled_mm") and function is None and ":" not in kernel:
+        names = ("torch.sum", *plain, "scaled_mm", *on_codes)
+        raise ValueError(f"order: {unknown_name('kernel', kernel, names)}; or give MODULE:FUNCTION")
+    fp8 = kernel == "scaled_mm" or kernel in on_codes
+    dtype = dtype or ("E4M3" if fp8 else "FP32")
+    if dtype not in dtypes or (fp8 and dtype[0] != "E"):
+        raise ValueError(f"order: {unknown_name(f'dtype for {kernel}', dtype, [*dtypes][3 if fp8 else 0 :])}")
+    given = dtypes[dtype]
     if kernel == "torch.sum":
         return of_sum(torch.sum, k, given), given
-    emulated = {name: profile for name, profile in ACCUMULATORS.items() if profile.emulated and profile.dot == 1}
-    if kernel in ("gemm", "scaled_mm", *emulated):
-        given = dtypes.get(dtype, torch.float8_e4m3fn)
-        if given not in (torch.float8_e4m3fn, torch.float8_e5m2):
-            raise ValueError(f"order: {kernel} multiplies E4M3 and E5M2; got --dtype {dtype}")
-        run = _scaled_mm if kernel == "scaled_mm" else partial(_gemm, accumulator=emulated.get(kernel))
-        return of_gemm(run, k, given, shape=shape, at=at), torch.float32
-    plain: dict[str, Callable[..., Tensor]] = {"torch.mm": lambda a, b: a @ b.T, "linear": torch.nn.functional.linear}
-    if kernel in plain:
-        return of_gemm(plain[kernel], k, given, shape=shape, at=at), given
-    if ":" not in kernel:
-        names = ("torch.sum", *plain, "gemm", "scaled_mm", *emulated)
-        raise ValueError(f"order: {unknown_name('kernel', kernel, names)}; or give MODULE:FUNCTION")
-    function = _function(kernel)
-    out_dtype = function(torch.ones(shape[0], k).to(given), torch.ones(shape[1], k).to(given)).dtype
-    return of_gemm(function, k, given, shape=shape, at=at), out_dtype
+    run = function or (_scaled_mm if fp8 else _function(kernel))
+    try:
+        result = run(torch.ones(shape[0], max(k, 0)).to(given), torch.ones(shape[1], max(k, 0)).to(given))
+    except Exception as error:
+        raise ValueError(f"order: {kernel} does not multiply {shape[0]} x {k} by {shape[1]} x {k}: {error}") from error
+    if not isinstance(result, torch.Tensor) or tuple(result.shape) != shape:
+        got = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+        raise ValueError(f"order: {kernel} returned {got}; needs a tensor {shape}")
+    return of_gemm(run, k, given, shape=shape, at=at), result.dtype
 
 
 def _function(path: str) -> Callable[..., Tensor]:
@@ -164,13 +165,13 @@ def _scaled_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32)
 
 
-def _gemm(a: Tensor, b: Tensor, accumulator: Any) -> Tensor:
+def _gemm(a: Tensor, b: Tensor, accumulator: str | None) -> Tensor:
     import torch
 
     from ottava.numerics.formats import E4M3, E5M2
     from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
     from ottava.ops.gemm import gemm
 
-    fmt = E5M2 if a.dtype == torch.float8_e5m2 else E4M3
-    lhs, rhs = (QuantizedTensor(x, torch.ones(1, 1), QuantizationSpec(fmt), torch.float32) for x in (a, b))
+    spec = QuantizationSpec(E5M2 if a.dtype == torch.float8_e5m2 else E4M3)
+    lhs, rhs = (QuantizedTensor(x, torch.ones(1, 1), spec, torch.float32) for x in (a, b))
     return gemm(lhs, rhs, out_dtype=torch.float32, accumulator=accumulator)

@@ -163,15 +163,6 @@ class Audit:
         self.steps += 1
         tap().see = self._see if self.steps % self.every == 0 else None
 
-    def missed(self, rate: float) -> float:
-        """The probability that everything so far looked clean, if single elements were wrong with this rate.
-
-        Example:
-            >>> Audit().missed(0.5)
-            1.0
-        """
-        return float((1 - rate) ** self.elements_seen)
-
     def __str__(self) -> str:
         judged = ", ".join(f"{count:,} by {way}" for way, count in self.judged.items()) or "none"
         skipped = "".join(f"\nnot judged: {count:,} GEMMs: {why}" for why, count in self.skipped.items())

@@ -209,11 +209,11 @@ def _add(terms: Tensor, how: Addition | None) -> Tensor:
 def reveal(probed: Probed, *, seed: int = 0) -> Order:
     """The tree of additions of a sum, from its outputs.
 
-    Cost: about 2 n sums for a chain, n * log2(n) for a balanced tree.
+    Cost: about 2 n sums for a chain, n * log2(n) for a balanced tree, n * g / 2 for groups of g.
     Edge cases: what probes cannot see: the order inside an addition of many; bits that an output of 16 bits drops (it
         counts to 256 in BF16 and 2,048 in FP16); E4M3 products span 34 octaves, so FP32 sums of them up to n = 512;
-        sums of two that are rounded in one direction are mostly refused. A
-        compensated sum shows its plain order: only `confirm` tells that there is more to it.
+        sums of two that are rounded in one direction are mostly refused. A compensated sum shows its plain order: only
+        `confirm` tells that there is more to it.
     Raises:
         OrderError: the outputs fit no tree, or are no counts.
 
