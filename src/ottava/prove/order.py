@@ -53,7 +53,7 @@ class Probed:
 
     def __post_init__(self) -> None:
         if not 2 <= self.n <= _LONGEST:
-            raise OrderError(f"order: got a sum of {self.n} terms; needs 2 to {_LONGEST}")
+            raise ValueError(f"order: got a sum of {self.n} terms; needs 2 to {_LONGEST}")
 
 
 def of_sum(function: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype = torch.float32) -> Probed:
@@ -93,7 +93,7 @@ def of_gemm(
     """
     (m, n), (row, column) = shape, at
     if not (0 <= row < m and 0 <= column < n):
-        raise OrderError(f"order: got element {at} of a result {shape}; needs one that is inside")
+        raise ValueError(f"order: got element {at} of a result {shape}; needs one that is inside")
     high, low = _range(dtype, product=True)
     wide = high >= 2.0**60  # range to spare: one operand is all ones
 
@@ -114,7 +114,7 @@ def _range(dtype: torch.dtype, product: bool) -> tuple[float, float]:
     try:
         info = torch.finfo(dtype)
     except TypeError:
-        raise OrderError(f"order: got {dtype}; needs a floating-point dtype") from None
+        raise ValueError(f"order: got {dtype}; needs a floating-point dtype") from None
     if info.max > 2.0**100:
         return 2.0**100, 1.0
     high = 2.0 ** math.floor(math.log2(info.max))
