@@ -12,6 +12,7 @@ from state_scenarios import World
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, parallel
 from torch.nn.parallel import DistributedDataParallel
 
 import ottava
@@ -55,6 +56,23 @@ def a_policy_for_reductions_is_what_travels(world: World) -> None:
             assert row.dtype == wide, str(sent)
             # in the forward and again in the backward; biases travel in BF16, among the codes
             assert row.bytes == 2 * ((NUMBERS - 640) * code + 640 * 2) // world.size, str(sent)
+
+
+def the_path_that_ignores_a_policy_is_seen(world: World) -> None:
+    """pytorch #190626: FSDP2 sums the gradients of a norm over the tensor-parallel ranks in BF16, whatever reduce_dtype
+    says; where torch has mended it the row says float32."""
+    mesh = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32))
+    plan = {"0": parallel.SequenceParallel(), "1": parallel.ColwiseParallel(input_layouts=Shard(1))}
+    parallel.parallelize_module(model, mesh["tp"], plan)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fsdp.fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    with Collectives() as sent:
+        model(torch.randn(2, 4, 32)).float().sum().backward()
+    (row,) = found(sent, "all_reduce")  # of the norm's weight and bias
+    assert (row.reduction, row.ranks, row.calls) == ("SUM", world.size, 2), str(sent)
+    assert row.bytes == 2 * 32 * {"bfloat16": 2, "float32": 4}[row.dtype], str(sent)
+    assert row.dtype == "bfloat16" or not torch.__version__.startswith("2.13"), str(sent)
 
 
 def tensor_parallel_layers_are_recorded(world: World) -> None:

@@ -35,6 +35,7 @@ from typer import Option
 from typer.core import TyperGroup
 
 from ottava.base.errors import unknown_name
+from ottava.cli.audit import audit, order
 from ottava.cli.console import print_error
 from ottava.cli.diagnose import bisect, compare, diagnose, what_if
 from ottava.cli.doctor import bench, doctor
@@ -87,9 +88,10 @@ def _add(*commands: Callable[..., Any]) -> None:
 _add(demo, train, lab, plan, doctor, formats, recipes, explorer, report, table, plot, diagnose, compare, bisect)
 app.command("what-if")(what_if)
 app.command("import")(import_run)
-_add(inspect, export, consolidate, parity)
+_add(inspect, export, consolidate, parity, order)
 # every word after the script belongs to the script
-app.command(context_settings={"allow_interspersed_args": False})(watch)
+for _one in (watch, audit):
+    app.command(context_settings={"allow_interspersed_args": False})(_one)
 app.add_typer(bench, name="bench", cls=Commands)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -106,7 +107,7 @@ def watch(
     }
     settings = {name: value for name, value in options.items() if value not in (None, [])}
     session = start(None, out or _folder(command), config, step=step, append=append, **settings)
-    _print_summary(session, code := _run(session, command), as_json=as_json)
+    _print_summary(session, code := run_inside(session, command), as_json=as_json)
     return code
 
 
@@ -119,8 +120,8 @@ def _check(command: list[str], out: Path | None) -> None:
         raise LaunchError("watch: several processes write to one folder; name it with --out DIR")
 
 
-def _run(session: Watch, command: list[str]) -> int:
-    """Runs the script and returns its exit code. Prints an exception of the script as Python would."""
+def run_inside(session: AbstractContextManager[object], command: list[str]) -> int:
+    """Runs the script in a context, and returns its exit code. Prints an exception of the script as Python would."""
     from ottava.base.settings import ConfigError
     from ottava.watching.launch import LaunchError, own_traceback, run_script
 

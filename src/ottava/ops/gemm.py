@@ -7,6 +7,7 @@ torch.compile a GEMM is an opaque custom operator (`ottava::gemm`), with the bit
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable
@@ -83,6 +84,25 @@ class GemmRecord:
 Log = Callable[[GemmRecord], None]
 
 
+@dataclass(slots=True)
+class Tap:
+    """What looks at every GEMM of the process."""
+
+    see: Callable[..., None] | None = None
+    """Called with (plan, a, b, bias, c, y, plans of the layer or None, name) after each GEMM; None: nobody looks."""
+
+
+@functools.cache
+def tap() -> Tap:
+    """The one of this process: an audit must see the GEMMs of backwards, which run in threads of their own.
+
+    Example:
+        >>> tap() is tap()
+        True
+    """
+    return Tap()
+
+
 def gemm(
     a: Operand,
     b: Operand,
@@ -141,9 +161,14 @@ def gemm(
     if after is None:
         plan = plan_gemm(a, b, out_dtype, bias, *settings)
         y = plan.run(a, b, bias) if start is None else plan.run(a, b, bias, start)
+        if (see := tap().see) is not None:
+            see(plan, a, b, bias, start, y, None, "gemm")
     else:
         plan = plan_gemm(a, b, torch.float32, None, *settings)  # fp32 and no bias: the one rounding comes behind c
-        y = plan.run(a, b, None) + after
+        y = plan.run(a, b, None)
+        if (see := tap().see) is not None:
+            see(plan, a, b, None, None, y, None, "gemm")
+        y = y + after
         y = (y if bias is None else y + bias.to(torch.float32)).to(out_dtype)
     if log is not None:
         log(plan.record)
@@ -221,7 +246,10 @@ def multiply(
         if plan.lasting and plain:
             keep_plan(plans, key, plan)
     records[name] = plan.record
-    return plan.run(a, b, bias)
+    y = plan.run(a, b, bias)
+    if (see := tap().see) is not None:
+        see(plan, a, b, bias, None, y, plans, name)
+    return y
 
 
 def plan_gemm(

@@ -25,18 +25,24 @@ class LaunchError(ValueError):
     exit_code = 2
 
 
-def check_script(words: Sequence[str]) -> None:
+def check_script(words: Sequence[str], command: str = "watch") -> None:
     """Refuses words that `run_script` could not run, without running anything.
 
+    Args:
+        command: the one that they follow, for the message.
     Raises:
         LaunchError: the words have no script, begin with an option of Python, or name a missing file.
     """
     if not words or list(words) == ["-m"]:
-        raise LaunchError("watch: got no script; give one after --, such as: ottava watch -- train.py --lr 1e-3")
+        raise LaunchError(
+            f"{command}: got no script; give one after --, such as: ottava {command} -- train.py --lr 1e-3"
+        )
     if words[0].startswith("-") and words[0] != "-m":
-        raise LaunchError(f"watch: {words[0]!r} is an option of Python; give a script, or -m and a module, after --")
+        raise LaunchError(
+            f"{command}: {words[0]!r} is an option of Python; give a script, or -m and a module, after --"
+        )
     if words[0] != "-m" and not Path(words[0]).exists():
-        raise LaunchError(f"watch: there is no file {words[0]!r}; give a script, or -m and a module, after --")
+        raise LaunchError(f"{command}: there is no file {words[0]!r}; give a script, or -m and a module, after --")
 
 
 def run_script(words: Sequence[str]) -> None:
