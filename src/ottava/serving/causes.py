@@ -215,7 +215,7 @@ def _of_master(theirs: QuantizedTensor, weight: Tensor) -> bool:
     numbers = weight.double().cpu()
     if not torch.equal(weight.float(), weight.bfloat16().float()) or not bool((theirs.scale_inv > 0).all()):
         return False
-    grid = theirs.spec.granularity.expand(theirs.scale_inv.double().cpu(), tuple(weight.shape))
+    grid = theirs.spec.granularity.expand(theirs.scale_inv.double().cpu(), (weight.shape[0], weight.shape[1]))
     half = numbers.abs() * 2.0**-8  # at most: half a step of BF16
     low, high = (round_to_format(((numbers + way) / grid).float(), theirs.spec.format) for way in (-half, half))
     got = code_values(theirs.spec.format)[theirs.data.view(torch.uint8).int().cpu()]
