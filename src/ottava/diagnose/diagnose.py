@@ -34,7 +34,7 @@ CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "D3"})
 """Laws without which nothing trains."""
-_OF_CASTS = frozenset({"O3", "O4", "O7", "O8"})
+_OF_CASTS = frozenset({"O3", "O4", "O7", "O8", "R1"})
 """Laws that casts can break, too: a gradient that underflows is none."""
 _MEANT = frozenset({"D1", "D2", "D4", "M1", "M6", "O6", "O7"})
 """Laws that may be broken on purpose even where something happens to the loss."""
@@ -287,9 +287,10 @@ def _fp8(facts: Facts, trial: Trial, happened: Event | None, frameworks: Sequenc
         return _suspect(facts, happened, frameworks)
     if trial.part != "guilty":
         return None
-    hurt = damage(facts, trial.layers)
+    sites = [str(p["site"]) for p in trial.place if p.get("site")]
+    hurt = damage(facts, trial.layers, sites=sites)
     # the worst cast of the place says how; if it is healthy, so may be one before it
-    hurt = hurt if hurt.kind else damage(facts)
+    hurt = hurt if hurt.kind or sites else damage(facts)
     place = named(trial.place) or hurt.layer
     title = f"FP8 casts hurt the gradient: {place}" if place else "FP8 casts hurt the gradient"
     proof = [Evidence("", "", "gradient error", trial.error, "", trial.step)] if math.isfinite(trial.error) else []
@@ -348,10 +349,13 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
     kinds = ["current"] if stale else []
     kinds += ["high_precision"] if layers else []
     kinds += ["finer"] if layers and (hurt.kind in ("coarse", "flushed", "") or not predicted) else []
+    sites = [str(p["site"]) for p in trial.place if p.get("site")]
+    kinds = ["site"] if sites else ["derivative"] if any(p.get("function") for p in trial.place) else kinds
+    values["site"] = ", ".join(sites)
     rendered = {kind: render(kind, values, frameworks) for kind in kinds}
-    if math.isfinite(trial.cured) and layers:
+    if math.isfinite(trial.cured) and (layers or sites):
         came = f"Without the worst of these casts the gradient's error falls to {100 * trial.cured:.3g} %."
-        rendered["high_precision"]["text"] += f" Tried: {came[0].lower()}{came[1:]}"
+        rendered["site" if sites else "high_precision"]["text"] += f" Tried: {came[0].lower()}{came[1:]}"
     return cures + list(rendered.values())
 
 

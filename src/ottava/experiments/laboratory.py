@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer
 
 from ottava.engine.autocast import Ambient
 from ottava.experiments.bisect import Ablation
-from ottava.experiments.casts import Casts, casts_of, casts_of_script, only_without
+from ottava.experiments.casts import Casts, casts_of, only_without
 from ottava.experiments.logic import reasons
 from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Recorder, Way, has_compiled
 from ottava.experiments.shadow import Shadow, first_nonfinite, local, nothing_changes, parameters_of, scaler_factor
@@ -402,15 +402,20 @@ class Laboratory:
             trace.end()
             self._converts = self._converts or trace.model
             # what the first step converts may be the loading of weights
-            if trace.outside is not None and not self._elsewhere and self._step > self._first + _TRACED:
-                self._elsewhere = True
-                self._write(self._step, "conversion", where=trace.outside)
+            if trace.outside is not None and self._step > self._first + _TRACED:
+                self._convert(trace.outside)
             if (facts := trace.safely(trace.facts, self._name_of_module)) is not None:
                 self._keep(self._step, facts)
             if trace.failed:
                 self._refuse("trace", trace.failed)
             self._traced = trace
             self.seconds += time.perf_counter() - began
+
+    def _convert(self, where: str) -> None:
+        """The script converts where no replay comes."""
+        if not self._elsewhere:
+            self._elsewhere = True
+            self._write(self._step, "conversion", where=where)
 
     def drop(self) -> None:
         """Forgets what was captured."""
@@ -574,32 +579,38 @@ class Laboratory:
                 )
         casts = casts_of(program.modules, self._name_of_module, self._recipe)
         where = self._converts or (self._trace.model if self._trace is not None else None)
-        if (casts is None or casts.mode == "simulated") and where is not None:
-            casts = casts_of_script(where)
-        if casts is None:
+        script = where is not None or any(f.around.saved is not None for f in program.forwards)
+        if casts is None and not script:
             return self._refuse("shadow", "the model has no layer that casts, and no linear layer to simulate casts in")
-        if casts.mode == "simulated":
+        if casts is not None and casts.mode == "simulated" and not script:
             if self._simulated >= _SIMULATED:
                 return None
             self._simulated += 1
-        shadow = Shadow(program, casts, parameters)
+        shadow = Shadow(program, casts, parameters, script=script)
         logic: dict[str, bool | None] = {}
         if not self._reasoned and _alone():
             self._reasoned = True
             with self._safely("logic"), nothing_changes(program.modules):
-                logic = reasons(program.forwards, casts.without)
+                logic = reasons(program.forwards, AS_IT_RAN if casts is None else casts.without)
         with nothing_changes(program.modules):
             began = time.perf_counter()
             facts = shadow.facts(self._name_of)
             took = time.perf_counter() - began
             self._shadows += 1
+            if (
+                where is not None and not shadow.sites
+            ):  # a hook of a communication, an accumulation: no part of a replay
+                self._convert(where)
+            if facts is None or shadow.casts is None:
+                return None
+            casts = shadow.casts
             self._pending = (shadow, {"why": self._why, **facts, **logic})
             self._versions = [p._version for p in parameters]
             if casts.mode == "real" and self._ablates(facts, casts, took):
                 search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
                 if (found := search.facts()) is not None:
                     self._ablated = self._step
-                    self._blamed = [(entry["layer"], entry["gemm"]) for entry in found["set"]]
+                    self._blamed = [(entry.get("layer") or entry["site"], entry["gemm"]) for entry in found["set"]]
                     self._write(self._step, "ablation", **found)
         return None
 
