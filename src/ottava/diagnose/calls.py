@@ -54,6 +54,8 @@ class Call(NamedTuple):
     """The entries that made the tensors it gets."""
     results: tuple[Any, ...]
     backward: bool
+    gradient: bool
+    """Whether a backward may come through its result."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -175,7 +177,8 @@ def squared(facts: Facts) -> tuple[int, Call, int] | None:
     """
     for step, calls in sorted(_traces(facts).items()):
         for call in calls:
-            if call.name not in _PAIRS or (call.module and not call.name.endswith("_loss")) or call.backward:
+            # what needs no gradient is data, a metric or a look, and no loss
+            if call.name not in _PAIRS or not call.gradient or (call.module and not call.name.endswith("_loss")):
                 continue
             if len(call.arguments) < 2 or not (
                 column := _COLUMN.fullmatch(call.arguments[0]) or _COLUMN.fullmatch(call.arguments[1])
@@ -218,7 +221,8 @@ def _traces(facts: Facts) -> dict[int, list[Call]]:
                     tuple(map(str, given)),
                     tuple(made),
                     tuple(results),
-                    bool(back),
+                    bool(back and back[0] & 1),
+                    bool(back and back[0] & 2),
                 )
                 for name, at, inside, given, made, results, *back in line["calls"]
             ]

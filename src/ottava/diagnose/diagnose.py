@@ -36,7 +36,7 @@ _ALWAYS = frozenset({"O1", "O2", "D3"})
 """Laws without which nothing trains."""
 _OF_CASTS = frozenset({"O3", "O4", "O7", "O8", "R1"})
 """Laws that casts can break, too: a gradient that underflows is none."""
-_MEANT = frozenset({"D1", "D2", "D4", "M1", "M6", "O6", "O7"})
+_MEANT = frozenset({"D1", "D4", "M6", "O6", "O7"})
 """Laws that may be broken on purpose even where something happens to the loss."""
 _HEALTHY = 0.02  # update over weight
 _AS_FAR = 0.8  # of this run's error: two batches of one program part by less
@@ -425,25 +425,23 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
 def _has(facts: Facts, law: Law) -> bool:
     """Whether the run folder has what a law needs."""
     columns = {
-        "D1": "input_hash", "D2": "input_hash", "D3": "labels_ignored_pct", "D4": "input_hash", "D5": "input_rms",
-        "O2": "lr", "O5": "kept_gradient", "O6": "extra_steps", "O11": "lr", "G1": "grad_norm",
-        "G2": "grad_norm_used", "M1": "eval_forwards_in_train_mode", "M6": "train_forwards_in_eval_mode",
+        "D1": "input_hash", "D3": "labels_ignored_pct", "D4": "input_hash",
+        "O2": "lr", "O5": "kept_gradient", "O6": "extra_steps", "G1": "grad_norm",
+        "G2": "grad_norm_used", "M6": "train_forwards_in_eval_mode",
         "D6": "labels_ahead_1_pct",
     }  # fmt: skip
     if law.id in columns:
         return facts.column(columns[law.id]) is not None
-    if law.id in ("O4", "O7", "O8", "O12"):
+    if law.id in ("O4", "O7", "O8"):
         return bool(facts.moves) or (law.id == "O7" and facts.column("written") is not None)
-    if law.id in ("O1", "O3", "O13"):
+    if law.id in ("O1", "O3"):
         return bool(facts.parameters)
-    if law.id in ("O9", "O10"):
-        return any("/" in name for name in facts.groups)
     return {
         "R1": bool(facts.ranks),
         "M7": bool(facts.run.trace),
         "M8": any("sees_later" in e for e in facts.experiments("shadow")),
         "M9": any("mixes" in e for e in facts.experiments("shadow")),
-        "M2": "tied" in facts.manifest,
+        "O12": any("loss_tenth" in e for e in facts.experiments("shadow")),
         "M3": "softmax_twice" in facts.manifest,
         "M4": math.isfinite(facts.guess),
     }.get(law.id, True)

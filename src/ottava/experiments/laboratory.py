@@ -508,17 +508,20 @@ class Laboratory:
         if self._pending is None:
             return
         (shadow, facts), self._pending = self._pending, None
-        after = None
+        after = tenth = None
+        touched = self._versions != [p._version for p in shadow.parameters]
         if shadow.tail:
             began = time.perf_counter()
             try:
                 with self._quiet(), self._unseen(), nothing_changes(shadow.program.modules):
                     after = shadow.loss_now()
+                    if after is not None and after > facts["loss"]:
+                        with shadow.shorter(0.1):
+                            tenth = shadow.loss_now()
             except Exception:  # a tensor of the loss, such as a tied head, was stepped: the batch cannot be repeated
                 _LOG.debug("watch: the step's own batch was not repeated", exc_info=True)
             self.seconds += time.perf_counter() - began
-        touched = self._versions != [p._version for p in shadow.parameters]
-        self._write(self._step, "shadow", **facts, loss_after=after, touched=touched)
+        self._write(self._step, "shadow", **facts, loss_after=after, loss_tenth=tenth, touched=touched)
 
     # --- which steps ----------------------------------------------------------------------------------------------
 

@@ -67,6 +67,7 @@ class Shadow:
         self.program, self.casts, self.parameters, self.script = program, casts, list(parameters), script
         self.player = Player(program, parameters)
         self.ran = [p.grad for p in parameters]
+        self.before = [local(p.detach()).clone() for p in parameters]
         self.ratio = scaler_factor(program)
         self.began = time.perf_counter(), time.process_time()
 
@@ -101,6 +102,7 @@ class Shadow:
             **({"sites": seen.sites, **self._derived(seen)} if seen.sites else {}),
             **self._sketched(ours.gradients),
             "vanished": self._vanished(ours.gradients),
+            "silent": [name_of(p) for p, g in zip(self.parameters, exact.gradients, strict=True) if _none(g)][:_SILENT],
             "tail": "replayed" if tail else "recorded",
             **({} if tail else {"why_recorded": self.program.broken or "the repeated loss has other bits"}),
             "loss": _mean([float(x) / self.ratio for x in cast.losses] if cast.losses and tail else losses),
@@ -122,6 +124,19 @@ class Shadow:
     def loss_now(self) -> float | None:
         """The loss of the same batch, as it ran, under the weights of now."""
         return _mean([float(x) / self.ratio for x in self.player.losses(AS_IT_RAN)])
+
+    @contextmanager
+    def shorter(self, part: float) -> Iterator[None]:
+        """The weights after a part of the step that was made since."""
+        pairs = [(local(p.data), x) for p, x in zip(self.parameters, self.before, strict=True)]
+        made = [now.clone() for now, _ in pairs]
+        try:
+            for now, before in pairs:
+                now.copy_(before + part * (now - before))
+            yield
+        finally:
+            for (now, _), after in zip(pairs, made, strict=True):
+                now.copy_(after)
 
     def _values(self) -> list[Tensor]:
         return [entry.value.value() for entry in self.program.backwards]
@@ -253,7 +268,11 @@ def sketch(gradients: Gradients) -> list[float]:
     return [float(f"{x:.5g}") for x in total.tolist()]
 
 
-_SKETCH, _SKETCHED = 256, 1 << 16
+_SKETCH, _SKETCHED, _SILENT = 256, 1 << 16, 512
+
+
+def _none(g: Tensor | None) -> bool:
+    return g is None or not bool(local(g).any())
 
 
 def local(x: Tensor) -> Tensor:

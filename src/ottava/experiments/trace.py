@@ -79,7 +79,8 @@ class _Noted(NamedTuple):
     """The entries that made the tensors it gets."""
     results: list[Any]
     """[dtype and shape, hash, mean, rms, projection], or a sample on a device that waits to be read, or a number."""
-    backward: bool
+    kind: int
+    """1: in a backward; 2: a backward may come through its result."""
 
 
 class Trace(TorchFunctionMode):
@@ -246,7 +247,7 @@ class Trace(TorchFunctionMode):
         place: _Place,
         module: nn.Module | None,
         arguments: list[str],
-        made: Iterable[Any],
+        made: Sequence[Any],
         sources: Sequence[int] = (),
     ) -> None:
         if len(self._calls) >= self._room:
@@ -260,8 +261,10 @@ class Trace(TorchFunctionMode):
                 # torch swaps no parameter to which somebody has a weak reference: a conversion would fail
                 kept = None if isinstance(x, nn.Parameter) else weakref.ref(x)
                 self._known[id(x)] = kept, _version(x), now, first
-        backward = torch._C._current_graph_task_id() != -1
-        self._calls.append(_Noted(name, place, module, arguments, [*sources], results, backward))
+        with torch._C.DisableTorchFunction():
+            kind = 2 * any(isinstance(x, Tensor) and x.requires_grad for x in made)
+        kind += torch._C._current_graph_task_id() != -1
+        self._calls.append(_Noted(name, place, module, arguments, [*sources], results, kind))
 
     def _note_conversion(self, name: str, made: list[Tensor], args: Any, place: _Place, module: Any) -> None:
         if self.model is not None and self.outside is not None:
@@ -313,7 +316,7 @@ class Trace(TorchFunctionMode):
     def facts(self, name_of: Callable[[nn.Module], str]) -> dict[str, Any]:
         """The trace as a line of trace.jsonl: `places` [file, line, function, source, caller], `modules`, and `calls`
         [name, number of the place, number of the module, arguments, entries that made its tensors, results, and 1 for
-        a call in a backward]."""
+        a call in a backward, 2 for one through which a backward may come, 3 for both]."""
         places: dict[_Place, int] = {}
         modules: dict[str, int] = {"": 0}
         calls = []
@@ -324,7 +327,7 @@ class Trace(TorchFunctionMode):
             calls.append(
                 [call.name, place, modules.setdefault(module, len(modules)), call.arguments, call.sources, results]
             )
-            calls[-1] += [1] if call.backward else []
+            calls[-1] += [call.kind] if call.kind else []
         return {"full": self.full, "places": [*map(_source, places)], "modules": list(modules), "calls": calls}
 
 

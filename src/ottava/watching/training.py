@@ -16,6 +16,7 @@ the step gets a look.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import sys
@@ -130,8 +131,26 @@ class TrainingTap:
         counted only."""
         self.guards, self.norm_wanted = True, False
         """Whether the next step asks what was written after this one; whether an idle step reads its norm."""
+        self._load = nn.Module.load_state_dict
+        nn.Module.load_state_dict = self._loading()  # type: ignore[method-assign]
         if model is not None:
             self.adopt(model)
+
+    def _loading(self) -> Callable[..., Any]:
+        """`load_state_dict`, which reports a checkpoint of which no name fits: strict=False is silent."""
+        load, report = self._load, self._report
+
+        @functools.wraps(load)
+        def loaded(module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            result = load(module, state_dict, *args, **kwargs)
+            own = [name for name, _ in module.named_parameters()]
+            given = [name for name, x in state_dict.items() if isinstance(x, Tensor)]
+            if own and given and {*own} <= {*getattr(result, "missing_keys", ())}:
+                report("load", own=len(own), given=len(given), mine=own[0], theirs=given[0])
+            return result
+
+        self._loaded = loaded
+        return loaded
 
     def adopt(self, root: nn.Module) -> None:
         """Adds a model. It replaces those that are parts of it, or their forwards would count twice."""
@@ -163,6 +182,8 @@ class TrainingTap:
 
     def close(self) -> None:
         """Removes the hooks."""
+        if nn.Module.load_state_dict is self._loaded:
+            nn.Module.load_state_dict = self._load  # type: ignore[method-assign]
         for _, hook in self._roots:
             hook.remove()
 
