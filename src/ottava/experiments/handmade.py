@@ -32,7 +32,7 @@ from ottava.numerics.formats import FORMATS
 _NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 NARROW = frozenset(getattr(torch, name) for name in _NAMES)
 """The dtypes whose conversions count. Not E8M0: it holds scales."""
-_CODES = NARROW | {torch.uint8, torch.int8}
+_CODES = NARROW | frozenset((torch.uint8, torch.int8))
 _LARGEST = frozenset((240.0, *(f.max for f in FORMATS.values() if f.bits <= 8)))
 _STEPS = ("round", "floor", "ceil", "trunc", "sign", "bucketize", "searchsorted", "argmin", "heaviside")
 """Operations whose derivative is not what anybody means by them."""
