@@ -19,13 +19,13 @@ import numpy as np
 from ottava.base.text import data_frame, finite, html_table
 from ottava.diagnose.calls import stale
 from ottava.diagnose.difference import Difference, differences
-from ottava.diagnose.facts import Facts
+from ottava.diagnose.facts import GROUP_SETTINGS, Facts
 from ottava.diagnose.laws import LAWS, Broken, Law, broken
 from ottava.diagnose.loss import Event, event
 from ottava.diagnose.remedies import ran, render
 from ottava.diagnose.trials import Damage, Trial, damage, forecast, judge, named, triage
 from ottava.measure.layer_names import symbol
-from ottava.recipe import GEMMS
+from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
@@ -78,7 +78,7 @@ class Finding:
     """First step; [] if it holds for the whole run."""
     evidence: list[Evidence] = field(default_factory=list)
     remedies: list[dict[str, Any]] = field(default_factory=list)
-    """{name, text, cost, patch}: the best first."""
+    """{name, text, cost, patch, trial}: the best first."""
     confidence: tuple[int, int] | None = None
     """(right, asked): answers of this stage at first looks at blind sets; None: not measured."""
 
@@ -274,10 +274,14 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     ratio = float(how.numbers.get("update_ratio", math.nan))
     slower = lr * _HEALTHY / ratio if ratio > _HEALTHY else lr / 10
     values = {"lr": f"{slower:.2g}" if math.isfinite(slower) else "a tenth of it", "norm": f"{usual:.2g}"}
+    trials: dict[str, dict[str, Any]] = {
+        "lower_lr": {"lr": slower / lr if lr > 0 else 0.1}, "clip": {"clip": usual}, "zero_grad": {"clear": True},
+        "train": {"train": True}, "load": {"load": True}, "optimizer": {"hold": True},
+    }  # fmt: skip
     return Finding(
         law.id, law.title, "law", severity, how.sentence, layers=list(how.where[:12]),
-        steps=[] if how.since is None else [how.since], remedies=[render(law.remedy, values, frameworks)],
-        confidence=_confidence("law"),
+        steps=[] if how.since is None else [how.since],
+        remedies=[render(law.remedy, values, frameworks, trials.get(law.remedy))], confidence=_confidence("law"),
     )  # fmt: skip
 
 
@@ -333,7 +337,8 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
                 else f"the gradient's error is {100 * arm['error']:.3g} %"
             )
             code = f'ottava.convert(model, "{arm["name"]}")'
-            cures.append(render("arm", {"name": arm["name"], "came": came, "code": code}, frameworks))
+            known = {"name": arm["name"], "came": came, "code": code}
+            cures.append(render("arm", known, frameworks, {"recipe": arm["name"]} if arm["name"] in RECIPES else None))
     # whole layers: what hurts most in one step is not all that hurts in the others
     values = {
         "recipe": recipe,
@@ -352,7 +357,11 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
     sites = [str(p["site"]) for p in trial.place if p.get("site")]
     kinds = ["site"] if sites else ["derivative"] if any(p.get("function") for p in trial.place) else kinds
     values["site"] = ", ".join(sites)
-    rendered = {kind: render(kind, values, frameworks) for kind in kinds}
+    trials: dict[str, dict[str, Any]] = {
+        "site": {"sites": sites}, "derivative": {"derivatives": True}, "current": {"recipe": "tensorwise"},
+        "finer": {"recipe": "blockwise", "layers": layers}, "high_precision": {"recipe": "bf16", "layers": layers},
+    }  # fmt: skip
+    rendered = {kind: render(kind, values, frameworks, trials.get(kind)) for kind in kinds}
     if math.isfinite(trial.cured) and (layers or sites):
         came = f"Without the worst of these casts the gradient's error falls to {100 * trial.cured:.3g} %."
         rendered["site" if sites else "high_precision"]["text"] += f" Tried: {came[0].lower()}{came[1:]}"
@@ -417,7 +426,9 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
     values = {"key": one.key.replace("_", " "), "good": one.good, "bad": one.bad}
     if one.kind == "setting":
         values |= {k: f"{v:.6g}" for k, v in values.items() if isinstance(v, float)}
-        return render("good_lr" if one.key == "lr" else "good_setting", values, frameworks)
+        ratio = one.good / one.bad if one.key == "lr" and one.bad else 0.0
+        trial = {"lr": ratio} if ratio > 0 else {"settings": {one.key: one.good}} if one.key in GROUP_SETTINGS else None
+        return render("good_lr" if one.key == "lr" else "good_setting", values, frameworks, trial)
     names = {"weights": "good_weights", "batch": "good_batch", "optimizer": "good_setting", "parameter": "optimizer"}
     return render(names.get(one.kind, "good_code"), values, frameworks)
 

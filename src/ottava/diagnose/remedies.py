@@ -156,8 +156,12 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
 )
 
 
-def render(name: str, values: Mapping[str, Any], frameworks: Sequence[str]) -> dict[str, Any]:
-    """A remedy as plain values: {name, text, cost, patch}, with the patches of the frameworks that ran.
+def render(
+    name: str, values: Mapping[str, Any], frameworks: Sequence[str], trial: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A remedy as plain values: {name, text, cost, patch, trial}, with the patches of the frameworks that ran.
+
+    trial: settings of a watch that makes the change, see `remedy.cure`; None: nobody can from outside.
 
     Example:
         >>> render("good_lr", {"good": "0.001"}, ["torch"])["patch"]["torch"].splitlines()[1]
@@ -167,7 +171,8 @@ def render(name: str, values: Mapping[str, Any], frameworks: Sequence[str]) -> d
     words = {key: str(value) for key, value in values.items()}
     wanted = [f for f in frameworks if f in remedy.patch] or [f for f in ("torch",) if f in remedy.patch]
     patch = {f: Template(remedy.patch[f]).safe_substitute(words) for f in wanted}
-    return {"name": name, "text": Template(remedy.text).safe_substitute(words), "cost": remedy.cost, "patch": patch}
+    text = Template(remedy.text).safe_substitute(words)
+    return {"name": name, "text": text, "cost": remedy.cost, "patch": patch, "trial": trial}
 
 
 def ran(frameworks: Sequence[str], packages: set[str]) -> list[str]:

@@ -139,13 +139,14 @@ def _engine_is_on() -> bool:
 @contextmanager
 def _without(torchao: Sequence[nn.Module], engine: bool) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(_replaced({m: _torchs_linear(m) for m in torchao}))
+        stack.enter_context(_replaced({m: torchs_linear(m) for m in torchao}))
         if engine:
             stack.enter_context(sys.modules["transformer_engine.pytorch"].fp8_autocast(enabled=False))
         yield
 
 
-def _torchs_linear(module: Any) -> Callable[..., Any]:
+def torchs_linear(module: Any) -> Callable[..., Any]:
+    """The forward of a layer in high precision: torch's own linear."""
     return lambda input: nn.functional.linear(input, module.weight, module.bias)
 
 

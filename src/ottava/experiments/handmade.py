@@ -48,7 +48,7 @@ class Exact(TorchDispatchMode):
     """Runs torch as if its conversions to FP8 lost nothing.
 
     Args:
-        only: sites that run so, as in `sites`; None: all of them.
+        only: sites that run so, as in `sites`, with their callers or without; None: all of them.
         libraries: whether conversions inside of torchao and TransformerEngine count.
 
     Example:
@@ -72,6 +72,12 @@ class Exact(TorchDispatchMode):
     def begin(self) -> None:
         """A run begins: forgets the numbers of the last one."""
         self._cast.clear()
+
+    def forget(self) -> None:
+        """Forgets the numbers of codes that nobody else holds."""
+        for key, (storage, _) in [*self._cast.items()]:
+            if torch._C._storage_Use_Count(key) == 1:
+                del self._cast[key], storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -101,13 +107,17 @@ class Exact(TorchDispatchMode):
             site = self._site(sys._getframe(2)) if x.is_floating_point() else ""
             if site and numbers is None:
                 self._note(site, x, result)
-            if numbers is not None or (site and (self.only is None or site in self.only)):
+            if numbers is not None or (site and self._wanted(site)):
                 self._keep(result, x if numbers is None else numbers)
             else:
                 self._cast.pop(result.untyped_storage()._cdata, None)
         elif numbers is not None and x.dtype in NARROW and result.is_floating_point():
             result.copy_(numbers)
         return result
+
+    def _wanted(self, site: str) -> bool:
+        # in a replay the caller may be unknown
+        return self.only is None or any(site == one or site.startswith(f"{one}, ") for one in self.only)
 
     def _site(self, frame: FrameType | None) -> str:
         """FILE:LINE of the user's that converts, and of its caller in a replay; "" for layers with switches of their
