@@ -36,7 +36,7 @@ _ALWAYS = frozenset({"O1", "O2", "D3"})
 """Laws without which nothing trains."""
 _OF_CASTS = frozenset({"O3", "O4", "O7", "O8", "R1"})
 """Laws that casts can break, too: a gradient that underflows is none."""
-_MEANT = frozenset({"D1", "D4", "M6", "O6", "O7"})
+_MEANT = frozenset({"D1", "D3", "D4", "M6", "O6", "O7"})
 """Laws that may be broken on purpose even where something happens to the loss."""
 _HEALTHY = 0.02  # update over weight
 _AS_FAR = 0.8  # of this run's error: two batches of one program part by less

@@ -94,7 +94,11 @@ def _labels_dead(facts: Facts, event: Event | None) -> Broken | None:
     if ignored is not None and (hit := np.nan_to_num(ignored) >= 100.0).mean() >= 0.25:
         return Broken(f"All labels are ignored in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
     if equal is not None and (hit := np.nan_to_num(equal) >= 100.0).mean() >= 0.75 and len(hit) > 3:
-        return Broken(f"All labels of a batch are one class in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
+        # the same in every step, they are places in a list of candidates, as of a contrastive loss
+        hashes = facts.column("label_hash")
+        always = hashes is not None and len(hashes) > 3 and len(set(hashes[np.isfinite(hashes)].tolist())) == 1
+        said = f"All labels of a batch are one class in {hit.sum()} of {len(hit)} steps."
+        return Broken(said, facts.since(hit), grave=not always)
     return None
 
 

@@ -36,6 +36,7 @@ from ottava.watching.gradients import Gradients, dense
 from ottava.watching.operands import SHARD, capturing, plain
 
 _SAMPLED = 1024  # elements of a parameter whose update is measured
+_RECENT = 64  # backwards in which an optimizer of several has its turn
 _CHECKED = 4  # parameters that are looked at in every step: gradients before a backward, weights after a step
 _GUARDED = 64  # elements of such a weight
 _RANDOM = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth")
@@ -240,7 +241,10 @@ class TrainingTap:
             # of several optimizers, one may leave its gradients until its own turn, as those of two players do
             # and a flat copy of the parameters takes its gradient by assignment: nothing is added to it
             mine = {id(p) for _, p in self._parameters()}
-            found = [_left(some) for o in self._living() if (some := [p for p in _held(o) if id(p) in mine])]
+            # what was left by a model of an earlier phase is nobody's
+            recent = [o for o in self._living() if self._stepped_at.get(id(o), 0) > self._backwards - _RECENT]
+            held = [[p for p in _held(o) if id(p) in mine] for o in recent]
+            found = [_left(some) for some in held] if all(held) else []
             self._numbers["kept_gradient"] = torch.stack(found).amin().reshape(1) if found else torch.zeros(1)
         self.batches.backward(roots if self._hashes else ())
 
