@@ -436,19 +436,6 @@ DIFFERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "count": ({"change": lambda s: {**rises(s), "backwards": 1.0 + (s > 13)}}, "Step 14 has 2 backwards"),
     "labels": ({"change": lambda s: {**rises(s), "label_hash": 300.0 + s + (s > 10)}}, "labels differ from step 11 on"),
-    "forward": (
-        {"change": rises, "sizes": {("layers.0.fc2", "input"): 1.4}},
-        "layers.0.fc1 still gets the same input, layers.0.fc2.X does not",
-    ),
-    "backward": (
-        {"change": rises, "sizes": {("layers.0.fc1", "grad_output"): 1.4}},
-        "layers.0.fc2 still has the same dY, layers.0.fc1 has not",
-    ),
-    "loss": ({"change": lambda s: {"loss": healthy(s)["loss"] * 1.5}}, "made behind layers.1.fc1"),
-    "update": (
-        {"change": rises, "move": lambda n, s: {"ratio": 0.1} if n == "head.weight" else {}},
-        "another update of head.weight",
-    ),
 }
 
 

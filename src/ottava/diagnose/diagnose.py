@@ -403,10 +403,6 @@ _TITLES = MappingProxyType(
         "weights": "The run begins with other weights than the good run",
         "program": "The loop does something else than in the good run",
         "batch": "The run sees other batches than the good run",
-        "forward": "The model computes something else than in the good run",
-        "loss": "The loss is computed in another way than in the good run",
-        "backward": "The backward computes something else than in the good run",
-        "update": "The optimizer updates in another way than in the good run",
     }
 )
 
