@@ -372,3 +372,25 @@ def fixed_point(low: Low) -> None:
                     z = torch.tanh(inner(torch.cat([x, z], 1)).float())
             z = torch.tanh(inner(torch.cat([x, z], 1)).float())
         take(optimizer, F.cross_entropy(outer(z), y))
+
+
+@clean
+def old_values(low: Low) -> None:
+    """Q-learning whose target is a copy in E4M3, made again every twenty steps."""
+    model = low(mlp(16, 64, 64, 4))
+    layers = [m for m in model if isinstance(m, nn.Linear)]
+    optimizer, gain = adam(model), torch.randn(16, 4)
+    kept: list[Tensor] = []
+    for step in range(120):
+        if step % 20 == 0:
+            kept = [(m.weight.detach() * 64).to(E4M3) for m in layers]
+        x, action = torch.randn(64, 16), torch.randint(0, 4, (64, 1))
+        with torch.no_grad():
+            h = torch.randn(64, 16)
+            for i, (codes, layer) in enumerate(zip(kept, layers, strict=True)):
+                h = h @ (codes.float() / 64).T + layer.bias
+                h = h.relu() if i < 2 else h
+            wanted = (x @ gain).gather(1, action) + 0.5 * h.amax(1, keepdim=True)
+        with low.cast():
+            got = model(x).float().gather(1, action)
+        take(optimizer, F.smooth_l1_loss(got, wanted))

@@ -130,7 +130,9 @@ def stale(facts: Facts) -> list[Stale]:
     found, traces = [], _traces(facts)
     for step in sorted(s for s in traces if s - 1 in traces):
         before, now = traces[step - 1], traces[step]
-        again = {int(m[1]): c for c in now if c.name == "given" and (m := _ORIGIN.fullmatch("".join(c.arguments[1:2])))}
+        matches = [(i, c, _ORIGIN.fullmatch("".join(c.arguments[1:2]))) for i, c in enumerate(now) if c.name == "given"]
+        again = {int(m[1]): c for _, c, m in matches if m}
+        trains = {int(m[1]) for i, _, m in matches if m and _trains(now, i)}
         # the entry that noted the same tensor first
         first = [*range(len(before))]
         for i, call in enumerate(before):
@@ -146,7 +148,7 @@ def stale(facts: Facts) -> list[Stale]:
             if any(s not in kept and _as_large(before[s], call) for s in sources):
                 continue
             copies[i] = _narrow(call) or any(copies.get(s, False) for s in kept)
-            if copies[i] and i in again and not _moved(call, again[i]):
+            if copies[i] and i in trains and not _moved(call, again[i]):
                 found.append(Stale(step, call, again[i]))
         if found:
             break
@@ -193,6 +195,14 @@ def squared(facts: Facts) -> tuple[int, Call, int] | None:
             if of and not any(name in _BROADCASTS for name in of) and "None" not in call.place[3]:
                 return step, call, size
     return None
+
+
+def _trains(calls: Sequence[Call], entry: int) -> bool:
+    """Whether a backward comes through what uses an entry, or through its module: a copy for a look or for a target is
+    meant to be old."""
+    users = [c for c in calls if entry in c.sources]
+    inside = {c.module for c in calls if c.gradient}
+    return any(c.gradient or c.backward or (c.module and c.module in inside) for c in users)
 
 
 def _moved(one: Call, other: Call) -> bool:

@@ -451,16 +451,15 @@ class Laboratory:
 
     @property
     def _wants_twin(self) -> bool:
-        # a step of another optimizer may talk to other ranks, which do not repeat it
-        return self._elsewhere and self._twins < self._most_twins and _alone()
+        return self._elsewhere and self._twins < self._most_twins
 
     def _follow(self, optimizer: Optimizer) -> None:
         """Lets a twin go along with an optimizer that a conversion outside of the model may hurt."""
         began = time.perf_counter()
         twin, self._twin = self._twin, None  # one that fails goes no further
-        if twin is None and (
-            self._wants_twin or (self._why and self._twins < self._most_twins and _alone() and narrow(optimizer))
-        ):
+        wanted = self._wants_twin or (self._why and self._twins < self._most_twins and narrow(optimizer))
+        # a step of another optimizer may talk to other ranks, which do not repeat it
+        if twin is None and wanted and (_alone() or type(optimizer).__module__.startswith("torch.optim")):
             self._twins += 1
             twin = OptimizerTwin(optimizer)
         if twin is not None and twin.follows(optimizer) and twin.steps == STEPS:
