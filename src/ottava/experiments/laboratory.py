@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer
 
 from ottava.engine.autocast import Ambient
 from ottava.experiments.bisect import Ablation
-from ottava.experiments.casts import Casts, casts_of, only_without
+from ottava.experiments.casts import Casts, casts_of, only_without, with_sites
 from ottava.experiments.logic import reasons
 from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Recorder, Way, has_compiled
 from ottava.experiments.shadow import Shadow, first_nonfinite, local, nothing_changes, parameters_of, scaler_factor
@@ -593,7 +593,10 @@ class Laboratory:
         if not self._reasoned and _alone():
             self._reasoned = True
             with self._safely("logic"), nothing_changes(program.modules):
-                logic = reasons(program.forwards, AS_IT_RAN if casts is None else casts.without)
+                # one scale for a tensor lets every element depend on every other one
+                logic = reasons(
+                    program.forwards, with_sites(casts, ()).without if script or not casts else casts.without
+                )
         with nothing_changes(program.modules):
             began = time.perf_counter()
             facts = shadow.facts(self._name_of)
