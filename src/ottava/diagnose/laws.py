@@ -218,6 +218,8 @@ def _no_gradient(facts: Facts, event: Event | None) -> Broken | None:
         dead = [n for n in dead if n in unmoved or all(n in look for look in looks)]
     # an experiment says whether the backward gave none, or whether it was lost behind the backward
     tried = [{str(n) for n in e["silent"]} for e in facts.experiments("shadow") if "silent" in e]
+    muted = {str(n) for e in facts.experiments("shadow") for n in e.get("muted") or () if e.get("mode") == "real"}
+    dead = [n for n in dead if n not in muted]  # casts do it
     lost = [n for n in dead if tried and not any(n in silent for silent in tried)]
     dead = lost or [n for n in dead if all(n in silent for silent in tried)]
     if not dead:

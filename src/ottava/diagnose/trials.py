@@ -107,8 +107,25 @@ def judge(facts: Facts, event: Event | None) -> Trial:
         why = refused or ("No shadow step was taken, so nothing was tried.",)
         return Trial("unknown" if facts.casts else "none", why if facts.casts else ("No cast is recorded.",))
     found = _shadowed(facts, event, shadows)
-    wrong = _derived(facts) if found.part != "guilty" else None
+    wrong = (_muted(facts, shadows) or _derived(facts)) if found.part != "guilty" else None
     return wrong or _placed(facts, found)
+
+
+def _muted(facts: Facts, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
+    """Casts leave nothing of a matrix's gradient: its size beside the others says nothing about that."""
+    tried = [({str(n) for n in e.get("muted") or ()}, e) for e in shadows]
+    names = sorted(set.intersection(*(names for names, _ in tried)))
+    if not names:
+        return None
+    last = tried[-1][1]
+    sites = [{"site": str(s)} for s, what in (last.get("sites") or {}).items() if _number(what, "flushed") > _VANISHED]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    said = (
+        f"With casts the gradient of {', '.join(names[:3])}{more} is zero in each of {len(tried)} trials, without them "
+    )
+    said += "it is not."
+    place = sites or [{"layer": n.rpartition(".")[0]} for n in names]
+    return Trial("guilty", (said,), int(last["step"]), 1.0, place=tuple(place), sound=True)
 
 
 def _arrived(facts: Facts, outside: str) -> Trial | None:

@@ -102,6 +102,11 @@ class Shadow:
             **({"sites": seen.sites, **self._derived(seen)} if seen.sites else {}),
             **self._sketched(ours.gradients),
             "vanished": self._vanished(ours.gradients),
+            "muted": [
+                name_of(p)
+                for p, a, b in zip(self.parameters, cast.gradients, exact.gradients, strict=True)
+                if p.dim() > 1 and _none(a) and not _none(b)
+            ][:_SILENT],
             "silent": [name_of(p) for p, g in zip(self.parameters, exact.gradients, strict=True) if _none(g)][:_SILENT],
             "tail": "replayed" if tail else "recorded",
             **({} if tail else {"why_recorded": self.program.broken or "the repeated loss has other bits"}),
