@@ -1,8 +1,8 @@
 """First looks at blind sets: `python benchmarks/blind.py SET [--only NAME]`; `--count` adds up all judged ones.
 
-`--retrain` trains each case once more with the first remedy of its answer, where a watch can make that change
-(`ottava.remedy.cure`), and adds the losses, or why not, to the results. Cured: four fifths of the gap to the good run
-are gone. `--laws` counts how often each law was an answer over all sets.
+`--retrain` diagnoses the runs of a look again and trains each fault once more with the first remedy, where a watch can
+make that change (`ottava.remedy.cure`); losses, or why not, go to results/cures.json. That is no first look. Cured:
+four fifths of the gap to the good run are gone. `--laws` counts how often each law was an answer over all sets.
 
 A set is a folder of benchmarks/blind with training scripts and truth.yaml. Its author read neither laws nor other sets,
 and the set was committed before its first run. Each script runs under `ottava watch` as its users would run it,
@@ -27,11 +27,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ottava.base.text import finite
 from ottava.diagnose.laws import LAWS
 from ottava.record.reader import Run
 from ottava.remedy.cure import retrain
@@ -91,19 +93,21 @@ def look(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def retrained(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """A case, with what the first remedy of its answer beside a good run reached."""
-    offered = (case.get("beside") or {}).get("remedies") or []
-    if not offered:
-        return case
+def retrained(folder: Path, case: dict[str, Any]) -> dict[str, Any] | None:
+    """What the first remedy of the answer of now, beside the good run, reached; None where nothing was offered."""
     at = RUNS / folder.name
-    good, bad = (Run.open(at / f"{case['name']}-{word}") for word in ("good", "bad"))
+    bad, good = (at / f"{case['name']}-{word}" for word in ("bad", "good"))
+    if case.get("clean") or not all((run / "watch.json").is_file() for run in (bad, good)):
+        return None
+    said = answered(bad, good)
+    if not (offered := said.get("remedies")):
+        return None
+    about = {"name": case["name"], "answer": said["findings"][0]["title"], "remedy": offered[0]["name"]}
     try:
-        came = retrain(bad, offered[0], at / f"{case['name']}-cure", good)
-        said = {"good": came.good, "bad": came.bad, "cure": came.cure, "cured": came.cured}
+        came = retrain(Run.open(bad), offered[0], at / f"{case['name']}-cure", Run.open(good))
     except ValueError as error:
-        said = {"why": str(error)}
-    return case | {"retrained": {"remedy": offered[0]["name"], "trial": offered[0].get("trial"), **said}}
+        return {**about, "why": str(error)}
+    return {**about, "trial": offered[0]["trial"], **asdict(came), "cured": came.cured}
 
 
 def laws() -> dict[str, str]:
@@ -157,13 +161,14 @@ def main() -> int:
     out = HERE / "results" / f"blind-{options.set}.json"
     results = []
     if options.retrain:
-        cases = json.loads(out.read_text(encoding="utf-8"))
-        results = [retrained(folder, case) if options.only in case["name"] else case for case in cases]
-        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        tried = [r for r in results if "retrained" in r]
-        print(*(f"{r['name']}: {r['retrained']}" for r in tried), sep="\n")
-        ended = [r["retrained"]["cured"] for r in tried if "cure" in r["retrained"]]
+        cases = [case for case in yaml.safe_load((folder / "truth.yaml").read_text()) if options.only in case["name"]]
+        tried = [one for case in cases if (one := retrained(folder, case)) is not None]
+        ended = [one["cured"] for one in tried if "cure" in one]
+        print(*tried, sep="\n")
         print(f"{sum(map(bool, ended))} of {len(ended)} cured, {len(tried) - len(ended)} cannot be tried from outside")
+        path = HERE / "results" / "cures.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        path.write_text(json.dumps(finite({**known, options.set: tried}), indent=1) + "\n", encoding="utf-8")
         return 0
     for case in yaml.safe_load((folder / "truth.yaml").read_text(encoding="utf-8")):
         if options.only not in case["name"]:

@@ -224,8 +224,8 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     steps = f"{len(shadows)} shadow step{'s' if len(shadows) > 1 else ''}"
     hurt = [e for e in before if _hurts(facts, e)]
     # a loss that left for good is evidence besides; without it, one trial of several may be an odd batch
-    far = any(float(e["error"]) > 2 * _level(facts, e) for e in hurt)
-    if hurt and (lasting or far or beyond_chance(len(hurt), len(before), 0.05, 0.05)):
+    risk = 0.2 if any(float(e["error"]) > 2 * _level(facts, e) for e in hurt) else 0.05
+    if hurt and (lasting or beyond_chance(len(hurt), len(before), 0.05, risk)):
         worst = max(hurt, key=lambda e: float(e["error"]))
         return Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
     norms = [float(e.get("norm") or 0.0) for e in before] or _first_norms(facts, event)
