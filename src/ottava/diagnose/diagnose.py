@@ -191,6 +191,9 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     known = _one_answer([finding for finding in found if finding is not None])
     findings = [f for f in known if f.severity != "note"]
     notes = [f for f in known if f.severity == "note"]
+    rates = None if good is None else good.column("lr")
+    for remedy in (r for f in findings for r in f.remedies if r["name"] == "good_lr" and rates is not None):
+        remedy["trial"] = {"schedule": [float(x) for x in np.nan_to_num(rates)]}  # type: ignore[arg-type]
     verdict = next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none")
     untested = [{"id": law.id, "title": law.title, "needs": law.needs} for law in LAWS if not _has(facts, law)]
     return Diagnosis(
@@ -355,7 +358,15 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
     kinds += ["high_precision"] if layers else []
     kinds += ["finer"] if layers and (hurt.kind in ("coarse", "flushed", "") or not predicted) else []
     sites = [str(p["site"]) for p in trial.place if p.get("site")]
-    kinds = ["site"] if sites else ["derivative"] if any(p.get("function") for p in trial.place) else kinds
+    kinds = (
+        ["wire"]
+        if trial.place and "ranks" in trial.place[0]
+        else ["site"]
+        if sites
+        else ["derivative"]
+        if any(p.get("function") for p in trial.place)
+        else kinds
+    )
     values["site"] = ", ".join(sites)
     trials: dict[str, dict[str, Any]] = {
         "site": {"sites": sites}, "derivative": {"derivatives": True}, "current": {"recipe": "tensorwise"},
@@ -422,8 +433,7 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
     values = {"key": one.key.replace("_", " "), "good": one.good, "bad": one.bad}
     if one.kind == "setting":
         values |= {k: f"{v:.6g}" for k, v in values.items() if isinstance(v, float)}
-        ratio = one.good / one.bad if one.key == "lr" and one.bad else 0.0
-        trial = {"lr": ratio} if ratio > 0 else {"settings": {one.key: one.good}} if one.key in GROUP_SETTINGS else None
+        trial = {"settings": {one.key: one.good}} if one.key in GROUP_SETTINGS[1:] else None
         return render("good_lr" if one.key == "lr" else "good_setting", values, frameworks, trial)
     names = {"weights": "good_weights", "batch": "good_batch", "optimizer": "good_setting", "parameter": "optimizer"}
     return render(names.get(one.kind, "good_code"), values, frameworks)

@@ -174,7 +174,7 @@ def _changed(facts: Facts, outside: str, event: Event | None) -> Trial | None:
         if error > WAY:
             said = f"At step {step} the gradient at the optimizers differs by {100 * error:.3g} % from the average of "
             said += f"what the ranks computed, and the script converts to FP8 at {outside} on the way."
-            return Trial("guilty", (said,), step, error, place=({"site": outside},), sound=True)
+            return Trial("guilty", (said,), step, error, place=({"site": outside, "ranks": "all"},), sound=True)
     for entry in facts.experiments("shadow"):
         error = entry.get("replay_error")
         if isinstance(error, (int, float)) and error > _level(facts, entry) and entry.get("tail") == "replayed":

@@ -47,10 +47,12 @@ class Cures:
         self._stack = ExitStack()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._before: list[dict[str, Any]] = []
         self._exact: Exact | None = None
         if cure["sites"] or cure["derivatives"]:
-            self._exact = Exact(cure["sites"])
+            # the derivative of a cast is zero nearly everywhere
+            self._exact = Exact(None if cure["derivatives"] else cure["sites"])
             self._stack.enter_context(self._exact)
         if cure["derivatives"] and self._exact is not None:
             self._stack.enter_context(derivatives(self._exact.codes, {}))
@@ -75,8 +77,13 @@ class Cures:
         if cure["clip"] is not None:
             nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], cure["clip"])
         self._before = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        factor = cure["lr"]
+        if cure["schedule"]:
+            self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
+            wanted, largest = cure["schedule"][min(step, len(cure["schedule"])) - 1], max(g["lr"] for g in groups)
+            factor = wanted / largest if largest > 0 else None
         for group in groups:
-            group["lr"] *= cure["lr"]
+            group["lr"] = wanted if factor is None else group["lr"] * factor
             betas = list(group.get("betas", ()))
             for name, value in cure["settings"].items():
                 if name.startswith("beta") and betas:
