@@ -134,6 +134,13 @@ def pairs(made_by: str, trains: bool = True) -> tuple[Mapping[str, Any], ...]:
     return ({"step": 1, "full": False, "places": places, "modules": [""], "calls": calls},)
 
 
+def first_loss(value: float) -> tuple[Mapping[str, Any], ...]:
+    """A trace with a cross-entropy over 64 classes."""
+    call = ["cross_entropy", 0, 0, ["f32[8, 64]", "i64[8]"], [], [["f32[]", 7, value, value, value, 0]], 2]
+    places = [["train.py", 9, "step", "F.cross_entropy(y, wanted)", ""]]
+    return ({"step": 1, "full": False, "places": places, "modules": [""], "calls": [call]},)
+
+
 def first(result: Diagnosis) -> str:
     return (result.findings or result.notes)[0].id if result.findings or result.notes else ""
 
@@ -199,7 +206,7 @@ BREAKS: dict[str, dict[str, Any]] = {
     "M9": {"experiments": ({"step": 5, "kind": "shadow", "mode": "simulated", "sees_later": None, "mixes": True},)},
     "M1": {"modes": ({"kind": "load", "own": 4, "given": 4, "mine": "0.weight", "theirs": "module.0.weight"},)},
     "M3": {"softmax_twice": True},
-    "M4": {"change": lambda s: {"loss": 80.0 + (3.0 * max(s - 20, 0))}},
+    "M4": {"change": rises, "trace": first_loss(80.0)},
     "M5": {
         "change": lambda s: {"loss": float("nan") if s > 25 else 4.0 - 0.02 * s},
         "experiments": (
@@ -348,6 +355,7 @@ def test_what_a_clean_training_does_is_no_finding(tmp_path: Path) -> None:
             "change": lambda s: {**jump(s), **dict.fromkeys(("grad_norm", "grad_norm_used"), 1.0 + 99 * (s == 20))}
         },
         "rises": {"change": rises},
+        "two losses": {"change": lambda s: {"loss": 80.0 + (3.0 * max(s - 20, 0))}, "trace": first_loss(4.0)},
         "every pair": {"trace": pairs("unsqueeze")},
         "a generator of data": {"trace": pairs("linear", trains=False)},
         "a policy": {"change": rises, "experiments": tuple(trial(step, 3.0, 1.1) for step in (5, 10, 20))},

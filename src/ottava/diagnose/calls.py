@@ -197,6 +197,19 @@ def squared(facts: Facts) -> tuple[int, Call, int] | None:
     return None
 
 
+def starts_high(facts: Facts, times: float) -> tuple[Call, float, float] | None:
+    """(call, loss, loss of a guess) of the first cross-entropy of a run, if it is so many times that of a guess. A loss
+    of the loop may be a sum of several."""
+    for call in _traces(facts).get(1, ()):
+        sizes = [int(n) for n in re.findall(r"\d+", call.arguments[0].partition("[")[2])] if call.arguments else []
+        if call.name == "cross_entropy" and call.gradient and len(sizes) > 1 and sizes[1] > 1 and call.results:
+            result = call.results[0]
+            known = isinstance(result, list) and len(result) == 6 and str(result[0]).endswith("[]")
+            if known and result[2] > times * math.log(sizes[1]):
+                return call, float(result[2]), math.log(sizes[1])
+    return None
+
+
 def _trains(calls: Sequence[Call], entry: int) -> bool:
     """Whether a backward comes through what uses an entry, or through its module: a copy for a look or for a target is
     meant to be old."""

@@ -36,7 +36,7 @@ _ALWAYS = frozenset({"O1", "O2", "D3"})
 """Laws without which nothing trains."""
 _OF_CASTS = frozenset({"O3", "O4", "O7", "O8", "R1"})
 """Laws that casts can break, too: a gradient that underflows is none."""
-_MEANT = frozenset({"D1", "D3", "D4", "M6", "O6", "O7"})
+_MEANT = frozenset({"D1", "D3", "D4", "M4", "M6", "O6", "O7"})
 """Laws that may be broken on purpose even where something happens to the loss."""
 _HEALTHY = 0.02  # update over weight
 _AS_FAR = 0.8  # of this run's error: two batches of one program part by less
@@ -460,7 +460,7 @@ def _has(facts: Facts, law: Law) -> bool:
         "M9": any("mixes" in e for e in facts.experiments("shadow")),
         "O12": any("loss_tenth" in e for e in facts.experiments("shadow")),
         "M3": "softmax_twice" in facts.manifest,
-        "M4": math.isfinite(facts.guess),
+        "M4": bool(facts.run.trace),
     }.get(law.id, True)
 
 

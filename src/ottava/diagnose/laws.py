@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ottava.diagnose.calls import squared
+from ottava.diagnose.calls import squared, starts_high
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import parted, same_batches
@@ -431,11 +431,14 @@ def _softmax_twice(facts: Facts, event: Event | None) -> Broken | None:
 
 
 def _starts_high(facts: Facts, event: Event | None) -> Broken | None:
-    loss = facts.loss.loss
-    if not len(loss) or int(facts.steps[0]) != 1 or not loss[0] > 4 * facts.guess:
+    if (found := starts_high(facts, 4.0)) is None:
         return None
-    said = f"The first loss is {loss[0]:.4g}, {loss[0] / facts.guess:.2g} times that of a guess ({facts.guess:.3g})"
-    return Broken(f"{said}: logits are far too large before any step.", 1)
+    call, loss, guess = found
+    said = f"The first cross-entropy, at {call.where}, is {loss:.4g}, {loss / guess:.2g} times that of a guess "
+    # casts may make it so, too: then it is small without them
+    exact = [e["loss_without"] for e in facts.experiments("shadow") if _known(e, "loss_without")][:1]
+    grave = event is not None and (facts.casts is False or (bool(exact) and exact[0] > 2 * guess))
+    return Broken(f"{said}({guess:.3g}): logits are far too large before any step.", 1, grave=grave)
 
 
 def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
@@ -487,7 +490,7 @@ LAWS: tuple[Law, ...] = (
     Law("M9", "A sample's output depends on others of its batch", _samples_mix, True, "rows", "a shadow step"),
     Law("M1", "Nothing of a checkpoint was loaded", _nothing_loaded, True, "load", "a call of load_state_dict"),
     Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "the graph of the loss"),
-    Law("M4", "The model begins far above a guess", _starts_high, False, "init", "classes of the loss"),
+    Law("M4", "The model begins far above a guess", _starts_high, True, "init", "a trace of torch's calls"),
     Law("M5", "A result is not finite", _loss_alone, False, "nonfinite", "a captured step, or full looks"),
 )
 """In the order of computation: data, model and optimizer."""
