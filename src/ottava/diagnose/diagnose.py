@@ -334,11 +334,7 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
     cures = []
     for arm in trial.arms:
         if arm.get("inside"):
-            came = (
-                f"the loss is {arm['loss']:.4g}"
-                if "loss" in arm
-                else f"the gradient's error is {100 * arm['error']:.3g} %"
-            )
+            came = f"the loss is {arm['loss']:.4g}"
             code = f'ottava.convert(model, "{arm["name"]}")'
             known = {"name": arm["name"], "came": came, "code": code}
             cures.append(render("arm", known, frameworks, {"recipe": arm["name"]} if arm["name"] in RECIPES else None))

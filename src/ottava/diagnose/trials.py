@@ -322,13 +322,7 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
         before, after = float(best.get("error_before", math.nan)), float(best.get("error_after", math.nan))
         fell = f"falls from {100 * before:.3g} % to {100 * after:.3g} %"
         said = f"With {named(place)} in high precision the gradient's error {fell}."
-        level = _level(facts, best)
-        tried_arms = (a for a in best.get("ladder") or () if isinstance(a.get("error"), (int, float)))
-        ladder = tuple({**a, "inside": a["error"] <= level} for a in tried_arms)
-        tried = tuple(f"Under {a['name']} it is {100 * a['error']:.3g} %." for a in ladder)
-        return Trial(
-            "guilty", (*trial.tried, said, *tried), trial.step, trial.error, after, place, trial.arms or ladder
-        )
+        return Trial("guilty", (*trial.tried, said), trial.step, trial.error, after, place, trial.arms)
     shadow = next((e for e in facts.experiments("shadow") if e["step"] == trial.step), None)
     worst = (shadow or {}).get("worst") or []
     layers = [str(w["parameter"]).rpartition(".")[0] for w in worst[:1] if w.get("parameter")]

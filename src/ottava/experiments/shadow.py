@@ -30,6 +30,8 @@ from ottava.experiments.replay import untouched
 from ottava.experiments.snapshot import random_kept
 
 _SHOWN = 5
+_COPIED = 1 << 26
+"""Elements of weights that are copied on their device; more of them go to the CPU."""
 _FLOOR = 1e-3
 """Parameters whose gradient is a smaller part of the whole are not ranked by their noise."""
 
@@ -67,7 +69,8 @@ class Shadow:
         self.program, self.casts, self.parameters, self.script = program, casts, list(parameters), script
         self.player = Player(program, parameters)
         self.ran = [p.grad for p in parameters]
-        self.before = [local(p.detach()).clone() for p in parameters]
+        few = sum(p.numel() for p in parameters) <= _COPIED
+        self.before = [local(p.detach()).to(p.device if few else "cpu", copy=True) for p in parameters]
         self.ratio = scaler_factor(program)
         self.began = time.perf_counter(), time.process_time()
 
@@ -137,7 +140,7 @@ class Shadow:
         made = [now.clone() for now, _ in pairs]
         try:
             for now, before in pairs:
-                now.copy_(before + part * (now - before))
+                now.lerp_(before.to(now.device), 1 - part)
             yield
         finally:
             for (now, _), after in zip(pairs, made, strict=True):
