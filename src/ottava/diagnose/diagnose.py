@@ -23,7 +23,7 @@ from ottava.diagnose.facts import GROUP_SETTINGS, Facts
 from ottava.diagnose.laws import LAWS, Broken, Law, broken
 from ottava.diagnose.loss import Event, event
 from ottava.diagnose.remedies import ran, render
-from ottava.diagnose.trials import Damage, Trial, damage, forecast, judge, named, triage
+from ottava.diagnose.trials import Damage, Trial, damage, forecast, judge, named, spoken, triage
 from ottava.measure.layer_names import symbol
 from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
@@ -363,7 +363,7 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
         if any(p.get("function") for p in trial.place)
         else kinds
     )
-    values["site"] = ", ".join(sites)
+    values["site"] = ", ".join(map(spoken, sites))
     trials: dict[str, dict[str, Any]] = {
         "site": {"sites": sites}, "derivative": {"derivatives": True}, "current": {"recipe": "tensorwise"},
         "finer": {"recipe": "blockwise", "layers": layers}, "high_precision": {"recipe": "bf16", "layers": layers},

@@ -115,8 +115,8 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         "renew": Remedy("Make the FP8 copy again after each step of the optimizer."),
         # the casts
         "arm": Remedy("Train under ${name}: ${came}.", cost="see docs/performance.md", patch={"ottava": "${code}"}),
-        "site": Remedy("Give the cast at ${site} a scale of its present amax, or a narrower block, or leave it out."),
-        "wire": Remedy("Give all ranks one scale before their codes are added at ${site}, or send 16 bits."),
+        "site": Remedy("Give ${site} a scale of its present amax, or a narrower block, or leave it out."),
+        "wire": Remedy("Give all ranks one scale before their codes are added (${site}), or send 16 bits."),
         "derivative": Remedy("Mend the backward: look at transposes, reshapes and scales, and try it without casts."),
         "current": Remedy(
             "Take scales from the present amax, in place of a history.",

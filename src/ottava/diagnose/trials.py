@@ -33,6 +33,7 @@ _VANISHED = 0.3  # of the elements; a scale for every tensor flushes a few perce
 WAY = 0.3
 """Distance of the weights' way from that of the optimizer's formula: twice the level of a gradient, for moments carry
 the errors of many steps."""
+_FEW = 64  # elements: a bias may be small
 _STILL = 1e-3  # of the largest gradient
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
 _OPERANDS = MappingProxyType(
@@ -114,7 +115,7 @@ def judge(facts: Facts, event: Event | None) -> Trial:
 def _muted(facts: Facts, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
     """Casts leave nothing of a matrix's gradient: its size beside the others says nothing about that."""
     tried = [({str(n) for n in e.get("muted") or ()}, e) for e in shadows]
-    names = sorted(set.intersection(*(names for names, _ in tried)))
+    names = sorted(n for n in set.intersection(*(names for names, _ in tried)) if facts.size(n) > _FEW)
     if not names:
         return None
     last = tried[-1][1]
@@ -331,6 +332,16 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
     )
 
 
+def spoken(site: str) -> str:
+    """A site in words.
+
+    Example:
+        >>> spoken("train.py:7"), spoken("the backward of a conversion")
+        ('the cast at train.py:7', 'the backward of a conversion')
+    """
+    return site if site.startswith("the ") else f"the cast at {site}"
+
+
 def named(place: Sequence[Mapping[str, str]]) -> str:
     """A set of casts in words.
 
@@ -344,7 +355,7 @@ def named(place: Sequence[Mapping[str, str]]) -> str:
         words.append(
             f"the backward of {part['function']}"
             if part.get("function")
-            else f"the cast at {part['site']}"
+            else spoken(part["site"])
             if part.get("site")
             else f"{symbol(operand)} of {layer}'s {gemm}"
             if operand and gemm
@@ -397,7 +408,7 @@ def damage(facts: Facts, layers: Sequence[str] = (), last: float = math.inf, sit
         seen = [e["sites"][site] for e in facts.experiments("shadow") if site in (e.get("sites") or {})]
         for kind, name, limit, text in _OF_SITES:
             if seen and (value := max(float(e.get(name) or 0.0) for e in seen)) > limit:
-                said = text.format(value=100 * value, where=f"the tensor that is cast at {site}")
+                said = text.format(value=100 * value, where=f"the tensor of {spoken(site)}")
                 return Damage(kind, f"{said[0].upper()}{said[1:]}.", metric=name, value=value)
     keep = (np.asarray(table["step"]) <= last) & np.array(
         [not layers or n in layers for n in table["layer"]], dtype=bool

@@ -108,7 +108,7 @@ class Shadow:
             "muted": [
                 name_of(p)
                 for p, a, b in zip(self.parameters, cast.gradients, exact.gradients, strict=True)
-                if p.dim() > 1 and _none(a) and not _none(b)
+                if _none(a) and not _none(b)
             ][:_SILENT],
             "silent": [name_of(p) for p, g in zip(self.parameters, exact.gradients, strict=True) if _none(g)][:_SILENT],
             "tail": "replayed" if tail else "recorded",
