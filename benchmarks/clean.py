@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import clean_kinds
 import clean_losses
 import torch
 from clean_trainings import CLEAN, Low
@@ -23,6 +24,7 @@ import ottava
 from ottava.diagnose.diagnose import diagnose
 
 assert clean_losses  # adds its trainings
+assert clean_kinds
 HERE = Path(__file__).resolve().parent
 RECIPES = ("bf16", "tensorwise", "rowwise", "blockwise", "delayed")
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from ottava.diagnose.diagnose import diagnose
+from ottava.diagnose.facts import Facts
+from ottava.diagnose.ranks import arrived
 from ottava.record.reader import Run
+from ottava.record.writer import RunWriter
 
 SCRIPT = """
 import sys
@@ -60,3 +63,17 @@ def test_two_ranks_are_told_from_two_that_have_parted(word: str, said: str, tmp_
     result = diagnose(Run.open(folder))
     assert said in result.sentence
     assert [f.id for f in result.findings] == ([] if word == "healthy" else ["R1"])
+
+
+def test_what_arrives_is_held_against_the_average(tmp_path: Path) -> None:
+    """By sums with random signs, which each rank writes: an average with any factor, its own gradient, or neither."""
+    own = [[1.0 + i, -2.0, 3.0 * i, 1.0] for i in range(2)]
+    mean = [(a + b) / 2 for a, b in zip(*own, strict=True)]
+    for name, came in {"mean": [mean, [2 * x for x in mean]], "own": own, "codes": [own[1], mean]}.items():
+        for rank in range(2):
+            with RunWriter(tmp_path / name, rank=rank) as writer:
+                writer.experiment(5, "shadow", mode="simulated", sketch=own[rank], arrived=came[rank])
+                writer.flush()
+        ((step, apart, alone),) = arrived(Facts(Run.open(tmp_path / name)))
+        assert step == 5
+        assert (apart < 1e-9, alone < 1e-9) == (name == "mean", name == "own")

@@ -109,3 +109,103 @@ def test_our_own_casts_are_no_conversions_of_the_script() -> None:
     seen.end()
     assert (seen.model, seen.outside) == (None, None)
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_numbers_go_along_with_codes() -> None:
+    """Viewed as bytes, copied, joined, written into, saved for a backward: what comes back is what was cast."""
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(4)) * 100
+    with Exact() as exact:
+        codes = x.t().to(torch.float8_e4m3fn)
+        joined = torch.cat([codes.view(torch.uint8)[:8].clone(), codes.view(torch.uint8)[8:]]).view(codes.dtype)
+        buffer = torch.zeros(16, 8, dtype=torch.float8_e5m2)
+        buffer[:, 2:4].copy_(x.t()[:, 2:4])
+        back = joined.to(torch.float8_e5m2).float()
+    assert torch.equal(back, x.t())
+    with exact:
+        assert torch.equal(buffer.float()[:, 2:4], x.t()[:, 2:4])
+        assert not buffer.float()[:, :2].any()
+    assert not torch.equal(buffer.float()[:, 2:4], x.t()[:, 2:4])  # the codes themselves are as they were
+    assert len(exact.sites) == 2
+    exact.forget()
+    assert len(exact._cast) == 3  # codes, joined and buffer still live
+
+
+def test_one_site_runs_exact_and_the_next_one_casts() -> None:
+    def cast(x: Tensor) -> Tensor:
+        return x.to(torch.float8_e4m3fn).float()
+
+    x = torch.full((4,), 0.3)
+    with Exact(()) as seen:
+        one = cast(x)
+        other = cast(x)
+    assert torch.equal(one, other)
+    first, second = seen.sites
+    with Exact([second]):
+        one, other = cast(x), x
+    with Exact([first.partition(",")[0]]):  # the line alone: whoever called it
+        both = cast(x), cast(x)
+    assert not torch.equal(one, x)
+    assert all(torch.equal(y, x) for y in (*both, other))
+
+
+class Backwards(torch.autograd.Function):
+    """A product with codes, whose backward may take the matrix in the wrong order."""
+
+    turned = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # type: ignore[override]
+        codes = (w * 64).to(torch.float8_e4m3fn)
+        ctx.save_for_backward(x, codes)
+        return x @ (codes.float() / 64).t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, codes = ctx.saved_tensors
+        w = codes.float() / 64
+        w = w.t().reshape(w.shape) if Backwards.turned else w
+        return gradients[0] @ w, gradients[0].t() @ x
+
+
+class ByHand(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return Backwards.apply(input, self.weight) + self.bias  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_handwritten_backward_is_held_against_its_forward(turned: bool, tmp_path: Path) -> None:
+    Backwards.turned = turned
+    answer = diagnose(trained(tmp_path / "run", 1.0, linear=ByHand))
+    assert answer.fp8 == ("guilty" if turned else "innocent"), answer.sentence
+    assert ("the backward of `Backwards`" in answer.sentence) == turned
+
+
+@pytest.mark.parametrize("scale", [1.0, 448e4])
+def test_casts_of_what_is_saved_are_tried(scale: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    own = {p.data_ptr() for p in model.parameters()}
+
+    def pack(x: Tensor) -> Any:
+        if x.data_ptr() in own or x.numel() < 4096:
+            return x
+        s = min(scale, 448.0 / float(x.abs().max()))
+        return (x * s).to(torch.float8_e4m3fn), s
+
+    def unpack(kept: Any) -> Tensor:
+        return kept[0].float() / kept[1] if isinstance(kept, tuple) else kept  # type: ignore[no-any-return]
+
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(12):
+            x = 1e-5 * torch.randn(64, 64)
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                loss = nn.functional.mse_loss(model(x), 1e5 * x[:, :8])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    answer = diagnose(Run.open(tmp_path / "run"))
+    assert answer.fp8 == ("guilty" if scale == 1.0 else "innocent"), answer.sentence
+    if scale == 1.0:
+        assert answer.findings[0].title.startswith("FP8 casts hurt the gradient: the cast at test_handmade.py:")
+        assert answer.findings[0].remedies[0]["trial"]["sites"][0].startswith("test_handmade.py:")

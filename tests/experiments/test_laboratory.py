@@ -92,6 +92,7 @@ def lines_of(model: nn.Module, steps: int, *, every: int, asked: int = 0, holds:
         laboratory.lost(step, float(loss))
         if step == asked:
             laboratory.triggered("loss_z")
+    laboratory.drop()
     return lines
 
 

@@ -55,6 +55,9 @@ def diagnose(
         str, Option("--fail-on", metavar="NAME", help="Exit 1 from this severity on: critical, warning, never.")
     ] = "critical",
     every: Annotated[bool, Option("--all", help="Show the triage tree, and each law that lacks data.")] = False,
+    retrain: Annotated[
+        bool, Option("--retrain", help="Run the script again with the first remedy, and say what it reached.")
+    ] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Explain a run: what happened, whether FP8 did it, and what to do.
@@ -77,6 +80,16 @@ def diagnose(
             raise ValueError(unknown_name(f"value of {option}", value, choices))
     good, say = None if baseline is None else Run.open(baseline), Language(language)
     result = explain(Run.open(run), baseline=good, framework=framework)
+    if retrain and result.findings and (remedies := result.findings[0].remedies):
+        from ottava.remedy.cure import retrain as train_again
+
+        try:
+            came = str(
+                train_again(Run.open(run), remedies[0], run.resolve().with_name(f"{run.resolve().name}-cure"), good)
+            )
+        except ValueError as error:
+            came = str(error)
+        remedies[0]["text"] += f" {came[:1].upper()}{came[1:]}"
     values = {"schema_version": SCHEMA_VERSION, "run": str(run), **result.to_dict()}
     typer.echo(to_json(values) if as_json else say(_text(result, every)))
     return 1 if fail_on != "never" and result.fails(fail_on) else 0

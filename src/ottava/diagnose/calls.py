@@ -54,6 +54,8 @@ class Call(NamedTuple):
     """The entries that made the tensors it gets."""
     results: tuple[Any, ...]
     backward: bool
+    gradient: bool
+    """Whether a backward may come through its result."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -128,7 +130,9 @@ def stale(facts: Facts) -> list[Stale]:
     found, traces = [], _traces(facts)
     for step in sorted(s for s in traces if s - 1 in traces):
         before, now = traces[step - 1], traces[step]
-        again = {int(m[1]): c for c in now if c.name == "given" and (m := _ORIGIN.fullmatch("".join(c.arguments[1:2])))}
+        matches = [(i, c, _ORIGIN.fullmatch("".join(c.arguments[1:2]))) for i, c in enumerate(now) if c.name == "given"]
+        again = {int(m[1]): c for _, c, m in matches if m}
+        trains = {int(m[1]) for i, _, m in matches if m and _trains(now, i)}
         # the entry that noted the same tensor first
         first = [*range(len(before))]
         for i, call in enumerate(before):
@@ -144,7 +148,7 @@ def stale(facts: Facts) -> list[Stale]:
             if any(s not in kept and _as_large(before[s], call) for s in sources):
                 continue
             copies[i] = _narrow(call) or any(copies.get(s, False) for s in kept)
-            if copies[i] and i in again and not _moved(call, again[i]):
+            if copies[i] and i in trains and not _moved(call, again[i]):
                 found.append(Stale(step, call, again[i]))
         if found:
             break
@@ -175,7 +179,8 @@ def squared(facts: Facts) -> tuple[int, Call, int] | None:
     """
     for step, calls in sorted(_traces(facts).items()):
         for call in calls:
-            if call.name not in _PAIRS or (call.module and not call.name.endswith("_loss")) or call.backward:
+            # what needs no gradient is data, a metric or a look, and no loss
+            if call.name not in _PAIRS or not call.gradient or (call.module and not call.name.endswith("_loss")):
                 continue
             if len(call.arguments) < 2 or not (
                 column := _COLUMN.fullmatch(call.arguments[0]) or _COLUMN.fullmatch(call.arguments[1])
@@ -190,6 +195,27 @@ def squared(facts: Facts) -> tuple[int, Call, int] | None:
             if of and not any(name in _BROADCASTS for name in of) and "None" not in call.place[3]:
                 return step, call, size
     return None
+
+
+def starts_high(facts: Facts, times: float) -> tuple[Call, float, float] | None:
+    """(call, loss, loss of a guess) of the first cross-entropy of a run, if it is so many times that of a guess. A loss
+    of the loop may be a sum of several."""
+    for call in _traces(facts).get(1, ()):
+        sizes = [int(n) for n in re.findall(r"\d+", call.arguments[0].partition("[")[2])] if call.arguments else []
+        if call.name == "cross_entropy" and call.gradient and len(sizes) > 1 and sizes[1] > 1 and call.results:
+            result = call.results[0]
+            known = isinstance(result, list) and len(result) == 6 and str(result[0]).endswith("[]")
+            if known and result[2] > times * math.log(sizes[1]):
+                return call, float(result[2]), math.log(sizes[1])
+    return None
+
+
+def _trains(calls: Sequence[Call], entry: int) -> bool:
+    """Whether a backward comes through what uses an entry, or through its module: a copy for a look or for a target is
+    meant to be old."""
+    users = [c for c in calls if entry in c.sources]
+    inside = {c.module for c in calls if c.gradient}
+    return any(c.gradient or c.backward or (c.module and c.module in inside) for c in users)
 
 
 def _moved(one: Call, other: Call) -> bool:
@@ -218,7 +244,8 @@ def _traces(facts: Facts) -> dict[int, list[Call]]:
                     tuple(map(str, given)),
                     tuple(made),
                     tuple(results),
-                    bool(back),
+                    bool(back and back[0] & 1),
+                    bool(back and back[0] & 2),
                 )
                 for name, at, inside, given, made, results, *back in line["calls"]
             ]

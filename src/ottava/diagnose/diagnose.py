@@ -19,13 +19,13 @@ import numpy as np
 from ottava.base.text import data_frame, finite, html_table
 from ottava.diagnose.calls import stale
 from ottava.diagnose.difference import Difference, differences
-from ottava.diagnose.facts import Facts
+from ottava.diagnose.facts import GROUP_SETTINGS, Facts
 from ottava.diagnose.laws import LAWS, Broken, Law, broken
 from ottava.diagnose.loss import Event, event
 from ottava.diagnose.remedies import ran, render
-from ottava.diagnose.trials import Damage, Trial, damage, forecast, judge, named, triage
+from ottava.diagnose.trials import Damage, Trial, damage, forecast, judge, named, spoken, triage
 from ottava.measure.layer_names import symbol
-from ottava.recipe import GEMMS
+from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
@@ -34,9 +34,9 @@ CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "D3"})
 """Laws without which nothing trains."""
-_OF_CASTS = frozenset({"O3", "O4", "O7", "O8"})
+_OF_CASTS = frozenset({"O3", "O4", "O7", "O8", "R1"})
 """Laws that casts can break, too: a gradient that underflows is none."""
-_MEANT = frozenset({"D1", "D2", "D4", "M1", "M6", "O6", "O7"})
+_MEANT = frozenset({"D1", "D3", "D4", "M4", "M6", "O6", "O7"})
 """Laws that may be broken on purpose even where something happens to the loss."""
 _HEALTHY = 0.02  # update over weight
 _AS_FAR = 0.8  # of this run's error: two batches of one program part by less
@@ -78,7 +78,7 @@ class Finding:
     """First step; [] if it holds for the whole run."""
     evidence: list[Evidence] = field(default_factory=list)
     remedies: list[dict[str, Any]] = field(default_factory=list)
-    """{name, text, cost, patch}: the best first."""
+    """{name, text, cost, patch, trial}: the best first."""
     confidence: tuple[int, int] | None = None
     """(right, asked): answers of this stage at first looks at blind sets; None: not measured."""
 
@@ -191,6 +191,9 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     known = _one_answer([finding for finding in found if finding is not None])
     findings = [f for f in known if f.severity != "note"]
     notes = [f for f in known if f.severity == "note"]
+    rates = None if good is None else good.column("lr")
+    for remedy in (r for f in findings for r in f.remedies if r["name"] == "good_lr" and rates is not None):
+        remedy["trial"] = {"schedule": [float(x) for x in np.nan_to_num(rates)]}  # type: ignore[arg-type]
     verdict = next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none")
     untested = [{"id": law.id, "title": law.title, "needs": law.needs} for law in LAWS if not _has(facts, law)]
     return Diagnosis(
@@ -274,10 +277,14 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     ratio = float(how.numbers.get("update_ratio", math.nan))
     slower = lr * _HEALTHY / ratio if ratio > _HEALTHY else lr / 10
     values = {"lr": f"{slower:.2g}" if math.isfinite(slower) else "a tenth of it", "norm": f"{usual:.2g}"}
+    trials: dict[str, dict[str, Any]] = {
+        "lower_lr": {"lr": slower / lr if lr > 0 else 0.1}, "clip": {"clip": usual}, "zero_grad": {"clear": True},
+        "train": {"train": True}, "load": {"load": True}, "optimizer": {"hold": True},
+    }  # fmt: skip
     return Finding(
         law.id, law.title, "law", severity, how.sentence, layers=list(how.where[:12]),
-        steps=[] if how.since is None else [how.since], remedies=[render(law.remedy, values, frameworks)],
-        confidence=_confidence("law"),
+        steps=[] if how.since is None else [how.since],
+        remedies=[render(law.remedy, values, frameworks, trials.get(law.remedy))], confidence=_confidence("law"),
     )  # fmt: skip
 
 
@@ -287,9 +294,10 @@ def _fp8(facts: Facts, trial: Trial, happened: Event | None, frameworks: Sequenc
         return _suspect(facts, happened, frameworks)
     if trial.part != "guilty":
         return None
-    hurt = damage(facts, trial.layers)
+    sites = [str(p["site"]) for p in trial.place if p.get("site")]
+    hurt = damage(facts, trial.layers, sites=sites)
     # the worst cast of the place says how; if it is healthy, so may be one before it
-    hurt = hurt if hurt.kind else damage(facts)
+    hurt = hurt if hurt.kind or sites else damage(facts)
     place = named(trial.place) or hurt.layer
     title = f"FP8 casts hurt the gradient: {place}" if place else "FP8 casts hurt the gradient"
     proof = [Evidence("", "", "gradient error", trial.error, "", trial.step)] if math.isfinite(trial.error) else []
@@ -326,13 +334,10 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
     cures = []
     for arm in trial.arms:
         if arm.get("inside"):
-            came = (
-                f"the loss is {arm['loss']:.4g}"
-                if "loss" in arm
-                else f"the gradient's error is {100 * arm['error']:.3g} %"
-            )
+            came = f"the loss is {arm['loss']:.4g}"
             code = f'ottava.convert(model, "{arm["name"]}")'
-            cures.append(render("arm", {"name": arm["name"], "came": came, "code": code}, frameworks))
+            known = {"name": arm["name"], "came": came, "code": code}
+            cures.append(render("arm", known, frameworks, {"recipe": arm["name"]} if arm["name"] in RECIPES else None))
     # whole layers: what hurts most in one step is not all that hurts in the others
     values = {
         "recipe": recipe,
@@ -348,10 +353,25 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
     kinds = ["current"] if stale else []
     kinds += ["high_precision"] if layers else []
     kinds += ["finer"] if layers and (hurt.kind in ("coarse", "flushed", "") or not predicted) else []
-    rendered = {kind: render(kind, values, frameworks) for kind in kinds}
-    if math.isfinite(trial.cured) and layers:
+    sites = [str(p["site"]) for p in trial.place if p.get("site")]
+    kinds = (
+        ["wire"]
+        if trial.place and "ranks" in trial.place[0]
+        else ["site"]
+        if sites
+        else ["derivative"]
+        if any(p.get("function") for p in trial.place)
+        else kinds
+    )
+    values["site"] = ", ".join(map(spoken, sites))
+    trials: dict[str, dict[str, Any]] = {
+        "site": {"sites": sites}, "derivative": {"derivatives": True}, "current": {"recipe": "tensorwise"},
+        "finer": {"recipe": "blockwise", "layers": layers}, "high_precision": {"recipe": "bf16", "layers": layers},
+    }  # fmt: skip
+    rendered = {kind: render(kind, values, frameworks, trials.get(kind)) for kind in kinds}
+    if math.isfinite(trial.cured) and (layers or sites):
         came = f"Without the worst of these casts the gradient's error falls to {100 * trial.cured:.3g} %."
-        rendered["high_precision"]["text"] += f" Tried: {came[0].lower()}{came[1:]}"
+        rendered["site" if sites else "high_precision"]["text"] += f" Tried: {came[0].lower()}{came[1:]}"
     return cures + list(rendered.values())
 
 
@@ -390,10 +410,6 @@ _TITLES = MappingProxyType(
         "weights": "The run begins with other weights than the good run",
         "program": "The loop does something else than in the good run",
         "batch": "The run sees other batches than the good run",
-        "forward": "The model computes something else than in the good run",
-        "loss": "The loss is computed in another way than in the good run",
-        "backward": "The backward computes something else than in the good run",
-        "update": "The optimizer updates in another way than in the good run",
     }
 )
 
@@ -413,7 +429,8 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
     values = {"key": one.key.replace("_", " "), "good": one.good, "bad": one.bad}
     if one.kind == "setting":
         values |= {k: f"{v:.6g}" for k, v in values.items() if isinstance(v, float)}
-        return render("good_lr" if one.key == "lr" else "good_setting", values, frameworks)
+        trial = {"settings": {one.key: one.good}} if one.key in GROUP_SETTINGS[1:] else None
+        return render("good_lr" if one.key == "lr" else "good_setting", values, frameworks, trial)
     names = {"weights": "good_weights", "batch": "good_batch", "optimizer": "good_setting", "parameter": "optimizer"}
     return render(names.get(one.kind, "good_code"), values, frameworks)
 
@@ -421,27 +438,25 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
 def _has(facts: Facts, law: Law) -> bool:
     """Whether the run folder has what a law needs."""
     columns = {
-        "D1": "input_hash", "D2": "input_hash", "D3": "labels_ignored_pct", "D4": "input_hash", "D5": "input_rms",
-        "O2": "lr", "O5": "kept_gradient", "O6": "extra_steps", "O11": "lr", "G1": "grad_norm",
-        "G2": "grad_norm_used", "M1": "eval_forwards_in_train_mode", "M6": "train_forwards_in_eval_mode",
+        "D1": "input_hash", "D3": "labels_ignored_pct", "D4": "input_hash",
+        "O2": "lr", "O5": "kept_gradient", "O6": "extra_steps", "G1": "grad_norm",
+        "G2": "grad_norm_used", "M6": "train_forwards_in_eval_mode",
         "D6": "labels_ahead_1_pct",
     }  # fmt: skip
     if law.id in columns:
         return facts.column(columns[law.id]) is not None
-    if law.id in ("O4", "O7", "O8", "O12"):
+    if law.id in ("O4", "O7", "O8"):
         return bool(facts.moves) or (law.id == "O7" and facts.column("written") is not None)
-    if law.id in ("O1", "O3", "O13"):
+    if law.id in ("O1", "O3"):
         return bool(facts.parameters)
-    if law.id in ("O9", "O10"):
-        return any("/" in name for name in facts.groups)
     return {
         "R1": bool(facts.ranks),
         "M7": bool(facts.run.trace),
         "M8": any("sees_later" in e for e in facts.experiments("shadow")),
         "M9": any("mixes" in e for e in facts.experiments("shadow")),
-        "M2": "tied" in facts.manifest,
+        "O12": any("loss_tenth" in e for e in facts.experiments("shadow")),
         "M3": "softmax_twice" in facts.manifest,
-        "M4": math.isfinite(facts.guess),
+        "M4": bool(facts.run.trace),
     }.get(law.id, True)
 
 

@@ -4,13 +4,8 @@
     code         the first call of torch that is not that of the good run, or has another result, see `calls`
     weights      hashes before the first step
     batch        hashes of inputs and labels
-    forward      inputs of the layers in the first step, from the first layer on
-    loss         of the first step
-    backward     gradients of the layers in the first step, from the last layer on
-    update       what the first step did to each parameter
 
-Where everything before agrees, the first disagreement is the cause, or holds it: the same weights and the same batch
-give the same input of every layer. A cast moves a root mean square by less than a percent; the limits are above that.
+What a forward, a loss, a backward or an optimizer computes otherwise is the first call that parts.
 """
 
 from __future__ import annotations
@@ -25,11 +20,7 @@ import numpy as np
 
 from ottava.diagnose.calls import bare, parting
 from ottava.diagnose.facts import Facts
-from ottava.measure.layer_names import symbol
-from ottava.record.reader import Table
 
-_FORWARD, _BACKWARD, _LOSS, _UPDATE = 0.02, 0.08, 0.01, 0.25  # relative, of runs that cast differently
-_SAME = 0.004  # half a unit of BF16's last bit
 _SETTINGS = MappingProxyType({"lr": "learning rate", "weight_decay": "weight decay"})
 _PROGRAM = MappingProxyType(
     {
@@ -53,8 +44,7 @@ class Difference:
     """One difference of two runs."""
 
     kind: str
-    """recipe, optimizer, setting, code, cast, parameter, program, weights, batch, forward, loss, backward, update or
-    config."""
+    """recipe, optimizer, setting, code, cast, parameter, program, weights, batch or ranks."""
     key: str
     good: Any
     bad: Any
@@ -69,14 +59,6 @@ def differences(good: Facts, bad: Facts) -> list[Difference]:
     weights, batch = _weights(good, bad), _batch(good, bad)
     found += [*_calls(good, bad, weights), *_parameters(good, bad)]
     found += [*sorted(_program(good, bad), key=lambda d: d.step or 0), *weights, *batch]
-    first = _first_step(good, bad)
-    # only the same weights and the same batch have to give the same numbers
-    comparable = first is not None and not weights and not (batch and batch[0].step == first)
-    if comparable and first is not None:
-        computed = _forward(good, bad, first) or _loss(good, bad, first) or _backward(good, bad, first)
-        # another setting makes another update
-        settled = any(d.kind in ("setting", "optimizer") for d in found)
-        found += computed or _clipping(good, bad, first) or ([] if settled else _update(good, bad, first))
     return found
 
 
@@ -239,128 +221,6 @@ def compare_batches(good: Facts, bad: Facts) -> dict[str, Any] | None:
     first = int(np.flatnonzero(either)[0])
     what = " and ".join(name for name, values in apart.items() if values[first])
     return {"step": int(common[first]), "what": what, "share_pct": float(f"{100 * float(either[known].mean()):.4g}")}
-
-
-def _first_step(good: Facts, bad: Facts) -> int | None:
-    """The first step that both runs have, if both have it first: their weights are those of the start."""
-    if not len(good.steps) or not len(bad.steps) or good.steps[0] != bad.steps[0]:
-        return None
-    return int(good.steps[0])
-
-
-def _sizes(table: Table, tensor: str, step: int) -> dict[str, float]:
-    """Layer -> root mean square of a tensor at a step, in the order of the forward."""
-    rows = table.where(tensor=tensor, direction="row", step=step)
-    values = np.asarray(rows.metric("rms"), dtype=np.float64)
-    found: dict[str, float] = {}
-    for layer, value in zip(rows["layer"], values, strict=True):
-        found.setdefault(bare(str(layer)), float(value))
-    return found
-
-
-def _apart(a: float, b: float, limit: float) -> bool:
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.isfinite(a) != math.isfinite(b)
-    return abs(a - b) > limit * max(abs(a), abs(b), 1e-30)
-
-
-def _layers(good: Facts, bad: Facts, tensor: str, step: int, limit: float) -> tuple[list[str], list[str], Any, Any]:
-    a, b = (_sizes(f.table, tensor, step) for f in (good, bad))
-    both = [n for n in b if n in a]
-    return both, [n for n in both if _apart(a[n], b[n], limit)], a, b
-
-
-def _limit(good: Facts, bad: Facts, limit: float) -> float:
-    """The relative distance of equal computations: that of other casts, or else a few roundings of BF16."""
-    return limit if bool(good.casts) != bool(bad.casts) or good.recipes != bad.recipes else _SAME
-
-
-def _forward(good: Facts, bad: Facts, step: int) -> list[Difference]:
-    for tensor in ("weight", "input"):
-        both, apart, a, b = _layers(good, bad, tensor, step, _limit(good, bad, _FORWARD))
-        if not apart:
-            continue
-        name, before = apart[0], both[: both.index(apart[0])]
-        where = f"{name}.{symbol(tensor)}"
-        if tensor == "weight":
-            sizes = f"rms {a[name]:.4g} and {b[name]:.4g} at step {step}"
-            said = f"The weights that {_some(apart)} multiplies differ: {sizes}."
-        else:
-            fine = (
-                f"{before[-1]} still gets the same input, {where} does not"
-                if before
-                else f"the input of the first layer, {where}, differs"
-            )
-            sizes = f"rms {a[name]:.4g} and {b[name]:.4g}, step {step}"
-            said = f"The same weights and batch give another forward: {fine} ({sizes})."
-        return [Difference("forward", where, a[name], b[name], said, step, (name,))]
-    return []
-
-
-def _loss(good: Facts, bad: Facts, step: int) -> list[Difference]:
-    a, b = (float(f.loss.loss[0]) for f in (good, bad))
-    # what casts alone do to a loss, as the shadow steps found
-    moved = [
-        abs(e["loss"] - e["loss_without"]) for e in bad.experiments("shadow") if _numbers(e, "loss", "loss_without")
-    ]
-    limit = max(_limit(good, bad, _LOSS) * max(abs(a), abs(b)), 3 * max(moved, default=0.0))
-    if abs(a - b) <= limit or math.isnan(a):
-        return []
-    both, _, _, _ = _layers(good, bad, "input", step, _FORWARD)
-    last = f": every layer gets the same input, so it is made behind {both[-1]}" if both else ""
-    said = f"The same weights and batch give another loss at step {step}, {a:.4g} and {b:.4g}{last}."
-    return [Difference("loss", "loss", a, b, said, step)]
-
-
-def _numbers(entry: Mapping[str, Any], *names: str) -> bool:
-    return all(isinstance(entry.get(n), (int, float)) and math.isfinite(entry[n]) for n in names)
-
-
-def _backward(good: Facts, bad: Facts, step: int) -> list[Difference]:
-    both, apart, a, b = _layers(good, bad, "grad_output", step, _BACKWARD)
-    if not apart:
-        norms = [f.at("grad_norm", step) for f in (good, bad)]
-        if not all(map(math.isfinite, norms)) or not _apart(norms[0], norms[1], _BACKWARD):
-            return []
-        said = f"The same forward gives another gradient norm at step {step}: {norms[0]:.4g} and {norms[1]:.4g}."
-        return [Difference("backward", "grad_norm", norms[0], norms[1], said, step)]
-    name = apart[-1]  # the backward runs from the last layer on
-    after = both[both.index(name) + 1 :]
-    fine = f"{after[0]} still has the same dY, {name} has not" if after else f"dY of the last layer, {name}, differs"
-    sizes = f"rms {a[name]:.4g} and {b[name]:.4g}, step {step}"
-    said = f"The same forward gives another backward: {fine} ({sizes})."
-    return [Difference("backward", f"{name}.dY", a[name], b[name], said, step, (name,))]
-
-
-def _clipping(good: Facts, bad: Facts, step: int) -> list[Difference]:
-    """The same gradient, and another one at the optimizer: clipping, or a GradScaler, in another order."""
-    whole, used = ([f.at(name, step) for f in (good, bad)] for name in ("grad_norm", "grad_norm_used"))
-    if (
-        not all(map(math.isfinite, (*whole, *used)))
-        or _apart(whole[0], whole[1], _BACKWARD)
-        or not _apart(used[0], used[1], _BACKWARD)
-    ):
-        return []
-    said = f"The same gradient reaches the optimizer with another norm at step {step}: {used[0]:.4g} and {used[1]:.4g}"
-    return [Difference("update", "grad_norm_used", used[0], used[1], f"{said} (clipping, or unscaling).", step)]
-
-
-def _update(good: Facts, bad: Facts, step: int) -> list[Difference]:
-    a, b = ({bare(n): r for n, r in f.moves.get(step, {}).items()} for f in (good, bad))
-    apart = [
-        n for n in b
-        if n in a and a[n]["ratio"] > 0
-        and not _apart(a[n]["gradient"], b[n]["gradient"], _BACKWARD)
-        and _apart(a[n]["ratio"], b[n]["ratio"], _UPDATE)
-    ]  # fmt: skip
-    if not apart:
-        return []
-    name = apart[0]
-    said = (
-        f"The same gradient gives another update of {_some(apart)} at step {step}: {a[name]['ratio']:.3g} and "
-        f"{b[name]['ratio']:.3g} of the weight."
-    )
-    return [Difference("update", name, a[name]["ratio"], b[name]["ratio"], said, step, tuple(apart))]
 
 
 def _some(names: Sequence[str]) -> str:

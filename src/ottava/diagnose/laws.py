@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ottava.diagnose.calls import squared
+from ottava.diagnose.calls import squared, starts_high
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import parted, same_batches
@@ -89,26 +89,16 @@ def _inputs_broken(facts: Facts, event: Event | None) -> Broken | None:
     return None
 
 
-def _inputs_empty(facts: Facts, event: Event | None) -> Broken | None:
-    for name, said in (
-        ("blank_inputs", "All inputs are zero"),
-        ("samples_alike_pct", "All samples of a batch are equal"),
-    ):
-        values = facts.column(name)
-        if values is None:
-            continue
-        hit = np.nan_to_num(values) >= (1.0 if name == "blank_inputs" else 99.0)
-        if hit.mean() >= 0.5:
-            return Broken(f"{said} in {hit.sum()} of {len(hit)} steps.", facts.since(hit), grave=name == "blank_inputs")
-    return None
-
-
 def _labels_dead(facts: Facts, event: Event | None) -> Broken | None:
     ignored, equal = facts.column("labels_ignored_pct"), facts.column("labels_equal_pct")
     if ignored is not None and (hit := np.nan_to_num(ignored) >= 100.0).mean() >= 0.25:
         return Broken(f"All labels are ignored in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
     if equal is not None and (hit := np.nan_to_num(equal) >= 100.0).mean() >= 0.75 and len(hit) > 3:
-        return Broken(f"All labels of a batch are one class in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
+        # the same in every step, they are places in a list of candidates, as of a contrastive loss
+        hashes = facts.column("label_hash")
+        always = hashes is not None and len(hashes) > 3 and len(set(hashes[np.isfinite(hashes)].tolist())) == 1
+        said = f"All labels of a batch are one class in {hit.sum()} of {len(hit)} steps."
+        return Broken(said, facts.since(hit), grave=not always)
     return None
 
 
@@ -152,23 +142,6 @@ def _ranks_part(facts: Facts, event: Event | None) -> Broken | None:
         return None
     first = min(found, key=lambda d: (d.step or 0, d.kind == "ranks"))
     return Broken(first.sentence, first.step, first.where)
-
-
-def _bad_batch(facts: Facts, event: Event | None) -> Broken | None:
-    sizes = facts.column("input_rms")
-    if event is None or sizes is None:
-        return None
-    at = np.flatnonzero(np.isin(facts.steps, (event.step, event.step - 1)))
-    before = sizes[facts.steps < event.step - 1]
-    before = before[np.isfinite(before)]
-    if len(before) < 3 or not len(at):
-        return None
-    usual = float(np.median(before))
-    worst = at[int(np.nanargmax(np.nan_to_num(sizes[at])))]
-    if not sizes[worst] > 5 * max(usual, 1e-12) or sizes[worst] < 1.5 * float(before.max()):
-        return None
-    step = int(facts.steps[worst])
-    return Broken(f"The inputs of step {step} are {sizes[worst] / usual:.3g} times as large as before.", step)
 
 
 # the optimizer
@@ -215,25 +188,22 @@ def _lr_zero(facts: Facts, event: Event | None) -> Broken | None:
 
 
 def _unheld(facts: Facts, event: Event | None) -> Broken | None:
-    """By what came out, where the run ended: weights that are what they were. Else by who holds them."""
+    """By who holds them, and by what came out, where the run ended: weights that are what they were."""
     own = [str(p["name"]) for p in facts.parameters if p.get("trains") and not _outside(str(p["name"]))]
     held = {str(p["name"]) for f in (facts, *facts.ranks.values()) for p in f.parameters if p.get("held")}
     # a frozen teacher needs no gradient, and gets none
     useless = {str(p["name"]) for p in facts.parameters if p.get("reached") is False}
     lost = [n for n in own if n not in held and n not in useless]
     if (unmoved := facts.unmoved) is not None:
-        # with a gradient and an optimizer it is the rate, or rounding, that keeps a weight
-        driven = {n for rows in facts.moves.values() for n, row in rows.items() if row["gradient"] != 0}
-        lost = [n for n in own if n in unmoved and n not in useless and not (n in held and n in driven)]
+        lost = [n for n in lost if n in unmoved]
     if not lost or len(lost) == len(own):
         return None
     share = sum(map(facts.size, lost)) / max(sum(map(facts.size, own)), 1)
-    why = "no optimizer holds them" if not held & {*lost} else "although an optimizer holds some of them"
-    end = f", and end as they began: {why}" if unmoved is not None else f": {why}"
+    end = ", and end as they began" if unmoved is not None else ""
     said = (
         f"{len(lost)} of {len(own)} parameters are to be trained ({_names(lost)}), {100 * share:.3g} % of the elements"
     )
-    return Broken(f"{said}{end}.", where=tuple(lost), grave=share > 0.02)
+    return Broken(f"{said}{end}: no optimizer holds them.", where=tuple(lost), grave=share > 0.02)
 
 
 def _no_gradient(facts: Facts, event: Event | None) -> Broken | None:
@@ -246,11 +216,20 @@ def _no_gradient(facts: Facts, event: Event | None) -> Broken | None:
     dead = [n for n in dead if not any(math.isnan((look.get(n) or {}).get("gradient", 0.0)) for look in looks)]
     if (unmoved := facts.unmoved) is not None:  # what a look did not see may have moved since: phases, players, experts
         dead = [n for n in dead if n in unmoved or all(n in look for look in looks)]
+    # an experiment says whether the backward gave none, or whether it was lost behind the backward
+    tried = [{str(n) for n in e["silent"]} for e in facts.experiments("shadow") if "silent" in e]
+    muted = {str(n) for e in facts.experiments("shadow") for n in e.get("muted") or () if e.get("mode") == "real"}
+    dead = [n for n in dead if n not in muted]  # casts do it
+    lost = [n for n in dead if tried and not any(n in silent for silent in tried)]
+    dead = lost or [n for n in dead if all(n in silent for silent in tried)]
     if not dead:
         return None
     share = sum(map(facts.size, dead)) / max(sum(map(facts.size, names)), 1)
     said = f"{len(dead)} of {len(names)} parameters get no gradient in any look ({_names(dead)})"
-    return Broken(f"{said}: {100 * share:.3g} % of all elements.", where=tuple(dead), grave=share > 0.3)
+    ends = f": {100 * share:.3g} % of all elements"
+    if lost:
+        ends += ". The backward gives one, so it is lost before the optimizer: in clipping, unscaling, a hook or a sum"
+    return Broken(f"{said}{ends}.", where=tuple(dead), grave=share > 0.3 and bool(tried))
 
 
 def _kept_gradient(facts: Facts, event: Event | None) -> Broken | None:
@@ -323,94 +302,24 @@ def _vanish(facts: Facts, event: Event | None) -> Broken | None:
 _HALF = ("bfloat16", "float16")
 
 
-def _betas(facts: Facts, event: Event | None) -> Broken | None:
-    for name, beta1 in facts.groups.items():
-        if not name.startswith("beta1/"):
-            continue
-        group = name.partition("/")[2]
-        beta2, eps = facts.groups.get(f"beta2/{group}"), facts.groups.get(f"eps/{group}")
-        if beta2 is not None and (hit := beta1 > beta2).mean() > 0.5:
-            said = f"Adam's betas are ({beta1[-1]:g}, {beta2[-1]:g}): the first is above the second."
-            return Broken(said, facts.since(hit))
-        if event is not None and beta2 is not None and (hit := beta2 < 0.8).mean() > 0.5:
-            return Broken(f"Adam's second beta is {beta2[-1]:g}: steps follow single gradients.", facts.since(hit))
-        if event is not None and eps is not None and (hit := eps >= 1e-3).mean() > 0.5:
-            return Broken(f"Adam's eps is {eps[-1]:g}: it hides the second moment.", facts.since(hit))
-    return None
-
-
-def _decay(facts: Facts, event: Event | None) -> Broken | None:
-    for name, decay in facts.groups.items():
-        kind, _, group = name.partition("/")
-        lr = facts.groups.get(f"lr/{group}")
-        if kind != "weight_decay" or lr is None:
-            continue
-        share = np.nan_to_num(lr * decay)
-        if (hit := share > 0.02).mean() > 0.5:
-            share_text = f"{100 * float(np.median(share)):.3g} %"
-            said = f"Weight decay takes {share_text} of each weight in every step (lr x decay)"
-            return Broken(f"{said}: lr {lr[-1]:g}, decay {decay[-1]:g}.", facts.since(hit))
-    return None
-
-
-def _lr_jump(facts: Facts, event: Event | None) -> Broken | None:
-    for name, lr in facts.groups.items():
-        if not name.startswith("lr") or event is None or len(lr) < 3:
-            continue
-        with np.errstate(all="ignore"):
-            jump = lr[1:] / lr[:-1]
-        near = (facts.steps[1:] > event.step - 12) & (facts.steps[1:] <= event.step) & (facts.steps[1:] > 3)
-        # a warm restart goes where the rate has been
-        new = lr[1:] > 1.5 * np.maximum.accumulate(lr)[:-1]
-        hit = np.flatnonzero(near & new & (jump > 2.5) & np.isfinite(jump))
-        if len(hit):
-            i = int(hit[0])
-            step = int(facts.steps[i + 1])
-            said = f"The learning rate jumps from {lr[i]:.3g} to {lr[i + 1]:.3g} at step {step}"
-            return Broken(f"{said}, {_before(step, event.step)}.", step)
-    return None
-
-
-def _before(step: int, event: int) -> str:
-    count = event - step
-    return "as the loss leaves" if count == 0 else f"{count} step{'s' if count > 1 else ''} before the loss leaves"
-
-
 def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
-    """The step itself is too long: its own batch gets worse by it, or it moves a large part of each weight."""
-    worse = [e for e in facts.experiments("shadow") if _overshoots(e)]
+    """The step itself is too long: its own batch gets worse by it, and better by a tenth of it.
+
+    A step that no length helps follows the moments of other batches, as in a policy gradient.
+    """
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss_after")]
-    lr = facts.at("lr", event.step if event is not None else math.inf)
+    worse = [e for e in tried if _overshoots(e)]
+    if not beyond_chance(len(worse), len(tried)):
+        return None
+    one, lr = worse[0], facts.at("lr", event.step if event is not None else math.inf)
     rate = f" with lr {lr:.3g}" if math.isfinite(lr) else ""
-    if beyond_chance(len(worse), len(tried)):
-        one = worse[0]
-        return Broken(
-            f"The step makes its own batch worse in {len(worse)} of {len(tried)} trials{rate}: at step {one['step']} "
-            f"the loss of the same batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}.",
-            int(one["step"]),
-            numbers=_moved(facts, int(one["step"])),
-        )
-    if event is None:
-        return None
-    ratios = facts.update_ratio(last=event.step)
-    high = [(step, ratio) for step, ratio in ratios if ratio > _LONG]
-    if not high or len(high) < 0.5 * len(ratios):
-        return None
-    step, ratio = max(high, key=lambda pair: pair[1])
-    return Broken(
-        f"Step {step} moves the median weight matrix by {100 * ratio:.3g} % of itself{rate}.",
-        step,
-        numbers={"update_ratio": ratio},
+    ratios = [ratio for _, ratio in facts.update_ratio(last=int(one["step"]))]
+    said = (
+        f"The step makes its own batch worse in {len(worse)} of {len(tried)} trials{rate}, and a tenth of it better: "
     )
-
-
-_LONG = 0.3  # of the weight in one step; AdamW at lr 1e-3 gives 5 % on weights of std 0.02
-
-
-def _moved(facts: Facts, step: int) -> dict[str, float]:
-    """The largest update over weight up to a step, if a look saw one."""
-    ratios = [ratio for _, ratio in facts.update_ratio(last=step)]
-    return {"update_ratio": max(ratios)} if ratios else {}
+    said += f"at step {one['step']} the loss of the same batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, "
+    said += f"and with a tenth of the step to {one['loss_tenth']:.4g}."
+    return Broken(said, int(one["step"]), numbers={"update_ratio": max(ratios)} if ratios else {})
 
 
 def _known(entry: Any, *names: str) -> bool:
@@ -418,26 +327,10 @@ def _known(entry: Any, *names: str) -> bool:
 
 
 def _overshoots(entry: Any) -> bool:
-    if not _known(entry, "loss", "loss_after"):
+    if not _known(entry, "loss", "loss_after", "loss_tenth"):
         return False
-    return bool(entry["loss_after"] > entry["loss"] + 0.02 * abs(entry["loss"]) + 1e-6)
-
-
-def _own_rate(facts: Facts, event: Event | None) -> Broken | None:
-    """A group with a rate of its own, whose parameters run away from the others."""
-    rates = {str(p["name"]): facts.held(str(p["name"])).get("lr") for p in facts.parameters}
-    known = {n: float(r) for n, r in rates.items() if isinstance(r, (int, float)) and r > 0}
-    if len(set(known.values())) < 2 or event is None:
-        return None
-    sizes: dict[float, int] = {}
-    for name, rate in known.items():
-        sizes[rate] = sizes.get(rate, 0) + max(facts.size(name), 1)
-    main = max(sizes, key=lambda r: sizes[r])
-    fast = [n for n, rate in known.items() if rate > 10 * main]
-    if not fast:
-        return None
-    times = max(known[n] for n in fast) / main
-    return Broken(f"{_names(fast)} learn {times:.3g} times as fast as the other parameters.", where=tuple(fast))
+    worse = entry["loss_after"] > entry["loss"] + 0.02 * abs(entry["loss"]) + 1e-6
+    return bool(worse and entry["loss_tenth"] < entry["loss"])
 
 
 # gradients and the loop
@@ -469,18 +362,6 @@ def _clipped(facts: Facts, event: Event | None) -> Broken | None:
     if usual < 20:
         return None
     return Broken(f"Clipping shortens the gradient {usual:.3g} times in the median step.", grave=False)
-
-
-def _validation_trains(facts: Facts, event: Event | None) -> Broken | None:
-    if (hit := _counted(facts, "eval_forwards_in_train_mode")) is None:
-        return None
-    delayed = any(str(s) in ("delayed", "guarded") for s in facts.table["scaling"])
-    cast = ", whose amaxes would enter the predicted scales" if delayed else ""
-    return Broken(
-        f"{hit[0]} steps hold a forward without gradients in training mode, first at step {hit[1]}{cast}.",
-        hit[1],
-        grave=False,
-    )
 
 
 # the model
@@ -533,12 +414,14 @@ def _every_pair(facts: Facts, event: Event | None) -> Broken | None:
     return Broken(f"{said}, at step {step}.", step)
 
 
-def _tied_apart(facts: Facts, event: Event | None) -> Broken | None:
-    pairs = [t.get("names") or () for t in facts.manifest.get("tied") or () if isinstance(t, dict) and t.get("apart")]
-    if not pairs:
+def _nothing_loaded(facts: Facts, event: Event | None) -> Broken | None:
+    loads = [e for e in facts.run.training if e.get("kind") == "load"]
+    if not loads:
         return None
-    said = "; ".join(" and ".join(map(str, pair)) for pair in pairs[:2])
-    return Broken(f"{said} began as one matrix and are two now.", where=tuple(map(str, pairs[0])))
+    one = loads[0]
+    named = f"it has {one['given']} as `{one['theirs']}`, the model {one['own']} as `{one['mine']}`"
+    return Broken(f"A checkpoint was loaded at step {one['step']}, and no name of it is one of the model: {named}.",
+                  int(one["step"]))  # fmt: skip
 
 
 def _softmax_twice(facts: Facts, event: Event | None) -> Broken | None:
@@ -548,11 +431,14 @@ def _softmax_twice(facts: Facts, event: Event | None) -> Broken | None:
 
 
 def _starts_high(facts: Facts, event: Event | None) -> Broken | None:
-    loss = facts.loss.loss
-    if not len(loss) or int(facts.steps[0]) != 1 or not loss[0] > 4 * facts.guess:
+    if (found := starts_high(facts, 4.0)) is None:
         return None
-    said = f"The first loss is {loss[0]:.4g}, {loss[0] / facts.guess:.2g} times that of a guess ({facts.guess:.3g})"
-    return Broken(f"{said}: logits are far too large before any step.", 1)
+    call, loss, guess = found
+    said = f"The first cross-entropy, at {call.where}, is {loss:.4g}, {loss / guess:.2g} times that of a guess "
+    # casts may make it so, too: then it is small without them
+    exact = [e["loss_without"] for e in facts.experiments("shadow") if _known(e, "loss_without")][:1]
+    grave = event is not None and (facts.casts is False or (bool(exact) and exact[0] > 2 * guess))
+    return Broken(f"{said}({guess:.3g}): logits are far too large before any step.", 1, grave=grave)
 
 
 def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
@@ -576,7 +462,6 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
 
 LAWS: tuple[Law, ...] = (
     Law("D1", "The batches hold infinities or NaN", _inputs_broken, True, "data", "inputs (batches: true)"),
-    Law("D2", "The inputs are empty", _inputs_empty, True, "data", "inputs (batches: true)"),
     Law("D3", "The labels teach nothing", _labels_dead, True, "labels", "labels of a cross-entropy"),
     Law(
         "D6",
@@ -587,31 +472,25 @@ LAWS: tuple[Law, ...] = (
         "labels and inputs of a cross-entropy",
     ),
     Law("D4", "The same batch comes again and again", _same_batch, True, "data", "hashes of batches"),
-    Law("D5", "One batch is far larger than the others", _bad_batch, False, "data", "sizes of inputs"),
     Law("O1", "No optimizer moves this model", _never_stepped, True, "optimizer", "parameters of the optimizers"),
     Law("O2", "The learning rate is 0", _lr_zero, True, "schedule", "lr"),
     Law("O3", "Some parameters do not train", _unheld, True, "optimizer", "parameters of the optimizers"),
-    Law("O4", "Most of the model gets no gradient", _no_gradient, True, "graph", "two full looks"),
+    Law("O4", "Most of the model gets no gradient at the optimizer", _no_gradient, True, "graph", "two full looks"),
     Law("O5", "Gradients are never cleared", _kept_gradient, True, "zero_grad", "gradients before backward"),
     Law("O6", "The optimizer steps more than once, or forgets its moments", _steps_again, True, "optimizer", "steps"),
     Law("O7", "Something else than the optimizer writes the weights", _written, True, "written", "two full looks"),
     Law("O8", "Updates vanish in 16-bit weights", _vanish, True, "masters", "full looks"),
-    Law("O9", "Adam's settings are unusual", _betas, True, "betas", "settings of the optimizer"),
-    Law("O10", "Weight decay is too strong", _decay, True, "decay", "settings of the optimizer"),
-    Law("O11", "The learning rate jumps", _lr_jump, False, "schedule", "lr"),
     Law("O12", "The learning rate is too high", _lr_high, False, "lower_lr", "a shadow step, or full looks"),
-    Law("O13", "One group of parameters learns far too fast", _own_rate, False, "group_lr", "settings"),
     Law("G1", "The gradient explodes, and nothing clips it", _explodes, False, "clip", "grad_norm"),
     Law("G2", "Clipping takes nearly all of the gradient", _clipped, False, "clip_less", "grad_norm before clipping"),
     Law("R1", "The ranks do not work as one", _ranks_part, True, "ranks", "several ranks"),
-    Law("M1", "Validation runs in training mode", _validation_trains, True, "eval", "modes of forwards"),
     Law("M6", "The training is in evaluation mode", _trains_in_eval, True, "train", "modes of forwards"),
     Law("M7", "The loss mixes up its samples", _every_pair, True, "shapes", "a trace of torch's calls"),
     Law("M8", "The model sees what it has to predict", _sees_answer, True, "mask", "a shadow step, and labels"),
     Law("M9", "A sample's output depends on others of its batch", _samples_mix, True, "rows", "a shadow step"),
-    Law("M2", "Tied weights are apart", _tied_apart, True, "tie", "parameters"),
+    Law("M1", "Nothing of a checkpoint was loaded", _nothing_loaded, True, "load", "a call of load_state_dict"),
     Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "the graph of the loss"),
-    Law("M4", "The model begins far above a guess", _starts_high, False, "init", "classes of the loss"),
+    Law("M4", "The model begins far above a guess", _starts_high, True, "init", "a trace of torch's calls"),
     Law("M5", "A result is not finite", _loss_alone, False, "nonfinite", "a captured step, or full looks"),
 )
 """In the order of computation: data, model and optimizer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from ottava.diagnose.facts import Facts
 
 _ONE_RANK = frozenset({"eval_forwards_in_train_mode", "forwards"})
 """What one rank may do alone: a validation."""
+_NEAR = 0.1  # of a gradient, in a sketch
 _SAME = 1e-6  # relative; equal numbers in one order of additions are equal to the bit
 
 
@@ -96,12 +98,37 @@ def _weights(facts: Facts, other: Facts, same: list[str]) -> Iterator[Difference
             unreduced = step
 
 
+def arrived(facts: Facts) -> Iterator[tuple[int, float, float]]:
+    """(step, distance of what arrived at the optimizers from the average over all ranks, and from a rank's own
+    gradient), each the worst of the ranks, over its norm and with the factor that fits; by sketches, so within 10 %."""
+    steps: dict[int, list[Any]] = {}
+    for entry in facts.experiments("shadow"):
+        if entry.get("sketch") and entry.get("arrived"):
+            steps.setdefault(int(entry["step"]), []).append(entry)
+    for step, entries in sorted(steps.items()):
+        if len(entries) != 1 + len(facts.ranks) or len(entries) < 2:
+            continue
+        own, came = (np.array([e[k] for e in entries], dtype=np.float64) for k in ("sketch", "arrived"))
+        if np.isfinite(own).all() and np.isfinite(came).all() and (came**2).sum(1).all():
+            mean = np.broadcast_to(own.mean(0), came.shape)
+            yield step, _distance(mean, came), _distance(own, came)
+
+
+def _distance(a: Any, b: Any) -> float:
+    factor = (a * b).sum(1, keepdims=True) / np.maximum((a * a).sum(1, keepdims=True), 1e-300)
+    return float((np.linalg.norm(factor * a - b, axis=1) / np.linalg.norm(b, axis=1)).max())
+
+
 def _why(facts: Facts, other: Facts, step: int) -> str:
     """Why the gradients differ at the optimizer."""
     whole, used = ([f.at(name, step) for f in (facts, other)] for name in ("grad_norm", "grad_norm_used"))
     said = f"; their gradients differ from step {step} on"
     if _apart(*used) and all(map(math.isfinite, whole)) and not _apart(*whole):
         return f"{said}, and are equal before clipping (norms {used[0]:.4g} and {used[1]:.4g} behind it)"
+    # a rank alone says where its gradient went
+    apart, own = next(((mean, own) for _, mean, own in arrived(facts)), (math.inf, 0.0))
+    if own > _NEAR:
+        return said if apart <= _NEAR else f"{said}, and are neither its own nor their average"
     return f"{said}: nobody averaged them"
 
 

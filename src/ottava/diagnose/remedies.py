@@ -63,22 +63,6 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
                 "TrainingArguments(..., bf16=True)",
             },
         ),
-        "betas": Remedy(
-            "Use betas (0.9, 0.95) and eps 1e-8, unless you have a reason.",
-            patch={
-                "torch": "torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8)",
-                "transformers": "TrainingArguments(..., adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)",
-                "megatron": "--adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8",
-            },
-        ),
-        "decay": Remedy(
-            "Lower the weight decay: 0.1 is usual for language models.",
-            patch={
-                "torch": "torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)",
-                "transformers": "TrainingArguments(..., weight_decay=0.1)",
-                "megatron": "--weight-decay 0.1",
-            },
-        ),
         "lower_lr": Remedy("Lower the learning rate to ${lr}, and warm it up.", patch=_lr("${lr}")),
         "good_lr": Remedy("Use the good run's learning rate, ${good}.", patch=_lr("${good}")),
         "good_setting": Remedy("Use the good run's ${key}: ${good} in place of ${bad}."),
@@ -87,7 +71,6 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Give both runs the same batches: the seed, the order of workers, and the resumed position."
         ),
         "good_code": Remedy("Compare the code of the two runs at this place."),
-        "group_lr": Remedy("Give these parameters the rate of the others, or warm them up."),
         "clip": Remedy(
             "Clip the gradient norm at ${norm}.",
             patch={
@@ -98,9 +81,12 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             },
         ),
         "clip_less": Remedy("Clip at a norm that most steps stay under, or sum losses as a mean."),
-        "eval": Remedy(
-            "Validate in evaluation mode.",
-            patch={"torch": "model.eval()\nwith torch.no_grad():\n    validate(model)\nmodel.train()"},
+        "load": Remedy(
+            "Give the checkpoint the model's names, and load it with strict=True, which says what does not fit.",
+            patch={
+                "torch": "state = {name.removeprefix('module.'): x for name, x in state.items()}\n"
+                "model.load_state_dict(state)"
+            },
         ),
         "train": Remedy(
             "Go back to training mode after a validation.", patch={"torch": "model.train()    # before the next step"}
@@ -113,10 +99,6 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             patch={"torch": "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)"},
         ),
         "rows": Remedy("Look at the dimensions of softmax, mean, view and transpose: the first one is the batch."),
-        "tie": Remedy(
-            "Tie the weights again after the model was converted or loaded.",
-            patch={"transformers": "model.tie_weights()", "torch": "model.head.weight = model.embedding.weight"},
-        ),
         "ranks": Remedy(
             "Average the gradients of copied weights over the ranks. Every rank needs the same settings and steps, and "
             "batches of its own.",
@@ -133,6 +115,9 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         "renew": Remedy("Make the FP8 copy again after each step of the optimizer."),
         # the casts
         "arm": Remedy("Train under ${name}: ${came}.", cost="see docs/performance.md", patch={"ottava": "${code}"}),
+        "site": Remedy("Give ${site} a scale of its present amax, or a narrower block, or leave it out."),
+        "wire": Remedy("Give all ranks one scale before their codes are added (${site}), or send 16 bits."),
+        "derivative": Remedy("Mend the backward: look at transposes, reshapes and scales, and try it without casts."),
         "current": Remedy(
             "Take scales from the present amax, in place of a history.",
             cost="one more pass over each tensor",
@@ -172,8 +157,12 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
 )
 
 
-def render(name: str, values: Mapping[str, Any], frameworks: Sequence[str]) -> dict[str, Any]:
-    """A remedy as plain values: {name, text, cost, patch}, with the patches of the frameworks that ran.
+def render(
+    name: str, values: Mapping[str, Any], frameworks: Sequence[str], trial: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A remedy as plain values: {name, text, cost, patch, trial}, with the patches of the frameworks that ran.
+
+    trial: settings of a watch that makes the change, see `remedy.cure`; None: nobody can from outside.
 
     Example:
         >>> render("good_lr", {"good": "0.001"}, ["torch"])["patch"]["torch"].splitlines()[1]
@@ -183,7 +172,8 @@ def render(name: str, values: Mapping[str, Any], frameworks: Sequence[str]) -> d
     words = {key: str(value) for key, value in values.items()}
     wanted = [f for f in frameworks if f in remedy.patch] or [f for f in ("torch",) if f in remedy.patch]
     patch = {f: Template(remedy.patch[f]).safe_substitute(words) for f in wanted}
-    return {"name": name, "text": Template(remedy.text).safe_substitute(words), "cost": remedy.cost, "patch": patch}
+    text = Template(remedy.text).safe_substitute(words)
+    return {"name": name, "text": text, "cost": remedy.cost, "patch": patch, "trial": trial}
 
 
 def ran(frameworks: Sequence[str], packages: set[str]) -> list[str]:

@@ -22,6 +22,7 @@ import numpy as np
 
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
+from ottava.diagnose.ranks import arrived
 from ottava.measure.layer_names import symbol
 from ottava.measure.limits import SUSPICIOUS, beyond_chance, critical_db, gradient_hurts, gradient_level
 from ottava.numerics.formats import FORMATS
@@ -32,6 +33,7 @@ _VANISHED = 0.3  # of the elements; a scale for every tensor flushes a few perce
 WAY = 0.3
 """Distance of the weights' way from that of the optimizer's formula: twice the level of a gradient, for moments carry
 the errors of many steps."""
+_FEW = 64  # elements: a bias may be small
 _STILL = 1e-3  # of the largest gradient
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
 _OPERANDS = MappingProxyType(
@@ -60,7 +62,8 @@ class Trial:
     cured: float = math.nan
     """The same with the casts of `place` off."""
     place: tuple[Mapping[str, str], ...] = ()
-    """{layer, gemm, operand}: the smallest set of casts that makes it; operand and gemm may be missing."""
+    """{layer, gemm, operand}: the smallest set of casts that makes it; operand and gemm may be missing. Or {site}:
+    where the script itself casts. Or {function}: whose backward is wrong."""
     arms: tuple[Mapping[str, Any], ...] = ()
     """{name, loss or error}: remedies that were tried, cheapest first."""
     sound: bool = False
@@ -104,7 +107,26 @@ def judge(facts: Facts, event: Event | None) -> Trial:
     if not shadows:
         why = refused or ("No shadow step was taken, so nothing was tried.",)
         return Trial("unknown" if facts.casts else "none", why if facts.casts else ("No cast is recorded.",))
-    return _placed(facts, _shadowed(facts, event, shadows))
+    found = _shadowed(facts, event, shadows)
+    wrong = (_muted(facts, shadows) or _derived(facts)) if found.part != "guilty" else None
+    return wrong or _placed(facts, found)
+
+
+def _muted(facts: Facts, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
+    """Casts leave nothing of a matrix's gradient: its size beside the others says nothing about that."""
+    tried = [({str(n) for n in e.get("muted") or ()}, e) for e in shadows]
+    names = sorted(n for n in set.intersection(*(names for names, _ in tried)) if facts.size(n) > _FEW)
+    if not names:
+        return None
+    last = tried[-1][1]
+    sites = [{"site": str(s)} for s, what in (last.get("sites") or {}).items() if _number(what, "flushed") > _VANISHED]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    said = (
+        f"With casts the gradient of {', '.join(names[:3])}{more} is zero in each of {len(tried)} trials, without them "
+    )
+    said += "it is not."
+    place = sites or [{"layer": n.rpartition(".")[0]} for n in names]
+    return Trial("guilty", (said,), int(last["step"]), 1.0, place=tuple(place), sound=True)
 
 
 def _arrived(facts: Facts, outside: str) -> Trial | None:
@@ -120,6 +142,26 @@ def _arrived(facts: Facts, outside: str) -> Trial | None:
     return None
 
 
+def _derived(facts: Facts) -> Trial | None:
+    """A backward that somebody wrote around casts, and that is not the derivative of its forward without them."""
+    tried = [e for e in facts.experiments("shadow") if math.isfinite(_number(e, "derivative"))]
+    # a clamp that cuts numbers off has no derivative there, and a straight-through estimator has one
+    tried = [e for e in tried if all(_number(s, "clipped") < 1e-3 for s in (e.get("sites") or {}).values())]
+    far = [e for e in tried if _number(e, "derivative") > _level(facts, e)]
+    if not far or not beyond_chance(len(far), len(tried), 0.05, 0.05):
+        return None
+    worst = max(far, key=lambda e: _number(e, "derivative"))
+    names = ", ".join(f"`{n}`" for n in worst.get("functions") or ())
+    said = f"Without its casts the handwritten backward of {names} is not the derivative of its forward: at step "
+    said += f"{worst['step']} the two gradients differ by {100 * worst['derivative']:.3g} %."
+    return Trial("guilty", (said,), int(worst["step"]), worst["derivative"], place=({"function": names},), sound=True)
+
+
+def _number(entry: Mapping[str, Any], name: str) -> float:
+    value = entry.get(name)
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
 def _changed(facts: Facts, outside: str, event: Event | None) -> Trial | None:
     """Casts outside of the layers: the weights do not go where the optimizer's formula takes them, or the gradient that
     arrives is not the one that was computed."""
@@ -129,6 +171,11 @@ def _changed(facts: Facts, outside: str, event: Event | None) -> Trial | None:
             said += f"takes them in FP32 and without conversions: the two ways are {100 * error:.3g} % apart (level "
             said += f"{100 * WAY:.0f} %). The script converts to FP8 at {outside}, outside the model."
             return Trial("guilty", (said,), int(entry["step"]), error, sound=True)
+    for step, error, _ in arrived(facts):
+        if error > WAY:
+            said = f"At step {step} the gradient at the optimizers differs by {100 * error:.3g} % from the average of "
+            said += f"what the ranks computed, and the script converts to FP8 at {outside} on the way."
+            return Trial("guilty", (said,), step, error, place=({"site": outside, "ranks": "all"},), sound=True)
     for entry in facts.experiments("shadow"):
         error = entry.get("replay_error")
         if isinstance(error, (int, float)) and error > _level(facts, entry) and entry.get("tail") == "replayed":
@@ -178,8 +225,8 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     steps = f"{len(shadows)} shadow step{'s' if len(shadows) > 1 else ''}"
     hurt = [e for e in before if _hurts(facts, e)]
     # a loss that left for good is evidence besides; without it, one trial of several may be an odd batch
-    far = any(float(e["error"]) > 2 * _level(facts, e) for e in hurt)
-    if hurt and (lasting or far or beyond_chance(len(hurt), len(before), 0.05, 0.05)):
+    risk = 0.2 if any(float(e["error"]) > 2 * _level(facts, e) for e in hurt) else 0.05
+    if hurt and (lasting or beyond_chance(len(hurt), len(before), 0.05, risk)):
         worst = max(hurt, key=lambda e: float(e["error"]))
         return Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
     norms = [float(e.get("norm") or 0.0) for e in before] or _first_norms(facts, event)
@@ -276,19 +323,23 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
         before, after = float(best.get("error_before", math.nan)), float(best.get("error_after", math.nan))
         fell = f"falls from {100 * before:.3g} % to {100 * after:.3g} %"
         said = f"With {named(place)} in high precision the gradient's error {fell}."
-        level = _level(facts, best)
-        tried_arms = (a for a in best.get("ladder") or () if isinstance(a.get("error"), (int, float)))
-        ladder = tuple({**a, "inside": a["error"] <= level} for a in tried_arms)
-        tried = tuple(f"Under {a['name']} it is {100 * a['error']:.3g} %." for a in ladder)
-        return Trial(
-            "guilty", (*trial.tried, said, *tried), trial.step, trial.error, after, place, trial.arms or ladder
-        )
+        return Trial("guilty", (*trial.tried, said), trial.step, trial.error, after, place, trial.arms)
     shadow = next((e for e in facts.experiments("shadow") if e["step"] == trial.step), None)
     worst = (shadow or {}).get("worst") or []
     layers = [str(w["parameter"]).rpartition(".")[0] for w in worst[:1] if w.get("parameter")]
     return Trial(
         trial.part, trial.tried, trial.step, trial.error, trial.cured, tuple({"layer": n} for n in layers), trial.arms
     )
+
+
+def spoken(site: str) -> str:
+    """A site in words.
+
+    Example:
+        >>> spoken("train.py:7"), spoken("the backward of a conversion")
+        ('the cast at train.py:7', 'the backward of a conversion')
+    """
+    return site if site.startswith("the ") else f"the cast at {site}"
 
 
 def named(place: Sequence[Mapping[str, str]]) -> str:
@@ -302,7 +353,11 @@ def named(place: Sequence[Mapping[str, str]]) -> str:
     for part in place[:3]:
         layer, gemm, operand = (part.get(k) or "" for k in ("layer", "gemm", "operand"))
         words.append(
-            f"{symbol(operand)} of {layer}'s {gemm}"
+            f"the backward of {part['function']}"
+            if part.get("function")
+            else spoken(part["site"])
+            if part.get("site")
+            else f"{symbol(operand)} of {layer}'s {gemm}"
             if operand and gemm
             else f"{layer}'s {gemm}"
             if gemm
@@ -333,14 +388,28 @@ _KINDS = (
 )
 
 
-def damage(facts: Facts, layers: Sequence[str] = (), last: float = math.inf) -> Damage:
+_OF_SITES: tuple[tuple[Any, str, float, str], ...] = (
+    ("clipped", "clipped", 1e-3, _KINDS[0][3]),
+    ("flushed", "flushed", 0.1, _KINDS[1][3]),
+    ("coarse", "error", 0.1, "a cast moves {where} by {value:.3g} %"),
+)
+
+
+def damage(facts: Facts, layers: Sequence[str] = (), last: float = math.inf, sites: Sequence[str] = ()) -> Damage:
     """The worst that a recorded real cast did to a tensor: clipped, flushed, or coarse.
 
     Args:
         layers: only these; none: all.
         last: only looks up to this step.
+        sites: of a script's own casts, asked first.
     """
     table = facts.real_casts()
+    for site in sites:
+        seen = [e["sites"][site] for e in facts.experiments("shadow") if site in (e.get("sites") or {})]
+        for kind, name, limit, text in _OF_SITES:
+            if seen and (value := max(float(e.get(name) or 0.0) for e in seen)) > limit:
+                said = text.format(value=100 * value, where=f"the tensor of {spoken(site)}")
+                return Damage(kind, f"{said[0].upper()}{said[1:]}.", metric=name, value=value)
     keep = (np.asarray(table["step"]) <= last) & np.array(
         [not layers or n in layers for n in table["layer"]], dtype=bool
     )

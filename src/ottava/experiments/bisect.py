@@ -50,7 +50,7 @@ from ottava.base.errors import unknown_name
 from ottava.base.text import finite
 from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.casts import Casts, is_torchao, only_without
-from ottava.experiments.program import Gradients, Player, Way
+from ottava.experiments.program import Gradients, Player
 from ottava.experiments.replay import (
     Deviation,
     Loss,
@@ -576,13 +576,16 @@ class Ablation:
     def facts(self) -> dict[str, Any] | None:
         """Searches; the facts of its line in experiments.jsonl. None: nothing can be switched alone."""
         units = self._units()
-        if len(units) < 2:
+        if len(units) < 2 and not self.casts.sites:
             return None
         kept = self._least(self._of_one_gemm(units), ())
         after = self._error(kept)
         parts = [self._operand(unit, kept) if len(kept) <= _OPERANDS else "" for unit in kept]
         return {
-            "set": [{"layer": n, "gemm": g, "operand": o} for (n, g), o in zip(kept, parts, strict=True)],
+            "set": [
+                {"site" if n in self.casts.sites else "layer": n, "gemm": g, "operand": o}
+                for (n, g), o in zip(kept, parts, strict=True)
+            ],
             "of": len(units),
             "complete": not self._spent,
             "error_before": self.error,
@@ -598,7 +601,7 @@ class Ablation:
                 units += [(name, gemm) for gemm in GEMMS if getattr(self.casts.recipes[name], gemm).quantized]
             elif is_torchao(layer):
                 units.append((name, ""))
-        return units
+        return units + [(site, "") for site in self.casts.sites]
 
     def _of_one_gemm(self, units: Sequence[Unit]) -> list[Unit]:
         """The units of the GEMM whose absence is enough; all units if none is."""
@@ -620,7 +623,7 @@ class Ablation:
 
     def _operand(self, unit: Unit, kept: Sequence[Unit]) -> str:
         """The operand whose exactness is enough, if all other members are off."""
-        layer = self.casts.layers[unit[0]]
+        layer = self.casts.layers.get(unit[0])
         if not isinstance(layer, QuantizedLayer):
             return ""
         others = [other for other in kept if other != unit]
@@ -655,7 +658,7 @@ class Ablation:
                     stack.enter_context(door_hooks(layer, one_operand(gemm, quantized)))
                 yield
 
-        found = self.player.run(Way(way.ambient, switched), tail=self.tail).gradients
+        found = self.player.run(replace(way, switched=switched), tail=self.tail).gradients
         error = compared(found, self.exact, None, self.player.parameters, _unnamed)["error"]
         self._known[key] = math.inf if error is None else error
         return self._known[key]

@@ -3,7 +3,7 @@
 ottava                  by the settings of `ottava.autocast`
 torchao                 by its layers' forward: torch's linear in its place
 TransformerEngine       by its own fp8_autocast
-a script's own          by torch's conversions: see `handmade`
+a script's own          by the sites of torch's conversions: see `handmade`
 nothing casts           every nn.Linear runs as an ottava layer under a recipe: what casts would do ("simulated")
 """
 
@@ -47,6 +47,8 @@ class Casts:
     """Full name -> layer with casts."""
     recipes: Mapping[str, Recipe]
     """Full name -> the recipe that a layer of ottava ran."""
+    sites: tuple[str, ...] = ()
+    """Where the script itself converts, see `handmade.Exact`."""
 
 
 def casts_of(models: Sequence[nn.Module], name_of: Callable[[nn.Module], str], simulated: str | Recipe) -> Casts | None:
@@ -75,13 +77,18 @@ def casts_of(models: Sequence[nn.Module], name_of: Callable[[nn.Module], str], s
     return Casts("real", recipes.most_common(1)[0][0], bits, AS_IT_RAN, without, layers, own)
 
 
-def casts_of_script(where: str) -> Casts:
-    """Those that a script makes by torch's conversions.
+def with_sites(casts: Casts | None, sites: Collection[str]) -> Casts:
+    """These casts, and those that a script makes by torch's conversions.
 
     Args:
-        where: FILE:LINE of the first one.
+        casts: of layers; simulated ones go.
+        sites: of a run with `handmade.Exact`.
     """
-    return Casts("real", f"conversions at {where}", 8, AS_IT_RAN, Way(switched=Exact), {}, {})
+    exact = Exact(libraries=False)
+    if casts is None or casts.mode == "simulated":
+        name = f"conversions at {next(iter(sites), '')}"
+        return Casts("real", name, 8, AS_IT_RAN, Way(mode=exact), {}, {}, tuple(sites))
+    return replace(casts, without=replace(casts.without, mode=exact), sites=tuple(sites))
 
 
 def is_torchao(module: nn.Module) -> bool:
@@ -90,7 +97,7 @@ def is_torchao(module: nn.Module) -> bool:
 
 
 def only_without(casts: Casts, off: Collection[tuple[str, str]]) -> Way:
-    """The run with the casts of these (layer, GEMM) off; of layers of other packages, GEMM is ""."""
+    """The run with the casts of these (layer, GEMM) off; of layers of other packages and of sites, GEMM is ""."""
     layers = {name for name, _ in off}
     torchao = [m for name, m in casts.layers.items() if name in layers and is_torchao(m)]
     left = {
@@ -102,7 +109,8 @@ def only_without(casts: Casts, off: Collection[tuple[str, str]]) -> Way:
     def ambient(before: Ambient) -> Ambient:
         return replace(before, recipe=recipe, enabled=True) if casts.recipes else before
 
-    return Way(ambient, lambda: _without(torchao, engine=False))
+    sites = [site for site in casts.sites if (site, "") in off]
+    return Way(ambient, lambda: _without(torchao, engine=False), Exact(sites, libraries=False) if sites else None)
 
 
 def _ran(layer: QuantizedLayer) -> Recipe | None:
@@ -131,13 +139,14 @@ def _engine_is_on() -> bool:
 @contextmanager
 def _without(torchao: Sequence[nn.Module], engine: bool) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(_replaced({m: _torchs_linear(m) for m in torchao}))
+        stack.enter_context(_replaced({m: torchs_linear(m) for m in torchao}))
         if engine:
             stack.enter_context(sys.modules["transformer_engine.pytorch"].fp8_autocast(enabled=False))
         yield
 
 
-def _torchs_linear(module: Any) -> Callable[..., Any]:
+def torchs_linear(module: Any) -> Callable[..., Any]:
+    """The forward of a layer in high precision: torch's own linear."""
     return lambda input: nn.functional.linear(input, module.weight, module.bias)
 
 

@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer
 
 from ottava.engine.autocast import Ambient
 from ottava.experiments.bisect import Ablation
-from ottava.experiments.casts import Casts, casts_of, casts_of_script, only_without
+from ottava.experiments.casts import Casts, casts_of, only_without, with_sites
 from ottava.experiments.logic import reasons
 from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Recorder, Way, has_compiled
 from ottava.experiments.shadow import Shadow, first_nonfinite, local, nothing_changes, parameters_of, scaler_factor
@@ -402,15 +402,20 @@ class Laboratory:
             trace.end()
             self._converts = self._converts or trace.model
             # what the first step converts may be the loading of weights
-            if trace.outside is not None and not self._elsewhere and self._step > self._first + _TRACED:
-                self._elsewhere = True
-                self._write(self._step, "conversion", where=trace.outside)
+            if trace.outside is not None and self._step > self._first + _TRACED:
+                self._convert(trace.outside)
             if (facts := trace.safely(trace.facts, self._name_of_module)) is not None:
                 self._keep(self._step, facts)
             if trace.failed:
                 self._refuse("trace", trace.failed)
             self._traced = trace
             self.seconds += time.perf_counter() - began
+
+    def _convert(self, where: str) -> None:
+        """The script converts where no replay comes."""
+        if not self._elsewhere:
+            self._elsewhere = True
+            self._write(self._step, "conversion", where=where)
 
     def drop(self) -> None:
         """Forgets what was captured."""
@@ -446,16 +451,15 @@ class Laboratory:
 
     @property
     def _wants_twin(self) -> bool:
-        # a step of another optimizer may talk to other ranks, which do not repeat it
-        return self._elsewhere and self._twins < self._most_twins and _alone()
+        return self._elsewhere and self._twins < self._most_twins
 
     def _follow(self, optimizer: Optimizer) -> None:
         """Lets a twin go along with an optimizer that a conversion outside of the model may hurt."""
         began = time.perf_counter()
         twin, self._twin = self._twin, None  # one that fails goes no further
-        if twin is None and (
-            self._wants_twin or (self._why and self._twins < self._most_twins and _alone() and narrow(optimizer))
-        ):
+        wanted = self._wants_twin or (self._why and self._twins < self._most_twins and narrow(optimizer))
+        # a step of another optimizer may talk to other ranks, which do not repeat it
+        if twin is None and wanted and (_alone() or type(optimizer).__module__.startswith("torch.optim")):
             self._twins += 1
             twin = OptimizerTwin(optimizer)
         if twin is not None and twin.follows(optimizer) and twin.steps == STEPS:
@@ -503,17 +507,20 @@ class Laboratory:
         if self._pending is None:
             return
         (shadow, facts), self._pending = self._pending, None
-        after = None
+        after = tenth = None
+        touched = self._versions != [p._version for p in shadow.parameters]
         if shadow.tail:
             began = time.perf_counter()
             try:
                 with self._quiet(), self._unseen(), nothing_changes(shadow.program.modules):
                     after = shadow.loss_now()
+                    if after is not None and after > facts["loss"]:
+                        with shadow.shorter(0.1):
+                            tenth = shadow.loss_now()
             except Exception:  # a tensor of the loss, such as a tied head, was stepped: the batch cannot be repeated
                 _LOG.debug("watch: the step's own batch was not repeated", exc_info=True)
             self.seconds += time.perf_counter() - began
-        touched = self._versions != [p._version for p in shadow.parameters]
-        self._write(self._step, "shadow", **facts, loss_after=after, touched=touched)
+        self._write(self._step, "shadow", **facts, loss_after=after, loss_tenth=tenth, touched=touched)
 
     # --- which steps ----------------------------------------------------------------------------------------------
 
@@ -574,32 +581,41 @@ class Laboratory:
                 )
         casts = casts_of(program.modules, self._name_of_module, self._recipe)
         where = self._converts or (self._trace.model if self._trace is not None else None)
-        if (casts is None or casts.mode == "simulated") and where is not None:
-            casts = casts_of_script(where)
-        if casts is None:
+        script = where is not None or any(f.around.saved is not None for f in program.forwards)
+        if casts is None and not script:
             return self._refuse("shadow", "the model has no layer that casts, and no linear layer to simulate casts in")
-        if casts.mode == "simulated":
+        if casts is not None and casts.mode == "simulated" and not script:
             if self._simulated >= _SIMULATED:
                 return None
             self._simulated += 1
-        shadow = Shadow(program, casts, parameters)
+        shadow = Shadow(program, casts, parameters, script=script)
         logic: dict[str, bool | None] = {}
         if not self._reasoned and _alone():
             self._reasoned = True
             with self._safely("logic"), nothing_changes(program.modules):
-                logic = reasons(program.forwards, casts.without)
+                # one scale for a tensor lets every element depend on every other one
+                logic = reasons(
+                    program.forwards, with_sites(casts, ()).without if script or not casts else casts.without
+                )
         with nothing_changes(program.modules):
             began = time.perf_counter()
             facts = shadow.facts(self._name_of)
             took = time.perf_counter() - began
             self._shadows += 1
+            if (
+                where is not None and not shadow.sites
+            ):  # a hook of a communication, an accumulation: no part of a replay
+                self._convert(where)
+            if facts is None or shadow.casts is None:
+                return None
+            casts = shadow.casts
             self._pending = (shadow, {"why": self._why, **facts, **logic})
             self._versions = [p._version for p in parameters]
             if casts.mode == "real" and self._ablates(facts, casts, took):
                 search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
                 if (found := search.facts()) is not None:
                     self._ablated = self._step
-                    self._blamed = [(entry["layer"], entry["gemm"]) for entry in found["set"]]
+                    self._blamed = [(entry.get("layer") or entry["site"], entry["gemm"]) for entry in found["set"]]
                     self._write(self._step, "ablation", **found)
         return None
 

@@ -124,7 +124,7 @@ def _run(forward: Forward, way: Way, change: Any = None, *, evaluates: bool = Fa
     try:
         around = forward.around
         under = under_ambient(way.ambient(around.ambient))
-        with torch.no_grad(), under_autocasts(around.autocasts), under, way.switched():
+        with torch.no_grad(), under_autocasts(around.autocasts), under, way.on():
             return [x.detach() for x in tensors_in(forward.module(*args, **kwargs)) if x.is_floating_point()]
     finally:
         for module, mode in modes:

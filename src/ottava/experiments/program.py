@@ -26,14 +26,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ottava.engine.autocast import Ambient
+from ottava.experiments.handmade import Exact
 from ottava.experiments.snapshot import (
     Autocasts,
     Kept,
     NotReplayableError,
+    Saved,
     Surroundings,
     autocasts,
+    saved_by,
     under_ambient,
     under_autocasts,
+    under_saved,
 )
 from ottava.recipe import get_recipe
 
@@ -99,6 +103,7 @@ class Operation(NamedTuple):
     gradients: bool
     """Whether gradients were on."""
     autocasts: Autocasts
+    saved: Saved
 
 
 class Backward(NamedTuple):
@@ -258,7 +263,7 @@ class Recorder:
         for x in given:
             self._check(x)
         arguments = self._kept((args, kwargs), copies=writes)
-        state = torch.is_grad_enabled(), autocasts()
+        state = torch.is_grad_enabled(), autocasts(), saved_by()
         result = function(*args, **kwargs)
         found = list(tensors_in(result))
         if found or name == "__setitem__":
@@ -444,6 +449,14 @@ class Way:
     """ottava's settings, from those of the run."""
     switched: Callable[[], AbstractContextManager[Any]] = nullcontext
     """A context around each forward and its backward."""
+    mode: Exact | None = None
+    """The same, and around each operation of the loss."""
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """The surroundings of a forward and of its backward."""
+        with self.switched(), self.mode or nullcontext():
+            yield
 
 
 AS_IT_RAN = Way()
@@ -488,6 +501,8 @@ class Player:
         Raises:
             NotReplayableError: a tensor has been overwritten.
         """
+        if way.mode is not None:
+            way.mode.begin()
         run = _Run(self, way, tail=tail, halves=halves, rows=rows)
         with torch.enable_grad(), _uncompiled(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -550,7 +565,8 @@ class _Run:
         entry.around.restore(entry.module)
         args, kwargs = tree_map(self._value if self.tail else self._apart, entry.part(self.rows))
         around = entry.around
-        with under_autocasts(around.autocasts), under_ambient(self.way.ambient(around.ambient)), self.way.switched():
+        under = under_ambient(self.way.ambient(around.ambient)), under_saved(around.saved)
+        with under_autocasts(around.autocasts), under[0], under[1], self.way.on():
             outputs = list(tensors_in(entry.module(*args, **kwargs)))
         if len(outputs) != len(entry.slots):
             raise NotReplayableError("the model returned other tensors than in the step")
@@ -576,7 +592,8 @@ class _Run:
 
     def _operation(self, entry: Operation) -> None:
         args, kwargs = tree_map(self._value, entry.arguments)
-        with torch.set_grad_enabled(entry.gradients), under_autocasts(entry.autocasts):
+        under = under_autocasts(entry.autocasts), under_saved(entry.saved)
+        with torch.set_grad_enabled(entry.gradients), under[0], under[1], self.way.mode or nullcontext():
             results = list(tensors_in(entry.function(*args, **kwargs)))
         if len(results) != len(entry.results):
             raise NotReplayableError("an operation of the loss returned other tensors than in the step")
@@ -590,7 +607,7 @@ class _Run:
             self.live, self.ends = [], []
             return
         gradient = None if entry.gradient is None else entry.gradient.value()
-        with self.way.switched():
+        with self.way.on():
             if self.chained:
                 self._add(self._gradients([root], [gradient], retain=entry.retain), self.done % 2 == 0)
             else:
@@ -627,7 +644,7 @@ class _Run:
         if places and not (self.chained and self.tail):
             outputs = [self.live[k][i] for k, i in places]
             gradients = [self.pending[place] for place in places]
-            with self.way.switched():
+            with self.way.on():
                 masked = [_first_half(g) for g in gradients] if self.by_row else []
                 some = bool(masked) and any(m is not g for m, g in zip(masked, gradients, strict=True))
                 self._add(self._gradients(outputs, gradients, retain=some), self.done % 2 == 0)

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ottava.experiments.casts import Casts
-from ottava.experiments.handmade import NARROW
+from ottava.experiments.casts import Casts, with_sites
+from ottava.experiments.handmade import NARROW, Exact, derivatives
 from ottava.experiments.program import AS_IT_RAN, Gradients, Pass, Player, Program, Way
 from ottava.experiments.replay import untouched
 from ottava.experiments.snapshot import random_kept
 
 _SHOWN = 5
+_COPIED = 1 << 26
+"""Elements of weights that are copied on their device; more of them go to the CPU."""
 _FLOOR = 1e-3
 """Parameters whose gradient is a smaller part of the whole are not ranked by their noise."""
 
@@ -53,29 +56,39 @@ class Shadow:
 
     Args:
         program: what the step has computed.
-        casts: what to turn off, or on.
+        casts: what to turn off, or on; None: of layers, there are none.
         parameters: of the models.
+        script: whether the script may convert by itself: then its conversions are looked for, and turned off.
     Raises:
         NotReplayableError: the program cannot run again.
     """
 
-    def __init__(self, program: Program, casts: Casts, parameters: Sequence[nn.Parameter]) -> None:
-        self.program, self.casts, self.parameters = program, casts, list(parameters)
+    def __init__(
+        self, program: Program, casts: Casts | None, parameters: Sequence[nn.Parameter], *, script: bool = False
+    ) -> None:
+        self.program, self.casts, self.parameters, self.script = program, casts, list(parameters), script
         self.player = Player(program, parameters)
         self.ran = [p.grad for p in parameters]
+        few = sum(p.numel() for p in parameters) <= _COPIED
+        self.before = [local(p.detach()).to(p.device if few else "cpu", copy=True) for p in parameters]
         self.ratio = scaler_factor(program)
         self.began = time.perf_counter(), time.process_time()
 
-    def facts(self, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
-        """Runs it; the facts of its line in experiments.jsonl."""
-        own, other = self.casts.with_casts, self.casts.without
-        real = self.casts.mode == "real"
-        ours = self.player.run(own if real else other, tail=self.player.tail, halves=not real)
+    def facts(self, name_of: Callable[[Tensor], str]) -> dict[str, Any] | None:
+        """Runs it; the facts of its line in experiments.jsonl. None: nothing casts, nor can be simulated."""
+        real = self.casts is not None and self.casts.mode == "real"
+        seen = Exact((), libraries=False)
+        way = AS_IT_RAN if self.casts is None else self.casts.with_casts if real else self.casts.without
+        ours = self._seen(way, seen, halves=not real)
         tail = self.player.tail and self._same_losses(ours)
         if self.player.tail and not tail:
-            ours = self.player.run(own if real else other, tail=False, halves=not real)
-        self.tail = tail
-        theirs = self.player.run(other if real else own, tail=tail, halves=real)
+            ours = self.player.run(way, tail=False, halves=not real)
+        self.tail, self.sites = tail, seen.sites
+        if seen.sites:
+            self.casts, real = with_sites(self.casts, seen.sites), True
+        if self.casts is None:
+            return None
+        theirs = self.player.run(self.casts.without if real else self.casts.with_casts, tail=tail, halves=real)
         cast, exact = (ours, theirs) if real else (theirs, ours)
         self.exact = exact.gradients
         noise = exact.noise if exact.noise is not None else self._noise_of_rows(exact)
@@ -89,7 +102,15 @@ class Shadow:
             "recipe": self.casts.recipe,
             "reproduces": reproduces,
             "replay_error": replay_error,
+            **({"sites": seen.sites, **self._derived(seen)} if seen.sites else {}),
+            **self._sketched(ours.gradients),
             "vanished": self._vanished(ours.gradients),
+            "muted": [
+                name_of(p)
+                for p, a, b in zip(self.parameters, cast.gradients, exact.gradients, strict=True)
+                if _none(a) and not _none(b)
+            ][:_SILENT],
+            "silent": [name_of(p) for p, g in zip(self.parameters, exact.gradients, strict=True) if _none(g)][:_SILENT],
             "tail": "replayed" if tail else "recorded",
             **({} if tail else {"why_recorded": self.program.broken or "the repeated loss has other bits"}),
             "loss": _mean([float(x) / self.ratio for x in cast.losses] if cast.losses and tail else losses),
@@ -99,9 +120,31 @@ class Shadow:
             "cpu_seconds": time.process_time() - self.began[1],
         }
 
+    def _seen(self, way: Way, seen: Exact, *, halves: bool) -> Pass:
+        """The step as it ran, with the sites at which the script converts."""
+        if self.script:
+            try:
+                return self.player.run(replace(way, mode=seen), tail=self.player.tail, halves=halves)
+            except Exception:  # a kind of tensor that no mode may see
+                seen.sites.clear()
+        return self.player.run(way, tail=self.player.tail, halves=halves)
+
     def loss_now(self) -> float | None:
         """The loss of the same batch, as it ran, under the weights of now."""
         return _mean([float(x) / self.ratio for x in self.player.losses(AS_IT_RAN)])
+
+    @contextmanager
+    def shorter(self, part: float) -> Iterator[None]:
+        """The weights after a part of the step that was made since."""
+        pairs = [(local(p.data), x) for p, x in zip(self.parameters, self.before, strict=True)]
+        made = [now.clone() for now, _ in pairs]
+        try:
+            for now, before in pairs:
+                now.lerp_(before.to(now.device), 1 - part)
+            yield
+        finally:
+            for (now, _), after in zip(pairs, made, strict=True):
+                now.copy_(after)
 
     def _values(self) -> list[Tensor]:
         return [entry.value.value() for entry in self.program.backwards]
@@ -131,6 +174,23 @@ class Shadow:
         left = math.fsum(_square(local(g).float() * factor - r.float()) for g, r in pairs)
         return math.sqrt(left / ran)
 
+    def _derived(self, seen: Exact) -> dict[str, Any]:
+        """How far handwritten backwards around the conversions are from the derivative of their forwards."""
+        assert self.casts is not None
+        functions: dict[str, str] = {}
+        with derivatives(seen.codes, functions):
+            own = self.player.run(self.casts.without, tail=self.tail).gradients
+        named = [name for name, why in functions.items() if not why]
+        error = compared(self.exact, own, None, self.parameters, lambda _: "")["error"] if named else None
+        return {} if error is None else {"derivative": error, "functions": named}
+
+    def _sketched(self, found: Gradients) -> dict[str, Any]:
+        """Sums of the gradient with random signs, of this rank and as it arrived: their average over the ranks is that
+        of the gradients."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return {}
+        return {"sketch": sketch(found), "arrived": sketch(self.ran)}
+
     def _vanished(self, found: Gradients) -> float | None:
         """The share of elements whose gradient is zero at the optimizer and was not so behind the backward: no average
         over ranks does that, a cast on the way may."""
@@ -145,6 +205,7 @@ class Shadow:
         samples = min((f.samples for f in self.program.forwards), default=0)
         if samples < 2 or not self.tail:
             return None
+        assert self.casts is not None
         way = self.casts.without
         half = self.player.run(way, tail=True, rows=slice(0, samples // 2))
         one, all_of_it = _mean([float(x) for x in half.losses]), _mean([float(x) for x in exact.losses])
@@ -194,6 +255,32 @@ def compared(
         "norm": math.sqrt(norm2) if norm2 >= 0 else math.nan,
         "worst": [entry(*row) for row in worst],
     }
+
+
+def sketch(gradients: Gradients) -> list[float]:
+    """256 sums whose distances are about those of the gradients: each element with a fixed random sign.
+
+    Example:
+        >>> g = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+        >>> 0.8 < math.hypot(*sketch([g])) / float(g.norm()) < 1.2
+        True
+    """
+    total = torch.zeros(_SKETCH, dtype=torch.float64)
+    for i, g in enumerate(gradients):
+        if g is None or not local(g).numel():
+            continue
+        flat = local(g).detach().reshape(-1)
+        flat = flat[:: -(-flat.numel() // _SKETCHED)].cpu().double()
+        signs = torch.randint(0, 2, (len(flat),), generator=torch.Generator().manual_seed(i)) * 2 - 1
+        total += nn.functional.pad(flat * signs, (0, -len(flat) % _SKETCH)).reshape(-1, _SKETCH).sum(0)
+    return [float(f"{x:.5g}") for x in total.tolist()]
+
+
+_SKETCH, _SKETCHED, _SILENT = 256, 1 << 16, 512
+
+
+def _none(g: Tensor | None) -> bool:
+    return g is None or not bool(local(g).any())
 
 
 def local(x: Tensor) -> Tensor:

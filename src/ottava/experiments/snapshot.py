@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,12 +22,15 @@ from torch.optim.optimizer import Optimizer
 
 from ottava.engine.autocast import AMBIENT, Ambient
 from ottava.engine.quantizer import Quantizer, WeightQuantizer
+from ottava.experiments.handmade import USER, kind_of
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.record.random_state import random_states, set_random_states
 
 SMALL = 1 << 20
 """Bytes of a tensor up to which it is copied; larger ones are kept by reference."""
 Autocasts = tuple[tuple[str, torch.dtype], ...]
+Saved = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
+"""The user's hooks of `torch.autograd.graph.saved_tensors_hooks`: pack and unpack."""
 
 
 class NotReplayableError(RuntimeError):
@@ -97,6 +100,7 @@ class Surroundings:
     """`training` of all modules, in the order of `modules()`."""
     buffers: Mapping[int, Tensor]
     """Number of a small buffer -> its copy."""
+    saved: Saved = None
 
     @classmethod
     def of(cls, module: nn.Module) -> Surroundings:
@@ -114,6 +118,7 @@ class Surroundings:
                 for i, b in enumerate(module.buffers())
                 if b.numel() * b.element_size() <= SMALL and not b.is_inference()
             },
+            saved_by(),
         )
 
     def restore(self, module: nn.Module) -> None:
@@ -148,6 +153,18 @@ def under_autocasts(wanted: Autocasts) -> Iterator[None]:
         for device, dtype in wanted:
             stack.enter_context(torch.autocast(device, dtype))
         yield
+
+
+def saved_by() -> Saved:
+    """The hooks through which autograd keeps tensors now, if they are the user's."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    code = getattr(hooks[0], "__code__", None) if hooks else None
+    return hooks if code is not None and kind_of(code) == USER else None
+
+
+def under_saved(hooks: Saved) -> AbstractContextManager[Any]:
+    """Keeps tensors for the backward through these hooks."""
+    return nullcontext() if hooks is None else torch.autograd.graph.saved_tensors_hooks(*hooks)
 
 
 @contextmanager

@@ -14,11 +14,9 @@ conversions to FP8 only.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import linecache
 import math
-import os
 import sys
 import weakref
 import zlib
@@ -33,7 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ottava.experiments.handmade import NARROW
+from ottava.experiments.handmade import CALL, COLLECTIVE, LIBRARIES, LOOKS_ON, NARROW, OURS, USER, kind_of
 from ottava.experiments.program import lay_below, take_away
 
 MOST = 4_000
@@ -41,8 +39,6 @@ MOST = 4_000
 _SAMPLED = 1024
 _DEPTH = 96  # frames
 _GRADIENTS = 48  # parameters
-_TORCH, _CALL, _COLLECTIVE, _LOOKS_ON, _OURS, _USER = 0, 1, 2, 3, 4, 5
-"""Whose code a frame runs."""
 _WRAPPERS = frozenset({"__torch_function__", "wrapped", "operation", "run", "_backward"})
 """Functions of a watch through which a call of the user's goes."""
 _FACTS = frozenset(
@@ -83,7 +79,8 @@ class _Noted(NamedTuple):
     """The entries that made the tensors it gets."""
     results: list[Any]
     """[dtype and shape, hash, mean, rms, projection], or a sample on a device that waits to be read, or a number."""
-    backward: bool
+    kind: int
+    """1: in a backward; 2: a backward may come through its result."""
 
 
 class Trace(TorchFunctionMode):
@@ -115,7 +112,6 @@ class Trace(TorchFunctionMode):
         self._known: dict[int, tuple[weakref.ref[Tensor] | None, int, int, int]] = {}
         """id of a tensor -> itself, its version, the entries that wrote it last and first."""
         self._before = {} if before is None else before._known
-        self._kinds: dict[CodeType, int] = {}
         self._room = MOST
         self._compiles: Any = None
 
@@ -197,7 +193,7 @@ class Trace(TorchFunctionMode):
             elif name not in _FACTS:
                 number = isinstance(result, (bool, int, float))
                 made = [] if number else [*_tensors(result)]
-                self._note_conversion(made, args, place, module)
+                self._note_conversion(name, made, args, place, module)
                 set_of = getattr(getattr(func, "__self__", None), "__name__", "")
                 said = f"set {set_of}".strip() if name == "__set__" else name
                 made = given[:1] if name == "__setitem__" else made
@@ -251,7 +247,7 @@ class Trace(TorchFunctionMode):
         place: _Place,
         module: nn.Module | None,
         arguments: list[str],
-        made: Iterable[Any],
+        made: Sequence[Any],
         sources: Sequence[int] = (),
     ) -> None:
         if len(self._calls) >= self._room:
@@ -265,19 +261,24 @@ class Trace(TorchFunctionMode):
                 # torch swaps no parameter to which somebody has a weak reference: a conversion would fail
                 kept = None if isinstance(x, nn.Parameter) else weakref.ref(x)
                 self._known[id(x)] = kept, _version(x), now, first
-        backward = torch._C._current_graph_task_id() != -1
-        self._calls.append(_Noted(name, place, module, arguments, [*sources], results, backward))
+        with torch._C.DisableTorchFunction():
+            kind = 2 * any(isinstance(x, Tensor) and x.requires_grad for x in made)
+        kind += torch._C._current_graph_task_id() != -1
+        self._calls.append(_Noted(name, place, module, arguments, [*sources], results, kind))
 
-    def _note_conversion(self, made: list[Tensor], args: Any, place: _Place, module: Any) -> None:
+    def _note_conversion(self, name: str, made: list[Tensor], args: Any, place: _Place, module: Any) -> None:
         if self.model is not None and self.outside is not None:
             return
         with torch._C.DisableTorchFunction():
             narrow = any(x.dtype in NARROW for x in made)
-            if not narrow or not args or (isinstance(args[0], Tensor) and args[0].dtype in NARROW):
+            # in a copy the codes are what is written to
+            source = next((x for x in args[int(name == "copy_") :] if isinstance(x, Tensor)), None)
+            if not narrow or source is None or source.dtype in NARROW:
                 return
         where = f"{Path(place[0].co_filename).name}:{place[1]}"
         if module is not None or self._inside() or torch._C._current_graph_task_id() != -1:
-            self.model = self.model or where
+            if not any(name in place[0].co_filename for name in LIBRARIES):
+                self.model = self.model or where
         else:
             self.outside = self.outside or where
 
@@ -292,20 +293,18 @@ class Trace(TorchFunctionMode):
             if frame is None:
                 break
             code = frame.f_code
-            kind = self._kinds.get(code)
-            if kind is None:
-                kind = self._kinds.setdefault(code, _kind(code))
-            if kind == _CALL and module is None:
+            kind = kind_of(code)
+            if kind == CALL and module is None:
                 module = frame.f_locals.get("self")
             elif user is not None:
-                if kind == _USER:
+                if kind == USER:
                     caller = caller or code
             else:
-                if kind == _USER:
+                if kind == USER:
                     user = code, frame.f_lineno
-                elif kind == _OURS or (kind == _LOOKS_ON and not looked and code.co_name not in _WRAPPERS):
+                elif kind == OURS or (kind == LOOKS_ON and not looked and code.co_name not in _WRAPPERS):
                     return None
-                elif kind == _COLLECTIVE:
+                elif kind == COLLECTIVE:
                     collective = code.co_name
             if caller is not None and module is not None:
                 break
@@ -317,7 +316,7 @@ class Trace(TorchFunctionMode):
     def facts(self, name_of: Callable[[nn.Module], str]) -> dict[str, Any]:
         """The trace as a line of trace.jsonl: `places` [file, line, function, source, caller], `modules`, and `calls`
         [name, number of the place, number of the module, arguments, entries that made its tensors, results, and 1 for
-        a call in a backward]."""
+        a call in a backward, 2 for one through which a backward may come, 3 for both]."""
         places: dict[_Place, int] = {}
         modules: dict[str, int] = {"": 0}
         calls = []
@@ -328,37 +327,8 @@ class Trace(TorchFunctionMode):
             calls.append(
                 [call.name, place, modules.setdefault(module, len(modules)), call.arguments, call.sources, results]
             )
-            calls[-1] += [1] if call.backward else []
+            calls[-1] += [call.kind] if call.kind else []
         return {"full": self.full, "places": [*map(_source, places)], "modules": list(modules), "calls": calls}
-
-
-@functools.cache
-def _folders() -> tuple[str, tuple[str, ...], str, str]:
-    """(ours, those of ours that look on, torch's, Python's)."""
-    ours = Path(__file__).resolve().parents[1]
-    looking = (str(ours / "watching") + os.sep, str(ours / "experiments") + os.sep)
-    # with the separator: torchao lies beside torch
-    return (
-        str(ours) + os.sep,
-        looking,
-        str(Path(torch.__file__).parent) + os.sep,
-        str(Path(os.__file__).parent) + os.sep,
-    )
-
-
-def _kind(code: CodeType) -> int:
-    ours, looking, torchs, pythons = _folders()
-    name = code.co_filename
-    if name.startswith(torchs):
-        if code.co_name == "_call_impl":
-            return _CALL
-        return _COLLECTIVE if name.endswith("distributed_c10d.py") else _TORCH
-    if name.startswith(looking):
-        return _LOOKS_ON
-    if name.startswith(ours):
-        return _OURS
-    own = name.startswith("<frozen") or (name.startswith(pythons) and "-packages" not in name)
-    return _TORCH if own else _USER
 
 
 def _source(place: _Place) -> list[Any]:

@@ -72,6 +72,7 @@ class OptimizerTwin:
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.itemsize < 4:
                     state[key] = value.float()
+        self._exact = Exact()
         self.steps = 0
         """Steps that it has made."""
 
@@ -87,7 +88,7 @@ class OptimizerTwin:
             twin.grad = None if live.grad is None else local(live.grad.detach()).float().clone()
         for group, of_twin in zip(optimizer.param_groups, self._twin.param_groups, strict=True):
             of_twin.update({k: copy.copy(v) for k, v in group.items() if k != "params"})
-        with Exact():
+        with self._exact:
             self._twin.step()
         self.steps += 1
 

@@ -108,6 +108,35 @@ class Intervention(Section):
     """Of "fake"."""
 
 
+class Cure(Section):
+    """A remedy to try, made from outside while a script trains, see `remedy.cure`; `diagnose` names it as `trial`."""
+
+    layers: Patterns = ("*",)
+    """Of `recipe`: shell patterns over full layer names."""
+    recipe: str | None = None
+    """The recipe of these layers; torchao's know "bf16" only."""
+    sites: tuple[str, ...] = ()
+    """Conversions of the script's own that lose nothing: FILE:LINE, or with the caller as `diagnose` names it."""
+    derivatives: bool = False
+    """Functions of autograd around conversions take the derivative of their forward."""
+    lr: Annotated[float, Field(gt=0.0)] = 1.0
+    """A factor for all learning rates."""
+    schedule: tuple[float, ...] = ()
+    """The largest learning rate of each step, from the first on; the others keep their ratio to it."""
+    settings: dict[str, float] = Field(default_factory=dict)
+    """Other settings of the optimizer: weight_decay, eps, momentum, beta1, beta2."""
+    clip: float | None = None
+    """The largest norm of the gradient."""
+    clear: bool = False
+    """No gradient is left behind a step."""
+    train: bool = False
+    """Models are in training mode after every step."""
+    hold: bool = False
+    """The optimizer gets parameters that have a gradient and no optimizer."""
+    load: bool = False
+    """A checkpoint of which no name fits gets the model's names."""
+
+
 class DumpConfig(Section):
     """Which tensors a watch writes to files."""
 
@@ -153,6 +182,8 @@ class WatchConfig(Section):
     """Full looks at some tensors in some steps, in place of those of `every`; a burst after a trigger looks at all."""
     interventions: tuple[Intervention, ...] = ()
     """Casts to change while the watch goes on."""
+    cure: Cure | None = None
+    """A remedy to try."""
     sample: Positive = 16
     """A look measures one row in `sample`, but at least 32 rows of a tensor; the rows change from look to look. 1: all
     rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import sys
 import weakref
@@ -30,6 +31,7 @@ def start_of_run(world_size: int) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "command": list(sys.argv),
+        "cwd": os.getcwd(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": {
             "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",

@@ -55,6 +55,7 @@ from ottava.watching.training import UPDATES, TrainingTap
 
 if TYPE_CHECKING:
     from ottava.experiments.laboratory import Laboratory
+    from ottava.remedy.cure import Cures
 
 _LOG = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5.0
@@ -183,6 +184,7 @@ class Watch:
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
+        self.cures = self._make_cures() if config.cure is not None else None
         self.losses.attach()
         atexit.register(self._at_exit)
         for note in config.notes:
@@ -206,6 +208,12 @@ class Watch:
             share=self.config.max_overhead,
             early=self.config.early,
         )
+
+    def _make_cures(self) -> Cures:
+        from ottava.remedy.cure import Cures
+
+        assert self.config.cure is not None
+        return Cures(self.config.cure.model_dump(), lambda: [*self._models()])
 
     def log(self, **numbers: float) -> None:
         """Adds numbers to the line of the running step: loss, grad_norm, lr, tokens, or any other name. Without a loss
@@ -272,6 +280,8 @@ class Watch:
         atexit.unregister(self._at_exit)
         for hook in self._hooks:
             hook.remove()
+        if self.cures is not None:
+            self.cures.close()
         self.training.close()
         self.laboratory.drop()
         self.losses.detach()
@@ -363,6 +373,8 @@ class Watch:
         self.writer.training(self.steps_done + 1, kind, **facts)
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.cures is not None:
+            self.cures.before(optimizer)
         if self._paused or (self._idle and not self.laboratory.captures) or not self._is_ours(optimizer):
             return
         with self.collector.timed():
@@ -372,6 +384,8 @@ class Watch:
         self._step_started += self.laboratory.seconds - before  # no second of the training's
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.cures is not None:
+            self.cures.after(optimizer)
         if self._paused or not self._is_ours(optimizer):
             return
         with self.collector.timed():

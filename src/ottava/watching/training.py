@@ -16,6 +16,7 @@ the step gets a look.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import sys
@@ -35,6 +36,7 @@ from ottava.watching.gradients import Gradients, dense
 from ottava.watching.operands import SHARD, capturing, plain
 
 _SAMPLED = 1024  # elements of a parameter whose update is measured
+_RECENT = 64  # backwards in which an optimizer of several has its turn
 _CHECKED = 4  # parameters that are looked at in every step: gradients before a backward, weights after a step
 _GUARDED = 64  # elements of such a weight
 _RANDOM = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth")
@@ -130,8 +132,26 @@ class TrainingTap:
         counted only."""
         self.guards, self.norm_wanted = True, False
         """Whether the next step asks what was written after this one; whether an idle step reads its norm."""
+        self._load = nn.Module.load_state_dict
+        nn.Module.load_state_dict = self._loading()  # type: ignore[method-assign]
         if model is not None:
             self.adopt(model)
+
+    def _loading(self) -> Callable[..., Any]:
+        """`load_state_dict`, which reports a checkpoint of which no name fits: strict=False is silent."""
+        load, report = self._load, self._report
+
+        @functools.wraps(load)
+        def loaded(module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            result = load(module, state_dict, *args, **kwargs)
+            own = [name for name, _ in module.named_parameters()]
+            given = [name for name, x in state_dict.items() if isinstance(x, Tensor)]
+            if own and given and {*own} <= {*getattr(result, "missing_keys", ())}:
+                report("load", own=len(own), given=len(given), mine=own[0], theirs=given[0])
+            return result
+
+        self._loaded = loaded
+        return loaded
 
     def adopt(self, root: nn.Module) -> None:
         """Adds a model. It replaces those that are parts of it, or their forwards would count twice."""
@@ -163,6 +183,8 @@ class TrainingTap:
 
     def close(self) -> None:
         """Removes the hooks."""
+        if nn.Module.load_state_dict is self._loaded:
+            nn.Module.load_state_dict = self._load  # type: ignore[method-assign]
         for _, hook in self._roots:
             hook.remove()
 
@@ -219,7 +241,10 @@ class TrainingTap:
             # of several optimizers, one may leave its gradients until its own turn, as those of two players do
             # and a flat copy of the parameters takes its gradient by assignment: nothing is added to it
             mine = {id(p) for _, p in self._parameters()}
-            found = [_left(some) for o in self._living() if (some := [p for p in _held(o) if id(p) in mine])]
+            # what was left by a model of an earlier phase is nobody's
+            recent = [o for o in self._living() if self._stepped_at.get(id(o), 0) > self._backwards - _RECENT]
+            held = [[p for p in _held(o) if id(p) in mine] for o in recent]
+            found = [_left(some) for some in held] if all(held) else []
             self._numbers["kept_gradient"] = torch.stack(found).amin().reshape(1) if found else torch.zeros(1)
         self.batches.backward(roots if self._hashes else ())
 
