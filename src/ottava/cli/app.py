@@ -35,6 +35,7 @@ from typer import Option
 from typer.core import TyperGroup
 
 from ottava.base.errors import unknown_name
+from ottava.cli.check import check
 from ottava.cli.console import print_error
 from ottava.cli.diagnose import bisect, compare, diagnose, what_if
 from ottava.cli.doctor import bench, doctor
@@ -82,7 +83,7 @@ def _add(*commands: Callable[..., Any]) -> None:
         app.command()(command)
 
 
-_add(demo, train, lab, plan, doctor, formats, recipes, report, table, plot, diagnose, compare, bisect)
+_add(demo, train, lab, plan, doctor, formats, recipes, report, table, plot, diagnose, compare, bisect, check)
 app.command("what-if")(what_if)
 app.command("import")(import_run)
 _add(inspect, export, consolidate, parity)
