@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 
 from ottava.prove.recorder import GRADIENTS, Entry, Key, Recording
 from ottava.prove.tolerance import distance
+
+_LATE = 1e9
+"""Added to the place of what happens after the backward."""
 
 
 class UnlikeError(ValueError):
@@ -63,6 +66,7 @@ def align(a: Recording, b: Recording) -> Aligned:
     """
     mine = a.by_key() if not a.ranks else _joined(a)
     theirs = [one.by_key() for one in (b.ranks or [b])]
+    _at_the_step(mine, theirs)
     known = dict.fromkeys(key for one in theirs for key in one)
     only_a = [k for k in mine if k not in known and k.kind != "recomputed" and not _optional(k)]
     only_b = [k for k in known if k not in mine and k.kind != "recomputed" and not _optional(k)]
@@ -70,6 +74,11 @@ def align(a: Recording, b: Recording) -> Aligned:
     if len(common) * 10 < min(len(mine), len(known)) or not common:
         raise UnlikeError(_unlike(a, b, mine, known))
     maps = _row_maps(mine, theirs)
+    cut = {
+        k.path.rpartition(".")[0]
+        for k in common
+        if k.kind == "weight" and any(k in one and one[k][0].value.shape != mine[k][0].value.shape for one in theirs)
+    }
     rows: list[Row] = []
     for key in [*common, *(k for k in known if k.kind == "recomputed")]:
         reference = mine.get(key if key.kind != "recomputed" else key._replace(kind="output"))
@@ -79,11 +88,34 @@ def align(a: Recording, b: Recording) -> Aligned:
         ranks = [r for r, one in enumerate(theirs) if key in one]
         for call, entry in enumerate(reference):
             rows.append(_row(key, call, entry, len(reference), pieces, ranks, maps))
+            if key.kind == "input gradient" and key.path in cut:
+                _sum_of_parts(
+                    rows[-1], [(rank, one[call]) for rank, one in zip(ranks, pieces, strict=True) if call < len(one)]
+                )
     rows.sort(key=lambda row: (row.key.step, row.order))
     aligned = Aligned(rows, only_a, only_b)
     _share_gradients(aligned, len(theirs))
     _add_missing(aligned, mine, theirs)
     return aligned
+
+
+def _at_the_step(mine: dict[Key, list[Entry]], theirs: list[dict[Key, list[Entry]]]) -> None:
+    """Gradients at the step of the optimizer: where only one program changes them, the other's are as they were.
+
+    A program that reduces gradients itself after the backward has none that are whole before.
+    """
+    for key in [k for one in (mine, *theirs) for k in one if k.kind == "clipped gradient"]:
+        whole = key._replace(kind="gradient")
+        locals_ = [one[whole][0] for one in theirs if whole in one]
+        if len(locals_) > 1 and not locals_[0].shard and _differ([*enumerate(locals_)]):
+            for one in theirs:
+                if key in one:
+                    one[whole] = one.pop(key)
+        elif any(key in one for one in theirs):
+            mine.setdefault(key, [replace(e, order=e.order + _LATE) for e in mine.get(whole, [])])
+        else:
+            for one in theirs:
+                one.setdefault(key, one.get(whole, []))
 
 
 def _optional(key: Key) -> bool:
@@ -149,6 +181,14 @@ def _whole(target: Tensor, held: list[tuple[int, list[Entry]]], key: Key, maps: 
         value = _fit(target, locals_[0][1], maps.get(locals_[0][0]))
         return value, [(locals_[0][0], ...)]
     return _arranged(target, locals_, maps, key)
+
+
+def _sum_of_parts(row: Row, pieces: list[tuple[int, Entry]]) -> None:
+    """A layer that is cut by columns gives each rank a part of a sum; a module around it adds them up."""
+    if len(pieces) > 1 and row.b is not None and all(e.value.shape == row.a.shape and not e.shard for _, e in pieces):
+        total = torch.stack([e.value for _, e in pieces]).sum(0)
+        if distance(row.a, total).whole < distance(row.a, row.b).whole:
+            row.b, row.shards = total, []
 
 
 def _batch_dim(target: Tensor, values: Sequence[Tensor]) -> int | None:

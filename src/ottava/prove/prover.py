@@ -261,6 +261,7 @@ def judge(a: Recording, b: Recording) -> Verdict:
             "A has no runs that were moved by a rounding, so limits are a rule of thumb: 32 units of the coarser dtype."
         )
     judged = []
+    gradients: dict[Key, Tensor] = {}
     weights = {r.key.path: r for r in aligned.rows if r.key.kind == "weight"}
     for row in aligned.rows:
         if row.b is None:
@@ -282,7 +283,14 @@ def judge(a: Recording, b: Recording) -> Verdict:
             sizes = [float(x.double().square().mean().sqrt()) for x in (weight.a, row.a)]
             rounding = unit(weight.unit) * (1 + sizes[0] / sizes[1]) if sizes[1] else math.inf
             limit = Distance(*(m + rounding * (1 if i == 0 else 4) for i, m in enumerate(limit)))
-        judged.append(Judged(row, distance(row.a, row.b, size), limit))
+        b_value = row.b
+        if row.key.kind == "update" and (gradient := gradients.get(row.key._replace(kind="gradient"))) is not None:
+            # Adam divides a gradient by its size: where it may be zero but for rounding, its sign is chance
+            b_value = torch.where(gradient, row.a.double(), row.b.double()) if gradient.shape == row.a.shape else row.b
+        judged.append(Judged(row, distance(row.a, b_value, size), limit))
+        if row.key.kind == "gradient":
+            usual_size = float(row.a.double().square().mean().sqrt())
+            gradients[row.key] = row.a.abs() <= 4 * limit.element * usual_size
     if unlike := [f"{row.key} {row.said}" for row in aligned.rows if row.b is None]:
         notes.append(f"Not compared: {listed(unlike, 4)}.")
     for only, name in ((aligned.only_a, a.name), (aligned.only_b, b.name)):
@@ -388,7 +396,11 @@ def _backward(
     right = {j.row.key.path for j in judged if j.row.key.kind == "output gradient" and not j.wrong}
     takers = [t for t in dict.fromkeys(takers) if t in right] or list(dict.fromkeys(takers))
     leaves = [t for t in takers if not any(o != t and o.startswith(f"{t}.") for o in takers)]
-    if (leaves and leaves[0].startswith("<")) or (not key.path and key.kind == "output gradient"):
+    ends = own is not None and any(  # what the model gives goes to the loss
+        r.key == Key(key.step, "", "output", r.key.part) and r.a.shape == own.a.shape and torch.equal(r.a, own.a)
+        for r in (j.row for j in judged)
+    )
+    if ends or (leaves and leaves[0].startswith("<")) or (not key.path and key.kind == "output gradient"):
         what = leaves[0] if leaves else ""
         return "loss", what, "the loss: the code after the model's output, or its scale", ()
     if leaves:

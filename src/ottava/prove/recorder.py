@@ -293,7 +293,9 @@ class Recorder:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self.active:
             return None
-        if not self.depth and self._nudge is not None:
+        if self._nudge is not None:
+            self._nudge.at(*self._place(module))
+        if not self.depth and not _in_backward() and self._nudge is not None:
             args, kwargs = self._nudge.data(args), self._nudge.data(kwargs)
         elif self._nudge is not None:
             args, kwargs = self._nudge.entering(module, args), self._nudge.entering(module, kwargs)
@@ -312,14 +314,20 @@ class Recorder:
         self.depth -= 1
         recomputes = _in_backward()
         call = self._calls.get((id(module), self.step, recomputes), 0)
-        self._calls[id(module), self.step, recomputes] = call + 1
         changed = None
         if self._nudge is not None and not any(True for _ in module.children()):
+            self._nudge.at(*self._place(module), 1)
             output = changed = self._nudge.leaving(output)
+        self._calls[id(module), self.step, recomputes] = call + 1
         for part, x in enumerate(tensors_in(output)):
             self._note(module, "", "recomputed" if recomputes else "output", part, call, x)
             self._hook(module, "output gradient", part, call, x)
         return changed
+
+    def _place(self, module: nn.Module) -> tuple[int, int]:
+        """A forward and its recomputation get the same nudge."""
+        number = next((i for i, known in enumerate(self._owners) if known == id(module)), 0)
+        return number, self._calls.get((id(module), self.step, _in_backward()), 0)
 
     def _hook(self, module: nn.Module, kind: str, part: int, call: int, x: Tensor) -> None:
         if not x.requires_grad or not torch.is_grad_enabled():

@@ -105,6 +105,10 @@ class Nudge:
         self._random = torch.Generator().manual_seed(self.seed)
         self._casting: dict[int, tuple[float, float]] = {}
 
+    def at(self, *place: int) -> None:
+        """The draws that follow are those of this place of the program, as often as it is asked."""
+        self._random.manual_seed(hash((self.seed, *place)) & 0x7FFFFFFF)
+
     def _move(self, x: Any, size: float = 0.0) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.itemsize < 2:
             return x
