@@ -227,3 +227,44 @@ def test_a_script_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str
     script.write_text("raise ValueError('no data')", "utf-8")
     with pytest.raises(RuntimeError, match="ended with code"):
         command.run("check", script, "--ranks", 2)
+
+
+def dumped(recording: Recording, folder: Path) -> None:
+    """As msprobe writes a dump of modules."""
+    sides = {
+        "input": ("forward", "input_args"),
+        "output": ("forward", "output"),
+        "output gradient": ("backward", "input"),
+        "input gradient": ("backward", "output"),
+    }
+    data: dict[str, dict[str, list[dict[str, str]]]] = {}
+    (folder / "dump_tensor_data").mkdir(parents=True)
+    for number, entry in enumerate(recording.entries):
+        if entry.key.path and entry.key.kind in sides:
+            way, side = sides[entry.key.kind]
+            held = data.setdefault(f"Module.{entry.key.path}.{entry.operation}.{way}.0", {})
+            held.setdefault(side, []).append({"type": "torch.Tensor", "data_name": f"{number}.pt"})
+            torch.save(entry.value, folder / "dump_tensor_data" / f"{number}.pt")
+    (folder / "dump.json").write_text(json.dumps({"task": "tensor", "level": "L0", "data": data}), "utf-8")
+
+
+def test_dumps_of_msprobe_are_compared(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, wrong = Net(), Net("gelu")
+    wrong.load_state_dict(model.state_dict())
+    for name, one in (("good", model), ("bad", wrong)):
+        dumped(recorded(one), tmp_path / name)
+    assert check(tmp_path / "good", tmp_path / "good").same
+    finding = check(tmp_path / "good", tmp_path / "bad").finding
+    assert finding is not None
+    assert str(finding.key) == "input of blocks.1.down"
+    hostile = {
+        "Module.a.Linear.forward.0": {
+            "output": [{"data_name": "../good/dump_tensor_data/1.pt"}, 7, {}],
+            "input_args": 3,
+        }
+    }
+    for data in ("[]", "{", '{"data": []}', json.dumps({"data": hostile})):
+        (tmp_path / "bad" / "dump.json").write_text(data, "utf-8")
+        with pytest.raises(TraceError, match=r"dump\.json"):
+            check(tmp_path / "good", tmp_path / "bad")

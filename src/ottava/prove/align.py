@@ -22,7 +22,7 @@ from ottava.prove.recorder import GRADIENTS, Entry, Key, Recording
 from ottava.prove.tolerance import distance
 
 _LATE = 1e9
-"""Added to the place of what happens after the backward."""
+"""After everything, in a program without updates."""
 
 
 class UnlikeError(ValueError):
@@ -112,7 +112,9 @@ def _at_the_step(mine: dict[Key, list[Entry]], theirs: list[dict[Key, list[Entry
                 if key in one:
                     one[whole] = one.pop(key)
         elif any(key in one for one in theirs):
-            mine.setdefault(key, [replace(e, order=e.order + _LATE) for e in mine.get(whole, [])])
+            updates = [e[0].order for k, e in mine.items() if k.kind == "update" and k.step == key.step]
+            late = min(updates, default=_LATE) - 0.5
+            mine.setdefault(key, [replace(e, order=late) for e in mine.get(whole, [])])
         else:
             for one in theirs:
                 one.setdefault(key, one.get(whole, []))
