@@ -25,7 +25,7 @@ SOURCE = ROOT / "src"
 OBSERVES = ("measure", "record", "interop", "experiments", "watching", "diagnose", "remedy", "debug")
 """Rooms that look at a run, from outside: what they look at must work, and give the same bits, without them."""
 
-MAY_OBSERVE = ("ottava", "report", "compat", "doors", "train", "bench", "lab", "cli")
+MAY_OBSERVE = ("ottava", "prove", "report", "compat", "doors", "train", "bench", "lab", "cli")
 """Other rooms that may import those."""
 
 MUTABLE_ON_PURPOSE = {

@@ -36,6 +36,7 @@ from typer.core import TyperGroup
 
 from ottava.base.errors import unknown_name
 from ottava.cli.audit import audit, order
+from ottava.cli.check import check
 from ottava.cli.console import print_error
 from ottava.cli.diagnose import bisect, compare, diagnose, what_if
 from ottava.cli.doctor import bench, doctor
@@ -85,7 +86,7 @@ def _add(*commands: Callable[..., Any]) -> None:
         app.command()(command)
 
 
-_add(demo, train, lab, plan, doctor, formats, recipes, explorer, report, table, plot, diagnose, compare, bisect)
+_add(demo, train, lab, plan, doctor, formats, recipes, explorer, report, table, plot, diagnose, compare, bisect, check)
 app.command("what-if")(what_if)
 app.command("import")(import_run)
 _add(inspect, export, consolidate, parity, order)

@@ -1,1 +1,31 @@
 """Proofs about other people's numerics: certificates, differences, orders of additions, audits of cards."""
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ottava.base import first_use
+
+if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
+    from ottava.prove.audit import Audit
+    from ottava.prove.order import reveal
+    from ottava.prove.prover import Side, Verdict, check
+    from ottava.prove.recorder import Recorder, Recording
+
+_HOMES = MappingProxyType(
+    {
+        "ottava.prove.audit": ("Audit",),
+        "ottava.prove.order": ("reveal",),
+        "ottava.prove.prover": ("Side", "Verdict", "check"),
+        "ottava.prove.recorder": ("Recorder", "Recording"),
+    }
+)
+
+__all__ = ["Audit", "Recorder", "Recording", "Side", "Verdict", "check", "reveal"]
+
+
+def __getattr__(name: str) -> Any:
+    return first_use(__name__, _HOMES, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,155 @@
+"""`ottava check`: runs a script in two ways, or reads two saved traces, and names the first tensor that is wrong."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from ottava.cli.console import answer
+
+if TYPE_CHECKING:
+    from ottava.prove.recorder import Recording
+    from ottava.prove.tolerance import Nudge
+
+
+class ScriptError(RuntimeError):
+    """A run of the user's script failed; the message has the last lines that it wrote."""
+
+    exit_code = 5
+
+
+def check(
+    words: Annotated[
+        list[str], Argument(metavar="SCRIPT [-- ARGUMENTS] | TRACE_A TRACE_B", help="A script, or two saved traces.")
+    ],
+    ranks: Annotated[int, Option("--ranks", min=1, help="Processes of B, started as torchrun does.")] = 1,
+    steps: Annotated[int, Option("--steps", min=1, help="Optimizer steps to compare.")] = 1,
+    draws: Annotated[int, Option("--draws", min=0, help="Runs of A with every tensor moved by one rounding.")] = 3,
+    save: Annotated[
+        Path | None, Option("--save", metavar="FOLDER", help="Save the trace of the script, and compare nothing.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
+    record: Annotated[Path | None, Option("--record", hidden=True)] = None,
+    nudge: Annotated[str, Option("--nudge", hidden=True)] = "",
+) -> int:
+    """Find the first tensor in which two programs differ: a script plain and with arguments, on one rank and on many.
+
+    The script runs plain, and again with the words after -- or on --ranks processes. It ends after --steps steps of
+    its optimizer. Plain runs with every tensor moved by one rounding say how far a right program may be. Exit code 1
+    if a tensor is beyond its limit.
+    """
+    if record is not None:
+        _record(record, words, steps, nudge)
+    from ottava.prove.prover import judge, nudge_for
+    from ottava.prove.traces import load_trace
+
+    with tempfile.TemporaryDirectory(prefix="ottava-check-") as scratch:
+        if words[0].endswith(".py"):
+            script, arguments = words[0], words[1:]
+            folder = Path(scratch) if save is None else save
+            if save is None and not arguments and ranks == 1:
+                raise ValueError(
+                    "check: A and B are the same command; give arguments after --, --ranks, or --save FOLDER"
+                )
+            a = _run(
+                folder / "a", script, arguments if save is not None else [], ranks if save is not None else 1, steps
+            )
+            a.again = _run(
+                folder / "again", script, arguments if save is not None else [], ranks if save is not None else 1, steps
+            )
+            b = a if save is not None else _run(folder / "b", script, arguments, ranks, steps)
+            if not (save is not None and ranks > 1):
+                words_a = arguments if save is not None else []
+                a.nudged = [
+                    _run(folder / f"nudged{n}", script, words_a, 1, steps, nudge_for(a, b, n))
+                    for n in range(1, draws + 1)
+                ]
+            if save is not None:
+                answer(
+                    as_json,
+                    {"saved": str(save), "tensors": len(a.entries)},
+                    f"Saved {len(a.entries)} tensors to {save}.",
+                )
+                return 0
+        elif len(words) == 2:
+            a, b = (load_trace(Path(word)) for word in words)
+        else:
+            raise ValueError(f"check: got {' '.join(words)!r}; give SCRIPT.py -- ARGUMENTS, or two saved traces")
+        a.name, b.name = ("A", "B") if words[0].endswith(".py") else words
+        verdict = judge(a, b)
+    answer(as_json, verdict.to_dict(), str(verdict))
+    return 0 if verdict.same else 1
+
+
+def _run(
+    folder: Path, script: str, arguments: Sequence[str], ranks: int, steps: int, nudge: Nudge | None = None
+) -> Recording:
+    """Records a script in processes of its own."""
+    from ottava.base.text import to_json
+    from ottava.prove.recorder import Recording
+
+    if not Path(script).exists():
+        raise FileNotFoundError(f"check: there is no file {script!r}; give a Python script")
+    words = [sys.executable, "-m", "ottava", "check", "--record", str(folder), "--steps", str(steps)]
+    words += ["--nudge", to_json(asdict(nudge))] if nudge is not None else []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    processes = []
+    for rank in range(ranks):
+        own = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else None
+        processes.append(
+            subprocess.Popen(
+                [*words, script, "--", *arguments],
+                env=own,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = [process.communicate()[1] for process in processes]
+    for rank, process in enumerate(processes):
+        if process.returncode:
+            last = "\n".join(said[rank].strip().splitlines()[-6:])
+            command = " ".join([script, *arguments])
+            raise ScriptError(f"check: {command}, rank {rank}, ended with code {process.returncode}:\n{last}")
+    return Recording.load(folder)
+
+
+class _Enough(BaseException):
+    """All steps are recorded: the script need not go on. No handler of errors catches it."""
+
+
+def _record(folder: Path, words: Sequence[str], steps: int, nudge: str) -> None:
+    """What a process of `_run` does: runs the script until the last step, saves, and ends."""
+    from ottava.base.untrusted import parse_json
+    from ottava.prove.recorder import Recorder
+    from ottava.prove.tolerance import Nudge
+    from ottava.watching.launch import run_script
+
+    def enough() -> None:
+        raise _Enough
+
+    facts: dict[str, Any] = parse_json(nudge) if nudge else {}
+    with Recorder(steps=steps, nudge=Nudge(**facts) if facts else None, at_end=enough) as recorder:
+        try:
+            run_script(list(words))
+        except _Enough:
+            pass
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                raise
+        recorder.recording().save(folder)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # process groups and workers of a script that was stopped would wait for each other

@@ -1,0 +1,567 @@
+"""The differential prover: where two programs stop being the same, and at which tensor.
+
+    check(model_a, model_b, batch)      two models: the weights of A go into B, one step of both
+    check(program_a, program_b, batch)  two functions of the batch that build and step what they like
+    check("runs/a", "runs/b")           two saved traces, of one process or of many ranks
+
+A is the reference. It runs once more as it is, and some times with every tensor moved by one rounding; that says how
+far a right B may be, tensor by tensor (see `tolerance`). Everything is compared in the order in which A computes, so
+the first tensor beyond its limit is where the fault is: all that it was computed from is right.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from ottava.base.text import columns, listed
+from ottava.experiments.program import tensors_in, tree_map
+from ottava.prove.align import Aligned, Row, UnlikeError, align
+from ottava.prove.recorder import Key, Recorder, Recording, bare
+from ottava.prove.reproduce import Operations, write
+from ottava.prove.tolerance import Distance, Nudge, distance, limits, unit
+from ottava.prove.traces import load_trace
+from ottava.record.random_state import random_states_kept
+
+DRAWS = 3
+"""Runs of A with every tensor moved by one rounding."""
+_DISTANCES = ("all of it", "its worst row", "its worst column", "its worst element")
+
+
+@dataclass(eq=False)
+class Side:
+    """A program that `check` can run again and again.
+
+    Args:
+        model: every run gets a copy.
+        step: (model, optimizer or None, batch): forward, backward and step. None: one forward, the loss, its backward.
+        optimizer: makes the optimizer of the parameters; None: no update.
+        name: in the verdict.
+    """
+
+    model: nn.Module
+    step: Callable[[nn.Module, Optimizer | None, Any], Any] | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """One tensor with its distance and its limit."""
+
+    row: Row
+    far: Distance
+    limit: Distance
+
+    @property
+    def wrong(self) -> bool:
+        """Whether one of the four distances is beyond its limit."""
+        return any(not f <= m for f, m in zip(self.far, self.limit, strict=True))
+
+    @property
+    def worst(self) -> int:
+        """The number of the distance that is farthest beyond its limit."""
+        return max(range(4), key=lambda i: self.far[i] / self.limit[i] if self.limit[i] else math.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """The first tensor that is not as it should be."""
+
+    key: Key
+    phase: str
+    """start, data, forward, recomputation, loss, backward, weight gradient, clipping, update or buffer."""
+    module: str
+    """Path of the module whose code computed it."""
+    operation: str
+    rank: int | None
+    error: float
+    limit: float
+    sentence: str
+    others: tuple[str, ...] = ()
+    """Other modules that may have computed it."""
+
+
+@dataclass(eq=False)
+class Verdict:
+    """What `check` found."""
+
+    finding: Finding | None
+    judged: list[Judged]
+    notes: list[str]
+    names: tuple[str, str] = ("A", "B")
+    reproducer: Path | None = None
+    aligned: Aligned | None = field(default=None, repr=False)
+
+    @property
+    def same(self) -> bool:
+        """Whether every tensor is within its limit."""
+        return self.finding is None
+
+    def __str__(self) -> str:
+        wrong = [j for j in self.judged if j.wrong]
+        if self.finding is None:
+            lines = [
+                f"{self.names[1]} computes what {self.names[0]} computes: "
+                f"all {len(self.judged)} tensors are within their limits."
+            ]
+        else:
+            lines = [
+                self.finding.sentence,
+                "",
+                f"{len(wrong)} of {len(self.judged)} tensors are beyond their limits; the first, in program order:",
+            ]
+            first = self.judged.index(wrong[0])
+            shown = self.judged[max(first - 2, 0) : first] + wrong[:6]
+            rows = [
+                (str(j.row.key), f"{j.far[j.worst]:.2g}", f"{j.limit[j.worst]:.2g}", "wrong" if j.wrong else "right")
+                for j in shown
+            ]
+            lines += [f"  {line}" for line in columns(("tensor", "distance", "limit", ""), *rows)]
+        lines += ["", *(f"Note: {note}" for note in self.notes)] if self.notes else []
+        if self.reproducer is not None:
+            lines += ["", f"Reproducer: python {self.reproducer}"]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        f = self.finding
+        found = (
+            None
+            if f is None
+            else {
+                **{
+                    k: getattr(f, k)
+                    for k in ("phase", "module", "operation", "rank", "error", "limit", "sentence", "others")
+                },
+                "tensor": str(f.key),
+            }
+        )
+        return {
+            "same": self.same, "finding": found, "tensors": len(self.judged), "notes": self.notes,
+            "wrong": [str(j.row.key) for j in self.judged if j.wrong],
+            "reproducer": None if self.reproducer is None else str(self.reproducer),
+        }  # fmt: skip
+
+
+Program = nn.Module | Side | Recording | Path | str | Callable[[Any], Any]
+
+
+def check(
+    a: Program,
+    b: Program,
+    batch: Any = None,
+    *,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    steps: int = 1,
+    draws: int = DRAWS,
+    names: Mapping[str, str] | None = None,
+    casts: Mapping[str, tuple[float, float]] | None = None,
+    share_weights: bool = True,
+    seed: int = 0,
+    reproducer: Path | str | None = None,
+) -> Verdict:
+    """Runs one step of two programs on the same weights and data, and names the first tensor that is wrong.
+
+    Args:
+        a: the reference: a model, a `Side`, a function of the batch, or a saved trace (a `Recording` or its folder).
+        b: what is held against it.
+        batch: passed to both; floating-point tensors in the dtype of each model's parameters.
+        loss: (model, batch) -> scalar; None: the model's own loss, or its outputs times fixed random numbers.
+        optimizer: makes the optimizer of a model's parameters; None: no update is compared.
+        steps: steps in a row, from the shared state.
+        draws: runs of A that are moved by one rounding.
+        names: path in B -> path in A, for models that name their modules differently; a path stands for all below it.
+        casts: path in A -> units of rounding of a cast that B makes by hand, of operands and of gradients. Casts of
+            ottava's and torchao's layers are known.
+        share_weights: whether B gets the weights of A.
+        seed: of the random numbers.
+        reproducer: where to write a script that shows the first wrong operation alone; None: none is written.
+    Returns:
+        The verdict.
+    Raises:
+        ValueError: the programs have hardly a module in common, or two runs of A differ by more than a rounding.
+
+    Example:
+        >>> class Wrong(nn.Linear):
+        ...     def forward(self, x: Tensor) -> Tensor:
+        ...         return super().forward(x) * 1.01
+        >>> right = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> wrong = nn.Sequential(nn.Linear(8, 8), Wrong(8, 8))
+        >>> check(right, wrong, torch.ones(4, 8)).finding.module
+        '1'
+    """
+    sides = [_side(x, optimizer, name) for x, name in ((a, "A"), (b, "B"))]
+    if share_weights and all(isinstance(s, Side) for s in sides):
+        sides[1].model = with_weights(sides[0].model, sides[1].model, names or {})
+
+    def run(side: Any, nudge: Nudge | None = None) -> Recording:
+        return _run(side, batch, loss, steps, seed, nudge)
+
+    first = sides[0] if isinstance(sides[0], Recording) else run(sides[0])
+    second = sides[1] if isinstance(sides[1], Recording) else run(sides[1])
+    second = renamed(second, names or {})
+    if not isinstance(sides[0], Recording):
+        first.again = run(sides[0])
+        first.nudged = [run(sides[0], nudge_for(first, second, seed, casts)) for seed in range(1, draws + 1)]
+    verdict = judge(first, second)
+    if reproducer is not None and verdict.finding is not None:
+        own = [s for s in sides if not isinstance(s, Recording)]
+        if len(own) == 2:
+            runs = [_run(s, batch, loss, steps, seed, None, operations=True) for s in own]
+            about = verdict.finding.sentence, verdict.finding.limit
+            verdict.reproducer, note = write(*about, runs[0].operations, runs[1].operations, Path(reproducer))
+            verdict.notes.append(note)
+    return verdict
+
+
+def nudge_for(a: Recording, b: Recording, seed: int, casts: Mapping[str, tuple[float, float]] | None = None) -> Nudge:
+    """Moves A by the coarser units of both programs."""
+    known = [r.casts for one in (a, b) for r in (one.ranks or [one])]
+    together: dict[str, tuple[float, float]] = {}
+    for one in [*known, casts or {}]:
+        for path, (forward, backward) in one.items():
+            old = together.get(path, (0.0, 0.0))
+            together[path] = max(forward, old[0]), max(backward, old[1])
+    mine, theirs = (coarsest(one) for one in (a, b))
+    return Nudge(seed, theirs if theirs > mine else 0.0, together)
+
+
+def coarsest(recording: Recording) -> float:
+    """The unit in which a program gives most of its outputs."""
+    found = [unit(e.value.dtype) for e in (recording.ranks or [recording])[0].entries if e.key.kind == "output"]
+    found = sorted(u for u in found if u) or [0.0]
+    return found[len(found) // 2]
+
+
+def judge(a: Recording, b: Recording) -> Verdict:
+    """Holds every tensor of B against A, and names the first that is wrong."""
+    if a.again is not None:
+        _settle(a)
+    aligned = align(a, b)
+    moved = [{(r.key, r.call): r for r in align(a, n).rows} for n in (*a.nudged, *([a.again] if a.again else []))]
+    usual: dict[str, list[float]] = {}
+    for row in aligned.rows:
+        if row.a.is_floating_point() and row.a.numel():
+            usual.setdefault(row.key.kind, []).append(float(row.a.double().square().mean().sqrt()))
+    medians = {kind: sorted(found)[len(found) // 2] for kind, found in usual.items()}
+    notes: list[str] = []
+    if not a.nudged:
+        notes.append(
+            "A has no runs that were moved by a rounding, so limits are a rule of thumb: 32 units of the coarser dtype."
+        )
+    judged = []
+    gradients: dict[Key, Tensor] = {}
+    weights = {r.key.path: r for r in aligned.rows if r.key.kind == "weight"}
+    for row in aligned.rows:
+        if row.b is None:
+            continue
+        size = medians.get(row.key.kind, 0.0)
+        size = size if math.isfinite(size) else 0.0
+        plain = replace_key(row.key)
+        went = [
+            distance(row.a, m.b, size)
+            for one in moved
+            if (m := one.get((plain, row.call))) is not None and m.b is not None and m.b.shape == row.a.shape
+        ]
+        if row.key.kind == "weight":
+            went = []
+        coarse = unit(row.unit)
+        limit = limits(went, coarse if a.nudged or row.key.kind == "weight" else 32 * coarse)
+        if row.key.kind == "update" and (weight := weights.get(row.key.path)) is not None:
+            # the optimizer adds to weights of the coarser dtype: each of them is rounded
+            sizes = [float(x.double().square().mean().sqrt()) for x in (weight.a, row.a)]
+            rounding = unit(weight.unit) * (1 + sizes[0] / sizes[1]) if sizes[1] else math.inf
+            limit = Distance(*(m + rounding * (1 if i == 0 else 4) for i, m in enumerate(limit)))
+        b_value = row.b
+        if row.key.kind == "update" and (gradient := gradients.get(row.key._replace(kind="gradient"))) is not None:
+            # Adam divides a gradient by its size: where it may be zero but for rounding, its sign is chance
+            b_value = torch.where(gradient, row.a.double(), row.b.double()) if gradient.shape == row.a.shape else row.b
+        judged.append(Judged(row, distance(row.a, b_value, size), limit))
+        if row.key.kind == "gradient":
+            usual_size = float(row.a.double().square().mean().sqrt())
+            gradients[row.key] = row.a.abs() <= 4 * limit.element * usual_size
+    if unlike := [f"{row.key} {row.said}" for row in aligned.rows if row.b is None]:
+        notes.append(f"Not compared: {listed(unlike, 4)}.")
+    for only, name in ((aligned.only_a, a.name), (aligned.only_b, b.name)):
+        if only:
+            notes.append(f"Only {name} has {listed(dict.fromkeys(map(str, only)), 4)}.")
+    wrong = next((j for j in judged if j.wrong), None)
+    finding = None if wrong is None else explain(wrong, judged, a, b)
+    return Verdict(finding, judged, notes, (a.name, b.name), aligned=aligned)
+
+
+def replace_key(key: Key) -> Key:
+    """The key of A's tensor."""
+    return key._replace(kind="output") if key.kind == "recomputed" else key
+
+
+def _settle(a: Recording) -> None:
+    """Refuses a reference that does not repeat itself."""
+    assert a.again is not None
+    aligned = align(a, a.again)
+    for row in aligned.rows:
+        if row.b is not None and row.a.shape == row.b.shape:
+            far = distance(row.a, row.b).whole
+            if far > 0.3:
+                raise UnlikeError(
+                    f"check: two runs of A itself differ: {row.key} by {far:.0%}. Give the program one seed, "
+                    "the same data and no state from run to run; dropout needs a seed before the step"
+                )
+
+
+def explain(wrong: Judged, judged: Sequence[Judged], a: Recording, b: Recording) -> Finding:
+    """Which code computed the first wrong tensor."""
+    row, number = wrong.row, wrong.worst
+    key = row.key
+    path = key.path
+    kinds = {**a.kinds, **b.kinds}
+    others: tuple[str, ...] = ()
+    owner = path if path in kinds else path.rpartition(".")[0]
+    if key.kind == "weight":
+        phase, module, said = "start", owner, f"the programs start from other weights: {path}"
+    elif key.kind == "input" and (not path or path.startswith("<")):
+        phase, module, said = "data", path, "the data differ"
+        if path:
+            phase, module, said = "forward", "", f"the code between the model and {kinds.get(path, path)}"
+    elif key.kind == "input":
+        parent = path.rpartition(".")[0]
+        while parent and kinds.get(parent) in ("ModuleList", "ModuleDict"):
+            parent = parent.rpartition(".")[0]
+        phase, module, said = "forward", parent, f"the code of {_named(parent, kinds)} before it calls {path}"
+    elif key.kind == "output":
+        phase, module, said = "forward", path, f"the forward of {_named(path, kinds)}"
+    elif key.kind == "recomputed":
+        phase, module, said = "recomputation", path, f"the recomputed forward of {_named(path, kinds)}"
+    elif key.kind in ("output gradient", "input gradient"):
+        phase, module, said, others = _backward(row, judged, a, kinds)
+    elif key.kind == "gradient":
+        lost = " (B has none)" if row.said else ""
+        phase, module, said = (
+            "weight gradient",
+            owner,
+            f"the gradient of {path}{lost}, while the gradient that enters {_named(owner, kinds)} is right",
+        )
+    elif key.kind == "clipped gradient":
+        phase, module, said = (
+            "clipping",
+            owner,
+            "what happens between the backward and the step of the optimizer, such as clipping or unscaling",
+        )
+    elif key.kind == "update":
+        phase, module, said = "update", owner, f"the step of the optimizer ({row.operation})"
+    else:
+        phase, module, said = "buffer", owner, f"the buffer {path}"
+    rank = _rank(wrong)
+    where = f" on rank {rank}" if rank is not None else ""
+    step = f" in step {key.step + 1}" if key.step else ""
+    far = f"{_DISTANCES[number]} is {wrong.far[number]:.2g} of its size from {a.name}"
+    size = f"{far}; a right program stays below {wrong.limit[number]:.2g}"
+    sentence = f"{b.name} parts from {a.name} in {said}{where}{step}: {key}: {size}."
+    return Finding(key, phase, module, row.operation, rank, wrong.far[number], wrong.limit[number], sentence, others)
+
+
+def _named(path: str, kinds: Mapping[str, str]) -> str:
+    kind = kinds.get(path, "")
+    return f"{path or 'the model'}" + (f" ({kind})" if kind else "")
+
+
+def _backward(
+    row: Row, judged: Sequence[Judged], a: Recording, kinds: Mapping[str, str]
+) -> tuple[str, str, str, tuple[str, ...]]:
+    """A gradient of an activation is the work of the modules that took the activation."""
+    key = row.key
+    entering = key.kind == "input gradient" and key.path
+    forward = key._replace(kind="input" if entering else "output")
+    own = next((j.row for j in judged if j.row.key == forward and j.row.call == row.call), None)
+    takers = [] if own is None else [
+        j.row.key.path for j in judged
+        if j.row.key.kind == "input" and j.row.key.step == key.step
+        and j.row.order > own.order - (forward.kind == "input")
+        and j.row.a.shape == own.a.shape and torch.equal(j.row.a, own.a)
+    ]  # fmt: skip
+    if forward.kind == "input" and key.path not in takers:
+        takers.insert(0, key.path)
+    # the innermost that is still right: a module whose own output gradient is right
+    right = {j.row.key.path for j in judged if j.row.key.kind == "output gradient" and not j.wrong}
+    takers = [t for t in dict.fromkeys(takers) if t in right] or list(dict.fromkeys(takers))
+    leaves = [t for t in takers if not any(o != t and o.startswith(f"{t}.") for o in takers)]
+    ends = own is not None and any(  # what the model gives goes to the loss
+        r.key == Key(key.step, "", "output", r.key.part) and r.a.shape == own.a.shape and torch.equal(r.a, own.a)
+        for r in (j.row for j in judged)
+    )
+    if ends or (leaves and leaves[0].startswith("<")) or (not key.path and key.kind == "output gradient"):
+        what = leaves[0] if leaves else ""
+        return "loss", what, "the loss: the code after the model's output, or its scale", ()
+    if leaves:
+        return "backward", leaves[0], f"the backward of {_named(leaves[0], kinds)}", tuple(leaves[1:])
+    parent = key.path.rpartition(".")[0]
+    return "backward", parent, f"the backward of the code of {_named(parent, kinds)} after {key.path}", ()
+
+
+def _rank(wrong: Judged) -> int | None:
+    """The rank with the farthest part, where ranks hold parts that differ."""
+    row = wrong.row
+    if len({rank for rank, _ in row.shards}) < 2 or row.b is None:
+        return None
+    far: dict[int, float] = {}
+    for rank, place in row.shards:
+        try:
+            far[rank] = max(far.get(rank, 0.0), distance(row.a[place], row.b[place]).whole)
+        except (IndexError, RuntimeError):
+            return None
+    worst = max(far, key=lambda r: far[r])
+    return worst if far[worst] > 1.5 * min(far.values()) or len(set(far.values())) > 1 else None
+
+
+# --- running ------------------------------------------------------------------------------------------
+
+
+def _side(x: Program, optimizer: Any, name: str) -> Any:
+    if isinstance(x, str | Path):
+        return load_trace(Path(x))
+    if isinstance(x, Side):
+        return Side(x.model, x.step, x.optimizer or optimizer, x.name or name)
+    if isinstance(x, nn.Module):
+        return Side(x, None, optimizer, name)
+    if isinstance(x, Recording):
+        return x
+    if callable(x):
+        return name, x
+    raise TypeError(
+        f"check: got a {type(x).__name__}; needs a model, a Side, a function of the batch, or a saved trace"
+    )
+
+
+def _run(
+    side: Any, batch: Any, loss: Any, steps: int, seed: int, nudge: Nudge | None, operations: bool = False
+) -> Recording:
+    """One run of a side, from the same state and seed."""
+    noted = Operations() if operations else None
+    with random_states_kept():
+        torch.manual_seed(seed)
+        if not isinstance(side, Side):
+            name, program = side
+            with Recorder(steps=steps, nudge=nudge) as recorder, noted or nullcontext():
+                program(copy.deepcopy(batch))
+        else:
+            name = side.name
+            model = copy.deepcopy(side.model)
+            made = side.optimizer(model.parameters()) if side.optimizer is not None else None
+            given = _in_dtype(batch, model)
+            with Recorder(model, steps=steps, nudge=nudge) as recorder, noted or nullcontext():
+                for _ in range(steps):
+                    (side.step or _plain_step(loss))(model, made, given)
+    recording = recorder.recording(name)
+    if not recording.entries:
+        raise UnlikeError(
+            f"check: {name} has called no module and stepped no optimizer; give a program that runs a training step"
+        )
+    if noted is not None:
+        recording.operations = noted
+    return recording
+
+
+def _in_dtype(batch: Any, model: nn.Module) -> Any:
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize > 1), torch.float32)
+
+    def cast(x: Any) -> Any:
+        floats = isinstance(x, Tensor) and x.is_floating_point()
+        return x.detach().to(dtype).clone().requires_grad_(x.requires_grad) if floats else x
+
+    return tree_map(cast, batch)
+
+
+def _plain_step(loss: Callable[[nn.Module, Any], Tensor] | None) -> Callable[[nn.Module, Optimizer | None, Any], Any]:
+    def step(model: nn.Module, optimizer: Optimizer | None, batch: Any) -> None:
+        if optimizer is not None:
+            optimizer.zero_grad()
+        (loss or generated_loss)(model, batch).backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return step
+
+
+def generated_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The model's own loss; else the mean of its outputs times fixed random numbers, so every gradient is used."""
+    output = (
+        model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple) else model(batch)
+    )
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    random = torch.Generator().manual_seed(1)
+    parts = [x for x in tensors_in(output) if x.is_floating_point() and x.requires_grad]
+    if not parts:
+        raise ValueError("check: the model gives no tensor with a gradient; give loss=, a function of (model, batch)")
+    sums = [(x.float() * torch.randn(x.shape, generator=random).to(x.device)).sum() for x in parts]
+    total: Tensor = torch.stack(sums).sum()
+    return total / sum(x.numel() for x in parts) * 8
+
+
+def with_weights(a: nn.Module, b: nn.Module, names: Mapping[str, str]) -> nn.Module:
+    """A copy of B with the weights and buffers of A.
+
+    Raises:
+        UnlikeError: a parameter of B has no namesake in A, or another shape.
+    """
+    b = copy.deepcopy(b)
+    source = {
+        bare(name): x
+        for name, x in (*a.named_parameters(remove_duplicate=False), *a.named_buffers(remove_duplicate=False))
+    }
+    own = [
+        *((n, p, True) for n, p in b.named_parameters(remove_duplicate=False)),
+        *((n, x, False) for n, x in b.named_buffers(remove_duplicate=False)),
+    ]
+    with torch.no_grad():
+        for name, target, trained in own:
+            path = in_a(bare(name), names)
+            value = source.get(path)
+            if value is None or value.shape != target.shape:
+                if not trained:
+                    continue
+                has = "A has no parameter of this name" if value is None else f"A has shape {tuple(value.shape)}"
+                raise UnlikeError(
+                    f"check: parameter {path} of B has shape {tuple(target.shape)}; {has}. Give two models with "
+                    "the same parameters, names={path in B: path in A}, or share_weights=False"
+                )
+            if value is not target:
+                target.copy_(value)
+    return b
+
+
+def in_a(path: str, names: Mapping[str, str]) -> str:
+    """A path of B as A has it.
+
+    Example:
+        >>> in_a("blocks.0.w1", {"blocks.0": "layers.0"})
+        'layers.0.w1'
+    """
+    for theirs in sorted(names, key=len, reverse=True):
+        if path == theirs or path.startswith(f"{theirs}."):
+            return names[theirs] + path[len(theirs) :]
+    return path
+
+
+def renamed(recording: Recording, names: Mapping[str, str]) -> Recording:
+    """A recording of B with the paths of A."""
+    if not names:
+        return recording
+    for one in recording.ranks or [recording]:
+        for entry in one.entries:
+            entry.key = entry.key._replace(path=in_a(entry.key.path, names))
+        one.casts = {in_a(path, names): unit for path, unit in one.casts.items()}
+        one.kinds = {in_a(path, names): kind for path, kind in one.kinds.items()}
+    return recording

@@ -1,0 +1,525 @@
+"""Records one training step by meaning: what every module got and gave, forward and backward, gradients and updates.
+
+    weight             a parameter before the first step of an optimizer
+    input, output      of a module, in the order of the forward
+    recomputed         an output that activation checkpointing computes again in the backward
+    output gradient    of the loss, of that output; input gradient alike
+    gradient           of a parameter at the end of a backward
+    clipped gradient   of a parameter at the step of the optimizer, where it is another one
+    update             what the step of the optimizer added to a parameter
+    buffer             a buffer after that step
+
+A module's path is the name in its model, without the words that wrappers add (`_orig_mod`, `module`, ...). Code inside
+a compiled region is not seen: only what enters and leaves it. Shards of DTensors keep their place in the whole tensor,
+so several ranks need no collective to be put together later.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ottava.base.errors import need
+from ottava.base.text import to_json
+from ottava.base.untrusted import UntrustedError, parse_json, read_text
+from ottava.engine.functional import QuantizedLayer
+from ottava.experiments.casts import is_torchao
+from ottava.experiments.program import tensors_in
+
+SCHEMA = "ottava.trace/1"
+GRADIENTS = ("output gradient", "input gradient")
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_flat_param)(?=\.|$)")
+
+
+class TraceError(ValueError):
+    """A saved trace cannot be read; the message names the file and the reason."""
+
+    exit_code = 4
+
+
+class Key(NamedTuple):
+    """What a tensor means; equal in two programs that compute the same."""
+
+    step: int
+    path: str
+    """Of the module, or of the parameter."""
+    kind: str
+    part: int = 0
+    """Number among the tensors that a module gets or gives."""
+
+    def __str__(self) -> str:
+        what = self.path or "the model"
+        return f"{self.kind} of {what}" + (f" (number {self.part + 1})" if self.part else "")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The place of a local tensor in a DTensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+    partial: bool = False
+    """Whether the whole tensor is the sum over ranks."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One tensor of one call."""
+
+    key: Key
+    value: Tensor
+    order: float
+    """Place in the order of the program."""
+    operation: str = ""
+    """Class of the module, or of the optimizer."""
+    shard: Shard | None = None
+
+
+@dataclass(eq=False)
+class Recording:
+    """A step as entries in the order of the program. `ranks` are those of other processes, this one among them."""
+
+    entries: list[Entry]
+    name: str = "A"
+    rank: int = 0
+    size: int = 1
+    casts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Path of a module that casts -> unit of rounding in the forward and of gradients."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    """Path of a module -> its class."""
+    ranks: list[Recording] = field(default_factory=list)
+    nudged: list[Recording] = field(default_factory=list)
+    """The same program, with every tensor moved by one rounding."""
+    again: Recording | None = None
+    """A second run of the same program."""
+    operations: Any = None
+    """Its calls of operators of torch, see `reproduce`."""
+
+    def by_key(self) -> dict[Key, list[Entry]]:
+        """Key -> the entries of its calls, in order."""
+        found: dict[Key, list[Entry]] = {}
+        for entry in self.entries:
+            found.setdefault(entry.key, []).append(entry)
+        return found
+
+    def save(self, folder: Path | str) -> None:
+        """Writes rank0.json and rank0.safetensors (of other ranks alike), and the runs beside it in folders."""
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [{**asdict(e), "key": list(e.key), "value": None} for e in self.entries]
+        facts = {"schema": SCHEMA, "rank": self.rank, "size": self.size, "casts": self.casts, "kinds": self.kinds}
+        save_file(
+            {str(i): e.value.contiguous() for i, e in enumerate(self.entries)}, folder / f"rank{self.rank}.safetensors"
+        )
+        (folder / f"rank{self.rank}.json").write_text(to_json({**facts, "entries": rows}), "utf-8")
+        for number, other in enumerate(self.nudged):
+            other.save(folder / f"nudged{number}")
+        if self.again is not None:
+            self.again.save(folder / "again")
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Recording:
+        """Reads what `save` wrote, of all ranks.
+
+        Raises:
+            TraceError: a file is missing or damaged.
+        """
+        folder = Path(folder)
+        files = sorted(folder.glob("rank*.json"), key=lambda p: (len(p.name), p.name))
+        if not files:
+            raise TraceError(f"{folder}: there is no rank0.json in it; `ottava check --save {folder} SCRIPT` makes one")
+        ranks = [cls._load_rank(path) for path in files]
+        first = ranks[0]
+        first.name = folder.name
+        missing = sorted({*range(first.size)} - {r.rank for r in ranks})
+        if missing:
+            raise TraceError(f"{folder}: ranks {missing} of {first.size} have saved nothing")
+        first.ranks = ranks if first.size > 1 else []
+        first.nudged = [cls.load(path) for path in sorted(folder.glob("nudged*"))]
+        first.again = cls.load(folder / "again") if (folder / "again").is_dir() else None
+        return first
+
+    @classmethod
+    def _load_rank(cls, path: Path) -> Recording:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            facts = parse_json(read_text(path))
+        except UntrustedError as error:
+            raise TraceError(f"{path}: {error}") from None
+        if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
+            raise TraceError(f"{path}: is no trace of ottava check (schema {SCHEMA})")
+        try:
+            tensors = load_file(path.with_suffix(".safetensors"))
+            entries = []
+            for number, one in enumerate(facts["entries"]):
+                step, name, kind, part = one["key"]
+                shard = one["shard"]
+                place = (
+                    None
+                    if shard is None
+                    else Shard(tuple(shard["shape"]), tuple(shard["offset"]), bool(shard["partial"]))
+                )
+                key = Key(int(step), str(name), str(kind), int(part))
+                entries.append(Entry(key, tensors[str(number)], float(one["order"]), str(one["operation"]), place))
+            casts = {str(k): (float(a), float(b)) for k, (a, b) in facts["casts"].items()}
+            kinds = {str(k): str(v) for k, v in facts["kinds"].items()}
+            return cls(entries, path.parent.name, int(facts["rank"]), int(facts["size"]), casts, kinds)
+        except (SafetensorError, KeyError, TypeError, ValueError, OSError, AttributeError) as error:
+            raise TraceError(
+                f"{path}: is damaged: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            ) from None
+
+
+class Recorder:
+    """Records steps while it is entered.
+
+    Args:
+        models: whose modules to watch; none: every model that is called, found at its first call.
+        steps: optimizer steps to record.
+        nudge: moves tensors by one rounding, see `tolerance.Nudge`.
+        most: bytes to keep at most.
+        at_end: called after the last step.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> with Recorder(model) as recorder:
+        ...     model(torch.ones(2, 4)).sum().backward()
+        >>> [str(e.key) for e in recorder.recording().entries][:3]
+        ['input of the model', 'input of 0', 'output of 0']
+    """
+
+    def __init__(
+        self,
+        *models: nn.Module,
+        steps: int = 1,
+        nudge: Any = None,
+        most: int = 8 << 30,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        for model in models:
+            need("Recorder", model, nn.Module)
+        self._models, self._steps, self._nudge, self._left = models, steps, nudge, most
+        self._at_end = at_end
+        self.step, self.depth = 0, 0
+        self._entries: dict[tuple[int, int, str, str, int, int], Entry] = {}
+        self._named: dict[int, tuple[nn.Module, str]] = {}
+        self._roots: list[nn.Module] = []
+        self._known: set[int] = set()
+        self._calls: dict[tuple[int, int, bool], int] = {}
+        self._handles: list[Any] = []
+        self._owners: dict[int, nn.Module] = {}
+        self._before: dict[int, tuple[Any, str, Tensor]] = {}
+        self._order = 0.0
+        self._grad_order: dict[int, float] = {}
+        self._queued = False
+        self.full = False
+
+    def __enter__(self) -> Self:
+        if self._models:
+            for model in self._models:
+                self._adopt(model)
+        else:
+            warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+            self._handles.append(register_module_forward_pre_hook(self._discover))
+        self._handles.append(register_optimizer_step_pre_hook(self._before_update))
+        self._handles.append(register_optimizer_step_post_hook(self._after_update))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def active(self) -> bool:
+        """Whether steps are left to record."""
+        return self.step < self._steps and bool(self._handles)
+
+    # --- modules ----------------------------------------------------------------------------------------------------
+
+    def _discover(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not self.active or self.depth or id(module) in self._known:
+            return
+        self._adopt(module)
+        self._enter(module, args, {})  # torch does not call a hook that was added during the call
+
+    def _adopt(self, root: nn.Module) -> None:
+        self._roots.append(root)
+        doors = {
+            id(m) for layer in root.modules() if isinstance(layer, QuantizedLayer) for m in layer.quantizers.modules()
+        }
+        for module in root.modules():
+            if id(module) not in self._known:
+                self._known.add(id(module))
+                self._owners[id(module)] = module
+                if id(module) in doors:
+                    continue
+                self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
+        for parameter in root.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+        if self._nudge is not None:
+            self._nudge.weights(root, lambda m: self._name(root, m))
+
+    def _name(self, root: nn.Module, module: nn.Module) -> str:
+        return next((bare(name) for name, one in root.named_modules() if one is module), "")
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        self._grad_order.setdefault(id(parameter), self._next())
+        self._queue()
+
+    def _next(self) -> float:
+        self._order += 1
+        return self._order
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self.active:
+            return None
+        if self._nudge is not None:
+            self._nudge.at(*self._place(module))
+        if not self.depth and not _in_backward() and self._nudge is not None:
+            args, kwargs = self._nudge.data(args), self._nudge.data(kwargs)
+        elif self._nudge is not None:
+            args, kwargs = self._nudge.entering(module, args), self._nudge.entering(module, kwargs)
+        self.depth += 1
+        recomputes = _in_backward()
+        call = self._calls.get((id(module), self.step, recomputes), 0)
+        if not recomputes:
+            for part, x in enumerate(tensors_in([args, kwargs])):
+                self._note(module, "", "input", part, call, x)
+                self._hook(module, "input gradient", part, call, x)
+        return None if self._nudge is None else (args, kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() or not self.active or not self.depth:
+            return None
+        self.depth -= 1
+        recomputes = _in_backward()
+        call = self._calls.get((id(module), self.step, recomputes), 0)
+        changed = None
+        if self._nudge is not None and not any(True for _ in module.children()):
+            self._nudge.at(*self._place(module), 1)
+            output = changed = self._nudge.leaving(output)
+        self._calls[id(module), self.step, recomputes] = call + 1
+        for part, x in enumerate(tensors_in(output)):
+            self._note(module, "", "recomputed" if recomputes else "output", part, call, x)
+            self._hook(module, "output gradient", part, call, x)
+        return changed
+
+    def _place(self, module: nn.Module) -> tuple[int, int]:
+        """A forward and its recomputation get the same nudge."""
+        number = next((i for i, known in enumerate(self._owners) if known == id(module)), 0)
+        return number, self._calls.get((id(module), self.step, _in_backward()), 0)
+
+    def _hook(self, module: nn.Module, kind: str, part: int, call: int, x: Tensor) -> None:
+        if not x.requires_grad or not torch.is_grad_enabled():
+            return
+        last = kind == "output gradient" and self._nudge is not None
+
+        def seen(gradient: Tensor) -> Tensor | None:
+            if not self.active:
+                return None
+            self._queue()
+            moved = self._nudge.gradient(module, gradient) if last else None
+            self._note(module, "", kind, part, call, gradient if moved is None else moved)
+            return moved
+
+        x.register_hook(seen)
+
+    # --- the end of a backward, and the optimizer --------------------------------------------------------------------
+
+    def _queue(self) -> None:
+        """Asks for a call after those that DDP and FSDP have asked for: only then gradients are whole."""
+        if self._queued or not self.active or not _in_backward():
+            return
+        self._queued = True
+        ask: Any = torch.autograd.Variable._execution_engine.queue_callback
+        ask(lambda: ask(self._after_backward))
+
+    def _after_backward(self) -> None:
+        self._queued = False
+        if self.active:
+            for module, name, parameter in self._parameters():
+                if parameter.grad is not None:
+                    order = self._grad_order.get(id(parameter))
+                    self._note(module, name, "gradient", 0, 0, parameter.grad, order=order)
+
+    def _parameters(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        seen: set[int] = set()
+        for root in self._roots:
+            for module in root.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and parameter.requires_grad and id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        yield module, name, parameter
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self.active:
+            return
+        names: dict[int, tuple[Any, str]] = {id(p): (module, name) for module, name, p in self._parameters()}
+        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            module, name = names.get(id(p), (optimizer, f"parameter {number}"))
+            if p.grad is not None:
+                self._note(module, name, "clipped gradient", 0, 0, p.grad)
+            if id(p) not in self._before:
+                if self.step == 0:
+                    self._note(module, name, "weight", 0, 0, p, order=-1.0)
+                self._before[id(p)] = module, name, _local(p).clone()
+
+    def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self.active:
+            return
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(p) in self._before:
+                module, name, before = self._before.pop(id(p))
+                moved = _local(p).float() - before.float()
+                self._note(module, name, "update", 0, 0, moved, like=p, operation=type(optimizer).__name__)
+        if not self._before:
+            self._finish_step()
+            if self.step == self._steps:
+                self._at_end()
+
+    def _finish_step(self) -> None:
+        for root in self._roots:
+            for module in root.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.is_floating_point():
+                        self._note(module, name, "buffer", 0, 0, buffer)
+        self.step += 1
+
+    # --- what is kept -------------------------------------------------------------------------------------------------
+
+    def _note(
+        self, module: Any, name: str, kind: str, part: int, call: int, x: Tensor, *,
+        order: float | None = None, like: Tensor | None = None, operation: str = "",
+    ) -> None:  # fmt: skip
+        key = self.step, id(module), name, kind, part, call
+        self._owners.setdefault(id(module), module)
+        value = _local(x)
+        if value.is_meta or value.layout != torch.strided or value.dtype == torch.bool:
+            return
+        old = self._entries.get(key)
+        if old is None:
+            self._left -= value.nbytes
+            if self._left < 0:
+                self.full = True
+                return
+        order = (old.order if old else self._next()) if order is None else order
+        operation = operation or type(module).__name__
+        value = torch.view_as_real(value) if value.is_complex() else value
+        copy = value.to("cpu", copy=True).contiguous()
+        self._entries[key] = Entry(
+            Key(self.step, name, kind, part), copy, order, operation, _shard(x if like is None else like)
+        )
+
+    def recording(self, name: str = "A") -> Recording:
+        """What was recorded, with modules named by their path in the largest model that holds them."""
+        if self.active:
+            self._finish_step()
+        names: dict[int, str] = {}
+        units: dict[str, tuple[float, float]] = {}
+        kinds: dict[str, str] = {}
+        taken: set[str] = set()
+        for root in sorted(self._roots, key=lambda r: -sum(1 for _ in r.modules())):
+            prefix = "" if not taken else f"<{type(root).__name__}>"
+            while prefix in taken and prefix:
+                prefix += "'"
+            fresh = id(root) not in names
+            for path, module in root.named_modules():
+                if id(module) not in names:
+                    names[id(module)] = ".".join(filter(None, (prefix if fresh else "", bare(path))))
+                    kinds[names[id(module)]] = type(module).__name__
+                    if (unit := unit_of(module)) is not None:
+                        units[names[id(module)]] = unit
+            taken |= {prefix} if fresh else set()
+        # a wrapper has the path of what it wraps: the inner one counts
+        used = {k[1] for k in self._entries}
+        inner = {path: owner for owner, path in names.items() if owner in used}
+        entries = []
+        raw = {(k[0], k[1], k[2]): e for k, e in self._entries.items() if k[3] == "gradient"}
+        for (step, owner, local, kind, part, _), entry in self._entries.items():
+            whole = raw.get((step, owner, local))
+            if owner in names and inner[names[owner]] != owner:
+                continue
+            if kind == "clipped gradient" and whole is not None and _same(whole.value, entry.value):
+                continue
+            path = ".".join(filter(None, (names.get(owner, ""), local)))
+            entries.append(Entry(Key(step, path, kind, part), entry.value, entry.order, entry.operation, entry.shard))
+        entries.sort(key=lambda e: (e.key.step, e.order))
+        rank, size = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+        )
+        return Recording(entries, name, rank, size, units, kinds)
+
+
+def bare(path: str) -> str:
+    """A path without the words of wrappers.
+
+    Example:
+        >>> bare("_orig_mod.module.layers.0._checkpoint_wrapped_module.fc"), bare("module")
+        ('layers.0.fc', '')
+    """
+    path = _WRAPPERS.sub("", path).lstrip(".")
+    while path == "module" or path.startswith("module."):
+        path = path[7:]
+    return path
+
+
+def unit_of(module: nn.Module) -> tuple[float, float] | None:
+    """Largest relative error of the casts of a layer's forward, and of its gradients; None if it does not cast."""
+    call = module.last_call if isinstance(module, QuantizedLayer) else None
+    if call is not None and call.recipe is not None:
+        found = {}
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            specs = [s for s in (getattr(call.recipe, gemm).lhs, getattr(call.recipe, gemm).rhs) if s is not None]
+            found[gemm] = max((2.0 ** -(s.format.mantissa_bits + 1) for s in specs), default=0.0)
+        forward, backward = found["fprop"], max(found["dgrad"], found["wgrad"])
+        return (forward, backward) if forward or backward else None
+    if is_torchao(module):
+        four = "NVFP4" in type(module).__name__
+        return (0.25, 0.25) if four else (2.0**-4, 2.0**-3)
+    return None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def _local(x: Tensor) -> Tensor:
+    """The numbers that this rank holds."""
+    x = x.detach()
+    if isinstance(x, DTensor):
+        x = x.to_local()
+        x = x.wait() if hasattr(x, "wait") else x
+    if type(x) not in (Tensor, nn.Parameter):
+        x = x.dequantize() if hasattr(x, "dequantize") else x.float()
+    return x
+
+
+def _shard(x: Tensor) -> Shard | None:
+    if not isinstance(x, DTensor):
+        return None
+    _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    return Shard(tuple(x.shape), tuple(offset), any(p.is_partial() for p in x.placements))
