@@ -35,6 +35,7 @@ from typer import Option
 from typer.core import TyperGroup
 
 from ottava.base.errors import unknown_name
+from ottava.cli.certify import certify
 from ottava.cli.console import print_error
 from ottava.cli.diagnose import bisect, compare, diagnose, what_if
 from ottava.cli.doctor import bench, doctor
@@ -85,7 +86,7 @@ def _add(*commands: Callable[..., Any]) -> None:
 _add(demo, train, lab, plan, doctor, formats, recipes, report, table, plot, diagnose, compare, bisect)
 app.command("what-if")(what_if)
 app.command("import")(import_run)
-_add(inspect, export, consolidate, parity)
+_add(inspect, export, consolidate, parity, certify)
 app.command("eval")(evaluate)
 # every word after the script belongs to the script
 app.command(context_settings={"allow_interspersed_args": False})(watch)
