@@ -229,7 +229,7 @@ def combinations(
     listed = [(shape, layouts[0], operands[0]) for shape in shapes]
     listed += [(shapes[0], layouts[0], kind) for kind in operands[1:]]
     listed += [(shapes[i % 2], layout, operands[0]) for layout in layouts[1:] for i in (0, 1)]
-    yield from listed[:count]
+    yield from listed[: max(count, 0)]
     for _ in range(count - len(listed)):
         yield _jittered(source.choose(shapes), source), source.choose(layouts), source.choose(operands)
 
