@@ -36,6 +36,7 @@ from typer.core import TyperGroup
 
 from ottava.base.errors import unknown_name
 from ottava.cli.audit import audit, order
+from ottava.cli.certify import certify
 from ottava.cli.check import check
 from ottava.cli.console import print_error
 from ottava.cli.diagnose import bisect, compare, diagnose, what_if
@@ -89,7 +90,7 @@ def _add(*commands: Callable[..., Any]) -> None:
 _add(demo, train, lab, plan, doctor, formats, recipes, explorer, report, table, plot, diagnose, compare, bisect, check)
 app.command("what-if")(what_if)
 app.command("import")(import_run)
-_add(inspect, export, consolidate, parity, order)
+_add(inspect, export, consolidate, parity, certify, order)
 # every word after the script belongs to the script
 for _one in (watch, audit):
     app.command(context_settings={"allow_interspersed_args": False})(_one)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ottava.base import first_use
 
 if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
+    from ottava.prove.adapters import adapter
     from ottava.prove.audit import Audit
     from ottava.prove.order import reveal
     from ottava.prove.prover import Side, Verdict, check
@@ -13,6 +14,7 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
 
 _HOMES = MappingProxyType(
     {
+        "ottava.prove.adapters": ("adapter",),
         "ottava.prove.audit": ("Audit",),
         "ottava.prove.order": ("reveal",),
         "ottava.prove.prover": ("Side", "Verdict", "check"),
@@ -20,7 +22,7 @@ _HOMES = MappingProxyType(
     }
 )
 
-__all__ = ["Audit", "Recorder", "Recording", "Side", "Verdict", "check", "reveal"]
+__all__ = ["Audit", "Recorder", "Recording", "Side", "Verdict", "adapter", "check", "reveal"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,428 @@
+"""Runs an adapter through its cases, and writes down what became of it.
+
+Verdicts, the worst first: wrong, raises, within the proved bound, exact, not tried. Results are "exact" where all are
+those of ottava's own reference.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.prove.adapters import KINDS, READ, KernelAdapter
+from ottava.prove.explain import Failure, explain
+from ottava.prove.judge import Allowed, cast_spec, expect, gemm_specs, numbers_of, result_format
+from ottava.prove.matrix import GUARD, KernelCase, buffer, cases, placed
+from ottava.recipe import get_recipe
+
+_KEPT = 8
+"""Wrong cases that are kept for an explanation, the smallest."""
+_LARGE = 1 << 17
+_CHUNK = 1 << 24
+"""FP32 inputs at a time: 64 MiB."""
+
+
+@dataclass
+class KernelCertificate:
+    """What is known of an adapter."""
+
+    adapter: str
+    kind: str
+    what: dict[str, Any]
+    verdict: str = "not tried"
+    cases: int = 0
+    wrong: int = 0
+    exact: int = 0
+    refused: int = 0
+    first: dict[str, Any] | None = None
+    explained: dict[str, str] | None = None
+    reason: str = ""
+    refusals: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.verdict not in ("wrong", "raises")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        lines = [f"{self.adapter}  {self.kind}  {self.verdict}" + (f": {self.reason}" if self.reason else "")]
+        counts = {"cases": self.cases, "exact": self.exact, "wrong": self.wrong, "refused": self.refused}
+        told = ", ".join(f"{count:,} {name}" for name, count in counts.items()) + f", {self.seconds:.1f} s"
+        lines.append(f"  {told}")
+        if self.first is not None:
+            lines += [f"  first   {self.first['case']}", f"          {self.first['said']}"]
+            lines += [f"          {name} = {value}" for name, value in self.first.get("inputs", {}).items()]
+        if self.explained is not None:
+            lines.append(f"  cause   {self.explained['hypothesis']}: {self.explained['sentence']}")
+        lines += [f"  note    {note}" for note in self.notes]
+        lines += [f"  refused {count} times: {text}" for text, count in self.refusals.items()]
+        return "\n".join(lines)
+
+
+class _Misbehaves(Exception):
+    """What a call did that no number shows: (name, sentence)."""
+
+
+def refusal(kind: str, what: Mapping[str, Any]) -> str | None:
+    """Why an adapter cannot be tried; None if it can."""
+    if kind == "optimizer" and what.get("moments") == "fp8":
+        return "no bound for moments in groups whose grid follows their ends"
+    if kind == "optimizer":
+        return (
+            None
+            if what.get("rule", "adamw") == "adamw"
+            else f"no reference for rule {what['rule']!r}; there is one for adamw"
+        )
+    if kind in ("encode", "decode"):
+        result_format("encode", "codes", what)  # an unknown format is a bad call
+        return None
+    if kind == "attention":
+        return (
+            None
+            if what.get("recipe") in (None, "bf16")
+            else "no bound for attention on FP8 operands yet; leave out recipe"
+        )
+    recipe = get_recipe(what.get("recipe", "tensorwise"))
+    specs = [cast_spec(what)] if kind == "cast" else [recipe.fprop.lhs, recipe.fprop.rhs]
+    if kind == "linear":
+        specs += [recipe.dgrad.lhs, recipe.dgrad.rhs, recipe.wgrad.lhs, recipe.wgrad.rhs]
+        return (
+            None
+            if not any(
+                spec is not None and (spec.transform is not None or spec.predicted or spec.scale_format == "e4m3")
+                for spec in specs
+            )
+            else f"recipe {recipe.name} rotates, predicts or scales twice: no bound yet"
+        )
+    for spec in specs:
+        if spec is None:
+            return f"recipe {recipe.name} quantizes nothing there"
+        if spec.transform is not None or spec.scale_format == "e4m3" or spec.predicted:
+            return f"recipe {recipe.name} rotates, predicts or scales twice: the protocol has no layout for it"
+    if kind in ("gemm", "grouped"):
+        gemm_specs(what)
+        if any(spec is not None and spec.format.bits != 8 for spec in specs):
+            return f"recipe {recipe.name} is not of 8 bits: the protocol takes float8 codes"
+    return None
+
+
+def certify(
+    adapter: KernelAdapter,
+    *,
+    count: int = 100,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    everything: bool = False,
+) -> KernelCertificate:
+    """Runs `count` cases, and explains what is wrong."""
+    found = KernelCertificate(adapter.name, adapter.kind, dict(adapter.what))
+    started = time.perf_counter()
+    unread = sorted(set(adapter.what) - set(READ[adapter.kind]))
+    if unread:
+        found.notes.append(f"not read: {', '.join(unread)}; {adapter.kind} reads {', '.join(READ[adapter.kind])}")
+    if reason := refusal(adapter.kind, adapter.what):
+        found.reason = reason
+        return found
+    kept: list[Failure] = []
+    passed: list[Failure] = []
+    last: Mapping[str, Any] | None = None
+    within, faults, refusals = 0, Counter[tuple[str, str]](), Counter[str]()
+    with _dirty():
+        for case in cases(adapter.kind, adapter.what, count, seed, torch.device(device)):
+            found.cases += 1
+            previous, last = last, case.inputs
+            try:
+                failure, exact = judged(adapter, case, call(adapter, case))
+            except NotImplementedError as error:
+                refusals[_short(error)] += 1
+                continue
+            except _Misbehaves as fault:
+                name, sentence = fault.args
+                faults[name, sentence] += 1
+                found.wrong += 1
+                found.first = found.first or {"case": case.name, "said": sentence}
+                continue
+            except Exception as error:  # anything may come out of somebody's kernel
+                said = f"{type(error).__name__}: {_short(error)}"
+                if not case.plain:
+                    refusals[said] += 1
+                else:
+                    faults["raises", said] += 1
+                    found.first = found.first or {"case": case.name, "said": f"raises {said}"}
+                continue
+            failure = failure._replace(previous=previous)
+            if not failure.wrong:
+                if len(passed) < _KEPT and sum(x.numel() for x in failure.got.values()) < _LARGE:
+                    passed.append(failure)
+                found.exact += exact
+                within += not exact
+                continue
+            found.wrong += 1
+            if not kept and not any(name != "raises" for name, _ in faults):
+                found.first = _first(adapter, failure)
+            kept.append(failure)
+            kept.sort(key=lambda one: sum(x.numel() for x in one.got.values()))
+            del kept[_KEPT:]
+        if everything and not found.wrong and not faults:
+            kept += _every_float(adapter, found, torch.device(device))
+        found.refusals, found.refused = dict(refusals.most_common(3)), sum(refusals.values())
+        _conclude(found, faults, within, adapter, kept, passed)
+    found.seconds = time.perf_counter() - started
+    return found
+
+
+def _conclude(
+    found: KernelCertificate,
+    faults: Counter[tuple[str, str]],
+    within: int,
+    adapter: KernelAdapter,
+    kept: Sequence[Failure],
+    passed: Sequence[Failure],
+) -> None:
+    """The verdict, and what explains it."""
+    loud = [(name, said) for (name, said), _ in faults.most_common() if name != "raises"]
+    if loud:
+        found.verdict, found.explained = "wrong", {"hypothesis": loud[0][0], "sentence": loud[0][1]}
+    elif found.wrong:
+
+        def again(case: KernelCase, **change: Any) -> Mapping[str, Tensor]:
+            return rerun(adapter, case, **change)
+
+        found.verdict, found.explained = "wrong", explain(adapter.kind, adapter.what, kept, passed, again)
+    elif faults:
+        name, said = faults.most_common(1)[0][0]
+        text = f"{sum(faults.values())} of {found.cases} calls raise, first {said}"
+        found.verdict, found.explained = "raises", {"hypothesis": name, "sentence": text}
+    elif found.cases > found.refused:
+        found.verdict = "within the proved bound" if within else "exact"
+    else:
+        found.reason = next(iter(found.refusals), "no case")
+
+
+def _every_float(adapter: KernelAdapter, found: KernelCertificate, device: torch.device) -> list[Failure]:
+    """All 2**32 FP32 inputs, in chunks: numbers of one sign rise with their bits, so that codes come in long runs.
+
+    A run whose ends are right and whose codes are all alike is right; other runs are judged number by number.
+    """
+    if adapter.kind != "encode" or adapter.what.get("rounding", "nearest") not in ("nearest", "nearest_even"):
+        found.notes.append("--all is for encoders that round to nearest")
+        return []
+    step = 1 << 14
+    for start in range(-(1 << 31), 1 << 31, _CHUNK):
+        x = torch.arange(start, start + _CHUNK, dtype=torch.int64, device=device).to(torch.int32).view(torch.float32)
+        codes = adapter.function(x).view(torch.uint8).view(-1, step)
+        numbers = x.view(-1, step)
+        mixed = (codes.amin(1) != codes.amax(1)) | ~numbers[:, 0].isfinite() | ~numbers[:, -1].isfinite()
+        ends = KernelCase("", {"x": numbers[:, [0, -1]].contiguous()})
+        parts = [(ends, codes[:, [0, -1]].contiguous())]
+        if bool(mixed.any()):
+            parts.append((KernelCase("", {"x": numbers[mixed]}), codes[mixed]))
+        for case, part in parts:
+            named = KernelCase(f"all FP32 numbers from 0x{start & 0xFFFFFFFF:08X} on", case.inputs)
+            failure, _ = judged(adapter, named, {"codes": part})
+            if failure.wrong:
+                found.wrong, found.cases = found.wrong + 1, found.cases + 1
+                found.first = _first(adapter, failure)
+                return [failure]
+    found.notes.append("all 2^32 FP32 inputs are right")
+    return []
+
+
+def _short(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:200] if text else type(error).__name__
+
+
+@contextmanager
+def _dirty() -> Iterator[None]:
+    """torch fills what it allocates with NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+# --- one call --------------------------------------------------------------------------------------------------------
+
+
+def call(adapter: KernelAdapter, case: KernelCase, fill: str = "nan") -> dict[str, Tensor]:
+    """The results of a call.
+
+    Raises:
+        _Misbehaves: the adapter changed an operand, wrote outside of its buffers, or returned something else.
+    """
+    if adapter.kind == "optimizer":
+        return {"parameter": _steps(adapter, case)}
+    inputs, names, results = dict(case.inputs), *KINDS[adapter.kind][1:]
+    device = next(iter(inputs.values())).device
+    made = {name: buffer(*case.buffers[name], device, fill) for name in names}
+    if case.before is not None:
+        now = {name: x.clone() for name, x in inputs.items()}
+        for name, x in case.before.items():
+            inputs[name].data.copy_(x)
+        _invoke(adapter, [*inputs.values(), *(buffer(*case.buffers[name], device, fill)[0] for name in names)])
+        for name, x in now.items():
+            inputs[name].data.copy_(x)  # as an optimizer does that tells nobody
+    before = {name: _memory(x).clone() for name, x in inputs.items()}
+    got = _invoke(adapter, [*inputs.values(), *(view for view, _ in made.values())])
+    for name, x in inputs.items():
+        if not torch.equal(_memory(x), before[name]):
+            raise _Misbehaves("input changed", f"It writes into {name}, an input")
+    for name, (_, memory) in made.items():
+        held = memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
+        ends = torch.cat([held[:GUARD], held[held.numel() - GUARD :]])
+        clean = ends == 0 if fill == "zero" else ends == 0xFF if memory.dtype.itemsize == 1 else ends.isnan()
+        if not bool(clean.all()):
+            raise _Misbehaves("writes outside", f"It writes outside of {name}")
+    values = (
+        [view for view, _ in made.values()] if got is None else list(got) if isinstance(got, tuple | list) else [got]
+    )
+    if len(values) != len(results) or not all(isinstance(value, Tensor) for value in values):
+        kinds = ", ".join(type(value).__name__ for value in values)
+        raise _Misbehaves(
+            "another number of results", f"It returns {len(values)} results ({kinds}); needs {', '.join(results)}"
+        )
+    return dict(zip(results, values, strict=True))
+
+
+def _invoke(adapter: KernelAdapter, arguments: Sequence[Any]) -> Any:
+    return adapter.function(*arguments)
+
+
+def _memory(x: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+def _steps(adapter: KernelAdapter, case: KernelCase) -> Tensor:
+    """The parameter after each step (steps, ...)."""
+    parameter = placed(case.inputs["parameter"], "offset")
+    state: dict[str, Any] = {}
+    memory, after = _memory(parameter), []
+    size = parameter.element_size()
+    edges = [memory[: GUARD * size].clone(), memory[GUARD * size + parameter.numel() * size :].clone()]
+    for step, gradient in enumerate(case.inputs["grad"], start=1):
+        before = gradient.clone()
+        adapter.function(parameter, gradient, state, step)
+        if not torch.equal(gradient, before) and not bool(gradient.isnan().any()):
+            raise _Misbehaves("input changed", "It writes into grad, an input")
+        after.append(parameter.detach().clone())
+    now = [memory[: GUARD * size], memory[GUARD * size + parameter.numel() * size :]]
+    if not all(map(torch.equal, edges, now)):
+        raise _Misbehaves("writes outside", "It writes outside of the parameter")
+    return torch.stack(after)
+
+
+def rerun(
+    adapter: KernelAdapter, case: KernelCase, fill: str = "nan", around: str = "nan", plain: bool = False
+) -> Mapping[str, Tensor]:
+    """Where the results of another call are wrong, in other memory."""
+    inputs = case.inputs
+    if plain or around != "nan":
+        inputs = {
+            name: placed(x.clone(), "contiguous", around) if isinstance(x, Tensor) else x
+            for name, x in case.inputs.items()
+        }
+    again = KernelCase(case.name, inputs, case.buffers, case.plain, case.before)
+    try:
+        failure, _ = judged(adapter, again, call(adapter, again, fill))
+    except Exception:
+        return {"": torch.ones(())}
+    return failure.wrong
+
+
+def judged(adapter: KernelAdapter, case: KernelCase, got: Mapping[str, Tensor]) -> tuple[Failure, bool]:
+    """(what is wrong, whether all numbers are ottava's own).
+
+    Raises:
+        _Misbehaves: a result has another type or shape.
+    """
+    shaped = {name: x.detach() for name, x in got.items()}
+    allowed = expect(adapter.kind, case.inputs, adapter.what, shaped if adapter.kind == "cast" else None)
+    numbers, wrong, exact = {}, {}, True
+    for name, one in allowed.items():
+        x = shaped[name]
+        if x.numel() == 1 and one.low.numel() == 1:
+            x = x.reshape(one.low.shape)
+        if x.shape != one.low.shape:
+            raise _Misbehaves("another shape", f"{name} has shape {tuple(x.shape)}; needs {tuple(one.low.shape)}")
+        if x.dtype not in one.dtypes:
+            needed = " or ".join(str(dtype).removeprefix("torch.") for dtype in one.dtypes)
+            raise _Misbehaves(
+                "output of another type", f"{name} is {str(x.dtype).removeprefix('torch.')}; needs {needed}"
+            )
+        numbers[name] = numbers_of(x, result_format(adapter.kind, name, adapter.what)).to(one.low.device)
+        mask = one.wrong(numbers[name])
+        if bool(mask.any()):
+            wrong[name] = mask
+        exact &= one.exact is None or bool(((numbers[name] == one.exact) | numbers[name].isnan()).all())
+    if wrong:
+        return Failure(case, numbers, wrong), False
+    return Failure(case, numbers, {}), exact and (adapter.kind != "cast" or _as_ours(adapter, case, numbers))
+
+
+def _as_ours(adapter: KernelAdapter, case: KernelCase, numbers: Mapping[str, Tensor]) -> bool:
+    """Whether a cast has the codes and scales of ottava's own reference, bit for bit."""
+    from ottava.kernels.reference import quantize
+
+    spec = cast_spec(adapter.what)
+    assert spec is not None
+    if spec.rounding == "stochastic" or not bool(case.inputs["x"].isfinite().all()):
+        return True
+    cast = quantize(case.inputs["x"], spec)
+    codes = numbers_of(cast.data, spec.format)
+    return torch.equal(codes, numbers["data"]) and torch.equal(
+        cast.scale_inv.double().flatten(), numbers["scale_inv"].flatten()
+    )
+
+
+def _first(adapter: KernelAdapter, failure: Failure) -> dict[str, Any]:
+    """The first wrong element: where, what it was made of, what it is and what it must be."""
+    name, mask = next(iter(failure.wrong.items()))
+    place = tuple(int(i) for i in mask.nonzero()[0]) if mask.dim() else ()
+    one: Allowed = expect(adapter.kind, failure.case.inputs, adapter.what)[name]
+    low, high, got = (float(x[place]) for x in (one.low, one.high, failure.got[name]))
+    needed = f"{low:.9g}" if low == high or math.isnan(low) else f"{low:.9g} to {high:.9g}"
+    where = f"{name}[{', '.join(map(str, place))}]" if place else name
+    said = f"{where} is {got:.9g}; needs {needed} ({int(mask.sum()):,} of {mask.numel():,} are wrong)"
+    return {"case": failure.case.name, "result": name, "index": list(place), "got": got, "said": said,
+            "needed": [low, high],
+            "inputs": _inputs(adapter.kind, failure.case, name, place)}  # fmt: skip
+
+
+def _inputs(kind: str, case: KernelCase, name: str, place: tuple[int, ...]) -> dict[str, str]:
+    """The numbers that an element is made of, in short."""
+    if kind in ("encode", "decode", "cast") and name != "scale_inv":
+        key = "codes" if kind == "decode" else "x"
+        x = case.inputs[key][place]
+        bits = x.reshape(1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+        width = 2 * x.element_size()
+        return {
+            f"{key}[{', '.join(map(str, place))}]": f"{float(x.float()):.9g} (0x{int(bits) & 16**width - 1:0{width}X})"
+        }
+    rows = {"gemm": (("a", 0), ("b", 1)), "grouped": (("a", 0),)}.get(kind, ())
+    told = {}
+    for key, dim in rows:
+        line = case.inputs[key][place[dim]].float().flatten()
+        told[f"{key}[{place[dim]}]"] = ", ".join(f"{float(x):g}" for x in line[:6]) + (
+            " ..." if line.numel() > 6 else ""
+        )
+    return told

@@ -1,0 +1,718 @@
+"""What each result may be: references in float64, and bounds made of units of rounding. No constant tolerance anywhere.
+
+    codes    the neighbours in the table of a format, so that ties, truncation and saturation are indices of it
+    casts    the scale that the recipe asks for; then codes of x under the scale that the adapter itself wrote
+    GEMMs    |out - exact| <= (K + 4) u sum |a b|, the bound of any order of fp32 sums; nothing where every partial sum
+             is a whole multiple, below 2**24, of the smallest product; then one rounding to the output's type
+    layers   the same, and the codes that may flip because a scale may differ in its last bits
+
+Every function takes knobs, each a way of being wrong, which `hypotheses` turns. The defaults are right. `ottava.ops` is
+the other reference: its bits, where they are met, make a result "exact".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.base.errors import unknown_name
+from ottava.numerics.accumulator import get_accumulator
+from ottava.numerics.formats import E8M0, FORMATS, Format, get_format
+from ottava.numerics.rounding import code_values, decode
+from ottava.numerics.scaling import Granularity, exponent_bytes, read_scales
+from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.recipe import get_recipe
+
+U32 = 2.0**-24
+_SCALE_SLACK = 4 * U32
+"""max / amax, its inverse, and the product with x: three roundings, and one for a scale made from 1 / max."""
+_TINY = 1e-10
+"""Below this amax libraries end the growth of a scale (torchao at 1e-12): a smaller scale is no error."""
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+)
+Values = Mapping[str, Any]
+
+
+class Allowed(NamedTuple):
+    """What one result may be, element by element."""
+
+    low: Tensor
+    """float64; NaN asks for NaN."""
+    high: Tensor
+    """float64: the largest number allowed."""
+    dtypes: tuple[torch.dtype, ...]
+    """The result's."""
+    also: tuple[Tensor | float, ...] = ()
+    """Other numbers that are right; NaN among them means that NaN is right."""
+    free: Tensor | None = None
+    """Where any number is right."""
+    signed: bool = False
+    """Whether the sign of a zero counts."""
+    exact: Tensor | None = None
+    """The numbers of ottava's own reference."""
+
+    def wrong(self, got: Tensor) -> Tensor:
+        """Where a result (float64) is not allowed."""
+        good = ((got >= self.low) & (got <= self.high)) | (got.isnan() & self.low.isnan())
+        if self.signed:
+            good &= (got != 0) | (got.signbit() == self.low.signbit()) | (self.low != 0)
+        for other in self.also:
+            value = torch.as_tensor(other, dtype=torch.float64, device=got.device)
+            good |= (got == value) | (got.isnan() & value.isnan())
+        return ~(good if self.free is None else good | self.free)
+
+
+def numbers_of(result: Tensor, fmt: Format | None) -> Tensor:
+    """A result in float64: codes (of a format, if bytes) as their values, in memory of its own."""
+    if fmt is not None and result.dtype == torch.uint8:
+        values = _table(fmt, result.device)[result.to(torch.int64) & ((1 << fmt.bits) - 1)]
+        return torch.where(result.to(torch.int64) >> fmt.bits == 0, values, math.nan)  # no code
+    for known in FORMATS.values():
+        if known.dtype == result.dtype and known.bits == 8:
+            return decode(result, known).double()
+    return result.detach().double()
+
+
+def _table(fmt: Format, device: torch.device) -> Tensor:
+    return code_values(fmt).double().to(device)
+
+
+# --- codes -----------------------------------------------------------------------------------------------------------
+
+
+def on_grid(
+    x: Tensor,
+    fmt: Format,
+    rounding: str = "nearest",
+    overflow: str = "saturate",
+    *,
+    top: float | None = None,
+    flush: bool = False,
+    lost_nan: float | None = None,
+    plain_zero: bool = False,
+    before: torch.dtype | None = None,
+) -> Tensor:
+    """x on the grid of a format, float64, found in the table of its codes.
+
+    Args:
+        rounding: nearest, ties_away, ties_up, truncate, away, up, down.
+        overflow: saturate, nan or inf.
+        top: the largest number kept, where another one than the format's.
+        flush: subnormal results become zero.
+        lost_nan: the number that stands for NaN.
+        plain_zero: -0 becomes 0.
+        before: a type that x is rounded to first.
+    """
+    x = (x if before is None else x.to(before)).double()
+    size = x.abs().nan_to_num(0.0, posinf=math.inf)
+    values = _table(fmt, x.device)[: 1 << (fmt.bits - int(fmt.signed))]
+    values = values[values.isfinite()]
+    beyond = 2 * fmt.clip - fmt.max
+    grid = torch.cat([values, values.new_tensor([beyond, math.inf])])
+    index = torch.searchsorted(grid, size.contiguous(), right=True).sub_(1).clamp_(0, len(values))
+    below, above = grid[index], grid[(index + 1).clamp_(max=len(values))]
+    middle = (below + above) / 2
+    negative = x.signbit()
+    if rounding == "nearest" and fmt.mantissa_bits == 0:
+        rounding = "ties_away"  # of the significands 1 and 2 the even one is 2
+    up = {
+        "nearest": (size > middle) | ((size == middle) & (index % 2 == 1)),
+        "ties_away": size >= middle,
+        "ties_down": size > middle,
+        "ties_up": (size > middle) | ((size == middle) & ~negative),
+        "truncate": torch.zeros_like(negative),
+        "away": size > below,
+        "up": (size > below) & ~negative,
+        "down": (size > below) & negative,
+    }[rounding]
+    index = torch.where(up & (size > below), index + 1, index).clamp_(max=len(values))
+    index = torch.where(size >= beyond, len(values), index)
+    end = {"saturate": fmt.max, "nan": math.nan, "inf": math.inf}[overflow]
+    y = torch.where(index >= len(values), end, grid[index.clamp(max=len(values) - 1)])
+    if rounding in ("truncate", "down", "up") and overflow == "saturate":
+        y = torch.where(size >= fmt.max, end, y)
+    if top is not None:
+        y = torch.where(y > top, top, y)
+    if flush:
+        y = torch.where(y < fmt.min_normal, 0.0, y)
+    y = torch.where(x.isinf() & (overflow != "saturate"), math.inf if fmt.has_infinity else math.nan, y)
+    y = torch.where(negative, -y, y) if fmt.signed else y
+    y = torch.where(x.isnan(), math.nan if lost_nan is None else lost_nan, y)
+    return y + 0.0 if plain_zero or not fmt.has_negative_zero else y
+
+
+def encode_allowed(x: Tensor, what: Values, **way: Any) -> Allowed:
+    """The codes of x, by their values."""
+    fmt = get_format(what.get("format", "e4m3"))
+    rounding, overflow = str(what.get("rounding", "nearest")), str(what.get("overflow", "saturate"))
+    fmt = way.pop("fmt", fmt)
+    if rounding == "stochastic" and "rounding" not in way:
+        low, high = on_grid(x, fmt, "down", overflow, **way), on_grid(x, fmt, "up", overflow, **way)
+    else:
+        way = {"rounding": rounding.replace("_even", ""), "overflow": overflow} | way
+        low = high = on_grid(x, fmt, **way)
+    also: tuple[Tensor | float, ...] = ()
+    infinite = x.isinf()
+    if bool(infinite.any()) and "overflow" not in way.get("strict", ()):
+        # OFP8's saturation mode keeps the largest number, ottava and others show NaN: all three are in use
+        end = torch.where(x > 0, fmt.max, -fmt.max).double()
+        low, high = low.clone(), high.clone()
+        also = (torch.where(infinite, end, low), torch.where(infinite, math.nan, low))
+    free = None if fmt.has_nan else x.isnan() | infinite
+    dtypes = tuple(dict.fromkeys((fmt.storage_dtype, torch.uint8)))
+    return Allowed(low, high, dtypes, also, free, rounding != "stochastic" and fmt.has_negative_zero, low)
+
+
+def decode_allowed(
+    codes: Tensor,
+    what: Values,
+    *,
+    fmt: Format | None = None,
+    flush: bool = False,
+    lost_nan: float | None = None,
+    finite: bool = False,
+) -> Allowed:
+    """The values of codes; finite: codes of infinity and NaN are read as numbers of one more binade."""
+    fmt = fmt or get_format(what.get("format", "e4m3"))
+    held = codes.view(torch.uint8).to(torch.int64) & ((1 << fmt.bits) - 1)
+    y = _table(fmt, codes.device)[held]
+    if finite or lost_nan is not None:
+        mantissa = held & ((1 << fmt.mantissa_bits) - 1)
+        power = (held >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
+        beyond = torch.ldexp(1 + mantissa.double() * fmt.eps, power - fmt.bias)
+        beyond = torch.where((held >> (fmt.bits - 1)) == 1, -beyond, beyond) if fmt.signed else beyond
+        beyond = beyond if lost_nan is None else torch.full_like(y, lost_nan)
+        y = torch.where(y.isnan() if lost_nan is not None else ~y.isfinite(), beyond, y)
+    if flush:
+        y = torch.where(y.abs() < fmt.min_normal, 0.0 * y, y)
+    return Allowed(y, y, (torch.float32, torch.bfloat16), signed=True, exact=y)
+
+
+# --- casts -----------------------------------------------------------------------------------------------------------
+
+
+def cast_spec(what: Values) -> QuantizationSpec | None:
+    """The cell of the recipe that a cast follows; None: high precision."""
+    gemm = get_recipe(what.get("recipe", "tensorwise"))
+    cells = {"x": gemm.fprop.lhs, "weight": gemm.fprop.rhs, "grad": gemm.dgrad.lhs}
+    return cells[what.get("operand", "x")]
+
+
+def stored(grid: Tensor, spec: QuantizationSpec) -> Tensor:
+    """Scales (one entry a block) as an adapter holds them: () for a tensor, bytes for E8M0."""
+    if spec.scale_format.startswith("e8m0"):
+        return exponent_bytes(grid)
+    return grid.reshape(()) if spec.granularity == Granularity(None, None) else grid
+
+
+def scales_of(held: Tensor, spec: QuantizationSpec) -> Tensor:
+    """The inverse of `stored`, float64 and two dimensions."""
+    held = held.view(torch.uint8) if held.dtype == E8M0.dtype else held
+    return read_scales(held).double().reshape(held.shape if held.dim() == 2 else (1, -1))
+
+
+def spread(grid: Tensor, spec: QuantizationSpec, shape: tuple[int, ...]) -> Tensor:
+    """One entry a block -> one an element."""
+    return spec.granularity.expand(grid, (shape[0], shape[1])).expand(shape)
+
+
+def block_amax(x: Tensor, granularity: Granularity) -> Tensor:
+    """The largest magnitude of each block, float64; NaN and infinities stay."""
+    blocks = granularity.blocks(x.double().abs())
+    return (
+        blocks.amax((1, 3))
+        if blocks.numel()
+        else x.new_zeros(granularity.grid_shape((x.shape[0], x.shape[1])), dtype=torch.float64)
+    )
+
+
+def scale_inv_of(amax: Tensor, spec: QuantizationSpec, top: float | None = None, exponent: str | None = None) -> Tensor:
+    """The multipliers that decode, float64: the recipe's rule, from its definition; 1 where amax has no scale."""
+    top, kind = top or spec.format.max, spec.scale_format
+    safe = torch.where((amax > 0) & amax.isfinite(), amax, 1.0)
+    ratio = safe / top  # float64: 29 bits below those of fp32
+    if exponent == "none" or (kind == "fp32" and exponent is None):
+        y = ratio
+    else:
+        mantissa, power = torch.frexp(ratio)  # 0.5 <= mantissa < 1
+        up = (mantissa > 0.5).to(power.dtype)
+        whole = {"up": power - 1 + up, "down": power - 1, "nearest": power - 1 + (mantissa >= math.sqrt(0.5))}
+        whole["floor"] = torch.frexp(safe)[1] - 1 - spec.format.emax
+        if kind == "e8m0_floor":
+            whole["up"], whole["ceil"] = whole["floor"], whole["up"]
+        y = torch.ldexp(torch.ones_like(ratio), whole[exponent or "up"])
+        y = y.clamp(2.0**-127, 2.0**127) if kind.startswith("e8m0") else y
+    # a scale beyond fp32 is the largest of its kind
+    largest = torch.finfo(torch.float32).max if kind == "fp32" else 2.0**127
+    y = y if kind.startswith("e8m0") else y.clamp(min=1 / largest)
+    return torch.where((amax > 0) & amax.isfinite(), y, 1.0)
+
+
+def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way: Any) -> dict[str, Allowed]:
+    """Scales and codes of a cast; codes are those under the adapter's own scales, where these are allowed."""
+    spec = way.pop("spec", None) or cast_spec(what)
+    assert spec is not None
+    x = way.pop("x", inputs["x"])
+    amax = way.pop("amax", None)
+    amax = block_amax(x, way.pop("blocks", spec.granularity)) if amax is None else amax
+    grid = spec.granularity.grid_shape((x.shape[0], x.shape[1]))
+    amax = amax.expand(grid) if amax.numel() == 1 else amax
+    exponent = way.pop("exponent", None)
+    right = scale_inv_of(amax, spec, way.pop("scale_top", None), exponent)
+    written = way.pop("written", lambda scale: scale)(right)
+    wide = spec.scale_format == "fp32" or exponent == "none"
+    slack = right.new_tensor(_SCALE_SLACK if wide else 0.0)
+    no_scale = ~((amax > 0) & amax.isfinite())
+    tiny = amax < _TINY
+    low, high = written * (1 - slack), torch.where(tiny, 1e30, written * (1 + slack))
+    low, high = (torch.where(no_scale, side, edge) for side, edge in ((0.0, low), (math.inf, high)))
+    bad = ~amax.isfinite()
+    # FP32's subnormal numbers: hardware may flush them
+    flushed = amax < 2.0**-126
+    low, high = torch.where(flushed, 0.0, low), torch.where(flushed, math.inf, high)
+    if got is not None and got["scale_inv"].numel() == right.numel() and not way and exponent is None:
+        own = scales_of(got["scale_inv"], spec).reshape(right.shape)
+        right = torch.where((own >= low) & (own <= high) & (own > 0), own, right)
+    z = x.double() / spread(right, spec, tuple(x.shape))
+    rounding = way.pop("rounding", spec.rounding.replace("nearest_even", "nearest"))
+    z = torch.where(x.isinf(), x.double(), z)
+    edges = (
+        [on_grid(z * (1 + sign * slack), spec.format, rounding, **way) for sign in (-1, 1)]
+        if rounding != "stochastic"
+        else [on_grid(z * (1 + sign * slack), spec.format, one, **way) for sign, one in ((-1, "down"), (1, "up"))]
+    )
+    if rounding == "stochastic":
+        edges += [on_grid(z * (1 - sign * slack), spec.format, one, **way) for sign, one in ((-1, "down"), (1, "up"))]
+    data_low = torch.stack(edges).amin(0) if x.numel() else edges[0]
+    data_high = torch.stack(edges).amax(0) if x.numel() else edges[0]
+    # a block with NaN or infinity has no scale of its own; there NaN must stay visible, the rest is not told
+    poisoned = spread(bad.double(), spec, tuple(x.shape)) > 0
+    seen = (x.isnan() | x.isinf()) & torch.tensor(spec.format.has_nan)
+    if got is not None and got["scale_inv"].numel() == bad.numel():
+        own = scales_of(got["scale_inv"], spec).reshape(bad.shape)
+        seen &= ~(spread(own.isnan().double(), spec, tuple(x.shape)) > 0)
+    free = (poisoned & ~(seen & x.isnan())) | (spread(flushed.double(), spec, tuple(x.shape)) > 0) & (x != 0)
+    dtypes = tuple(dict.fromkeys((spec.format.storage_dtype, torch.uint8)))
+    scale_dtypes = (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,)
+    scales = Allowed(
+        low.reshape(stored_shape(grid, spec)),
+        high.reshape(stored_shape(grid, spec)),
+        scale_dtypes,
+        (math.nan,) if bool(bad.any()) else (),
+    )
+    return {
+        "scale_inv": scales,
+        "data": Allowed(
+            data_low, data_high, dtypes, free=free, signed=spec.format.has_negative_zero and rounding != "stochastic"
+        ),
+    }
+
+
+def stored_shape(grid: tuple[int, int], spec: QuantizationSpec) -> tuple[int, ...]:
+    """The shape of `stored`."""
+    return () if spec.granularity == Granularity(None, None) else grid
+
+
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+def _granule(x: Tensor) -> Tensor:
+    """The largest power of two that divides every number of a row, (R, 1); infinite for a row of zeros."""
+    mantissa, power = torch.frexp(x.nan_to_num(0.0, 0.0, 0.0))
+    whole = (mantissa * 2.0**53).to(torch.int64)
+    lowest = torch.ldexp((whole & -whole).double(), power - 53)
+    return (
+        torch.where(whole == 0, math.inf, lowest).amin(1, keepdim=True)
+        if x.shape[1]
+        else x.new_full((x.shape[0], 1), math.inf)
+    )
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    dtype: torch.dtype,
+    *,
+    slack: tuple[Tensor, Tensor] | None = None,
+    unit: float = U32,
+    steps: tuple[torch.dtype, int] | None = None,
+) -> Allowed:
+    """a (M, K) @ b (N, K).T in fp32 sums of any order, rounded once.
+
+    slack: how far each number of a and b may be off.
+    steps: a type, and how many products go into it at once, one step after the other; None: fp32.
+    """
+    k = a.shape[1]
+    center, size = a @ b.t(), a.abs() @ b.abs().t()
+    if steps is not None:
+        center = torch.zeros_like(center)
+        for at in range(0, k, steps[1]):
+            part = slice(at, at + steps[1])
+            center = (center + a[:, part] @ b[:, part].t()).float().to(steps[0]).double()
+    error = (k + 4) * unit * size
+    whole = size <= 2.0**24 * (_granule(a) * _granule(b).t())
+    error = torch.where(whole & (unit == U32), 0.0, error + k * 2.0**-52 * size)
+    if slack is not None:
+        da, db = slack
+        error = error + (da @ b.abs().t() + a.abs() @ db.t() + da @ db.t())
+    return between(center, error, dtype)
+
+
+def between(center: Tensor, error: Tensor, dtype: torch.dtype) -> Allowed:
+    """Numbers within error of center, rounded to a type."""
+    error = torch.where(center.isfinite(), error, 0.0)
+    low, high = ((center + sign * error).to(torch.float32).to(dtype).double() for sign in (-1, 1))
+    return Allowed(low, high, (dtype,), exact=center.to(torch.float32).to(dtype).double())
+
+
+def decoded(codes: Tensor, scale: Tensor, spec: QuantizationSpec) -> Tensor:
+    """Codes (R, C) times their scales, float64; the format is that of the dtype."""
+    values = numbers_of(codes, spec.format)
+    return values * spread(scales_of(scale, spec), spec, tuple(values.shape)) if values.numel() else values
+
+
+def gemm_specs(what: Values) -> tuple[QuantizationSpec, QuantizationSpec]:
+    """The cells of fprop."""
+    gemm = get_recipe(what.get("recipe", "tensorwise")).fprop
+    assert gemm.lhs is not None
+    assert gemm.rhs is not None
+    return gemm.lhs, gemm.rhs
+
+
+def gemm_allowed(
+    inputs: Values, what: Values, *, operands: Any = None, accumulator: str | None = None, **way: Any
+) -> dict[str, Allowed]:
+    """out of a GEMM; the bits of a named accumulator."""
+    lhs, rhs = gemm_specs(what)
+    dtype = DTYPES.get(str(what.get("out", "bfloat16")).removeprefix("torch.")) or torch.bfloat16
+    name = accumulator or what.get("accumulator", "fp32")
+    a, b, scale_a, scale_b = (inputs[key] for key in ("a", "b", "scale_inv_a", "scale_inv_b"))
+    if get_accumulator(name).emulated and operands is None:
+        return {"out": _bits_of(a, b, scale_a, scale_b, (lhs, rhs), dtype, name)}
+    a, b = decoded(a, scale_a, lhs), decoded(b, scale_b, rhs)
+    if operands is not None:
+        a, b = operands(a), operands(b)
+    return {"out": product(a, b, dtype, **way)}
+
+
+def _bits_of(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, specs: Any, dtype: torch.dtype, name: str
+) -> Allowed:
+    from dataclasses import replace
+
+    from ottava.ops.gemm import gemm
+
+    sides = []
+    for codes, scale, spec in ((a, scale_a, specs[0]), (b, scale_b, specs[1])):
+        fmt = next((f for f in FORMATS.values() if f.dtype == codes.dtype), spec.format)
+        sides.append(
+            QuantizedTensor(
+                codes.contiguous(),
+                scales_of(scale, spec).float().contiguous(),
+                replace(spec, format=fmt),
+                torch.bfloat16,
+            )
+        )
+    y = gemm(sides[0], sides[1], out_dtype=dtype, accumulator=name).double()
+    return Allowed(y, y, (dtype,), exact=y)
+
+
+def grouped_allowed(
+    inputs: Values, what: Values, *, ends: Tensor | None = None, experts: Any = None, **way: Any
+) -> dict[str, Allowed]:
+    """out of a grouped GEMM: group after group. Rows beyond the last group are not judged.
+
+    experts: (group, rows of each group) -> the weight that a group meets.
+    """
+    lhs, a, b = gemm_specs(what)[0], inputs["a"], inputs["b"]
+    stops = [int(end) for end in (inputs["ends"] if ends is None else ends)]
+    dtype = DTYPES.get(str(what.get("out", "bfloat16")).removeprefix("torch.")) or torch.bfloat16
+    low = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
+    high, exact, free = low.clone(), low.clone(), torch.ones_like(low, dtype=torch.bool)
+    start = 0
+    sizes = [stop - begin for begin, stop in zip([0, *stops], stops, strict=False)]
+    for group, stop in enumerate(stops):
+        if stop > start:
+            which = group if experts is None else experts(group, sizes)
+            one = {
+                "a": a[start:stop],
+                "b": b[which],
+                "scale_inv_a": _rows(inputs["scale_inv_a"], lhs, start, stop),
+                "scale_inv_b": inputs["scale_inv_b"][which],
+            }
+            allowed = gemm_allowed(one, what, **way)["out"]
+            low[start:stop], high[start:stop], free[start:stop] = allowed.low, allowed.high, False
+            exact[start:stop] = allowed.exact if allowed.exact is not None else allowed.low
+        start = max(start, stop)
+    return {"out": Allowed(low, high, (dtype,), free=free, exact=exact)}
+
+
+def _rows(scale: Tensor, spec: QuantizationSpec, start: int, stop: int) -> Tensor:
+    return scale[start:stop] if spec.granularity.rows == 1 else scale
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+def cast_interval(x: Tensor, spec: QuantizationSpec | None, **way: Any) -> tuple[Tensor, Tensor]:
+    """x (R, C) after a cast, and how far a cast with another legitimate scale may be from it: both float64."""
+    if spec is None:
+        return x.double(), torch.zeros_like(x, dtype=torch.float64)
+    if spec.transform is not None or spec.block_scale != "amax" or spec.scale_format == "e4m3":
+        from ottava.ops.quantize import quantize
+
+        center = quantize(x, spec).dequantize(torch.float32).double()
+        return center, torch.zeros_like(center)
+    fmt = way.pop("format", spec.format)
+    wide = spec.scale_format == "fp32"
+    amax = way.pop("amax", None)
+    amax = block_amax(x, way.pop("blocks", spec.granularity)) if amax is None else amax
+    amax = amax.expand(spec.granularity.grid_shape((x.shape[0], x.shape[1]))) if amax.numel() == 1 else amax
+    scale = scale_inv_of(amax, spec, way.pop("scale_top", fmt.max), way.pop("exponent", None))
+    scale = spread(scale.float().double(), spec, tuple(x.shape))
+    z, slack = x.double() / scale, _SCALE_SLACK if wide else 0.0
+    rounding = way.pop("rounding", spec.rounding.replace("nearest_even", "nearest"))
+    center = on_grid(z, fmt, "nearest" if rounding == "stochastic" else rounding, **way) * scale
+    ways = ("down", "up") if rounding == "stochastic" else (rounding,) * 2
+    edges = [on_grid(z * (1 + sign * slack), fmt, one, **way) * scale for sign in (-1, 1) for one in ways]
+    off = torch.stack([(edge - center).abs() for edge in edges]).amax(0) if x.numel() else center
+    return center, off + slack * center.abs()
+
+
+def linear_allowed(inputs: Values, what: Values, *, cells: Any = None, **way: Any) -> dict[str, Allowed]:
+    """y, dx and dw of a linear layer under a recipe.
+
+    cells: {"fprop.lhs": knobs of `cast_interval`, or "skip"} for single casts.
+    """
+    recipe = get_recipe(what.get("recipe", "tensorwise"))
+    x, weight, grad = (inputs[key] for key in ("x", "weight", "grad"))
+    rows, dy = x.reshape(-1, x.shape[-1]), grad.reshape(-1, weight.shape[0])
+    pairs = {
+        "fprop": (rows, weight, x.dtype),
+        "dgrad": (dy, weight.t(), x.dtype),
+        "wgrad": (dy.t(), rows.t(), weight.dtype),
+    }
+    results = {}
+    for (gemm, (lhs, rhs, dtype)), name in zip(pairs.items(), ("y", "dx", "dw"), strict=True):
+        row = getattr(recipe, gemm)
+        sides = []
+        for side, operand in (("lhs", lhs), ("rhs", rhs)):
+            knobs = (cells or {}).get(f"{gemm}.{side}", {})
+            spec = None if knobs == "skip" else getattr(row, side)
+            sides.append(cast_interval(operand, spec, **({} if knobs == "skip" else dict(knobs))))
+        (a, da), (b, db) = sides
+        allowed = product(a, b, dtype, slack=(da, db), **way)
+        results[name] = allowed
+    shape = {"y": (*x.shape[:-1], weight.shape[0]), "dx": tuple(x.shape), "dw": tuple(weight.shape)}
+    return {name: reshaped(one, shape[name]) for name, one in results.items()}
+
+
+def reshaped(allowed: Allowed, shape: tuple[int, ...]) -> Allowed:
+    """The same numbers in another shape."""
+    exact = None if allowed.exact is None else allowed.exact.reshape(shape)
+    return allowed._replace(low=allowed.low.reshape(shape), high=allowed.high.reshape(shape), exact=exact)
+
+
+def attention_allowed(
+    inputs: Values,
+    what: Values,
+    *,
+    scale: float | None = None,
+    offset: int = 0,
+    causal: bool | None = None,
+    fault: str = "",
+) -> dict[str, Allowed]:
+    """o, dq, dk and dv of softmax(q k.T / sqrt(D)) v; each rounding of an ordinary kernel to the operands' type counts.
+
+    Args:
+        offset: by which the causal mask is late; None is right.
+        fault: what else is wrong, see `hypotheses`.
+    """
+    q, k, v, grad = (inputs[key].double() for key in ("q", "k", "v", "grad"))
+    dtype, depth, keys, queries = inputs["q"].dtype, q.shape[-1], k.shape[-2], q.shape[-2]
+    u = max(torch.finfo(dtype).eps / 2, U32)
+    scale = 1 / math.sqrt(depth) if scale is None else scale
+    if fault == "softmax before scale":
+        scale = 1.0
+    scores, size = q @ k.mT * scale, q.abs() @ k.abs().mT * scale
+    off = (depth + 4) * U32 * size + 2 * u * scores.abs()  # sums in fp32, then one rounding of the scores
+    if what.get("causal", False) if causal is None else causal:
+        late = 0 if fault == "top left" else keys - queries
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(late * 0 + offset)
+        scores, off = scores.masked_fill(~seen, -math.inf), off.masked_fill(~seen, 0.0)
+    top = scores.amax(-1, keepdim=True).clamp(min=-1e300)
+    raised = (scores - top).exp()
+    total = raised.sum(-1, keepdim=True)
+    p = raised / torch.where(total == 0, 1.0, total)
+    if fault == "not normalized":
+        p = raised
+    if fault == "p in fp16":
+        p = p.to(torch.float16).double()
+    # exp turns an absolute error into a relative one; the sum has that of its largest term
+    relative = 2 * (off.amax(-1, keepdim=True) + off) + (keys + 16) * U32 + 2 * u
+    ep = p * relative
+    o, eo = p @ v, ep @ v.abs() + (keys + 4) * U32 * (p @ v.abs())
+    dp, edp = grad @ v.mT, ((v.shape[-1] + 4) * U32 + u) * (grad.abs() @ v.abs().mT)
+    delta = (grad * o).sum(-1, keepdim=True)
+    edelta = (grad.abs() * (eo + u * o.abs())).sum(-1, keepdim=True) + (v.shape[-1] + 4) * U32 * (grad * o).abs().sum(
+        -1, keepdim=True
+    )
+    if fault == "no delta":
+        delta = torch.zeros_like(delta)
+    ds = p * (dp - delta)
+    eds = ep * (dp - delta).abs() + (p + ep) * (edp + edelta) + 2 * u * ds.abs()
+    back = 1.0 if fault == "gradients without scale" else scale
+    dq, dk, dv = ds @ k * back, ds.mT @ q * back, p.mT @ grad
+    edq = (eds @ k.abs() + (keys + 4) * U32 * (ds.abs() @ k.abs())) * back
+    edk = (eds.mT @ q.abs() + (queries + 4) * U32 * (ds.abs().mT @ q.abs())) * back
+    edv = ep.mT @ grad.abs() + (queries + 4) * U32 * (p.mT @ grad.abs())
+    # second order: the bounds above are of first order, and errors of a few percent multiply
+    return {
+        name: between(center, error * 1.1 + torch.finfo(torch.float32).tiny, dtype)
+        for name, center, error in (("o", o, eo), ("dq", dq, edq), ("dk", dk, edk), ("dv", dv, edv))
+    }
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def adamw(
+    p: Tensor,
+    gradient: Tensor,
+    m: Tensor,
+    v: Tensor,
+    t: int,
+    what: Values,
+    *,
+    fault: str = "",
+    stale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One step in float64: parameter, both moments, and the error that fp32 may make of the parameter."""
+    lr, (b1, b2) = float(what.get("lr", 1e-3)), what.get("betas", (0.9, 0.999))
+    eps, decay = float(what.get("eps", 1e-8)), float(what.get("weight_decay", 0.01))
+    g = gradient if stale is None else stale
+    if fault == "betas swapped":
+        b1, b2 = b2, b1
+    if fault == "decay coupled":
+        g, decay = g + decay * p, 0.0
+    t += {"step one late": -1, "step one early": 1}.get(fault, 0)
+    kept = 1 - (decay if fault == "decay without lr" else lr * decay)
+    kept = 1.0 if fault == "no decay" else kept
+    m = b1 * m + (1 - b1) * g if fault != "momentum undamped" else b1 * m + g
+    v = b2 * v + (1 - b2) * (g.abs() if fault == "gradient not squared" else g * g)
+    c1, c2 = 1 - b1**t, 1 - b2**t
+    c1 = 1.0 if fault in ("no bias correction", "first moment uncorrected") else c1
+    c2 = 1.0 if fault in ("no bias correction", "second moment uncorrected") else c2
+    hat = v / c2 if c2 else v * math.inf
+    root = (hat + eps).sqrt() if fault == "eps under the root" else hat.sqrt() + eps
+    root = (
+        v.sqrt() / 1.0 * (1 / math.sqrt(c2) if c2 else math.inf) + eps / (math.sqrt(c2) if c2 else 1)
+        if fault == "eps corrected too"
+        else root
+    )
+    root = hat if fault == "no root" else root
+    direction = m / c1 if c1 else m * math.inf
+    if fault == "sign":
+        direction = -direction
+    if fault == "nesterov":
+        direction = (b1 * m + (1 - b1) * g) / c1
+    step = lr * direction / root
+    after = (p - step) * kept if fault == "decay after the step" else p * kept - step
+    # a moment is a chain of roundings, the update a dozen, the parameter three
+    error = 4 * U32 * p.abs() + (16 + 8 * t) * U32 * lr * (m.abs() + abs(1 - b1) * g.abs()) / c1 / root if c1 else after
+    return after, m, v, error
+
+
+def optimizer_allowed(
+    inputs: Values, what: Values, *, fault: str = "", moments: str | None = None
+) -> dict[str, Allowed]:
+    """The parameter after each of some steps; inputs: parameter, and grads (steps, ...)."""
+    p, dtype = inputs["parameter"].double(), inputs["parameter"].dtype
+    m, v, wide = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p)
+    dm, dv = torch.zeros_like(p), torch.zeros_like(p)  # how far another rounding may bring a stored moment
+    name = moments or str(what.get("moments", "float32"))
+    name = {"float32": "fp32", "bfloat16": "bf16"}.get(name, name)
+    u, (b1, b2), lr = torch.finfo(dtype).eps / 2, what.get("betas", (0.9, 0.999)), float(what.get("lr", 1e-3))
+    lows, highs, exact = [], [], []
+    for t, g in enumerate(inputs["grad"].double(), start=1):
+        stale = inputs["grad"][t - 2].double() if fault == "gradient of the step before" and t > 1 else None
+        kept = m * b1 / (1 - b1)
+        p, m, v, error = adamw(p, g, m, v, t, what, fault=fault, stale=stale)
+        if name != "fp32":
+            # a sum that cancels keeps the roundings of its terms
+            dm, dv = b1 * dm + 8 * U32 * (1 - b1) * (g.abs() + kept.abs()), b2 * dv
+            share = torch.where(dv < v, dv / torch.where(v > 0, v, 1.0), torch.where(dv > 0, math.inf, 0.0))
+            root = (v / (1 - b2**t)).sqrt() + float(what.get("eps", 1e-8))
+            step = lr * m.abs() / (1 - b1**t) / root
+            error = (
+                error
+                + ((step + lr * dm / (1 - b1**t) / root) * share).nan_to_num(0.0, posinf=math.inf)
+                + lr * dm / (1 - b1**t) / root
+            )
+            (m, dm), (v, dv) = _held(name, m, dm, False), _held(name, v, dv, True)
+        if fault == "moments forgotten":
+            m, v = torch.zeros_like(p), torch.zeros_like(p)
+        wide = wide + error + (0.0 if dtype == torch.float32 else 1.01 * u * p.abs())
+        one = between(p, wide, dtype)
+        lows.append(one.low)
+        highs.append(one.high)
+        exact.append(one.low if one.exact is None else one.exact)
+        p = p.to(dtype).double() if dtype != torch.float32 else p
+    return {"parameter": Allowed(torch.stack(lows), torch.stack(highs), (dtype,), exact=torch.stack(exact))}
+
+
+def _held(name: str, moment: Tensor, off: Tensor, positive: bool) -> tuple[Tensor, Tensor]:
+    """A moment out of its storage, and how far it moves if what is stored moves by `off` and a few roundings."""
+    from ottava.optim.storage import STORAGES
+
+    if name not in STORAGES:
+        raise ValueError(unknown_name("moments", name, STORAGES))
+    storage = STORAGES[name]
+    # neighbours in turn, and large numbers against small ones: the ends of a group set its grid
+    turn = torch.where(torch.arange(moment.numel(), device=moment.device).view(moment.shape) % 2 == 0, 1.0, -1.0)
+    ends = torch.where(moment.abs() > moment.abs().median(), 1.0, -1.0)
+    read = []
+    small = 64 * U32 * moment.abs()  # alone, too: what moves a group's ends moves its grid
+    away = [(way * sign, by) for sign in (turn, ends * moment.sign()) for way in (1, -1) for by in (small, small + off)]
+    for sign, by in [(turn, 0 * small), *away]:
+        x = (moment + sign * by).float()
+        held = storage.empty(x)
+        storage.write([held], [x.clamp(min=0) if positive else x], positive=positive)
+        read.append(storage.read([held], positive=positive)[0].double().view(moment.shape))
+    moved = torch.stack([(one - read[0]).abs() for one in read]).amax(0)
+    return read[0], 1.1 * moved + 64 * U32 * read[0].abs()  # a power in fp32 is off by some units
+
+
+def expect(kind: str, inputs: Values, what: Values, got: Values | None = None, **way: Any) -> dict[str, Allowed]:
+    """What each result of a call may be; knobs in `way` make it the result of a faulty kernel."""
+    if kind == "encode":
+        return {"codes": encode_allowed(inputs["x"], what, **way)}
+    if kind == "decode":
+        return {"values": decode_allowed(inputs["codes"], what, **way)}
+    if kind == "cast":
+        return cast_allowed(inputs, what, got, **way)
+    whole = {
+        "gemm": gemm_allowed,
+        "grouped": grouped_allowed,
+        "linear": linear_allowed,
+        "attention": attention_allowed,
+        "optimizer": optimizer_allowed,
+    }
+    allowed: dict[str, Allowed] = whole[kind](inputs, what, **way)  # type: ignore[operator]
+    return allowed
+
+
+def result_format(kind: str, name: str, what: Values) -> Format | None:
+    """The format of a result that is codes."""
+    if (kind, name) == ("encode", "codes"):
+        return get_format(what.get("format", "e4m3"))
+    spec = cast_spec(what) if kind == "cast" else None
+    if spec is None:
+        return None
+    return spec.format if name == "data" else E8M0 if spec.scale_format.startswith("e8m0") else None

@@ -1,0 +1,199 @@
+"""`ottava certify`: planted faults are found and named, healthy kernels raise no alarm, nothing ends in a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ottava.kernels import reference
+from ottava.numerics import rounding
+from ottava.numerics.formats import FORMATS, get_format
+from ottava.prove import adapter, faults, hypotheses, judge, matrix
+from ottava.prove.adapters import KINDS, KernelAdapter
+from ottava.prove.certificate import KernelCertificate, certify
+from ottava.prove.explain import Failure, explain
+from ottava.prove.page import page
+from ottava.prove.ready import load, ready
+from planted_faults import planted
+
+CASES = 48
+
+
+def run(kind: str, function: Any, count: int = CASES, **what: Any) -> KernelCertificate:
+    return certify(KernelAdapter("here", function, kind, MappingProxyType(what)), count=count)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planted_faults_are_wrong_and_named(kind: str) -> None:
+    """45 faults: each is found, and the hypothesis that it was planted as explains it."""
+    named = {}
+    for its_kind, what, name, function in planted():
+        if its_kind == kind:
+            found = run(kind, function, **what)
+            assert found.verdict == "wrong", (name, str(found))
+            assert found.first is not None
+            assert found.explained is not None
+            named[name] = found.explained["hypothesis"]
+    assert named == {name: name for name in named}
+    assert named
+
+
+def test_every_kind_has_planted_faults() -> None:
+    """At least 25 in all, none twice."""
+    named = [(kind, name, tuple(what.items())) for kind, what, name, _ in planted()]
+    assert {kind for kind, *_ in named} == set(KINDS)
+    assert len(set(named)) == len(named) >= 25
+
+
+@pytest.mark.parametrize("part", ("torch.", "ml_dtypes.", "gfloat.", "torchao.", "ottava."))
+def test_healthy_kernels_raise_no_alarm(part: str) -> None:
+    """Every ready adapter whose package is there."""
+    tried = 0
+    for name in ready():
+        if name.startswith(part) and not (part == "ottava." and "linear" not in name and "tensorwise" not in name):
+            found = certify(load(name), count=30)
+            assert found.good, str(found)
+            tried += found.verdict != "not tried"
+    if not tried:
+        pytest.skip(f"no kernel of {part} runs here")
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if fmt.bits <= 8], ids=str)
+def test_the_two_references_agree_on_all_bf16_numbers(fmt: Any) -> None:
+    """The table of codes, in float64, against `rounding.encode` and `rounding.decode`."""
+    found = run("encode", lambda x: rounding.encode(x, fmt), 3, format=fmt.name)
+    assert found.verdict in ("exact", "within the proved bound"), str(found)
+    assert run("decode", lambda codes: rounding.decode(codes, fmt), 3, format=fmt.name).verdict == "exact"
+
+
+@pytest.mark.parametrize(
+    "recipe", ("tensorwise", "rowwise", "blockwise", "blockwise_fp32", "mxfp8", "mxfp8_floor", "mxfp4")
+)
+def test_the_two_references_agree_on_casts(recipe: str) -> None:
+    """Float64 and the definition of each scale, against `kernels.reference`: the same bits."""
+    for operand in ("x", "weight", "grad"):
+        spec = judge.cast_spec({"recipe": recipe, "operand": operand})
+        assert spec is not None
+
+        def cast(x: Tensor, data: Tensor, scale_inv: Tensor, spec: Any = spec) -> tuple[Tensor, Tensor]:
+            made = reference.quantize(x, spec)
+            return made.data, judge.stored(made.scale_inv, spec)
+
+        assert run("cast", cast, recipe=recipe, operand=operand).verdict == "exact"
+
+
+def test_a_bound_is_tight_where_sums_are_exact() -> None:
+    """Whole numbers: one answer. Others: K + 4 units of the magnitudes."""
+    whole = torch.tensor([[1.0, 2.0, -3.0]], dtype=torch.float64)
+    allowed = judge.product(whole, whole, torch.float32)
+    assert allowed.low.item() == allowed.high.item() == 14.0
+    third = whole / 3
+    allowed = judge.product(third, third, torch.float32)
+    assert 0 < (allowed.high - allowed.low).item() <= 2 * (3 + 4 + 2) * 2.0**-24 * 14 / 9
+    infinite = judge.product(
+        torch.tensor([[torch.inf, 1.0]]).double(), torch.tensor([[0.0, 1.0]]).double(), torch.float32
+    )
+    assert infinite.low.isnan().all()
+
+
+def test_operands_lie_among_nan() -> None:
+    """A kernel that reads past a row, a slice or the end finds NaN; the numbers are the same."""
+    x = torch.randn(3, 5)
+    for layout in matrix.LAYOUTS:
+        view = matrix.placed(x, layout)
+        assert torch.equal(view, x[:1].expand(3, 5) if layout == "broadcast" else x)
+        storage = torch.empty(0).set_(view.untyped_storage())
+        assert storage[-matrix.GUARD :].isnan().all()
+
+
+def test_what_cannot_be_tried_says_why() -> None:
+    """No verdict without a reference; refusals of a kernel are not its faults."""
+
+    def refuses(*tensors: Tensor) -> None:
+        raise NotImplementedError("only on Thursdays")
+
+    for what, kind in (
+        ({"recipe": "nvfp4_rht"}, "gemm"),
+        ({"rule": "sgd"}, "optimizer"),
+        ({"recipe": "delayed"}, "cast"),
+    ):
+        found = run(kind, refuses, **what)
+        assert found.verdict == "not tried"
+        assert found.reason
+    assert run("gemm", refuses, 5).reason == "only on Thursdays"
+
+
+def test_an_adapter_that_raises_is_a_verdict() -> None:
+    """Nothing ends in a traceback."""
+
+    def raises(x: Tensor) -> Tensor:
+        raise KeyError("boom")
+
+    found = run("encode", raises, 5, format="e4m3")
+    assert found.verdict == "raises"
+    assert "boom" in str(found)
+    assert run("encode", lambda x: (x, x), 5, format="e4m3").verdict == "wrong"
+    assert run("encode", lambda x: None, 5, format="e4m3").verdict == "wrong"
+
+
+def test_a_fault_without_a_name_is_placed() -> None:
+    """Where the wrong numbers lie, if no hypothesis gives them."""
+    wrong = torch.zeros(8, 8, dtype=torch.bool)
+    wrong[5:] = True
+    got = torch.randn(8, 8).double()
+    got[5:] = torch.nan
+    case = matrix.KernelCase("here", {"x": torch.randn(8, 8)})
+    failure = Failure(case, {"codes": got}, {"codes": wrong})
+    said = explain("encode", {"format": "e4m3"}, [failure], [], lambda case, **change: {"codes": wrong})
+    assert said is not None
+    assert said["hypothesis"] == "tail not written"
+    assert explain("encode", {}, [], [], lambda case, **change: {}) is None
+
+
+def test_hypotheses_have_sentences() -> None:
+    """Each is for a known kind and says something."""
+    for one in faults.all_hypotheses():
+        assert isinstance(one, hypotheses.Fault)
+        assert one.sentence[0].isupper() or one.sentence.startswith(
+            ("a", "b", "-", "d", "x", "e", "s", "l", "o", "i", "g", "w")
+        )
+        assert set(one.kinds) <= set(KINDS)
+
+
+def test_loading_refuses_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown name, a function without a kind, a file that does not import."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "from ottava.prove import adapter\n@adapter('decode', format='e4m3')\ndef f(c): return c.float()\n"
+        "def g(c): return c\n"
+    )
+    Path("broken.py").write_text("1 / 0\n")
+    assert load("mine.py:f", format="e5m2").what == {"format": "e5m2"}
+    for name, error in (
+        ("nothing", ValueError),
+        ("mine.py:h", ValueError),
+        ("mine.py:g", ValueError),
+        ("gone.py:f", FileNotFoundError),
+    ):
+        with pytest.raises(error, match="certify"):
+            load(name)
+    with pytest.raises(ImportError, match="does not import"):
+        load("broken.py:f")
+    with pytest.raises(ValueError, match="unknown kind 'casts'"):
+        adapter("casts")
+
+
+def test_certificates_are_text_data_and_a_page() -> None:
+    """The same facts three times."""
+    found = run("encode", lambda x: x.to(get_format("e5m2").storage_dtype), 5, format="e5m2")
+    assert found.verdict == "wrong"
+    assert json.loads(json.dumps(found.to_dict()))["explained"]["hypothesis"] == "overflow is infinity"
+    html = page([found], {"cases": 5, "seed": 0, "device": "cpu"})
+    assert "1 of 1 adapters are wrong" in html
+    assert "overflow is infinity" in html
