@@ -1,6 +1,8 @@
-"""Numbers survive packing to three digits, and a page of 400 casts stays small."""
+"""Numbers survive packing to three digits, and a page of 300 casts stays small."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,29 +11,48 @@ from ottava.base.text import number, rounded_alike
 from ottava.measure.tally import Tally, tally_fields
 from ottava.record.reader import Run, Table
 from ottava.record.schema import SlotKey
-from ottava.report.page import MAX_BYTES, all_rounded, pack, payload, shown_alike, thinned, unpack
+from ottava.report.page import MAX_BYTES, all_rounded, coded, decoded, pack, payload, render_report, unpack
+from sweep import sweep
 
 
-def test_packing_keeps_twelve_bits_and_what_is_not_finite() -> None:
-    values = np.array([0.0, -0.0, 1.0, -3.14159, 1e-37, 3.3e38, 448.0, np.inf, -np.inf, np.nan, 123456.7])
-    back = unpack(pack(thinned(values)))
-    finite = np.isfinite(values)
-    assert back[finite] == pytest.approx(values[finite], rel=2.0**-13)
-    assert np.array_equal(back[~finite], values[~finite].astype(np.float32), equal_nan=True)
+def stored(facts: dict[str, Any], packed: str) -> np.ndarray[Any, Any]:
+    """All numbers of a payload."""
+    ends = np.cumsum([length for length, _ in facts["kinds"]])
+    parts = zip(np.split(unpack(packed), ends[:-1]), facts["kinds"], strict=True)
+    return np.concatenate([decoded(codes, digits) for codes, (_, digits) in parts])
+
+
+def statistic(numbers: np.ndarray[Any, Any], grid: dict[str, Any], name: str, rows: int) -> np.ndarray[Any, Any]:
+    """(rows, looks) of a grid of a payload."""
+    at, looks = grid["starts"][name], len(grid["firsts"])
+    values = numbers[at : at + rows * looks].reshape(rows, looks)
+    return np.where(values < 0, -1, values + np.array(grid["firsts"])) if name == "step" else values
+
+
+@sweep(digits=[2, 3, 5])
+def test_codes_keep_their_digits_and_what_is_not_finite(digits: int) -> None:
+    """Half a unit of the last digit; the order of codes is that of numbers."""
+    random = np.random.default_rng(0)
+    values = np.concatenate([random.normal(size=2000) * 10.0 ** random.uniform(-290, 290, 2000), [1e-300, 9.996, 0.0]])
+    back = decoded(unpack(pack(coded(values, digits))), digits)
+    assert back == pytest.approx(values, rel=0.5001 * 10.0 ** (1 - digits))
+    order = np.argsort(values)
+    assert (np.diff(coded(values, digits)[order]) >= 0).all()
+    special = np.array([np.inf, -np.inf, np.nan])
+    assert np.array_equal(decoded(coded(special, digits), digits), special, equal_nan=True)
 
 
 def test_numbers_are_shown_the_same_before_and_after() -> None:
-    """Halves of the third digit, what lies beside them, numbers of all sizes; and steps beyond 2**13 are exact."""
+    """Halves of the third digit, what lies beside them, numbers of all sizes; whole numbers are exact."""
     random = np.random.default_rng(0)
     plain = random.normal(size=20_000) * 10.0 ** random.uniform(-30, 30, 20_000)
     halves = (random.integers(100, 1000, 5_000) + 0.5) * 10.0 ** random.integers(-12, 12, 5_000)
     values = np.concatenate([plain, halves, np.nextafter(halves, 0), -halves, [448.0, 0.1, 2.125, np.inf, 0.0]])
-    kept = shown_alike(values)
+    kept = decoded(unpack(pack(coded(values, 3))), 3)
     assert all_rounded(values) == pytest.approx([rounded_alike(float(v)) for v in values], rel=1e-15)
     assert [number(float(v)) for v in kept] == [number(float(v)) for v in values]
-    assert kept == pytest.approx(values, rel=2.0**-11)
-    steps = random.integers(1, 2**24, 1000).astype(np.float64)
-    assert unpack(pack(shown_alike(steps))).tolist() == steps.tolist()
+    steps = random.integers(-1, 2**29, 1000).astype(np.float64)
+    assert decoded(unpack(pack(coded(steps, 0))), 0).tolist() == steps.tolist()
 
 
 def test_a_good_run_is_packed_beside(small_run: Run) -> None:
@@ -41,36 +62,35 @@ def test_a_good_run_is_packed_beside(small_run: Run) -> None:
     good = good.take(np.flatnonzero((good["step"] != steps[-1]) & (good["tensor"] != "weight")))
     good = Table({**good.columns, "recipe": np.array(["bf16"] * len(good), dtype=object)}, good.tallies, good.reported)
     made = payload(bad, good)
-    facts, numbers = made.facts["good"], unpack(made.packed)
-    assert facts["looks"] == len(steps) - 1
-    each = facts["rows"] * facts["looks"]
-    block = numbers[facts["start"] :][: each * (len(facts["names"]) + 1)]
-    values = dict(zip([*facts["names"], "step"], block.reshape(-1, facts["rows"], facts["looks"]), strict=True))
+    facts, numbers = made.facts["good"], stored(made.facts, made.packed)
+    assert len(facts["firsts"]) == len(steps) - 1
+    values = {name: statistic(numbers, facts, name, len(good.slots())) for name in facts["starts"]}
     for slot, place in zip(made.grid.slots, facts["slots"], strict=True):
         assert (place < 0) == (slot.tensor == "weight")
         if place >= 0:
             rows = good.where(layer=slot.layer, tensor=slot.tensor, direction=slot.direction)
             assert values["step"][place].tolist() == rows["step"].tolist()
-            assert values["mse"][place] == pytest.approx(rows.metric("mse"), rel=2.0**-11)
+            assert values["mse"][place] == pytest.approx(rows.metric("mse"), rel=0.5e-2)
 
 
 def test_facts_say_where_everything_is(small_run: Run) -> None:
     """What the script reads by position is what the grid and the table hold."""
     table = small_run.table()
     made = payload(small_run.table(phase=None))
-    facts, grid, numbers = made.facts, made.grid, unpack(made.packed)
-    size = len(facts["slots"]) * len(facts["looks"])
-    for i, metric in enumerate(facts["metrics"]):
-        block = numbers[i * size : (i + 1) * size].reshape(grid.row.shape)
-        assert np.allclose(block, grid.values[metric["name"]], rtol=2.0**-11, equal_nan=True)
-    steps = numbers[len(facts["metrics"]) * size : (len(facts["metrics"]) + 1) * size]
-    assert steps.tolist() == grid.step.ravel().tolist()
-    at = len(numbers) - facts["counts"]
+    facts, grid, numbers = made.facts, made.grid, stored(made.facts, made.packed)
+    for metric in facts["metrics"]:
+        block = statistic(numbers, facts["own"], metric["name"], len(facts["slots"]))
+        assert np.allclose(block, grid.values[metric["name"]], rtol=0.5001e-2, equal_nan=True)
+    assert statistic(numbers, facts["own"], "step", len(facts["slots"])).tolist() == grid.step.tolist()
+    starts = facts["own"]["starts"]
+    alike = [name for name in starts if np.array_equal(grid.values.get(name), grid.values["scale_max"], equal_nan=True)]
+    assert len({starts[name] for name in alike}) == 1  # equal arrays are stored once
+    at = facts["counts"]
     for slot, look, *bins in facts["histograms"]:
         tally = table.tally(int(grid.row[slot, look]))
         for name, first, length in zip(("exponents", "row_sqnr", "block_spread"), bins[::2], bins[1::2], strict=True):
             expected = getattr(tally, name)
-            assert numbers[at : at + length] == pytest.approx(expected[first : first + length], rel=2.0**-12)
+            assert numbers[at : at + length] == pytest.approx(expected[first : first + length], rel=0.5001e-2)
             assert expected[first : first + length].sum() == expected.sum()
             at += length
     assert at == len(numbers)
@@ -100,37 +120,34 @@ def test_light_rows_make_a_finer_series(small_run: Run) -> None:
     )
     made = payload(both)
     assert made.grid.looks == [(step, step) for step in range(2, 25, 2)]
-    assert made.facts["series"]["names"][0] == "amax"
-    assert made.facts["series"]["looks"] > len(made.grid.looks)
+    assert list(made.facts["series"]["starts"])[:2] == ["step", "amax"]
+    assert len(made.facts["series"]["firsts"]) > len(made.grid.looks)
 
 
-@pytest.mark.slow
-def test_400_casts_x_100_looks_of_noise_fit_a_page(small_run: Run) -> None:
-    """Noise is the worst case: nothing to compress."""
-    casts, looks = 400, 100
-    one, rows, random = small_run.table().tally(0), casts * looks, np.random.default_rng(0)
+def test_a_page_of_100_layers_and_1000_steps_has_400_kb(small_run: Run) -> None:
+    """Noise is the worst case: nothing to compress. Three casts a layer, a look every 10 steps."""
+    looks = range(10, 1001, 10)
+    names = [f"model.layers.{i // 4}.mlp.w{i % 4}" for i in range(100)]
+    cast = ("row", "delayed", "E4M3", "tensor", "fp32", "delayed", "door")
+    keys = [SlotKey(name, tensor, *cast) for name in names for tensor in ("input", "weight", "grad_output")]
+    one, rows, random = small_run.table().tally(0), len(keys) * len(looks), np.random.default_rng(0)
     values = {}
     for f in tally_fields():
         value = getattr(one, f.name)
         noise = np.exp(0.3 * random.normal(size=rows))
         values[f.name] = np.broadcast_to(value, (rows, len(value))) if f.metadata["bins"] else float(value) * noise
-    keys = [
-        SlotKey(
-            f"model.layers.{i // 4}.mlp.w{i % 4}",
-            "input",
-            "row",
-            "delayed",
-            "E4M3",
-            "tensor",
-            "fp32",
-            "delayed",
-            "door",
-        )
-        for i in range(casts)
-    ]
-    columns = {name: np.array([getattr(k, name) for k in keys] * looks, dtype=object) for name in SlotKey._fields}
-    columns |= {"step": np.repeat(np.arange(looks), casts), "phase": np.array(["full"] * rows, dtype=object)}
-    made = payload(Table(columns, Tally(**values), [{}] * rows))
+    columns = {name: np.array([getattr(k, name) for k in keys] * len(looks), dtype=object) for name in SlotKey._fields}
+    columns |= {"step": np.repeat(looks, len(keys)), "phase": np.array(["full"] * rows, dtype=object)}
+    columns |= {"rank": np.zeros(rows, dtype=np.int64), "kind": np.array(["fc1"] * rows, dtype=object)}
+    lines = [{"step": step, "loss": 2 + random.normal(), "grad_norm": random.normal() ** 2} for step in range(1, 1001)]
+    manifest = {"layers": [{"name": name, "kind": "fc1", "shape": [64, 64]} for name in names]}
+    table = Table(columns, Tally(**values), [{}] * rows)
+    run = Run.of(Path("run"), manifest, {"steps.jsonl": lines}, table)
+    made = payload(table)
     assert len(made.packed) <= MAX_BYTES
-    assert len(json.dumps(made.facts)) < 250_000
-    assert len(made.grid.looks) >= 40
+    assert (made.digits, len(made.grid.looks) >= 12) == (2, True)
+    nothing = {"verdict": "none", "sentence": "No FP8 evidence found.", "findings": []}
+    page = render_report(run, diagnosis=nothing)
+    assert len(page.encode()) <= 400_000
+    assert "a column has several looks" in page
+    assert "Most statistics have 2 digits here" in page

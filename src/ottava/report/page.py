@@ -3,10 +3,10 @@
 The template (report.html.j2) has the words, report.js draws the pictures. Every picture has a table with the same
 numbers, which also works without JavaScript.
 
-`payload` packs the data of the script: a little JSON, and all numbers as deflated 32-bit floats in base64. Numbers keep
-12 bits of mantissa, more than three digits, and `text.number` shows the same three digits of them; whole numbers, such
-as steps and counts of infinities, are exact. The four bytes go into four planes, which deflate packs to about a third.
-If that is still too much for one page, neighbouring looks share a column (`grid`).
+`payload` packs the data of the script: JSON, and all numbers as decimal codes of the three digits that `text.number`
+shows; whole numbers, such as steps and counts of infinities, are exact. An array that equals another is stored once.
+The four bytes of a code go into four planes, and all is deflated base64. If that is too much for one page,
+neighbouring looks share a column, which shows the worst of them (`grid`), and statistics have two digits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -39,7 +40,7 @@ from ottava.report.frame import render, script_json
 from ottava.report.grid import SCALES, Grid, Values
 
 _MOST_POINTS = 800
-_TABLE_STEPS = 120
+_TABLE_STEPS = 60
 _MOST_PREDICTED_ROWS = 3000
 
 
@@ -132,8 +133,9 @@ def render_report(
         "report.html.j2",
         name=run.path.resolve().name,
         started=str(run.manifest.get("started") or ""),
-        facts=script_json(facts),
+        facts=deflated(script_json(facts).encode()),
         packed=numbers.packed,
+        digits=numbers.digits,
         diagnosis=diagnosis,
         headline=sections.headline(diagnosis),
         rest=sections.rest(diagnosis),
@@ -171,7 +173,8 @@ def _curves(run: Run) -> dict[str, Any]:
     curves: dict[str, Any] = {}
     for name in ("loss", "grad_norm"):
         values = steps.get(name, np.zeros(0))
-        curves[name] = sections.thin(steps["step"], values, _MOST_POINTS) if np.isfinite(values).any() else [[], []]
+        shown = sections.thin(steps["step"], values, _MOST_POINTS) if np.isfinite(values).any() else [[], []]
+        curves[name] = [shown[0], [None if v is None else float(f"{v:.6g}") for v in shown[1]]]  # finer than a pixel
     curves["not_finite_from"] = sections.not_finite_from(steps["step"], steps["loss"]) if len(steps["step"]) else None
     return curves
 
@@ -215,17 +218,18 @@ def _loss_rows(run: Run, grid: Grid, worst: Sequence[Any]) -> list[dict[str, Any
     return rows
 
 
-MAX_BYTES = 1_450_000
-"""Largest size of the base64 text, so that a whole page stays under 2 MB."""
-_MOST_LOOKS, _LEAST_LOOKS = 240, 3
-_MAX_HISTOGRAMS = 1200
+MAX_BYTES = 245_000
+"""Largest size of the base64 text of all numbers, so that a page of 100 layers and 1,000 steps stays under 400 kB."""
+_MOST_LOOKS, _ENOUGH_LOOKS, _LEAST_LOOKS = 240, 48, 3
+_MAX_HISTOGRAMS = 240
+_DIGITS = 3
+_FINE = MappingProxyType({"cosine": 5, "gain": 5})
+"""Statistics close to 1, whose differences lie in later digits."""
 _SERIES = ("amax", "scale_min", "scale_max", "nonfinite")
 _HISTOGRAMS = ("exponents", "row_sqnr", "block_spread")
-_DROPPED_BITS = 11
 _NEAR_A_HALF = 1e-6  # of the third digit: far more than the error of the vectorized division below
-_LEAST_NORMAL = 2.0**-126
-_WHOLE = 2**24
-"""fp32 represents every whole number up to this."""
+_INFINITE, _UNKNOWN = 1 << 29, 1 << 30
+_LEAST, _LOWEST_POWER = 1e-300, -310  # smaller numbers are 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,14 +237,18 @@ class Payload:
     """The numbers of a page."""
 
     facts: dict[str, Any]
-    """Plain JSON: the meaning of the arrays in `packed`."""
+    """Plain JSON: the meaning of the numbers in `packed`."""
     packed: str
     """base64 of deflated byte planes."""
     grid: Grid
+    digits: int
+    """Digits of each statistic."""
 
 
 def payload(table: Table, good: Table | None = None) -> Payload:
     """The payload of all rows of a run, with light rows (`Run.table(phase=None)`).
+
+    A run that does not fit has fewer columns; before it has fewer than 48, its statistics have two digits.
 
     Args:
         good: the full rows of a run to compare with; the page draws its curves beside those of the run.
@@ -248,85 +256,127 @@ def payload(table: Table, good: Table | None = None) -> Payload:
     full = table.where(phase="full")
     light = len(full) < len(table)
     main = full if len(full) else table
-    most = _MOST_LOOKS
+    most, digits = _MOST_LOOKS, _DIGITS
     while True:
         grid = Grid.of(main, most)
-        series = Grid.of(table, 2 * most, _SERIES, by="amax") if light and len(full) else None
+        series = Grid.of(table, most, _SERIES, by="amax") if light and len(full) else None
         beside = Grid.of(good, most) if good is not None and len(good) else None
-        facts, packed = _pack(main, grid, series, beside)
+        facts, packed = _pack(main, grid, series, beside, digits)
         if len(packed) <= MAX_BYTES or most <= _LEAST_LOOKS:
-            break
-        most = max(_LEAST_LOOKS, int(0.97 * MAX_BYTES / len(packed) * len(grid.looks)))
-    return Payload(facts, packed, grid)
+            return Payload(facts, packed, grid, digits)
+        fits = int(0.97 * MAX_BYTES / len(packed) * len(grid.looks))
+        coarser = fits < _ENOUGH_LOOKS and digits == _DIGITS
+        most, digits = (min(most, 2 * fits), _DIGITS - 1) if coarser else (fits, digits)
+        most = max(_LEAST_LOOKS, most)
 
 
-def _pack(table: Table, grid: Grid, series: Grid | None, good: Grid | None) -> tuple[dict[str, Any], str]:
+class _Numbers:
+    """Collects arrays, each once, and says where they are."""
+
+    def __init__(self) -> None:
+        self.codes: list[npt.NDArray[np.int64]] = []
+        self.kinds: list[tuple[int, int]] = []
+        self._places: dict[bytes, int] = {}
+        self._end = 0
+
+    def add(self, values: Values, digits: int) -> int:
+        """The place of the first number; 0 digits: whole numbers, which stay exact."""
+        values = values.ravel()
+        if (
+            digits == 0
+            and np.abs(values, where=np.isfinite(values), out=np.zeros(len(values))).max(initial=0) >= _INFINITE
+        ):
+            digits = max(_FINE.values())
+        codes = coded(values, digits)
+        place = self._places.setdefault(bytes([digits]) + codes.tobytes(), self._end)
+        if place == self._end:
+            self.codes.append(codes)
+            self.kinds.append((len(codes), digits))
+            self._end += len(codes)
+        return place
+
+    def grid(self, grid: Grid, names: Sequence[str], digits: int) -> dict[str, Any]:
+        """Looks by their first steps, and the places of statistics and of the steps: from the look's first, or -1."""
+        firsts = [first for first, _ in grid.looks]
+        starts = {"step": self.add(np.where(grid.step < 0, -1.0, grid.step - np.array(firsts)), 0)}
+        for name in names:
+            whole = STATISTICS[name].unit == "elements"
+            starts[name] = self.add(grid.values[name], 0 if whole else _FINE.get(name, digits))
+        return {"firsts": firsts, "starts": starts}
+
+
+def _pack(table: Table, grid: Grid, series: Grid | None, good: Grid | None, digits: int) -> tuple[dict[str, Any], str]:
     names = [name for name in STATISTICS if name in grid.values]
-    arrays = [grid.values[name].ravel() for name in names] + [grid.step.ravel().astype(np.float64)]
-    histograms, counts = _histograms(table, grid)
+    numbers = _Numbers()
     facts: dict[str, Any] = {
         "slots": [{**slot._asdict(), "symbol": symbol(slot.tensor)} for slot in grid.slots],
         "groups": grid.groups(),
         "looks": grid.looks,
+        "own": numbers.grid(grid, names, digits),
         "metrics": [_metric(name, grid.values[name]) for name in names],
         "floor": [None if np.isnan(v) else round(float(v), 2) for v in grid.floor],
         "formats": _formats(),
-        "histograms": histograms,
-        "counts": len(counts),
     }
     for name, other, wanted in (("series", series, list(_SERIES)), ("good", good, names)):
         if other is not None:
-            facts[name], more = _other(grid, other, wanted)
-            facts[name]["start"] = sum(len(array) for array in arrays)
-            arrays += more
-    return facts, pack(np.concatenate([shown_alike(np.concatenate(arrays)), thinned(counts)]))
+            present = [statistic for statistic in wanted if statistic in other.values]
+            facts[name] = numbers.grid(other, present, digits) | {"slots": _places(grid, other)}
+    facts["histograms"], counts = _histograms(table, grid)
+    facts["counts"] = numbers.add(counts, _DIGITS)
+    facts["kinds"] = numbers.kinds
+    return facts, pack(np.concatenate(numbers.codes))
 
 
-def _other(grid: Grid, other: Grid, names: Sequence[str]) -> tuple[dict[str, Any], list[Values]]:
-    """Another grid with looks of its own: its facts, and its arrays, the last one of steps.
-
-    `slots` holds for each cast of the page its row there: the same cast, or else one of the same tensor by another
-    recipe; -1 for none.
-    """
+def _places(grid: Grid, other: Grid) -> list[int]:
+    """For each cast of the page its row in another grid: the same cast, or else one of the same tensor by another
+    recipe; -1 for none."""
     places = {slot[:3]: i for i, slot in reversed(list(enumerate(other.slots)))}
     exact = {slot: i for i, slot in enumerate(other.slots)}
-    slots = [exact.get(slot, places.get(slot[:3], -1)) for slot in grid.slots]
-    present = [name for name in names if name in other.values]
-    arrays = [other.values[name].ravel() for name in present] + [other.step.ravel().astype(np.float64)]
-    return {"slots": slots, "rows": len(other.slots), "looks": len(other.looks), "names": present}, arrays
+    return [exact.get(slot, places.get(slot[:3], -1)) for slot in grid.slots]
 
 
-def thinned(values: Values) -> npt.NDArray[np.float32]:
-    """Floats with 12 bits of mantissa.
+def coded(values: Values, digits: int) -> npt.NDArray[np.int64]:
+    """Numbers as whole codes of so many decimal digits, in the order of their sizes; 0 digits: the whole number itself.
 
     Example:
-        >>> thinned(np.array([1.0, 1000.1, np.inf])).tolist()
-        [1.0, 1000.125, inf]
+        >>> coded(np.array([0.0, 1.28503, -1.28503]), 3).tolist(), coded(np.array([12345.0]), 0).tolist()
+        ([0, 279029, -279029], [12345])
     """
-    with np.errstate(over="ignore"):
-        bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    special = (bits & 0x7F800000) == 0x7F800000
-    rounded = (bits + np.uint32(1 << (_DROPPED_BITS - 1))) & np.uint32(0xFFFFFFFF << _DROPPED_BITS & 0xFFFFFFFF)
-    return np.where(special, bits, rounded).view(np.float32)
+    known = np.isfinite(values)
+    if digits == 0:
+        codes = np.where(known, values, 0).astype(np.int64)
+    else:
+        rounded = all_rounded(values) if digits == _DIGITS else values
+        some = known & (np.abs(values) >= _LEAST)
+        size = np.abs(np.where(some, rounded, 1.0))
+        power = np.floor(np.log10(size) + 1e-12).astype(np.int64)
+        scaled = np.rint(size / 10.0**power * 10 ** (digits - 1)).astype(np.int64)
+        first = 10 ** (digits - 1)
+        code = 1 + (power - _LOWEST_POWER) * 9 * first + scaled - first  # 9.996 is 10.0: the next power's first code
+        codes = np.where(some, np.where(values < 0, -code, code), 0)
+    infinite = np.where(values < 0, -_INFINITE, _INFINITE)
+    return np.where(known, codes, np.where(np.isnan(values), _UNKNOWN, infinite))
 
 
-def shown_alike(values: Values) -> npt.NDArray[np.float32]:
-    """`thinned` to the neighbour that shows the same three digits; whole numbers stay exact.
+def decoded(codes: npt.NDArray[np.int64], digits: int) -> Values:
+    """The inverse of `coded`, as report.js does it.
 
     Example:
-        >>> values = np.array([1.28503, 12345.0])
-        >>> shown_alike(values).tolist(), thinned(values).tolist()
-        ([1.28515625, 12345.0], [1.284912109375, 12346.0])
+        >>> decoded(coded(np.array([0.0, 1.28503, -np.inf, 0.00099951]), 3), 3).tolist()
+        [0.0, 1.29, -inf, 0.001]
     """
-    near, shown = thinned(values), all_rounded(values)
-    digits = all_rounded(near.astype(np.float64))
-    with np.errstate(invalid="ignore"):  # infinity less infinity
-        other = (np.abs(digits - shown) > 1e-6 * np.abs(shown)) & (np.abs(values) >= _LEAST_NORMAL)
-    # 12 bits are finer than three digits, so the next number is on the right side
-    step = np.where(np.abs(digits) < np.abs(shown), 1, -1).astype(np.int64) << _DROPPED_BITS
-    next_to = (near.view(np.uint32) + step).astype(np.uint32).view(np.float32)
-    whole = (np.abs(values) <= _WHOLE) & (values == np.floor(values))
-    return np.where(whole, values.astype(np.float32), np.where(other, next_to, near))
+    size = np.abs(codes)
+    if digits == 0:
+        values = codes.astype(np.float64)
+    else:
+        first = 10 ** (digits - 1)
+        power, scaled = np.divmod(size - 1, 9 * first)
+        words = (f"{m}e{e}" for m, e in zip(scaled + first, power + _LOWEST_POWER - digits + 1, strict=True))
+        ordinary = (size > 0) & (size < _INFINITE)
+        values = np.array([float(word) if some else 0.0 for word, some in zip(words, ordinary, strict=True)])
+        values = np.copysign(values, codes)
+    values = np.where(size == _INFINITE, np.copysign(np.inf, codes), values)
+    return np.where(codes == _UNKNOWN, np.nan, values)
 
 
 def all_rounded(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -346,21 +396,26 @@ def all_rounded(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return rounded
 
 
-def pack(values: npt.NDArray[np.float32]) -> str:
-    """Floats as base64 of deflated byte planes, the highest byte first.
+def pack(codes: npt.NDArray[np.int64]) -> str:
+    """Codes as base64 of deflated byte planes, the highest byte first.
 
     Example:
-        >>> unpack(pack(np.array([1.0, -2.5, 448.0, np.inf], dtype=np.float32))).tolist()
-        [1.0, -2.5, 448.0, inf]
+        >>> unpack(pack(np.array([1, -2, 1 << 30]))).tolist()
+        [1, -2, 1073741824]
     """
-    planes = np.ascontiguousarray(values).astype(">f4").view(np.uint8).reshape(-1, 4).T
-    return base64.b64encode(zlib.compress(np.ascontiguousarray(planes).tobytes(), 9)).decode("ascii")
+    planes = codes.astype(">i4").view(np.uint8).reshape(-1, 4).T
+    return deflated(np.ascontiguousarray(planes).tobytes())
 
 
-def unpack(packed: str) -> npt.NDArray[np.float32]:
+def unpack(packed: str) -> npt.NDArray[np.int64]:
     """The inverse of `pack`, as report.js does it."""
     planes = np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype=np.uint8).reshape(4, -1)
-    return np.ascontiguousarray(planes.T).view(">u4").astype(np.uint32).view(np.float32).ravel()
+    return np.ascontiguousarray(planes.T).view(">i4").astype(np.int64).ravel()
+
+
+def deflated(data: bytes) -> str:
+    """base64 of deflated bytes."""
+    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
 
 
 def _metric(name: str, values: Values) -> dict[str, Any]:
@@ -384,12 +439,12 @@ def _formats() -> dict[str, dict[str, float]]:
 
 
 def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
-    """The histograms of some looks for each cast: the worst, the first, the last, and as many between as fit.
+    """The histograms of some looks for each cast: the worst, and as many others from the first to the last as fit.
 
     Returns:
         [slot, look, then first bin and bins of each histogram], and the counts of all histograms in a row.
     """
-    each = max(3, _MAX_HISTOGRAMS // max(1, len(grid.slots)))
+    others = max(0, _MAX_HISTOGRAMS // max(1, len(grid.slots)) - 1)
     alarm = np.nan_to_num(grid.alarm()[0], nan=-1e9, posinf=1e9, neginf=-1e8)
     filled_rows = table.has_histograms() | table.has_histograms("row_sqnr")
     chosen: list[tuple[int, int]] = []
@@ -397,7 +452,7 @@ def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
         looks = [k for k in np.flatnonzero(grid.row[slot] >= 0).tolist() if filled_rows[grid.row[slot, k]]]
         if looks:
             worst = looks[int(np.argmax(alarm[slot, looks]))]
-            chosen += [(slot, look) for look in sorted({worst, *_spread(looks, each)})]
+            chosen += [(slot, look) for look in sorted({worst, *_spread(looks, others)})]
     tallies = table.take([grid.row[slot, look] for slot, look in chosen]).tallies  # all tallies would fill the memory
     entries = [[slot, look] for slot, look in chosen]
     counts: list[Values] = [np.zeros(0)]
@@ -412,7 +467,7 @@ def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:
-    """Up to `most` items, evenly spread, with the first and the last."""
+    """Up to `most` items, evenly spread, with the last and the first."""
     if len(items) <= most:
         return list(items)
-    return [items[i] for i in np.linspace(0, len(items) - 1, most).round().astype(int)]
+    return [items[i] for i in np.linspace(len(items) - 1, 0, most).round().astype(int)]

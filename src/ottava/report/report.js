@@ -1,28 +1,43 @@
 // Draws the pictures of the report and handles pointer and keys. The address keeps the state {slot, look, metric}, so
 // that a link can point at a cell: report.html#slot=3&metric=underflow_pct&step=40. The numbers are in #numbers, and
-// the JSON in #facts explains them, see payload.py. chart.js draws.
+// the JSON in #facts explains them, see page.py. chart.js draws.
 (async () => {
-const facts = JSON.parse($("facts").textContent);
+const facts = JSON.parse(new TextDecoder().decode(await inflate($("facts").textContent)));
 const { slots, groups, looks, metrics, formats, events } = facts;
 const metricAt = Object.fromEntries(metrics.map((metric, i) => [metric.name, i]));
 
 // ---- numbers ------------------------------------------------------------------------------------------------------
 
-async function unpack(text) {
+async function inflate(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const planes = new Uint8Array(await new Response(stream).arrayBuffer());
-  const count = planes.length / 4, mixed = new DataView(new ArrayBuffer(planes.length));
-  for (let i = 0; i < count; i++) for (let p = 0; p < 4; p++) mixed.setUint8(4 * i + p, planes[p * count + i]);
-  return Float32Array.from({ length: count }, (_, i) => mixed.getFloat32(4 * i));
+  return new Uint8Array(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer());
+}
+const INFINITE = 2 ** 29, UNKNOWN = 2 ** 30;
+// A code is a whole number, or one of `digits` decimal digits and a power of ten.
+function decoded(code, digits) {
+  const size = Math.abs(code), first = 10 ** (digits - 1);
+  if (size >= INFINITE) return size === UNKNOWN ? NaN : code > 0 ? Infinity : -Infinity;
+  if (!digits || !code) return code;
+  return Math.sign(code) * Number(`${(size - 1) % (9 * first) + first}e${Math.floor((size - 1) / (9 * first)) - 309 - digits}`);
+}
+async function unpack(text) {
+  const planes = await inflate(text), count = planes.length / 4, values = new Float64Array(count);
+  let at = 0;
+  for (const [length, digits] of facts.kinds) for (const end = at + length; at < end; at++) {
+    const code = planes[at] << 24 | planes[count + at] << 16 | planes[2 * count + at] << 8 | planes[3 * count + at];
+    values[at] = decoded(code, digits);
+  }
+  return values;
 }
 const numbers = await unpack($("numbers").textContent);
-const size = slots.length * looks.length;
-const valueAt = (metric, slot, look) => metric === undefined ? NaN : numbers[metric * size + slot * looks.length + look];
-const stepAt = (slot, look) => valueAt(metrics.length, slot, look);  // -1: no look
-const named = (name, slot, look) => valueAt(metricAt[name], slot, look);
+// A number of a grid: that of this run, of its light rows, or of the good run; the step is -1 where no look is.
+const read = ({ starts, firsts }, name, row, look) => name in starts && row >= 0 ? numbers[starts[name] + row * firsts.length + look] : NaN;
+const stepIn = (grid, row, look) => read(grid, "step", row, look) < 0 ? -1 : grid.firsts[look] + read(grid, "step", row, look);
+const named = (name, slot, look) => read(facts.own, name, slot, look);
+const valueAt = (metric, slot, look) => metric === undefined ? NaN : named(metrics[metric].name, slot, look);
+const stepAt = (slot, look) => stepIn(facts.own, slot, look);
 
-let offset = numbers.length - facts.counts;
+let offset = facts.counts;
 const histograms = facts.histograms.map(([slot, look, ...bins]) => {
   const [exponents, rows, spread] = [0, 2, 4].map((i) => {
     const counts = numbers.subarray(offset, offset + bins[i + 1]);
@@ -179,12 +194,10 @@ function castsShown() {
 }
 // The selected statistic of the good run, at its look at or before that step.
 function goodAt(slot, look) {
-  const { names, rows, looks: count, start, slots: places } = facts.good, column = names.indexOf(metrics[state.metric].name);
-  if (column < 0 || places[slot] < 0) return NaN;
-  const read = (i, at) => numbers[start + i * rows * count + places[slot] * count + at];
+  const { good } = facts, row = good.slots[slot];
   let found = -1;
-  for (let i = 0; i < count; i++) if (read(names.length, i) >= 0 && read(names.length, i) <= looks[look][1]) found = i;
-  return found < 0 ? NaN : read(column, found);
+  for (let i = 0; i < good.firsts.length; i++) if (stepIn(good, row, i) >= 0 && stepIn(good, row, i) <= looks[look][1]) found = i;
+  return found < 0 ? NaN : read(good, metrics[state.metric].name, row, found);
 }
 const picturedAt = (slot, look) => $("run").value === "good" ? goodAt(slot, look) : valueAt(state.metric, slot, look);
 function drawHeat() {
@@ -379,12 +392,8 @@ function drawOctaves(octaves, [gone, normal, clip]) {
 // [step, ...statistics] of each look of the selected cast: of this run, or in another grid of the page (light rows, the
 // good run). No rows if that grid has no such cast.
 function rowsOf(other, names) {
-  const own = () => looks.map((_, i) => [stepAt(state.slot, i), ...names.map((name) => named(name, state.slot, i))]);
-  const place = other ? other.slots[state.slot] : 0;
-  const each = other && other.rows * other.looks, start = other && other.start + place * other.looks;
-  const columns = other && [other.names.length, ...names.map((name) => other.names.indexOf(name))];
-  const read = (column, i) => column < 0 ? NaN : numbers[start + column * each + i];
-  const rows = other ? Array.from({ length: place < 0 ? 0 : other.looks }, (_, i) => columns.map((c) => read(c, i))) : own();
+  const grid = other ?? facts.own, row = other ? other.slots[state.slot] : state.slot;
+  const rows = grid.firsts.map((_, i) => [stepIn(grid, row, i), ...names.map((name) => read(grid, name, row, i))]);
   return rows.filter(([step]) => step >= 0);
 }
 // The selected statistic by step, and that of the good run.

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ottava.base.text import duration, listed, number, steps_text
 from ottava.diagnose.compare import said_of_lead
 from ottava.diagnose.what_if import Prediction, cheapest, summary
-from ottava.measure.layer_names import symbol
+from ottava.measure.layer_names import starred, symbol
 from ottava.measure.limits import gradient_level
 from ottava.measure.statistics import STATISTICS
 from ottava.numerics.formats import FORMATS
@@ -47,7 +47,7 @@ WORST_COLUMNS = (
     *("scale_error_max", "sqnr_db", "kurtosis", "amax"),
 )
 """Statistics in the table of all tensors, if the run has them."""
-WHAT_IF_ROWS = 40
+WHAT_IF_ROWS, WORST_ROWS = 16, 40
 
 
 def finding(entry: Json, grid: Grid) -> dict[str, Any]:
@@ -186,19 +186,23 @@ def untested(diagnosis: Json) -> list[tuple[str, str, str]]:
 
 
 def worst_table(grid: Grid) -> dict[str, Any]:
-    """Every cast at its most alarming look, worst first.
+    """The most alarming casts at their most alarming look, worst first.
 
     Returns:
-        columns: statistics; rows: slot, layer, tensor, cast, step, and for each column a text and a level 0 to 3.
+        columns: statistics; rows: slot, layer, tensor, cast, step, and for each column a text and a level 0 to 3;
+        more: number of casts left out.
     """
     columns = [name for name in WORST_COLUMNS if name in grid.values]
     if "underflow_pct" in columns and "underflow_pct_numel" in columns:
         columns.remove("underflow_pct_numel")  # only for runs of tools that have no other
     level = grid.alarm()[0]
+    known = np.where(np.isnan(level), -np.inf, level)
+    best = np.where(grid.row >= 0, known, -np.inf)
+    order = np.argsort(-best.max(1, initial=-np.inf), kind="stable")[:WORST_ROWS].tolist()
     rows: list[dict[str, Any]] = []
-    for i, slot in enumerate(grid.slots):
-        looks = [k for k in range(len(grid.looks)) if grid.row[i, k] >= 0]
-        at = max(looks, key=lambda k: -math.inf if math.isnan(level[i, k]) else float(level[i, k]))
+    for i in order:
+        slot, looks = grid.slots[i], np.flatnonzero(grid.row[i] >= 0)
+        at = int(looks[np.argmax(known[i, looks])])
         cells = []
         for name in columns:
             value = float(grid.values[name][i, at])
@@ -216,8 +220,7 @@ def worst_table(grid: Grid) -> dict[str, Any]:
                 "cells": cells,
             }
         )
-    rows.sort(key=lambda row: -row["alarm"] if not math.isnan(row["alarm"]) else math.inf)
-    return {"columns": [STATISTICS[name] for name in columns], "rows": rows}
+    return {"columns": [STATISTICS[name] for name in columns], "rows": rows, "more": len(grid.slots) - len(rows)}
 
 
 def cast_text(slot: Json) -> str:
@@ -378,18 +381,18 @@ _SOURCES = MappingProxyType(
 )
 
 
-def layer_rows(manifest: Json) -> list[dict[str, str]]:
-    """The layers of the model, from the manifest."""
+def layer_rows(manifest: Json) -> list[dict[str, Any]]:
+    """The layers of the model, from the manifest; layers that differ only in the number in their name share a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for layer in manifest.get("layers") or []:
+        name = str(layer.get("name", ""))
+        facts = [*(str(layer.get(key, "")) for key in ("kind", "type", "source")), _plain(layer.get("recipe"))]
+        shape = " × ".join(str(n) for n in layer.get("shape") or [])
+        rows.setdefault((starred(name)[0], shape, *facts), []).append(name)
+    fields = ("shape", "kind", "type", "source", "recipe")
     return [
-        {
-            "name": str(layer.get("name", "")),
-            "kind": str(layer.get("kind", "")),
-            "type": str(layer.get("type", "")),
-            "shape": " × ".join(str(n) for n in layer.get("shape") or []),
-            "source": str(layer.get("source", "")),
-            "recipe": _plain(layer.get("recipe")),
-        }
-        for layer in manifest.get("layers") or []
+        {"name": names[0] if len(names) == 1 else pattern, "count": len(names), **dict(zip(fields, facts, strict=True))}
+        for (pattern, *facts), names in rows.items()
     ]
 
 
