@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava.prove import Recorder, Recording, Side, Verdict, check
+from ottava.prove import StepRecorder, StepRecording, Subject, Verdict, check
 from ottava.prove.prover import judge, nudge_for
 
 HERE = Path(__file__).resolve().parent
@@ -215,9 +215,9 @@ def local_fault(name: str) -> tuple[Verdict, str, str]:
     a, options = Model(recompute="dropout" if "recomputation" in name else ""), {"loss": loss, "optimizer": adam}
     b: Any = copy.deepcopy(a)
     if isinstance(what, dict):
-        b = Side(b, None, lambda p: adam(p, **what))
+        b = Subject(b, None, lambda p: adam(p, **what))
     elif callable(what):
-        b = Side(b, what)
+        b = Subject(b, what)
     elif what == "stale":
         b.blocks[1].mlp.up.weight.data[3] += 0.01
         options["share_weights"] = False
@@ -236,11 +236,11 @@ def clean_pairs() -> Iterator[tuple[str, Any, Any, Any]]:
         yield f"itself {seed}", a, copy.deepcopy(a), {}
         yield f"recomputed {seed}", a, Model(recompute="yes"), {}
         yield f"recomputed, reentrant {seed}", a, Model(recompute="reentrant"), {}
-        yield f"micro-batches of 2 {seed}", a, Side(copy.deepcopy(a), stepping(4)), {}
-        yield f"micro-batches of 4 {seed}", a, Side(copy.deepcopy(a), stepping(2)), {}
+        yield f"micro-batches of 2 {seed}", a, Subject(copy.deepcopy(a), stepping(4)), {}
+        yield f"micro-batches of 4 {seed}", a, Subject(copy.deepcopy(a), stepping(2)), {}
         yield f"compiled {seed}", a, torch.compile(copy.deepcopy(a), backend="aot_eager"), {}
         yield f"BF16 {seed}", a, half, {}
-        yield f"BF16 and BF16 in micro-batches {seed}", half, Side(copy.deepcopy(half), stepping(4)), {}
+        yield f"BF16 and BF16 in micro-batches {seed}", half, Subject(copy.deepcopy(half), stepping(4)), {}
         yield f"FP64 {seed}", a, copy.deepcopy(a).double(), {}
         yield f"BF16, recomputed {seed}", half, Model(recompute="yes").bfloat16(), {}
         for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"):
@@ -248,7 +248,12 @@ def clean_pairs() -> Iterator[tuple[str, Any, Any, Any]]:
             ottava.convert(cast, recipe)
             yield f"BF16 and {recipe} {seed}", half, cast, {}
             if recipe != "nvfp4":
-                yield f"{recipe} and {recipe} in micro-batches {seed}", cast, Side(copy.deepcopy(cast), stepping(2)), {}
+                yield (
+                    f"{recipe} and {recipe} in micro-batches {seed}",
+                    cast,
+                    Subject(copy.deepcopy(cast), stepping(2)),
+                    {},
+                )
         yield f"two steps {seed}", a, copy.deepcopy(a), {"steps": 2}
 
 
@@ -311,7 +316,7 @@ class ParallelMlp(nn.Module):
         return y if every else y + self.down.bias
 
 
-def rank_step(kind: str, fault: str, batch: Tensor) -> Recording:
+def rank_step(kind: str, fault: str, batch: Tensor) -> StepRecording:
     """What a rank records."""
     n, r = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
@@ -335,7 +340,7 @@ def rank_step(kind: str, fault: str, batch: Tensor) -> Recording:
         model.blocks[1].mlp = ParallelMlp(model.blocks[1].mlp, fault)
         mine = batch
     optimizer = adam(model.parameters())
-    with Recorder(net) as recorder:
+    with StepRecorder(net) as recorder:
         parts = mine.chunk(2) if "micro" in kind else [mine]
         for part in parts:
             (loss(net, part) / len(parts)).backward()
@@ -374,18 +379,18 @@ def rank_verdicts(size: int) -> Iterator[tuple[str, str, Verdict]]:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run_rank, (size, folder, jobs), size)
         for name, kind, fault in jobs:
-            b = Recording.load(Path(folder, name))
+            b = StepRecording.load(Path(folder, name))
             yield fault, kind, judge(reference(b), b)
 
 
-def reference(b: Recording) -> Recording:
+def reference(b: StepRecording) -> StepRecording:
     """One process, with the units of B."""
 
-    def run(nudge: Any = None) -> Recording:
+    def run(nudge: Any = None) -> StepRecording:
         torch.manual_seed(0)
         model = Model()
         optimizer = adam(model.parameters())
-        with Recorder(model, nudge=nudge) as recorder:
+        with StepRecorder(model, nudge=nudge) as recorder:
             loss(model, tokens()).backward()
             optimizer.step()
         return recorder.recording("A")
@@ -403,9 +408,9 @@ def mutated(count: int = 50) -> Iterator[tuple[str, str, Verdict]]:
     torch.manual_seed(0)
     model = Model()
 
-    def run(nudge: Any = None) -> Recording:
+    def run(nudge: Any = None) -> StepRecording:
         one = copy.deepcopy(model)
-        with Recorder(one, nudge=nudge) as recorder:
+        with StepRecorder(one, nudge=nudge) as recorder:
             loss(one, tokens()).backward()
         return recorder.recording("A")
 

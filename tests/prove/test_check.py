@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import command
 import ottava
-from ottava.prove import Side, check
+from ottava.prove import Subject, check
 from ottava.prove.align import UnlikeError
-from ottava.prove.recorder import Recorder, Recording, TraceError
+from ottava.prove.recorder import StepRecorder, StepRecording, TraceError
 from ottava.prove.tolerance import Nudge, distance, unit
 
 
@@ -82,7 +82,7 @@ def test_clean_pairs_raise_no_alarm() -> None:
     pairs = {
         "itself": (a, copy.deepcopy(a)),
         "recomputed": (a, Net(recompute=True)),
-        "micro-batched": (a, Side(copy.deepcopy(a), micro(4, 0.25))),  # type: ignore[arg-type]
+        "micro-batched": (a, Subject(copy.deepcopy(a), micro(4, 0.25))),  # type: ignore[arg-type]
         "BF16": (a, bf16),
         "FP8": (bf16, fp8),
         "compiled": (a, torch.compile(copy.deepcopy(a), backend="eager")),
@@ -107,10 +107,10 @@ def test_planted_faults_are_placed() -> None:
         assert finding is not None, fault
         assert (finding.phase, str(finding.key)) == place
     for step, phase in ((micro(4, 1.0), "loss"), (micro(1, 1.0), "")):
-        finding = check(a, Side(copy.deepcopy(a), step), batch(), loss=loss, optimizer=adam).finding  # type: ignore[arg-type]
+        finding = check(a, Subject(copy.deepcopy(a), step), batch(), loss=loss, optimizer=adam).finding  # type: ignore[arg-type]
         assert (finding.phase if finding else "") == phase
     finding = check(
-        a, Side(copy.deepcopy(a), None, lambda p: torch.optim.AdamW(p, lr=2e-3)), batch(), loss=loss, optimizer=adam
+        a, Subject(copy.deepcopy(a), None, lambda p: torch.optim.AdamW(p, lr=2e-3)), batch(), loss=loss, optimizer=adam
     ).finding
     assert finding is not None
     assert finding.phase == "update"
@@ -130,9 +130,9 @@ def test_the_reproducer_reproduces(tmp_path: Path) -> None:
     assert done.stdout.startswith("distance ")
 
 
-def recorded(model: nn.Module, nudge: Nudge | None = None) -> Recording:
+def recorded(model: nn.Module, nudge: Nudge | None = None) -> StepRecording:
     model = copy.deepcopy(model)
-    with Recorder(model, nudge=nudge) as recorder:
+    with StepRecorder(model, nudge=nudge) as recorder:
         loss(model, batch()).backward()
     return recorder.recording()
 
@@ -146,7 +146,7 @@ def test_saved_traces_and_their_command(tmp_path: Path, capsys: pytest.CaptureFi
     good.nudged = [recorded(model, Nudge(1))]
     good.save(tmp_path / "good")
     recorded(wrong).save(tmp_path / "bad")
-    loaded = Recording.load(tmp_path / "good")
+    loaded = StepRecording.load(tmp_path / "good")
     assert [e.key for e in loaded.entries] == [e.key for e in good.entries]
     assert all(torch.equal(x.value, y.value) for x, y in zip(loaded.entries, good.entries, strict=True))
     assert command.run("check", tmp_path / "good", tmp_path / "good") == 0
@@ -170,13 +170,13 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnlikeError, match="has called no module"):
         check(lambda x: None, lambda x: None, torch.ones(1))
     with pytest.raises(TraceError, match="there is no rank0"):
-        Recording.load(tmp_path)
+        StepRecording.load(tmp_path)
     recorded(nn.Sequential(nn.Embedding(32, 32))).save(tmp_path)
     text = (tmp_path / "rank0.json").read_text("utf-8")
     for hostile in ("[]", '{"schema": "ottava.trace/1"}', text.replace('"entries": [', '"entries": [7, '), text[:-9]):
         (tmp_path / "rank0.json").write_text(hostile, "utf-8")
         with pytest.raises(ValueError, match="rank0"):
-            Recording.load(tmp_path)
+            StepRecording.load(tmp_path)
     with pytest.raises(ValueError, match="the same command"):
         command.run("check", "train.py")
 
@@ -229,7 +229,7 @@ def test_a_script_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str
         command.run("check", script, "--ranks", 2)
 
 
-def dumped(recording: Recording, folder: Path) -> None:
+def dumped(recording: StepRecording, folder: Path) -> None:
     """As msprobe writes a dump of modules."""
     sides = {
         "input": ("forward", "input_args"),

@@ -17,7 +17,7 @@ from typer import Argument, Option
 from ottava.cli.console import answer
 
 if TYPE_CHECKING:
-    from ottava.prove.recorder import Recording
+    from ottava.prove.recorder import StepRecording
     from ottava.prove.tolerance import Nudge
 
 
@@ -92,10 +92,10 @@ def check(
 
 def _run(
     folder: Path, script: str, arguments: Sequence[str], ranks: int, steps: int, nudge: Nudge | None = None
-) -> Recording:
+) -> StepRecording:
     """Records a script in processes of its own."""
     from ottava.base.text import to_json
-    from ottava.prove.recorder import Recording
+    from ottava.prove.recorder import StepRecording
 
     if not Path(script).exists():
         raise FileNotFoundError(f"check: there is no file {script!r}; give a Python script")
@@ -123,7 +123,7 @@ def _run(
             last = "\n".join(said[rank].strip().splitlines()[-6:])
             command = " ".join([script, *arguments])
             raise ScriptError(f"check: {command}, rank {rank}, ended with code {process.returncode}:\n{last}")
-    return Recording.load(folder)
+    return StepRecording.load(folder)
 
 
 class _Enough(BaseException):
@@ -133,7 +133,7 @@ class _Enough(BaseException):
 def _record(folder: Path, words: Sequence[str], steps: int, nudge: str) -> None:
     """What a process of `_run` does: runs the script until the last step, saves, and ends."""
     from ottava.base.untrusted import parse_json
-    from ottava.prove.recorder import Recorder
+    from ottava.prove.recorder import StepRecorder
     from ottava.prove.tolerance import Nudge
     from ottava.watching.launch import run_script
 
@@ -141,7 +141,7 @@ def _record(folder: Path, words: Sequence[str], steps: int, nudge: str) -> None:
         raise _Enough
 
     facts: dict[str, Any] = parse_json(nudge) if nudge else {}
-    with Recorder(steps=steps, nudge=Nudge(**facts) if facts else None, at_end=enough) as recorder:
+    with StepRecorder(steps=steps, nudge=Nudge(**facts) if facts else None, at_end=enough) as recorder:
         try:
             run_script(list(words))
         except _Enough:

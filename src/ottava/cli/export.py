@@ -159,73 +159,81 @@ def consolidate(
     return 0
 
 
+_A = Annotated[str | None, Argument(metavar="A", help="How it should be: a run, a checkpoint, or either @RECIPE.")]
+_B = Annotated[str | None, Argument(metavar="B", help="The folder that the engine reads; or as A; or FOLDER@engine.")]
+_Engine = Annotated[
+    str | None,
+    Option("--engine", "-e", metavar="E", help="vllm, sglang, transformers, trtllm, or none: only the answers."),
+]
+_Recipe = Annotated[str | None, Option(metavar="R", help="Name of the training's recipe, if A is in BF16: A@R.")]
+_Settings = Annotated[
+    Path | None, Option("--engine-config", metavar="F", help="JSON: settings of the engine, in its own words.")
+]
+_Ran = Annotated[
+    Path | None, Option("--receipt", metavar="F", help="receipt.json of the training; a run brings its own.")
+]
+_Device = Annotated[
+    str | None,
+    Option(metavar="D", help="cpu or cuda, where it runs. Default: cuda; transformers: here."),
+]
+_Run = Annotated[
+    bool, Option("--run/--no-run", help="Run transformers on a few tokens, where it is installed and on the CPU.")
+]
+_Answers = Annotated[
+    bool, Option("--answers", help="Compare what A and B answer to texts, too. Without an engine always.")
+]
+_Text = Annotated[
+    list[Path] | None,
+    Option(metavar="F", help="A text for answers and KL; repeatable. Default: held-out text of ottava train."),
+]
+_Logprobs = Annotated[
+    Path | None, Option(metavar="F", help="Log-probabilities of a rollout and of training: say why they differ.")
+]
+_Form = Annotated[
+    str | None, Option("--format", metavar="N", help="plain, nemo-rl, verl or trl. Default: by its fields.")
+]
+_Before = Annotated[
+    list[Path] | None,
+    Option(metavar="F", help="An earlier checkpoint, which the engine may still have; repeatable."),
+]
+_Out = Annotated[
+    list[Path] | None, Option("--out", "-o", metavar="F", help="Write the result: a page as F.html, else JSON.")
+]
+
+
 def parity(
-    a: Annotated[
-        str | None, Argument(metavar="A", help="How it should be: a run, a checkpoint, or either @RECIPE.")
-    ] = None,
-    b: Annotated[
-        str | None, Argument(metavar="B", help="The folder that the engine reads; or as A; or FOLDER@engine.")
-    ] = None,
-    engine: Annotated[
-        str | None,
-        Option("--engine", "-e", metavar="E", help="vllm, sglang, transformers, trtllm, or none: only the answers."),
-    ] = None,
-    recipe: Annotated[
-        str | None, Option(metavar="R", help="Name of the training's recipe, if A is in BF16: A@R.")
-    ] = None,
-    settings: Annotated[
-        Path | None, Option("--engine-config", metavar="F", help="JSON: settings of the engine, in its own words.")
-    ] = None,
-    ran: Annotated[
-        Path | None, Option("--receipt", metavar="F", help="receipt.json of the training; a run brings its own.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        Option(metavar="D", help="cpu or cuda, where it runs. Default: cuda; transformers: here."),
-    ] = None,
-    run: Annotated[
-        bool, Option("--run/--no-run", help="Run transformers on a few tokens, where it is installed and on the CPU.")
-    ] = True,
+    a: _A = None,
+    b: _B = None,
+    engine: _Engine = None,
+    recipe: _Recipe = None,
+    settings: _Settings = None,
+    ran: _Ran = None,
+    device: _Device = None,
+    run: _Run = True,
     kl: Annotated[bool, Option("--kl/--no-kl", help="Measure the KL of each linear that differs, alone.")] = True,
-    answers: Annotated[
-        bool, Option("--answers", help="Compare what A and B answer to texts, too. Without an engine always.")
-    ] = False,
-    text: Annotated[
-        list[Path] | None,
-        Option(metavar="F", help="A text for answers and KL; repeatable. Default: held-out text of ottava train."),
-    ] = None,
+    answers: _Answers = False,
+    text: _Text = None,
     length: Annotated[int, Option(min=2, help="Tokens of a chunk of text.")] = 128,
     chunks: Annotated[int, Option(min=2, help="Chunks of each text.")] = 64,
     tolerance: Annotated[float, Option(min=0.0, help="Nats a token of loss or KL that count as nothing.")] = 0.01,
     generate: Annotated[int, Option(min=0, help="Tokens of greedy generations.")] = 32,
-    logprobs: Annotated[
-        Path | None, Option(metavar="F", help="Log-probabilities of a rollout and of training: say why they differ.")
-    ] = None,
-    form: Annotated[
-        str | None, Option("--format", metavar="N", help="plain, nemo-rl, verl or trl. Default: by its fields.")
-    ] = None,
-    before: Annotated[
-        list[Path] | None,
-        Option(metavar="F", help="An earlier checkpoint, which the engine may still have; repeatable."),
-    ] = None,
+    logprobs: _Logprobs = None,
+    form: _Form = None,
+    before: _Before = None,
     temperature: Annotated[float, Option(help="By which training divides its logits.")] = 1.0,
-    out: Annotated[
-        list[Path] | None, Option("--out", "-o", metavar="F", help="Write the result: a page as F.html, else JSON.")
-    ] = None,
+    out: _Out = None,
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Compare what training multiplied with what an engine multiplies, and what both answer to text.
 
     The certificate: same formula, linears, codes, scales, casts of activations, heads, ties. Engines are emulated by
     their rules; transformers also runs, and its rules must be what ran. The first difference in the order of execution
-    comes first, with its cause. What no rule reads, such as a new field of config.json, is "not certified". Equal
-    inputs give an equal certificate, byte by byte.
+    comes first, with its cause. What no rule reads, such as a new field of config.json, is "not certified".
 
-    The answers: loss, KL and next tokens of A and B on texts, weights number by number, and one verdict: they answer
+    The answers: loss, KL and next tokens of A and B on texts, weights number by number, and a verdict: they answer
     alike; B holds other weights; wrong scales or weights are read; layers are quantized differently; serve it in FP8;
-    the casts are too coarse, for all texts or for some; unexplained. Brackets hold 95 % of what a bootstrap over the
-    chunks of text gives. Models other than those of ottava train need transformers. A run or RUN@RECIPE as B has no
-    certificate, for no engine reads it.
+    the casts are too coarse; unexplained. Brackets hold 95 % of what a bootstrap over chunks of text gives. A run or
+    PATH@RECIPE as B has no certificate, for no engine reads it. Models but those of ottava train need transformers.
 
     With --logprobs the KL between a rollout and training is split into causes by experiments: what A would give
     with one cause switched on. A and B may lack; then fewer causes are told apart.
@@ -234,42 +242,53 @@ def parity(
     wrong engine, recipe or text; 3 if transformers is missing and needed; 4 for what cannot be read.
     """
     if logprobs is not None:
-        from ottava.serving.attribution import attribute
-        from ottava.serving.rollout import read_rollout
-
         sides = _sides(a, b, engine or "vllm", recipe, _object(settings), device)
         earlier = [(folder.name, _trained(str(folder), recipe)) for folder in before or ()]
-        rollout = attribute(read_rollout(logprobs, form), *sides, before=earlier, temperature=temperature)
-        return _told(out, as_json, rollout=rollout)
+        return _told(out, as_json, rollout=_attributed(logprobs, form, sides, earlier, temperature))
     if a is None or b is None:
         raise typer.BadParameter("needs A and B, or --logprobs")
     if engine is None:
         engine = "vllm" if _split(b)[1] is None and _run_of(_split(b)[0]) is None else "none"
     certificate = answered = None
     if engine != "none":
-        from ottava.serving.parity import parity as certify
-
-        source, found = _source(_split(a)[0])
-        certificate = certify(
-            source,
-            Path(b),
-            engine,
-            recipe=recipe or _split(a)[1],
-            settings=_object(settings),
-            ran=_object(ran or found),
-            text=_text(source, Path(b), next(iter(text or ()), None)) if kl else None,
-            device=device,
-            run=None if run else False,
-        )
+        words = {"settings": _object(settings), "device": device, "run": None if run else False}
+        first = next(iter(text or ()), None)
+        certificate = _certified(a, Path(b), engine, recipe, ran, first, kl=kl, **words)
     if engine == "none" or answers:
-        from ottava.serving.evaluate import evaluate
-        from ottava.train.llama import open_view, texts_of
-
-        views = open_view(a, recipe), open_view(b) if engine == "none" else _served(b)
-        answered = evaluate(
-            *views, texts_of(text or ()), length=length, chunks=chunks, tolerance=tolerance, generate=generate
-        )
+        sizes = {"length": length, "chunks": chunks, "generate": generate, "tolerance": tolerance}
+        answered = _answered(a, b, recipe, text or (), engine=engine, **sizes)
     return _told(out, as_json, certificate, answered)
+
+
+def _certified(
+    a: str, b: Path, engine: str, recipe: str | None, ran: Path | None, text: Path | None, *, kl: bool, **words: Any
+) -> Certificate:
+    from ottava.serving.parity import parity as certify
+
+    folder, own = _split(a)
+    source, found = _source(folder)
+    shown = _text(source, b, text) if kl else None
+    return certify(source, b, engine, recipe=recipe or own, ran=_object(ran or found), text=shown, **words)
+
+
+def _answered(a: str, b: str, recipe: str | None, texts: Sequence[Path], *, engine: str, **sizes: Any) -> Evaluation:
+    from ottava.serving.evaluate import evaluate
+    from ottava.train.llama import open_view, texts_of
+
+    return evaluate(open_view(a, recipe), open_view(b) if engine == "none" else _served(b), texts_of(texts), **sizes)
+
+
+def _attributed(
+    dump: Path,
+    form: str | None,
+    sides: tuple[Model | None, Model | None],
+    before: Sequence[tuple[str, Model]],
+    temperature: float,
+) -> Attribution:
+    from ottava.serving.attribution import attribute
+    from ottava.serving.rollout import read_rollout
+
+    return attribute(read_rollout(dump, form), *sides, before=before, temperature=temperature)
 
 
 def _split(given: str) -> tuple[Path, str | None]:

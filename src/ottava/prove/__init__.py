@@ -9,20 +9,20 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.prove.adapters import adapter
     from ottava.prove.audit import Audit
     from ottava.prove.order import reveal
-    from ottava.prove.prover import Side, Verdict, check
-    from ottava.prove.recorder import Recorder, Recording
+    from ottava.prove.prover import Subject, Verdict, check
+    from ottava.prove.recorder import StepRecorder, StepRecording
 
 _HOMES = MappingProxyType(
     {
         "ottava.prove.adapters": ("adapter",),
         "ottava.prove.audit": ("Audit",),
         "ottava.prove.order": ("reveal",),
-        "ottava.prove.prover": ("Side", "Verdict", "check"),
-        "ottava.prove.recorder": ("Recorder", "Recording"),
+        "ottava.prove.prover": ("Subject", "Verdict", "check"),
+        "ottava.prove.recorder": ("StepRecorder", "StepRecording"),
     }
 )
 
-__all__ = ["Audit", "Recorder", "Recording", "Side", "Verdict", "adapter", "check", "reveal"]
+__all__ = ["Audit", "StepRecorder", "StepRecording", "Subject", "Verdict", "adapter", "check", "reveal"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.prove.recorder import GRADIENTS, Entry, Key, Recording
+from ottava.prove.recorder import GRADIENTS, Key, StepRecording, TensorSeen
 from ottava.prove.tolerance import distance
 
 _LATE = 1e9
@@ -30,7 +30,7 @@ class UnlikeError(ValueError):
 
 
 @dataclass(eq=False)
-class Row:
+class JudgedTensor:
     """One tensor of both programs."""
 
     key: Key
@@ -51,14 +51,14 @@ class Row:
 class Aligned:
     """The rows in the order of A, and what has no partner."""
 
-    rows: list[Row]
+    rows: list[JudgedTensor]
     only_a: list[Key]
     only_b: list[Key]
     share: int = 1
     """How much larger gradients of activations are on a rank."""
 
 
-def align(a: Recording, b: Recording) -> Aligned:
+def align(a: StepRecording, b: StepRecording) -> Aligned:
     """The tensors of two programs by meaning.
 
     Raises:
@@ -79,7 +79,7 @@ def align(a: Recording, b: Recording) -> Aligned:
         for k in common
         if k.kind == "weight" and any(k in one and one[k][0].value.shape != mine[k][0].value.shape for one in theirs)
     }
-    rows: list[Row] = []
+    rows: list[JudgedTensor] = []
     for key in [*common, *(k for k in known if k.kind == "recomputed")]:
         reference = mine.get(key if key.kind != "recomputed" else key._replace(kind="output"))
         if reference is None:
@@ -99,7 +99,7 @@ def align(a: Recording, b: Recording) -> Aligned:
     return aligned
 
 
-def _at_the_step(mine: dict[Key, list[Entry]], theirs: list[dict[Key, list[Entry]]]) -> None:
+def _at_the_step(mine: dict[Key, list[TensorSeen]], theirs: list[dict[Key, list[TensorSeen]]]) -> None:
     """Gradients at the step of the optimizer: where only one program changes them, the other's are as they were.
 
     A program that reduces gradients itself after the backward has none that are whole before.
@@ -124,9 +124,9 @@ def _optional(key: Key) -> bool:
     return key.kind in ("clipped gradient", "buffer")
 
 
-def _joined(a: Recording) -> dict[Key, list[Entry]]:
+def _joined(a: StepRecording) -> dict[Key, list[TensorSeen]]:
     """A reference of several ranks: what DTensors or equal copies make whole; other tensors stay those of rank 0."""
-    found: dict[Key, list[Entry]] = {}
+    found: dict[Key, list[TensorSeen]] = {}
     per_rank = [one.by_key() for one in a.ranks]
     for key in dict.fromkeys(k for one in per_rank for k in one):
         held = [one[key] for one in per_rank if key in one]
@@ -137,26 +137,26 @@ def _joined(a: Recording) -> dict[Key, list[Entry]]:
             if value is None and key.path and not entry.shard and _differ(pieces) and entry.value.dim():
                 value = torch.cat([e.value for _, e in pieces])  # data parallel: every rank has its own rows
             whole = entry.value if value is None else value
-            found[key].append(Entry(key, whole, entry.order, entry.operation))
+            found[key].append(TensorSeen(key, whole, entry.order, entry.operation))
     return found
 
 
-def _differ(pieces: Sequence[tuple[int, Entry]]) -> bool:
+def _differ(pieces: Sequence[tuple[int, TensorSeen]]) -> bool:
     first = pieces[0][1].value
     return any(e.value.shape != first.shape or not torch.equal(e.value, first) for _, e in pieces[1:])
 
 
 def _row(
-    key: Key, call: int, entry: Entry, calls: int, pieces: list[list[Entry]], ranks: list[int], maps: Any
-) -> Row:  # fmt: skip
-    held: list[tuple[int, list[Entry]]] = []
+    key: Key, call: int, entry: TensorSeen, calls: int, pieces: list[list[TensorSeen]], ranks: list[int], maps: Any
+) -> JudgedTensor:  # fmt: skip
+    held: list[tuple[int, list[TensorSeen]]] = []
     for rank, one in zip(ranks, pieces, strict=True):
         many = len(one) // calls if len(one) % calls == 0 else 0
         held.append((rank, [one[call + j * calls] for j in range(many)] if many else one[call : call + 1]))
     held = [(rank, own) for rank, own in held if own]
     dtypes = [entry.value.dtype, *(e.value.dtype for _, own in held for e in own)]
     coarse = max(dtypes, key=lambda d: torch.finfo(d).eps if d.is_floating_point else 0.0)
-    row = Row(key, call, entry.value, None, entry.operation, coarse, entry.order)
+    row = JudgedTensor(key, call, entry.value, None, entry.operation, coarse, entry.order)
     if held and held[0][1]:
         row.operation = held[0][1][0].operation or row.operation
         row.b, row.shards = _whole(entry.value, held, key, maps)
@@ -166,7 +166,7 @@ def _row(
     return row
 
 
-def _whole(target: Tensor, held: list[tuple[int, list[Entry]]], key: Key, maps: Any) -> tuple[Any, Any]:
+def _whole(target: Tensor, held: list[tuple[int, list[TensorSeen]]], key: Key, maps: Any) -> tuple[Any, Any]:
     """B's tensor in the shape of A's, and which rank holds what."""
     flat = [(rank, e) for rank, own in held for e in own]
     if any(e.shard for _, e in flat):
@@ -185,7 +185,7 @@ def _whole(target: Tensor, held: list[tuple[int, list[Entry]]], key: Key, maps: 
     return _arranged(target, locals_, maps, key)
 
 
-def _sum_of_parts(row: Row, pieces: list[tuple[int, Entry]]) -> None:
+def _sum_of_parts(row: JudgedTensor, pieces: list[tuple[int, TensorSeen]]) -> None:
     """A layer that is cut by columns gives each rank a part of a sum; a module around it adds them up."""
     if len(pieces) > 1 and row.b is not None and all(e.value.shape == row.a.shape and not e.shard for _, e in pieces):
         total = torch.stack([e.value for _, e in pieces]).sum(0)
@@ -220,13 +220,13 @@ def _is_range(index: Any) -> bool:
     return index is None or bool((index == torch.arange(len(index))).all())
 
 
-def _place(entry: Entry) -> Any:
+def _place(entry: TensorSeen) -> Any:
     shard = entry.shard
     assert shard is not None
     return tuple(slice(o, o + n) for o, n in zip(shard.offset, entry.value.shape, strict=True))
 
 
-def _pasted(pieces: Sequence[tuple[int, Entry]], shape: Any = None) -> Tensor | None:
+def _pasted(pieces: Sequence[tuple[int, TensorSeen]], shape: Any = None) -> Tensor | None:
     """The whole tensor of shards; copies that differ give the one that is farther from the first."""
     known = [e for _, e in pieces if e.shard is not None]
     if not known or known[0].shard is None:
@@ -324,7 +324,9 @@ def _lay(
     return whole, places
 
 
-def _row_maps(mine: dict[Key, list[Entry]], theirs: list[dict[Key, list[Entry]]]) -> dict[int, dict[int, Tensor]]:
+def _row_maps(
+    mine: dict[Key, list[TensorSeen]], theirs: list[dict[Key, list[TensorSeen]]]
+) -> dict[int, dict[int, Tensor]]:
     """Rank -> dimension -> which rows of A's data it took, where its data is a part of A's or another order of it."""
     key = next(
         (k for k in mine if k.kind == "input" and mine[k][0].value.dim() and all(k in one for one in theirs)), None
@@ -363,7 +365,9 @@ def _share_gradients(aligned: Aligned, ranks: int) -> None:
             row.b = row.b.double() / aligned.share
 
 
-def _add_missing(aligned: Aligned, mine: dict[Key, list[Entry]], theirs: list[dict[Key, list[Entry]]]) -> None:
+def _add_missing(
+    aligned: Aligned, mine: dict[Key, list[TensorSeen]], theirs: list[dict[Key, list[TensorSeen]]]
+) -> None:
     """A parameter whose gradient or update B lacks is a row: B has zero. Then gradients of activations are, too."""
     paths = {k.path for one in theirs for k in one}
     lost = [k for k in aligned.only_a if k.kind in ("gradient", "update") and k.path.rpartition(".")[0] in paths]
@@ -372,7 +376,7 @@ def _add_missing(aligned: Aligned, mine: dict[Key, list[Entry]], theirs: list[di
             for call, entry in enumerate(mine[key]):
                 zero = torch.zeros_like(entry.value)
                 aligned.rows.append(
-                    Row(
+                    JudgedTensor(
                         key,
                         call,
                         entry.value,
@@ -388,7 +392,7 @@ def _add_missing(aligned: Aligned, mine: dict[Key, list[Entry]], theirs: list[di
     aligned.rows.sort(key=lambda row: (row.key.step, row.order))
 
 
-def _unlike(a: Recording, b: Recording, mine: Any, known: Any) -> str:
+def _unlike(a: StepRecording, b: StepRecording, mine: Any, known: Any) -> str:
     def some(keys: Any) -> str:
         names = list(dict.fromkeys(k.path for k in keys if k.path))
         return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "") if names else "none"

@@ -25,8 +25,8 @@ from torch.optim.optimizer import Optimizer
 
 from ottava.base.text import columns, listed
 from ottava.experiments.program import tensors_in, tree_map
-from ottava.prove.align import Aligned, Row, UnlikeError, align
-from ottava.prove.recorder import Key, Recorder, Recording, bare
+from ottava.prove.align import Aligned, JudgedTensor, UnlikeError, align
+from ottava.prove.recorder import Key, StepRecorder, StepRecording, bare
 from ottava.prove.reproduce import Operations, write
 from ottava.prove.tolerance import Distance, Nudge, distance, limits, unit
 from ottava.prove.traces import load_trace
@@ -38,7 +38,7 @@ _DISTANCES = ("all of it", "its worst row", "its worst column", "its worst eleme
 
 
 @dataclass(eq=False)
-class Side:
+class Subject:
     """A program that `check` can run again and again.
 
     Args:
@@ -58,7 +58,7 @@ class Side:
 class Judged:
     """One tensor with its distance and its limit."""
 
-    row: Row
+    row: JudgedTensor
     far: Distance
     limit: Distance
 
@@ -153,7 +153,7 @@ class Verdict:
         }  # fmt: skip
 
 
-Program = nn.Module | Side | Recording | Path | str | Callable[[Any], Any]
+Program = nn.Module | Subject | StepRecording | Path | str | Callable[[Any], Any]
 
 
 def check(
@@ -174,7 +174,7 @@ def check(
     """Runs one step of two programs on the same weights and data, and names the first tensor that is wrong.
 
     Args:
-        a: the reference: a model, a `Side`, a function of the batch, or a saved trace (a `Recording` or its folder).
+        a: the reference: a model, a `Subject`, a function of the batch, or a saved trace (`StepRecording` or a folder).
         b: what is held against it.
         batch: passed to both; floating-point tensors in the dtype of each model's parameters.
         loss: (model, batch) -> scalar; None: the model's own loss, or its outputs times fixed random numbers.
@@ -202,21 +202,21 @@ def check(
         '1'
     """
     sides = [_side(x, optimizer, name) for x, name in ((a, "A"), (b, "B"))]
-    if share_weights and all(isinstance(s, Side) for s in sides):
+    if share_weights and all(isinstance(s, Subject) for s in sides):
         sides[1].model = with_weights(sides[0].model, sides[1].model, names or {})
 
-    def run(side: Any, nudge: Nudge | None = None) -> Recording:
+    def run(side: Any, nudge: Nudge | None = None) -> StepRecording:
         return _run(side, batch, loss, steps, seed, nudge)
 
-    first = sides[0] if isinstance(sides[0], Recording) else run(sides[0])
-    second = sides[1] if isinstance(sides[1], Recording) else run(sides[1])
+    first = sides[0] if isinstance(sides[0], StepRecording) else run(sides[0])
+    second = sides[1] if isinstance(sides[1], StepRecording) else run(sides[1])
     second = renamed(second, names or {})
-    if not isinstance(sides[0], Recording):
+    if not isinstance(sides[0], StepRecording):
         first.again = run(sides[0])
         first.nudged = [run(sides[0], nudge_for(first, second, seed, casts)) for seed in range(1, draws + 1)]
     verdict = judge(first, second)
     if reproducer is not None and verdict.finding is not None:
-        own = [s for s in sides if not isinstance(s, Recording)]
+        own = [s for s in sides if not isinstance(s, StepRecording)]
         if len(own) == 2:
             runs = [_run(s, batch, loss, steps, seed, None, operations=True) for s in own]
             about = verdict.finding.sentence, verdict.finding.limit
@@ -225,7 +225,9 @@ def check(
     return verdict
 
 
-def nudge_for(a: Recording, b: Recording, seed: int, casts: Mapping[str, tuple[float, float]] | None = None) -> Nudge:
+def nudge_for(
+    a: StepRecording, b: StepRecording, seed: int, casts: Mapping[str, tuple[float, float]] | None = None
+) -> Nudge:
     """Moves A by the coarser units of both programs."""
     known = [r.casts for one in (a, b) for r in (one.ranks or [one])]
     together: dict[str, tuple[float, float]] = {}
@@ -237,14 +239,14 @@ def nudge_for(a: Recording, b: Recording, seed: int, casts: Mapping[str, tuple[f
     return Nudge(seed, theirs if theirs > mine else 0.0, together)
 
 
-def coarsest(recording: Recording) -> float:
+def coarsest(recording: StepRecording) -> float:
     """The unit in which a program gives most of its outputs."""
     found = [unit(e.value.dtype) for e in (recording.ranks or [recording])[0].entries if e.key.kind == "output"]
     found = sorted(u for u in found if u) or [0.0]
     return found[len(found) // 2]
 
 
-def judge(a: Recording, b: Recording) -> Verdict:
+def judge(a: StepRecording, b: StepRecording) -> Verdict:
     """Holds every tensor of B against A, and names the first that is wrong."""
     if a.again is not None:
         _settle(a)
@@ -306,7 +308,7 @@ def replace_key(key: Key) -> Key:
     return key._replace(kind="output") if key.kind == "recomputed" else key
 
 
-def _settle(a: Recording) -> None:
+def _settle(a: StepRecording) -> None:
     """Refuses a reference that does not repeat itself."""
     assert a.again is not None
     aligned = align(a, a.again)
@@ -320,7 +322,7 @@ def _settle(a: Recording) -> None:
                 )
 
 
-def explain(wrong: Judged, judged: Sequence[Judged], a: Recording, b: Recording) -> Finding:
+def explain(wrong: Judged, judged: Sequence[Judged], a: StepRecording, b: StepRecording) -> Finding:
     """Which code computed the first wrong tensor."""
     row, number = wrong.row, wrong.worst
     key = row.key
@@ -377,7 +379,7 @@ def _named(path: str, kinds: Mapping[str, str]) -> str:
 
 
 def _backward(
-    row: Row, judged: Sequence[Judged], a: Recording, kinds: Mapping[str, str]
+    row: JudgedTensor, judged: Sequence[Judged], a: StepRecording, kinds: Mapping[str, str]
 ) -> tuple[str, str, str, tuple[str, ...]]:
     """A gradient of an activation is the work of the modules that took the activation."""
     key = row.key
@@ -430,36 +432,36 @@ def _rank(wrong: Judged) -> int | None:
 def _side(x: Program, optimizer: Any, name: str) -> Any:
     if isinstance(x, str | Path):
         return load_trace(Path(x))
-    if isinstance(x, Side):
-        return Side(x.model, x.step, x.optimizer or optimizer, x.name or name)
+    if isinstance(x, Subject):
+        return Subject(x.model, x.step, x.optimizer or optimizer, x.name or name)
     if isinstance(x, nn.Module):
-        return Side(x, None, optimizer, name)
-    if isinstance(x, Recording):
+        return Subject(x, None, optimizer, name)
+    if isinstance(x, StepRecording):
         return x
     if callable(x):
         return name, x
     raise TypeError(
-        f"check: got a {type(x).__name__}; needs a model, a Side, a function of the batch, or a saved trace"
+        f"check: got a {type(x).__name__}; needs a model, a Subject, a function of the batch, or a saved trace"
     )
 
 
 def _run(
     side: Any, batch: Any, loss: Any, steps: int, seed: int, nudge: Nudge | None, operations: bool = False
-) -> Recording:
+) -> StepRecording:
     """One run of a side, from the same state and seed."""
     noted = Operations() if operations else None
     with random_states_kept():
         torch.manual_seed(seed)
-        if not isinstance(side, Side):
+        if not isinstance(side, Subject):
             name, program = side
-            with Recorder(steps=steps, nudge=nudge) as recorder, noted or nullcontext():
+            with StepRecorder(steps=steps, nudge=nudge) as recorder, noted or nullcontext():
                 program(copy.deepcopy(batch))
         else:
             name = side.name
             model = copy.deepcopy(side.model)
             made = side.optimizer(model.parameters()) if side.optimizer is not None else None
             given = _in_dtype(batch, model)
-            with Recorder(model, steps=steps, nudge=nudge) as recorder, noted or nullcontext():
+            with StepRecorder(model, steps=steps, nudge=nudge) as recorder, noted or nullcontext():
                 for _ in range(steps):
                     (side.step or _plain_step(loss))(model, made, given)
     recording = recorder.recording(name)
@@ -555,7 +557,7 @@ def in_a(path: str, names: Mapping[str, str]) -> str:
     return path
 
 
-def renamed(recording: Recording, names: Mapping[str, str]) -> Recording:
+def renamed(recording: StepRecording, names: Mapping[str, str]) -> StepRecording:
     """A recording of B with the paths of A."""
     if not names:
         return recording

@@ -76,7 +76,7 @@ class Shard:
 
 
 @dataclass(eq=False)
-class Entry:
+class TensorSeen:
     """One tensor of one call."""
 
     key: Key
@@ -89,10 +89,10 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Recording:
+class StepRecording:
     """A step as entries in the order of the program. `ranks` are those of other processes, this one among them."""
 
-    entries: list[Entry]
+    entries: list[TensorSeen]
     name: str = "A"
     rank: int = 0
     size: int = 1
@@ -100,17 +100,17 @@ class Recording:
     """Path of a module that casts -> unit of rounding in the forward and of gradients."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Path of a module -> its class."""
-    ranks: list[Recording] = field(default_factory=list)
-    nudged: list[Recording] = field(default_factory=list)
+    ranks: list[StepRecording] = field(default_factory=list)
+    nudged: list[StepRecording] = field(default_factory=list)
     """The same program, with every tensor moved by one rounding."""
-    again: Recording | None = None
+    again: StepRecording | None = None
     """A second run of the same program."""
     operations: Any = None
     """Its calls of operators of torch, see `reproduce`."""
 
-    def by_key(self) -> dict[Key, list[Entry]]:
+    def by_key(self) -> dict[Key, list[TensorSeen]]:
         """Key -> the entries of its calls, in order."""
-        found: dict[Key, list[Entry]] = {}
+        found: dict[Key, list[TensorSeen]] = {}
         for entry in self.entries:
             found.setdefault(entry.key, []).append(entry)
         return found
@@ -133,7 +133,7 @@ class Recording:
             self.again.save(folder / "again")
 
     @classmethod
-    def load(cls, folder: Path | str) -> Recording:
+    def load(cls, folder: Path | str) -> StepRecording:
         """Reads what `save` wrote, of all ranks.
 
         Raises:
@@ -155,7 +155,7 @@ class Recording:
         return first
 
     @classmethod
-    def _load_rank(cls, path: Path) -> Recording:
+    def _load_rank(cls, path: Path) -> StepRecording:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -177,7 +177,7 @@ class Recording:
                     else Shard(tuple(shard["shape"]), tuple(shard["offset"]), bool(shard["partial"]))
                 )
                 key = Key(int(step), str(name), str(kind), int(part))
-                entries.append(Entry(key, tensors[str(number)], float(one["order"]), str(one["operation"]), place))
+                entries.append(TensorSeen(key, tensors[str(number)], float(one["order"]), str(one["operation"]), place))
             casts = {str(k): (float(a), float(b)) for k, (a, b) in facts["casts"].items()}
             kinds = {str(k): str(v) for k, v in facts["kinds"].items()}
             return cls(entries, path.parent.name, int(facts["rank"]), int(facts["size"]), casts, kinds)
@@ -187,7 +187,7 @@ class Recording:
             ) from None
 
 
-class Recorder:
+class StepRecorder:
     """Records steps while it is entered.
 
     Args:
@@ -199,7 +199,7 @@ class Recorder:
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        >>> with Recorder(model) as recorder:
+        >>> with StepRecorder(model) as recorder:
         ...     model(torch.ones(2, 4)).sum().backward()
         >>> [str(e.key) for e in recorder.recording().entries][:3]
         ['input of the model', 'input of 0', 'output of 0']
@@ -214,11 +214,11 @@ class Recorder:
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
         for model in models:
-            need("Recorder", model, nn.Module)
+            need("StepRecorder", model, nn.Module)
         self._models, self._steps, self._nudge, self._left = models, steps, nudge, most
         self._at_end = at_end
         self.step, self.depth = 0, 0
-        self._entries: dict[tuple[int, int, str, str, int, int], Entry] = {}
+        self._entries: dict[tuple[int, int, str, str, int, int], TensorSeen] = {}
         self._named: dict[int, tuple[nn.Module, str]] = {}
         self._roots: list[nn.Module] = []
         self._known: set[int] = set()
@@ -426,11 +426,11 @@ class Recorder:
         operation = operation or type(module).__name__
         value = torch.view_as_real(value) if value.is_complex() else value
         copy = value.to("cpu", copy=True).contiguous()
-        self._entries[key] = Entry(
+        self._entries[key] = TensorSeen(
             Key(self.step, name, kind, part), copy, order, operation, _shard(x if like is None else like)
         )
 
-    def recording(self, name: str = "A") -> Recording:
+    def recording(self, name: str = "A") -> StepRecording:
         """What was recorded, with modules named by their path in the largest model that holds them."""
         if self.active:
             self._finish_step()
@@ -462,12 +462,14 @@ class Recorder:
             if kind == "clipped gradient" and whole is not None and _same(whole.value, entry.value):
                 continue
             path = ".".join(filter(None, (names.get(owner, ""), local)))
-            entries.append(Entry(Key(step, path, kind, part), entry.value, entry.order, entry.operation, entry.shard))
+            entries.append(
+                TensorSeen(Key(step, path, kind, part), entry.value, entry.order, entry.operation, entry.shard)
+            )
         entries.sort(key=lambda e: (e.key.step, e.order))
         rank, size = (
             (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
         )
-        return Recording(entries, name, rank, size, units, kinds)
+        return StepRecording(entries, name, rank, size, units, kinds)
 
 
 def bare(path: str) -> str:

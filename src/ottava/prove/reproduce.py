@@ -29,7 +29,7 @@ _MOST_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, eq=False)
-class Operation:
+class AtenCall:
     """One call: its tensors are numbers of values."""
 
     name: str
@@ -59,7 +59,7 @@ class Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.done: list[Operation] = []
+        self.done: list[AtenCall] = []
         self.values: dict[int, Tensor] = {}
         self._numbers: dict[int, tuple[Tensor, int, int]] = {}
         self._left = _MOST_BYTES
@@ -68,7 +68,7 @@ class Operations(TorchDispatchMode):
         given = pytree.tree_map_only(Tensor, lambda x: Ref(self._number(x)), (tuple(args), dict(kwargs or {})))
         result = func(*args, **(kwargs or {}))
         made = tuple(self._number(x, new=True) for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
-        self.done.append(Operation(str(func), given[0], given[1], made))
+        self.done.append(AtenCall(str(func), given[0], given[1], made))
         return result
 
     def _number(self, x: Tensor, *, new: bool = False) -> int:
@@ -91,7 +91,7 @@ def _version(x: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Parting:
+class FirstCall:
     """Where the operators of two programs part."""
 
     a: int
@@ -100,7 +100,7 @@ class Parting:
     sentence: str
 
 
-def part(a: Operations, b: Operations, limit: float) -> Parting | None:
+def part(a: Operations, b: Operations, limit: float) -> FirstCall | None:
     """The first pair of calls that give another result, in the order of B.
 
     Args:
@@ -124,15 +124,15 @@ def part(a: Operations, b: Operations, limit: float) -> Parting | None:
                     said = f"{name}, after A calls {first} and B calls {second}"
                 else:
                     said = name
-                return Parting(i, j, said)
+                return FirstCall(i, j, said)
     return None
 
 
-def _short(operation: Operation) -> str:
+def _short(operation: AtenCall) -> str:
     return operation.name.removeprefix("aten.").rpartition(".")[0]
 
 
-def _plain(operation: Operation) -> list[Any]:
+def _plain(operation: AtenCall) -> list[Any]:
     leaves = pytree.tree_leaves((operation.arguments, operation.keywords))
     return [x for x in leaves if not isinstance(x, Ref)]
 

@@ -19,23 +19,23 @@ from torch import Tensor
 from ottava.base.untrusted import UntrustedError, parse_json, read_text
 from ottava.interop.contents import StateFileError, read_entries
 from ottava.interop.safe_pickle import DamagedError, RefusedError
-from ottava.prove.recorder import Entry, Key, Recording, TraceError, bare
+from ottava.prove.recorder import Key, StepRecording, TensorSeen, TraceError, bare
 
 _MODULE = re.compile(r"Module\.(?P<path>.+)\.(?P<kind>\w+)\.(?P<way>forward|backward)\.(?P<call>\d+)")
 _SIDES = (("forward", "input_args", "input"), ("forward", "output", "output"),
           ("backward", "input", "output gradient"), ("backward", "output", "input gradient"))  # fmt: skip
 
 
-def load_trace(path: Path) -> Recording:
+def load_trace(path: Path) -> StepRecording:
     """A saved trace.
 
     Raises:
         TraceError: nothing is there, or it cannot be read.
     """
-    return _msprobe(path) if (path / "dump.json").is_file() else Recording.load(path)
+    return _msprobe(path) if (path / "dump.json").is_file() else StepRecording.load(path)
 
 
-def _msprobe(folder: Path) -> Recording:
+def _msprobe(folder: Path) -> StepRecording:
     file = folder / "dump.json"
     try:
         facts = parse_json(read_text(file))
@@ -49,10 +49,10 @@ def _msprobe(folder: Path) -> Recording:
         raise TraceError(
             f"{file}: names no tensor of a module that is in dump_tensor_data; dump with task tensor, level L0"
         )
-    return Recording(entries, folder.name, kinds={e.key.path: e.operation for e in entries})
+    return StepRecording(entries, folder.name, kinds={e.key.path: e.operation for e in entries})
 
 
-def _entries(folder: Path, data: dict[str, Any]) -> Iterator[Entry]:
+def _entries(folder: Path, data: dict[str, Any]) -> Iterator[TensorSeen]:
     order = 0
     for name, sides in data.items():
         match = _MODULE.fullmatch(name)
@@ -68,4 +68,6 @@ def _entries(folder: Path, data: dict[str, Any]) -> Iterator[Entry]:
                 tensor = next((x for _, x in read_entries(folder / said) if isinstance(x, Tensor)), None)
                 if tensor is not None:
                     order += 1
-                    yield Entry(Key(0, bare(match["path"]), kind, part), tensor.detach(), float(order), match["kind"])
+                    yield TensorSeen(
+                        Key(0, bare(match["path"]), kind, part), tensor.detach(), float(order), match["kind"]
+                    )
