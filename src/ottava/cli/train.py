@@ -52,6 +52,7 @@ def train(
     watch: Annotated[
         bool, Option("--watch", help="Record statistics of every cast in the run folder; --set watch.every=10")
     ] = False,
+    live: Annotated[bool, Option("--live", help="Show the report while it trains: `ottava live DIR`.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
     print_config: Annotated[bool, Option("--print-config", help="Print all settings and exit.")] = False,
 ) -> int:
@@ -69,6 +70,7 @@ def train(
     of processes. parallel.ep divides model.experts among replicas. batch_size counts the sequences of all processes.
     Each process writes its part of a checkpoint; any number of processes can read it.
     """
+    from ottava.cli.live import followed
     from ottava.train.config import load_config
     from ottava.train.loop import Trainer
 
@@ -83,7 +85,8 @@ def train(
         return 0
     with joined(resolved.parallel.timeout), stop_on_interrupt() as stopping:
         trainer = Trainer(resolved, folder, resume=resume)
-        finished, stopped = _run(trainer, resolved, stopping, progress_on_stderr=as_json)
+        with followed(folder, live and trainer.ranks.first):
+            finished, stopped = _run(trainer, resolved, stopping, progress_on_stderr=as_json)
     if trainer.ranks.first:
         answer(as_json, _result(trainer, resolved, interrupted=not finished), _summary(trainer, resolved))
     if not finished:

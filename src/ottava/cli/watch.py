@@ -77,6 +77,7 @@ def watch(
     step: Annotated[
         int, Option(metavar="N", help="With --append: optimizer steps done so far. Later records are removed.")
     ] = 0,
+    live: Annotated[bool, Option("--live", help="Show the report while the script runs: `ottava live DIR`.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print a summary as one JSON object at the end.")] = False,
 ) -> int:
     """Run a training script, unchanged, and record what FP8 does to its tensors.
@@ -89,25 +90,18 @@ def watch(
 
     Then `ottava diagnose DIR` explains the run, and `ottava report DIR` shows it. The exit code is the script's.
     """
+    from ottava.cli.live import followed
     from ottava.watching.session import watch as start
 
     _check(command, out)
-    options = {
-        "every": every,
-        "recipes": recipe,
-        "layers": layers,
-        "tensors": tensors.split(",") if tensors is not None else None,
-        "sample": sample,
-        "detail": detail,
-        "sinks": sink,
-        "compiled": compiled,
-        "loss": loss,
-        "shadow": shadow,
-        "replay": replay,
-    }
+    options: dict[str, Any] = {"every": every, "recipes": recipe, "layers": layers, "sample": sample, "detail": detail}
+    options |= {"sinks": sink, "compiled": compiled, "loss": loss, "shadow": shadow, "replay": replay}
+    options["tensors"] = tensors.split(",") if tensors is not None else None
     settings = {name: value for name, value in options.items() if value not in (None, [])}
     session = start(None, out or _folder(command), config, step=step, append=append, **settings)
-    _print_summary(session, code := run_inside(session, command), as_json=as_json)
+    with followed(session.folder, live and session.rank == 0):
+        code = run_inside(session, command)
+    _print_summary(session, code, as_json=as_json)
     return code
 
 
