@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,10 @@ _RECENT = 256
 _WAITING_BYTES, _WAITING_LINES = 64 * 2**20, 2**16
 """Limits of statistics, and of steps or events, that wait for a full disk; beyond them the oldest are lost."""
 _WRITE_ERRORS = (OSError, pa.ArrowException)
+
+
+_WAIT = 2.0
+"""Seconds that the line of a step may wait in memory."""
 
 
 class RunWriter:
@@ -106,6 +111,7 @@ class RunWriter:
         self.lost: Counter[str] = Counter()
         """Numbers of "rows", "lines" and "dumps" that a patient writer lost."""
         self._patient = self._failed = False
+        self._wrote = time.monotonic()
         self._trained = (self._own / TRAINER_MANIFEST).is_file()
         self._now = step or 0
         self._rows: list[_Rows] = []
@@ -175,7 +181,7 @@ class RunWriter:
         self._step(step, numbers)
 
     def step_later(self, step: int, **numbers: float | None) -> None:
-        """As `step`; the line may wait in memory for the next one of `step`, or for `flush`."""
+        """As `step`; the line may wait in memory: for the next one of `step`, for `flush`, or two seconds."""
         self._step(step, numbers, waits=True)
 
     def _step(self, step: int, numbers: Mapping[str, float | None], *, waits: bool = False) -> None:
@@ -314,6 +320,7 @@ class RunWriter:
         self.recent[name].append(values)
         lines = self._lines[name]
         lines.append((json.dumps(_jsonable(values)) + "\n").encode())
+        waits = waits and time.monotonic() - self._wrote < _WAIT  # somebody may read along
         if not waits and (len(lines) == 1 or not self._failed):  # after a failed write all wait for the next flush
             self._write_lines(name)
         elif len(lines) > _WAITING_LINES:
@@ -328,6 +335,7 @@ class RunWriter:
             with self.attempt(), self._file(name).open("ab", buffering=0) as stream:
                 append(stream, b"".join(self._lines[name]))
                 self._lines[name].clear()
+            self._wrote = time.monotonic()
 
 
 def _store(table: pa.Table, target: Path) -> None:
