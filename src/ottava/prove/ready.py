@@ -253,9 +253,13 @@ def _torch_scaled_mm(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Ten
     if scale_inv_a.dim() and out != "bfloat16" and a.is_cuda:
         raise NotImplementedError("scales of rows give bfloat16 only")
     turned = scale_inv_b.t() if scale_inv_b.dim() else scale_inv_b
-    return torch._scaled_mm(
-        a.contiguous(), b.contiguous().t(), scale_inv_a.contiguous(), turned.contiguous(), out_dtype=getattr(torch, out)
-    )
+    operands = a.contiguous(), b.contiguous().t(), scale_inv_a.contiguous(), turned.contiguous()
+    try:
+        return torch._scaled_mm(*operands, out_dtype=getattr(torch, out))
+    except RuntimeError as error:
+        if scale_inv_a.dim() and "numel() == 1" in str(error):  # torch 2.11 on a CPU
+            raise NotImplementedError("this torch takes one scale for a tensor here") from error
+        raise
 
 
 # --- layers, attention, optimizers -----------------------------------------------------------------------------------
