@@ -45,7 +45,7 @@ from ottava.cli.export import consolidate, export, inspect, parity
 from ottava.cli.formats import explorer, formats, recipes
 from ottava.cli.plan import plan
 from ottava.cli.train import demo, lab, train
-from ottava.cli.watch import import_run, plot, report, table, watch
+from ottava.cli.watch import import_run, live, plot, report, table, watch
 
 BUG, INTERRUPTED = 70, 130
 
@@ -87,7 +87,24 @@ def _add(*commands: Callable[..., Any]) -> None:
         app.command()(command)
 
 
-_add(demo, train, lab, plan, doctor, formats, recipes, explorer, report, table, plot, diagnose, compare, bisect, check)
+_add(
+    demo,
+    train,
+    lab,
+    plan,
+    doctor,
+    formats,
+    recipes,
+    explorer,
+    report,
+    live,
+    table,
+    plot,
+    diagnose,
+    compare,
+    bisect,
+    check,
+)
 app.command("what-if")(what_if)
 app.command("import")(import_run)
 _add(inspect, export, consolidate, parity, certify, order)

@@ -52,6 +52,7 @@ def train(
     watch: Annotated[
         bool, Option("--watch", help="Record statistics of every cast in the run folder; --set watch.every=10")
     ] = False,
+    live: Annotated[bool, Option("--live", help="As --watch, and serve the report to this machine meanwhile.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
     print_config: Annotated[bool, Option("--print-config", help="Print all settings and exit.")] = False,
 ) -> int:
@@ -74,7 +75,7 @@ def train(
 
     folder = run_dir or Path("runs") / (config.stem if config else "train")
     # --resume without CONFIG reads the saved settings; load_config reports a folder without them
-    overrides = ["watch={}"] if watch else []
+    overrides = ["watch={sinks: [live]}"] if live else ["watch={}"] if watch else []
     overrides += [f"init={json.dumps(str(init))}"] if init else []
     overrides += settings or ()
     resolved = load_config(folder / "config.yaml" if resume and config is None else config, overrides)
