@@ -43,7 +43,8 @@ def test_a_step_makes_its_own_batch_better_unless_it_is_too_long(tmp_path: Path)
     for lr, better in ((0.05, True), (100.0, False)):
         first = next(e for e in trained(tmp_path / str(lr), convert=True, lr=lr, steps=6).experiments)
         assert first["tail"] == "replayed"
-        assert (float(first["loss_after"]) < first["loss"]) is better, first  # "inf" is a text in JSON
+        after, before = float(first["loss_after"]), float(first["loss"])  # "inf" is a text in JSON
+        assert (after < before) is better, first
 
 
 def test_no_experiment_if_nobody_wants_one(tmp_path: Path) -> None:

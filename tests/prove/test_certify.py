@@ -156,6 +156,53 @@ def test_a_fault_without_a_name_is_placed() -> None:
     assert explain("encode", {}, [], [], lambda case, **change: {}) is None
 
 
+def test_a_bias_of_stochastic_rounding_is_seen() -> None:
+    """Each code is a neighbour, and yet the mean is wrong; fair coins raise no alarm."""
+
+    def drawn(x: Tensor, fair: bool) -> Tensor:
+        fmt = get_format("e4m3")
+        low, high = (judge.on_grid(x, fmt, way) for way in ("down", "up"))
+        chance = torch.where(high > low, (x.double() - low) / torch.where(high > low, high - low, 1.0), 0.0)
+        up = torch.rand(x.shape) < (chance if fair else chance / 2)
+        return rounding.encode(torch.where(x.isfinite(), torch.where(up, high, low), x.double()).float(), fmt)
+
+    for fair in (True, False):
+        found = run("encode", lambda x, fair=fair: drawn(x, fair), 30, format="e4m3", rounding="stochastic")
+        assert found.good is fair, str(found)
+
+
+def test_an_infinity_must_not_pass_for_the_largest_of_its_block() -> None:
+    """Under the scale of the other numbers it is hidden."""
+    spec = judge.cast_spec({"recipe": "blockwise"})
+    assert spec is not None
+
+    def cast(x: Tensor, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+        shown = torch.where(x.isinf(), 0.0, x)
+        made = reference.quantize(shown, spec)
+        top = judge.spread(judge.block_amax(shown, spec.granularity), spec, (x.shape[0], x.shape[1]))
+        hidden = torch.where(x.isinf(), torch.copysign(top.to(x.dtype), x), x)
+        return reference.quantize(hidden, spec).data, judge.stored(made.scale_inv, spec)
+
+    found = run("cast", cast, recipe="blockwise")
+    assert found.verdict == "wrong"
+    assert found.explained is not None
+    assert found.explained["hypothesis"] == "NaN hidden"
+
+
+def test_a_hypothesis_that_the_right_numbers_meet_explains_nothing() -> None:
+    """amax of 0 leaves every code free: a cast of zeros is not an amax without its tail."""
+
+    def zeros(x: Tensor, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+        spec = judge.cast_spec({"recipe": "mxfp8"})
+        assert spec is not None
+        made = reference.quantize(x, spec)
+        return torch.zeros_like(made.data.view(torch.uint8)).view(made.data.dtype), judge.stored(made.scale_inv, spec)
+
+    found = run("cast", zeros, recipe="mxfp8")
+    assert found.explained is not None
+    assert "amax" not in found.explained["hypothesis"]
+
+
 def test_hypotheses_have_sentences() -> None:
     """Each is for a known kind and says something."""
     for one in faults.all_hypotheses():

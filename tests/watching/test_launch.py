@@ -122,9 +122,9 @@ def test_modules_that_are_not_there_or_cannot_run_are_refused(name: str, monkeyp
 
 
 def test_a_package_that_fails_to_import_says_so_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "broken").mkdir()
-    (folder / "broken" / "__init__.py").write_text("import no_such_module")
+    (folder / "half_there").mkdir()
+    (folder / "half_there" / "__init__.py").write_text("import no_such_module")
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.chdir(folder)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        run_script(["-m", "broken.tool"])
+        run_script(["-m", "half_there.tool"])

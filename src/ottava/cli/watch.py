@@ -87,24 +87,21 @@ def watch(
     Any PyTorch script works. In layers of ottava the watch measures the operands of the GEMMs; everywhere else it
     simulates the casts of the recipe. The watch changes no bit of the training. Under torchrun every rank writes its
     own files: torchrun --nproc-per-node 8 -m ottava watch --out runs/a -- train.py
+
     Then `ottava diagnose DIR` explains the run, and `ottava report DIR` shows it. The exit code is the script's.
     """
     from ottava.watching.session import watch as start
 
     _check(command, out)
-    options = {
-        "every": every,
-        "recipes": recipe,
-        "layers": layers,
-        "tensors": tensors.split(",") if tensors is not None else None,
-        "sample": sample,
-        "detail": detail,
+    options: dict[str, Any] = {"every": every, "recipes": recipe, "layers": layers, "sample": sample, "detail": detail}
+    options |= {
         "sinks": [*(sink or ()), *["live"] * live],
         "compiled": compiled,
         "loss": loss,
         "shadow": shadow,
         "replay": replay,
     }
+    options["tensors"] = tensors.split(",") if tensors is not None else None
     settings = {name: value for name, value in options.items() if value not in (None, [])}
     session = start(None, out or _folder(command), config, step=step, append=append, **settings)
     _print_summary(session, code := run_inside(session, command), as_json=as_json)

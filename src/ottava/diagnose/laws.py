@@ -309,10 +309,11 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
     """
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss_after")]
     worse = [e for e in tried if _overshoots(e)]
-    if not beyond_chance(len(worse), len(tried)):
-        return None
-    one, lr = worse[0], facts.at("lr", event.step if event is not None else math.inf)
+    lr = facts.at("lr", event.step if event is not None else math.inf)
     rate = f" with lr {lr:.3g}" if math.isfinite(lr) else ""
+    if not beyond_chance(len(worse), len(tried)):
+        return _long_steps(facts, event, rate)
+    one = worse[0]
     ratios = [ratio for _, ratio in facts.update_ratio(last=int(one["step"]))]
     said = (
         f"The step makes its own batch worse in {len(worse)} of {len(tried)} trials{rate}, and a tenth of it better: "
@@ -320,6 +321,20 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
     said += f"at step {one['step']} the loss of the same batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, "
     said += f"and with a tenth of the step to {one['loss_tenth']:.4g}."
     return Broken(said, int(one["step"]), numbers={"update_ratio": max(ratios)} if ratios else {})
+
+
+_LONG = 0.3  # of the weight in one step; AdamW at lr 1e-3 gives 5 % on weights of std 0.02
+
+
+def _long_steps(facts: Facts, event: Event | None, rate: str) -> Broken | None:
+    """Before the loss left its noise, most steps that were looked at moved a large part of each weight."""
+    ratios = [] if event is None else facts.update_ratio(last=event.step)
+    high = [(step, ratio) for step, ratio in ratios if ratio > _LONG]
+    if not high or len(high) < 0.5 * len(ratios):
+        return None
+    step, ratio = max(high, key=lambda pair: pair[1])
+    said = f"Step {step} moves the median weight matrix by {100 * ratio:.3g} % of itself{rate}."
+    return Broken(said, step, numbers={"update_ratio": ratio})
 
 
 def _known(entry: Any, *names: str) -> bool:

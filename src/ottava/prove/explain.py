@@ -1,14 +1,15 @@
 """Which way of being wrong gives these numbers: hypotheses, then calls under changed conditions, then a place.
 
-A hypothesis explains a case if the faulty reference allows every number of it. One that explains most of the wrong
-cases is the answer; a draw goes to the one that leaves fewer wrong numbers, then to the earlier entry. If none does,
-the adapter is called again with clean memory, with contiguous operands and so on: what makes the result right is the
-reason. Else the answer is where the wrong numbers lie.
+A hypothesis explains a case if the faulty reference allows every wrong number of it and refuses the right ones; a bound
+without end explains nothing. One that explains half of the wrong cases is the answer; a draw goes to the one that
+leaves fewer wrong numbers, then to bits before bounds, then to the earlier entry. If none does, the adapter is called
+again with clean memory, with contiguous operands and so on: what makes the result right is the reason. Else the answer
+is where the wrong numbers lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,7 +33,9 @@ class Failure(NamedTuple):
     wrong: Mapping[str, Tensor]
     """Where they are wrong; results without a wrong element are left out."""
     previous: Mapping[str, Any] | None = None
-    """The inputs of the call before."""
+    """The inputs of the call before; of the first one of these shapes, if there was one."""
+    allowed: Mapping[str, Allowed] | None = None
+    """What the results may be."""
 
 
 Rerun = Callable[..., Mapping[str, Tensor]]
@@ -48,44 +51,43 @@ def explain(
     """
     if not failures:
         return None
-    best: tuple[float, float, float, int] | None = None
+    rights = [expect(kind, one.case.inputs, what) for one in failures]
+    best: tuple[float, ...] | None = None
     winner: Fault | None = None
     for place, hypothesis in enumerate(h for h in all_hypotheses() if kind in h.kinds):
-        left, solved, applies = 0.0, 0.0, 0
+        left, solved, wide, applies = 0.0, 0, 0.0, 0
         for number, failure in enumerate(failures):
-            before = sum(int(mask.sum()) for mask in failure.wrong.values())
-            after = _left(hypothesis, kind, what, failure, failure.wrong)
-            applies += after is not None
-            solved += after == 0
-            left += min(1.0, 1.0 if after is None else after / max(before, 1))
-            if number >= 2 and not solved and left > 0.8 * (number + 1):
-                left += len(failures) - number - 1
+            one = _left(hypothesis, kind, what, failure, rights[number])
+            applies += one is not None
+            solved += one is not None and one.left == 0
+            left += 1.0 if one is None else one.left
+            wide += 1.0 if one is None else one.wide
+            if number >= 2 and not solved:
                 break
-        if not applies:
+        # a bound that is wide enough explains anything: it must hold in every case, and comes last
+        if not applies or solved * 2 < len(failures) or (hypothesis.loose and solved < len(failures)):
             continue
-        solved = 0.55 * solved if hypothesis.loose else solved
-        against = 0
-        if solved and -solved / len(failures) <= (best or (0.0,))[0]:
-            against = sum((_left(hypothesis, kind, what, one, one.got) or 0) > 0 for one in passed)
-        score = (-solved / len(failures), round(left / len(failures), 3), against, place)
+        head = (hypothesis.loose, -solved / len(failures), round(left / len(failures), 3))
+        if best is not None and head > best[:3]:
+            continue
+        against = sum(_against(hypothesis, kind, what, one) for one in passed)
+        score = (*head, against, round(wide / len(failures), 1), place)
         if best is None or score < best:
             best, winner = score, hypothesis
-        if best[:3] == (-1.0, 0.0, 0):
+        if best[:5] == (False, -1.0, 0.0, 0, 0.0):
             break  # no later entry is better
-    assert best is not None
-    assert winner is not None
-    if -best[0] >= 0.5:
-        share = -best[0] / (0.55 if winner.loose else 1)
-        sentence = f"{winner.sentence}. This gives {_share(share, failures)} bit for bit or within its bound."
-        return {"hypothesis": winner.name, "sentence": sentence}
-    if (probe := _probe(failures, rerun)) is not None:
-        return probe
-    place_of = _place(failures)
-    mostly = best[1] < 0.2 or (-best[0] > 0 and best[1] < 0.7)
-    if mostly or (place_of["hypothesis"] == "not explained" and best[1] < 0.9):
-        sentence = f"{winner.sentence}. This explains {1 - best[1]:.0%} of the wrong numbers."
-        return {"hypothesis": winner.name, "sentence": sentence}
-    return place_of
+    if best is None or winner is None or winner.loose:
+        if (probe := _probe(failures, rerun)) is not None:
+            return probe
+        if best is None or winner is None:
+            return _place(kind, what, failures)
+    bits = "within its bound" if best[4] else "bit for bit"
+    sentence = f"{winner.sentence}. This gives {_share(-best[1], failures)} {bits}."
+    if best[3]:
+        sentence += f" {best[3]} of {len(passed)} right cases speak against it: it holds in part."
+    if best[1] > -1.0:
+        sentence += f" The others: {_place(kind, what, failures)['sentence']}."
+    return {"hypothesis": winner.name, "sentence": sentence}
 
 
 def _share(share: float, failures: Sequence[Failure]) -> str:
@@ -97,23 +99,56 @@ def _share(share: float, failures: Sequence[Failure]) -> str:
     )
 
 
+class _Left(NamedTuple):
+    """What a hypothesis leaves of a case, as shares of its wrong numbers."""
+
+    left: float
+    """Not given by it."""
+    wide: float
+    """Given by a bound of more than one number."""
+
+
 def _left(
-    hypothesis: Fault, kind: str, what: Mapping[str, Any], failure: Failure, results: Iterable[str]
-) -> int | None:
-    """How many numbers of some results a hypothesis leaves wrong; None: it says nothing."""
+    hypothesis: Fault, kind: str, what: Mapping[str, Any], failure: Failure, right: Mapping[str, Allowed]
+) -> _Left | None:
+    """What a hypothesis leaves of a case; None: it says nothing.
+
+    It says nothing either of a number that it leaves free, and of a case where the right numbers would pass under it.
+    """
+    allowed = _supposed_of(hypothesis, kind, what, failure)
+    if allowed is None:
+        return None
+    left = wide = refused = total = 0
+    for name, mask in failure.wrong.items():
+        one, got = allowed[name], failure.got[name]
+        empty = (one.high - one.low).isinf()
+        if one.free is not None:
+            empty |= one.free
+        left += int((one.wrong(got) | (empty & mask)).sum())  # a right number that it makes wrong counts, too
+        wide += int(((one.high > one.low) & mask).sum())
+        if not hypothesis.loose:
+            refused += int((one.wrong(right[name].right) & mask).sum())
+        total += int(mask.sum())
+    none = not hypothesis.loose and 4 * refused < total
+    return _Left(1.0 if none else min(1.0, left / max(total, 1)), wide / max(total, 1))
+
+
+def _against(hypothesis: Fault, kind: str, what: Mapping[str, Any], passed: Failure) -> bool:
+    """Whether a case without a wrong number would have some."""
+    allowed = _supposed_of(hypothesis, kind, what, passed)
+    return allowed is not None and any(bool(allowed[name].wrong(got).any()) for name, got in passed.got.items())
+
+
+def _supposed_of(hypothesis: Fault, kind: str, what: Mapping[str, Any], failure: Failure) -> dict[str, Allowed] | None:
     call = Asked(kind, failure.case.inputs, what, failure.case.before or failure.previous)
     try:
         allowed = supposed(hypothesis, call)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError):
         return None  # the fault has no meaning for these shapes
-    if allowed is None:
-        return None
-    count = 0
-    for name in results:
-        if name not in allowed or allowed[name].low.shape != failure.got[name].shape:
-            return None
-        count += int(allowed[name].wrong(failure.got[name]).sum())
-    return count
+    same = allowed is not None and all(
+        name in allowed and allowed[name].low.shape == got.shape for name, got in failure.got.items()
+    )
+    return allowed if same else None
 
 
 def supposed(hypothesis: Fault, call: Asked) -> dict[str, Allowed] | None:
@@ -185,13 +220,24 @@ def _probe(failures: Sequence[Failure], rerun: Rerun) -> dict[str, str] | None:
 # --- places ----------------------------------------------------------------------------------------------------------
 
 
-def _place(failures: Sequence[Failure]) -> dict[str, str]:
-    """Where the wrong numbers lie."""
-    said = [_pattern(failure) for failure in failures]
+def _place(kind: str, what: Mapping[str, Any], failures: Sequence[Failure]) -> dict[str, str]:
+    """Where the wrong numbers lie, or which numbers they are."""
+    said = [_hidden(kind, what, failure) or _pattern(failure) for failure in failures]
     # a small case may be all wrong: the others say where
     told = [one for one in said if "everywhere" not in one[0]] or said
     name = max(dict.fromkeys(told), key=told.count)
     return {"hypothesis": name[0], "sentence": name[1]}
+
+
+def _hidden(kind: str, what: Mapping[str, Any], failure: Failure) -> tuple[str, str] | None:
+    """NaN that is not shown."""
+    name, mask = next(iter(failure.wrong.items()))
+    right = expect(kind, failure.case.inputs, what)[name].right
+    if not bool(right[mask].isnan().all()):
+        return None
+    shown = failure.got[name][mask].unique()
+    values = ", ".join(f"{float(value):g}" for value in shown[:3]) + (" ..." if len(shown) > 3 else "")
+    return "NaN hidden", f"{name} holds {values} where NaN belongs, and no hypothesis gives these numbers"
 
 
 def _pattern(failure: Failure) -> tuple[str, str]:

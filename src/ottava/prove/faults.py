@@ -74,6 +74,8 @@ def _of_operands() -> Iterator[Fault]:
         ("last column of K dropped", "The last column of K is not summed", always(operands=lambda v: torch.cat([v[:, :-1], 0 * v[:, -1:]], 1))),
         ("first column of K dropped", "The first column of K is not summed", always(operands=lambda v: torch.cat([0 * v[:, :1], v[:, 1:]], 1))),
         ("all zeros", "The result is zero", always(operands=torch.zeros_like)),
+        *((f"{text} of an earlier call", f"It uses {text} of an earlier call of these shapes", partial(_earlier, keys=keys)) for text, keys in (("a", ("a", "scale_inv_a")), ("b", ("b", "scale_inv_b")), ("scale_inv_a", ("scale_inv_a",)), ("scale_inv_b", ("scale_inv_b",)), ("ends", ("ends",)))),
+        ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(scale_inv_a=_shifted, scale_inv_b=_shifted)),
         ("sign lost", "Operands lose their signs", always(operands=torch.abs)),
         ("NaN lost", "NaN is read as zero", always(operands=lambda v: v.nan_to_num(0.0))),
         ("operands rounded to BF16", "Codes times scales are rounded to BF16 before they are multiplied", always(operands=lambda v: v.to(torch.bfloat16).double())),
@@ -139,6 +141,18 @@ def _flushed(codes: Tensor) -> Tensor | None:
         return None
     held = codes.view(torch.uint8)
     return torch.where(numbers_of(codes, fmt).abs() < fmt.min_normal, held & 0x80, held).view(codes.dtype)
+
+
+def _shifted(scale: Tensor) -> Tensor | None:
+    return (scale.to(torch.int32) << 23).view(torch.float32) if scale.dtype == torch.uint8 else None
+
+
+def _earlier(call: Asked, keys: tuple[str, ...]) -> dict[str, Any] | None:
+    if call.before is None or not all(
+        key in call.inputs and call.before[key].shape == call.inputs[key].shape for key in keys
+    ):
+        return None
+    return {"inputs": {**call.inputs, **{key: call.before[key] for key in keys}}}
 
 
 def _exchanged(call: Asked) -> dict[str, Any] | None:

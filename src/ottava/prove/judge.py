@@ -56,6 +56,15 @@ class Allowed(NamedTuple):
     """Whether the sign of a zero counts."""
     exact: Tensor | None = None
     """The numbers of ottava's own reference."""
+    drawn: Tensor | None = None
+    """Stochastic rounding: the number whose mean the results are, float64; NaN: not told."""
+    center: Tensor | None = None
+    """A right number, where the lower end is none."""
+
+    @property
+    def right(self) -> Tensor:
+        """Right numbers, float64."""
+        return next(x for x in (self.center, self.exact, self.low) if x is not None)
 
     def wrong(self, got: Tensor) -> Tensor:
         """Where a result (float64) is not allowed."""
@@ -65,7 +74,33 @@ class Allowed(NamedTuple):
         for other in self.also:
             value = torch.as_tensor(other, dtype=torch.float64, device=got.device)
             good |= (got == value) | (got.isnan() & value.isnan())
+        if self.drawn is not None:
+            good &= ~_biased(got, self.drawn, self.low, self.high)
         return ~(good if self.free is None else good | self.free)
+
+
+_SURE = math.log(2 / 1e-12)
+"""One run in 10^12 of a right kernel is called biased."""
+
+
+def _biased(got: Tensor, mean: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The numbers of a sign that round up, or down, too often: Bernstein's bound on a sum of coins, so no repeats.
+
+    Each number lies between two neighbours and takes the upper one with probability (mean - low) / (high - low).
+    """
+    step = high - low
+    told = (step > 0) & mean.isfinite() & (got >= low) & (got <= high)
+    p = torch.where(told, (mean - low) / torch.where(told, step, 1.0), 0.0).clamp(0, 1)
+    off = torch.where(told, (got - low) / torch.where(told, step, 1.0) - p, 0.0)
+    biased = torch.zeros_like(told)
+    for side in (told & (mean > 0), told & (mean < 0)):
+        spread = float((p * (1 - p))[side].sum())
+        bound = _SURE / 3 + math.sqrt(_SURE**2 / 9 + 2 * _SURE * spread)
+        # a scale that is off by some units of FP32 moves every mean
+        slack = float((mean.abs() / torch.where(told, step, 1.0))[side].sum()) * _SCALE_SLACK
+        if abs(float(off[side].sum())) > bound + slack:
+            biased |= side
+    return biased
 
 
 def numbers_of(result: Tensor, fmt: Format | None) -> Tensor:
@@ -152,8 +187,10 @@ def encode_allowed(x: Tensor, what: Values, **way: Any) -> Allowed:
     fmt = get_format(what.get("format", "e4m3"))
     rounding, overflow = str(what.get("rounding", "nearest")), str(what.get("overflow", "saturate"))
     fmt = way.pop("fmt", fmt)
+    drawn = None
     if rounding == "stochastic" and "rounding" not in way:
         low, high = on_grid(x, fmt, "down", overflow, **way), on_grid(x, fmt, "up", overflow, **way)
+        drawn = x.double()
     else:
         way = {"rounding": rounding.replace("_even", ""), "overflow": overflow} | way
         low = high = on_grid(x, fmt, **way)
@@ -166,7 +203,7 @@ def encode_allowed(x: Tensor, what: Values, **way: Any) -> Allowed:
         also = (torch.where(infinite, end, low), torch.where(infinite, math.nan, low))
     free = None if fmt.has_nan else x.isnan() | infinite
     dtypes = tuple(dict.fromkeys((fmt.storage_dtype, torch.uint8)))
-    return Allowed(low, high, dtypes, also, free, rounding != "stochastic" and fmt.has_negative_zero, low)
+    return Allowed(low, high, dtypes, also, free, rounding != "stochastic" and fmt.has_negative_zero, low, drawn)
 
 
 def decode_allowed(
@@ -289,14 +326,27 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
     )
     if rounding == "stochastic":
         edges += [on_grid(z * (1 - sign * slack), spec.format, one, **way) for sign, one in ((-1, "down"), (1, "up"))]
+    drawn = z if rounding == "stochastic" else None
+    center = None if got is not None else on_grid(z, spec.format, "nearest" if drawn is not None else rounding, **way)
+    if center is not None:
+        center = torch.where(x.isinf(), math.nan, center)
     data_low = torch.stack(edges).amin(0) if x.numel() else edges[0]
     data_high = torch.stack(edges).amax(0) if x.numel() else edges[0]
     # a block with NaN or infinity has no scale of its own; there NaN must stay visible, the rest is not told
     poisoned = spread(bad.double(), spec, tuple(x.shape)) > 0
+    also: tuple[Tensor | float, ...] = ()
     seen = (x.isnan() | x.isinf()) & torch.tensor(spec.format.has_nan)
     if got is not None and got["scale_inv"].numel() == bad.numel():
         own = scales_of(got["scale_inv"], spec).reshape(bad.shape)
         seen &= ~(spread(own.isnan().double(), spec, tuple(x.shape)) > 0)
+        # an infinity must not pass for the largest of the other numbers of its block
+        rest = block_amax(x.nan_to_num(0.0, 0.0, 0.0), spec.granularity)
+        theirs = scale_inv_of(rest, spec)
+        of_rest = bad & (rest > 0) & (own != 1) & ((own - theirs).abs() <= theirs * slack)
+        hidden = x.isinf() & (spread(of_rest.double(), spec, tuple(x.shape)) > 0)
+        data_low, data_high = (torch.where(hidden, math.nan, side) for side in (data_low, data_high))
+        also = (torch.where(hidden, x.double(), data_low),) if spec.format.has_infinity else ()
+        poisoned &= ~hidden
     free = (poisoned & ~(seen & x.isnan())) | (spread(flushed.double(), spec, tuple(x.shape)) > 0) & (x != 0)
     dtypes = tuple(dict.fromkeys((spec.format.storage_dtype, torch.uint8)))
     scale_dtypes = (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,)
@@ -305,13 +355,11 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
         high.reshape(stored_shape(grid, spec)),
         scale_dtypes,
         (math.nan,) if bool(bad.any()) else (),
+        center=written.float().double().reshape(stored_shape(grid, spec)),
     )
-    return {
-        "scale_inv": scales,
-        "data": Allowed(
-            data_low, data_high, dtypes, free=free, signed=spec.format.has_negative_zero and rounding != "stochastic"
-        ),
-    }
+    signed = spec.format.has_negative_zero and rounding != "stochastic"
+    data = Allowed(data_low, data_high, dtypes, also, free=free, signed=signed, drawn=drawn, center=center)
+    return {"scale_inv": scales, "data": data}
 
 
 def stored_shape(grid: tuple[int, int], spec: QuantizationSpec) -> tuple[int, ...]:

@@ -125,6 +125,11 @@ def _with(x: Tensor, value: float) -> Tensor:
     return x
 
 
+def _next(value: float, way: int) -> float:
+    """The FP32 number beside it."""
+    return value * (1 + way * 2.0**-22)
+
+
 def _cancelling(x: Tensor) -> Tensor:
     y, half = x.clone(), x.shape[1] // 2
     y[:, half : 2 * half] = -y[:, :half]
@@ -146,6 +151,10 @@ OPERANDS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "amax a power of two": lambda x: _with(x.clamp(-3.5, 3.5), 4.0),
         "amax just above a power of two": lambda x: _with(x.clamp(-3.5, 3.5), 4.03125),
         "amax at the largest code": lambda x: _with(x.clamp(-3.5, 3.5), -448.0),
+        "FP32 amax just above the largest code": lambda x: _with(x.clamp(-3.5, 3.5), _next(448.0, 1)),
+        "FP32 amax just below the largest code": lambda x: _with(x.clamp(-3.5, 3.5), -_next(448.0, -1)),
+        "FP32 amax just above 6": lambda x: _with(x.clamp(-3.5, 3.5), _next(6.0, 1)),
+        "FP32 amax just below a power of two": lambda x: _with(x.clamp(-3.5, 3.5), _next(4.0, -1)),
         "tiny": lambda x: x * 2.0**-17,
         "huge": lambda x: x * 2.0**60,
         "wide": lambda x: x * torch.exp2((x * 1e4).fmod(1).abs() * 30 - 15),
@@ -156,9 +165,6 @@ OPERANDS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     }
 )
 """Kinds of numbers, made from normal ones (R, C)."""
-_FINITE = tuple(
-    name for name in OPERANDS if "NaN" not in name and "infinity" not in name and name not in ("huge", "subnormal")
-)
 
 
 class Draws:
@@ -316,7 +322,7 @@ def _cast(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[Kernel
     assert spec is not None
     width = spec.granularity.cols or 1
     for i, (shape, layout, operands) in enumerate(combinations(_MATRICES, LAYOUTS, tuple(OPERANDS), source, count - 2)):
-        dtype = (torch.bfloat16, torch.float32)[i % 2]
+        dtype = torch.float32 if operands.startswith("FP32") else (torch.bfloat16, torch.float32)[i % 2]
         x = source.operand(operands, *shape).to(dtype)
         yield _cast_case(
             f"{_size(shape)} {dtype_name(dtype)}, {layout}, {operands}", x, layout, spec, plain=shape[1] % width == 0
@@ -369,8 +375,11 @@ def _formats(what: Mapping[str, Any], source: Draws) -> tuple[Format, Format]:
 
 def _gemm(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[KernelCase]:
     (lhs, rhs), dtype = gemm_specs(what), DTYPES.get(str(what.get("out", "bfloat16"))) or torch.bfloat16
-    kinds = tuple(name for name in OPERANDS if name not in ("huge", "ties"))
-    for (m, n, k), layout, operands in combinations(_PRODUCTS, LAYOUTS[:4], kinds, source, count):
+    kinds = tuple(name for name in OPERANDS if name not in ("huge", "ties") and "FP32" not in name)
+    ends = (0, 255) if lhs.scale_format.startswith("e8m0") else ()
+    for byte in ends[: max(count - 1, 0)]:
+        yield _extreme(byte, (lhs, rhs), dtype, source)
+    for (m, n, k), layout, operands in combinations(_PRODUCTS, LAYOUTS[:4], kinds, source, count - len(ends)):
         a_format, b_format = _formats(what, source)
         other = (
             operands
@@ -392,6 +401,17 @@ def _gemm(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[Kernel
             {"out": ((m, n), dtype)},
             k % width == 0,
         )
+
+
+def _extreme(byte: int, specs: tuple[QuantizationSpec, ...], dtype: torch.dtype, source: Draws) -> KernelCase:
+    """A scale of 2^-127 (byte 0) or NaN (255) in a; scales of 2^100 in b bring the products back."""
+    rows, k = 16, 64
+    a, scale_a = _side(source, "positive", rows, k, specs[0], specs[0].format)
+    b, scale_b = _side(source, "positive", rows, k, specs[1], specs[1].format)
+    scale_a, scale_b = scale_a.clone(), torch.full_like(scale_b, 227)
+    scale_a[1:3] = byte
+    inputs = {"a": placed(a), "b": placed(b), "scale_inv_a": placed(scale_a), "scale_inv_b": placed(scale_b)}
+    return KernelCase(f"{rows} x {rows} x {k}, scale bytes of {byte} in a", inputs, {"out": ((rows, rows), dtype)})
 
 
 def _grouped(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[KernelCase]:
@@ -441,14 +461,18 @@ def _linear(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[Kern
         "one hot",
         "zeros",
         "one NaN",
+        "weight of wide range",
     )
     listed = combinations(
         _LAYERS, ("contiguous", "offset", "transposed", "sliced", "broadcast"), kinds, source, count - 2
     )
     for (lead, n, k), layout, operands in listed:
         rows = math.prod(lead)
-        x, w = source.operand(operands, rows, k).to(dtype), source.normal(n, k).to(dtype)
-        grad = source.operand(operands if operands != "one NaN" else "normal", rows, n).to(dtype) * 2.0**-8
+        wide = operands == "weight of wide range"
+        x, w = source.operand("normal" if wide else operands, rows, k).to(dtype), source.normal(n, k)
+        # beside large columns small ones lose bits if blocks run along K; along N they have scales of their own
+        w = (w * torch.exp2(-2.5 * (torch.arange(k, device=w.device) % 8)) if wide else w).to(dtype)
+        grad = source.operand(operands if operands != "one NaN" and not wide else "normal", rows, n).to(dtype) * 2.0**-8
         flat = layout in ("contiguous", "offset") or len(lead) == 1
         x = placed(
             x.view(*lead, k) if layout in ("contiguous", "offset") else x,

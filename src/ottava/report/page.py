@@ -361,7 +361,7 @@ def coded(values: Values, digits: int) -> npt.NDArray[np.int64]:
 
     Example:
         >>> coded(np.array([0.0, 1.28503, -1.28503]), 3).tolist(), coded(np.array([12345.0]), 0).tolist()
-        ([0, 279029, -279029], [12345])
+        ([0, 279030, -279030], [12345])
     """
     known = np.isfinite(values)
     if digits == 0:
