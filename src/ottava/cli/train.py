@@ -20,7 +20,7 @@ import typer
 from typer import Argument, Option
 
 from ottava.base.text import duration, fixed, listed, signed, to_json
-from ottava.cli.console import answer, joined, print_table, print_verdict, say_saved, stop_on_interrupt
+from ottava.cli.console import answer, joined, open_page, print_table, print_verdict, say_saved, stop_on_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -207,11 +207,13 @@ def demo(
     run_dir: Annotated[Path | None, Option(metavar="DIR", help="Default runs/demo.")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue the unfinished demo in DIR.")] = False,
     fresh: Annotated[bool, Option("--fresh", help="Discard an unfinished demo and start over.")] = False,
+    no_open: Annotated[bool, Option("--no-open", help="Do not open the report in the browser.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Train a small Llama on real text in BF16 and in FP8, and say whether FP8 cost accuracy.
 
-    The demo writes report.html (one file, works offline), loss.svg and summary.json into the run folder. After Ctrl-C
+    The demo writes report.html (one file, works offline), loss.svg and summary.json into the run folder. On a terminal
+    with a display it opens the report. After Ctrl-C
     or SIGTERM it saves itself; the same command continues it.
 
     Exit code 0, or 1 if a recipe diverged or ended clearly above BF16. Clearly means farther than 95 of 100 pairs of
@@ -241,6 +243,8 @@ def demo(
         typer.echo(to_json(result.to_dict()))
     else:
         _conclude_demo(console, folder, result)
+        if not no_open:
+            open_page((folder.path / "report.html").resolve().as_uri())
     return 1 if any(verdict.is_bad for verdict in result.verdicts) else 0
 
 
