@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -182,3 +184,30 @@ def test_handler_is_given_back_whatever_happens() -> None:
     with pytest.raises(RuntimeError, match="inside"):
         fail()
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+# --- the browser -----------------------------------------------------------------------------------------------------
+
+
+def test_a_page_opens_only_where_somebody_sees_it(tmp_path: Path) -> None:
+    """A browser that writes down its address stands at the end of Python's own search for one."""
+    told, browser = tmp_path / "told", tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" >> {told}\n')
+    browser.chmod(0o700)
+    quiet = {k: v for k, v in os.environ.items() if k not in ("CI", "SSH_CONNECTION", "DISPLAY", "WAYLAND_DISPLAY")}
+    quiet |= {"BROWSER": f"{browser} %s"}
+    places = {
+        "seen": (True, {"DISPLAY": ":9"}),
+        "no display": (True, {}),
+        "ssh": (True, {"DISPLAY": ":9", "SSH_CONNECTION": "1"}),
+        "CI": (True, {"DISPLAY": ":9", "CI": "1"}),
+        "a pipe": (False, {"DISPLAY": ":9"}),
+    }
+    for name, (terminal, more) in places.items():
+        ours, theirs = os.openpty()
+        call = f"from ottava.cli.console import open_page; open_page('file:///{name.replace(' ', '_')}')"
+        streams = theirs if terminal else subprocess.DEVNULL
+        subprocess.run([sys.executable, "-c", call], env=quiet | more, stderr=streams, check=True, timeout=600)
+        os.close(ours)
+        os.close(theirs)
+    assert told.read_text().split() == ["file:///seen"]

@@ -43,10 +43,9 @@ from ottava.cli.diagnose import bisect, compare, diagnose, what_if
 from ottava.cli.doctor import bench, doctor
 from ottava.cli.export import consolidate, export, inspect, parity
 from ottava.cli.formats import explorer, formats, recipes
-from ottava.cli.live import live
 from ottava.cli.plan import plan
 from ottava.cli.train import demo, lab, train
-from ottava.cli.watch import import_run, plot, report, table, watch
+from ottava.cli.watch import import_run, live, plot, report, table, watch
 
 BUG, INTERRUPTED = 70, 130
 

@@ -87,6 +87,20 @@ def print_verdict(console: Console, outcome: str, sentence: str, otherwise: tupl
     console.print(Text(f"{mark:>4}", style), Text(f" {sentence}"), highlight=False, soft_wrap=True)
 
 
+def open_page(address: str) -> bool:
+    """Opens a page in the browser of a person: with a terminal and a display, not through ssh and not in CI."""
+    import webbrowser
+
+    shown = sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    away = any(os.environ.get(name) for name in ("SSH_CONNECTION", "CI"))
+    if not shown or away or not sys.stderr.isatty():
+        return False
+    try:
+        return webbrowser.open(address)
+    except webbrowser.Error:
+        return False
+
+
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 

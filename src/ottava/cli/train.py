@@ -20,7 +20,7 @@ import typer
 from typer import Argument, Option
 
 from ottava.base.text import duration, fixed, listed, signed, to_json
-from ottava.cli.console import answer, joined, print_table, print_verdict, say_saved, stop_on_interrupt
+from ottava.cli.console import answer, joined, open_page, print_table, print_verdict, say_saved, stop_on_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +52,7 @@ def train(
     watch: Annotated[
         bool, Option("--watch", help="Record statistics of every cast in the run folder; --set watch.every=10")
     ] = False,
-    live: Annotated[bool, Option("--live", help="Show the report while it trains: `ottava live DIR`.")] = False,
+    live: Annotated[bool, Option("--live", help="As --watch, and serve the report to this machine meanwhile.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
     print_config: Annotated[bool, Option("--print-config", help="Print all settings and exit.")] = False,
 ) -> int:
@@ -70,13 +70,12 @@ def train(
     of processes. parallel.ep divides model.experts among replicas. batch_size counts the sequences of all processes.
     Each process writes its part of a checkpoint; any number of processes can read it.
     """
-    from ottava.cli.live import followed
     from ottava.train.config import load_config
     from ottava.train.loop import Trainer
 
     folder = run_dir or Path("runs") / (config.stem if config else "train")
     # --resume without CONFIG reads the saved settings; load_config reports a folder without them
-    overrides = ["watch={}"] if watch else []
+    overrides = ["watch={sinks: [live]}"] if live else ["watch={}"] if watch else []
     overrides += [f"init={json.dumps(str(init))}"] if init else []
     overrides += settings or ()
     resolved = load_config(folder / "config.yaml" if resume and config is None else config, overrides)
@@ -85,8 +84,7 @@ def train(
         return 0
     with joined(resolved.parallel.timeout), stop_on_interrupt() as stopping:
         trainer = Trainer(resolved, folder, resume=resume)
-        with followed(folder, live and trainer.ranks.first):
-            finished, stopped = _run(trainer, resolved, stopping, progress_on_stderr=as_json)
+        finished, stopped = _run(trainer, resolved, stopping, progress_on_stderr=as_json)
     if trainer.ranks.first:
         answer(as_json, _result(trainer, resolved, interrupted=not finished), _summary(trainer, resolved))
     if not finished:
@@ -209,11 +207,13 @@ def demo(
     run_dir: Annotated[Path | None, Option(metavar="DIR", help="Default runs/demo.")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue the unfinished demo in DIR.")] = False,
     fresh: Annotated[bool, Option("--fresh", help="Discard an unfinished demo and start over.")] = False,
+    no_open: Annotated[bool, Option("--no-open", help="Do not open the report in the browser.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Train a small Llama on real text in BF16 and in FP8, and say whether FP8 cost accuracy.
 
-    The demo writes report.html (one file, works offline), loss.svg and summary.json into the run folder. After Ctrl-C
+    The demo writes report.html (one file, works offline), loss.svg and summary.json into the run folder. On a terminal
+    with a display it opens the report. After Ctrl-C
     or SIGTERM it saves itself; the same command continues it.
 
     Exit code 0, or 1 if a recipe diverged or ended clearly above BF16. Clearly means farther than 95 of 100 pairs of
@@ -243,6 +243,8 @@ def demo(
         typer.echo(to_json(result.to_dict()))
     else:
         _conclude_demo(console, folder, result)
+        if not no_open:
+            open_page((folder.path / "report.html").resolve().as_uri())
     return 1 if any(verdict.is_bad for verdict in result.verdicts) else 0
 
 

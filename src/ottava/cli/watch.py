@@ -18,7 +18,7 @@ import typer
 from typer import Argument, Option
 
 from ottava.base.text import to_json
-from ottava.cli.console import answer
+from ottava.cli.console import answer, open_page, stop_on_interrupt
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,7 +57,7 @@ def watch(
         str | None, Option(metavar="D", help="Record numbers, exponents, blocks or anatomy (of errors) [blocks].")
     ] = None,
     sink: Annotated[
-        list[str] | None, Option(metavar="S", help="terminal, tensorboard, wandb, trackio; repeatable.")
+        list[str] | None, Option(metavar="S", help="terminal, live, tensorboard, wandb, trackio; repeatable.")
     ] = None,
     compiled: Annotated[
         str | None,
@@ -73,11 +73,11 @@ def watch(
     replay: Annotated[
         int | None, Option(metavar="N", help="Snapshot every N steps, to replay a spike without casts [0: none].")
     ] = None,
+    live: Annotated[bool, Option("--live", help="Serve the report to this machine while the script runs.")] = False,
     append: Annotated[bool, Option("--append", help="Continue the watched run in DIR.")] = False,
     step: Annotated[
         int, Option(metavar="N", help="With --append: optimizer steps done so far. Later records are removed.")
     ] = 0,
-    live: Annotated[bool, Option("--live", help="Show the report while the script runs: `ottava live DIR`.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print a summary as one JSON object at the end.")] = False,
 ) -> int:
     """Run a training script, unchanged, and record what FP8 does to its tensors.
@@ -90,18 +90,21 @@ def watch(
 
     Then `ottava diagnose DIR` explains the run, and `ottava report DIR` shows it. The exit code is the script's.
     """
-    from ottava.cli.live import followed
     from ottava.watching.session import watch as start
 
     _check(command, out)
     options: dict[str, Any] = {"every": every, "recipes": recipe, "layers": layers, "sample": sample, "detail": detail}
-    options |= {"sinks": sink, "compiled": compiled, "loss": loss, "shadow": shadow, "replay": replay}
+    options |= {
+        "sinks": [*(sink or ()), *["live"] * live],
+        "compiled": compiled,
+        "loss": loss,
+        "shadow": shadow,
+        "replay": replay,
+    }
     options["tensors"] = tensors.split(",") if tensors is not None else None
     settings = {name: value for name, value in options.items() if value not in (None, [])}
     session = start(None, out or _folder(command), config, step=step, append=append, **settings)
-    with followed(session.folder, live and session.rank == 0):
-        code = run_inside(session, command)
-    _print_summary(session, code, as_json=as_json)
+    _print_summary(session, code := run_inside(session, command), as_json=as_json)
     return code
 
 
@@ -419,6 +422,38 @@ def _as_parquet(table: pa.Table) -> bytes:
 
 
 _FORMS = MappingProxyType({"text": _as_text, "csv": _as_csv, "json": _as_json, "parquet": _as_parquet})
+
+
+def live(
+    run: Annotated[Path, Argument(metavar="RUN", help="Folder of a run that goes on, or has ended.")],
+    port: Annotated[int, Option(metavar="N", min=0, max=65_535, help="0: one that is free.")] = 0,
+    no_open: Annotated[bool, Option("--no-open", help="Open no browser.")] = False,
+    parent: Annotated[int | None, Option(hidden=True)] = None,
+) -> int:
+    """Serve the report of a run while it goes on, to a browser on this machine.
+
+    The address, on stderr, has a random token; the server listens on 127.0.0.1 alone and writes nothing. From another
+    machine: ssh -L PORT:127.0.0.1:PORT. The page shows new steps at once, and verdict and heat map as they come.
+    Several ranks of a run are one page. Ctrl-C ends the server; the page stays.
+
+    Exit code 0; 2 if the port is taken; 4 if RUN is not the folder of a run.
+    """
+
+    def say(address: str) -> None:
+        typer.echo(f"ottava live: {address}", err=True)
+        if not no_open:
+            open_page(address)
+
+    if parent is not None:  # the training comes first, and this process is none of its ranks
+        os.nice(10)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+            os.environ.pop(name, None)
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    from ottava.report.live import follow
+
+    with stop_on_interrupt() as stopping:
+        follow(run, port=port, say=say, stopping=stopping, parent=parent)
+    return 0
 
 
 def report(

@@ -67,6 +67,7 @@ _PART = re.compile(r"part-(?P<rank>\d{1,9})-(?P<number>\d{1,9})\.parquet", re.AS
 _MOST_NUMBERS = 1000
 _LARGEST_KEY = 1 << 62
 _GROUP = ("step", "phase", "kind", *SlotKey._fields)
+Steps = Mapping[int, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,15 +353,10 @@ class Run:
         numbers of its metrics.jsonl. Of an older run without hashes of batches, which other runs do not share."""
         of_watch = {line["step"]: line for line in _lines(self.path / STEPS)}
         of_trainer = {line["step"]: line for line in _lines(self.path / TRAINER_STEPS)}
-        lines: dict[int, dict[str, Any]] = {}
-        for step in sorted(of_watch.keys() | of_trainer.keys()):
-            trained = {name: value for name, value in of_trainer.get(step, {}).items() if value is not None}
-            lines[step] = {**of_watch.get(step, {}), **trained}
-            if self.manifest.get("schema_version") == 1:
-                lines[step] = {_SINCE_1.get(k, k): v for k, v in lines[step].items() if _SINCE_1.get(k, k)}
-        if len(names := {key for line in lines.values() for key in line}) > _MOST_NUMBERS:
+        lines = joined(of_watch, of_trainer, self.manifest)
+        if len(names := {key for line in lines for key in line}) > _MOST_NUMBERS:
             raise RunError(f"{self.path}: has {len(names):,} different names of numbers; needs at most {_MOST_NUMBERS}")
-        return _columns([*lines.values()])
+        return _columns(lines)
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
@@ -409,45 +405,72 @@ class Run:
 
     @cached_property
     def _raw(self) -> Table:
-        parts, tables = [], []
+        parts = []
         for _, _, path in self._parts:
             try:
-                part = Part(path)
-                tables.append(part.read(NUMBERS))
-                parts.append(part)
+                parts.append(Part(path))
             except (pa.ArrowInvalid, OSError) as error:
-                _LOG.warning("%s is torn, so its rows are missing (%s)", path, str(error).partition("\n")[0])
-        return _latest(_table(pa.concat_tables(tables, promote_options="permissive") if tables else None, parts))
+                _say_torn(path, error)
+        return table_of(parts)
 
     @property
     def _parts(self) -> list[tuple[int, int, Path]]:
         """(number, rank, file) of every part, in the order in which they were written."""
-        parts = []
-        for path in (self.path / STATS).glob("part-*.parquet"):
-            if (match := _PART.fullmatch(path.name)) is None:
-                raise RunError(f"{path}: is no part of a watch (part-RANK-NUMBER.parquet); move it away")
-            parts.append((int(match["number"]), int(match["rank"]), path))
-        return sorted(parts)
+        return part_files(self.path)
+
+
+def part_files(folder: Path) -> list[tuple[int, int, Path]]:
+    """(number, rank, file) of every part of a run, in the order in which they were written.
+
+    Raises:
+        RunError: a file has no name of a part.
+    """
+    parts = []
+    for path in (folder / STATS).glob("part-*.parquet"):
+        if (match := _PART.fullmatch(path.name)) is None:
+            raise RunError(f"{path}: is no part of a watch (part-RANK-NUMBER.parquet); move it away")
+        parts.append((int(match["number"]), int(match["rank"]), path))
+    return sorted(parts)
+
+
+def joined(of_watch: Steps, of_trainer: Steps, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The line of each step, in order; where both know a number, the trainer's counts."""
+    lines = []
+    for step in sorted(of_watch.keys() | of_trainer.keys()):
+        trained = {name: value for name, value in of_trainer.get(step, {}).items() if value is not None}
+        lines.append({**of_watch.get(step, {}), **trained})
+    if manifest.get("schema_version") == 1:
+        return [{_SINCE_1.get(k, k): v for k, v in line.items() if _SINCE_1.get(k, k)} for line in lines]
+    return lines
 
 
 def _lines(path: Path, *, longest: int = MAX_LINE) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     try:
-        for number, line in enumerate(read_lines(path, longest=longest), start=1):
-            try:
-                values = parse_json(line)
-            except LimitError as error:
-                raise RunError(f"{path}: line {number} {error}") from error
-            except UntrustedError:
-                continue  # a torn line
-            if isinstance(values, dict) and "step" in values:
-                step = values["step"]
-                if type(step) is not int or abs(step) > MAX_STEP:
-                    raise RunError(f"{path}: line {number} has step {str(step)[:40]!r}; needs a whole number")
-                yield values
+        yield from parsed(path, read_lines(path, longest=longest))
     except UntrustedError as error:
         raise RunError(f"{path}: {error}") from error
+
+
+def parsed(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The objects of the lines of a file; torn lines, and those without a step, are left out.
+
+    Raises:
+        RunError: a line exceeds the limits of a text, or its step is no whole number.
+    """
+    for number, line in enumerate(lines, start=1):
+        try:
+            values = parse_json(line)
+        except LimitError as error:
+            raise RunError(f"{path}: line {number} {error}") from error
+        except UntrustedError:
+            continue  # a torn line
+        if isinstance(values, dict) and "step" in values:
+            step = values["step"]
+            if type(step) is not int or abs(step) > MAX_STEP:
+                raise RunError(f"{path}: line {number} has step {str(step)[:40]!r}; needs a whole number")
+            yield values
 
 
 def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -479,6 +502,22 @@ def _table(stored: pa.Table | None, parts: Sequence[Part]) -> Table:
     if stored is not None and stored[REPORTED].null_count < count:
         reported = [dict(entry or ()) for entry in stored[REPORTED].to_pylist()]
     return Table(columns, LazyTally(StoredColumns(stored, parts), np.arange(count)), reported)
+
+
+def table_of(parts: Sequence[Part]) -> Table:
+    """The rows of parts, in this order; of two rows with one key the later."""
+    tables, whole = [], []
+    for part in parts:
+        try:
+            tables.append(part.read(NUMBERS))
+            whole.append(part)
+        except (pa.ArrowInvalid, OSError) as error:
+            _say_torn(part.path, error)
+    return _latest(_table(pa.concat_tables(tables, promote_options="permissive") if tables else None, whole))
+
+
+def _say_torn(path: Path, error: Exception) -> None:
+    _LOG.warning("%s is torn, so its rows are missing (%s)", path, str(error).partition("\n")[0])
 
 
 def _latest(table: Table) -> Table:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ottava.numerics.tensor import QuantizationSpec
 
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Protocol
@@ -207,6 +207,18 @@ _MOST_ROWS, _MOST_VALUES = 1 << 22, 1 << 27
 """Limits of one part. A writer stores 4,096 rows at a time and merges 64 parts; Parquet compresses zeros well."""
 
 
+def store(table: pa.Table, target: Any) -> None:
+    """Writes a part, to a file or a buffer, without dictionaries and statistics of bins, which only take time."""
+    pq.write_table(
+        table,
+        target,
+        compression="zstd",
+        use_dictionary=list(IDENTITY),
+        write_statistics=["step"],
+        write_page_checksum=True,
+    )
+
+
 class Part:
     """One part of a run's statistics, as read from disk; its columns are decoded when they are asked for.
 
@@ -218,16 +230,21 @@ class Part:
         RunError: the part is too large.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, data: bytes | None = None) -> None:
         self.path = path
         with self._damage():
-            regular_size(path)
-            self._file = pq.ParquetFile(pa.BufferReader(path.read_bytes()), page_checksum_verification=True)
+            if data is None:
+                regular_size(path)
+                data = path.read_bytes()
+            self.nbytes = len(data)
+            self._file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
             about = self._file.metadata
             groups = [about.row_group(i) for i in range(about.num_row_groups)]
             values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
             if about.num_rows > _MOST_ROWS or values > _MOST_VALUES:
-                raise RunError(f"{path}: has {about.num_rows:,} rows with {values:,} values, too many for one part")
+                raise RunError(
+                    f"{self.path}: has {about.num_rows:,} rows with {values:,} values, too many for one part"
+                )
 
     def read(self, names: Sequence[str]) -> pa.Table:
         """These columns, as far as the part has them, checked.
@@ -237,6 +254,18 @@ class Part:
         """
         with self._damage():
             return _checked(self.path, self._file.read(columns=list(names)), names)
+
+    def without(self, steps: Collection[int]) -> Part | None:
+        """The part without the rows of these steps, in memory; None if no row is left."""
+        with self._damage():
+            whole = self._file.read()
+            kept = whole.filter(pc.invert(pc.is_in(whole["step"], pa.array(sorted(steps), pa.int64()))))
+            if kept.num_rows == whole.num_rows:
+                return self
+            if not kept.num_rows:
+                return None
+            store(kept, sink := pa.BufferOutputStream())
+            return Part(self.path, sink.getvalue().to_pybytes())
 
     @contextmanager
     def _damage(self) -> Iterator[None]:

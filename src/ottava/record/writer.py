@@ -34,7 +34,6 @@ from ottava.record.schema import (
     DUMPS,
     EVENTS,
     EXPERIMENTS,
-    IDENTITY,
     MANIFEST,
     RANKS,
     REPORTED,
@@ -49,6 +48,7 @@ from ottava.record.schema import (
     SlotKey,
     read_manifest,
     stats_schema,
+    store,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -339,16 +339,9 @@ class RunWriter:
 
 
 def _store(table: pa.Table, target: Path) -> None:
-    """Writes a part without dictionaries and statistics of bins, which only take time."""
+    """Writes a part under another name and renames it."""
     with replacing(target) as scratch:
-        pq.write_table(
-            table,
-            scratch,
-            compression="zstd",
-            use_dictionary=list(IDENTITY),
-            write_statistics=["step"],
-            write_page_checksum=True,
-        )
+        store(table, scratch)
 
 
 class _Rows(NamedTuple):

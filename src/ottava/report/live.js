@@ -1,30 +1,49 @@
-// Follows a run: a bar at the bottom says how far it is, and loads the new page when nobody is reading closely.
-(() => {
-  const bar = document.createElement("div");
-  bar.setAttribute("role", "status");
-  bar.style.cssText = "position:fixed;bottom:0;left:0;right:0;padding:6px 16px;font-size:13px;background:var(--raised,#eee);" +
-    "border-top:1px solid var(--line,#ccc);color:var(--ink,#000);display:flex;gap:14px;align-items:baseline;z-index:2";
-  const text = document.createElement("span"), label = document.createElement("label"), follow = document.createElement("input");
-  follow.type = "checkbox";
-  follow.checked = sessionStorage.getItem("ottava-follow") !== "no";
-  follow.onchange = () => { sessionStorage.setItem("ottava-follow", follow.checked ? "yes" : "no"); show(); };
-  label.append(follow, " follow");
-  label.style.marginLeft = "auto";
-  bar.append(text, label);
-  document.body.append(bar);
-  document.body.style.paddingBottom = "40px";
-  let state = LIVE, touched = 0;
-  const QUIET = 3000;  // milliseconds without mouse or key: nobody is in the middle of something
-  for (const kind of ["pointermove", "pointerdown", "keydown", "wheel"]) addEventListener(kind, () => { touched = Date.now(); }, { passive: true });
-  const words = { waiting: "waiting for the first step", running: "running", ended: "the run has ended", gone: "the folder is gone", stopped: "the server was stopped", lost: "no server: it was stopped" };
-  function show() {
-    const fresh = state.version !== LIVE.version && state.steps !== LIVE.steps;
-    text.textContent = `${words[state.state]} · ${state.steps} steps${fresh ? ` · this page shows ${LIVE.steps}` : ""}${state.why ? ` · ${state.why}` : ""}`;
-    if (!follow.checked || state.version === LIVE.version || !["running", "ended"].includes(state.state)) return;
-    if (Date.now() - touched < QUIET) setTimeout(show, QUIET); else location.reload();  // the browser keeps the place
+// Follows a run that goes on: new steps are appended to the curves, a new page takes the place of the old one. Zoom,
+// selected cell, open details and the place on the page stay.
+const address = location.pathname, query = new URLSearchParams({ page: $("live").dataset.page });
+const source = new EventSource(`events?${query}`), said = { kind: "", text: "" };
+function say(kind, text) {
+  Object.assign(said, { kind, text });
+  Object.assign($("live"), { className: kind, textContent: text });
+}
+source.addEventListener("steps", async ({ data }) => (await shown).append(JSON.parse(data)));
+source.addEventListener("state", ({ data }) => {
+  const { kind, text } = JSON.parse(data);
+  say(kind, text);
+  if (kind === "stopped") source.close();
+});
+source.addEventListener("error", () => {
+  if (source.readyState !== EventSource.CLOSED || said.kind !== "stopped") say("gone", "No answer from the server. This page stays as it is.");
+});
+// One page at a time: what arrives while a page is drawn asks for one more.
+let busy = false, again = false;
+async function renew() {
+  if (busy) { again = true; return; }
+  busy = true;
+  try {
+    const text = await (await fetch(address, { cache: "no-store" })).text();
+    const fresh = new DOMParser().parseFromString(text, "text/html"), before = await shown, top = scrollY;
+    const open = new Map([...document.querySelectorAll("details")].map((box) => [box.querySelector("summary").textContent, box.open]));
+    const inputs = Object.fromEntries(["log", "run"].map((id) => [id, $(id) && { checked: $(id).checked, value: $(id).value }]));
+    const kept = before.leave(), focused = document.activeElement?.id;
+    for (const id of ["facts", "numbers"]) $(id).textContent = fresh.getElementById(id).textContent;
+    document.querySelector("main").replaceWith(fresh.querySelector("main"));
+    document.title = fresh.title;
+    say(said.kind, said.text);
+    for (const box of document.querySelectorAll("details")) box.open = open.get(box.querySelector("summary").textContent) ?? box.open;
+    shown = show(kept);
+    const made = await shown, slot = made.find(kept.cast);
+    if (kept.cast && slot >= 0) location.replace(location.hash.replace(/slot=\d+/, `slot=${slot}`));
+    for (const [id, input] of Object.entries(inputs)) if (input && $(id) && ($(id).checked !== input.checked || $(id).value !== input.value)) {
+      Object.assign($(id), input);
+      $(id).dispatchEvent(new Event("change"));
+    }
+    if (focused) $(focused)?.focus({ preventScroll: true });
+    scrollTo({ top, behavior: "instant" });
+  } finally {
+    busy = false;
+    if (again) { again = false; renew(); }
   }
-  const told = new EventSource("events");
-  told.onmessage = (event) => { state = JSON.parse(event.data); if (state.state === "stopped") told.close(); show(); };
-  told.onerror = () => { if (state.state !== "stopped") { state = { ...state, state: "lost", why: "" }; show(); } };
-  show();
-})();
+}
+source.addEventListener("page", renew);
+addEventListener("pagehide", () => source.close());

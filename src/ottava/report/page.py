@@ -39,7 +39,10 @@ from ottava.report import sections
 from ottava.report.frame import render, script_json
 from ottava.report.grid import SCALES, Grid, Values
 
-_MOST_POINTS = 800
+MOST_POINTS = 800
+CURVES = ("loss", "grad_norm")
+Curve = list[list[Any]]
+"""Steps and values, as `sections.thin` gives them."""
 _TABLE_STEPS = 60
 _MOST_PREDICTED_ROWS = 3000
 
@@ -60,11 +63,15 @@ class Report:
         return path
 
 
-def make_report(run: Run, *, baseline: Run | None = None) -> Report:
+def make_report(
+    run: Run, *, baseline: Run | None = None, live: bool = False, earlier: Mapping[str, Curve] | None = None
+) -> Report:
     """Analyses a watched run and makes its page.
 
     Args:
         baseline: a good run to compare with.
+        live: the page follows the run, see `report.live`, and predicts other recipes when the run has ended.
+        earlier: curves of loss and grad_norm before the steps of the run that are at hand.
 
     Example:
         >>> import tempfile
@@ -77,9 +84,17 @@ def make_report(run: Run, *, baseline: Run | None = None) -> Report:
     """
     diagnosis = diagnose(run, baseline=baseline).to_dict()
     comparison = compare(baseline, run).to_dict() if baseline is not None else None
-    predictions, asked = _predictions(run)
+    going = live and not run.manifest.get("ended")
+    predictions, asked = ([], None) if going else _predictions(run)
     html = render_report(
-        run, diagnosis=diagnosis, predictions=predictions, asked=asked, baseline=baseline, comparison=comparison
+        run,
+        diagnosis=diagnosis,
+        predictions=predictions,
+        asked=asked,
+        baseline=baseline,
+        comparison=comparison,
+        live=live,
+        earlier=earlier,
     )
     return Report(html, diagnosis)
 
@@ -101,11 +116,14 @@ def render_report(
     asked: tuple[int, int] | None = None,
     baseline: Run | None = None,
     comparison: Mapping[str, Any] | None = None,
+    live: bool = False,
+    earlier: Mapping[str, Curve] | None = None,
 ) -> str:
     """Renders the page from a run and the results of the analysis functions.
 
     Args:
         diagnosis, comparison: as dicts.
+        live, earlier: as in `make_report`.
         asked: (casts used for the predictions, casts recorded); None: all.
     """
     numbers = payload(run.table(phase=None), None if baseline is None else baseline.table())
@@ -114,7 +132,7 @@ def render_report(
     events = sections.marks(run.events)
     experiment = sections.experiment(run.experiments, (slot.format for slot in grid.slots))
     facts = numbers.facts | {
-        "loss": _curves(run),
+        "loss": _curves(run, earlier or {}),
         "baseline": _curves(baseline) if baseline is not None else None,
         "events": events,
         "worst": [
@@ -136,6 +154,7 @@ def render_report(
         facts=deflated(script_json(facts).encode()),
         packed=numbers.packed,
         digits=numbers.digits,
+        live=live,
         diagnosis=diagnosis,
         headline=sections.headline(diagnosis),
         rest=sections.rest(diagnosis),
@@ -167,14 +186,16 @@ def render_report(
     )
 
 
-def _curves(run: Run) -> dict[str, Any]:
+def _curves(run: Run, earlier: Mapping[str, Curve] = MappingProxyType({})) -> dict[str, Any]:
     """Loss and gradient norm, thinned; [[], []] if the run did not log them."""
     steps = run.steps
     curves: dict[str, Any] = {}
-    for name in ("loss", "grad_norm"):
+    for name in CURVES:
         values = steps.get(name, np.zeros(0))
-        shown = sections.thin(steps["step"], values, _MOST_POINTS) if np.isfinite(values).any() else [[], []]
-        curves[name] = [shown[0], [None if v is None else float(f"{v:.6g}") for v in shown[1]]]  # finer than a pixel
+        shown = sections.thin(steps["step"], values, MOST_POINTS) if np.isfinite(values).any() else [[], []]
+        before = earlier.get(name, [[], []])
+        digits = [None if v is None else float(f"{v:.6g}") for v in shown[1]]  # finer than a pixel
+        curves[name] = [before[0] + shown[0], before[1] + digits]
     curves["not_finite_from"] = sections.not_finite_from(steps["step"], steps["loss"]) if len(steps["step"]) else None
     return curves
 

@@ -1,7 +1,8 @@
 // Draws the pictures of the report and handles pointer and keys. The address keeps the state {slot, look, metric}, so
 // that a link can point at a cell: report.html#slot=3&metric=underflow_pct&step=40. The numbers are in #numbers, and
 // the JSON in #facts explains them, see page.py. chart.js draws.
-(async () => {
+async function show(kept = {}) {
+const leaving = new AbortController(), until = { signal: leaving.signal };
 const facts = JSON.parse(new TextDecoder().decode(await inflate($("facts").textContent)));
 const { slots, groups, looks, metrics, formats, events } = facts;
 const metricAt = Object.fromEntries(metrics.map((metric, i) => [metric.name, i]));
@@ -66,8 +67,8 @@ const nameOf = (slot) => `${slots[slot].symbol} of ${slots[slot].layer}`;
 const MARGIN = { left: 56, right: 14 };
 const curves = [[facts.loss.loss, "s1"], [facts.loss.grad_norm, "s3"]], { experiment } = facts;
 const steps = [...curves.flatMap(([[xs]]) => xs), ...experiment.steps, ...looks.flat()];
-const whole = [steps.reduce((a, b) => Math.min(a, b), Infinity), steps.reduce((a, b) => Math.max(a, b), -Infinity)];
-let view = whole;
+let whole = [steps.reduce((a, b) => Math.min(a, b), Infinity), steps.reduce((a, b) => Math.max(a, b), -Infinity)];
+let view = kept.view ?? whole;
 const spread = (ys, most) => {  // whether a linear axis would flatten most of a curve
   const v = ys.filter((y) => y > 0).sort((a, b) => a - b);
   return v.length > 0 && v.at(-1) > most * v[v.length >> 1];
@@ -513,10 +514,11 @@ $("log").closest(".controls").hidden = !steps.length;
 $("log").checked = spread([...facts.loss.loss[1], ...(facts.baseline?.loss[1] ?? [])], 3);
 $("log").addEventListener("change", drawTime);
 for (const id of steps.length ? ["from", "to"] : []) {
-  Object.assign($(id), { min: whole[0], max: whole[1], value: whole[id === "from" ? 0 : 1] });
+  Object.assign($(id), { min: whole[0], max: whole[1], value: view[id === "from" ? 0 : 1] });
   $(id).addEventListener("change", () => zoom([Number($("from").value), Number($("to").value)]));
 }
 $("all-steps").addEventListener("click", () => zoom(whole));
+$("all-steps").hidden = !kept.view;
 drawTime();
 if (slots.length && metrics.length) {
   options($("format"), Object.keys(formats).map((name) => [name, name]), "E4M3");
@@ -536,7 +538,7 @@ if (slots.length && metrics.length) {
     if (!location.hash.includes("=")) return;
     select(fromAddress(), false);
     $("heat-map").scrollIntoView();
-  });
+  }, until);
 }
 let width = innerWidth;
 addEventListener("resize", () => {
@@ -545,6 +547,45 @@ addEventListener("resize", () => {
   setMargin();
   drawTime();
   if (state) select({}, false);
-});
+}, until);
 document.documentElement.dataset.drawn = "yes";
-})();
+// Adds steps of a run that goes on. A zoomed picture stays.
+function append(points) {
+  const last = Math.max(facts.loss.loss[0].at(-1) ?? -1, facts.loss.grad_norm[0].at(-1) ?? -1);
+  for (const [step, ...values] of points.filter(([step]) => step > last)) {
+    values.forEach((value, i) => {
+      const [xs, ys] = curves[i][0];
+      if (value === null && !xs.length) return;
+      xs.push(step);
+      ys.push(value);
+    });
+    steps.push(step);
+  }
+  for (const [curve] of curves) thinOut(curve, 1600);
+  steps.splice(0, steps.length, ...curves.flatMap(([[xs]]) => xs), ...experiment.steps, ...looks.flat());
+  const zoomed = view[0] > whole[0] || view[1] < whole[1];
+  whole = [Math.min(...steps), Math.max(...steps)];
+  if (zoomed) drawTime(); else zoom(whole);
+}
+const identity = (slot) => [slot.layer, slot.tensor, castKey(slot)].join("|");
+return {
+  append,
+  leave() {
+    leaving.abort();
+    const zoomed = view[0] > whole[0] || view[1] < whole[1], chosen = location.hash.includes("=") && state;
+    return { view: zoomed ? view : undefined, cast: chosen ? identity(slots[state.slot]) : undefined };
+  },
+  find: (cast) => slots.findIndex((slot) => identity(slot) === cast),
+};
+}
+// Halves the points of a curve; of each four neighbours the lowest and the highest stay.
+function thinOut([xs, ys], most) {
+  if (xs.length <= most) return;
+  const keep = new Set([0, xs.length - 1]);
+  for (let i = 0; i < xs.length; i += 4) {
+    const four = [i, i + 1, i + 2, i + 3].filter((j) => Number.isFinite(ys[j]));
+    for (const sign of [1, -1]) if (four.length) keep.add(four.reduce((a, b) => sign * ys[b] > sign * ys[a] ? b : a));
+  }
+  for (const values of [xs, ys]) values.splice(0, values.length, ...values.filter((_, i) => keep.has(i)));
+}
+let shown = show();

@@ -203,7 +203,7 @@ class WatchConfig(Section):
     triggers: Triggers = Field(default_factory=Triggers)
     dump: DumpConfig = Field(default_factory=DumpConfig)
     sinks: Sinks = ()
-    """Places besides the run folder: "terminal", "tensorboard", "wandb", "trackio", see `sinks`."""
+    """Places besides the run folder: "terminal", "live", "tensorboard", "wandb", "trackio", see `sinks`."""
     batches: bool = True
     """Hash the inputs and labels of every batch, so that `compare` can tell whether two runs saw the same data."""
     compiled: Literal["warn", "eager"] = "warn"

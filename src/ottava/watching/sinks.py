@@ -1,4 +1,4 @@
-"""Shows the numbers of a watched run in a terminal, TensorBoard, Weights & Biases or trackio.
+"""Shows the numbers of a watched run in a terminal, a live page, TensorBoard, Weights & Biases or trackio.
 
 The run folder has all numbers. A sink gets fewer, so that it stays readable and fast: aggregates over all tensors, and
 the worst tensors by name, at most `MAX_TAGS` names in a run (TensorBoard takes 1.6 minutes to list 12,345). Once a sink
@@ -10,6 +10,9 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -188,6 +191,23 @@ def _marks(slot: SlotKey, values: Mapping[str, float]) -> dict[str, int]:
     return {name: mark for name, mark in marks.items() if mark}
 
 
+class LivePage(Sink):
+    """The report of the run, live: a process of its own serves it from the run folder and prints its address on stderr.
+
+    It ends by itself when this process has ended, or the watch.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        command = [sys.executable, "-m", "ottava", "live", str(run_dir.resolve()), "--parent", str(os.getpid())]
+        self._server = subprocess.Popen(  # not in the terminal's group: Ctrl-C is for the training
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def close(self) -> None:
+        """The server sees the end in the folder. It is not waited for."""
+        self._server.returncode = self._server.poll() or 0  # no warning that it still runs
+
+
 class Limited(Sink):
     """Limits a sink to MAX_TAGS names, the first ones, and catches its errors: a full disk or a lost server must not
     end a training."""
@@ -349,7 +369,7 @@ class LoggerSink(Sink):
 
 
 SINKS: Mapping[str, Callable[..., Sink]] = MappingProxyType(
-    {"terminal": TerminalSink, "tensorboard": TensorBoardSink}
+    {"terminal": TerminalSink, "live": LivePage, "tensorboard": TensorBoardSink}
     | {name: partial(LoggerSink, name) for name in ("wandb", "trackio")}
 )
 """Name in the settings -> sink."""
