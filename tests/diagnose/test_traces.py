@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava.diagnose.calls import apart, parting, stale
+from ottava.diagnose.calls import apart, parting, stale, starts_high
 from ottava.diagnose.diagnose import diagnose
 from ottava.diagnose.facts import Facts
 from ottava.record.reader import Run
@@ -173,3 +173,24 @@ def test_a_rounding_is_told_from_another_number() -> None:
     assert apart([same], [_fingerprint(other)])
     integers = torch.arange(64)
     assert apart([_fingerprint(integers)], [_fingerprint(integers.flip(0))])
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_a_sum_over_rows_is_no_high_start(scale: float, tmp_path: Path) -> None:
+    """Hugging Face's Trainer sums over rows and divides by their number: the loss of a row is compared with a guess."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, labels = torch.randn(64, 8), torch.randint(8, (64,))
+    labels[::4] = -100
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(2):
+            loss = nn.functional.cross_entropy(model(x) * scale, labels, reduction="sum")
+            (loss / 48).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = starts_high(Facts(Run.open(tmp_path / "run")), 4.0)
+    assert (found is not None) == (scale > 1)
+    if found is not None:
+        first = nn.functional.cross_entropy(nn.Linear(8, 8)(x) * 0, labels).item()
+        assert found[2] == pytest.approx(first) and found[1] > 4 * first

@@ -199,14 +199,16 @@ def squared(facts: Facts) -> tuple[int, Call, int] | None:
 
 def starts_high(facts: Facts, times: float) -> tuple[Call, float, float] | None:
     """(call, loss, loss of a guess) of the first cross-entropy of a run, if it is so many times that of a guess. A loss
-    of the loop may be a sum of several."""
+    of the loop may be a sum of several. A sum over rows, as Hugging Face's Trainer takes it, is divided by all of them:
+    rows that the loss ignores make that too low, never too high."""
     for call in _traces(facts).get(1, ()):
         sizes = [int(n) for n in re.findall(r"\d+", call.arguments[0].partition("[")[2])] if call.arguments else []
         if call.name == "cross_entropy" and call.gradient and len(sizes) > 1 and sizes[1] > 1 and call.results:
             result = call.results[0]
             known = isinstance(result, list) and len(result) == 6 and str(result[0]).endswith("[]")
-            if known and result[2] > times * math.log(sizes[1]):
-                return call, float(result[2]), math.log(sizes[1])
+            rows = math.prod(sizes) // sizes[1] if any(a.endswith("'sum'") for a in call.arguments) else 1
+            if known and result[2] / rows > times * math.log(sizes[1]):
+                return call, float(result[2]) / rows, math.log(sizes[1])
     return None
 
 
