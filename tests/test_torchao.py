@@ -222,7 +222,8 @@ def test_the_page_for_those_who_come_from_torchao_shows_the_same_layer() -> None
         try:
             y = model(x)
         except RuntimeError as error:  # torchao calls torch's scaled GEMM; that of 2.11 takes one scale on a CPU
-            assert model is shown["theirs"] and "numel() == 1" in str(error)
+            if model is shown["ours"] or "numel() == 1" not in str(error):
+                raise
             pytest.skip("this torch takes one scale for a tensor here")
         y.backward(torch.ones_like(y))
         results.append((y, x.grad, *(weight.grad for weight in model.parameters())))
