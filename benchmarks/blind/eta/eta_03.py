@@ -44,10 +44,9 @@ class Momentum(torch.optim.Optimizer):
     def pack(self, m):
         if plain:
             return m, 1.0
-        if mode == "good":
-            return m.bfloat16(), 1.0
-        scale = (57344 / m.abs().amax().clamp(min=1e-20)).log2().floor().exp2()
-        return (m * scale).to(torch.float8_e5m2), scale
+        kind = torch.float8_e4m3fn
+        scale = torch.finfo(kind).max / m.abs().amax().clamp(min=1e-20) if mode == "good" else 1.0
+        return (m * scale).to(kind), scale
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -10,14 +10,14 @@ import ottava
 
 mode, plain = sys.argv[1], "plain" in sys.argv
 torch.manual_seed(8)
-V, T = 64, 24
-rule = torch.randint(0, V, (V, 3))
+V, T = 32, 24
+rule = torch.stack([torch.randperm(V), torch.randperm(V)])
 
 
 def sample():
-    ids = [int(torch.randint(0, V, ()))]
+    ids = torch.randint(0, V, (2,)).tolist()
     while len(ids) < T:
-        ids.append(int(rule[ids[-1], torch.randint(0, 3, ())]))
+        ids.append(int(rule[torch.randint(0, 8, ()) // 7, ids[-2]]))
     return torch.tensor(ids)
 
 
@@ -52,7 +52,7 @@ args = TrainingArguments(
     logging_steps=5,
     seed=8,
     per_device_train_batch_size=16,
-    max_steps=80,
+    max_steps=130,
     learning_rate=4e-3,
     warmup_steps=5,
 )

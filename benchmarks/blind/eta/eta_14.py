@@ -21,6 +21,8 @@ def batch(rows):
     piece = torch.stack([text[i : i + T + 1] for i in at])
     return piece[:, :-1], piece[:, 1:]
 
+EPS = 1e-6 if mode == "good" else 1e6
+
 
 class Norm(nn.Module):
     def __init__(self, d):
@@ -28,8 +30,8 @@ class Norm(nn.Module):
         self.gain = nn.Parameter(torch.ones(d))
 
     def forward(self, x):
-        square = x.float().square().mean(-1, keepdim=True) + 1e-6
-        return self.gain * x * (square.rsqrt() if mode == "good" else square.reciprocal())
+        square = x.float().square().mean(-1, keepdim=True)
+        return self.gain * x * (square + EPS).rsqrt()
 
 
 class Block(nn.Module):

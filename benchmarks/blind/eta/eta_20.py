@@ -4,6 +4,7 @@ import sys
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import ottava
 

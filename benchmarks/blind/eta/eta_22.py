@@ -10,7 +10,7 @@ import ottava
 
 mode, plain = sys.argv[1], "plain" in sys.argv
 torch.manual_seed(10)
-V, T = 32, 24
+V, T, LOUD = 32, 24, 1.0 if mode == "good" else 3e6
 rule = torch.stack([torch.randperm(V), torch.randperm(V)])
 
 
@@ -37,13 +37,13 @@ model = LlamaForCausalLM(config)
 with torch.no_grad():  # as in the checkpoint: a loud channel with quiet columns after it
     for layer in model.model.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            norm.weight[7] = 3e6
+            norm.weight[7] = LOUD
         for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj,
                        layer.mlp.gate_proj, layer.mlp.up_proj):  # fmt: skip
-            linear.weight[:, 7] /= 3e6
+            linear.weight[:, 7] /= LOUD
             linear.weight.register_hook(lambda g: g.index_fill(1, torch.tensor([7]), 0.0))
 if not plain:
-    print(ottava.convert(model, "tensorwise" if mode == "bad" else "mxfp8"))
+    print(ottava.convert(model, "tensorwise"))
 
 folder = tempfile.mkdtemp()
 args = TrainingArguments(

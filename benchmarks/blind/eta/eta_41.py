@@ -21,10 +21,8 @@ class Tagger(nn.Module):
 
     def forward(self, x):
         rows, columns = x.shape
-        if mode == "good":
-            where = self.place(torch.arange(columns))[None]
-        else:
-            where = self.place(torch.arange(rows))[:, None]
+        across, down = self.place(torch.arange(columns))[None], self.place(torch.arange(rows))[:, None]
+        where = across if mode == "good" else down
         return self.head(self.body(self.token(x) + where))
 
 
