@@ -1,4 +1,4 @@
-"""A network on features in mixed units, casts written by hand, straight-through gradients."""
+"""A regression, casts written by hand, straight-through gradients."""
 
 import sys
 

@@ -21,6 +21,7 @@ def batch(rows):
     piece = torch.stack([text[i : i + T + 1] for i in at])
     return piece[:, :-1], piece[:, 1:]
 
+
 EPS = 1e-6 if mode == "good" else 1e6
 
 

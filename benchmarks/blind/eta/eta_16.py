@@ -1,4 +1,4 @@
-"""A character model in torchao's float8, logged every ten steps."""
+"""A small character model in torchao's float8."""
 
 import sys
 import textwrap

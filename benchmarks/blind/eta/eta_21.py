@@ -5,7 +5,6 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 import ottava
 

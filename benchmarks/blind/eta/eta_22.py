@@ -1,4 +1,4 @@
-"""A tiny Llama with large norm gains, as some checkpoints have, under the Trainer, in FP8."""
+"""A tiny Llama with the gains of a checkpoint under the Trainer, in FP8."""
 
 import sys
 import tempfile
@@ -10,7 +10,7 @@ import ottava
 
 mode, plain = sys.argv[1], "plain" in sys.argv
 torch.manual_seed(10)
-V, T, LOUD = 32, 24, 1.0 if mode == "good" else 3e6
+V, T, GAIN = 32, 24, 1.0 if mode == "good" else 3e6
 rule = torch.stack([torch.randperm(V), torch.randperm(V)])
 
 
@@ -34,13 +34,13 @@ config = LlamaConfig(
 )
 model = LlamaForCausalLM(config)
 
-with torch.no_grad():  # as in the checkpoint: a loud channel with quiet columns after it
+with torch.no_grad():  # as the checkpoint has them
     for layer in model.model.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            norm.weight[7] = LOUD
+            norm.weight[7] = GAIN
         for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj,
                        layer.mlp.gate_proj, layer.mlp.up_proj):  # fmt: skip
-            linear.weight[:, 7] /= LOUD
+            linear.weight[:, 7] /= GAIN
             linear.weight.register_hook(lambda g: g.index_fill(1, torch.tensor([7]), 0.0))
 if not plain:
     print(ottava.convert(model, "tensorwise"))

@@ -4,7 +4,6 @@ import sys
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 mode, plain = sys.argv[1], "plain" in sys.argv

@@ -1,4 +1,4 @@
-"""A character model with delayed scaling and a margin."""
+"""A character model with delayed scaling."""
 
 import sys
 import textwrap

@@ -4,7 +4,6 @@ import sys
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import ottava
 

@@ -4,8 +4,8 @@ import sys
 import tempfile
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import ottava
 
