@@ -1,0 +1,76 @@
+"""A character model under accelerate with momentum in few bytes."""
+
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+
+mode, plain = sys.argv[1], "plain" in sys.argv
+torch.manual_seed(31)
+text = torch.tensor(list(Path(textwrap.__file__).read_bytes())).clamp(max=127)
+T = 32
+
+
+def batch(rows):
+    at = torch.randint(0, len(text) - T - 1, (rows,)).tolist()
+    piece = torch.stack([text[i : i + T + 1] for i in at])
+    return piece[:, :-1], piece[:, 1:]
+
+
+class Block(nn.Module):
+    def __init__(self, d, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.n1, self.n2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, 3 * d), nn.Linear(3 * d, d)
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.n1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+class Momentum(torch.optim.Optimizer):
+    def __init__(self, params, lr, beta):
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    def pack(self, m):
+        if plain:
+            return m, 1.0
+        kind = torch.float8_e4m3fn
+        scale = torch.finfo(kind).max / m.abs().amax().clamp(min=1e-20) if mode == "good" else 1.0
+        return (m * scale).to(kind), scale
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                codes, scale = self.state[p].get("m", (torch.zeros_like(p), 1.0))
+                m = group["beta"] * (codes.float() / scale) + (1 - group["beta"]) * p.grad
+                p.sub_(group["lr"] * m)
+                self.state[p]["m"] = self.pack(m)
+
+
+accelerator = Accelerator(cpu=True, mixed_precision="no" if plain else "bf16")
+model = nn.Sequential(nn.Embedding(128, 64), Block(64), Block(64), nn.LayerNorm(64), nn.Linear(64, 128))
+optimizer = Momentum(model.parameters(), 1.5, 0.97)
+model, optimizer = accelerator.prepare(model, optimizer)
+losses = []
+for step in range(110):
+    x, y = batch(16)
+    loss = F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+    optimizer.zero_grad()
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    losses.append(loss.item())
+    if step % 10 == 0:
+        print(f"step {step} loss {losses[-1]:.4f}")
+print(f"loss {sum(losses[-15:]) / 15:.4f}")

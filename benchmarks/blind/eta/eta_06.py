@@ -1,0 +1,76 @@
+"""A character model whose matrices rest in eight bits between the steps."""
+
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+mode, plain = sys.argv[1], "plain" in sys.argv
+torch.manual_seed(34)
+text = torch.tensor(list(Path(textwrap.__file__).read_bytes())).clamp(max=127)
+T = 32
+
+
+def batch(rows):
+    at = torch.randint(0, len(text) - T - 1, (rows,)).tolist()
+    piece = torch.stack([text[i : i + T + 1] for i in at])
+    return piece[:, :-1], piece[:, 1:]
+
+
+class Block(nn.Module):
+    def __init__(self, d, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.n1, self.n2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, 3 * d), nn.Linear(3 * d, d)
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.n1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+model = nn.Sequential(nn.Embedding(128, 64), Block(64), Block(64), nn.LayerNorm(64), nn.Linear(64, 128))
+matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+masters = [w.detach().clone() for w in matrices]
+
+
+def store():
+    if plain:
+        return
+    with torch.no_grad():
+        for w, master in zip(matrices, masters, strict=True):
+            if mode == "good":
+                w.copy_(master)
+            scale = 448 / w.abs().amax()
+            w.copy_((w * scale).to(torch.float8_e4m3fn).float() / scale)
+
+
+def update(optimizer):
+    with torch.no_grad():
+        before = [w.clone() for w in matrices]
+        optimizer.step()
+        for w, master, old in zip(matrices, masters, before, strict=True):
+            master.add_(w - old)
+
+
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+store()
+losses = []
+for step in range(100):
+    x, y = batch(16)
+    loss = F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    update(optimizer)
+    store()
+    losses.append(loss.item())
+    if step % 10 == 0:
+        print(f"step {step} loss {losses[-1]:.4f}")
+print(f"loss {sum(losses[-15:]) / 15:.4f}")

@@ -1,0 +1,59 @@
+"""A character model in NVFP4 with projections that start at zero."""
+
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ottava
+
+mode, plain = sys.argv[1], "plain" in sys.argv
+torch.manual_seed(26)
+text = torch.tensor(list(Path(textwrap.__file__).read_bytes())).clamp(max=127)
+T = 32
+
+
+def batch(rows):
+    at = torch.randint(0, len(text) - T - 1, (rows,)).tolist()
+    piece = torch.stack([text[i : i + T + 1] for i in at])
+    return piece[:, :-1], piece[:, 1:]
+
+
+class Block(nn.Module):
+    def __init__(self, d, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.n1, self.n2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, 3 * d), nn.Linear(3 * d, d)
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.n1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+model = nn.Sequential(nn.Embedding(128, 64), Block(64), Block(64), nn.LayerNorm(64), nn.Linear(64, 128))
+for block in model[1:3]:
+    nn.init.zeros_(block.out.weight)
+    nn.init.zeros_(block.down.weight)
+nn.init.zeros_(model[4].weight)
+if not plain:
+    print(ottava.convert(model, ottava.get_recipe("nvfp4_rht").override("4", "bf16")))
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+losses = []
+for step in range(100):
+    x, y = batch(10)
+    loss = F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+    if step % 10 == 0:
+        print(f"step {step} loss {losses[-1]:.4f}")
+print(f"loss {sum(losses[-20:]) / 20:.4f}")
