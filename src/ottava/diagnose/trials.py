@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -228,7 +228,11 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     risk = 0.2 if any(float(e["error"]) > 2 * _level(facts, e) for e in hurt) else 0.05
     if hurt and (lasting or beyond_chance(len(hurt), len(before), 0.05, risk)):
         worst = max(hurt, key=lambda e: float(e["error"]))
-        return Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
+        found = Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
+        # a loss that has not come back shows a state that was broken before the trial
+        broken = event is not None and all(event.step <= e["step"] < facts.loss.back(event.step) for e in hurt)
+        cleared = behind(facts, event, found) if broken and event is not None else found
+        return cleared if cleared.part == "innocent" else found
     norms = [float(e.get("norm") or 0.0) for e in before] or _first_norms(facts, event)
     usual = float(np.median(norms)) if norms else math.inf
     for entry in after:
@@ -257,6 +261,23 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         why = "of a gradient below a thousandth of the largest" if _small(facts, worst) else why
         ends += f"; {why})." if over else ")."
     return Trial("innocent", (ends,), int(worst["step"]), float(worst["error"]))
+
+
+def behind(facts: Facts, event: Event, trial: Trial) -> Trial:
+    """What a trial of a state that had broken before it says: that casts hurt, too.
+
+    A trial within a few steps of the event says who began.
+    """
+    shadows = [e for e in facts.experiments("shadow") if e.get("mode") != "simulated" and _error(e) is not None]
+    near = [e for e in shadows if abs(e["step"] - event.step) <= _NEAR and not _hurts(facts, e)]
+    if not near:
+        said = f"{trial.tried[0]} It was tried when the loss had left, so this does not say who began."
+        return replace(trial, part="unknown", tried=(said, *trial.tried[1:]))
+    one = min(near, key=lambda e: int(e["step"]))
+    said = f"{_said(one, facts)} The loss left at step {event.step}, so the casts did not begin it."
+    if math.isfinite(trial.error) and trial.step is not None:
+        said += f" The {100 * trial.error:.3g} % of step {trial.step} follow from what did."
+    return Trial("innocent", (said,), int(one["step"]), float(one["error"]))
 
 
 def _first_norms(facts: Facts, event: Event | None) -> list[float]:
