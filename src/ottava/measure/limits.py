@@ -114,11 +114,11 @@ def overshoots(trial: Mapping[str, Any]) -> bool:
         >>> overshoots({"loss": 2.0, "loss_after": 3.0, "loss_tenth": 1.9}), overshoots({"loss": 2.0})
         (True, False)
     """
-    values = [trial.get(name) for name in ("loss", "loss_after", "loss_tenth")]
-    if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in values):
-        return False
-    loss, after, tenth = values
-    return bool(after > loss + 0.02 * abs(loss) + 1e-6 and tenth < loss)
+    loss, after, tenth = (float(x) if isinstance(x := trial.get(n), (int, float)) else math.nan for n in _LOSSES)
+    return math.isfinite(after) and after > loss + 0.02 * abs(loss) + 1e-6 and tenth < loss
+
+
+_LOSSES = ("loss", "loss_after", "loss_tenth")
 
 
 def beyond_chance(failed: int, tried: int, by_chance: float = 0.25, risk: float = 0.02) -> bool:
