@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ottava.diagnose.diagnose import diagnose
+from ottava.record.reader import Run
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -46,7 +49,9 @@ def test_the_bad_run_is_told_from_the_good_one(tmp_path: Path, capsys: pytest.Ca
     assert (first["id"], first["severity"], first["steps"]) == ("DIFF", "critical", [1])
     assert first["title"] == "The learning rate is 50 times that of the good run"
     assert "O12" in [note["id"] for note in diagnosis["notes"]]  # too high by itself, too
-    assert diagnosis["fp8"] != "guilty"
+    alone = diagnose(Run.open(tmp_path / "bad"))
+    assert (alone.findings[0].id, alone.findings[0].steps) == ("O12", [2])
+    assert [diagnosis["fp8"], alone.fp8] == ["innocent", "innocent"]
     assert "differ in lr" in capsys.readouterr().out
 
 

@@ -318,6 +318,29 @@ def test_a_trial_behind_the_event_does_not_say_who_began(tmp_path: Path) -> None
     assert first(diagnose(alone)) == "FP8"
 
 
+def test_a_step_that_was_too_long_began_and_the_casts_follow(tmp_path: Path) -> None:
+    """A loss leaves and comes back: before it a step overshoots and the casts are harmless; behind it they hurt."""
+
+    def jump(step: int) -> dict[str, float]:
+        return {"loss": 4.0 - 0.02 * step + 3.0 * (3 <= step < 15)}
+
+    def run(name: str, *early: dict[str, Any], late: tuple[int, ...] = (5, 10)) -> Diagnosis:
+        lines = (*early, *(shadow(step, 3.7, loss=2.0, loss_after=1.9) for step in late), shadow(20, 0.02))
+        return diagnose(record(tmp_path / name, jump, casts=True, experiments=lines))
+
+    long = {"why": "the step made its own batch worse", "loss": 4.0, "loss_after": 7.0, "loss_tenth": 3.9}
+    began = run("began", shadow(2, 0.05, **long))
+    assert (first(began), began.fp8, began.verdict) == ("O12", "innocent", "warning")
+    assert "The loss left at step 3, so the casts did not begin it. At step 5 they move it by 370 %" in began.tried[0]
+    # without the overshoot the cause is not known, and the casts are still not it
+    calm = run("calm", shadow(2, 0.05))
+    assert (calm.findings, calm.fp8) == ([], "innocent")
+    # in a step that casts made too long they come first; so do they where the loss had come back, or no trial is near
+    assert [first(run("casts", shadow(2, 0.6, **long)))] == ["FP8"]
+    assert first(run("back", shadow(2, 0.05), late=(16, 18))) == "FP8"
+    assert first(run("far", late=(10,))) == "FP8"
+
+
 def test_casts_that_hurt_the_good_run_as_much_do_not_part_the_two(tmp_path: Path) -> None:
     """As of a normalisation that the bad run left out, in a model of which FP8 asks much in both."""
     good = record(tmp_path / "good", casts=True, experiments=(shadow(10, 0.23, noise=0.7),))

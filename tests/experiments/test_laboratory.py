@@ -47,6 +47,34 @@ def test_a_step_makes_its_own_batch_better_unless_it_is_too_long(tmp_path: Path)
         assert (after < before) is better, first
 
 
+def test_a_first_step_that_is_too_long_is_tried_as_it_began(tmp_path: Path) -> None:
+    """On a quadratic loss SGD climbs if its rate is more than twice the inverse of the curvature."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 64)
+    curvature = float(torch.linalg.eigvalsh(x.T @ x / 256).max()) * 2 / 64
+    for k, steps in ((0.5, []), (4.0, [1, 2, 3, 4])):
+        model = nn.Linear(64, 64, bias=False)
+        ottava.convert(model, "tensorwise")
+        optimizer = torch.optim.SGD(model.parameters(), lr=k / curvature)
+        weights = []
+        with watch(model, tmp_path / str(k)):
+            for _ in range(4):
+                weights.append(model.weight.detach().clone())
+                loss = nn.functional.mse_loss(model(x), torch.zeros(256, 64))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        lines = Run.open(tmp_path / str(k)).experiments
+        assert [e["step"] for e in lines] == steps
+        for line, weight in zip(lines, weights, strict=False):
+            with torch.no_grad():
+                model.weight.copy_(weight)
+                assert line["loss"] == float(nn.functional.mse_loss(model(x), torch.zeros(256, 64)))
+            assert line["loss_tenth"] < line["loss"] < line["loss_after"]
+            assert line["reproduces"]
+            assert 0 < line["error"] < 0.15
+
+
 def test_no_experiment_if_nobody_wants_one(tmp_path: Path) -> None:
     model = nn.Linear(32, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

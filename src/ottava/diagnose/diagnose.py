@@ -23,7 +23,7 @@ from ottava.diagnose.facts import GROUP_SETTINGS, Facts
 from ottava.diagnose.laws import LAWS, Broken, Law, broken
 from ottava.diagnose.loss import Event, event
 from ottava.diagnose.remedies import ran, render
-from ottava.diagnose.trials import Damage, Trial, damage, forecast, judge, named, spoken, triage
+from ottava.diagnose.trials import Damage, Trial, behind, damage, forecast, judge, named, spoken, triage
 from ottava.measure.layer_names import symbol
 from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
@@ -178,9 +178,8 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     after = happened is not None and trial.step is not None and trial.step >= happened.step and not trial.sound
     of_casts = any(d.kind == "cast" for d in differ)  # where a cast parts, only the experiments speak of FP8
     known = [f for f in (*found, *others, *(() if of_casts else placed)) if f is not None and f.severity != "note"]
-    if after and trial.part == "guilty" and known:
-        said = f"{trial.tried[0]} It was tried when the loss had left, so this does not say who began."
-        trial = replace(trial, part="unknown", tried=(said, *trial.tried[1:]))
+    if happened is not None and after and trial.part == "guilty" and known:
+        trial = behind(facts, happened, trial)
     hurt = _fp8(facts, trial, happened, frameworks)
     if hurt is not None and (place := next((d for d in differ if d.kind in ("code", "cast")), None)) is not None:
         hurt = replace(hurt, cause=f"{hurt.cause} {place.sentence}")
@@ -263,7 +262,7 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     late = happened is not None and how.since is not None and how.since > happened.step + 1
     # a loss that comes back asks for no cause that a number only suggests
     passing = happened is not None and happened.kind == "leaves" and happened.stays is None
-    late = late or (passing and (not law.exact or law.id == "O7"))
+    late = late or (passing and (not (law.exact or how.shown) or law.id == "O7"))
     if how.grave and law.id in _ALWAYS:
         severity = "critical"
     elif late or (not how.grave and (happened is None or law.id in _MEANT)):

@@ -18,7 +18,7 @@ from ottava.diagnose.calls import squared, starts_high
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import parted, same_batches
-from ottava.measure.limits import beyond_chance
+from ottava.measure.limits import OVERSHOOTS, beyond_chance, overshoots
 
 _MOST_NAMES = 4
 
@@ -36,6 +36,8 @@ class Broken:
     numbers: dict[str, Any] = field(default_factory=dict)
     grave: bool = True
     """False: it may be meant, so it is a note unless something happened to the loss."""
+    shown: bool = False
+    """An experiment at the event shows that this made it."""
 
 
 @dataclass(frozen=True)
@@ -307,22 +309,30 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
 
     A step that no length helps follows the moments of other batches, as in a policy gradient.
     """
-    tried = [e for e in facts.experiments("shadow") if _known(e, "loss_after")]
-    worse = [e for e in tried if _overshoots(e)]
+    tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after")]
+    worse = [e for e in tried if overshoots(e)]
     lr = facts.at("lr", event.step if event is not None else math.inf)
     rate = f" with lr {lr:.3g}" if math.isfinite(lr) else ""
-    if not beyond_chance(len(worse), len(tried)):
+    made = [e for e in worse if event is not None and 0 < event.step - e["step"] <= _SOON]
+    made = [e for e in made if e["loss_after"] - e["loss"] > facts.loss.rise]
+    asked = [e for e in tried if e.get("why") != OVERSHOOTS]
+    often = [e for e in worse if e in asked]
+    if not made and not beyond_chance(len(often), len(asked)):
         return _long_steps(facts, event, rate)
-    one = worse[0]
-    ratios = [ratio for _, ratio in facts.update_ratio(last=int(one["step"]))]
+    one = (made or often)[0]
     said = (
-        f"The step makes its own batch worse in {len(worse)} of {len(tried)} trials{rate}, and a tenth of it better: "
+        f"The step makes its own batch worse in {len(often)} of {len(asked)} trials{rate}, and a tenth of it better: "
     )
+    if made:
+        said = f"Before the loss left, a step{rate} made its own batch worse, and a tenth of it makes it better: "
     said += f"at step {one['step']} the loss of the same batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, "
     said += f"and with a tenth of the step to {one['loss_tenth']:.4g}."
-    return Broken(said, int(one["step"]), numbers={"update_ratio": max(ratios)} if ratios else {})
+    ratios = [ratio for _, ratio in facts.update_ratio(last=int(one["step"]))]
+    numbers = {"update_ratio": max(ratios)} if ratios else {}
+    return Broken(said, int(one["step"]), numbers=numbers, shown=bool(made))
 
 
+_SOON = 3  # steps from what makes an event to the event
 _LONG = 0.3  # of the weight in one step; AdamW at lr 1e-3 gives 5 % on weights of std 0.02
 
 
@@ -339,13 +349,6 @@ def _long_steps(facts: Facts, event: Event | None, rate: str) -> Broken | None:
 
 def _known(entry: Any, *names: str) -> bool:
     return all(isinstance(entry.get(n), (int, float)) and math.isfinite(entry[n]) for n in names)
-
-
-def _overshoots(entry: Any) -> bool:
-    if not _known(entry, "loss", "loss_after", "loss_tenth"):
-        return False
-    worse = entry["loss_after"] > entry["loss"] + 0.02 * abs(entry["loss"]) + 1e-6
-    return bool(worse and entry["loss_tenth"] < entry["loss"])
 
 
 # gradients and the loop

@@ -98,6 +98,12 @@ class LossCurve:
         part = part[np.isfinite(part)]
         return float(part.min()) if len(part) else float(self.loss[0]) if len(self.loss) else math.nan
 
+    def back(self, left: float) -> float:
+        """The first step behind one that left at which the loss is no more than `rise` above its best before; inf if
+        it is never."""
+        inside = self.steps[(self.steps > left) & (self.loss <= self.at_best(left) + self.rise)]
+        return float(inside[0]) if len(inside) else math.inf
+
     @cached_property
     def diverged_at(self) -> float:
         """The step from which the loss stays above its lowest, or is not finite; inf if it did not diverge."""

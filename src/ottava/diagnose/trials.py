@@ -12,9 +12,10 @@ is harmless, whatever an amax does.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -103,7 +104,7 @@ def judge(facts: Facts, event: Event | None) -> Trial:
     refused = tuple(f"Step {e['step']}: {e.get('why')}" for e in facts.experiments("refused")[:2])
     if (replayed := _replayed(facts, event)) is not None:
         return _placed(facts, replayed)
-    shadows = [e for e in facts.experiments("shadow") if e.get("mode") != "simulated" and _error(e) is not None]
+    shadows = _shadows(facts)
     if not shadows:
         why = refused or ("No shadow step was taken, so nothing was tried.",)
         return Trial("unknown" if facts.casts else "none", why if facts.casts else ("No cast is recorded.",))
@@ -216,6 +217,11 @@ def _replayed(facts: Facts, event: Event | None) -> Trial | None:
     return None
 
 
+def _shadows(facts: Facts) -> list[Mapping[str, Any]]:
+    """Those of real casts."""
+    return [e for e in facts.experiments("shadow") if e.get("mode") != "simulated" and _error(e) is not None]
+
+
 def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]]) -> Trial:
     # the loss of a step is made by the steps before it
     # a loss that comes back has hurt nothing for good: no trial of such a run is late
@@ -227,8 +233,13 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     # a loss that left for good is evidence besides; without it, one trial of several may be an odd batch
     risk = 0.2 if any(float(e["error"]) > 2 * _level(facts, e) for e in hurt) else 0.05
     if hurt and (lasting or beyond_chance(len(hurt), len(before), 0.05, risk)):
-        worst = max(hurt, key=lambda e: float(e["error"]))
-        return Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
+        first = [e for e in hurt if event is not None and e["step"] < event.step]
+        worst = max(first or hurt, key=lambda e: float(e["error"]))
+        found = Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
+        # a loss that has not come back shows a state that was broken before the trial
+        broken = event is not None and all(event.step <= e["step"] < facts.loss.back(event.step) for e in hurt)
+        cleared = behind(facts, event, found) if broken and event is not None else found
+        return cleared if cleared.part == "innocent" else found
     norms = [float(e.get("norm") or 0.0) for e in before] or _first_norms(facts, event)
     usual = float(np.median(norms)) if norms else math.inf
     for entry in after:
@@ -257,6 +268,24 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         why = "of a gradient below a thousandth of the largest" if _small(facts, worst) else why
         ends += f"; {why})." if over else ")."
     return Trial("innocent", (ends,), int(worst["step"]), float(worst["error"]))
+
+
+def behind(facts: Facts, event: Event, trial: Trial) -> Trial:
+    """What a trial of a state that had broken before it says: that casts hurt, too.
+
+    A trial within a few steps of the event says who began.
+    """
+    tried = sorted(_shadows(facts), key=lambda e: int(e["step"]))
+    calm = list(itertools.takewhile(lambda e: not _hurts(facts, e), tried))
+    near = [e for e in calm if abs(e["step"] - event.step) <= _NEAR]
+    if not near:
+        said = f"{trial.tried[0]} It was tried when the loss had left, so this does not say who began."
+        return replace(trial, part="unknown", tried=(said, *trial.tried[1:]))
+    one = near[0]
+    said = f"{_said(one, facts)} The loss left at step {event.step}, so the casts did not begin it."
+    if math.isfinite(trial.error) and trial.step is not None:
+        said += f" At step {trial.step} they move it by {100 * trial.error:.3g} %: a consequence."
+    return Trial("innocent", (said,), int(one["step"]), float(one["error"]))
 
 
 def _first_norms(facts: Facts, event: Event | None) -> list[float]:

@@ -34,7 +34,7 @@ from ottava.experiments.shadow import Shadow, first_nonfinite, local, nothing_ch
 from ottava.experiments.snapshot import NotReplayableError, Snapshot, stepped_by
 from ottava.experiments.trace import Trace
 from ottava.experiments.twin import STEPS, OptimizerTwin, narrow
-from ottava.measure.limits import LEAST, SUSPICIOUS, gradient_hurts, robust_z
+from ottava.measure.limits import LEAST, OVERSHOOTS, SUSPICIOUS, gradient_hurts, overshoots, robust_z
 from ottava.recipe import Recipe, get_recipe
 
 CALM = 6.0
@@ -236,6 +236,8 @@ def _length(gradients: Gradients) -> float:
 _LOG = logging.getLogger(__name__)
 EARLY = (5, 10, 20, 50)
 """Steps of the first shadows, counted from the beginning of the watch; later ones are multiples of the period."""
+_MEASURED = 4
+"""First steps whose length is tried: a training that breaks at once does so before the first shadow."""
 _FREE, _SHARE = 3, 0.02
 """Shadows that the budget does not count, and the largest share of the run's time for the others."""
 _PRICE = 4
@@ -294,6 +296,7 @@ class Laboratory:
         self._early: tuple[int, ...] = EARLY if early else EARLY[:1]
         self._free = _FREE if early else 1
         self._most_twins = int(early)  # a twin's eight steps are not paid for, either
+        self._measured = _MEASURED if early and every else 0
         if every and not early:  # counted in steps, because ranks must agree
             every = max(every, math.ceil(_PRICE / max(self._share, 1e-6)))
         self._roots, self._every, self._recipe, self._write, self._keep = roots, every, recipe, write, keep
@@ -306,7 +309,7 @@ class Laboratory:
         self._postponed = False
         self._shadows = self._simulated = self._failures = 0
         self._ablated: int | None = None
-        self._pending: tuple[Shadow, dict[str, Any]] | None = None
+        self._pending: tuple[Shadow, dict[str, Any] | None] | None = None
         self._versions: list[int] = []
         self._blamed: list[tuple[str, str]] = []
         self._ring = Ring(replay) if replay else None
@@ -332,7 +335,8 @@ class Laboratory:
         if self._ring is not None:
             self._between(step, self._ring)
         self._why = self._reason(step)
-        if (self._why or self._ring is not None) and (roots := self._models(step)):
+        measured = step - self._first <= self._measured and _alone()
+        if (self._why or measured or self._ring is not None) and (roots := self._models(step)):
             self._recorder = Recorder(roots)
         if self._every and (self._why or step <= self._first + _TRACED) and not has_compiled():
             recorder = self._recorder
@@ -425,7 +429,8 @@ class Laboratory:
             self._recorder = None
         if self._pending is not None:  # its optimizer never finished the step
             (_, facts), self._pending = self._pending, None
-            self._write(self._step, "shadow", **facts, loss_after=None)
+            if facts is not None:
+                self._write(self._step, "shadow", **facts, loss_after=None)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: runs the experiments."""
@@ -439,10 +444,15 @@ class Laboratory:
         began = time.perf_counter()
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not program.forwards or not any(id(p) in held for m in program.modules for p in m.parameters()):
-            return self._refuse("shadow", "no forward of the watched model was seen in the step")
+            return self._refuse("shadow", "no forward of the watched model was seen in the step") if self._why else None
         if self._why:
             with self._safely("shadow"):
                 self._experiment(program)
+        elif self._step - self._first <= self._measured:
+            try:
+                self._pending = (self._shadow(program), None)
+            except NotReplayableError:  # the first shadow says why
+                self._measured = 0
         if self._ring is not None:
             with self._safely("replay"):
                 self._ring.note(self._step, program, optimizer)
@@ -507,20 +517,33 @@ class Laboratory:
         if self._pending is None:
             return
         (shadow, facts), self._pending = self._pending, None
-        after = tenth = None
-        touched = self._versions != [p._version for p in shadow.parameters]
+        found: dict[str, Any] = {"loss_after": None, "loss_tenth": None}
+        touched = facts is not None and self._versions != [p._version for p in shadow.parameters]
         if shadow.tail:
             began = time.perf_counter()
             try:
                 with self._quiet(), self._unseen(), nothing_changes(shadow.program.modules):
-                    after = shadow.loss_now()
-                    if after is not None and after > facts["loss"]:
+                    before = shadow.loss if facts is None else facts["loss"]
+                    found["loss_after"] = after = shadow.loss_now()
+                    if after is not None and after > before:
                         with shadow.shorter(0.1):
-                            tenth = shadow.loss_now()
+                            found["loss_tenth"] = shadow.loss_now()
+                        if facts is None and overshoots({"loss": before, **found}):
+                            facts = self._again(shadow)
             except Exception:  # a tensor of the loss, such as a tied head, was stepped: the batch cannot be repeated
                 _LOG.debug("watch: the step's own batch was not repeated", exc_info=True)
             self.seconds += time.perf_counter() - began
-        self._write(self._step, "shadow", **facts, loss_after=after, loss_tenth=tenth, touched=touched)
+        if facts is not None:
+            self._write(self._step, "shadow", **facts, **found, touched=touched)
+
+    def _again(self, shadow: Shadow) -> dict[str, Any] | None:
+        """What the casts do in a step that made its own batch worse, from the weights that it began with."""
+        facts = {"why": OVERSHOOTS, "loss": shadow.loss}
+        with shadow.shorter(0.0):
+            if shadow.loss_now() != shadow.loss:
+                return None  # another step than that of the run
+            real = shadow.script or (shadow.casts is not None and shadow.casts.mode == "real")
+            return {**((shadow.facts(self._name_of) if real else None) or {}), **facts}
 
     # --- which steps ----------------------------------------------------------------------------------------------
 
@@ -579,16 +602,14 @@ class Laboratory:
                     "the weights were not finite any more in the first step that could be repeated; a watch with "
                     "replay=20 keeps the steps before",
                 )
-        casts = casts_of(program.modules, self._name_of_module, self._recipe)
-        where = self._converts or (self._trace.model if self._trace is not None else None)
-        script = where is not None or any(f.around.saved is not None for f in program.forwards)
+        shadow = self._shadow(program)
+        casts, script = shadow.casts, shadow.script
         if casts is None and not script:
             return self._refuse("shadow", "the model has no layer that casts, and no linear layer to simulate casts in")
         if casts is not None and casts.mode == "simulated" and not script:
             if self._simulated >= _SIMULATED:
                 return None
             self._simulated += 1
-        shadow = Shadow(program, casts, parameters, script=script)
         logic: dict[str, bool | None] = {}
         if not self._reasoned and _alone():
             self._reasoned = True
@@ -602,6 +623,7 @@ class Laboratory:
             facts = shadow.facts(self._name_of)
             took = time.perf_counter() - began
             self._shadows += 1
+            where = self._where
             if (
                 where is not None and not shadow.sites
             ):  # a hook of a communication, an accumulation: no part of a replay
@@ -618,6 +640,16 @@ class Laboratory:
                     self._blamed = [(entry.get("layer") or entry["site"], entry["gemm"]) for entry in found["set"]]
                     self._write(self._step, "ablation", **found)
         return None
+
+    @property
+    def _where(self) -> str | None:
+        """Where the script converts in the model."""
+        return self._converts or (self._trace.model if self._trace is not None else None)
+
+    def _shadow(self, program: Program) -> Shadow:
+        casts = casts_of(program.modules, self._name_of_module, self._recipe)
+        script = self._where is not None or any(f.around.saved is not None for f in program.forwards)
+        return Shadow(program, casts, parameters_of(program.modules), script=script)
 
     def _tell_nonfinite(self, step: int, found: dict[str, Any] | None) -> None:
         if found is not None and not self._found_nonfinite:

@@ -72,6 +72,8 @@ class Shadow:
         few = sum(p.numel() for p in parameters) <= _COPIED
         self.before = [local(p.detach()).to(p.device if few else "cpu", copy=True) for p in parameters]
         self.ratio = scaler_factor(program)
+        self.tail = self.player.tail
+        """Whether losses can be repeated: a shadow step knows better."""
         self.began = time.perf_counter(), time.process_time()
 
     def facts(self, name_of: Callable[[Tensor], str]) -> dict[str, Any] | None:
@@ -96,7 +98,6 @@ class Shadow:
         summary = compared(cast.gradients, exact.gradients, noise, self.parameters, name_of)
         summary["norm"] = summary["norm"] / self.ratio
         reproduces = replay_error is not None and replay_error <= _tolerance(self.ran)
-        losses = [float(x) / self.ratio for x in self._values()]
         return {
             "mode": self.casts.mode,
             "recipe": self.casts.recipe,
@@ -113,7 +114,7 @@ class Shadow:
             "silent": [name_of(p) for p, g in zip(self.parameters, exact.gradients, strict=True) if _none(g)][:_SILENT],
             "tail": "replayed" if tail else "recorded",
             **({} if tail else {"why_recorded": self.program.broken or "the repeated loss has other bits"}),
-            "loss": _mean([float(x) / self.ratio for x in cast.losses] if cast.losses and tail else losses),
+            "loss": _mean([float(x) / self.ratio for x in cast.losses]) if cast.losses and tail else self.loss,
             "loss_without": _mean([float(x) / self.ratio for x in exact.losses]) if tail else None,
             **summary,
             "seconds": time.perf_counter() - self.began[0],
@@ -128,6 +129,11 @@ class Shadow:
             except Exception:  # a kind of tensor that no mode may see
                 seen.sites.clear()
         return self.player.run(way, tail=self.player.tail, halves=halves)
+
+    @property
+    def loss(self) -> float:
+        """The loss of the step as it ran."""
+        return _mean([float(x) / self.ratio for x in self._values()]) or 0.0
 
     def loss_now(self) -> float | None:
         """The loss of the same batch, as it ran, under the weights of now."""
