@@ -305,28 +305,29 @@ _HALF = ("bfloat16", "float16")
 
 
 def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
-    """The step itself is too long: its own batch gets worse by it, and better by a tenth of it.
+    """The step itself is too long: its own batch gets worse by it, and better by a part of it.
 
     A step that no length helps follows the moments of other batches, as in a policy gradient.
     """
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after")]
-    worse = [e for e in tried if overshoots(e)]
+    parts = [(e, part) for e in tried for part in ("tenth", "thousandth") if overshoots(e, part)]
     lr = facts.at("lr", event.step if event is not None else math.inf)
     rate = f" with lr {lr:.3g}" if math.isfinite(lr) else ""
-    made = [e for e in worse if event is not None and 0 < event.step - e["step"] <= _SOON]
-    made = [e for e in made if e["loss_after"] - e["loss"] > facts.loss.rise]
+    # step 1 is never tried, so where it made the event step 2 speaks for it
+    made = [one for one in parts if event is not None and 0 < max(event.step, 3) - one[0]["step"] <= _SOON]
+    made = [one for one in made if one[0]["loss_after"] - one[0]["loss"] > facts.loss.rise]
     asked = [e for e in tried if e.get("why") != OVERSHOOTS]
-    often = [e for e in worse if e in asked]
+    often = [(e, part) for e, part in parts if e in asked]
     if not made and not beyond_chance(len(often), len(asked)):
         return _long_steps(facts, event, rate)
-    one = (made or often)[0]
+    one, part = (made or often)[0]
     said = (
         f"The step makes its own batch worse in {len(often)} of {len(asked)} trials{rate}, and a tenth of it better: "
     )
     if made:
-        said = f"Before the loss left, a step{rate} made its own batch worse, and a tenth of it makes it better: "
+        said = f"Where the loss left, a step{rate} made its own batch worse, and a {part} of it makes it better: "
     said += f"at step {one['step']} the loss of the same batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, "
-    said += f"and with a tenth of the step to {one['loss_tenth']:.4g}."
+    said += f"and with a {part} of the step to {one[f'loss_{part}']:.4g}."
     ratios = [ratio for _, ratio in facts.update_ratio(last=int(one["step"]))]
     numbers = {"update_ratio": max(ratios)} if ratios else {}
     return Broken(said, int(one["step"]), numbers=numbers, shown=bool(made))

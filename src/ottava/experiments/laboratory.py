@@ -528,8 +528,11 @@ class Laboratory:
                     if after is not None and after > before:
                         with shadow.shorter(0.1):
                             found["loss_tenth"] = shadow.loss_now()
-                        if facts is None and overshoots({"loss": before, **found}):
-                            facts = self._again(shadow)
+                        if facts is None:
+                            with shadow.shorter(0.001):  # of a step a hundred times too long a tenth is too long
+                                found["loss_thousandth"] = shadow.loss_now()
+                            if any(overshoots({"loss": before, **found}, part) for part in ("tenth", "thousandth")):
+                                facts = self._again(shadow)
             except Exception:  # a tensor of the loss, such as a tied head, was stepped: the batch cannot be repeated
                 _LOG.debug("watch: the step's own batch was not repeated", exc_info=True)
             self.seconds += time.perf_counter() - began

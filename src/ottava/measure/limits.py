@@ -107,18 +107,16 @@ OVERSHOOTS = "the step made its own batch worse"
 """Why a step was tried that no schedule asked for: not every step of its kind is on record."""
 
 
-def overshoots(trial: Mapping[str, Any]) -> bool:
-    """Whether a step made its own batch worse by 2 % at least, and a tenth of it makes it better.
+def overshoots(trial: Mapping[str, Any], part: str = "tenth") -> bool:
+    """Whether a step made its own batch worse by 2 %, and a part of it ("tenth", "thousandth") makes it better.
 
     Example:
         >>> overshoots({"loss": 2.0, "loss_after": 3.0, "loss_tenth": 1.9}), overshoots({"loss": 2.0})
         (True, False)
     """
-    loss, after, tenth = (float(x) if isinstance(x := trial.get(n), (int, float)) else math.nan for n in _LOSSES)
-    return math.isfinite(after) and after > loss + 0.02 * abs(loss) + 1e-6 and tenth < loss
-
-
-_LOSSES = ("loss", "loss_after", "loss_tenth")
+    names = "loss", "loss_after", f"loss_{part}"
+    loss, after, shorter = (float(x) if isinstance(x := trial.get(n), (int, float)) else math.nan for n in names)
+    return math.isfinite(after) and after > loss + 0.02 * abs(loss) + 1e-6 and shorter < loss
 
 
 def beyond_chance(failed: int, tried: int, by_chance: float = 0.25, risk: float = 0.02) -> bool:
