@@ -14,7 +14,7 @@ from torch import Tensor
 from ottava.kernels import reference
 from ottava.numerics import rounding
 from ottava.numerics.formats import FORMATS, get_format
-from ottava.prove import adapter, faults, hypotheses, judge, matrix
+from ottava.prove import adapter, hypotheses, judge, matrix
 from ottava.prove.adapters import KINDS, KernelAdapter
 from ottava.prove.certificate import KernelCertificate, certify
 from ottava.prove.explain import Failure, explain
@@ -205,7 +205,7 @@ def test_a_hypothesis_that_the_right_numbers_meet_explains_nothing() -> None:
 
 def test_hypotheses_have_sentences() -> None:
     """Each is for a known kind and says something."""
-    for one in faults.all_hypotheses():
+    for one in hypotheses.all_hypotheses():
         assert isinstance(one, hypotheses.Fault)
         assert one.sentence[0].isupper() or one.sentence.startswith(
             ("a", "b", "-", "d", "x", "e", "s", "l", "o", "i", "g", "w")

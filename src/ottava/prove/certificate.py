@@ -12,7 +12,8 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ottava.prove.adapters import KINDS, READ, KernelAdapter
 from ottava.prove.explain import Failure, explain
-from ottava.prove.judge import Allowed, cast_spec, expect, gemm_specs, numbers_of, result_format
+from ottava.prove.judge import Allowed, cast_spec, expect, numbers_of, result_format
 from ottava.prove.matrix import GUARD, KernelCase, buffer, cases, placed
 from ottava.recipe import get_recipe
 
@@ -82,42 +83,25 @@ def refusal(kind: str, what: Mapping[str, Any]) -> str | None:
     """Why an adapter cannot be tried; None if it can."""
     if kind == "optimizer" and what.get("moments") == "fp8":
         return "no bound for moments in groups whose grid follows their ends"
-    if kind == "optimizer":
-        return (
-            None
-            if what.get("rule", "adamw") == "adamw"
-            else f"no reference for rule {what['rule']!r}; there is one for adamw"
-        )
+    if kind == "optimizer" and what.get("rule", "adamw") != "adamw":
+        return f"no reference for rule {what['rule']!r}; there is one for adamw"
+    if kind == "attention" and what.get("recipe") not in (None, "bf16"):
+        return "no bound for attention on FP8 operands yet; leave out recipe"
     if kind in ("encode", "decode"):
         result_format("encode", "codes", what)  # an unknown format is a bad call
+    if kind not in ("cast", "gemm", "grouped", "linear"):
         return None
-    if kind == "attention":
-        return (
-            None
-            if what.get("recipe") in (None, "bf16")
-            else "no bound for attention on FP8 operands yet; leave out recipe"
-        )
     recipe = get_recipe(what.get("recipe", "tensorwise"))
-    specs = [cast_spec(what)] if kind == "cast" else [recipe.fprop.lhs, recipe.fprop.rhs]
-    if kind == "linear":
-        specs += [recipe.dgrad.lhs, recipe.dgrad.rhs, recipe.wgrad.lhs, recipe.wgrad.rhs]
-        return (
-            None
-            if not any(
-                spec is not None and (spec.transform is not None or spec.predicted or spec.scale_format == "e4m3")
-                for spec in specs
-            )
-            else f"recipe {recipe.name} rotates, predicts or scales twice: no bound yet"
-        )
-    for spec in specs:
-        if spec is None:
-            return f"recipe {recipe.name} quantizes nothing there"
-        if spec.transform is not None or spec.scale_format == "e4m3" or spec.predicted:
-            return f"recipe {recipe.name} rotates, predicts or scales twice: the protocol has no layout for it"
-    if kind in ("gemm", "grouped"):
-        gemm_specs(what)
-        if any(spec is not None and spec.format.bits != 8 for spec in specs):
-            return f"recipe {recipe.name} is not of 8 bits: the protocol takes float8 codes"
+    rows = [recipe.fprop, recipe.dgrad, recipe.wgrad] if kind == "linear" else [recipe.fprop]
+    specs = [cast_spec(what)] if kind == "cast" else [spec for row in rows for spec in (row.lhs, row.rhs)]
+    if kind != "linear" and None in specs:
+        return f"recipe {recipe.name} quantizes nothing there"
+    known = [spec for spec in specs if spec is not None]
+    if any(spec.transform is not None or spec.predicted or spec.scale_format == "e4m3" for spec in known):
+        missing = "no bound yet" if kind == "linear" else "the protocol has no layout for it"
+        return f"recipe {recipe.name} rotates, predicts or scales twice: {missing}"
+    if kind in ("gemm", "grouped") and any(spec.format.bits != 8 for spec in known):
+        return f"recipe {recipe.name} is not of 8 bits: the protocol takes float8 codes"
     return None
 
 
@@ -155,10 +139,9 @@ def certify(
                 refusals[_short(error)] += 1
                 continue
             except _Misbehaves as fault:
-                name, sentence = fault.args
-                faults[name, sentence] += 1
+                faults[fault.args] += 1
                 found.wrong += 1
-                found.first = found.first or {"case": case.name, "said": sentence}
+                found.first = found.first or {"case": case.name, "said": fault.args[1]}
                 continue
             except Exception as error:  # anything may come out of somebody's kernel
                 said = f"{type(error).__name__}: {_short(error)}"
@@ -170,7 +153,7 @@ def certify(
                 continue
             failure = failure._replace(previous=previous)
             if not failure.wrong:
-                if len(passed) < _KEPT and sum(x.numel() for x in failure.got.values()) < _LARGE:
+                if len(passed) < _KEPT and failure.size < _LARGE:
                     passed.append(failure)
                 found.exact += exact
                 within += not exact
@@ -178,9 +161,7 @@ def certify(
             found.wrong += 1
             if not kept and not any(name != "raises" for name, _ in faults):
                 found.first = _first(adapter, failure)
-            kept.append(failure)
-            kept.sort(key=lambda one: sum(x.numel() for x in one.got.values()))
-            del kept[_KEPT:]
+            kept = sorted([*kept, failure], key=lambda one: one.size)[:_KEPT]
         if everything and not found.wrong and not faults:
             kept += _every_float(adapter, found, torch.device(device))
         found.refusals, found.refused = dict(refusals.most_common(3)), sum(refusals.values())
@@ -202,11 +183,8 @@ def _conclude(
     if loud:
         found.verdict, found.explained = "wrong", {"hypothesis": loud[0][0], "sentence": loud[0][1]}
     elif found.wrong:
-
-        def again(case: KernelCase, **change: Any) -> Mapping[str, Tensor]:
-            return rerun(adapter, case, **change)
-
-        found.verdict, found.explained = "wrong", explain(adapter.kind, adapter.what, kept, passed, again)
+        explained = explain(adapter.kind, adapter.what, kept, passed, partial(rerun, adapter))
+        found.verdict, found.explained = "wrong", explained
     elif faults:
         name, said = faults.most_common(1)[0][0]
         text = f"{sum(faults.values())} of {found.cases} calls raise, first {said}"
@@ -233,13 +211,9 @@ def _every_float(adapter: KernelAdapter, found: KernelCertificate, device: torch
         codes = adapter.function(x).view(torch.uint8).view(-1, step)
         numbers = x.view(-1, step)
         mixed = (codes.amin(1) != codes.amax(1)) | ~numbers[:, 0].isfinite() | ~numbers[:, -1].isfinite()
-        ends = KernelCase("", {"x": numbers[:, [0, -1]].contiguous()})
-        parts = [(ends, codes[:, [0, -1]].contiguous())]
-        if bool(mixed.any()):
-            parts.append((KernelCase("", {"x": numbers[mixed]}), codes[mixed]))
-        for case, part in parts:
-            named = KernelCase(f"all FP32 numbers from 0x{start & 0xFFFFFFFF:08X} on", case.inputs)
-            failure, _ = judged(adapter, named, {"codes": part})
+        for x, part in ((numbers[:, [0, -1]], codes[:, [0, -1]]), (numbers[mixed], codes[mixed])):
+            case = KernelCase(f"all FP32 numbers from 0x{start & 0xFFFFFFFF:08X} on", {"x": x.contiguous()})
+            failure, _ = judged(adapter, case, {"codes": part.contiguous()})
             if failure.wrong:
                 found.wrong, found.cases = found.wrong + 1, found.cases + 1
                 found.first = _first(adapter, failure)
@@ -284,11 +258,12 @@ def call(adapter: KernelAdapter, case: KernelCase, fill: str = "nan") -> dict[st
         now = {name: x.clone() for name, x in inputs.items()}
         for name, x in case.before.items():
             inputs[name].data.copy_(x)
-        _invoke(adapter, [*inputs.values(), *(buffer(*case.buffers[name], device, fill)[0] for name in names)])
+        fresh = (buffer(*case.buffers[name], device, fill)[0] for name in names)
+        adapter.function(*inputs.values(), *fresh)
         for name, x in now.items():
             inputs[name].data.copy_(x)  # as an optimizer does that tells nobody
     before = {name: _memory(x).clone() for name, x in inputs.items()}
-    got = _invoke(adapter, [*inputs.values(), *(view for view, _ in made.values())])
+    got = adapter.function(*inputs.values(), *(view for view, _ in made.values()))
     for name, x in inputs.items():
         if not torch.equal(_memory(x), before[name]):
             raise _Misbehaves("input changed", f"It writes into {name}, an input")
@@ -298,19 +273,12 @@ def call(adapter: KernelAdapter, case: KernelCase, fill: str = "nan") -> dict[st
         clean = ends == 0 if fill == "zero" else ends == 0xFF if memory.dtype.itemsize == 1 else ends.isnan()
         if not bool(clean.all()):
             raise _Misbehaves("writes outside", f"It writes outside of {name}")
-    values = (
-        [view for view, _ in made.values()] if got is None else list(got) if isinstance(got, tuple | list) else [got]
-    )
+    values = [view for view, _ in made.values()] if got is None else [*got] if isinstance(got, tuple | list) else [got]
     if len(values) != len(results) or not all(isinstance(value, Tensor) for value in values):
         kinds = ", ".join(type(value).__name__ for value in values)
-        raise _Misbehaves(
-            "another number of results", f"It returns {len(values)} results ({kinds}); needs {', '.join(results)}"
-        )
+        said = f"It returns {len(values)} results ({kinds}); needs {', '.join(results)}"
+        raise _Misbehaves("another number of results", said)
     return dict(zip(results, values, strict=True))
-
-
-def _invoke(adapter: KernelAdapter, arguments: Sequence[Any]) -> Any:
-    return adapter.function(*arguments)
 
 
 def _memory(x: Tensor) -> Tensor:
@@ -342,11 +310,9 @@ def rerun(
     """Where the results of another call are wrong, in other memory."""
     inputs = case.inputs
     if plain or around != "nan":
-        inputs = {
-            name: placed(x.clone(), "contiguous", around) if isinstance(x, Tensor) else x
-            for name, x in case.inputs.items()
-        }
-    again = KernelCase(case.name, inputs, case.buffers, case.plain, case.before)
+        held = inputs.items()
+        inputs = {name: placed(x.clone(), "contiguous", around) if isinstance(x, Tensor) else x for name, x in held}
+    again = replace(case, inputs=inputs)
     try:
         failure, _ = judged(adapter, again, call(adapter, again, fill))
     except Exception:
@@ -370,18 +336,15 @@ def judged(adapter: KernelAdapter, case: KernelCase, got: Mapping[str, Tensor]) 
         if x.shape != one.low.shape:
             raise _Misbehaves("another shape", f"{name} has shape {tuple(x.shape)}; needs {tuple(one.low.shape)}")
         if x.dtype not in one.dtypes:
-            needed = " or ".join(str(dtype).removeprefix("torch.") for dtype in one.dtypes)
-            raise _Misbehaves(
-                "output of another type", f"{name} is {str(x.dtype).removeprefix('torch.')}; needs {needed}"
-            )
+            is_, *needed = (str(dtype).removeprefix("torch.") for dtype in (x.dtype, *one.dtypes))
+            raise _Misbehaves("output of another type", f"{name} is {is_}; needs {' or '.join(needed)}")
         numbers[name] = numbers_of(x, result_format(adapter.kind, name, adapter.what)).to(one.low.device)
         mask = one.wrong(numbers[name])
         if bool(mask.any()):
             wrong[name] = mask
         exact &= one.exact is None or bool(((numbers[name] == one.exact) | numbers[name].isnan()).all())
-    if wrong:
-        return Failure(case, numbers, wrong, allowed=allowed), False
-    return Failure(case, numbers, {}), exact and (adapter.kind != "cast" or _as_ours(adapter, case, numbers))
+    ours = not wrong and exact and (adapter.kind != "cast" or _as_ours(adapter, case, numbers))
+    return Failure(case, numbers, wrong, allowed=allowed if wrong else None), ours
 
 
 def _as_ours(adapter: KernelAdapter, case: KernelCase, numbers: Mapping[str, Tensor]) -> bool:
@@ -393,10 +356,9 @@ def _as_ours(adapter: KernelAdapter, case: KernelCase, numbers: Mapping[str, Ten
     if spec.rounding == "stochastic" or not bool(case.inputs["x"].isfinite().all()):
         return True
     cast = quantize(case.inputs["x"], spec)
-    codes = numbers_of(cast.data, spec.format)
-    return torch.equal(codes, numbers["data"]) and torch.equal(
-        cast.scale_inv.double().flatten(), numbers["scale_inv"].flatten()
-    )
+    scales = cast.scale_inv.double().flatten()
+    same = torch.equal(numbers_of(cast.data, spec.format), numbers["data"])
+    return same and torch.equal(scales, numbers["scale_inv"].flatten())
 
 
 def _first(adapter: KernelAdapter, failure: Failure) -> dict[str, Any]:
@@ -421,15 +383,12 @@ def _inputs(kind: str, case: KernelCase, name: str, place: tuple[int, ...]) -> d
         key = "codes" if kind == "decode" else "x"
         x = case.inputs[key][place]
         bits = x.reshape(1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
-        width = 2 * x.element_size()
-        return {
-            f"{key}[{', '.join(map(str, place))}]": f"{float(x.float()):.9g} (0x{int(bits) & 16**width - 1:0{width}X})"
-        }
+        width, at = 2 * x.element_size(), ", ".join(map(str, place))
+        return {f"{key}[{at}]": f"{float(x.float()):.9g} (0x{int(bits) & 16**width - 1:0{width}X})"}
     rows = {"gemm": (("a", 0), ("b", 1)), "grouped": (("a", 0),)}.get(kind, ())
     told = {}
     for key, dim in rows:
         line = case.inputs[key][place[dim]].float().flatten()
-        told[f"{key}[{place[dim]}]"] = ", ".join(f"{float(x):g}" for x in line[:6]) + (
-            " ..." if line.numel() > 6 else ""
-        )
+        end = " ..." if line.numel() > 6 else ""
+        told[f"{key}[{place[dim]}]"] = ", ".join(f"{float(x):g}" for x in line[:6]) + end
     return told

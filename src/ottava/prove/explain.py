@@ -9,6 +9,7 @@ is where the wrong numbers lie.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.prove.faults import all_hypotheses
-from ottava.prove.hypotheses import Asked, Fault
+from ottava.prove.hypotheses import Asked, Fault, all_hypotheses
 from ottava.prove.judge import Allowed, expect
 from ottava.prove.matrix import KernelCase
 
@@ -37,6 +37,11 @@ class Failure(NamedTuple):
     allowed: Mapping[str, Allowed] | None = None
     """What the results may be."""
 
+    @property
+    def size(self) -> int:
+        """Numbers of all results."""
+        return sum(x.numel() for x in self.got.values())
+
 
 Rerun = Callable[..., Mapping[str, Tensor]]
 """(case, fill=, around=, plain=) -> where the results of another call are wrong."""
@@ -52,51 +57,41 @@ def explain(
     if not failures:
         return None
     rights = [expect(kind, one.case.inputs, what) for one in failures]
-    best: tuple[float, ...] | None = None
+    best: tuple[float, ...] = (math.inf,)
     winner: Fault | None = None
     for place, hypothesis in enumerate(h for h in all_hypotheses() if kind in h.kinds):
-        left, solved, wide, applies = 0.0, 0, 0.0, 0
+        left, solved, wide = 0.0, 0, 0.0
         for number, failure in enumerate(failures):
-            one = _left(hypothesis, kind, what, failure, rights[number])
-            applies += one is not None
-            solved += one is not None and one.left == 0
-            left += 1.0 if one is None else one.left
-            wide += 1.0 if one is None else one.wide
+            one = _left(hypothesis, kind, what, failure, rights[number]) or _Left(1.0, 1.0)
+            solved += one.left == 0
+            left, wide = left + one.left, wide + one.wide
             if number >= 2 and not solved:
                 break
         # a bound that is wide enough explains anything: it must hold in every case, and comes last
-        if not applies or solved * 2 < len(failures) or (hypothesis.loose and solved < len(failures)):
+        if solved * 2 < len(failures) or (hypothesis.loose and solved < len(failures)):
             continue
         head = (hypothesis.loose, -solved / len(failures), round(left / len(failures), 3))
-        if best is not None and head > best[:3]:
+        if head > best[:3]:
             continue
         against = sum(_against(hypothesis, kind, what, one) for one in passed)
         score = (*head, against, round(wide / len(failures), 1), place)
-        if best is None or score < best:
+        if score < best:
             best, winner = score, hypothesis
         if best[:5] == (False, -1.0, 0.0, 0, 0.0):
             break  # no later entry is better
-    if best is None or winner is None or winner.loose:
-        if (probe := _probe(failures, rerun)) is not None:
-            return probe
-        if best is None or winner is None:
-            return _place(kind, what, failures)
-    bits = "within its bound" if best[4] else "bit for bit"
-    sentence = f"{winner.sentence}. This gives {_share(-best[1], failures)} {bits}."
-    if best[3]:
-        sentence += f" {best[3]} of {len(passed)} right cases speak against it: it holds in part."
-    if best[1] > -1.0:
+    if (winner is None or winner.loose) and (probe := _probe(failures, rerun)) is not None:
+        return probe
+    if winner is None:
+        return _place(kind, what, failures)
+    _, share, _, contrary, loosely, _ = best
+    count, bits = round(-share * len(failures)), "within its bound" if loosely else "bit for bit"
+    which = f"all {count}" if count == len(failures) else f"{count} of {len(failures)}"
+    sentence = f"{winner.sentence}. This gives {which} wrong cases looked at {bits}."
+    if contrary:
+        sentence += f" {contrary} of {len(passed)} right cases speak against it: it holds in part."
+    if share > -1.0:
         sentence += f" The others: {_place(kind, what, failures)['sentence']}."
     return {"hypothesis": winner.name, "sentence": sentence}
-
-
-def _share(share: float, failures: Sequence[Failure]) -> str:
-    count = round(share * len(failures))
-    return (
-        f"all {count} wrong cases looked at"
-        if count == len(failures)
-        else f"{count} of {len(failures)} wrong cases looked at"
-    )
 
 
 class _Left(NamedTuple):
@@ -145,10 +140,9 @@ def _supposed_of(hypothesis: Fault, kind: str, what: Mapping[str, Any], failure:
         allowed = supposed(hypothesis, call)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError):
         return None  # the fault has no meaning for these shapes
-    same = allowed is not None and all(
-        name in allowed and allowed[name].low.shape == got.shape for name, got in failure.got.items()
-    )
-    return allowed if same else None
+    if allowed is None or any(n not in allowed or allowed[n].low.shape != x.shape for n, x in failure.got.items()):
+        return None
+    return allowed
 
 
 def supposed(hypothesis: Fault, call: Asked) -> dict[str, Allowed] | None:
@@ -168,48 +162,53 @@ def supposed(hypothesis: Fault, call: Asked) -> dict[str, Allowed] | None:
         name = "codes" if call.kind == "encode" else "data"
         allowed[name] = Allowed(values, values, allowed[name].dtypes, free=allowed[name].free)
     for name, one in allowed.items():
-        low, high = one.low, one.high
-        factor = after.get("times", after.get("only", {}).get(name, 1.0))
-        if "only" in after and name not in after["only"]:
-            continue
-        if factor != 1.0:
-            ends = [(side * factor).float().to(one.dtypes[0]).double() for side in (low, high)]
-            low, high = torch.minimum(*ends), torch.maximum(*ends)
-        if "through" in after:
-            low, high = (side.to(after["through"]).double() for side in (low, high))
-        if "clamp" in after:
-            low, high = (side.clamp(-after["clamp"], after["clamp"]) for side in (low, high))
-        if "cut" in after:
-            bits = ((side.float().view(torch.int32) >> 16) << 16 for side in (low, high))
-            low, high = (cut.view(torch.float32).double() for cut in bits)
-        allowed[name] = one._replace(low=low, high=high, also=one.also if factor == 1.0 else ())
+        if "only" not in after or name in after["only"]:
+            factor = after.get("times", after.get("only", {}).get(name, 1.0))
+            low, high = (_bent(side, factor, one.dtypes[0], after) for side in (one.low, one.high))
+            if factor != 1.0:
+                low, high = torch.minimum(low, high), torch.maximum(low, high)
+            allowed[name] = one._replace(low=low, high=high, also=one.also if factor == 1.0 else ())
     return allowed
+
+
+def _bent(x: Tensor, factor: float, dtype: torch.dtype, after: Mapping[str, Any]) -> Tensor:
+    """A result that is multiplied, rounded to another type, clamped, or cut off."""
+    x = (x * factor).float().to(dtype).double() if factor != 1.0 else x
+    x = x.to(after["through"]).double() if "through" in after else x
+    x = x.clamp(-after["clamp"], after["clamp"]) if "clamp" in after else x
+    return ((x.float().view(torch.int32) >> 16) << 16).view(torch.float32).double() if "cut" in after else x
 
 
 # --- calls under changed conditions ----------------------------------------------------------------------------------
 
-_PROBES: tuple[tuple[str, str, str], ...] = (
-    ("", "not repeatable", "The same call again gives the right numbers: it depends on earlier calls, or on chance"),
-    (
-        "plain",
-        "strides or offset ignored",
-        "It is right with contiguous operands: it ignores strides, or a storage offset",
-    ),
-    (
-        "fill",
-        "reads what nobody wrote",
-        "It is right with buffers of zeros: it adds to a buffer, or leaves parts unwritten",
-    ),
-    ("around", "reads past its operands", "It is right with zeros around the operands: it reads memory beyond them"),
-    ("plain fill around", "memory around the operands", "It is right with contiguous operands in clean memory"),
+_PROBES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "": (
+            "not repeatable",
+            "The same call again gives the right numbers: it depends on earlier calls, or on chance",
+        ),
+        "plain": (
+            "strides or offset ignored",
+            "It is right with contiguous operands: it ignores strides, or a storage offset",
+        ),
+        "fill": (
+            "reads what nobody wrote",
+            "It is right with buffers of zeros: it adds to a buffer, or leaves parts unwritten",
+        ),
+        "around": (
+            "reads past its operands",
+            "It is right with zeros around the operands: it reads memory beyond them",
+        ),
+        "plain fill around": ("memory around the operands", "It is right with contiguous operands in clean memory"),
+    }
 )
-"""What is changed, a name, a sentence."""
+"""What is changed -> a name, a sentence."""
 _CHANGES: Mapping[str, Any] = MappingProxyType({"plain": True, "fill": "zero", "around": "zero"})
 
 
 def _probe(failures: Sequence[Failure], rerun: Rerun) -> dict[str, str] | None:
     """The change of conditions that makes most of the wrong cases right."""
-    for change, name, sentence in _PROBES:
+    for change, (name, sentence) in _PROBES.items():
         conditions = {key: _CHANGES[key] for key in change.split()}
         right = sum(not rerun(failure.case, **conditions) for failure in failures)
         if right * 2 >= len(failures):
@@ -242,30 +241,21 @@ def _hidden(kind: str, what: Mapping[str, Any], failure: Failure) -> tuple[str, 
 
 def _pattern(failure: Failure) -> tuple[str, str]:
     name, mask = next(iter(failure.wrong.items()))
-    got = failure.got[name]
-    if bool(got[mask].isnan().all()):
-        text = "holds NaN where numbers belong"
-        rows = mask.reshape(-1, mask.shape[-1]) if mask.dim() else mask.reshape(1, 1)
+    rows = mask.reshape(-1, mask.shape[-1]) if mask.dim() else mask.reshape(1, 1)
+    if bool(failure.got[name][mask].isnan().all()):
+        text = f"{name} holds NaN where numbers belong"
         if bool(mask.all()):
-            return "NaN everywhere", f"{name} {text}, everywhere: it was not written, or NaN has spread"
-        first = int(rows.any(1).int().argmax())
-        if bool(rows[first:].all()):
-            return "tail not written", f"{name} {text} in all rows from {first} on: they are not written"
-        column = int(rows.any(0).int().argmax())
-        if bool(rows[:, column:].all()):
-            return "tail not written", f"{name} {text} in all columns from {column} on: they are not written"
-        return "NaN", f"{name} {text}: not written, or NaN has spread from a neighbour"
-    if mask.dim() >= 2 and mask.numel() > 1 and not bool(mask.all()):
-        rows = mask.reshape(-1, mask.shape[-1])
+            return "NaN everywhere", f"{text}, everywhere: it was not written, or NaN has spread"
         for dim, word in ((1, "rows"), (0, "columns")):
-            lines = rows.any(dim).nonzero().flatten()
-            if len(lines) < rows.shape[1 - dim] and len(lines) <= max(1, rows.shape[1 - dim] // 2):
-                return (
-                    f"some {word}",
-                    f"{name} is wrong in {len(lines)} of {rows.shape[1 - dim]} {word} only, "
-                    f"{int(lines[0])} to {int(lines[-1])}",
-                )
-    return (
-        "not explained",
-        f"{name} is wrong in {int(mask.sum())} of {mask.numel()} places, and no hypothesis gives these numbers",
-    )
+            first = int(rows.any(dim).int().argmax())
+            if bool(rows.narrow(1 - dim, first, rows.shape[1 - dim] - first).all()):
+                return "tail not written", f"{text} in all {word} from {first} on: they are not written"
+        return "NaN", f"{text}: not written, or NaN has spread from a neighbour"
+    if mask.dim() >= 2 and mask.numel() > 1 and not bool(mask.all()):
+        for dim, word in ((1, "rows"), (0, "columns")):
+            lines, count = rows.any(dim).nonzero().flatten(), rows.shape[1 - dim]
+            if len(lines) < count and len(lines) <= max(1, count // 2):
+                ends = f"{int(lines[0])} to {int(lines[-1])}"
+                return f"some {word}", f"{name} is wrong in {len(lines)} of {count} {word} only, {ends}"
+    places = f"{int(mask.sum())} of {mask.numel()}"
+    return "not explained", f"{name} is wrong in {places} places, and no hypothesis gives these numbers"

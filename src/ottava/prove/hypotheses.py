@@ -1,4 +1,4 @@
-"""Ways of being wrong, of codes and casts. Each turns the reference into that of a faulty kernel.
+"""Ways of being wrong. Each turns the reference into that of a faulty kernel.
 
 An entry is a name, a sentence, the kinds that it is for, and a function of the call: it returns the knobs of
 `judge.expect`, and `inputs` among them where the fault changes what is read; None where the fault has no meaning there.
@@ -10,23 +10,22 @@ Earlier entries win a draw, so narrow ones come first.
 # (a lambda with a default has no type that mypy infers)
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ottava.numerics.accumulator import ACCUMULATORS
 from ottava.numerics.formats import FORMATS, Format, get_format
 from ottava.numerics.rounding import encode
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
-from ottava.prove.judge import (
-    block_amax,
-    cast_spec,
-    numbers_of,
-    on_grid,
-    scale_inv_of,
-)
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.prove.judge import block_amax, cast_spec, numbers_of, on_grid, scale_inv_of
+from ottava.recipe import CELLS, GEMMS, RECIPES, get_recipe
 
 
 class Asked(NamedTuple):
@@ -38,6 +37,21 @@ class Asked(NamedTuple):
     before: Mapping[str, Any] | None
     """The inputs of the call before, of the same shapes; None: there was none."""
 
+    @property
+    def spec(self) -> QuantizationSpec:
+        """Of a cast."""
+        spec = cast_spec(self.what)
+        assert spec is not None
+        return spec
+
+    def amax(self, x: Tensor | None = None) -> Tensor:
+        """Of each block of the recipe."""
+        return block_amax(self.inputs["x"] if x is None else x, self.spec.granularity)
+
+
+Knobs = Callable[[Asked], dict[str, Any] | None]
+Change = Callable[[Tensor], Tensor | None]
+
 
 class Fault(NamedTuple):
     """A way of being wrong."""
@@ -45,14 +59,21 @@ class Fault(NamedTuple):
     name: str
     sentence: str
     kinds: tuple[str, ...]
-    knobs: Callable[[Asked], dict[str, Any] | None]
+    knobs: Knobs
     loose: bool = False
     """Whether it allows more than one number, so that it explains too easily."""
 
 
-Knobs = Callable[[Asked], dict[str, Any] | None]
-_CODES, SUMS = ("encode", "cast"), ("gemm", "grouped")
-EIGHT = tuple(fmt for fmt in FORMATS.values() if fmt.bits <= 8 and fmt.name != "E8M0")
+_CODES, _SUMS = ("encode", "cast"), ("gemm", "grouped")
+_EIGHT = tuple(fmt for fmt in FORMATS.values() if fmt.bits <= 8 and fmt.name != "E8M0")
+
+
+def rows(kinds: tuple[str, ...], *entries: tuple[str, str, Knobs]) -> Iterator[Fault]:
+    """Entries of the same kinds: (name, sentence, knobs)."""
+    yield from (Fault(name, sentence, kinds, knobs) for name, sentence, knobs in entries)
+
+
+# --- knobs -----------------------------------------------------------------------------------------------------------
 
 
 def always(**knobs: Any) -> Knobs:
@@ -77,22 +98,203 @@ def changed(**changes: Callable[[Any], Any]) -> Knobs:
     return knobs
 
 
-# --- codes -----------------------------------------------------------------------------------------------------------
+def _told(**changes: Callable[[Mapping[str, Any]], Any]) -> Knobs:
+    """Facts that the kernel takes to be others than it was told."""
+    return lambda call: {"what": {**call.what, **{name: change(call.what) for name, change in changes.items()}}}
 
 
-def _format_of(call: Asked) -> Format | None:
-    if call.kind == "cast":
-        spec = cast_spec(call.what)
-        return None if spec is None else spec.format
-    return get_format(call.what.get("format", "e4m3"))
+def _earlier(*keys: str) -> Knobs:
+    """Inputs of the call before."""
+
+    def knobs(call: Asked) -> dict[str, Any] | None:
+        before = call.before
+        if before is None or any(k not in call.inputs or before[k].shape != call.inputs[k].shape for k in keys):
+            return None
+        return {"inputs": {**call.inputs, **{key: before[key] for key in keys}}}
+
+    return knobs
+
+
+def _reads(change: Change) -> Knobs:
+    return lambda call: None if (new := change(call.inputs["x"])) is None else {"x": new}
+
+
+def _amax(change: Callable[[Tensor], Tensor]) -> Knobs:
+    return lambda call: {"amax": call.amax(change(call.inputs["x"]))} if call.inputs["x"].numel() else None
+
+
+def _of_amax(change: Callable[[Tensor], Tensor]) -> Knobs:
+    return lambda call: {"amax": change(call.amax())}
+
+
+def _bits(change: Callable[[Tensor], Tensor]) -> Knobs:
+    return changed(codes=lambda c: change(c.view(torch.uint8)).view(c.dtype))
+
+
+def _bytes(change: Change, x: Tensor) -> Tensor | None:
+    """A change of where codes lie."""
+    if x.dtype.itemsize != 1:
+        return change(x)
+    new = change(x.view(torch.uint8))
+    return None if new is None else new.contiguous().view(x.dtype)
+
+
+def _by_memory(x: Tensor) -> Tensor | None:
+    """What a kernel reads that takes a tensor for contiguous."""
+    if x.is_contiguous() or 0 in x.stride():
+        return None
+    return torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset())
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    y = x.clone()
+    y[:, x.shape[1] // size * size :] = 0
+    return y
+
+
+def _neighbours(call: Asked) -> dict[str, Any] | None:
+    return {"rounding": "stochastic"} if call.kind == "cast" else {"what": {**call.what, "rounding": "stochastic"}}
+
+
+def _as_codes(call: Asked, other: Format) -> dict[str, Any] | None:
+    """An encoder of another format, whose codes are read in the right one."""
+    fmt = call.spec.format if call.kind == "cast" else get_format(call.what.get("format", "e4m3"))
+    codes = encode(on_grid(call.inputs["x"], other).float(), other).view(torch.uint8)
+    return None if other == fmt else {"values": numbers_of(codes, fmt)}
+
+
+def _cast_as(call: Asked, other: Format, top: float | None) -> dict[str, Any] | None:
+    spec, x = call.spec, call.inputs["x"]
+    if other == spec.format or not x.numel():
+        return None
+    mine = replace(spec, format=other) if spec.scale_format != "e4m3" else spec
+    scale = scale_inv_of(call.amax(), mine, top or spec.format.max)
+    z = x.double() / spec.granularity.expand(scale, (x.shape[0], x.shape[1]))
+    codes = encode(on_grid(z, other).float(), other).view(torch.uint8)
+    return {"values": numbers_of(codes, spec.format), "scale_top": top}
+
+
+def _rolled(call: Asked, by: int) -> dict[str, Any] | None:
+    amax = call.amax()
+    return {"amax": amax.roll(by, 1 if amax.shape[1] > 1 else 0)} if amax.numel() > 1 else None
+
+
+def _other_blocks(call: Asked, blocks: Granularity, exponent: str | None = None) -> dict[str, Any] | None:
+    """amaxes of other blocks, as far as one of them serves a whole block of the recipe."""
+    own, x = call.spec.granularity, call.inputs["x"]
+    if blocks == own or not x.numel():
+        return None
+    shape = (x.shape[0], x.shape[1])
+    each = blocks.expand(block_amax(x, blocks), shape).expand(shape)
+    height, width = own.block_shape(shape)
+    return {"amax": each[::height, ::width], "exponent": exponent}
+
+
+def _tail(x: Tensor, size: int) -> Tensor | None:
+    whole = x.shape[-1] // size * size
+    if whole == x.shape[-1]:
+        return None
+    y = x.view(torch.uint8).clone()
+    y[..., whole:] = 0
+    return y.view(x.dtype)
+
+
+def _weighted(values: Tensor, size: int) -> Tensor:
+    y = values.clone()
+    y[:, values.shape[1] // size * size :] *= 2**0.5  # on both sides
+    return y
+
+
+def _flushed(codes: Tensor) -> Tensor | None:
+    fmt = next((fmt for fmt in _EIGHT if fmt.dtype == codes.dtype), None)
+    if fmt is None:
+        return None
+    held = codes.view(torch.uint8)
+    return torch.where(numbers_of(codes, fmt).abs() < fmt.min_normal, held & 0x80, held).view(codes.dtype)
+
+
+def _exchanged(call: Asked) -> dict[str, Any] | None:
+    a, b = call.inputs["scale_inv_a"], call.inputs["scale_inv_b"]
+    return {"inputs": {**call.inputs, "scale_inv_a": b, "scale_inv_b": a}} if a.shape == b.shape else None
+
+
+def _stale_cells(call: Asked, side: str, places: tuple[str, ...]) -> dict[str, Any] | None:
+    if call.before is None:
+        return None
+    recipe, cells = get_recipe(call.what.get("recipe", "tensorwise")), {}
+    for place in places:
+        gemm, where = place.split(".")
+        spec, x = getattr(getattr(recipe, gemm), where), call.before[side].reshape(-1, call.before[side].shape[-1])
+        turned = (side != "weight" and gemm == "wgrad") or (side == "weight" and gemm == "dgrad")
+        if spec is not None:
+            cells[place] = {"amax": block_amax(x.t() if turned else x, spec.granularity)}
+    return {"cells": cells}
+
+
+def _rows_cut(call: Asked, size: int) -> dict[str, Any] | None:
+    x, grad = call.inputs["x"], call.inputs["grad"]
+    rows, dy = x.reshape(-1, x.shape[-1]).clone(), grad.reshape(-1, grad.shape[-1]).clone()
+    whole = rows.shape[0] // size * size
+    if whole == rows.shape[0]:
+        return None
+    rows[whole:], dy[whole:] = 0, 0
+    return {"inputs": {**call.inputs, "x": rows.view(x.shape), "grad": dy.view(grad.shape)}}
+
+
+# --- scales ----------------------------------------------------------------------------------------------------------
+
+
+def _scales(change: Callable[[Tensor], Tensor], of_bytes: Callable[[Tensor], Tensor] | None = None) -> Change:
+    """A change of scales, and of their E8M0 bytes in int32; None: bytes have no such fault."""
+
+    def both(scale: Tensor) -> Tensor | None:
+        if scale.dtype != torch.uint8:
+            return change(scale)
+        return None if of_bytes is None else of_bytes(scale.to(torch.int32)).clamp(0, 254).to(torch.uint8)
+
+    return both
+
+
+def _shift(by: int, dim: int) -> Change:
+    return lambda scale: scale.roll(by, dim) if scale.dim() >= -dim and scale.shape[dim] > 1 else None
+
+
+def _inverse(scale: Tensor) -> Tensor | None:
+    return _scales(torch.reciprocal, lambda s: 254 - s)(scale)
+
+
+def _as_bits(scale: Tensor) -> Tensor | None:
+    return (scale.to(torch.int32) << 23).view(torch.float32) if scale.dtype == torch.uint8 else None
 
 
 # fmt: off
 
 
-def rows(kinds: tuple[str, ...], *entries: tuple[str, str, Knobs]) -> Iterator[Fault]:
-    """Entries of the same kinds: (name, sentence, knobs)."""
-    yield from (Fault(name, sentence, kinds, knobs) for name, sentence, knobs in entries)
+def scale_faults() -> tuple[tuple[str, str, Change], ...]:
+    """What may happen to scales: name, sentence, change."""
+    return (
+        ("scale transposed", "Scales are read in the order of the transpose", lambda s: s.mT.contiguous().reshape(s.shape) if s.dim() > 1 else s),
+        ("scale shifted by one block", "A block gets the scale of the block before it, along K", _shift(1, -1)),
+        ("scale shifted by one block", "A block gets the scale of the block behind it, along K", _shift(-1, -1)),
+        ("scale shifted by one block", "A block gets the scale of the block behind it, and the last its own", lambda s: torch.cat([s[..., 1:], s[..., -1:]], -1) if s.dim() and s.shape[-1] > 1 else None),
+        ("scale shifted by one row", "A row gets the scale of the row before it", _shift(1, -2)),
+        ("scale shifted by one row", "A row gets the scale of the row behind it", _shift(-1, -2)),
+        ("scale ignored", "The scale is taken for 1", _scales(torch.ones_like, lambda s: torch.full_like(s, 127))),
+        ("scale squared", "The scale is applied twice", _scales(lambda s: s * s, lambda s: 2 * s - 127)),
+        ("first scale for all", "The first scale is used for all blocks", lambda s: s.flatten()[:1].expand(s.numel()).reshape(s.shape) if s.numel() else s),
+        ("largest scale for all", "The largest scale is used for all blocks", lambda s: s.amax().expand(s.shape) if s.numel() else s),
+        ("scale doubled", "The scale is twice as large (an exponent bias of 126)", _scales(lambda s: s * 2.0, lambda s: s + 1)),
+        ("scale halved", "The scale is half as large (an exponent bias of 128)", _scales(lambda s: s * 0.5, lambda s: s - 1)),
+        ("first scale of each row", "Each row uses its first scale for all of K", lambda s: s[..., :1].expand(s.shape) if s.dim() > 1 else None),
+        ("first scale of each column", "The scales of the first row are used for all rows", lambda s: s[..., :1, :].expand(s.shape) if s.dim() > 1 else None),
+        ("scale in BF16", "The scale is rounded to BF16", _scales(lambda s: s.to(torch.bfloat16).to(s.dtype))),
+        ("scale in FP16", "The scale is rounded to FP16", _scales(lambda s: s.to(torch.float16).to(s.dtype))),
+        ("scale a power of two", "The scale is rounded down to a power of two", _scales(lambda s: torch.exp2(s.log2().floor()))),
+        ("scale a power of two", "The scale is rounded up to a power of two", _scales(lambda s: torch.exp2(s.log2().ceil()))),
+    )
+
+
+# --- the list of each kind -------------------------------------------------------------------------------------------
 
 
 def of_codes() -> Iterator[Fault]:
@@ -126,17 +328,17 @@ def of_codes() -> Iterator[Fault]:
         ("exponent bias off by one", "The exponent is one too large", changed(x=lambda x: x * 2)),
         ("exponent bias off by minus one", "The exponent is one too small", changed(x=lambda x: x / 2)),
         ("all zeros", "The result is zero", changed(x=torch.zeros_like)),
-        ("strides ignored", "It reads memory row by row, whatever the strides are", changed(x=by_memory)),
+        ("strides ignored", "It reads memory row by row, whatever the strides are", changed(x=_by_memory)),
         ("input subnormals flushed", "FP32's subnormal numbers are read as zero", changed(x=lambda x: torch.where(x.abs() < 2.0**-126, 0 * x, x))),
-        *((f"{other} written", f"The codes are those of {other}", partial(_as_codes, other=other)) for other in EIGHT),
+        *((f"{other} written", f"The codes are those of {other}", partial(_as_codes, other=other)) for other in _EIGHT),
     )
     yield from rows(
         ("decode",),
-        *((f"read as {other}", f"Codes are read as {other}", always(fmt=other)) for other in EIGHT),
+        *((f"read as {other}", f"Codes are read as {other}", always(fmt=other)) for other in _EIGHT),
         ("subnormals flushed", "Codes of subnormal numbers are read as zero", always(flush=True)),
         ("NaN and infinity lost", "The codes of NaN and infinity are read as finite numbers", always(finite=True)),
         *(("NaN lost", f"The code of NaN is read as {value:g}", always(lost_nan=value)) for value in (480.0, 448.0, 0.0, torch.inf, 240.0, 57344.0)),
-        ("strides ignored", "It reads memory row by row, whatever the strides are", changed(codes=lambda x: bytes_of(x, by_memory))),
+        ("strides ignored", "It reads memory row by row, whatever the strides are", changed(codes=partial(_bytes, _by_memory))),
         ("sign lost", "The sign bit is ignored", _bits(lambda c: c & 0x7F)),
         ("sign flipped", "The sign bit is inverted", _bits(lambda c: c ^ 0x80)),
         ("nibbles swapped", "The two halves of a byte are exchanged", _bits(lambda c: (c >> 4) | (c << 4))),
@@ -145,41 +347,12 @@ def of_codes() -> Iterator[Fault]:
     )
 
 
-# fmt: on
-
-
-def _bits(change: Callable[[Tensor], Tensor]) -> Knobs:
-    return changed(codes=lambda c: change(c.view(torch.uint8)).view(c.dtype))
-
-
-def _neighbours(call: Asked) -> dict[str, Any] | None:
-    return {"rounding": "stochastic"} if call.kind == "cast" else {"what": {**call.what, "rounding": "stochastic"}}
-
-
-def _as_codes(call: Asked, other: Format) -> dict[str, Any] | None:
-    """An encoder of another format, whose codes are read in the right one."""
-    fmt = _format_of(call)
-    assert fmt is not None
-    if other == fmt:
-        return None
-    x = call.inputs["x"]
-    codes = encode(on_grid(x, other).float(), other).view(torch.uint8)
-    values = numbers_of(codes, fmt)
-    return {"values": values}
-
-
-# --- casts -----------------------------------------------------------------------------------------------------------
-
-
-# fmt: off
-
-
 def of_casts() -> Iterator[Fault]:
     """Casts with scales."""
     yield from rows(
         ("cast",),
         ("scale inverted", "scale_inv holds the scale, not its inverse", always(written=torch.reciprocal)),
-        ("scale of another step", "The scale is that of the call before", _stale_amax),
+        ("scale of another step", "The scale is that of the call before", lambda c: None if c.before is None else {"amax": c.amax(c.before["x"])}),
         ("stale result", "The result is that of the call before", lambda c: None if c.before is None else {"x": c.before["x"]}),
         *((f"scale of {text}", f"The scale is that of {text}", partial(_other_blocks, blocks=blocks)) for text, blocks in _BLOCKS),
         *((f"scale of {text}", f"The scale is that of {text}, and no power of two", partial(_other_blocks, blocks=blocks, exponent="none")) for text, blocks in _BLOCKS),
@@ -190,21 +363,21 @@ def of_casts() -> Iterator[Fault]:
         *((name, sentence, always(written=change)) for name, sentence, change in scale_faults()),
         ("amax without the negative numbers", "amax looks at x, not at its magnitude", _amax(lambda x: x.clamp(min=0))),
         ("amax without the last column", "amax leaves out the last columns", _amax(lambda x: torch.cat([x[:, :-1], 0 * x[:, -1:]], 1))),
-        *(("amax without the tail", f"amax leaves out columns beyond the last whole {n}", _amax(partial(_cut, count=n))) for n in _SIZES),
+        *(("amax without the tail", f"amax leaves out columns beyond the last whole {n}", _amax(partial(_cut, size=n))) for n in _SIZES),
         *(("amax without the tail of rows", f"amax leaves out rows beyond the last whole {n}", _amax(lambda x, n=n: _cut(x.t(), n).t())) for n in _SIZES),
         ("amax of the block before", "A block has the scale of the block before it", partial(_rolled, by=1)),
         ("amax of the block behind", "A block has the scale of the block behind it", partial(_rolled, by=-1)),
-        ("amax of the first block", "All blocks have the scale of the first", lambda c: {"amax": _own(c)[:1, :1]}),
-        *((f"amax at least {eps:g}", f"amax ends at {eps:g}, so small numbers lose bits", lambda c, eps=eps: {"amax": _own(c).clamp(min=eps)}) for eps in (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8)),
+        ("amax of the first block", "All blocks have the scale of the first", _of_amax(lambda amax: amax[:1, :1])),
+        *((f"amax at least {eps:g}", f"amax ends at {eps:g}, so small numbers lose bits", _of_amax(lambda amax, eps=eps: amax.clamp(min=eps))) for eps in (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8)),
         ("amax a mean", "The scale comes from the mean magnitude", lambda c: {"amax": c.inputs["x"].abs().double().mean().reshape(1, 1)}),
-        ("amax in FP16", "amax is rounded to FP16", lambda c: {"amax": _own(c).half().double()}),
+        ("amax in FP16", "amax is rounded to FP16", _of_amax(lambda amax: amax.half().double())),
         ("operand transposed", "It reads x.T", _reads(lambda x: x.t().reshape(x.shape))),
-        ("strides ignored", "It reads memory row by row, whatever the strides are", _reads(by_memory)),
+        ("strides ignored", "It reads memory row by row, whatever the strides are", _reads(_by_memory)),
         ("sign lost", "The sign is dropped", _reads(torch.abs)),
         ("rows reversed", "The order of rows is reversed", _reads(lambda x: x.flip(0))),
         ("all zeros", "The result is zero", _reads(torch.zeros_like)),
-        *((f"{other} written", f"Codes and scales are those of {other}", partial(_cast_as, other=other, top=other.max)) for other in EIGHT),
-        *((f"{other} written", f"Codes are those of {other}, scales are not", partial(_cast_as, other=other, top=None)) for other in EIGHT),
+        *((f"{other} written", f"Codes and scales are those of {other}", partial(_cast_as, other=other, top=other.max)) for other in _EIGHT),
+        *((f"{other} written", f"Codes are those of {other}, scales are not", partial(_cast_as, other=other, top=None)) for other in _EIGHT),
     )
 
 
@@ -217,158 +390,196 @@ _TOPS = (240.0, 224.0, 256.0, 57344.0, 448.0, 127.0, 128.0, 1.0, 6.0, 4.0, 512.0
 _SIZES = (16, 32, 64, 128)
 
 
-# fmt: on
+def _of_operands() -> Iterator[Fault]:
+    def as_format(fmt: Format) -> Callable[[Tensor], Tensor | None]:
+        return lambda x: None if x.dtype == fmt.dtype else x.view(torch.uint8).view(fmt.storage_dtype)
 
-
-def _reads(change: Callable[[Tensor], Tensor | None]) -> Knobs:
-    return lambda call: None if (new := change(call.inputs["x"])) is None else {"x": new}
-
-
-def _own(call: Asked) -> Tensor:
-    spec = cast_spec(call.what)
-    assert spec is not None
-    return block_amax(call.inputs["x"], spec.granularity)
-
-
-def _amax(change: Callable[[Tensor], Tensor]) -> Knobs:
-    def knobs(call: Asked) -> dict[str, Any] | None:
-        spec, x = cast_spec(call.what), call.inputs["x"]
-        assert spec is not None
-        return {"amax": block_amax(change(x), spec.granularity)} if x.numel() else None
-
-    return knobs
-
-
-def _stale_amax(call: Asked) -> dict[str, Any] | None:
-    spec = cast_spec(call.what)
-    assert spec is not None
-    return None if call.before is None else {"amax": block_amax(call.before["x"], spec.granularity)}
-
-
-def _cut(x: Tensor, count: int) -> Tensor:
-    y = x.clone()
-    y[:, x.shape[1] // count * count :] = 0
-    return y
-
-
-def by_memory(x: Tensor) -> Tensor | None:
-    """What a kernel reads that takes a tensor for contiguous."""
-    if x.is_contiguous() or 0 in x.stride():
-        return None
-    return torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset())
-
-
-def _rolled(call: Asked, by: int) -> dict[str, Any] | None:
-    amax = _own(call)
-    return {"amax": amax.roll(by, 1 if amax.shape[1] > 1 else 0)} if amax.numel() > 1 else None
-
-
-def _other_blocks(call: Asked, blocks: Granularity, exponent: str | None = None) -> dict[str, Any] | None:
-    """amaxes of other blocks, as far as one of them serves a whole block of the recipe."""
-    spec, x = cast_spec(call.what), call.inputs["x"]
-    assert spec is not None
-    if blocks == spec.granularity or not x.numel():
-        return None
-    shape = (x.shape[0], x.shape[1])
-    each = blocks.expand(block_amax(x, blocks), shape).expand(shape)
-    height, width = spec.granularity.block_shape(shape)
-    return {"amax": each[::height, ::width], "exponent": exponent}
-
-
-def _cast_as(call: Asked, other: Format, top: float | None) -> dict[str, Any] | None:
-    from dataclasses import replace
-
-    spec, x = cast_spec(call.what), call.inputs["x"]
-    assert spec is not None
-    if other == spec.format or not x.numel():
-        return None
-    mine = replace(spec, format=other) if spec.scale_format != "e4m3" else spec
-    scale = scale_inv_of(block_amax(x, spec.granularity), mine, top or spec.format.max)
-    z = x.double() / spec.granularity.expand(scale, (x.shape[0], x.shape[1]))
-    codes = encode(on_grid(z, other).float(), other).view(torch.uint8)
-    return {"values": numbers_of(codes, spec.format), "scale_top": top}
-
-
-def inverse(scale: Tensor) -> Tensor:
-    """1 / scale, of bytes too."""
-    if scale.dtype == torch.uint8:
-        return (254 - scale.to(torch.int32)).clamp(0, 254).to(torch.uint8)
-    return scale.reciprocal()
-
-
-def _transposed(scale: Tensor) -> Tensor:
-    return scale.mT.contiguous().reshape(scale.shape) if scale.dim() > 1 else scale
-
-
-def _scaled(factor: float) -> Callable[[Tensor], Tensor]:
-    def change(scale: Tensor) -> Tensor:
-        if scale.dtype == torch.uint8:
-            step = {2.0: 1, 0.5: -1}.get(factor, 0)
-            return (scale.to(torch.int32) + step).clamp(0, 254).to(torch.uint8)
-        return scale * factor
-
-    return change
-
-
-def _ones(scale: Tensor) -> Tensor:
-    return torch.full_like(scale, 127 if scale.dtype == torch.uint8 else 1)
-
-
-def _squared(scale: Tensor) -> Tensor:
-    return (
-        (2 * scale.to(torch.int32) - 127).clamp(0, 254).to(torch.uint8) if scale.dtype == torch.uint8 else scale * scale
+    turned = partial(_bytes, lambda y: y.mT.reshape(y.shape))
+    flat = partial(_bytes, _by_memory)
+    for fmt in _EIGHT:
+        if fmt.dtype is not None:
+            yield from rows(
+                _SUMS,
+                (f"a read as {fmt}", f"The codes of a are read as {fmt}", changed(a=as_format(fmt))),
+                (f"b read as {fmt}", f"The codes of b are read as {fmt}", changed(b=as_format(fmt))),
+                (f"both read as {fmt}", f"All codes are read as {fmt}", changed(**dict.fromkeys("ab", lambda x, to=fmt.dtype: x.view(torch.uint8).view(to)))),
+            )
+    yield from rows(
+        _SUMS,
+        ("b read in the format of a", "The codes of b are read in the format of a", lambda c: changed(b=lambda x: x.view(torch.uint8).view(c.inputs["a"].dtype))(c)),
+        ("a read in the format of b", "The codes of a are read in the format of b", lambda c: changed(a=lambda x: x.view(torch.uint8).view(c.inputs["b"].dtype))(c)),
+        *((f"scale of {side} inverted", f"scale_inv_{side} divides instead of multiplying", changed(**{f"scale_inv_{side}": _inverse})) for side in "ab"),
+        *((f"{name} ({side})", f"{sentence}: scale_inv_{side}", changed(**{f"scale_inv_{side}": change})) for side in "ab" for name, sentence, change in scale_faults()),
+        *((f"{name} (both)", f"{sentence}: both scales", changed(scale_inv_a=change, scale_inv_b=change)) for name, sentence, change in scale_faults()),
+        ("scales inverted", "Both scales divide instead of multiplying", changed(scale_inv_a=_inverse, scale_inv_b=_inverse)),
+        ("scales exchanged", "a gets the scale of b, and b that of a", _exchanged),
+        ("b transposed", "b is read as (K, N), not (N, K)", changed(b=turned)),
+        ("a transposed", "a is read as (K, M), not (M, K)", changed(a=turned)),
+        ("strides of a ignored", "a is read row by row, whatever its strides are", changed(a=flat)),
+        ("strides of b ignored", "b is read row by row, whatever its strides are", changed(b=flat)),
+        ("strides ignored", "Operands are read row by row, whatever their strides are", changed(a=flat, b=flat)),
+        *(("tail of K dropped", f"Columns beyond the last whole {n} of K are not summed", changed(a=partial(_tail, size=n))) for n in (2, 4, 8, 16, 32, 64, 128, 256)),
+        *(("tail of K doubled", f"Columns beyond the last whole {n} of K are summed twice", always(operands=partial(_weighted, size=n))) for n in (2, 4, 8, 16, 32, 64, 128, 256)),
+        ("last column of K dropped", "The last column of K is not summed", always(operands=lambda v: torch.cat([v[:, :-1], 0 * v[:, -1:]], 1))),
+        ("first column of K dropped", "The first column of K is not summed", always(operands=lambda v: torch.cat([0 * v[:, :1], v[:, 1:]], 1))),
+        ("all zeros", "The result is zero", always(operands=torch.zeros_like)),
+        *((f"{text} of an earlier call", f"It uses {text} of an earlier call of these shapes", _earlier(*keys)) for text, keys in (("a", ("a", "scale_inv_a")), ("b", ("b", "scale_inv_b")), ("scale_inv_a", ("scale_inv_a",)), ("scale_inv_b", ("scale_inv_b",)), ("ends", ("ends",)))),
+        ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(scale_inv_a=_as_bits, scale_inv_b=_as_bits)),
+        ("sign lost", "Operands lose their signs", always(operands=torch.abs)),
+        ("NaN lost", "NaN is read as zero", always(operands=lambda v: v.nan_to_num(0.0))),
+        ("operands rounded to BF16", "Codes times scales are rounded to BF16 before they are multiplied", always(operands=lambda v: v.to(torch.bfloat16).double())),
+        ("operands rounded to FP16", "Codes times scales are rounded to FP16 before they are multiplied", always(operands=lambda v: v.to(torch.float16).double())),
+        ("subnormals flushed", "Codes of subnormal numbers are read as zero", changed(a=_flushed, b=_flushed)),
     )
 
 
-def _one_for_all(scale: Tensor) -> Tensor:
-    return scale.flatten()[:1].expand(scale.numel()).reshape(scale.shape) if scale.numel() else scale
-
-
-def _largest(scale: Tensor) -> Tensor:
-    return scale.amax().expand(scale.shape) if scale.numel() else scale
-
-
-def _shift(by: int, dim: int) -> Callable[[Tensor], Tensor | None]:
-    return lambda scale: scale.roll(by, dim) if scale.dim() >= -dim and scale.shape[dim] > 1 else None
-
-
-def _repeated_last(scale: Tensor) -> Tensor | None:
-    return torch.cat([scale[..., 1:], scale[..., -1:]], -1) if scale.dim() and scale.shape[-1] > 1 else None
-
-
-# fmt: off
-
-
-def scale_faults() -> Sequence[tuple[str, str, Callable[[Tensor], Any]]]:
-    """What may happen to scales: name, sentence, change."""
-    return (
-        ("scale transposed", "Scales are read in the order of the transpose", _transposed),
-        ("scale shifted by one block", "A block gets the scale of the block before it, along K", _shift(1, -1)),
-        ("scale shifted by one block", "A block gets the scale of the block behind it, along K", _shift(-1, -1)),
-        ("scale shifted by one block", "A block gets the scale of the block behind it, and the last its own", _repeated_last),
-        ("scale shifted by one row", "A row gets the scale of the row before it", _shift(1, -2)),
-        ("scale shifted by one row", "A row gets the scale of the row behind it", _shift(-1, -2)),
-        ("scale ignored", "The scale is taken for 1", _ones),
-        ("scale squared", "The scale is applied twice", _squared),
-        ("first scale for all", "The first scale is used for all blocks", _one_for_all),
-        ("largest scale for all", "The largest scale is used for all blocks", _largest),
-        ("scale doubled", "The scale is twice as large (an exponent bias of 126)", _scaled(2.0)),
-        ("scale halved", "The scale is half as large (an exponent bias of 128)", _scaled(0.5)),
-        ("first scale of each row", "Each row uses its first scale for all of K", lambda s: s[..., :1].expand(s.shape) if s.dim() > 1 else None),
-        ("first scale of each column", "The scales of the first row are used for all rows", lambda s: s[..., :1, :].expand(s.shape) if s.dim() > 1 else None),
-        ("scale in BF16", "The scale is rounded to BF16", lambda s: s.to(torch.bfloat16).to(s.dtype) if s.dtype != torch.uint8 else None),
-        ("scale in FP16", "The scale is rounded to FP16", lambda s: s.to(torch.float16).to(s.dtype) if s.dtype != torch.uint8 else None),
-        ("scale a power of two", "The scale is rounded down to a power of two", lambda s: torch.exp2(s.log2().floor()) if s.dtype != torch.uint8 else None),
-        ("scale a power of two", "The scale is rounded up to a power of two", lambda s: torch.exp2(s.log2().ceil()) if s.dtype != torch.uint8 else None),
+def _of_results() -> Iterator[Fault]:
+    yield from rows(("attention",), *((f"{out} times {by:g}", f"{out} is {by:g} times what it should be", always(only={out: by})) for out in ("o", "dq", "dk", "dv") for by in (0.0, -1.0, 2.0, 0.5, 0.72)))
+    yield from rows(
+        (*_SUMS, "linear", "attention"),
+        *((f"result times {by:g}", f"The result is {by:g} times what it should be", always(times=by)) for by in (-1.0, 2.0, 0.5, 0.72)),
+        ("result rounded to FP16", "The result is rounded to FP16 on its way", always(through=torch.float16)),
+        ("result rounded to BF16", "The result is rounded to BF16 on its way", always(through=torch.bfloat16)),
     )
+    yield from rows(
+        _SUMS,
+        ("result truncated", "The sum is cut off to the output's type, not rounded", always(cut=True)),
+        ("result clamped at 448", "The result is clamped to E4M3's range", always(clamp=448.0)),
+        ("result clamped at 65504", "The result is clamped to FP16's range", always(clamp=65504.0)),
+    )
+    yield from rows(
+        ("grouped",),
+        ("groups one row late", "Each group ends one row late", lambda c: {"ends": (c.inputs["ends"] + 1).clamp(max=c.inputs["ends"][-1])}),
+        ("groups one row early", "Each group but the last ends one row early", lambda c: {"ends": torch.cat([(c.inputs["ends"][:-1] - 1).clamp(min=0), c.inputs["ends"][-1:]])}),
+        ("empty group shifts the others", "An empty group is skipped without its weight: groups behind it take the weight of the one before", always(experts=lambda g, sizes: sum(size > 0 for size in sizes[:g]))),
+        ("weight of the next group", "Each group takes the weight of the next", always(experts=lambda g, sizes: min(g + 1, len(sizes) - 1))),
+        ("weight of the group before", "Each group takes the weight of the group before", always(experts=lambda g, sizes: max(g - 1, 0))),
+        ("weight of the first group", "All groups take the weight of the first", always(experts=lambda g, sizes: 0)),
+        *((f"{part} of the first group", f"All groups take {part} of the first", changed(**{part: partial(_bytes, lambda y: y[:1].expand(y.shape))})) for part in ("b", "scale_inv_b")),
+    )
+    yield from rows(
+        _SUMS,
+        *((f"accumulates like {name}", f"The sums are those of the accumulator {rule}", always(accumulator=name)) for name, rule in ACCUMULATORS.items()),
+        *((f"accumulates in {text}", f"Sums are kept in {text}, {n} products at a time", always(steps=(dtype, n))) for text, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)) for n in (1, 4, 8, 16, 32, 64, 128)),
+    )
+    for text, unit in (("TF32 or FP16", 2.0**-11), ("BF16", 2.0**-8)):
+        yield Fault(f"accumulates in {text}", f"The errors are those of sums in {text}: beyond FP32's bound, within that of {text}", _SUMS, always(unit=unit), True)
+
+
+def _of_layers() -> Iterator[Fault]:
+    cells = {"x": ("fprop.lhs", "wgrad.rhs"), "the weight": ("fprop.rhs", "dgrad.rhs"), "the gradient": ("dgrad.lhs", "wgrad.lhs")}
+    operands = cells | {f"{gemm}'s operands": (f"{gemm}.lhs", f"{gemm}.rhs") for gemm in GEMMS} | {"anything": CELLS}
+    yield from rows(
+        ("linear",),
+        *((f"recipe {name}", f"The numbers are those of recipe {name}", _told(recipe=lambda what, name=name: name)) for name, recipe in RECIPES.items() if not recipe.predicted),
+        *((f"{side} of the step before", f"It uses the {side} of the call before", _earlier(side)) for side in ("x", "weight", "grad")),
+    )
+    for text, places in operands.items():
+        yield from rows(
+            ("linear",),
+            (f"no cast of {text}", f"It does not quantize {text}", always(cells=dict.fromkeys(places, "skip"))),
+            *((f"{text}: {name}", f"{text[0].upper()}{text[1:]} {sentence}", always(cells=dict.fromkeys(places, knobs))) for name, sentence, knobs in _casts()),
+        )
+    yield from rows(
+        ("linear",),
+        *((f"scale of {side} of the step before", f"The scale of {side} is that of the call before", partial(_stale_cells, side=side, places=where)) for side, where in zip(("x", "weight", "grad"), cells.values(), strict=True)),
+        ("no gradient of the weight", "dw is zero", always(only={"dw": 0.0})),
+        ("no gradient of the input", "dx is zero", always(only={"dx": 0.0})),
+        ("weight transposed", "The weight is read as (K, N)", changed(weight=lambda w: w.t().reshape(w.shape))),
+        ("strides ignored", "x is read row by row, whatever its strides are", changed(x=_by_memory)),
+        ("strides ignored", "The gradient is read row by row, whatever its strides are", changed(grad=_by_memory)),
+        *(("tail of rows dropped", f"Rows beyond the last whole {n} are left out", partial(_rows_cut, size=n)) for n in (16, 32, 64, 128)),
+        ("mean over rows", "dw is the mean over rows, not the sum", lambda c: {"only": {"dw": 1 / max(1, c.inputs["x"][..., 0].numel())}}),
+    )
+
+
+def _casts() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    yield from (
+        *((f"in {fmt}", f"is cast to {fmt}, not to the recipe's format", {"format": fmt}) for fmt in _EIGHT),
+        ("truncates", "is rounded toward zero", {"rounding": "truncate"}),
+        ("ties away", "is rounded with ties away from zero", {"rounding": "ties_away"}),
+        ("rounded at random", "is rounded stochastically", {"rounding": "stochastic"}),
+        ("subnormals flushed", "loses numbers below the smallest normal one", {"flush": True}),
+        ("scaled to 240", "is scaled to 240", {"scale_top": 240.0}),
+        ("scale of the whole tensor", "has the scale of the whole tensor", {"blocks": PER_TENSOR}),
+        ("OCP's floor for the scale", "has the exponent floor(log2(amax)) - emax, so its largest numbers saturate", {"exponent": "floor"}),
+        ("scale no power of two", "has max / amax as scale, no power of two", {"exponent": "none"}),
+        ("scale rounded up", "has its scale rounded up to a power of two", {"exponent": "up"}),
+        ("scale rounded down", "has its scale rounded down to a power of two", {"exponent": "down"}),
+    )
+
+
+def _of_attention() -> Iterator[Fault]:
+    def scaled(scale: Callable[[int, int], float]) -> Knobs:
+        return lambda c: {"scale": scale(c.inputs["q"].shape[-1], c.inputs["v"].shape[-1])}
+
+    yield from rows(
+        ("attention",),
+        ("causal mask one late", "A query sees one key too many", always(offset=1)),
+        ("causal mask one early", "A query does not see its own key", always(offset=-1)),
+        ("no causal mask", "The causal mask is missing", always(causal=False)),
+        ("causal mask where none is", "A causal mask hides later keys", always(causal=True)),
+        ("no softmax scale", "Scores are not divided by sqrt(D)", always(scale=1.0)),
+        ("softmax not normalized", "Probabilities are not divided by their sum", always(fault="not normalized")),
+        ("gradients without the softmax scale", "dq and dk lack the factor 1 / sqrt(D)", always(fault="gradients without scale")),
+        ("no correction of dS", "dS lacks the row sum of dO * O", always(fault="no delta")),
+        ("softmax scale 1 / D", "Scores are divided by D, not by its root", scaled(lambda d, dv: 1 / d)),
+        ("softmax scale of v", "Scores are divided by the root of v's D", scaled(lambda d, dv: dv**-0.5)),
+        ("softmax scale upside down", "Scores are multiplied by sqrt(D)", scaled(lambda d, dv: d**0.5)),
+        ("softmax in base 2", "exp2 is taken of scores in base e", scaled(lambda d, dv: d**-0.5 * math.log(2))),
+        ("softmax in base 2 twice", "log2(e) is applied, and then exp", scaled(lambda d, dv: d**-0.5 / math.log(2))),
+        ("softmax scale of a padded D", "Scores are divided by the root of D padded to a power of two", scaled(lambda d, dv: (1 << (d - 1).bit_length()) ** -0.5)),
+        *((f"{side} of the first head", f"All heads read {side} of the first", changed(**{side: lambda x: x[:, :1].expand(x.shape)})) for side in ("q", "k", "v", "grad")),
+        *((f"{side} of the first batch", f"All batches read {side} of the first", changed(**{side: lambda x: x[:1].expand(x.shape)})) for side in ("q", "k", "v", "grad")),
+        *(("tail of keys dropped", f"Keys beyond the last whole {n} are not seen", lambda c, n=n: {"keys": c.inputs["k"].shape[2] // n * n}) for n in (8, 16, 32, 64, 128)),
+    )
+
+
+def _of_optimizers() -> Iterator[Fault]:
+    settings = {"eps": (1e-6, 1e-5, 1e-10, 0.0, 1e-3), "lr": (0.0,), "weight_decay": (0.1, 0.01), "betas": ((0.9, 0.99), (0.9, 0.95), (0.9, 0.999), (0.95, 0.999), (0.0, 0.999))}
+    yield from rows(
+        ("optimizer",),
+        *((fault, sentence, always(fault=fault)) for fault, sentence in _OPTIMIZERS),
+        *((f"{name} {value}", f"It uses {name} = {value}, whatever it is told", _told(**{name: lambda what, v=value: v})) for name, values in settings.items() for value in values),
+        *((f"lr times {by:g}", f"The learning rate is {by:g} times what it should be", _told(lr=lambda what, by=by: by * float(what.get("lr", 1e-3)))) for by in (2.0, 0.5, 10.0, 0.1)),
+        *((f"gradient times {by:g}", f"The gradient is {by:g} times what it should be", changed(grad=lambda g, by=by: g * by)) for by in (2.0, 0.5, 10.0, 0.1)),
+        *((f"moments in {text}", f"Moments are kept in {text}", always(moments=text)) for text in ("bf16", "int8")),
+        ("parameter in BF16", "The parameter is rounded to BF16 in every step", changed(parameter=lambda p: p.to(torch.bfloat16))),
+    )
+
+
+_OPTIMIZERS = (
+    ("no bias correction", "Moments are not divided by 1 - beta ** step"),
+    ("first moment uncorrected", "The first moment is not divided by 1 - beta1 ** step"),
+    ("second moment uncorrected", "The second moment is not divided by 1 - beta2 ** step"),
+    ("decay coupled", "Weight decay goes into the gradient (L2), not into the parameter"),
+    ("decay without lr", "Weight decay is not multiplied by the learning rate"),
+    ("no decay", "Weight decay is missing"),
+    ("decay after the step", "Weight decay multiplies the parameter after the step"),
+    ("betas swapped", "beta1 and beta2 are exchanged"),
+    ("step one late", "The bias correction uses step - 1"),
+    ("step one early", "The bias correction uses step + 1"),
+    ("momentum undamped", "The first moment adds the gradient without 1 - beta1"),
+    ("gradient not squared", "The second moment is a mean of magnitudes, not of squares"),
+    ("eps under the root", "eps is added under the root"),
+    ("eps corrected too", "eps is divided by the root of the second moment's correction"),
+    ("no root", "The step divides by the second moment, not by its root"),
+    ("sign", "The step has the wrong sign"),
+    ("nesterov", "The step looks ahead, as Nesterov's does"),
+    ("gradient of the step before", "It uses the gradient of the step before"),
+    ("moments forgotten", "Moments start from zero in each step"),
+)
 
 
 # fmt: on
 
 
-def bytes_of(x: Tensor, change: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-    """A change of where codes lie."""
-    if x.dtype.itemsize != 1:
-        return change(x)
-    new = change(x.view(torch.uint8))
-    return None if new is None else new.contiguous().view(x.dtype)
+def all_hypotheses() -> Iterator[Fault]:
+    """Every way of being wrong, in the order in which they are preferred."""
+    yield from of_codes()
+    yield from of_casts()
+    yield from _of_operands()
+    yield from _of_results()
+    yield from _of_layers()
+    yield from _of_attention()
+    yield from _of_optimizers()

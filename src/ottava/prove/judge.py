@@ -13,7 +13,8 @@ the other reference: its bits, where they are met, make a result "exact".
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -37,6 +38,11 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
 Values = Mapping[str, Any]
+
+
+def dtype_of(what: Values, name: str) -> torch.dtype:
+    """The dtype that a fact names; BF16 if none does."""
+    return DTYPES.get(str(what.get(name)).removeprefix("torch."), torch.bfloat16)
 
 
 class Allowed(NamedTuple):
@@ -262,11 +268,8 @@ def spread(grid: Tensor, spec: QuantizationSpec, shape: tuple[int, ...]) -> Tens
 def block_amax(x: Tensor, granularity: Granularity) -> Tensor:
     """The largest magnitude of each block, float64; NaN and infinities stay."""
     blocks = granularity.blocks(x.double().abs())
-    return (
-        blocks.amax((1, 3))
-        if blocks.numel()
-        else x.new_zeros(granularity.grid_shape((x.shape[0], x.shape[1])), dtype=torch.float64)
-    )
+    grid = granularity.grid_shape((x.shape[0], x.shape[1]))
+    return blocks.amax((1, 3)) if blocks.numel() else x.new_zeros(grid, dtype=torch.float64)
 
 
 def scale_inv_of(amax: Tensor, spec: QuantizationSpec, top: float | None = None, exponent: str | None = None) -> Tensor:
@@ -291,73 +294,73 @@ def scale_inv_of(amax: Tensor, spec: QuantizationSpec, top: float | None = None,
     return torch.where((amax > 0) & amax.isfinite(), y, 1.0)
 
 
+def _scales_asked(x: Tensor, spec: QuantizationSpec, way: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The amax of each block of x, and its multiplier; takes amax, blocks, exponent and scale_top out of the knobs."""
+    amax, blocks = way.pop("amax", None), way.pop("blocks", spec.granularity)
+    amax = block_amax(x, blocks) if amax is None else amax
+    amax = amax.expand(spec.granularity.grid_shape((x.shape[0], x.shape[1]))) if amax.numel() == 1 else amax
+    return amax, scale_inv_of(amax, spec, way.pop("scale_top", None), way.pop("exponent", None))
+
+
+def _ways(rounding: str) -> tuple[str, ...]:
+    return ("down", "up") if rounding == "stochastic" else (rounding,)
+
+
 def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way: Any) -> dict[str, Allowed]:
-    """Scales and codes of a cast; codes are those under the adapter's own scales, where these are allowed."""
-    spec = way.pop("spec", None) or cast_spec(what)
+    """Scales and codes of a cast; codes are those under the adapter's own scales, where these are allowed.
+
+    got: what an adapter without knobs wrote.
+    """
+    spec = cast_spec(what)
     assert spec is not None
-    x = way.pop("x", inputs["x"])
-    amax = way.pop("amax", None)
-    amax = block_amax(x, way.pop("blocks", spec.granularity)) if amax is None else amax
-    grid = spec.granularity.grid_shape((x.shape[0], x.shape[1]))
-    amax = amax.expand(grid) if amax.numel() == 1 else amax
-    exponent = way.pop("exponent", None)
-    right = scale_inv_of(amax, spec, way.pop("scale_top", None), exponent)
+    x, fmt = way.pop("x", inputs["x"]), spec.format
+    shape = tuple(x.shape)
+    wide = spec.scale_format == "fp32" or way.get("exponent") == "none"
+    slack = _SCALE_SLACK if wide else 0.0
+    amax, right = _scales_asked(x, spec, way)
     written = way.pop("written", lambda scale: scale)(right)
-    wide = spec.scale_format == "fp32" or exponent == "none"
-    slack = right.new_tensor(_SCALE_SLACK if wide else 0.0)
-    no_scale = ~((amax > 0) & amax.isfinite())
-    tiny = amax < _TINY
-    low, high = written * (1 - slack), torch.where(tiny, 1e30, written * (1 + slack))
-    low, high = (torch.where(no_scale, side, edge) for side, edge in ((0.0, low), (math.inf, high)))
-    bad = ~amax.isfinite()
+    known = (amax > 0) & amax.isfinite()
+    low, high = written * (1 - slack), torch.where(amax < _TINY, 1e30, written * (1 + slack))
     # FP32's subnormal numbers: hardware may flush them
     flushed = amax < 2.0**-126
-    low, high = torch.where(flushed, 0.0, low), torch.where(flushed, math.inf, high)
-    if got is not None and got["scale_inv"].numel() == right.numel() and not way and exponent is None:
+    low, high = torch.where(known & ~flushed, low, 0.0), torch.where(known & ~flushed, high, math.inf)
+    bad = ~amax.isfinite()
+    own = None
+    if got is not None and got["scale_inv"].numel() == right.numel():
         own = scales_of(got["scale_inv"], spec).reshape(right.shape)
         right = torch.where((own >= low) & (own <= high) & (own > 0), own, right)
-    z = x.double() / spread(right, spec, tuple(x.shape))
     rounding = way.pop("rounding", spec.rounding.replace("nearest_even", "nearest"))
-    z = torch.where(x.isinf(), x.double(), z)
-    edges = (
-        [on_grid(z * (1 + sign * slack), spec.format, rounding, **way) for sign in (-1, 1)]
-        if rounding != "stochastic"
-        else [on_grid(z * (1 + sign * slack), spec.format, one, **way) for sign, one in ((-1, "down"), (1, "up"))]
-    )
-    if rounding == "stochastic":
-        edges += [on_grid(z * (1 - sign * slack), spec.format, one, **way) for sign, one in ((-1, "down"), (1, "up"))]
+    z = torch.where(x.isinf(), x.double(), x.double() / spread(right, spec, shape))
+    edges = torch.stack([on_grid(z * by, fmt, one, **way) for by in (1 - slack, 1 + slack) for one in _ways(rounding)])
+    data_low, data_high = edges.amin(0), edges.amax(0)
     drawn = z if rounding == "stochastic" else None
-    center = None if got is not None else on_grid(z, spec.format, "nearest" if drawn is not None else rounding, **way)
-    if center is not None:
-        center = torch.where(x.isinf(), math.nan, center)
-    data_low = torch.stack(edges).amin(0) if x.numel() else edges[0]
-    data_high = torch.stack(edges).amax(0) if x.numel() else edges[0]
+    center = None
+    if got is None:
+        nearest = on_grid(z, fmt, "nearest" if drawn is not None else rounding, **way)
+        center = torch.where(x.isinf(), math.nan, nearest)
     # a block with NaN or infinity has no scale of its own; there NaN must stay visible, the rest is not told
-    poisoned = spread(bad.double(), spec, tuple(x.shape)) > 0
+    poisoned, seen = spread(bad, spec, shape), x.isnan() & torch.tensor(fmt.has_nan)
     also: tuple[Tensor | float, ...] = ()
-    seen = (x.isnan() | x.isinf()) & torch.tensor(spec.format.has_nan)
-    if got is not None and got["scale_inv"].numel() == bad.numel():
-        own = scales_of(got["scale_inv"], spec).reshape(bad.shape)
-        seen &= ~(spread(own.isnan().double(), spec, tuple(x.shape)) > 0)
+    if own is not None:
+        seen &= ~spread(own.isnan(), spec, shape)
         # an infinity must not pass for the largest of the other numbers of its block
         rest = block_amax(x.nan_to_num(0.0, 0.0, 0.0), spec.granularity)
         theirs = scale_inv_of(rest, spec)
         of_rest = bad & (rest > 0) & (own != 1) & ((own - theirs).abs() <= theirs * slack)
-        hidden = x.isinf() & (spread(of_rest.double(), spec, tuple(x.shape)) > 0)
+        hidden = x.isinf() & spread(of_rest, spec, shape)
         data_low, data_high = (torch.where(hidden, math.nan, side) for side in (data_low, data_high))
-        also = (torch.where(hidden, x.double(), data_low),) if spec.format.has_infinity else ()
-        poisoned &= ~hidden
-    free = (poisoned & ~(seen & x.isnan())) | (spread(flushed.double(), spec, tuple(x.shape)) > 0) & (x != 0)
-    dtypes = tuple(dict.fromkeys((spec.format.storage_dtype, torch.uint8)))
-    scale_dtypes = (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,)
+        also = (torch.where(hidden, x.double(), data_low),) if fmt.has_infinity else ()
+        poisoned = poisoned & ~hidden
+    free = (poisoned & ~seen) | spread(flushed, spec, shape) & (x != 0)
+    held = stored_shape(spec.granularity.grid_shape((x.shape[0], x.shape[1])), spec)
     scales = Allowed(
-        low.reshape(stored_shape(grid, spec)),
-        high.reshape(stored_shape(grid, spec)),
-        scale_dtypes,
+        low.reshape(held),
+        high.reshape(held),
+        (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,),
         (math.nan,) if bool(bad.any()) else (),
-        center=written.float().double().reshape(stored_shape(grid, spec)),
+        center=written.float().double().reshape(held),
     )
-    signed = spec.format.has_negative_zero and rounding != "stochastic"
+    signed, dtypes = fmt.has_negative_zero and drawn is None, tuple(dict.fromkeys((fmt.storage_dtype, torch.uint8)))
     data = Allowed(data_low, data_high, dtypes, also, free=free, signed=signed, drawn=drawn, center=center)
     return {"scale_inv": scales, "data": data}
 
@@ -375,11 +378,9 @@ def _granule(x: Tensor) -> Tensor:
     mantissa, power = torch.frexp(x.nan_to_num(0.0, 0.0, 0.0))
     whole = (mantissa * 2.0**53).to(torch.int64)
     lowest = torch.ldexp((whole & -whole).double(), power - 53)
-    return (
-        torch.where(whole == 0, math.inf, lowest).amin(1, keepdim=True)
-        if x.shape[1]
-        else x.new_full((x.shape[0], 1), math.inf)
-    )
+    if not x.shape[1]:
+        return x.new_full((x.shape[0], 1), math.inf)
+    return torch.where(whole == 0, math.inf, lowest).amin(1, keepdim=True)
 
 
 def product(
@@ -438,37 +439,25 @@ def gemm_allowed(
 ) -> dict[str, Allowed]:
     """out of a GEMM; the bits of a named accumulator."""
     lhs, rhs = gemm_specs(what)
-    dtype = DTYPES.get(str(what.get("out", "bfloat16")).removeprefix("torch.")) or torch.bfloat16
+    dtype = dtype_of(what, "out")
     name = accumulator or what.get("accumulator", "fp32")
     a, b, scale_a, scale_b = (inputs[key] for key in ("a", "b", "scale_inv_a", "scale_inv_b"))
     if get_accumulator(name).emulated and operands is None:
-        return {"out": _bits_of(a, b, scale_a, scale_b, (lhs, rhs), dtype, name)}
+        from ottava.ops.gemm import gemm
+
+        sides = (operand(x.contiguous(), y.contiguous(), spec) for x, y, spec in ((a, scale_a, lhs), (b, scale_b, rhs)))
+        y = gemm(*sides, out_dtype=dtype, accumulator=name).double()
+        return {"out": Allowed(y, y, (dtype,), exact=y)}
     a, b = decoded(a, scale_a, lhs), decoded(b, scale_b, rhs)
     if operands is not None:
         a, b = operands(a), operands(b)
     return {"out": product(a, b, dtype, **way)}
 
 
-def _bits_of(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, specs: Any, dtype: torch.dtype, name: str
-) -> Allowed:
-    from dataclasses import replace
-
-    from ottava.ops.gemm import gemm
-
-    sides = []
-    for codes, scale, spec in ((a, scale_a, specs[0]), (b, scale_b, specs[1])):
-        fmt = next((f for f in FORMATS.values() if f.dtype == codes.dtype), spec.format)
-        sides.append(
-            QuantizedTensor(
-                codes.contiguous(),
-                scales_of(scale, spec).float().contiguous(),
-                replace(spec, format=fmt),
-                torch.bfloat16,
-            )
-        )
-    y = gemm(sides[0], sides[1], out_dtype=dtype, accumulator=name).double()
-    return Allowed(y, y, (dtype,), exact=y)
+def operand(codes: Tensor, scale: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
+    """An adapter's codes and scales as a tensor of ottava; the format is that of the dtype."""
+    fmt = next((fmt for fmt in FORMATS.values() if fmt.dtype == codes.dtype), spec.format)
+    return QuantizedTensor(codes, scales_of(scale, spec).float(), replace(spec, format=fmt), torch.bfloat16)
 
 
 def grouped_allowed(
@@ -480,7 +469,7 @@ def grouped_allowed(
     """
     lhs, a, b = gemm_specs(what)[0], inputs["a"], inputs["b"]
     stops = [int(end) for end in (inputs["ends"] if ends is None else ends)]
-    dtype = DTYPES.get(str(what.get("out", "bfloat16")).removeprefix("torch.")) or torch.bfloat16
+    dtype = dtype_of(what, "out")
     low = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
     high, exact, free = low.clone(), low.clone(), torch.ones_like(low, dtype=torch.bool)
     start = 0
@@ -518,18 +507,14 @@ def cast_interval(x: Tensor, spec: QuantizationSpec | None, **way: Any) -> tuple
         center = quantize(x, spec).dequantize(torch.float32).double()
         return center, torch.zeros_like(center)
     fmt = way.pop("format", spec.format)
-    wide = spec.scale_format == "fp32"
-    amax = way.pop("amax", None)
-    amax = block_amax(x, way.pop("blocks", spec.granularity)) if amax is None else amax
-    amax = amax.expand(spec.granularity.grid_shape((x.shape[0], x.shape[1]))) if amax.numel() == 1 else amax
-    scale = scale_inv_of(amax, spec, way.pop("scale_top", fmt.max), way.pop("exponent", None))
+    way.setdefault("scale_top", fmt.max)
+    _, scale = _scales_asked(x, spec, way)
     scale = spread(scale.float().double(), spec, tuple(x.shape))
-    z, slack = x.double() / scale, _SCALE_SLACK if wide else 0.0
+    z, slack = x.double() / scale, _SCALE_SLACK if spec.scale_format == "fp32" else 0.0
     rounding = way.pop("rounding", spec.rounding.replace("nearest_even", "nearest"))
     center = on_grid(z, fmt, "nearest" if rounding == "stochastic" else rounding, **way) * scale
-    ways = ("down", "up") if rounding == "stochastic" else (rounding,) * 2
-    edges = [on_grid(z * (1 + sign * slack), fmt, one, **way) * scale for sign in (-1, 1) for one in ways]
-    off = torch.stack([(edge - center).abs() for edge in edges]).amax(0) if x.numel() else center
+    edges = [on_grid(z * by, fmt, one, **way) * scale for by in (1 - slack, 1 + slack) for one in _ways(rounding)]
+    off = torch.stack([(edge - center).abs() for edge in edges]).amax(0)
     return center, off + slack * center.abs()
 
 
@@ -546,19 +531,18 @@ def linear_allowed(inputs: Values, what: Values, *, cells: Any = None, **way: An
         "dgrad": (dy, weight.t(), x.dtype),
         "wgrad": (dy.t(), rows.t(), weight.dtype),
     }
+    shapes = {"y": (*x.shape[:-1], weight.shape[0]), "dx": tuple(x.shape), "dw": tuple(weight.shape)}
     results = {}
-    for (gemm, (lhs, rhs, dtype)), name in zip(pairs.items(), ("y", "dx", "dw"), strict=True):
-        row = getattr(recipe, gemm)
+    for (gemm, (lhs, rhs, dtype)), (name, shape) in zip(pairs.items(), shapes.items(), strict=True):
         sides = []
-        for side, operand in (("lhs", lhs), ("rhs", rhs)):
+        for side, x in (("lhs", lhs), ("rhs", rhs)):
             knobs = (cells or {}).get(f"{gemm}.{side}", {})
-            spec = None if knobs == "skip" else getattr(row, side)
-            sides.append(cast_interval(operand, spec, **({} if knobs == "skip" else dict(knobs))))
+            skipped = knobs == "skip"
+            spec = None if skipped else getattr(getattr(recipe, gemm), side)
+            sides.append(cast_interval(x, spec, **({} if skipped else knobs)))
         (a, da), (b, db) = sides
-        allowed = product(a, b, dtype, slack=(da, db), **way)
-        results[name] = allowed
-    shape = {"y": (*x.shape[:-1], weight.shape[0]), "dx": tuple(x.shape), "dw": tuple(weight.shape)}
-    return {name: reshaped(one, shape[name]) for name, one in results.items()}
+        results[name] = reshaped(product(a, b, dtype, slack=(da, db), **way), shape)
+    return results
 
 
 def reshaped(allowed: Allowed, shape: tuple[int, ...]) -> Allowed:
@@ -586,13 +570,10 @@ def attention_allowed(
     dtype, depth, keys, queries = inputs["q"].dtype, q.shape[-1], k.shape[-2], q.shape[-2]
     u = max(torch.finfo(dtype).eps / 2, U32)
     scale = 1 / math.sqrt(depth) if scale is None else scale
-    if fault == "softmax before scale":
-        scale = 1.0
     scores, size = q @ k.mT * scale, q.abs() @ k.abs().mT * scale
     off = (depth + 4) * U32 * size + 2 * u * scores.abs()  # sums in fp32, then one rounding of the scores
     if what.get("causal", False) if causal is None else causal:
-        late = 0 if fault == "top left" else keys - queries
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(late * 0 + offset)
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(offset)
         scores, off = scores.masked_fill(~seen, -math.inf), off.masked_fill(~seen, 0.0)
     top = scores.amax(-1, keepdim=True).clamp(min=-1e300)
     raised = (scores - top).exp()
@@ -608,9 +589,8 @@ def attention_allowed(
     o, eo = p @ v, ep @ v.abs() + (keys + 4) * U32 * (p @ v.abs())
     dp, edp = grad @ v.mT, ((v.shape[-1] + 4) * U32 + u) * (grad.abs() @ v.abs().mT)
     delta = (grad * o).sum(-1, keepdim=True)
-    edelta = (grad.abs() * (eo + u * o.abs())).sum(-1, keepdim=True) + (v.shape[-1] + 4) * U32 * (grad * o).abs().sum(
-        -1, keepdim=True
-    )
+    edelta = (grad.abs() * (eo + u * o.abs())).sum(-1, keepdim=True)
+    edelta += (v.shape[-1] + 4) * U32 * (grad * o).abs().sum(-1, keepdim=True)
     if fault == "no delta":
         delta = torch.zeros_like(delta)
     ds = p * (dp - delta)
@@ -659,11 +639,8 @@ def adamw(
     c2 = 1.0 if fault in ("no bias correction", "second moment uncorrected") else c2
     hat = v / c2 if c2 else v * math.inf
     root = (hat + eps).sqrt() if fault == "eps under the root" else hat.sqrt() + eps
-    root = (
-        v.sqrt() / 1.0 * (1 / math.sqrt(c2) if c2 else math.inf) + eps / (math.sqrt(c2) if c2 else 1)
-        if fault == "eps corrected too"
-        else root
-    )
+    if fault == "eps corrected too":
+        root = v.sqrt() * (1 / math.sqrt(c2) if c2 else math.inf) + eps / (math.sqrt(c2) if c2 else 1)
     root = hat if fault == "no root" else root
     direction = m / c1 if c1 else m * math.inf
     if fault == "sign":
@@ -697,12 +674,8 @@ def optimizer_allowed(
             dm, dv = b1 * dm + 8 * U32 * (1 - b1) * (g.abs() + kept.abs()), b2 * dv
             share = torch.where(dv < v, dv / torch.where(v > 0, v, 1.0), torch.where(dv > 0, math.inf, 0.0))
             root = (v / (1 - b2**t)).sqrt() + float(what.get("eps", 1e-8))
-            step = lr * m.abs() / (1 - b1**t) / root
-            error = (
-                error
-                + ((step + lr * dm / (1 - b1**t) / root) * share).nan_to_num(0.0, posinf=math.inf)
-                + lr * dm / (1 - b1**t) / root
-            )
+            step, moved = lr * m.abs() / (1 - b1**t) / root, lr * dm / (1 - b1**t) / root
+            error = error + ((step + moved) * share).nan_to_num(0.0, posinf=math.inf) + moved
             (m, dm), (v, dv) = _held(name, m, dm, False), _held(name, v, dv, True)
         if fault == "moments forgotten":
             m, v = torch.zeros_like(p), torch.zeros_like(p)
@@ -739,21 +712,18 @@ def _held(name: str, moment: Tensor, off: Tensor, positive: bool) -> tuple[Tenso
 
 def expect(kind: str, inputs: Values, what: Values, got: Values | None = None, **way: Any) -> dict[str, Allowed]:
     """What each result of a call may be; knobs in `way` make it the result of a faulty kernel."""
-    if kind == "encode":
-        return {"codes": encode_allowed(inputs["x"], what, **way)}
-    if kind == "decode":
-        return {"values": decode_allowed(inputs["codes"], what, **way)}
     if kind == "cast":
         return cast_allowed(inputs, what, got, **way)
-    whole = {
+    made: Mapping[str, Callable[..., dict[str, Allowed]]] = {
+        "encode": lambda inputs, what, **way: {"codes": encode_allowed(inputs["x"], what, **way)},
+        "decode": lambda inputs, what, **way: {"values": decode_allowed(inputs["codes"], what, **way)},
         "gemm": gemm_allowed,
         "grouped": grouped_allowed,
         "linear": linear_allowed,
         "attention": attention_allowed,
         "optimizer": optimizer_allowed,
     }
-    allowed: dict[str, Allowed] = whole[kind](inputs, what, **way)  # type: ignore[operator]
-    return allowed
+    return made[kind](inputs, what, **way)
 
 
 def result_format(kind: str, name: str, what: Values) -> Format | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,13 +23,14 @@ from ottava.prove.judge import (
     DTYPES,
     block_amax,
     cast_spec,
+    dtype_of,
     gemm_specs,
     on_grid,
     scale_inv_of,
     spread,
     stored,
     stored_shape,
-)
+)  # fmt: skip
 from ottava.recipe import get_recipe
 
 GUARD = 256
@@ -189,43 +190,25 @@ class Draws:
 # --- the list of each kind -------------------------------------------------------------------------------------------
 
 _MATRICES = (
-    (128, 256),
-    (32, 64),
-    (1, 1),
-    (3, 5),
-    (17, 33),
-    (5, 300),
-    (130, 257),
-    (1, 4096),
-    (0, 64),
-    (64, 0),
-    (256, 128),
-)
+    (128, 256), (32, 64), (1, 1), (3, 5), (17, 33), (5, 300), (130, 257), (1, 4096), (0, 64), (64, 0), (256, 128),
+)  # fmt: skip
 _PRODUCTS = (
     (128, 128, 256), (32, 48, 64), (1, 1, 1), (3, 5, 7), (17, 33, 65), (16, 16, 32), (5, 130, 100), (130, 16, 129),
-    (1, 64, 128),
-    (32, 256, 256), (16, 384, 256), (2, 3, 4096), (0, 16, 32), (16, 0, 32), (256, 64, 384),
+    (1, 64, 128), (32, 256, 256), (16, 384, 256), (2, 3, 4096), (0, 16, 32), (16, 0, 32), (256, 64, 384),
 )  # fmt: skip
 _GROUPS = ((16, 16, 16), (5, 0, 3), (0, 4, 0), (1,), (33, 0, 0, 64), (0, 0), (7, 128, 1), (2, 3, 4, 5, 6))
 _LAYERS = (
-    ((32,), 48, 64),
-    ((2, 16), 128, 256),
-    ((128,), 128, 128),
-    ((3, 5), 7, 33),
-    ((1,), 16, 32),
-    ((130,), 96, 160),
+    ((32,), 48, 64), ((2, 16), 128, 256), ((128,), 128, 128), ((3, 5), 7, 33), ((1,), 16, 32), ((130,), 96, 160),
     ((256,), 64, 384),
-)
+)  # fmt: skip
 _ATTENTIONS = (
-    (1, 2, 16, 8, 8),
-    (2, 1, 33, 16, 16),
-    (1, 2, 7, 4, 6),
-    (1, 1, 1, 8, 8),
-    (1, 2, 130, 16, 16),
-    (2, 3, 64, 32, 32),
+    (1, 2, 16, 8, 8), (2, 1, 33, 16, 16), (1, 2, 7, 4, 6), (1, 1, 1, 8, 8), (1, 2, 130, 16, 16), (2, 3, 64, 32, 32),
     (1, 1, 5, 64, 24),
-)
+)  # fmt: skip
 _STEPPED = ((5,), (7, 3), (1,), (128, 130), (4, 256), (2, 3, 5))
+_PLAIN = ("contiguous",)
+_ALONE = ("cancelling", "one NaN", "a row of NaN", "one infinity", "one hot")
+"""Kinds of numbers for one operand of a GEMM: the other one is positive."""
 
 
 def combinations(
@@ -244,14 +227,13 @@ def _jittered(shape: Any, source: Draws) -> Any:
     """Half of the drawn shapes get other sizes, up to twice the listed ones."""
     if source.choose((True, False)):
         return shape
-    return tuple(
-        _jittered(size, source)
-        if isinstance(size, tuple)
-        else size
-        if size > 512
-        else source.choose(range(2 * size + 1))
-        for size in shape
-    )
+
+    def drawn(size: Any) -> Any:
+        if isinstance(size, tuple):
+            return _jittered(size, source)
+        return size if size > 512 else source.choose(range(2 * size + 1))
+
+    return tuple(map(drawn, shape))
 
 
 def cases(kind: str, what: Mapping[str, Any], count: int, seed: int, device: torch.device) -> Iterator[KernelCase]:
@@ -267,25 +249,19 @@ def edges(fmt: Format) -> Tensor:
     """Every number of a format, every middle between two, and the fp32 numbers beside them; both signs."""
     values = code_values(fmt)
     values = values[values.isfinite() & (values >= 0)].unique()
-    ends = torch.tensor(
-        [fmt.clip, 2 * fmt.clip - fmt.max, 2 * fmt.max, 3e38, 1e-30, 2.0**-149, 0.0, fmt.min_subnormal / 4]
-    )
-    points = torch.cat([values, (values[1:] + values[:-1]) / 2, ends])
-    near = [points, points.nextafter(torch.tensor(math.inf)), points.nextafter(torch.tensor(0.0))]
-    points = torch.cat(near)
+    ends = [fmt.clip, 2 * fmt.clip - fmt.max, 2 * fmt.max, 3e38, 1e-30, 2.0**-149, 0.0, fmt.min_subnormal / 4]
+    points = torch.cat([values, (values[1:] + values[:-1]) / 2, torch.tensor(ends)])
+    points = torch.cat([points, *(points.nextafter(torch.tensor(end)) for end in (math.inf, 0.0))])
     special = torch.tensor([math.nan, math.inf])
     return torch.cat([points, -points, special, -special])
 
 
 def _encode(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[KernelCase]:
     fmt = get_format(what.get("format", "e4m3"))
-    bf16 = (
-        torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256).to(source.device)
-    )
-    points = edges(fmt).to(source.device)
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    bf16, points = bits.view(torch.bfloat16).view(256, 256).to(source.device), edges(fmt).to(source.device)
     if not fmt.signed:  # a scale has no sign, and no zero
-        bf16 = torch.where(bf16 > 0, bf16, 1.0)
-        points = torch.where(points > 0, points, 1.0)
+        bf16, points = (torch.where(x > 0, x, 1.0) for x in (bf16, points))
     named = [
         ("all BF16 numbers", bf16),
         ("all BF16 numbers in FP32", bf16.float()),
@@ -295,9 +271,8 @@ def _encode(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[Kern
         yield KernelCase(name, {"x": placed(x)})
     shapes = ((7,), (), (0,), (2, 3, 5), (1, 1), (3, 1, 17))
     top = fmt.max / 4
-    for i, (shape, layout, operands) in enumerate(
-        combinations(_MATRICES, LAYOUTS, tuple(OPERANDS), source, count - 3 - len(shapes))
-    ):
+    drawn = combinations(_MATRICES, LAYOUTS, tuple(OPERANDS), source, count - 3 - len(shapes))
+    for i, (shape, layout, operands) in enumerate(drawn):
         dtype = (torch.float32, torch.bfloat16, torch.float32)[i % 3]
         x = source.operand(operands, *shape) * top
         x = x.to(dtype) if fmt.signed else x.abs().clamp(min=2.0**-140).to(dtype)
@@ -324,23 +299,19 @@ def _cast(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[Kernel
     for i, (shape, layout, operands) in enumerate(combinations(_MATRICES, LAYOUTS, tuple(OPERANDS), source, count - 2)):
         dtype = torch.float32 if operands.startswith("FP32") else (torch.bfloat16, torch.float32)[i % 2]
         x = source.operand(operands, *shape).to(dtype)
-        yield _cast_case(
-            f"{_size(shape)} {dtype_name(dtype)}, {layout}, {operands}", x, layout, spec, plain=shape[1] % width == 0
-        )
+        name = f"{_size(shape)} {dtype_name(dtype)}, {layout}, {operands}"
+        yield _cast_case(name, x, layout, spec, shape[1] % width == 0)
     for factor in (2.0**6, 2.0**-6)[: max(count - 2, 0)]:
-        x = source.operand("normal", *_MATRICES[1]).to(torch.bfloat16)
-        case = _cast_case(
-            f"{_size(_MATRICES[1])} after a call on numbers {factor:g} times as large", x, "contiguous", spec
-        )
-        yield KernelCase(
-            case.name, case.inputs, case.buffers, True, {"x": source.normal(*x.shape).to(torch.bfloat16) * factor}
-        )
+        x = source.normal(*_MATRICES[1]).to(torch.bfloat16)
+        name = f"{_size(_MATRICES[1])} after a call on numbers {factor:g} times as large"
+        before = {"x": source.normal(*x.shape).to(torch.bfloat16) * factor}
+        yield replace(_cast_case(name, x, "contiguous", spec), before=before)
 
 
 def _cast_case(name: str, x: Tensor, layout: str, spec: QuantizationSpec, plain: bool = True) -> KernelCase:
-    grid = spec.granularity.grid_shape((x.shape[0], x.shape[1]))
+    held = stored_shape(spec.granularity.grid_shape((x.shape[0], x.shape[1])), spec)
     kind = torch.uint8 if spec.scale_format.startswith("e8m0") else torch.float32
-    buffers = {"data": (tuple(x.shape), spec.format.storage_dtype), "scale_inv": (stored_shape(grid, spec), kind)}
+    buffers = {"data": (tuple(x.shape), spec.format.storage_dtype), "scale_inv": (held, kind)}
     return KernelCase(name, {"x": placed(x, layout)}, buffers, plain)
 
 
@@ -355,11 +326,8 @@ def _side(source: Draws, kind: str, rows: int, k: int, spec: QuantizationSpec, f
     """Codes (rows, K) and scales in memory's layout; another scale for every block."""
     x = source.operand(kind, rows, k)
     whole = kind in ("small whole numbers", "one hot", "zeros", "negative zeros")
-    codes = (
-        encode(x.clamp(-fmt.max, fmt.max), fmt)
-        if whole or kind in ("one NaN", "one infinity", "subnormal", "tiny")
-        else codes_of(x, spec, fmt)
-    )
+    as_they_are = whole or kind in ("one NaN", "one infinity", "subnormal", "tiny")
+    codes = encode(x.clamp(-fmt.max, fmt.max), fmt) if as_they_are else codes_of(x, spec, fmt)
     grid = spec.granularity.grid_shape((rows, k))
     drawn = torch.rand(grid, generator=source.generator).to(source.device)
     powers = whole or spec.scale_format != "fp32"  # sums of such products are exact
@@ -373,99 +341,71 @@ def _formats(what: Mapping[str, Any], source: Draws) -> tuple[Format, Format]:
     return row.lhs.format, row.rhs.format
 
 
+def _width(specs: tuple[QuantizationSpec, QuantizationSpec]) -> int:
+    """K in whole blocks of both operands."""
+    return math.lcm(*(spec.granularity.cols or 1 for spec in specs))
+
+
 def _gemm(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[KernelCase]:
-    (lhs, rhs), dtype = gemm_specs(what), DTYPES.get(str(what.get("out", "bfloat16"))) or torch.bfloat16
+    specs, dtype = gemm_specs(what), dtype_of(what, "out")
     kinds = tuple(name for name in OPERANDS if name not in ("huge", "ties") and "FP32" not in name)
-    ends = (0, 255) if lhs.scale_format.startswith("e8m0") else ()
+    ends = (0, 255) if specs[0].scale_format.startswith("e8m0") else ()
     for byte in ends[: max(count - 1, 0)]:
-        yield _extreme(byte, (lhs, rhs), dtype, source)
+        yield _extreme(byte, specs, dtype, source)
     for (m, n, k), layout, operands in combinations(_PRODUCTS, LAYOUTS[:4], kinds, source, count - len(ends)):
         a_format, b_format = _formats(what, source)
-        other = (
-            operands
-            if operands not in ("cancelling", "one NaN", "a row of NaN", "one infinity", "one hot")
-            else "positive"
-        )
-        a, scale_a = _side(source, operands, m, k, lhs, a_format)
-        b, scale_b = _side(source, other, n, k, rhs, b_format)
-        inputs = {
-            "a": placed(a, layout),
-            "b": placed(b, layout),
-            "scale_inv_a": placed(scale_a),
-            "scale_inv_b": placed(scale_b),
-        }
-        width = math.lcm(lhs.granularity.cols or 1, rhs.granularity.cols or 1)
-        yield KernelCase(
-            f"{m} x {n} x {k} {a_format} x {b_format}, {layout}, {operands}",
-            inputs,
-            {"out": ((m, n), dtype)},
-            k % width == 0,
-        )
+        a = _side(source, operands, m, k, specs[0], a_format)
+        b = _side(source, "positive" if operands in _ALONE else operands, n, k, specs[1], b_format)
+        name = f"{m} x {n} x {k} {a_format} x {b_format}, {layout}, {operands}"
+        yield KernelCase(name, _operands(a, b, layout, layout), {"out": ((m, n), dtype)}, k % _width(specs) == 0)
+
+
+def _operands(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], *layouts: str) -> dict[str, Any]:
+    of_a, of_b = layouts or ("contiguous", "contiguous")
+    codes = {"a": placed(a[0], of_a), "b": placed(b[0], of_b)}
+    return codes | {"scale_inv_a": placed(a[1]), "scale_inv_b": placed(b[1])}
 
 
 def _extreme(byte: int, specs: tuple[QuantizationSpec, ...], dtype: torch.dtype, source: Draws) -> KernelCase:
     """A scale of 2^-127 (byte 0) or NaN (255) in a; scales of 2^100 in b bring the products back."""
     rows, k = 16, 64
-    a, scale_a = _side(source, "positive", rows, k, specs[0], specs[0].format)
-    b, scale_b = _side(source, "positive", rows, k, specs[1], specs[1].format)
-    scale_a, scale_b = scale_a.clone(), torch.full_like(scale_b, 227)
+    (a, scale_a), (b, scale_b) = (_side(source, "positive", rows, k, spec, spec.format) for spec in specs)
+    scale_a = scale_a.clone()
     scale_a[1:3] = byte
-    inputs = {"a": placed(a), "b": placed(b), "scale_inv_a": placed(scale_a), "scale_inv_b": placed(scale_b)}
+    inputs = _operands((a, scale_a), (b, torch.full_like(scale_b, 227)))
     return KernelCase(f"{rows} x {rows} x {k}, scale bytes of {byte} in a", inputs, {"out": ((rows, rows), dtype)})
 
 
 def _grouped(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[KernelCase]:
-    (lhs, rhs), dtype = gemm_specs(what), DTYPES.get(str(what.get("out", "bfloat16"))) or torch.bfloat16
-    kinds = (
-        "normal",
-        "small whole numbers",
-        "positive",
-        "blocks of other sizes",
-        "one NaN",
-        "a row of NaN",
-        "zeros",
-        "wide",
-    )
-    width = math.lcm(lhs.granularity.cols or 1, rhs.granularity.cols or 1)
-    high = rhs.granularity.rows or 1
+    (lhs, rhs), dtype = gemm_specs(what), dtype_of(what, "out")
+    numbers = ("normal", "small whole numbers", "positive", "blocks of other sizes")
+    kinds = (*numbers, "one NaN", "a row of NaN", "zeros", "wide")
+    width, high = _width((lhs, rhs)), rhs.granularity.rows or 1
     for i, (sizes, layout, operands) in enumerate(combinations(_GROUPS, LAYOUTS[:2], kinds, source, count)):
         n, k = ((32, 64), (128, 128), (16, 256), (256, 256), (128, 384))[i % 5]
         n, k = -(-n // high) * high, -(-k // width) * width
         beyond = 4 if i % 4 == 3 else 0  # rows of no group
         a_format, b_format = _formats(what, source)
         a, scale_a = _side(source, operands, sum(sizes) + beyond, k, lhs, a_format)
-        sides = [
-            _side(source, "normal" if operands in ("one NaN", "a row of NaN") else operands, n, k, rhs, b_format)
-            for _ in sizes
-        ]
+        usual = "normal" if operands in ("one NaN", "a row of NaN") else operands
+        sides = [_side(source, usual, n, k, rhs, b_format) for _ in sizes]
         b, scale_b = (torch.stack([side[j].view(torch.uint8) if j == 0 else side[j] for side in sides]) for j in (0, 1))
         ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0).to(torch.int32).to(source.device)
         if beyond:
             a.view(torch.uint8)[sum(sizes) :] = 0xFF
-        inputs = {"a": placed(a, layout), "b": placed(b.view(b_format.storage_dtype)), "scale_inv_a": placed(scale_a),
-                  "scale_inv_b": placed(scale_b), "ends": ends}  # fmt: skip
+        sides_of_b = b.view(b_format.storage_dtype), scale_b
+        inputs = _operands((a, scale_a), sides_of_b, layout, "contiguous") | {"ends": ends}
         rest = " and 4 rows of none" if beyond else ""
-        yield KernelCase(f"groups {sizes}{rest}, N {n}, K {k}, {layout}, {operands}", inputs,
-                   {"out": ((sum(sizes) + beyond, n), dtype)})  # fmt: skip
+        name = f"groups {sizes}{rest}, N {n}, K {k}, {layout}, {operands}"
+        yield KernelCase(name, inputs, {"out": ((sum(sizes) + beyond, n), dtype)})
 
 
 def _linear(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[KernelCase]:
-    dtype = DTYPES.get(str(what.get("dtype", "bfloat16"))) or torch.bfloat16
-    kinds = (
-        "normal",
-        "positive",
-        "blocks of other sizes",
-        "one large number",
-        "wide",
-        "tiny",
-        "one hot",
-        "zeros",
-        "one NaN",
-        "weight of wide range",
-    )
-    listed = combinations(
-        _LAYERS, ("contiguous", "offset", "transposed", "sliced", "broadcast"), kinds, source, count - 2
-    )
+    dtype = dtype_of(what, "dtype")
+    numbers = ("normal", "positive", "blocks of other sizes", "one large number", "wide", "tiny", "one hot", "zeros")
+    kinds = (*numbers, "one NaN", "weight of wide range")
+    layouts = ("contiguous", "offset", "transposed", "sliced", "broadcast")
+    listed = combinations(_LAYERS, layouts, kinds, source, count - 2)
     for (lead, n, k), layout, operands in listed:
         rows = math.prod(lead)
         wide = operands == "weight of wide range"
@@ -473,29 +413,23 @@ def _linear(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[Kern
         # beside large columns small ones lose bits if blocks run along K; along N they have scales of their own
         w = (w * torch.exp2(-2.5 * (torch.arange(k, device=w.device) % 8)) if wide else w).to(dtype)
         grad = source.operand(operands if operands != "one NaN" and not wide else "normal", rows, n).to(dtype) * 2.0**-8
-        flat = layout in ("contiguous", "offset") or len(lead) == 1
-        x = placed(
-            x.view(*lead, k) if layout in ("contiguous", "offset") else x,
-            "contiguous" if layout == "broadcast" else layout,
-        )
+        whole = layout in ("contiguous", "offset")
+        x = placed(x.view(*lead, k) if whole else x, "contiguous" if layout == "broadcast" else layout)
         grad = placed(grad, "broadcast" if layout == "broadcast" else "contiguous")
-        grad = grad if not flat or len(lead) == 1 else grad.view(*lead, n)
+        grad = grad.view(*lead, n) if whole and len(lead) > 1 else grad
         inputs = {"x": x, "weight": placed(w), "grad": grad}
-        yield KernelCase(f"x {tuple(x.shape)}, weight {(n, k)}, {layout}, {operands}", inputs,
-                   plain=not ({n % 16, k % 16, rows % 16} - {0}))  # fmt: skip
+        name = f"x {tuple(x.shape)}, weight {(n, k)}, {layout}, {operands}"
+        yield KernelCase(name, inputs, plain=not ({n % 16, k % 16, rows % 16} - {0}))
     for factor in (4.0, 0.25)[: max(count - 2, 0)]:
         inputs = {"x": source.normal(32, 64), "weight": source.normal(48, 64), "grad": source.normal(32, 48)}
         before = {key: source.normal(*x.shape).to(dtype) * factor for key, x in inputs.items()}
-        yield KernelCase(
-            "32 x 48 x 64, in place of the numbers of the step before",
-            {key: placed(x.to(dtype)) for key, x in inputs.items()},
-            before=before,
-        )
+        inputs = {key: placed(x.to(dtype)) for key, x in inputs.items()}
+        yield KernelCase("32 x 48 x 64, in place of the numbers of the step before", inputs, before=before)
 
 
 def _attention(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[KernelCase]:
     kinds = ("normal", "positive", "one large number", "small whole numbers", "zeros", "peaked", "one hot")
-    for i, (shape, _, operands) in enumerate(combinations(_ATTENTIONS, ("contiguous",), kinds, source, count)):
+    for i, (shape, _, operands) in enumerate(combinations(_ATTENTIONS, _PLAIN, kinds, source, count)):
         b, h, s, d, dv = (max(size, 1) for size in shape)
         dtype = DTYPES.get(str(what.get("dtype"))) or (torch.float32, torch.bfloat16)[i % 2]
         inputs = {}
@@ -509,17 +443,14 @@ def _attention(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[K
 
 
 def _optimizer(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[KernelCase]:
-    dtype = DTYPES.get(str(what.get("dtype", "float32"))) or torch.float32
+    dtype = DTYPES.get(str(what.get("dtype")), torch.float32)
     kinds = ("normal", "tiny", "positive", "wide", "zeros", "one hot", "small whole numbers", "one large number")
-    for i, (shape, _, operands) in enumerate(combinations(_STEPPED, ("contiguous",), kinds, source, count)):
+    for i, (shape, _, operands) in enumerate(combinations(_STEPPED, _PLAIN, kinds, source, count)):
         steps, size = (6, 3, 12)[i % 3], math.prod(shape)
-        grads = torch.stack([source.operand(operands, 1, size).reshape(shape) * (1 + t % 3) for t in range(steps)]).to(
-            dtype
-        )
+        drawn = [source.operand(operands, 1, size).reshape(shape) * (1 + t % 3) for t in range(steps)]
         parameter = (source.normal(*shape) * (10.0 if i % 2 else 0.1)).to(dtype)
-        yield KernelCase(
-            f"shape {shape}, {steps} steps, {operands}", {"parameter": placed(parameter), "grad": placed(grads)}
-        )
+        inputs = {"parameter": placed(parameter), "grad": placed(torch.stack(drawn).to(dtype))}
+        yield KernelCase(f"shape {shape}, {steps} steps, {operands}", inputs)
 
 
 def _size(shape: Sequence[int]) -> str:

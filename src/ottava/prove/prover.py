@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -110,42 +111,27 @@ class Verdict:
     def __str__(self) -> str:
         wrong = [j for j in self.judged if j.wrong]
         if self.finding is None:
-            lines = [
-                f"{self.names[1]} computes what {self.names[0]} computes: "
-                f"all {len(self.judged)} tensors are within their limits."
-            ]
+            a, b = self.names
+            lines = [f"{b} computes what {a} computes: all {len(self.judged)} tensors are within their limits."]
         else:
-            lines = [
-                self.finding.sentence,
-                "",
-                f"{len(wrong)} of {len(self.judged)} tensors are beyond their limits; the first, in program order:",
-            ]
+            count = f"{len(wrong)} of {len(self.judged)} tensors are beyond their limits"
+            lines = [self.finding.sentence, "", f"{count}; the first, in program order:"]
             first = self.judged.index(wrong[0])
-            shown = self.judged[max(first - 2, 0) : first] + wrong[:6]
             rows = [
                 (str(j.row.key), f"{j.far[j.worst]:.2g}", f"{j.limit[j.worst]:.2g}", "wrong" if j.wrong else "right")
-                for j in shown
+                for j in self.judged[max(first - 2, 0) : first] + wrong[:6]
             ]
             lines += [f"  {line}" for line in columns(("tensor", "distance", "limit", ""), *rows)]
         lines += ["", *(f"Note: {note}" for note in self.notes)] if self.notes else []
-        if self.reproducer is not None:
-            lines += ["", f"Reproducer: python {self.reproducer}"]
+        lines += ["", f"Reproducer: python {self.reproducer}"] if self.reproducer is not None else []
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        f = self.finding
-        found = (
-            None
-            if f is None
-            else {
-                **{
-                    k: getattr(f, k)
-                    for k in ("phase", "module", "operation", "rank", "error", "limit", "sentence", "others")
-                },
-                "tensor": str(f.key),
-            }
-        )
+        found = None
+        if self.finding is not None:
+            found = {**vars(self.finding), "tensor": str(self.finding.key)}
+            del found["key"]
         return {
             "same": self.same, "finding": found, "tensors": len(self.judged), "notes": self.notes,
             "wrong": [str(j.row.key) for j in self.judged if j.wrong],
@@ -208,20 +194,17 @@ def check(
     def run(side: Any, nudge: Nudge | None = None) -> StepRecording:
         return _run(side, batch, loss, steps, seed, nudge)
 
-    first = sides[0] if isinstance(sides[0], StepRecording) else run(sides[0])
-    second = sides[1] if isinstance(sides[1], StepRecording) else run(sides[1])
+    first, second = (side if isinstance(side, StepRecording) else run(side) for side in sides)
     second = renamed(second, names or {})
     if not isinstance(sides[0], StepRecording):
         first.again = run(sides[0])
         first.nudged = [run(sides[0], nudge_for(first, second, seed, casts)) for seed in range(1, draws + 1)]
     verdict = judge(first, second)
-    if reproducer is not None and verdict.finding is not None:
-        own = [s for s in sides if not isinstance(s, StepRecording)]
-        if len(own) == 2:
-            runs = [_run(s, batch, loss, steps, seed, None, operations=True) for s in own]
-            about = verdict.finding.sentence, verdict.finding.limit
-            verdict.reproducer, note = write(*about, runs[0].operations, runs[1].operations, Path(reproducer))
-            verdict.notes.append(note)
+    found = verdict.finding
+    if reproducer is not None and found is not None and not any(isinstance(s, StepRecording) for s in sides):
+        calls = [_run(s, batch, loss, steps, seed, None, operations=True).operations for s in sides]
+        verdict.reproducer, note = write(found.sentence, found.limit, calls[0], calls[1], Path(reproducer))
+        verdict.notes.append(note)
     return verdict
 
 
@@ -249,13 +232,13 @@ def coarsest(recording: StepRecording) -> float:
 def judge(a: StepRecording, b: StepRecording) -> Verdict:
     """Holds every tensor of B against A, and names the first that is wrong."""
     if a.again is not None:
-        _settle(a)
+        _settle(a, a.again)
     aligned = align(a, b)
     moved = [{(r.key, r.call): r for r in align(a, n).rows} for n in (*a.nudged, *([a.again] if a.again else []))]
     usual: dict[str, list[float]] = {}
     for row in aligned.rows:
         if row.a.is_floating_point() and row.a.numel():
-            usual.setdefault(row.key.kind, []).append(float(row.a.double().square().mean().sqrt()))
+            usual.setdefault(row.key.kind, []).append(_size(row.a))
     medians = {kind: sorted(found)[len(found) // 2] for kind, found in usual.items()}
     notes: list[str] = []
     if not a.nudged:
@@ -263,36 +246,33 @@ def judge(a: StepRecording, b: StepRecording) -> Verdict:
             "A has no runs that were moved by a rounding, so limits are a rule of thumb: 32 units of the coarser dtype."
         )
     judged = []
-    gradients: dict[Key, Tensor] = {}
+    doubtful: dict[Key, Tensor] = {}  # parameter -> where its gradient may be zero but for rounding
     weights = {r.key.path: r for r in aligned.rows if r.key.kind == "weight"}
     for row in aligned.rows:
         if row.b is None:
             continue
-        size = medians.get(row.key.kind, 0.0)
+        key, other = row.key, row.b
+        size = medians.get(key.kind, 0.0)
         size = size if math.isfinite(size) else 0.0
-        plain = replace_key(row.key)
+        plain = key._replace(kind="output") if key.kind == "recomputed" else key
+        runs = [one.get((plain, row.call)) for one in moved if key.kind != "weight"]
         went = [
-            distance(row.a, m.b, size)
-            for one in moved
-            if (m := one.get((plain, row.call))) is not None and m.b is not None and m.b.shape == row.a.shape
+            distance(row.a, m.b, size) for m in runs if m is not None and m.b is not None and m.b.shape == row.a.shape
         ]
-        if row.key.kind == "weight":
-            went = []
         coarse = unit(row.unit)
-        limit = limits(went, coarse if a.nudged or row.key.kind == "weight" else 32 * coarse)
-        if row.key.kind == "update" and (weight := weights.get(row.key.path)) is not None:
+        limit = limits(went, coarse if a.nudged or key.kind == "weight" else 32 * coarse)
+        if key.kind == "update" and (weight := weights.get(key.path)) is not None:
             # the optimizer adds to weights of the coarser dtype: each of them is rounded
-            sizes = [float(x.double().square().mean().sqrt()) for x in (weight.a, row.a)]
-            rounding = unit(weight.unit) * (1 + sizes[0] / sizes[1]) if sizes[1] else math.inf
+            size_of_row = _size(row.a)
+            rounding = unit(weight.unit) * (1 + _size(weight.a) / size_of_row) if size_of_row else math.inf
             limit = Distance(*(m + rounding * (1 if i == 0 else 4) for i, m in enumerate(limit)))
-        b_value = row.b
-        if row.key.kind == "update" and (gradient := gradients.get(row.key._replace(kind="gradient"))) is not None:
+        zero = doubtful.get(key._replace(kind="gradient")) if key.kind == "update" else None
+        if zero is not None and zero.shape == row.a.shape:
             # Adam divides a gradient by its size: where it may be zero but for rounding, its sign is chance
-            b_value = torch.where(gradient, row.a.double(), row.b.double()) if gradient.shape == row.a.shape else row.b
-        judged.append(Judged(row, distance(row.a, b_value, size), limit))
-        if row.key.kind == "gradient":
-            usual_size = float(row.a.double().square().mean().sqrt())
-            gradients[row.key] = row.a.abs() <= 4 * limit.element * usual_size
+            other = torch.where(zero, row.a.double(), row.b.double())
+        judged.append(Judged(row, distance(row.a, other, size), limit))
+        if key.kind == "gradient":
+            doubtful[key] = row.a.abs() <= 4 * limit.element * _size(row.a)
     if unlike := [f"{row.key} {row.said}" for row in aligned.rows if row.b is None]:
         notes.append(f"Not compared: {listed(unlike, 4)}.")
     for only, name in ((aligned.only_a, a.name), (aligned.only_b, b.name)):
@@ -303,67 +283,61 @@ def judge(a: StepRecording, b: StepRecording) -> Verdict:
     return Verdict(finding, judged, notes, (a.name, b.name), aligned=aligned)
 
 
-def replace_key(key: Key) -> Key:
-    """The key of A's tensor."""
-    return key._replace(kind="output") if key.kind == "recomputed" else key
+def _size(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
 
 
-def _settle(a: StepRecording) -> None:
+def _settle(a: StepRecording, again: StepRecording) -> None:
     """Refuses a reference that does not repeat itself."""
-    assert a.again is not None
-    aligned = align(a, a.again)
-    for row in aligned.rows:
-        if row.b is not None and row.a.shape == row.b.shape:
-            far = distance(row.a, row.b).whole
-            if far > 0.3:
-                raise UnlikeError(
-                    f"check: two runs of A itself differ: {row.key} by {far:.0%}. Give the program one seed, "
-                    "the same data and no state from run to run; dropout needs a seed before the step"
-                )
+    for row in align(a, again).rows:
+        if row.b is not None and row.a.shape == row.b.shape and (far := distance(row.a, row.b).whole) > 0.3:
+            raise UnlikeError(
+                f"check: two runs of A itself differ: {row.key} by {far:.0%}. Give the program one seed, "
+                "the same data and no state from run to run; dropout needs a seed before the step"
+            )
+
+
+_PHASES = MappingProxyType(
+    {
+        "weight": ("start", "the programs start from other weights: {path}"),
+        "output": ("forward", "the forward of {named}"),
+        "recomputed": ("recomputation", "the recomputed forward of {named}"),
+        "gradient": (
+            "weight gradient",
+            "the gradient of {path}{lost}, while the gradient that enters {named} is right",
+        ),
+        "clipped gradient": (
+            "clipping",
+            "what happens between the backward and the step of the optimizer, such as clipping or unscaling",
+        ),
+        "update": ("update", "the step of the optimizer ({operation})"),
+        "buffer": ("buffer", "the buffer {path}"),
+    }
+)
+"""Kind of a tensor -> the phase that computes it, and a sentence, where no other tensor must be asked."""
 
 
 def explain(wrong: Judged, judged: Sequence[Judged], a: StepRecording, b: StepRecording) -> Finding:
     """Which code computed the first wrong tensor."""
-    row, number = wrong.row, wrong.worst
-    key = row.key
-    path = key.path
-    kinds = {**a.kinds, **b.kinds}
+    row, number, kinds = wrong.row, wrong.worst, {**a.kinds, **b.kinds}
+    key, path = row.key, row.key.path
     others: tuple[str, ...] = ()
-    owner = path if path in kinds else path.rpartition(".")[0]
-    if key.kind == "weight":
-        phase, module, said = "start", owner, f"the programs start from other weights: {path}"
-    elif key.kind == "input" and (not path or path.startswith("<")):
+    if key.kind in ("output gradient", "input gradient"):
+        phase, module, said, others = _backward(row, judged, kinds)
+    elif key.kind == "input" and not path:
         phase, module, said = "data", path, "the data differ"
-        if path:
-            phase, module, said = "forward", "", f"the code between the model and {kinds.get(path, path)}"
+    elif key.kind == "input" and path.startswith("<"):
+        phase, module, said = "forward", "", f"the code between the model and {kinds.get(path, path)}"
     elif key.kind == "input":
-        parent = path.rpartition(".")[0]
-        while parent and kinds.get(parent) in ("ModuleList", "ModuleDict"):
-            parent = parent.rpartition(".")[0]
-        phase, module, said = "forward", parent, f"the code of {_named(parent, kinds)} before it calls {path}"
-    elif key.kind == "output":
-        phase, module, said = "forward", path, f"the forward of {_named(path, kinds)}"
-    elif key.kind == "recomputed":
-        phase, module, said = "recomputation", path, f"the recomputed forward of {_named(path, kinds)}"
-    elif key.kind in ("output gradient", "input gradient"):
-        phase, module, said, others = _backward(row, judged, a, kinds)
-    elif key.kind == "gradient":
-        lost = " (B has none)" if row.said else ""
-        phase, module, said = (
-            "weight gradient",
-            owner,
-            f"the gradient of {path}{lost}, while the gradient that enters {_named(owner, kinds)} is right",
-        )
-    elif key.kind == "clipped gradient":
-        phase, module, said = (
-            "clipping",
-            owner,
-            "what happens between the backward and the step of the optimizer, such as clipping or unscaling",
-        )
-    elif key.kind == "update":
-        phase, module, said = "update", owner, f"the step of the optimizer ({row.operation})"
+        phase, module = "forward", path.rpartition(".")[0]
+        while module and kinds.get(module) in ("ModuleList", "ModuleDict"):
+            module = module.rpartition(".")[0]
+        said = f"the code of {_named(module, kinds)} before it calls {path}"
     else:
-        phase, module, said = "buffer", owner, f"the buffer {path}"
+        module = path if path in kinds or key.kind in ("output", "recomputed") else path.rpartition(".")[0]
+        phase, words = _PHASES.get(key.kind, _PHASES["buffer"])
+        lost = " (B has none)" if row.said else ""
+        said = words.format(path=path, named=_named(module, kinds), lost=lost, operation=row.operation)
     rank = _rank(wrong)
     where = f" on rank {rank}" if rank is not None else ""
     step = f" in step {key.step + 1}" if key.step else ""
@@ -379,32 +353,29 @@ def _named(path: str, kinds: Mapping[str, str]) -> str:
 
 
 def _backward(
-    row: JudgedTensor, judged: Sequence[Judged], a: StepRecording, kinds: Mapping[str, str]
+    row: JudgedTensor, judged: Sequence[Judged], kinds: Mapping[str, str]
 ) -> tuple[str, str, str, tuple[str, ...]]:
     """A gradient of an activation is the work of the modules that took the activation."""
     key = row.key
-    entering = key.kind == "input gradient" and key.path
-    forward = key._replace(kind="input" if entering else "output")
+    forward = key._replace(kind="input" if key.kind == "input gradient" and key.path else "output")
     own = next((j.row for j in judged if j.row.key == forward and j.row.call == row.call), None)
-    takers = [] if own is None else [
-        j.row.key.path for j in judged
-        if j.row.key.kind == "input" and j.row.key.step == key.step
-        and j.row.order > own.order - (forward.kind == "input")
-        and j.row.a.shape == own.a.shape and torch.equal(j.row.a, own.a)
-    ]  # fmt: skip
+
+    def alike(other: JudgedTensor) -> bool:
+        return own is not None and other.a.shape == own.a.shape and torch.equal(other.a, own.a)
+
+    late = math.inf if own is None else own.order - (forward.kind == "input")
+    inputs = [j.row for j in judged if j.row.key.kind == "input" and j.row.key.step == key.step and j.row.order > late]
+    takers = [one.key.path for one in inputs if alike(one)]
     if forward.kind == "input" and key.path not in takers:
         takers.insert(0, key.path)
     # the innermost that is still right: a module whose own output gradient is right
     right = {j.row.key.path for j in judged if j.row.key.kind == "output gradient" and not j.wrong}
     takers = [t for t in dict.fromkeys(takers) if t in right] or list(dict.fromkeys(takers))
     leaves = [t for t in takers if not any(o != t and o.startswith(f"{t}.") for o in takers)]
-    ends = own is not None and any(  # what the model gives goes to the loss
-        r.key == Key(key.step, "", "output", r.key.part) and r.a.shape == own.a.shape and torch.equal(r.a, own.a)
-        for r in (j.row for j in judged)
-    )
+    # what the model gives goes to the loss
+    ends = any(j.row.key == Key(key.step, "", "output", j.row.key.part) and alike(j.row) for j in judged)
     if ends or (leaves and leaves[0].startswith("<")) or (not key.path and key.kind == "output gradient"):
-        what = leaves[0] if leaves else ""
-        return "loss", what, "the loss: the code after the model's output, or its scale", ()
+        return "loss", next(iter(leaves), ""), "the loss: the code after the model's output, or its scale", ()
     if leaves:
         return "backward", leaves[0], f"the backward of {_named(leaves[0], kinds)}", tuple(leaves[1:])
     parent = key.path.rpartition(".")[0]
@@ -518,29 +489,25 @@ def with_weights(a: nn.Module, b: nn.Module, names: Mapping[str, str]) -> nn.Mod
     Raises:
         UnlikeError: a parameter of B has no namesake in A, or another shape.
     """
+
+    def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        yield from model.named_parameters(remove_duplicate=False)
+        yield from model.named_buffers(remove_duplicate=False)
+
     b = copy.deepcopy(b)
-    source = {
-        bare(name): x
-        for name, x in (*a.named_parameters(remove_duplicate=False), *a.named_buffers(remove_duplicate=False))
-    }
-    own = [
-        *((n, p, True) for n, p in b.named_parameters(remove_duplicate=False)),
-        *((n, x, False) for n, x in b.named_buffers(remove_duplicate=False)),
-    ]
+    source = {bare(name): x for name, x in held(a)}
     with torch.no_grad():
-        for name, target, trained in own:
+        for name, target in held(b):
             path = in_a(bare(name), names)
             value = source.get(path)
-            if value is None or value.shape != target.shape:
-                if not trained:
-                    continue
+            if value is not None and value.shape == target.shape:
+                target.copy_(value)
+            elif isinstance(target, nn.Parameter):
                 has = "A has no parameter of this name" if value is None else f"A has shape {tuple(value.shape)}"
                 raise UnlikeError(
                     f"check: parameter {path} of B has shape {tuple(target.shape)}; {has}. Give two models with "
                     "the same parameters, names={path in B: path in A}, or share_weights=False"
                 )
-            if value is not target:
-                target.copy_(value)
     return b
 
 
