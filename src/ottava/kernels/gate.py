@@ -50,12 +50,7 @@ def refusal(x: Tensor, *others: Tensor) -> str | None:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether the numbers of a tensor lie at its address; False too if `refusal` raises.
-
-    Example:
-        >>> is_plain(torch.ones(2)), is_plain(torch.ones(2).to_sparse())
-        (True, False)
-    """
+    """Whether the numbers of a tensor lie at its address; False too if `refusal` raises."""
     try:
         return refusal(x) is None
     except TypeError:
@@ -96,12 +91,6 @@ def launched(*tensors: Tensor | None) -> None:
 
     Raises:
         TypeError: `refusal` refuses a tensor, or they are on several devices.
-
-    Example:
-        >>> launched(torch.ones(2), torch.ones(2, device="meta"))
-        Traceback (most recent call last):
-        ...
-        TypeError: ottava's Triton kernels read plain tensors; got a tensor on meta, which has no memory
     """
     given = [x for x in tensors if x is not None]
     for x in given:
@@ -112,12 +101,7 @@ def launched(*tensors: Tensor | None) -> None:
 
 
 def aligned(x: Tensor, to: int) -> bool:
-    """Whether the address of a tensor, on any device, is a multiple of `to` bytes.
-
-    Example:
-        >>> aligned(torch.ones(64), 4)
-        True
-    """
+    """Whether the address of a tensor, on any device, is a multiple of `to` bytes."""
     return x.data_ptr() % to == 0
 
 

@@ -301,10 +301,6 @@ def make_norm(
 
     Raises:
         ValueError: no such name.
-
-    Example:
-        >>> make_norm("rmsnorm", 64)
-        RMSNorm((64,), eps=1e-05, elementwise_affine=True)
     """
     classes: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
     if norm not in classes:

@@ -63,12 +63,7 @@ def default_filter(name: str, layer: nn.Linear) -> str | None:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as a roofline sees it; SI units.
-
-    Example:
-        >>> Device().name, round(Device().bf16 / 1e12)
-        ('H200 (assumed)', 750)
-    """
+    """A GPU as a roofline sees it; SI units."""
 
     name: str = "H200 (assumed)"
     """Printed with every prediction."""

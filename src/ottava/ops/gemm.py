@@ -94,12 +94,7 @@ class Tap:
 
 @functools.cache
 def tap() -> Tap:
-    """The one of this process: an audit must see the GEMMs of backwards, which run in threads of their own.
-
-    Example:
-        >>> tap() is tap()
-        True
-    """
+    """The one of this process: an audit must see the GEMMs of backwards, which run in threads of their own."""
     return Tap()
 
 
@@ -264,15 +259,7 @@ def plan_gemm(
     backend: str | None = None,
     accumulator: Accumulator | None = None,
 ) -> GemmPlan:
-    """Decides how `gemm` multiplies operands like these; arguments and errors as there.
-
-    Example:
-        >>> from ottava import QuantizationSpec, quantize
-        >>> from ottava.numerics.formats import E4M3
-        >>> a = quantize(torch.eye(2), QuantizationSpec(E4M3))
-        >>> plan_gemm(a, a, out_dtype=torch.bfloat16, compute="bf16").record.kernel.endswith(" bfloat16")
-        True
-    """
+    """Decides how `gemm` multiplies operands like these; arguments and errors as there."""
     _check(a, b, bias, accumulator, compute)
     if (rest := rests(a, b)) is not None:
         # the product of the rests stays in fp32 until the parts are added: one rounding
@@ -566,14 +553,7 @@ def _compiled(
 
 
 def rests(a: Operand, b: Operand) -> tuple[Operand, Operand] | None:
-    """The operands without the parts that were set aside; None if nothing was.
-
-    Example:
-        >>> import ottava
-        >>> x = torch.ones(2, 2)
-        >>> rests(ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)), x) is None
-        True
-    """
+    """The operands without the parts that were set aside; None if nothing was."""
     if _part(a) is None and _part(b) is None:
         return None
     one, other = (replace(t, aside=None) if isinstance(t, QuantizedTensor) else t for t in (a, b))

@@ -205,14 +205,7 @@ def cast_both(
 
 
 def keep_plan(plans: dict[Any, Plan], key: object, plan: Plan) -> None:
-    """Adds a plan to those of a door or a layer, MOST_PLANS at most.
-
-    Example:
-        >>> plans = dict.fromkeys(range(32), "old")
-        >>> keep_plan(plans, "a length that changes with every batch", "new")
-        >>> list(plans.values())
-        ['new']
-    """
+    """Adds a plan to those of a door or a layer, MOST_PLANS at most."""
     if len(plans) >= MOST_PLANS:
         plans.clear()  # a length that changes with every batch would fill the memory
     plans[key] = plan
@@ -230,12 +223,6 @@ def plan_casts(
 
     Raises:
         TypeError: dtype.  ValueError: not a matrix.
-
-    Example:
-        >>> from ottava.numerics.formats import BF16
-        >>> plan = plan_casts(torch.ones(2, 2), QuantizationSpec(BF16))
-        >>> plan.kernel, plan.refusals[0]
-        ('reference', 'native_quantize: casts to signed formats of at most 8 bits; got BF16')
     """
     x = x.detach()  # codes carry no gradient
     known = spec or spec_t
@@ -428,11 +415,6 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor
 
     Args:
         dtype: of the result; None: that of the original.
-
-    Example:
-        >>> from ottava.numerics.formats import E4M3
-        >>> dequantize(quantize(torch.tensor([[1.0, 2.0]]), QuantizationSpec(E4M3)))
-        tensor([[1., 2.]])
     """
     wanted = dtype or x_q.dtype
     if (
@@ -448,13 +430,7 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor
 
 
 def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> str:
-    """The kernel that `quantize` would run on this matrix, and why not the kernels before it, one per line.
-
-    Example:
-        >>> from ottava.numerics.formats import BF16
-        >>> explain_quantize(torch.ones(2, 2), QuantizationSpec(BF16))
-        'native_quantize: casts to signed formats of at most 8 bits; got BF16\\nreference: runs'
-    """
+    """The kernel that `quantize` would run on this matrix, and why not the kernels before it, one per line."""
     plan = plan_casts(x, spec, scale=scale)
     return "\n".join([*plan.refusals, f"{plan.kernel}: runs"])
 

@@ -49,14 +49,7 @@ def stored_spec(spec: QuantizationSpec) -> QuantizationSpec:
 
 
 def scale_dtype(spec: QuantizationSpec) -> torch.dtype:
-    """What the scales of a stored weight are kept in.
-
-    Example:
-        >>> from ottava.numerics.formats import E4M3
-        >>> from ottava.numerics.scaling import BLOCK_1X32
-        >>> scale_dtype(QuantizationSpec(E4M3, BLOCK_1X32, scale_format="e8m0"))
-        torch.uint8
-    """
+    """What the scales of a stored weight are kept in."""
     return torch.uint8 if spec.scale_format in ("e8m0", "e8m0_floor") else torch.float32
 
 
@@ -692,12 +685,7 @@ class QuantizedWeight(Coded):
 
 
 def is_quantized_weight(tensor: Any) -> TypeGuard[QuantizedWeight]:
-    """Whether a tensor is stored only as FP8 codes and scales.
-
-    Example:
-        >>> is_quantized_weight(torch.ones(2, 2))
-        False
-    """
+    """Whether a tensor is stored only as FP8 codes and scales."""
     return isinstance(tensor, QuantizedWeight)
 
 

@@ -358,14 +358,7 @@ class Decoded:
     def supports_gemm(
         a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None
     ) -> str | None:
-        """Why this kernel does not take the call; None if it does.
-
-        Example:
-            >>> import ottava
-            >>> a = ottava.quantize(torch.ones(2, 2), ottava.QuantizationSpec(ottava.E4M3))
-            >>> Decoded.supports_gemm(a, a, torch.bfloat16, None)
-            'native_decoded: scales on two levels; got fp32 and fp32'
-        """
+        """Why this kernel does not take the call; None if it does."""
         kinds = {a.spec.scale_format, b.spec.scale_format}
         if "e4m3" not in kinds or "fp32" in kinds:
             return f"{Decoded.NAME}: scales on two levels; got {a.spec.scale_format} and {b.spec.scale_format}"

@@ -74,13 +74,7 @@ class _Cast(ctypes.Structure):
 
 
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
-    """Why this kernel does not take such a cast; None if it does.
-
-    Example:
-        >>> from ottava.numerics.formats import BF16
-        >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(BF16))
-        'native_quantize: casts to signed formats of at most 8 bits; got BF16'
-    """
+    """Why this kernel does not take such a cast; None if it does."""
     if not x.is_cpu or (scale is not None and not scale.is_cpu):
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     cell = settings(spec)
@@ -115,13 +109,6 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, sta
 
     Args:
         staged: of a door, fp32 (3,), contiguous: the kernel raises it to the amax of this cast, which has one scale.
-
-    Example:
-        >>> from ottava.kernels import reference
-        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3)
-        >>> supports_quantize(x, spec) is not None or all(map(torch.equal, quantize(x, spec)[1:],
-        ...                                                   reference.quantize(x, spec)[1:]))
-        True
     """
     return plan_quantize(x, spec)(x, scale, staged)
 
@@ -193,16 +180,7 @@ def supports_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: Quantizati
 
 
 def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> tuple[Cast, Cast]:
-    """(Cast of x, Cast of x.T) with their current scales; call `supports_quantize_both` first.
-
-    Example:
-        >>> from ottava.kernels import reference
-        >>> from ottava.numerics.scaling import BLOCK_1X128
-        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3, BLOCK_1X128)
-        >>> supports_quantize_both(x, spec, spec) is not None or all(map(torch.equal,
-        ...     quantize_both(x, spec, spec)[1][1:], reference.quantize(x.t(), spec)[1:]))
-        True
-    """
+    """(Cast of x, Cast of x.T) with their current scales; call `supports_quantize_both` first."""
     return plan_quantize_both(x, spec, spec_t)(x)
 
 
@@ -316,12 +294,7 @@ _PLANS: Mapping[str, Callable[[Tensor, QuantizationSpec], RunCast]] = MappingPro
 
 
 def supports_transform(x: Tensor, transform: Transform) -> str | None:
-    """Why no C++ transforms x; None if it does.
-
-    Example:
-        >>> supports_transform(torch.ones(2, 2, dtype=torch.float64), Hadamard())
-        'native_quantize: rotates float32, bfloat16 and float16; got torch.float64'
-    """
+    """Why no C++ transforms x; None if it does."""
     if not isinstance(transform, Hadamard):
         return f"{NAME}: rotates; got {transform.kind}"
     if not x.is_cpu:
@@ -337,14 +310,7 @@ def supports_transform(x: Tensor, transform: Transform) -> str | None:
 
 
 def plan_transform(x: Tensor, transform: Transform) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """`transform.apply` for every matrix of the dtype and shape of x; call `supports_transform` first.
-
-    Example:
-        >>> x = torch.randn(3, 40)
-        >>> reason, turn = supports_transform(x, Hadamard()), Hadamard().apply
-        >>> reason is not None or plan_transform(x, Hadamard())(x, None).equal(turn(x, None))
-        True
-    """
+    """`transform.apply` for every matrix of the dtype and shape of x; call `supports_transform` first."""
     assert isinstance(transform, Hadamard)  # supports_transform was asked
     (rows, cols), size = x.shape, transform.size
     dtype = torch.bfloat16 if transform.narrows(x.dtype) else torch.float32
@@ -389,12 +355,6 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
         dtype: float32 or bfloat16; both hold every number of 8 bits or less.
     Raises:
         TypeError: the codes are not in fmt.storage_dtype, or another dtype is asked for.
-
-    Example:
-        >>> from ottava.numerics.formats import E2M1
-        >>> codes = torch.tensor([1, 15, 7], dtype=torch.uint8)
-        >>> supports_decode(codes, E2M1) is not None or decode(codes, E2M1).tolist() == [0.5, -6.0, 6.0]
-        True
     """
     # uint8 would be read as codes of any format
     if codes.dtype != fmt.storage_dtype:
@@ -421,13 +381,6 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         dtype: float32 or bfloat16.
-
-    Example:
-        >>> from ottava.kernels import reference
-        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3)
-        >>> x_q = QuantizedTensor(*reference.quantize(x, spec)[:2], spec, x.dtype)
-        >>> supports_decode(x_q.data, E4M3) is not None or dequantize(x_q, torch.float32).equal(x_q.dequantize())
-        True
     """
     return plan_dequantize(x_q, dtype)(x_q)
 
