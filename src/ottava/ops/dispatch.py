@@ -27,8 +27,8 @@ from ottava.numerics.tensor import QuantizedTensor, RunGemm
 
 
 class GemmKernel(Protocol):
-    """The interface of a kernel file for GEMMs; see `kernels`. Optional: `plan_gemm`, `ways`, `SOURCES`,
-    `reads_scales`."""
+    """The interface of a kernel file for GEMMs; see `kernels`. It has `gemm` or `plan_gemm`, and may have `padding`,
+    `ways`, `SOURCES` and `reads_scales`."""
 
     NAME: str
     NATIVE: bool
@@ -37,14 +37,6 @@ class GemmKernel(Protocol):
         self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None
     ) -> str | None:
         """None, or the reason why not."""
-
-    def padding(self, a: QuantizedTensor, b: QuantizedTensor) -> str:
-        """The zero-padded sizes; "": none."""
-
-    def gemm(
-        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-    ) -> Tensor:
-        """(M, K), (N, K) -> (M, N)."""
 
 
 # The order of capability; `cpu_ranking` moves a kernel that is clearly faster. On a CPU torch's scaled GEMM rounds more
@@ -184,7 +176,7 @@ def cpu_ranking() -> gemm_choice.Ranking:
 @functools.lru_cache(maxsize=8)
 def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> gemm_choice.Ranking:
     def way(kernel: GemmKernel, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
-        return kernel.gemm(a, b, torch.bfloat16, None, False)
+        return runner(kernel, a, b, torch.bfloat16, None, False)(a, b, None)
 
     a, b = gemm_choice.operands(2, 2, 2)  # only to ask who takes such formats; `rank` times large ones
     ways = {}
@@ -341,11 +333,13 @@ def runner(
         run: RunGemm = plan(a, b, out_dtype, bias, fast_accum)
         return run
 
+    gemm: Callable[..., Tensor] = kernel.gemm  # type: ignore[attr-defined]  # a kernel has one of the two
+
     def call(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
         if a.data.is_cpu and not torch.is_autocast_enabled("cpu"):  # the common case, without the price of a context
-            return kernel.gemm(a, b, out_dtype, bias, fast_accum)
+            return gemm(a, b, out_dtype, bias, fast_accum)
         with no_autocast(a.data.device):
-            return kernel.gemm(a, b, out_dtype, bias, fast_accum)
+            return gemm(a, b, out_dtype, bias, fast_accum)
 
     return call
 
@@ -368,5 +362,5 @@ def gemm_ways(
         if several is not None:
             ways |= several(a, b, out_dtype, bias, fast_accum)
         else:
-            ways[kernel.NAME] = partial(kernel.gemm, a, b, out_dtype, bias, fast_accum)
+            ways[kernel.NAME] = partial(runner(kernel, a, b, out_dtype, bias, fast_accum), a, b, bias)
     return ways

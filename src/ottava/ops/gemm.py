@@ -273,12 +273,13 @@ def plan_gemm(
                 return _plan_accumulated(a, b, out_dtype, bias, accumulator, backend)
             backend = backend or (None if a.device.type == "cpu" else reference.NAME)  # tensor cores do not sum in fp32
         chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
-        kernel = chosen.kernel
+        kernel, pads = chosen.kernel, getattr(chosen.kernel, "padding", None)
+        padded = "" if pads is None else pads(a, b)
         # on a CPU one measurement holds for all calls, and for the whole process
         known = gemm_choice.store(a.device).changes if a.device.type == "cuda" else 0
         return GemmPlan(
             runner(kernel, a, b, out_dtype, bias, fast_accum),
-            _record(a, b, kernel.NAME, kernel.NATIVE, kernel.padding(a, b), chosen.refusals, out_dtype, accumulator),
+            _record(a, b, kernel.NAME, kernel.NATIVE, padded, chosen.refusals, out_dtype, accumulator),
             (a.spec, b.spec, accumulator),
             chosen.lasting,
             known,

@@ -94,15 +94,12 @@ def _both_of(device: str, spec: str, spec_t: str) -> tuple[bool, bool]:
 
 
 class QuantizeKernel(Protocol):
-    """The interface of a kernel file for casts."""
+    """The interface of a kernel file for casts. It has `quantize` or `plan_quantize`; see `kernels`."""
 
     NAME: str
 
     def supports_quantize(self, x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> str | None:
         """None, or the reason why not."""
-
-    def quantize(self, x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
-        """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
 
 
 ApplyTransform = Callable[[Tensor, Tensor | None], Tensor]
@@ -403,9 +400,11 @@ def _first(
     if plan is not None:
         return plan(x, spec), kernel, tuple(refusals)  # decided now: its function asks nothing any more
 
+    quantize: Callable[..., reference.Cast] = kernel.quantize  # type: ignore[attr-defined]  # it has one of the two
+
     def cast(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> reference.Cast:
         with no_autocast(x.device):
-            return kernel.quantize(x.detach(), spec, scale)
+            return quantize(x.detach(), spec, scale)
 
     return cast, kernel, tuple(refusals)
 
@@ -425,7 +424,7 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor
         if x_q.scale_inv.dtype == torch.uint8:
             # exponents in bytes: kernels multiply by fp32 numbers
             x_q = QuantizedTensor(x_q.data, read_scales(x_q.scale_inv), x_q.spec, x_q.dtype)
-        return native_quantize.dequantize(x_q, wanted)
+        return native_quantize.plan_dequantize(x_q, wanted)(x_q)
     return x_q.dequantize(wanted)
 
 
