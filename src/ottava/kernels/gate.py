@@ -8,6 +8,8 @@ check inline, `type(x) in PLAIN and address(x) > LOWEST`, and calls the gate onl
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -133,3 +135,11 @@ def _closely(x: Tensor) -> str | None:
     if address == 0:
         return "got a tensor without memory, as torch.func (vmap, grad, functionalize) makes them"
     return "got a tensor that is negated when it is read" if x.is_neg() else None
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Turns torch.autocast off for operations with explicit dtypes: it must not make fp32 accumulation BF16."""
+    # under autocast torch would cast the fp32 operands of an emulated GEMM to BF16
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

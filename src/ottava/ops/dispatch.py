@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import NamedTuple, Protocol, cast
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from ottava.base.errors import unknown_name
 from ottava.kernels import accumulate, bf16_mm, decoded, gemm_choice, reference, scaled_mm, torch_mm
+from ottava.kernels.gate import no_autocast
 from ottava.kernels.native import accumulate as native_accumulate
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.build import Built
@@ -137,14 +137,6 @@ class Chosen(NamedTuple):
     """Why those before it do not."""
     lasting: bool
     """Whether it runs all calls with such operands; False: the choice depends on numbers among the scales."""
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Turns torch.autocast off for operations with explicit dtypes: it must not make fp32 accumulation BF16."""
-    # under autocast torch would cast the fp32 operands of an emulated GEMM to BF16
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 def gemm_kernels(device: torch.device) -> tuple[GemmKernel, ...]:

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from ottava.kernels import reference
 from ottava.kernels.custom_operator import constant_in_graph, custom_operator
-from ottava.kernels.gate import LOWEST, PLAIN, address
+from ottava.kernels.gate import LOWEST, PLAIN, address, no_autocast
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.numerics.scaling import read_scales
 from ottava.numerics.tensor import Beside, Both, Operand, QuantizationSpec, QuantizedTensor, spec_from_key
 from ottava.numerics.transforms import ONE_RANK, OneRank, Transform
-from ottava.ops.dispatch import no_autocast
 
 
 def cast_in_graph(
