@@ -29,7 +29,7 @@ from ottava.recipe import GemmRecipe, Recipe
 from ottava.serving.attribution import attribute
 from ottava.serving.rollout import read_rollout
 from ottava.serving.sides import trained
-from ottava.serving.source import of_model
+from ottava.serving.trained import of_model
 
 RESULTS = Path(__file__).parent / "results" / "rollouts.json"
 _PROMPT, _NEW, _SEQUENCES = 8, 40, 12

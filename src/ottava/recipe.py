@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from torch import nn
+
 from ottava.base.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.numerics.accumulator import ACCUMULATORS, Accumulator, get_accumulator
 from ottava.numerics.formats import E2M1, E4M3, E5M2
@@ -653,3 +655,33 @@ def _with_history(recipe: Recipe, history: Mapping[str, Any]) -> Recipe:
             "history. Take 'delayed' or 'guarded', or leave these fields out"
         )
     return changed
+
+
+# --- which layers a recipe does not reach, by their names ---
+
+HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
+_ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
+_SMALLEST = 32
+
+
+def default_filter(name: str, layer: nn.Linear) -> str | None:
+    """Why a layer should stay in high precision, or None: output heads, LoRA adapters, routers, tiny layers.
+
+    Heads and routers decide by small differences of large sums and are a small share of the work; adapters are small,
+    and the training changes nothing else.
+
+    Example:
+        >>> default_filter("model.lm_head", nn.Linear(64, 512)), default_filter("mlp.gate_proj", nn.Linear(64, 256))
+        ('output head: sensitive, and its input feeds the loss directly', None)
+    """
+    parts = name.split(".")
+    if parts[-1] in HEADS:
+        return "output head: sensitive, and its input feeds the loss directly"
+    if any(part.startswith("lora_") for part in parts):
+        return "LoRA adapter: small, and all that is being trained"
+    if parts[-1] in _ROUTERS:
+        return "router: a rounding error changes which expert runs"
+    smallest = min(layer.in_features, layer.out_features)
+    if smallest < _SMALLEST:
+        return f"{smallest} features on one side: below {_SMALLEST} a cast costs more than the GEMM saves"
+    return None

@@ -23,6 +23,7 @@ from ottava.kernels.gate import launched, pointer, refusal
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native import sums as native_sums
 from ottava.numerics.formats import E4M3
+from ottava.numerics.rounding import byte_values
 
 SPEC = ottava.QuantizationSpec(E4M3)
 
@@ -141,7 +142,7 @@ def test_modes_around_a_call_change_nothing() -> None:
     layer.weight.data.copy_(weight)
     expected = layer(x)
     native_gemm._cell.cache_clear()  # tables are made where they are wanted first
-    native_gemm._table.cache_clear()
+    byte_values.cache_clear()
     modes: tuple[AbstractContextManager[object], ...] = (torch.device("meta"), nullcontext())
     for mode in modes:
         with mode:

@@ -234,9 +234,9 @@ def test_the_fastest_configuration_runs(tuned: Store, monkeypatch: pytest.Monkey
     )
     usable = triton_gemm.configs(a, b, torch.bfloat16)
     ways = [triton_gemm.way(triton_gemm.CONFIGS[0]), "triton_gemm of old", triton_gemm.way(usable[2]), "scaled_mm"]
-    triton_gemm.gemm(a, b, torch.bfloat16, None)
+    triton_gemm.plan_gemm(a, b, torch.bfloat16, None)(a, b, None)
     tuned.keep(call_name(a, b, torch.bfloat16, None, False), Choice({way: float(i) for i, way in enumerate(ways)}, {}))
-    triton_gemm.gemm(a, b, torch.bfloat16, None)
+    triton_gemm.plan_gemm(a, b, torch.bfloat16, None)(a, b, None)
     assert ran == [usable[0], usable[2]]
 
 

@@ -14,8 +14,7 @@ from torch.nn.utils import parametrizations
 import ottava
 from ottava.nn.convert import keep_first_last_bf16, plan_model, weights_outside
 from ottava.nn.layer import Linear
-from ottava.nn.plan import default_filter
-from ottava.recipe import Recipe, get_recipe
+from ottava.recipe import Recipe, default_filter, get_recipe
 from ottava.weights.parameter import is_quantized_weight
 
 

@@ -16,7 +16,7 @@ from ottava.nn import KVCache, RotaryEmbedding, TransformerLayer
 from ottava.nn.activations import ACTIVATIONS, ActivationFormula
 from ottava.nn.attention import invariant_attention
 from ottava.nn.layer import invariant_producer
-from ottava.nn.norms import LayerNormFormula, RMSNormFormula
+from ottava.nn.norms import NormFormula
 
 pytestmark = pytest.mark.skipif(
     native_build.load("gemm").library is None, reason="the one kernel that is batch invariant needs a compiler"
@@ -113,7 +113,7 @@ def test_activations_and_norms_of_a_row() -> None:
             producers: list[tuple[Any, tuple[Tensor, ...]]] = [
                 (invariant_producer(ActivationFormula(one)), ()) for one in ACTIVATIONS.values()
             ]
-            producers += [(RMSNormFormula(), (weight,)), (LayerNormFormula(), (weight, weight))]
+            producers += [(NormFormula("rmsnorm"), (weight,)), (NormFormula("layernorm"), (weight, weight))]
             for produce, parameters in producers:
                 rows, kept = produce.forward(x, *parameters)
                 dx = produce.backward(dy[:, : rows.shape[1]], kept)[0]

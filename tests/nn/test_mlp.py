@@ -17,7 +17,7 @@ from ottava.engine.functional import produced
 from ottava.nn import ACTIVATIONS, ActivatedLinear, Linear, NormMLP
 from ottava.nn.mlp import fold_smooth_swiglu, smooth_swiglu
 from ottava.recipe import Recipe
-from ottava.serving.source import of_model
+from ottava.serving.trained import of_model
 
 
 class Unfused(nn.Module):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from ottava.engine.functional import quantized_layers
 from ottava.nn import ActivatedLinear, LayerNorm, Linear, NormLinear, RMSNorm
-from ottava.nn.norms import LayerNormFormula, RMSNormFormula, make_norm
+from ottava.nn.norms import NormFormula, make_norm
 from ottava.recipe import Recipe
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -95,7 +95,7 @@ def test_formulas_pass_gradcheck_also_without_weights() -> None:
     x, g, b = torch.randn(5, 8).double(), torch.randn(8).double(), torch.randn(8).double()
     leaf = [t.requires_grad_() for t in (x, g, b)]
     for centred in (False, True):
-        norm, rms = LayerNormFormula(1e-5, centred), RMSNormFormula(1e-5, centred)
+        norm, rms = (NormFormula(kernel, 1e-5, centred) for kernel in ("layernorm", "rmsnorm"))
         for parameters in ((g, b), (g, None), (None, b), (None, None)):
             assert torch.autograd.gradcheck(
                 lambda x, *p, f=norm: ottava.engine.functional.produced(f, x, *p), (leaf[0], *parameters)

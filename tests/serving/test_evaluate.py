@@ -17,7 +17,8 @@ from ottava.serving.answers import Answers, ChunkMean, View
 from ottava.serving.difference import Difference, Differences
 from ottava.serving.evaluate import RULES, Compared, Evaluation, Generation, evaluate, judge
 from ottava.serving.page import render_page, write_page
-from ottava.serving.source import Source, Weight, cast_of
+from ottava.serving.source import Source, Weight
+from ottava.serving.trained import cast_of
 from ottava.train.llama import open_view
 from ottava.train.model import ByteTransformer
 from ottava.weights.layouts import LAYOUTS

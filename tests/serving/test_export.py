@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.serving.export import ExportError, export
-from ottava.serving.source import Source, Weight, of_model
+from ottava.serving.source import Source, Weight
+from ottava.serving.trained import of_model
 from ottava.weights.layouts import LAYOUTS
 
 RECIPE_OF = {

@@ -27,7 +27,8 @@ from ottava.serving.causes import CAUSES, activation_cause, layer_set
 from ottava.serving.engines import Decision
 from ottava.serving.parity import Certificate, parity, place
 from ottava.serving.sides import Side, made_up, spec_of, under
-from ottava.serving.source import Source, Weight, of_model
+from ottava.serving.source import Source, Weight
+from ottava.serving.trained import of_model
 from ottava.weights.layouts import InputCast
 
 BLOCKS = ("blockwise_fp32", "compressed-tensors-block")

@@ -17,7 +17,8 @@ from ottava.base.untrusted import UntrustedError
 from ottava.numerics.formats import E4M3
 from ottava.numerics.scaling import BLOCK_128X128, PER_ROW, PER_TENSOR
 from ottava.serving.export import export
-from ottava.serving.source import Unread, cast_of, input_scale_of, of_folder, of_model, rows_of_cast
+from ottava.serving.source import Unread, of_folder, rows_of_cast
+from ottava.serving.trained import cast_of, input_scale_of, of_model
 
 
 def test_the_cast_is_that_of_the_last_forward() -> None:

@@ -13,7 +13,7 @@ from tests.sweep import sweep
 
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.serving.sides import Model, Text, made_up, served, trained
-from ottava.serving.source import of_model
+from ottava.serving.trained import of_model
 from ottava.serving.twin import ModelState, Twin, kl_alone
 from ottava.train.config import ModelConfig
 from ottava.train.llama import as_llama

@@ -21,7 +21,8 @@ from ottava.serving.difference import differences
 from ottava.serving.export import ExportError, export
 from ottava.serving.parity import parity
 from ottava.serving.sides import under
-from ottava.serving.source import Source, Weight, cast_of, of_folder, of_model
+from ottava.serving.source import Source, Weight, of_folder
+from ottava.serving.trained import cast_of, of_model
 from ottava.weights.layouts import LAYOUTS
 
 NAN, INF = float("nan"), float("inf")

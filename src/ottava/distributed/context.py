@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ottava.engine.autocast import ambient
 from ottava.engine.functional import refuse_second_derivative
+from ottava.kernels.gate import no_autocast
 from ottava.nn.attention import DotProductAttention, MaskRule
 from ottava.nn.sharding import all_gather, reduce_scatter
-from ottava.ops.dispatch import no_autocast
 
 Part = tuple[Tensor, Tensor, Tensor, MaskRule]
 """Queries, the keys and values that they may see, and their rule."""

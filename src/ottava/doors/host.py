@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ottava.base.errors import need, unknown_name
 from ottava.engine.functional import QuantizedLayer
-from ottava.nn.plan import default_filter
+from ottava.recipe import default_filter
 
 
 class HostError(ImportError):

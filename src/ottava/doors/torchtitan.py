@@ -18,8 +18,7 @@ from typing import Any
 from ottava.doors.host import need_host, without
 from ottava.engine.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
 from ottava.nn.layer import Layer
-from ottava.nn.plan import default_filter
-from ottava.recipe import Recipe, get_recipe
+from ottava.recipe import Recipe, default_filter, get_recipe
 
 need_host("torchtitan")
 

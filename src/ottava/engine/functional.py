@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ottava.engine.quantizer import LinearQuantizers, Notes, Quantizer, Record
+from ottava.kernels.gate import no_autocast
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native.sums import column_sums
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import UnmadeGradient, make_rows
 from ottava.numerics.tensor import Operand, QuantizationSpec, QuantizedTensor
-from ottava.ops.dispatch import no_autocast
 from ottava.ops.gemm import GemmPlan, GemmRecord, multiply
 from ottava.recipe import Recipe
 from ottava.weights.operands import shared_bytes, weight_operands

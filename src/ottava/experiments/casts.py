@@ -25,8 +25,7 @@ from ottava.experiments.handmade import Exact
 from ottava.experiments.program import AS_IT_RAN, Way, without_casts
 from ottava.experiments.replay import only_pattern
 from ottava.nn.layer import Linear
-from ottava.nn.plan import default_filter
-from ottava.recipe import GEMMS, Override, Recipe, get_recipe
+from ottava.recipe import GEMMS, Override, Recipe, default_filter, get_recipe
 
 _TORCHAO = ("Float8Linear", "Float8BlockwiseLinear", "MXFP8Linear", "NVFP4Linear", "MXLinear")
 FOUR_BITS = 4

@@ -7,12 +7,12 @@ kernel that multiplies is a module with these names:
     NAME                    its name in receipts
     NATIVE                  whether FP8 operands stay FP8 inside the GEMM (False: emulated)
     supports_gemm           (a, b, out_dtype, bias) -> None, or the reason why not
-    gemm                    (a, b, out_dtype, bias, fast_accum) -> Tensor
-    padding                 (a, b) -> the zero-padded sizes, "" if none
+    plan_gemm               (a, b, out_dtype, bias, fast_accum) -> (a, b, bias) -> Tensor, for all operands like these
+    gemm                    in its place: (a, b, out_dtype, bias, fast_accum) -> Tensor
 
 and with these optional ones:
 
-    plan_gemm               (a, b, out_dtype, bias, fast_accum) -> (a, b, bias) -> Tensor, for all operands like these
+    padding                 (a, b) -> the zero-padded sizes, "" if none
     ways                    (a, b, out_dtype, bias, fast_accum) -> {its configurations: calls}, for `ops.gemm.tune_gemm`
     SOURCES                 names of its files, if it has more than one
     reads_scales            (a, b) -> whether the answer of `supports_gemm` depends on numbers among the scales
@@ -25,8 +25,8 @@ A kernel that multiplies matrices in high precision has NAME and these:
 A kernel that casts has NAME and these:
 
     supports_quantize       (x, spec, scale) -> None, or the reason why not
-    quantize                (x, spec, scale) -> reference.Cast: codes, scale_inv, amax
-    plan_quantize           optional: (x, spec) -> ((x, scale, staged) -> reference.Cast), for all x like this one
+    plan_quantize           (x, spec) -> ((x, scale, staged) -> reference.Cast), for all x like this one
+    quantize                in its place: (x, spec, scale) -> reference.Cast: codes, scale_inv, amax
 
 `ottava.ops.dispatch` chooses the kernel of a GEMM and `ottava.ops.quantize` that of a cast, from explicit tables.
 """

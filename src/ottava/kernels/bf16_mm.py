@@ -63,11 +63,6 @@ def reads_scales(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return any(side.granularity != PER_TENSOR and side.scale_format not in ("fp32", "e4m3") for side in sides)
 
 
-def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
-    """Says nothing: oneDNN pads for itself."""
-    return ""
-
-
 def gemm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
 ) -> Tensor:

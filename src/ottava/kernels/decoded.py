@@ -36,11 +36,6 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     return None
 
 
-def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
-    """Pads nothing."""
-    return ""
-
-
 def gemm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
 ) -> Tensor:

@@ -8,6 +8,8 @@ check inline, `type(x) in PLAIN and address(x) > LOWEST`, and calls the gate onl
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -50,12 +52,7 @@ def refusal(x: Tensor, *others: Tensor) -> str | None:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether the numbers of a tensor lie at its address; False too if `refusal` raises.
-
-    Example:
-        >>> is_plain(torch.ones(2)), is_plain(torch.ones(2).to_sparse())
-        (True, False)
-    """
+    """Whether the numbers of a tensor lie at its address; False too if `refusal` raises."""
     try:
         return refusal(x) is None
     except TypeError:
@@ -96,12 +93,6 @@ def launched(*tensors: Tensor | None) -> None:
 
     Raises:
         TypeError: `refusal` refuses a tensor, or they are on several devices.
-
-    Example:
-        >>> launched(torch.ones(2), torch.ones(2, device="meta"))
-        Traceback (most recent call last):
-        ...
-        TypeError: ottava's Triton kernels read plain tensors; got a tensor on meta, which has no memory
     """
     given = [x for x in tensors if x is not None]
     for x in given:
@@ -112,12 +103,7 @@ def launched(*tensors: Tensor | None) -> None:
 
 
 def aligned(x: Tensor, to: int) -> bool:
-    """Whether the address of a tensor, on any device, is a multiple of `to` bytes.
-
-    Example:
-        >>> aligned(torch.ones(64), 4)
-        True
-    """
+    """Whether the address of a tensor, on any device, is a multiple of `to` bytes."""
     return x.data_ptr() % to == 0
 
 
@@ -149,3 +135,11 @@ def _closely(x: Tensor) -> str | None:
     if address == 0:
         return "got a tensor without memory, as torch.func (vmap, grad, functionalize) makes them"
     return "got a tensor that is negated when it is read" if x.is_neg() else None
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Turns torch.autocast off for operations with explicit dtypes: it must not make fp32 accumulation BF16."""
+    # under autocast torch would cast the fp32 operands of an emulated GEMM to BF16
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

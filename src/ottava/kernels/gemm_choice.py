@@ -180,13 +180,7 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def hash_of_sources(kernel: ModuleType) -> str:
-    """A hash of a kernel's source files: those of its SOURCES, or its own file.
-
-    Example:
-        >>> from ottava.kernels import decoded, reference
-        >>> hash_of_sources(reference) == hash_of_sources(reference) != hash_of_sources(decoded)
-        True
-    """
+    """A hash of a kernel's source files: those of its SOURCES, or its own file."""
     own = Path(inspect.getfile(kernel))
     names = getattr(kernel, "SOURCES", (own.name,))
     return _hash("\0".join(own.with_name(name).read_text("utf-8") for name in names))
@@ -197,12 +191,6 @@ def measure(ways: Mapping[str, Callable[[], Tensor]], judge: Judge, timer: Timer
 
     Raises:
         RuntimeError: no way worked.
-
-    Example:
-        >>> clock = iter([2.0, 1.0] * 9)
-        >>> ways = {"slow": lambda: torch.ones(1), "quick": lambda: torch.ones(1)}
-        >>> next(iter(measure(ways, lambda way, y: "", lambda run: next(clock)).milliseconds))
-        'quick'
     """
     failed: dict[str, str] = {}
     for name, run in ways.items():
@@ -328,10 +316,6 @@ def rank(
         store: keeps the measurement; None: the cache folder.
         timer: seconds of one call; None: CPU time of the thread.
     Edge cases: it raises nothing. If no way gives the right numbers, capability's order stays and `note` says so.
-
-    Example:
-        >>> rank("one", {"only": lambda a, b: a.data}, "").order
-        ('only',)
     """
     if len(ways) < 2:
         return Ranking(tuple(ways), None, None)
@@ -386,12 +370,7 @@ def operands(m: int, n: int, k: int) -> tuple[QuantizedTensor, QuantizedTensor]:
 
 
 def dense_operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """The same integers in bf16.
-
-    Example:
-        >>> dense_operands(1, 1, 2)[0]
-        tensor([[-8., -7.]], dtype=torch.bfloat16)
-    """
+    """The same integers in bf16."""
     a, b = operands(m, n, k)
     return a.data.to(torch.bfloat16), b.data.to(torch.bfloat16)
 

@@ -104,11 +104,6 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     return None
 
 
-def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
-    """Pads nothing: ragged blocks are sliced."""
-    return ""
-
-
 def gemm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
 ) -> Tensor:
@@ -119,13 +114,13 @@ def gemm(
     if k == 0:  # an expert without tokens: no sum, and no block with a scale
         y = a.scale_inv.new_zeros(a.shape[0], b.shape[0])
     elif one_block or "fp32" in kinds:
-        y = _sum_of_codes(a, b, k if one_block else block_columns(a.spec.granularity, b.spec.granularity, k))
+        y = _sum_of_codes(a, b, k if one_block else _step(a, b))
     elif "e4m3" in kinds or not a.data.is_cpu:
         # fp32 holds code * scale_inv (E4M3 block scales: to half an ulp, see docs), so scaled operands give the same
         # products without rounding. Whether a GPU's scales could be folded it would have to tell the host
         y = a.dequantize(torch.float32) @ b.dequantize(torch.float32).t()
     else:
-        y = _sum_of_powers(a, b, k)
+        y = _sum_of_powers(a, b)
     if bias is not None:
         y += bias.to(torch.float32)
     return y.to(out_dtype)
@@ -148,7 +143,11 @@ def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, T
     return dense
 
 
-def _sum_of_powers(a: QuantizedTensor, b: QuantizedTensor, k: int) -> Tensor:
+def _step(a: QuantizedTensor, b: QuantizedTensor) -> int:
+    return block_columns(a.spec.granularity, b.spec.granularity, a.shape[1])
+
+
+def _sum_of_powers(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     """The fp32 sum, of scales in blocks along K that are powers of two; scales enter as in src/gemm.cpp.
 
     The largest of a row multiplies the finished sum, the others go into the operand relative to it. No bit of an
@@ -157,7 +156,7 @@ def _sum_of_powers(a: QuantizedTensor, b: QuantizedTensor, k: int) -> Tensor:
     """
     folded = _fold(a), _fold(b)
     if sum(octaves for _, _, octaves in folded) > FOLD_OCTAVES:  # the smallest products would become subnormal
-        return _sum_of_codes(a, b, block_columns(a.spec.granularity, b.spec.granularity, k))
+        return _sum_of_codes(a, b, _step(a, b))
     (x, top_a, _), (w, top_b, _) = folded
     return (x @ w.t()).mul_(top_a).mul_(top_b.t())
 
@@ -192,8 +191,9 @@ def _sum_of_codes(a: QuantizedTensor, b: QuantizedTensor, step: int) -> Tensor:
 
 def block_columns(a: Granularity, b: Granularity, k: int) -> int:
     """The number of k between changes of a scale."""
+    # scales of either side change at multiples of its block, so of neither inside their common divisor
     blocks = [side.cols for side in (a, b) if side.cols is not None and side.cols < k]
-    return math.gcd(*blocks) if blocks else k
+    return math.gcd(*blocks) if blocks else k  # blocks as long as k never change
 
 
 def _scale(sums: Tensor, a: QuantizedTensor, b: QuantizedTensor, start: int) -> Tensor:

@@ -83,12 +83,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
 
 
 def runs_on_cpu() -> bool:
-    """Whether this torch has a kernel of its scaled GEMM for CPUs: 2.13 has one, 2.11 has none.
-
-    Example:
-        >>> isinstance(runs_on_cpu(), bool)
-        True
-    """
+    """Whether this torch has a kernel of its scaled GEMM for CPUs: 2.13 has one, 2.11 has none."""
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 
 
@@ -216,10 +211,6 @@ def swizzled(scale_inv: Tensor) -> Tensor:
 
     Rows are padded to 128s and blocks to fours, by bytes 0. In a tile of 128 x 4, row r and block j lie at
     16 (r mod 32) + 4 (r div 32) + j; tiles go along K. Source: cuBLAS, "1D block scaling factors layout".
-
-    Example:
-        >>> swizzled(torch.ones(1, 1)).shape
-        torch.Size([512])
     """
     scales = scale_inv if scale_inv.dtype == torch.uint8 else exponent_bytes(scale_inv)
     rows, blocks = scales.shape

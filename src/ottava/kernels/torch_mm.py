@@ -21,12 +21,7 @@ def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, T
 
 
 def dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """(M, K), (N, K) -> (M, N), in their dtype.
-
-    Example:
-        >>> dense(torch.ones(1, 3), torch.ones(2, 3), torch.ones(2))
-        tensor([[4., 4.]])
-    """
+    """(M, K), (N, K) -> (M, N), in their dtype."""
     if bias is None:
         return torch.mm(a, b.t())
     return torch.addmm(bias.to(a.dtype), a, b.t())

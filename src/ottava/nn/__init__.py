@@ -13,10 +13,11 @@ from ottava.nn.mlp import ActivatedLinear, NormMLP, fold_smooth_swiglu, smooth_s
 from ottava.nn.moe import MoE, Router, Routing
 from ottava.nn.multihead import KVCache, MultiheadAttention
 from ottava.nn.norms import LayerNorm, NormLinear, RMSNorm
-from ottava.nn.plan import default_filter, tune
+from ottava.nn.plan import tune
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
 from ottava.nn.rope import RotaryEmbedding, RotaryScaling, packed_positions
 from ottava.nn.transformer import TransformerLayer
+from ottava.recipe import default_filter
 from ottava.weights.checkpoint import dequantize_state_dict
 from ottava.weights.parameter import QuantizedWeight
 

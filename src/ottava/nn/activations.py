@@ -56,10 +56,6 @@ def get_activation(activation: Activation | str) -> Activation:
 
     Raises:
         ValueError: no such name.
-
-    Example:
-        >>> get_activation("swiglu").gated
-        True
     """
     if isinstance(activation, Activation):
         return activation
@@ -88,12 +84,7 @@ def gated(name: str, act: Activation) -> Activation:
 
 
 def fused(act: Activation, forward: Callable[..., Tensor | None], backward: Callable[..., Tensor | None]) -> Activation:
-    """The same by kernels with the bits of its lines, where they take the tensors: they return None for others.
-
-    Example:
-        >>> fused(ACTIVATIONS["relu"], lambda x: None, lambda dy, x: None).forward(torch.tensor([-1.0, 3.0]))
-        tensor([0., 3.])
-    """
+    """The same by kernels with the bits of its lines, where they take the tensors: they return None for others."""
 
     def either(kernel: Callable[..., Tensor | None], lines: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         y = kernel(*tensors)
@@ -186,13 +177,7 @@ ACTIVATIONS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormula:
-    """An activation as a `functional.Producer`; an optional parameter scales the channels of its rows.
-
-    Example:
-        >>> rows, kept = ActivationFormula(ACTIVATIONS["swiglu"], save="fp8").forward(torch.zeros(2, 256))
-        >>> rows.shape, [t.dtype for t in kept if t is not None]
-        (torch.Size([2, 128]), [torch.float8_e4m3fn, torch.float32])
-    """
+    """An activation as a `functional.Producer`; an optional parameter scales the channels of its rows."""
 
     activation: Activation
     save: Literal["bf16", "fp8"] = "bf16"

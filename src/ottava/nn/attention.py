@@ -29,10 +29,10 @@ from ottava.engine.autocast import LANES, ambient, in_tiles
 from ottava.engine.functional import refuse_second_derivative
 from ottava.engine.quantizer import AttentionQuantizers
 from ottava.kernels.custom_operator import constant_in_graph
+from ottava.kernels.gate import no_autocast
 from ottava.kernels.native.gemm import multiply_bf16, supports_dense
 from ottava.nn.fp8_attention import fp8_attention, move_histories, shared, softmax
 from ottava.nn.layer import local, recomputing
-from ottava.ops.dispatch import no_autocast
 from ottava.recipe import AttentionRecipe, Recipe, get_recipe
 
 

@@ -9,10 +9,5 @@ import torch
 
 @torch.compiler.disable(reason="compiled code can neither make buffers for predicted scales nor call an autocast")
 def apart(function: Any, *arguments: Any) -> Any:
-    """The call of a function outside of compiled code; a break in the graph around it.
-
-    Example:
-        >>> apart(max, 1, 2)
-        2
-    """
+    """The call of a function outside of compiled code; a break in the graph around it."""
     return function(*arguments)

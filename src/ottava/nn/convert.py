@@ -42,9 +42,9 @@ from ottava.nn.attention import DotProductAttention
 from ottava.nn.foreign import TorchAttention, layers_of, parts_of, take, without_fused_layers
 from ottava.nn.grouped import Stack
 from ottava.nn.layer import LayerView, Linear, rows_of
-from ottava.nn.plan import TOKENS, Device, Plan, default_filter, plan_layer
+from ottava.nn.plan import TOKENS, Device, Plan, plan_layer
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.recipe import Recipe, get_recipe
+from ottava.recipe import Recipe, default_filter, get_recipe
 from ottava.weights.checkpoint import keep_in_state_dict
 from ottava.weights.operands import refuse_weight, stored_as
 from ottava.weights.parameter import QuantizedWeight, quantized_weight, stored_spec

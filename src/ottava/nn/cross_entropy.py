@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from ottava.engine.autocast import Ambient
 from ottava.engine.functional import Call, refuse_second_derivative
 from ottava.engine.quantizer import LinearQuantizers, Notes, Record
+from ottava.kernels.gate import no_autocast
 from ottava.nn.layer import Layer, autocast_input
 from ottava.numerics.tensor import Operand
-from ottava.ops.dispatch import no_autocast
 from ottava.ops.gemm import multiply
 from ottava.recipe import Recipe, get_recipe
 

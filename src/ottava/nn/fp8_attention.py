@@ -16,9 +16,9 @@ from torch import Tensor
 from ottava.engine.functional import refuse_second_derivative
 from ottava.engine.quantizer import AttentionQuantizers, Quantizer
 from ottava.engine.state import roll_windows
+from ottava.kernels.gate import no_autocast
 from ottava.numerics.rounding import decode
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
-from ottava.ops.dispatch import no_autocast
 from ottava.ops.quantize import quantize
 from ottava.recipe import AttentionRecipe
 

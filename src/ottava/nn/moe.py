@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from ottava.base.errors import need_type, unknown_name
 from ottava.engine.functional import produced
+from ottava.kernels.gate import no_autocast
 from ottava.nn.activations import Activation, ActivationFormula, get_activation
 from ottava.nn.grouped import GroupedLinear, sort_by_expert, unpermute
 from ottava.nn.layer import recomputing
 from ottava.nn.mlp import NormMLP
-from ottava.ops.dispatch import no_autocast
 from ottava.recipe import Recipe, get_recipe
 
 Score = Literal["softmax", "sigmoid", "softmax_of_top_k"]

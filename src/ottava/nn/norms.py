@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,144 +31,111 @@ NormName = Literal["layernorm", "rmsnorm"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Formula:
-    """The base class of both: their settings, and the weight as they multiply with it."""
+class NormFormula:
+    """Makes the rows of a norm over the last dimension; a `functional.Producer`.
 
+    Its parameters are gamma (K,) and, for a layernorm, beta (K,); each may be None.
+
+    Example:
+        >>> rows, kept = NormFormula("layernorm", eps=0.0).forward(torch.tensor([[1.0, 3.0]]), None, None)
+        >>> rows
+        tensor([[-1.,  1.]])
+    """
+
+    kernel: NormName
+    """Its name in the device code of `kernels.triton.rows`, too."""
     eps: float = 1e-5
     zero_centered: bool = False
-    """Whether the weight is added to 1."""
-    kernel: ClassVar[str]
-    """Its name in the device code of `kernels.triton.rows`."""
+    """Whether gamma is added to 1."""
+
+    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """x (..., K) -> y (..., K) in x's dtype."""
+        gamma, beta = (*parameters, None)[:2]
+        _check(x, gamma)
+        if supports_norm(x, gamma, beta) is None:  # one kernel makes rows and statistics
+            y, statistics = norm(self.kernel, x, gamma, beta, eps=self.eps, zero_centered=self.zero_centered)
+            return y, (x, *parameters, *self._kept(statistics.view(2, *x.shape[:-1], 1)))
+        dtype = _inside(x)
+        if self.kernel == "rmsnorm":
+            rows = x.to(dtype, copy=True)  # a copy, so that the in-place operations below need no other memory
+            rstd = (rows.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+            rows, factor = rows.mul_(rstd), self._gamma(gamma, dtype)
+            return (rows if factor is None else rows.mul_(factor)).to(x.dtype), (x, gamma, rstd)
+        multiplier = self._multiplier(x, gamma)  # never None: a CPU would give mean and rstd in 16 bits
+        added = None if beta is None else beta.to(dtype)
+        taken = x if x.is_cpu else x.to(dtype)  # CPUs read 16 bits beside an fp32 weight, GPUs want one dtype
+        y, mean, rstd = torch.native_layer_norm(taken, x.shape[-1:], multiplier, added, self.eps)
+        if mean.dtype != dtype:  # torch traces it in 16 bits; 2.11 then makes wrong gradients
+            y, mean, rstd = torch.native_layer_norm(x.to(dtype), x.shape[-1:], multiplier, added, self.eps)
+        return y.to(x.dtype), (x, gamma, beta, mean, rstd)
 
     def unmade(self, x: Tensor, dtype: torch.dtype, *parameters: Tensor | None) -> Unmade:
         """As `forward`, x (M, K), for a kernel that makes the rows while it casts them; or why there is none."""
-        _check(x, parameters[0])
+        gamma, beta = (*parameters, None)[:2]
+        _check(x, gamma)
         if reason := supports_rows(self.kernel, x, dtype, *parameters):
             return reason
-        gamma, beta = (*parameters, None)[:2]
         rows = normed(self.kernel, x, dtype, gamma, beta, eps=self.eps, zero_centered=self.zero_centered)
         assert rows.beside is not None
-        mean, rstd = rows.beside[:, :, None]
-        return rows, (x, *parameters, *((mean, rstd) if self.kernel == "layernorm" else (rstd,)))
+        return rows, (x, *parameters, *self._kept(rows.beside[:, :, None]))
 
-    def _alone(
-        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]] | None:
-        """(rows, statistics (..., 1) each) by one kernel; None where it does not run."""
-        if supports_norm(x, gamma, beta) is not None:
-            return None
-        y, statistics = norm(self.kernel, x, gamma, beta, eps=self.eps, zero_centered=self.zero_centered)
-        mean, rstd = statistics.view(2, *x.shape[:-1], 1)
-        return y, (mean, rstd) if self.kernel == "layernorm" else (rstd,)
+    def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """(dx, d_gamma, and for a layernorm d_beta)."""
+        x, gamma, rstd = saved[0], saved[1], saved[-1]
+        assert x is not None
+        assert rstd is not None
+        if self.kernel == "layernorm":
+            return self._layernorm_backward(d_rows, x, gamma, saved[2], saved[3], rstd)
+        if supports_norm(x, d_rows, gamma) is None:
+            return self._at_once(d_rows, x, gamma, None, rstd, rstd)[:2]
+        dtype = _inside(x)
+        rows, dy = x.to(dtype, copy=True).mul_(rstd), d_rows.to(dtype, copy=True)
+        d_gamma, factor = None, self._gamma(gamma, dtype)
+        if gamma is not None and factor is not None:
+            d_gamma = (dy * rows).reshape(-1, x.shape[-1]).sum(0).to(gamma.dtype)
+            dy = dy.mul_(factor)
+        aligned = (dy * rows).mean(-1, keepdim=True)
+        return dy.sub_(rows.mul_(aligned)).mul_(rstd).to(x.dtype), d_gamma
 
-    def _gradient_alone(
-        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, rstd: Tensor
-    ) -> tuple[Tensor | None, ...] | None:
-        """(dx, d_gamma, d_beta) by one kernel, which reads x and dy once; None where it does not run."""
-        if supports_norm(x, dy, gamma) is not None:
-            return None
-        statistics = torch.stack((rstd if mean is None else mean, rstd)).view(2, -1)
+    def _layernorm_backward(
+        self, d_rows: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, rstd: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        assert mean is not None
+        if supports_norm(x, d_rows, gamma) is None:
+            return self._at_once(d_rows, x, gamma, beta, mean, rstd)
+        dtype, multiplier = _inside(x), self._multiplier(x, gamma)
+        mask = [True, gamma is not None, beta is not None]
+        # in fp32: given 16 bits, torch 2.13 sums the gradients of weight and bias in 16 bits on a CPU, 8% off at 512
+        # rows
+        dx, d_gamma, d_beta = torch.ops.aten.native_layer_norm_backward(
+            d_rows.to(dtype), x.to(dtype), x.shape[-1:], mean, rstd, multiplier, torch.zeros_like(multiplier), mask
+        )
+        d_weight = None if gamma is None else d_gamma.to(gamma.dtype)
+        return dx.to(x.dtype), d_weight, None if beta is None else d_beta.to(beta.dtype)
+
+    def _at_once(
+        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor, rstd: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """(dx, d_gamma, d_beta) by one kernel, which reads x and dy once."""
+        statistics = torch.stack((mean, rstd)).view(2, -1)
         dx, d_gamma, d_beta = norm_gradient(
             self.kernel, dy, x, statistics, gamma, beta=beta is not None, zero_centered=self.zero_centered
         )
         d_weight = None if gamma is None or d_gamma is None else d_gamma.to(gamma.dtype)
         return dx, d_weight, None if beta is None or d_beta is None else d_beta.to(beta.dtype)
 
+    def _kept(self, statistics: Tensor) -> Sequence[Tensor]:
+        """Of mean and rstd what the backward reads."""
+        return statistics.unbind() if self.kernel == "layernorm" else (statistics[1],)
+
     def _gamma(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if weight is None:
             return None
         return weight.to(dtype) + 1 if self.zero_centered else weight.to(dtype)
 
-
-@dataclass(frozen=True, slots=True)
-class LayerNormFormula(_Formula):
-    """Makes (x - mean) rstd g + b over the last dimension; a `functional.Producer` with parameters gamma and beta.
-
-    Example:
-        >>> rows, kept = LayerNormFormula(eps=0.0).forward(torch.tensor([[1.0, 3.0]]), None, None)
-        >>> rows
-        tensor([[-1.,  1.]])
-    """
-
-    kernel: ClassVar[str] = "layernorm"
-
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """x (..., K), weight (K,) or None, bias (K,) or None -> y (..., K) in x's dtype."""
-        weight, bias = parameters
-        _check(x, weight)
-        if (made := self._alone(x, weight, bias)) is not None:
-            return made[0], (x, weight, bias, *made[1])
-        dtype = _inside(x)
-        gamma = self._multiplier(x, weight)  # never None: a CPU would give mean and rstd in 16 bits
-        beta = None if bias is None else bias.to(dtype)
-        taken = x if x.is_cpu else x.to(dtype)  # CPUs read 16 bits beside an fp32 weight, GPUs want one dtype
-        y, mean, rstd = torch.native_layer_norm(taken, x.shape[-1:], gamma, beta, self.eps)
-        if mean.dtype != dtype:  # torch traces it in 16 bits; 2.11 then makes wrong gradients
-            y, mean, rstd = torch.native_layer_norm(x.to(dtype), x.shape[-1:], gamma, beta, self.eps)
-        return y.to(x.dtype), (x, weight, bias, mean, rstd)
-
-    def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """(dx, d_weight, d_bias)."""
-        x, weight, bias, mean, rstd = saved
-        assert x is not None
-        assert rstd is not None
-        if (made := self._gradient_alone(d_rows, x, weight, bias, mean, rstd)) is not None:
-            return made
-        dtype = _inside(x)
-        gamma = self._multiplier(x, weight)
-        mask = [True, weight is not None, bias is not None]
-        # in fp32: given 16 bits, torch 2.13 sums the gradients of weight and bias in 16 bits on a CPU, 8% off at 512
-        # rows
-        dx, d_gamma, d_beta = torch.ops.aten.native_layer_norm_backward(
-            d_rows.to(dtype), x.to(dtype), x.shape[-1:], mean, rstd, gamma, torch.zeros_like(gamma), mask
-        )
-        d_weight = None if weight is None else d_gamma.to(weight.dtype)
-        return dx.to(x.dtype), d_weight, None if bias is None else d_beta.to(bias.dtype)
-
     def _multiplier(self, x: Tensor, weight: Tensor | None) -> Tensor:
         gamma = self._gamma(weight, _inside(x))
         return torch.ones(x.shape[-1:], dtype=_inside(x), device=x.device) if gamma is None else gamma
-
-
-@dataclass(frozen=True, slots=True)
-class RMSNormFormula(_Formula):
-    """Makes x rstd g over the last dimension; a `functional.Producer` with the parameter gamma.
-
-    Example:
-        >>> rows, kept = RMSNormFormula(eps=0.0).forward(torch.tensor([[3.0, -3.0]]), None)
-        >>> rows
-        tensor([[ 1., -1.]])
-    """
-
-    kernel: ClassVar[str] = "rmsnorm"
-
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """x (..., K), weight (K,) or None -> y (..., K) in x's dtype."""
-        (weight,) = parameters
-        _check(x, weight)
-        if (made := self._alone(x, weight, None)) is not None:
-            return made[0], (x, weight, *made[1])
-        rows = x.to(_inside(x), copy=True)  # a copy, so that the in-place operations below need no other memory
-        rstd = (rows.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        rows = rows.mul_(rstd)
-        gamma = self._gamma(weight, rows.dtype)
-        return (rows if gamma is None else rows.mul_(gamma)).to(x.dtype), (x, weight, rstd)
-
-    def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """(dx, d_weight)."""
-        x, weight, rstd = saved
-        assert x is not None
-        assert rstd is not None
-        if (made := self._gradient_alone(d_rows, x, weight, None, None, rstd)) is not None:
-            return made[:2]
-        dtype = _inside(x)
-        rows, dy = x.to(dtype, copy=True).mul_(rstd), d_rows.to(dtype, copy=True)
-        d_weight, gamma = None, self._gamma(weight, dtype)
-        if weight is not None and gamma is not None:
-            d_weight = (dy * rows).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-            dy = dy.mul_(gamma)
-        aligned = (dy * rows).mean(-1, keepdim=True)
-        return dy.sub_(rows.mul_(aligned)).mul_(rstd).to(x.dtype), d_weight
 
 
 class _Norm(nn.Module):
@@ -183,13 +150,13 @@ class _Norm(nn.Module):
     sharding: Any = None
     """A `nn.sharding.TokenSharding` where ranks norm a part of the rows each."""
 
-    def _settle(self, formula: type[_Formula], zero_centered_gamma: bool) -> None:
+    def _settle(self, kernel: NormName, zero_centered_gamma: bool) -> None:
         if len(self.normalized_shape) != 1:
             raise ValueError(
                 f"{type(self).__name__}: got normalized_shape {self.normalized_shape}; needs one size, that of the "
                 "last dimension. Flatten the dimensions that one norm covers"
             )
-        self.zero_centered_gamma, self.formula = zero_centered_gamma, formula(self.eps, zero_centered_gamma)
+        self.zero_centered_gamma, self.formula = zero_centered_gamma, NormFormula(kernel, self.eps, zero_centered_gamma)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -247,7 +214,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
     ) -> None:
         shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
         super().__init__(shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
-        self._settle(LayerNormFormula, zero_centered_gamma)
+        self._settle("layernorm", zero_centered_gamma)
 
     def producer_parameters(self) -> tuple[Tensor | None, ...]:
         """(weight, bias)."""
@@ -281,7 +248,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
     ) -> None:
         shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
         super().__init__(shape, eps, elementwise_affine, device=device, dtype=dtype)
-        self._settle(RMSNormFormula, zero_centered_gamma)
+        self._settle("rmsnorm", zero_centered_gamma)
 
     def producer_parameters(self) -> tuple[Tensor | None, ...]:
         """(weight,)."""
@@ -301,10 +268,6 @@ def make_norm(
 
     Raises:
         ValueError: no such name.
-
-    Example:
-        >>> make_norm("rmsnorm", 64)
-        RMSNorm((64,), eps=1e-05, elementwise_affine=True)
     """
     classes: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
     if norm not in classes:

@@ -1,4 +1,4 @@
-"""Which layers gain from FP8, by name (`default_filter`) or predicted: a roofline per GEMM, and the casts it needs.
+"""Which layers gain from FP8, predicted: a roofline per GEMM, and the casts it needs.
 
     GEMM   max(2 M N K / (rate * wave efficiency), bytes / bandwidth) + start
     cast   bytes moved / transposing bandwidth + launches         of x, of w and of dy, each for its two GEMMs
@@ -33,42 +33,11 @@ from ottava.recipe import GEMMS, GemmRecipe, Recipe
 
 TOKENS = 16384
 """Default number of tokens of one forward, batch x sequence on one GPU."""
-HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
-_ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
-_SMALLEST = 32
-
-
-def default_filter(name: str, layer: nn.Linear) -> str | None:
-    """Why a layer should stay in high precision, or None: output heads, LoRA adapters, routers, tiny layers.
-
-    Heads and routers decide by small differences of large sums and are a small share of the work; adapters are small,
-    and the training changes nothing else.
-
-    Example:
-        >>> default_filter("model.lm_head", nn.Linear(64, 512)), default_filter("mlp.gate_proj", nn.Linear(64, 256))
-        ('output head: sensitive, and its input feeds the loss directly', None)
-    """
-    parts = name.split(".")
-    if parts[-1] in HEADS:
-        return "output head: sensitive, and its input feeds the loss directly"
-    if any(part.startswith("lora_") for part in parts):
-        return "LoRA adapter: small, and all that is being trained"
-    if parts[-1] in _ROUTERS:
-        return "router: a rounding error changes which expert runs"
-    smallest = min(layer.in_features, layer.out_features)
-    if smallest < _SMALLEST:
-        return f"{smallest} features on one side: below {_SMALLEST} a cast costs more than the GEMM saves"
-    return None
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as a roofline sees it; SI units.
-
-    Example:
-        >>> Device().name, round(Device().bf16 / 1e12)
-        ('H200 (assumed)', 750)
-    """
+    """A GPU as a roofline sees it; SI units."""
 
     name: str = "H200 (assumed)"
     """Printed with every prediction."""

@@ -202,10 +202,6 @@ def get_accumulator(accumulator: Accumulator | str | Mapping[str, Any]) -> Accum
     Raises:
         ValueError: unknown name (the message gives the nearest known one), or a value that `Accumulator` refuses.
         TypeError: neither of them, or an unknown field.
-
-    Example:
-        >>> get_accumulator("ada").group
-        16
     """
     if isinstance(accumulator, Accumulator):
         return accumulator

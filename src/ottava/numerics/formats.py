@@ -209,10 +209,6 @@ def get_format(name: str | Format) -> Format:
 
     Raises:
         ValueError: unknown name; the message gives the nearest known one.  TypeError: neither a name nor a Format.
-
-    Example:
-        >>> get_format("e4m3").max
-        448.0
     """
     if isinstance(name, Format):
         return name

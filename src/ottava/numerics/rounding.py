@@ -167,6 +167,13 @@ def code_values(fmt: Format) -> Tensor:
     return torch.tensor([_value_of_code(code, fmt) for code in range(1 << fmt.bits)], dtype=torch.float32, device="cpu")
 
 
+@functools.lru_cache(maxsize=16)
+def byte_values(fmt: Format) -> Tensor:
+    """`code_values` of a format of at most 8 bits for C++, which indexes them by a byte: zeros fill it up."""
+    values = code_values(fmt)
+    return torch.nn.functional.pad(values, (0, 256 - values.numel()))
+
+
 @functools.lru_cache(maxsize=32)
 def _table(fmt: Format, device: torch.device) -> Tensor:
     return code_values(fmt).to(device)

@@ -215,11 +215,6 @@ def with_nan(scale: Scale, amax: Tensor, fmt: Format) -> Scale:
     """NaN as scale_inv of the blocks whose amax is infinite or NaN, if `fmt` has no code for NaN.
 
     E8M0 and E4M3, the scales of such formats in memory, have NaN, so the block decodes to NaN as in torchao.
-
-    Example:
-        >>> from ottava.numerics.formats import E2M1
-        >>> compute_scale(torch.tensor([[6.0, torch.inf, torch.nan]]), E2M1).scale_inv
-        tensor([[1., nan, nan]])
     """
     return scale if fmt.has_nan else Scale(scale.scale, torch.where(amax < torch.inf, scale.scale_inv, torch.nan))
 

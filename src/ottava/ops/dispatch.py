@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import NamedTuple, Protocol, cast
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from ottava.base.errors import unknown_name
 from ottava.kernels import accumulate, bf16_mm, decoded, gemm_choice, reference, scaled_mm, torch_mm
+from ottava.kernels.gate import no_autocast
 from ottava.kernels.native import accumulate as native_accumulate
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.build import Built
@@ -27,8 +27,8 @@ from ottava.numerics.tensor import QuantizedTensor, RunGemm
 
 
 class GemmKernel(Protocol):
-    """The interface of a kernel file for GEMMs; see `kernels`. Optional: `plan_gemm`, `ways`, `SOURCES`,
-    `reads_scales`."""
+    """The interface of a kernel file for GEMMs; see `kernels`. It has `gemm` or `plan_gemm`, and may have `padding`,
+    `ways`, `SOURCES` and `reads_scales`."""
 
     NAME: str
     NATIVE: bool
@@ -37,14 +37,6 @@ class GemmKernel(Protocol):
         self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None
     ) -> str | None:
         """None, or the reason why not."""
-
-    def padding(self, a: QuantizedTensor, b: QuantizedTensor) -> str:
-        """The zero-padded sizes; "": none."""
-
-    def gemm(
-        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-    ) -> Tensor:
-        """(M, K), (N, K) -> (M, N)."""
 
 
 # The order of capability; `cpu_ranking` moves a kernel that is clearly faster. On a CPU torch's scaled GEMM rounds more
@@ -147,14 +139,6 @@ class Chosen(NamedTuple):
     """Whether it runs all calls with such operands; False: the choice depends on numbers among the scales."""
 
 
-def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Turns torch.autocast off for operations with explicit dtypes: it must not make fp32 accumulation BF16."""
-    # under autocast torch would cast the fp32 operands of an emulated GEMM to BF16
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
 def gemm_kernels(device: torch.device) -> tuple[GemmKernel, ...]:
     """The kernels of a device, in the order in which dispatch asks them."""
     if device.type != "cpu":
@@ -177,19 +161,14 @@ def _in_order(kernels: tuple[GemmKernel, ...], native: Built) -> tuple[GemmKerne
 
 
 def cpu_ranking() -> gemm_choice.Ranking:
-    """The order of kernels on this CPU, measured once a machine; it builds the native kernel.
-
-    Example:
-        >>> cpu_ranking().order[-1].split()[0] in ("native_gemm", "bf16_mm", "reference")
-        True
-    """
+    """The order of kernels on this CPU, measured once a machine; it builds the native kernel."""
     return _cpu_ranking(CPU_KERNELS, native_gemm.built())
 
 
 @functools.lru_cache(maxsize=8)
 def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> gemm_choice.Ranking:
     def way(kernel: GemmKernel, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
-        return kernel.gemm(a, b, torch.bfloat16, None, False)
+        return runner(kernel, a, b, torch.bfloat16, None, False)(a, b, None)
 
     a, b = gemm_choice.operands(2, 2, 2)  # only to ask who takes such formats; `rank` times large ones
     ways = {}
@@ -218,10 +197,6 @@ def dense_ranking() -> gemm_choice.Ranking:
     """The order of kernels for BF16 operands on this CPU, measured once a machine.
 
     torch emulates BF16 on a CPU without BF16 units, which takes longer than fp32.
-
-    Example:
-        >>> sorted(way.split()[0] for way in dense_ranking().order)[-1]
-        'torch.mm'
     """
     return _dense_ranking(DENSE_KERNELS, native_gemm.built())
 
@@ -275,12 +250,7 @@ def explain_dense(a: Tensor, b: Tensor) -> str:
 
 @functools.cache
 def torch_is_beaten() -> bool:
-    """Whether another kernel than torch's GEMM comes first for BF16 operands on this CPU.
-
-    Example:
-        >>> torch_is_beaten() == (dense_ranking().order[0] != "torch.mm")
-        True
-    """
+    """Whether another kernel than torch's GEMM comes first for BF16 operands on this CPU."""
     return dense_kernels(torch.device("cpu"), torch.bfloat16)[0] is not torch_mm
 
 
@@ -325,12 +295,7 @@ def choose_gemm(
 
 
 def made_of(device: torch.device) -> dict[str, str]:
-    """Name of each kernel of a device -> a hash of its sources.
-
-    Example:
-        >>> "reference" in made_of(torch.device("cpu"))
-        True
-    """
+    """Name of each kernel of a device -> a hash of its sources."""
     return {kernel.NAME: gemm_choice.hash_of_sources(cast(ModuleType, kernel)) for kernel in gemm_kernels(device)}
 
 
@@ -360,11 +325,13 @@ def runner(
         run: RunGemm = plan(a, b, out_dtype, bias, fast_accum)
         return run
 
+    gemm: Callable[..., Tensor] = kernel.gemm  # type: ignore[attr-defined]  # a kernel has one of the two
+
     def call(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
         if a.data.is_cpu and not torch.is_autocast_enabled("cpu"):  # the common case, without the price of a context
-            return kernel.gemm(a, b, out_dtype, bias, fast_accum)
+            return gemm(a, b, out_dtype, bias, fast_accum)
         with no_autocast(a.data.device):
-            return kernel.gemm(a, b, out_dtype, bias, fast_accum)
+            return gemm(a, b, out_dtype, bias, fast_accum)
 
     return call
 
@@ -377,16 +344,7 @@ def gemm_ways(
     bias: Tensor | None = None,
     fast_accum: bool = False,
 ) -> dict[str, Callable[[], Tensor]]:
-    """Name of each kernel and configuration that takes this call here -> the call; without the reference.
-
-    Example:
-        >>> from ottava import QuantizationSpec, quantize
-        >>> from ottava.numerics.formats import E4M3
-        >>> a = quantize(torch.ones(16, 16), QuantizationSpec(E4M3))
-        >>> ways = gemm_ways(a, a, out_dtype=torch.bfloat16)  # they depend on torch and on the machine
-        >>> all(float(run()[0, 0]) == 16 for run in ways.values())
-        True
-    """
+    """Name of each kernel and configuration that takes this call here -> the call; without the reference."""
     ways: dict[str, Callable[[], Tensor]] = {}
     for kernel in gemm_kernels(a.device):
         # the reference is the truth that ways are held against
@@ -396,5 +354,5 @@ def gemm_ways(
         if several is not None:
             ways |= several(a, b, out_dtype, bias, fast_accum)
         else:
-            ways[kernel.NAME] = partial(kernel.gemm, a, b, out_dtype, bias, fast_accum)
+            ways[kernel.NAME] = partial(runner(kernel, a, b, out_dtype, bias, fast_accum), a, b, bias)
     return ways

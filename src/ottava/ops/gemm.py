@@ -21,7 +21,7 @@ from torch import Tensor
 from ottava.base.errors import need_type
 from ottava.kernels import gemm_choice, reference, scaled_mm, torch_mm
 from ottava.kernels.custom_operator import custom_operator
-from ottava.kernels.gate import LOWEST, PLAIN, address
+from ottava.kernels.gate import LOWEST, PLAIN, address, no_autocast
 from ottava.kernels.reference import block_columns
 from ottava.numerics.accumulator import ACCUMULATORS, Accumulator, accumulator_from_key, get_accumulator, lost_share
 from ottava.numerics.formats import dtype_name
@@ -40,7 +40,6 @@ from ottava.ops.dispatch import (
     gemm_ways,
     made_of,
     measured,
-    no_autocast,
     runner,
 )
 from ottava.ops.quantize import dequantize, keep_plan
@@ -94,12 +93,7 @@ class Tap:
 
 @functools.cache
 def tap() -> Tap:
-    """The one of this process: an audit must see the GEMMs of backwards, which run in threads of their own.
-
-    Example:
-        >>> tap() is tap()
-        True
-    """
+    """The one of this process: an audit must see the GEMMs of backwards, which run in threads of their own."""
     return Tap()
 
 
@@ -264,15 +258,7 @@ def plan_gemm(
     backend: str | None = None,
     accumulator: Accumulator | None = None,
 ) -> GemmPlan:
-    """Decides how `gemm` multiplies operands like these; arguments and errors as there.
-
-    Example:
-        >>> from ottava import QuantizationSpec, quantize
-        >>> from ottava.numerics.formats import E4M3
-        >>> a = quantize(torch.eye(2), QuantizationSpec(E4M3))
-        >>> plan_gemm(a, a, out_dtype=torch.bfloat16, compute="bf16").record.kernel.endswith(" bfloat16")
-        True
-    """
+    """Decides how `gemm` multiplies operands like these; arguments and errors as there."""
     _check(a, b, bias, accumulator, compute)
     if (rest := rests(a, b)) is not None:
         # the product of the rests stays in fp32 until the parts are added: one rounding
@@ -286,12 +272,13 @@ def plan_gemm(
                 return _plan_accumulated(a, b, out_dtype, bias, accumulator, backend)
             backend = backend or (None if a.device.type == "cpu" else reference.NAME)  # tensor cores do not sum in fp32
         chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
-        kernel = chosen.kernel
+        kernel, pads = chosen.kernel, getattr(chosen.kernel, "padding", None)
+        padded = "" if pads is None else pads(a, b)
         # on a CPU one measurement holds for all calls, and for the whole process
         known = gemm_choice.store(a.device).changes if a.device.type == "cuda" else 0
         return GemmPlan(
             runner(kernel, a, b, out_dtype, bias, fast_accum),
-            _record(a, b, kernel.NAME, kernel.NATIVE, kernel.padding(a, b), chosen.refusals, out_dtype, accumulator),
+            _record(a, b, kernel.NAME, kernel.NATIVE, padded, chosen.refusals, out_dtype, accumulator),
             (a.spec, b.spec, accumulator),
             chosen.lasting,
             known,
@@ -566,14 +553,7 @@ def _compiled(
 
 
 def rests(a: Operand, b: Operand) -> tuple[Operand, Operand] | None:
-    """The operands without the parts that were set aside; None if nothing was.
-
-    Example:
-        >>> import ottava
-        >>> x = torch.ones(2, 2)
-        >>> rests(ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)), x) is None
-        True
-    """
+    """The operands without the parts that were set aside; None if nothing was."""
     if _part(a) is None and _part(b) is None:
         return None
     one, other = (replace(t, aside=None) if isinstance(t, QuantizedTensor) else t for t in (a, b))

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from ottava.kernels import reference
 from ottava.kernels.custom_operator import constant_in_graph, custom_operator
-from ottava.kernels.gate import LOWEST, PLAIN, address
+from ottava.kernels.gate import LOWEST, PLAIN, address, no_autocast
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.numerics.scaling import read_scales
 from ottava.numerics.tensor import Beside, Both, Operand, QuantizationSpec, QuantizedTensor, spec_from_key
 from ottava.numerics.transforms import ONE_RANK, OneRank, Transform
-from ottava.ops.dispatch import no_autocast
 
 
 def cast_in_graph(
@@ -94,15 +93,12 @@ def _both_of(device: str, spec: str, spec_t: str) -> tuple[bool, bool]:
 
 
 class QuantizeKernel(Protocol):
-    """The interface of a kernel file for casts."""
+    """The interface of a kernel file for casts. It has `quantize` or `plan_quantize`; see `kernels`."""
 
     NAME: str
 
     def supports_quantize(self, x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> str | None:
         """None, or the reason why not."""
-
-    def quantize(self, x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
-        """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
 
 
 ApplyTransform = Callable[[Tensor, Tensor | None], Tensor]
@@ -205,14 +201,7 @@ def cast_both(
 
 
 def keep_plan(plans: dict[Any, Plan], key: object, plan: Plan) -> None:
-    """Adds a plan to those of a door or a layer, MOST_PLANS at most.
-
-    Example:
-        >>> plans = dict.fromkeys(range(32), "old")
-        >>> keep_plan(plans, "a length that changes with every batch", "new")
-        >>> list(plans.values())
-        ['new']
-    """
+    """Adds a plan to those of a door or a layer, MOST_PLANS at most."""
     if len(plans) >= MOST_PLANS:
         plans.clear()  # a length that changes with every batch would fill the memory
     plans[key] = plan
@@ -230,12 +219,6 @@ def plan_casts(
 
     Raises:
         TypeError: dtype.  ValueError: not a matrix.
-
-    Example:
-        >>> from ottava.numerics.formats import BF16
-        >>> plan = plan_casts(torch.ones(2, 2), QuantizationSpec(BF16))
-        >>> plan.kernel, plan.refusals[0]
-        ('reference', 'native_quantize: casts to signed formats of at most 8 bits; got BF16')
     """
     x = x.detach()  # codes carry no gradient
     known = spec or spec_t
@@ -416,9 +399,11 @@ def _first(
     if plan is not None:
         return plan(x, spec), kernel, tuple(refusals)  # decided now: its function asks nothing any more
 
+    quantize: Callable[..., reference.Cast] = kernel.quantize  # type: ignore[attr-defined]  # it has one of the two
+
     def cast(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> reference.Cast:
         with no_autocast(x.device):
-            return kernel.quantize(x.detach(), spec, scale)
+            return quantize(x.detach(), spec, scale)
 
     return cast, kernel, tuple(refusals)
 
@@ -428,11 +413,6 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor
 
     Args:
         dtype: of the result; None: that of the original.
-
-    Example:
-        >>> from ottava.numerics.formats import E4M3
-        >>> dequantize(quantize(torch.tensor([[1.0, 2.0]]), QuantizationSpec(E4M3)))
-        tensor([[1., 2.]])
     """
     wanted = dtype or x_q.dtype
     if (
@@ -443,18 +423,12 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor
         if x_q.scale_inv.dtype == torch.uint8:
             # exponents in bytes: kernels multiply by fp32 numbers
             x_q = QuantizedTensor(x_q.data, read_scales(x_q.scale_inv), x_q.spec, x_q.dtype)
-        return native_quantize.dequantize(x_q, wanted)
+        return native_quantize.plan_dequantize(x_q, wanted)(x_q)
     return x_q.dequantize(wanted)
 
 
 def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> str:
-    """The kernel that `quantize` would run on this matrix, and why not the kernels before it, one per line.
-
-    Example:
-        >>> from ottava.numerics.formats import BF16
-        >>> explain_quantize(torch.ones(2, 2), QuantizationSpec(BF16))
-        'native_quantize: casts to signed formats of at most 8 bits; got BF16\\nreference: runs'
-    """
+    """The kernel that `quantize` would run on this matrix, and why not the kernels before it, one per line."""
     plan = plan_casts(x, spec, scale=scale)
     return "\n".join([*plan.refusals, f"{plan.kernel}: runs"])
 

@@ -18,9 +18,10 @@ from typing import Any
 from torch import nn
 
 from ottava.engine.functional import QuantizedLayer, quantized_layers
-from ottava.nn.plan import HEADS, Device, plan_layer
+from ottava.nn.plan import Device, plan_layer
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.plan.memory import Memory
+from ottava.recipe import HEADS
 
 ROWWISE = ("o_proj", "out_proj", "out", "down_proj", "down", "c_proj", "fc2", "w2", "dense_4h_to_h")
 """Last names of layers that tensor parallelism splits by input features; all others by output features."""

@@ -21,7 +21,8 @@ from ottava.nn.convert import convert
 from ottava.nn.fp8_checkpoint import load_fp8
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
 from ottava.recipe import GemmRecipe, Recipe, get_recipe
-from ottava.serving.source import Source, of_folder, of_model
+from ottava.serving.source import Source, of_folder
+from ottava.serving.trained import of_model
 
 ENGINE = "engine"
 """In place of a recipe: activations cast as an inference engine casts them beside these codes."""

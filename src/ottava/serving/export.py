@@ -25,7 +25,7 @@ from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
 from ottava.serving.engines import ENGINES, sharing
-from ottava.serving.source import Source, Weight, copy_files, of_folder, of_model, rows_of_cast, same_numbers
+from ottava.serving.source import Source, Weight, copy_files, of_folder, rows_of_cast, same_numbers
 from ottava.weights.layouts import DEFAULT, LAYOUTS, Layout
 
 REPORT = "export.json"
@@ -183,8 +183,12 @@ def written_tensors(
         raise ExportError(f"export: {unknown_name('engine', engine, ENGINES)}")
     if isinstance(model, (str, Path)):
         source = of_folder(Path(model))
+    elif isinstance(model, Source):
+        source = model
     else:
-        source = model if isinstance(model, Source) else of_model(model, config)
+        from ottava.serving.trained import of_model  # it imports all modules; a checkpoint needs none
+
+        source = of_model(model, config)
     if config is not None:
         source = Source(source.weights, dict(config), source.files)
     form = LAYOUTS[layout or _fitting(source, engine, recast=recast)]

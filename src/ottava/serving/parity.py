@@ -27,7 +27,8 @@ from ottava.serving.causes import CAUSES, activation_cause, layer_set, plain_cau
 from ottava.serving.engines import ENGINES
 from ottava.serving.formula import formula_causes, quantization_causes, sampling_causes, settings_causes
 from ottava.serving.sides import Model, Side, Text, default_device, digest, made_up, served, trained, under
-from ottava.serving.source import Source, of_folder, of_model
+from ottava.serving.source import Source, of_folder
+from ottava.serving.trained import of_model
 from ottava.serving.twin import kl_alone
 
 _TOKENS = 32  # that an engine runs

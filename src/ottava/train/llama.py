@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from ottava.base.untrusted import UntrustedError, regular_size
 from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.nn.convert import convert, put_weight
-from ottava.nn.plan import default_filter
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import QuantizedTensor
-from ottava.recipe import Recipe, get_recipe
+from ottava.recipe import Recipe, default_filter, get_recipe
 from ottava.serving.answers import (
     ENGINE,
     View,
@@ -33,7 +32,8 @@ from ottava.serving.answers import (
     named,
     of_hugging_face,
 )
-from ottava.serving.source import Source, Weight, cast_of, input_scale_of, numbers, of_folder, rows_of_cast
+from ottava.serving.source import Source, Weight, of_folder, rows_of_cast
+from ottava.serving.trained import cast_of, input_scale_of, numbers
 from ottava.train.checkpoint import (
     Checkpoint,
     CheckpointError,

@@ -131,12 +131,6 @@ def in_high_precision(weight: Tensor) -> Tensor:
 
 
 def stored_as(tensor: Tensor) -> QuantizationSpec | None:
-    """How a weight, or FSDP2's shard of one, is stored; None: as it is.
-
-    Example:
-        >>> import torch
-        >>> stored_as(torch.ones(2, 2)) is None
-        True
-    """
+    """How a weight, or FSDP2's shard of one, is stored; None: as it is."""
     own = getattr(tensor, "_local_tensor", tensor)
     return own.spec if isinstance(own, QuantizedWeight) else None

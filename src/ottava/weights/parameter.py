@@ -49,14 +49,7 @@ def stored_spec(spec: QuantizationSpec) -> QuantizationSpec:
 
 
 def scale_dtype(spec: QuantizationSpec) -> torch.dtype:
-    """What the scales of a stored weight are kept in.
-
-    Example:
-        >>> from ottava.numerics.formats import E4M3
-        >>> from ottava.numerics.scaling import BLOCK_1X32
-        >>> scale_dtype(QuantizationSpec(E4M3, BLOCK_1X32, scale_format="e8m0"))
-        torch.uint8
-    """
+    """What the scales of a stored weight are kept in."""
     return torch.uint8 if spec.scale_format in ("e8m0", "e8m0_floor") else torch.float32
 
 
@@ -141,82 +134,7 @@ class Common:
     because they are made below autograd."""
 
 
-class Coded(Tensor):
-    """The base of `QuantizedWeight`: what these operations know of it."""
-
-    codes: Tensor
-    scales: Tensor
-    spec: QuantizationSpec
-    common: Common
-    part_of: tuple[Coded, slice | int] | None
-    """The weight whose rows or matrices these are, and which of them; None: these are all."""
-    matrix: _Sizes
-    group: dist.ProcessGroup | None
-    """The ranks that hold the other shards of this weight, as FSDP2 tells them."""
-    sent: bool
-    """Whether all ranks of a DistributedDataParallel have its codes."""
-    lent: Lent | None
-    """The state of FSDP2's last gather; None: the weight owns its memory."""
-    uniform: tuple[Any, Any] | None = None
-    """The arguments of `uniform_`, if that was the last write."""
-
-    @property
-    def high_precision(self) -> Tensor | None:
-        """The numbers before the last cast, in the outer dtype, on the CPU; None: not kept (`drop_high_precision`)."""
-        return self.common.high_precision
-
-    @high_precision.setter
-    def high_precision(self, numbers: Tensor | None) -> None:
-        self.common.high_precision = numbers
-
-    @property
-    def scales_shard(self) -> bool:
-        """Whether a piece of the first dimension has its own scales; False: a whole matrix has one."""
-        return len(self.matrix) == 3 or self.spec.granularity.rows is not None
-
-    @property
-    def shares_scale(self) -> bool:
-        """Whether it is a part of a matrix that has one scale: new numbers change that of the rest."""
-        return self.part_of is not None and self.scales is self.part_of[0].scales
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers, as a plain tensor."""
-        raise NotImplementedError
-
-    def requantize_(self, values: Tensor, *, amax: Tensor | None = None) -> None:
-        """Takes new numbers."""
-        raise NotImplementedError
-
-    def like(self, codes: Tensor, scales: Tensor, **changes: Any) -> Coded:
-        """The same kind of weight with other codes and scales."""
-        raise NotImplementedError
-
-    def numbers(self) -> Tensor:
-        """In memory of their own: those before the cast where they are kept, else those of the codes."""
-        kept = self._kept_numbers()
-        return self.dequantize() if kept is None else kept.to(self.device, copy=True).view(self.shape)
-
-    def _kept_numbers(self) -> Tensor | None:
-        whole, where = self.part_of or (None, 0)
-        kept = None if whole is None else whole._kept_numbers()
-        return self.high_precision if kept is None else kept[where]
-
-    def was_written(self, numbers: Tensor | None = None) -> None:
-        """Tells all that share its memory.
-
-        numbers: what was written, if known; else those of the codes.
-        """
-        torch.autograd.graph.increment_version((self, self.codes))
-        self.uniform = None
-        self.common.writes += 1
-        if self.part_of is not None:
-            whole, where = self.part_of
-            if (kept := whole._kept_numbers()) is not None:
-                kept[where] = (self.dequantize() if numbers is None else numbers).view(self.matrix).to(kept.device)
-            whole.was_written(kept)
-
-
-def describe(weight: Coded | None) -> str:
+def describe(weight: QuantizedWeight | None) -> str:
     """For messages."""
     return "a QuantizedWeight" if weight is None else f"a weight {tuple(weight.shape)} stored as {weight.spec}"
 
@@ -227,7 +145,7 @@ def refuse(func: Any, *args: Any, **settings: Any) -> Any:
     Raises:
         NotImplementedError: always.
     """
-    weight = next((a for a in tree_leaves((args, settings)) if isinstance(a, Coded)), None)
+    weight = next((a for a in tree_leaves((args, settings)) if isinstance(a, QuantizedWeight)), None)
     raise NotImplementedError(
         f"{func}: {describe(weight)} takes no such operation: it is stored only as codes. Compute on "
         "weight.dequantize(), and store a result with weight.requantize_(values); an optimizer that steps it "
@@ -235,31 +153,31 @@ def refuse(func: Any, *args: Any, **settings: Any) -> Any:
     )
 
 
-def _alias(func: Any, weight: Coded, *_: Any, **__: Any) -> Coded:
+def _alias(func: Any, weight: QuantizedWeight, *_: Any, **__: Any) -> QuantizedWeight:
     return _same(weight, weight.codes)
 
 
-def _same(weight: Coded, codes: Tensor) -> Coded:
+def _same(weight: QuantizedWeight, codes: Tensor) -> QuantizedWeight:
     """All of a weight, seen through these codes."""
     return weight.like(codes, weight.scales, common=weight.common, part_of=weight.part_of, matrix=weight.matrix)
 
 
-def _view(func: Any, weight: Coded, size: Sequence[int]) -> Coded:
+def _view(func: Any, weight: QuantizedWeight, size: Sequence[int]) -> QuantizedWeight:
     codes = weight.codes.view(size)
     if tuple(codes.shape) not in (tuple(weight.shape), weight.matrix, (weight.numel(),)):
         raise NotImplementedError(f"{func}: {describe(weight)} cannot be seen as {tuple(codes.shape)}")
     return _same(weight, codes)
 
 
-def _as_strided(func: Any, weight: Coded, size: Any, stride: Any, offset: int = 0) -> Coded:
+def _as_strided(func: Any, weight: QuantizedWeight, size: Any, stride: Any, offset: int = 0) -> QuantizedWeight:
     if tuple(size) != tuple(weight.shape) or tuple(stride) != weight.stride() or offset:
         raise NotImplementedError(f"{func}: {describe(weight)} has no other strides")
     return _alias(func, weight)
 
 
 def _slice(
-    func: Any, weight: Coded, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Coded:
+    func: Any, weight: QuantizedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> QuantizedWeight:
     first, last, _ = slice(start, end).indices(weight.shape[dim])
     if step == 1 and (first, last) == (0, weight.shape[dim]):
         return _alias(func, weight)
@@ -274,14 +192,14 @@ def _slice(
     return weight.like(weight.codes[first:last], scales, part_of=(weight, slice(first, last)))
 
 
-def _split(func: Any, weight: Coded, size: Any, dim: int = 0) -> list[Coded]:
+def _split(func: Any, weight: QuantizedWeight, size: Any, dim: int = 0) -> list[QuantizedWeight]:
     length = weight.shape[dim]
     sizes = [min(size, length - i) for i in range(0, length, size)] if isinstance(size, int) else list(size)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [_slice(func, weight, dim, end - one, end) for one, end in zip(sizes, ends, strict=True)]
 
 
-def _select(func: Any, weight: Coded, dim: int, index: int) -> Coded:
+def _select(func: Any, weight: QuantizedWeight, dim: int, index: int) -> QuantizedWeight:
     if weight.dim() != 3 or dim:
         raise NotImplementedError(
             f"{func}: {describe(weight)} is no stack of matrices along dimension {dim}; "
@@ -290,11 +208,11 @@ def _select(func: Any, weight: Coded, dim: int, index: int) -> Coded:
     return weight.like(weight.codes[index], weight.scales[index], part_of=(weight, index))
 
 
-def _unbind(func: Any, weight: Coded, dim: int = 0) -> list[Coded]:
+def _unbind(func: Any, weight: QuantizedWeight, dim: int = 0) -> list[QuantizedWeight]:
     return [_select(func, weight, dim, index) for index in range(weight.shape[dim])]
 
 
-def each_part(func: Any, weight: Coded, *args: Any, **settings: Any) -> Coded:
+def each_part(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> QuantizedWeight:
     """The same operation on codes and scales: a copy, or another place."""
     dtype = settings.pop("dtype", None) or weight.dtype
     kept = None if weight.high_precision is None else weight.high_precision.to(dtype, copy=True)
@@ -302,7 +220,7 @@ def each_part(func: Any, weight: Coded, *args: Any, **settings: Any) -> Coded:
     return weight.like(codes, scales, high_precision=kept, matrix=weight.matrix, dtype=dtype, lent=None)
 
 
-def _new_zeros(func: Any, weight: Coded, size: Sequence[int], **settings: Any) -> Tensor:
+def _new_zeros(func: Any, weight: QuantizedWeight, size: Sequence[int], **settings: Any) -> Tensor:
     """A QuantizedWeight for FSDP2, which asks for a weight with more or fewer rows; else a plain tensor."""
     if len(size) != weight.dim() or tuple(size[1:]) != tuple(weight.shape[1:]) or settings.get("dtype"):
         return _plain_like(func, weight, size, **settings)
@@ -311,7 +229,7 @@ def _new_zeros(func: Any, weight: Coded, size: Sequence[int], **settings: Any) -
     return weight.like(codes, store_scales(torch.ones(grid, device=codes.device, dtype=torch.float32), weight.spec))
 
 
-def _plain_like(func: Any, weight: Coded, *args: Any, **settings: Any) -> Tensor:
+def _plain_like(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> Tensor:
     """Another tensor of that shape and dtype: a plain one."""
     model = torch.empty(1, dtype=weight.dtype, device=weight.device).expand(weight.shape)
     if settings.get("memory_format") in (None, torch.preserve_format):
@@ -320,9 +238,9 @@ def _plain_like(func: Any, weight: Coded, *args: Any, **settings: Any) -> Tensor
 
 
 def _copy_(func: Any, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(to, Coded):
+    if not isinstance(to, QuantizedWeight):
         return to.copy_(source.dequantize(), non_blocking=non_blocking)
-    if not isinstance(source, Coded):
+    if not isinstance(source, QuantizedWeight):
         values = source.to(device=to.device, dtype=to.dtype).expand(to.shape)
         if to.is_meta or not torch.equal(values, to.dequantize()):
             to.requantize_(values)
@@ -347,7 +265,7 @@ def _copy_(func: Any, to: Tensor, source: Tensor, non_blocking: bool = False) ->
     return to
 
 
-def _fill_(func: Any, weight: Coded, *args: Any, **settings: Any) -> Coded:
+def _fill_(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> QuantizedWeight:
     """New numbers, made in the outer dtype and then cast: how layers are initialized."""
     values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     weight.requantize_(func(values, *args, **settings))
@@ -355,7 +273,7 @@ def _fill_(func: Any, weight: Coded, *args: Any, **settings: Any) -> Coded:
     return weight
 
 
-def _erfinv_(func: Any, weight: Coded) -> Coded:
+def _erfinv_(func: Any, weight: QuantizedWeight) -> QuantizedWeight:
     """trunc_normal_ before torch 2.13: of uniform numbers, drawn anew in FP32, because codes of them have no tails."""
     if weight.uniform is None:
         return refuse(func, weight)  # type: ignore[no-any-return]
@@ -364,7 +282,7 @@ def _erfinv_(func: Any, weight: Coded) -> Coded:
     return weight
 
 
-def _change_(func: Any, weight: Coded, *args: Any, **settings: Any) -> Coded:
+def _change_(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> QuantizedWeight:
     """Its numbers, changed by numbers: by tensors only an optimizer changes them, which needs a master."""
     mask = args[:1] if "masked_fill_" in str(func) else ()
     if any(isinstance(one, Tensor) and one.dim() for one in args[len(mask) :]):
@@ -373,14 +291,14 @@ def _change_(func: Any, weight: Coded, *args: Any, **settings: Any) -> Coded:
     return weight
 
 
-def _eye(func: Any, *size: int, out: Coded, **settings: Any) -> Coded:
+def _eye(func: Any, *size: int, out: QuantizedWeight, **settings: Any) -> QuantizedWeight:
     out.requantize_(torch.eye(*size, device=out.device))
     return out
 
 
 def _asked(func: Any, *args: Any, **settings: Any) -> Any:
     """A question about the numbers."""
-    plain = tree_map(lambda one: one.dequantize() if isinstance(one, Coded) else one, (args, settings))
+    plain = tree_map(lambda one: one.dequantize() if isinstance(one, QuantizedWeight) else one, (args, settings))
     return func(*plain[0], **plain[1])
 
 
@@ -389,21 +307,21 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
     FullyShardedDataParallel would keep nothing else; it joins detached tensors, and the former views of parameters.
     """
-    own = (t for t in tensors if isinstance(t, Coded) and not t.sent)
+    own = (t for t in tensors if isinstance(t, QuantizedWeight) and not t.sent)
     weight = next((t for t in own if not isinstance(t._base, torch.nn.Parameter)), None)
     if weight is not None:
         raise NotImplementedError(
             f"{func}: {describe(weight)} would become a tensor of numbers, as in FullyShardedDataParallel. Shard with "
             "torch.distributed.fsdp.fully_shard, which gathers codes; or join weight.dequantize()"
         )
-    return torch.cat([t.dequantize() if isinstance(t, Coded) else t for t in tensors], dim)
+    return torch.cat([t.dequantize() if isinstance(t, QuantizedWeight) else t for t in tensors], dim)
 
 
-def _is_pinned(func: Any, weight: Coded, *args: Any) -> bool:
+def _is_pinned(func: Any, weight: QuantizedWeight, *args: Any) -> bool:
     return weight.codes.is_pinned() and weight.scales.is_pinned()
 
 
-def _broadcast_(func: Any, tensors: Sequence[Coded], *args: Any) -> Any:
+def _broadcast_(func: Any, tensors: Sequence[QuantizedWeight], *args: Any) -> Any:
     work = None
     for part in (*(t.codes.view(torch.uint8) for t in tensors), *(t.scales for t in tensors)):
         if work is not None:
@@ -451,7 +369,7 @@ OPERATIONS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
 """What training needs of a weight: torch's operation -> how it is done."""
 
 
-class QuantizedWeight(Coded):
+class QuantizedWeight(Tensor):
     """A weight (N, K), or a stack (G, N, K), that memory holds only as codes and scales.
 
     Args:
@@ -463,7 +381,7 @@ class QuantizedWeight(Coded):
         requires_grad: as for any tensor.
         high_precision: the numbers before the cast, or None.
         matrix: the shape of the whole weight, if this one is a flat view.
-        group, sent, lent, common, part_of: as `Coded` says; a view shares `common` with what it is a view of.
+        group, sent, lent, common, part_of: see below; a view shares `common` with what it is a view of.
     Raises:
         TypeError, ValueError: codes, scales or dtype do not fit.
 
@@ -477,6 +395,22 @@ class QuantizedWeight(Coded):
         >>> weight.dtype, weight.codes.dtype, weight.dequantize()[1]
         (torch.float32, torch.float8_e4m3fn, tensor([14.,  7.]))
     """
+
+    codes: Tensor
+    scales: Tensor
+    spec: QuantizationSpec
+    common: Common
+    part_of: tuple[QuantizedWeight, slice | int] | None
+    """The weight whose rows or matrices these are, and which of them; None: these are all."""
+    matrix: _Sizes
+    group: dist.ProcessGroup | None
+    """The ranks that hold the other shards of this weight, as FSDP2 tells them."""
+    sent: bool
+    """Whether all ranks of a DistributedDataParallel have its codes."""
+    lent: Lent | None
+    """The state of FSDP2's last gather; None: the weight owns its memory."""
+    uniform: tuple[Any, Any] | None = None
+    """The arguments of `uniform_`, if that was the last write."""
 
     @staticmethod
     def __new__(
@@ -493,7 +427,7 @@ class QuantizedWeight(Coded):
         sent: bool = False,
         lent: Lent | None = None,
         common: Common | None = None,
-        part_of: tuple[Coded, slice | int] | None = None,
+        part_of: tuple[QuantizedWeight, slice | int] | None = None,
     ) -> QuantizedWeight:
         check_storage(codes, scales, spec, dtype, tuple(matrix or codes.shape))
         weight: QuantizedWeight = Tensor._make_wrapper_subclass(
@@ -611,6 +545,49 @@ class QuantizedWeight(Coded):
             self.copy_(values)
 
     @property
+    def high_precision(self) -> Tensor | None:
+        """The numbers before the last cast, in the outer dtype, on the CPU; None: not kept (`drop_high_precision`)."""
+        return self.common.high_precision
+
+    @high_precision.setter
+    def high_precision(self, numbers: Tensor | None) -> None:
+        self.common.high_precision = numbers
+
+    @property
+    def scales_shard(self) -> bool:
+        """Whether a piece of the first dimension has its own scales; False: a whole matrix has one."""
+        return len(self.matrix) == 3 or self.spec.granularity.rows is not None
+
+    @property
+    def shares_scale(self) -> bool:
+        """Whether it is a part of a matrix that has one scale: new numbers change that of the rest."""
+        return self.part_of is not None and self.scales is self.part_of[0].scales
+
+    def numbers(self) -> Tensor:
+        """In memory of their own: those before the cast where they are kept, else those of the codes."""
+        kept = self._kept_numbers()
+        return self.dequantize() if kept is None else kept.to(self.device, copy=True).view(self.shape)
+
+    def _kept_numbers(self) -> Tensor | None:
+        whole, where = self.part_of or (None, 0)
+        kept = None if whole is None else whole._kept_numbers()
+        return self.high_precision if kept is None else kept[where]
+
+    def was_written(self, numbers: Tensor | None = None) -> None:
+        """Tells all that share its memory.
+
+        numbers: what was written, if known; else those of the codes.
+        """
+        torch.autograd.graph.increment_version((self, self.codes))
+        self.uniform = None
+        self.common.writes += 1
+        if self.part_of is not None:
+            whole, where = self.part_of
+            if (kept := whole._kept_numbers()) is not None:
+                kept[where] = (self.dequantize() if numbers is None else numbers).view(self.matrix).to(kept.device)
+            whole.was_written(kept)
+
+    @property
     def scale_inv(self) -> Tensor:
         """fp32, one a block: the factor that dequantizes; the memory of `scales` where these are fp32."""
         return read_scales(self.scales)
@@ -692,12 +669,7 @@ class QuantizedWeight(Coded):
 
 
 def is_quantized_weight(tensor: Any) -> TypeGuard[QuantizedWeight]:
-    """Whether a tensor is stored only as FP8 codes and scales.
-
-    Example:
-        >>> is_quantized_weight(torch.ones(2, 2))
-        False
-    """
+    """Whether a tensor is stored only as FP8 codes and scales."""
     return isinstance(tensor, QuantizedWeight)
 
 
@@ -747,7 +719,7 @@ def _kept(values: Tensor) -> Tensor:
     return values.clone() if values.is_cpu or values.is_meta else values.cpu()
 
 
-def _as_it_was(weight: Coded, other: QuantizedWeight) -> QuantizedWeight:
+def _as_it_was(weight: QuantizedWeight, other: QuantizedWeight) -> QuantizedWeight:
     if isinstance(other, nn.Parameter):
         return nn.Parameter(weight, other.requires_grad)  # type: ignore[return-value]
     return weight.requires_grad_(other.requires_grad)  # type: ignore[return-value]

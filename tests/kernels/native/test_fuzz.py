@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ import torch
 from kernels.native import fuzz
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
+from ottava.kernels.reference import Cast
+from ottava.numerics.tensor import QuantizationSpec
 
 REASON = native_build.load("quantize").reason
 pytestmark = [
@@ -71,14 +74,17 @@ def test_one_element_too_far_ends_the_process(at_end: bool) -> None:
 
 def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """And the process that finds it goes on, and says so in the end."""
-    real = native_quantize.quantize
+    real = native_quantize.plan_quantize
 
-    def wrong(*arguments: object) -> object:
-        cast = real(*arguments)  # type: ignore[arg-type]
-        cast.data.view(torch.uint8)[0, 0] ^= 1
-        return cast
+    def wrong(x: torch.Tensor, spec: QuantizationSpec) -> native_quantize.RunCast:
+        def run(*arguments: Any) -> Cast:
+            cast = real(x, spec)(*arguments)
+            cast.data.view(torch.uint8)[0, 0] ^= 1
+            return cast
 
-    monkeypatch.setattr(native_quantize, "quantize", wrong)
+        return run
+
+    monkeypatch.setattr(native_quantize, "plan_quantize", wrong)
     with pytest.raises(SystemExit, match="1"):
         fuzz.main(3, 2, "quantize")
     said = capsys.readouterr().out.splitlines()

@@ -352,7 +352,7 @@ def test_without_a_library_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(native_build, "load", lambda *_: native_build.Built(None, "no C++ compiler"))
     assert native_gemm.supports_gemm(a, a, torch.bfloat16, None) == "native_gemm: no C++ compiler"
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler; ask supports_gemm first"):
-        native_gemm.gemm(a, a, torch.bfloat16, None)
+        native_gemm.plan_gemm(a, a, torch.bfloat16, None)
 
 
 @needs_library
@@ -390,8 +390,8 @@ def test_the_bits_are_the_references(
     bias = torch.randn(n).to(dtype) if with_bias else None
     for one in (a, replace(a, data=a.data.t().contiguous().t())):
         for other in (b, replace(b, data=b.data.t().contiguous().t(), scale_inv=b.scale_inv.t().contiguous().t())):
-            ours, truth = (kernel.gemm(one, other, dtype, bias) for kernel in (decoded, reference))
-            assert torch.equal(ours, truth)
+            ours = decoded.plan_gemm(one, other, dtype, bias)(one, other, bias)
+            assert torch.equal(ours, reference.gemm(one, other, dtype, bias))
 
 
 @needs_both
@@ -439,8 +439,8 @@ def test_a_row_of_tiny_numbers_changes_no_other_row() -> None:
     (whole, mode), (part, other) = (native_gemm.run(one, w, torch.float32, None) for one in (a, alone))
     assert (mode, other) == ("steps", "fold")
     assert not torch.equal(whole[:7], part)
-    y = invariant_gemm.gemm(a, w, torch.float32, None)
-    assert torch.equal(y[:7], invariant_gemm.gemm(alone, w, torch.float32, None))
+    y = invariant_gemm.plan_gemm(a, w, torch.float32, None)(a, w, None)
+    assert torch.equal(y[:7], invariant_gemm.plan_gemm(alone, w, torch.float32, None)(alone, w, None))
     assert torch.equal(y, whole)
 
 

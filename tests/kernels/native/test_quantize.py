@@ -78,7 +78,7 @@ def assert_same(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, 
     """Codes (those of NaN too), scales and amax; NaN equals NaN."""
     assert native_quantize.supports_quantize(x, spec, scale) is None
     torch.manual_seed(seed)
-    ours = native_quantize.quantize(x, spec, scale)
+    ours = native_quantize.plan_quantize(x, spec)(x, scale, None)
     after = torch.rand(1)
     torch.manual_seed(seed)
     truth = reference.quantize(x, spec, scale)
@@ -199,7 +199,7 @@ def test_what_a_door_has_seen_is_raised_as_the_door_does(scaling: str, dtype: to
             truth = reference.quantize(x, spec, door.scale)
             door._see(truth.amax, truth.scale_inv, True)
             for operand in (x, x.t()):
-                cast = native_quantize.quantize(operand, spec, torch.tensor(given), staged)
+                cast = native_quantize.plan_quantize(operand, spec)(operand, torch.tensor(given), staged)
                 assert torch.equal(raw(cast.data), raw(truth.data.t() if operand is not x else truth.data))
                 assert torch.equal(staged, door.staged), (value, given, before)
 
@@ -223,7 +223,7 @@ def test_threads_change_no_bit(spec: QuantizationSpec, dtype: torch.dtype) -> No
         torch.manual_seed(0)
         torch.set_num_threads(threads)
         try:
-            casts.append(native_quantize.quantize(x, spec))
+            casts.append(native_quantize.plan_quantize(x, spec)(x, None, None))
         finally:
             torch.set_num_threads(1)
     for other in casts[1:]:
@@ -254,16 +254,18 @@ def test_instruction_sets_change_no_bit(
 @sweep(fmt=SMALL)
 def test_every_code_is_decoded(fmt: Format) -> None:
     """The bits of `rounding.decode`, the sign of zeros too; BF16 holds them all; strides are kept."""
-    codes = torch.arange(1 << fmt.bits, dtype=torch.uint8).view(fmt.storage_dtype)
+    codes, one = torch.arange(1 << fmt.bits, dtype=torch.uint8).view(fmt.storage_dtype), torch.ones(1, 1)
     assert native_quantize.supports_decode(codes, fmt) is None
-    for layout in (codes, codes.view(-1, 16).t(), codes.view(-1, 16)[:, ::3], codes.expand(40, -1), codes[:0]):
-        truth = without_nan(decode(layout, fmt))
+    square = codes.view(-1, 16)
+    for layout in (square, square.t(), square[:, ::3], codes.expand(40, -1), square[:0], codes.repeat(1000)[None]):
+        truth, x_q = (
+            without_nan(decode(layout, fmt)),
+            QuantizedTensor(layout, one, QuantizationSpec(fmt), torch.float32),
+        )
         for dtype in (torch.float32, torch.bfloat16):
-            numbers = native_quantize.decode(layout, fmt, dtype)
+            numbers = native_quantize.plan_dequantize(x_q, dtype)(x_q)
             assert numbers.dtype == dtype
             assert torch.equal(without_nan(numbers).view(torch.int32), truth.to(dtype).float().view(torch.int32))
-    assert native_quantize.decode(codes.view(-1, 16).t(), fmt).stride() == codes.view(-1, 16).t().stride()
-    assert native_quantize.decode(codes.repeat(1000), fmt).shape == (1000 << fmt.bits,)
 
 
 BOTH = {  # x and x.T
@@ -290,13 +292,16 @@ def test_both_casts_in_one_reading_are_the_references(
             for threads in (1, 3):
                 torch.set_num_threads(threads)
                 try:
-                    both = native_quantize.quantize_both(layout, *specs)
+                    both = native_quantize.plan_quantize_both(layout, *specs)(layout)
                 finally:
                     torch.set_num_threads(1)
                 for cast, operand, spec in zip(both, (layout, layout.t()), specs, strict=True):
                     alone = reference.quantize(operand, spec)
                     if min(rows, cols) > 1:
-                        assert cast.data.stride() == native_quantize.quantize(operand, spec).data.stride()
+                        assert (
+                            cast.data.stride()
+                            == native_quantize.plan_quantize(operand, spec)(operand, None, None).data.stride()
+                        )
                     assert all(
                         torch.equal(without_nan(a.float()), without_nan(b.float()))
                         for a, b in zip(cast, alone, strict=True)
@@ -346,7 +351,7 @@ def test_every_code_is_dequantized(scale_inv: float) -> None:
         codes = torch.arange(1 << fmt.bits, dtype=torch.uint8).view(4, -1).view(fmt.storage_dtype)
         x_q = QuantizedTensor(codes, torch.full((1, 1), scale_inv), QuantizationSpec(fmt), torch.float32)
         for out in (torch.float32, torch.bfloat16):
-            got, expected = native_quantize.dequantize(x_q, out).float(), x_q.dequantize(out).float()
+            got, expected = native_quantize.plan_dequantize(x_q, out)(x_q).float(), x_q.dequantize(out).float()
             assert torch.equal(got.isnan(), expected.isnan())
             assert torch.equal(without_nan(got), without_nan(expected))
 
@@ -356,20 +361,16 @@ def test_dequantizing_on_any_number_of_threads_gives_the_same_bits() -> None:
     """Flat and by rows."""
     x_q = {g: quantize(tiles(700, 333, torch.bfloat16), QuantizationSpec(E4M3, g)) for g in (PER_TENSOR, BLOCK_1X32)}
     for operand in x_q.values():
-        alone = native_quantize.dequantize(operand, torch.bfloat16)
+        alone = native_quantize.plan_dequantize(operand, torch.bfloat16)(operand)
         torch.set_num_threads(3)
         try:
-            assert torch.equal(native_quantize.dequantize(operand, torch.bfloat16), alone)
+            assert torch.equal(native_quantize.plan_dequantize(operand, torch.bfloat16)(operand), alone)
         finally:
             torch.set_num_threads(1)
 
 
-def test_wrong_arguments_of_decode_are_refused() -> None:
-    """With what is needed."""
-    with pytest.raises(TypeError, match=r"E2M1 codes are held in torch\.uint8; got torch\.int8"):
-        native_quantize.decode(torch.zeros(2, dtype=torch.int8), E2M1)
-    with pytest.raises(TypeError, match=r"got dtype torch\.float16; needs float32 or bfloat16"):
-        native_quantize.decode(torch.zeros(2, dtype=torch.uint8), E2M1, torch.float16)
+def test_wide_formats_are_not_decoded() -> None:
+    """A table of 256 numbers has no room for them."""
     assert native_quantize.supports_decode(torch.zeros(2, dtype=BF16.dtype), BF16) is not None
 
 
@@ -378,9 +379,9 @@ def test_wrong_arguments_of_decode_are_refused() -> None:
 def test_only_matrices_are_cast(shape: tuple[int, ...]) -> None:
     """As the reference says it; other dtypes as well."""
     with pytest.raises(ValueError, match=r"needs a matrix \(rows, columns\): flatten it first"):
-        native_quantize.quantize(torch.zeros(shape), QuantizationSpec(E4M3))
+        native_quantize.plan_quantize(torch.zeros(shape), QuantizationSpec(E4M3))
     with pytest.raises(TypeError, match=r"got torch\.float64; needs float32, bfloat16 or float16"):
-        native_quantize.quantize(torch.zeros(2, 2, dtype=torch.float64), QuantizationSpec(E4M3))
+        native_quantize.plan_quantize(torch.zeros(2, 2, dtype=torch.float64), QuantizationSpec(E4M3))
 
 
 REFUSED = {

@@ -5,7 +5,6 @@ They depend neither on the number of threads nor on the instruction set.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Callable
 
@@ -17,8 +16,8 @@ from ottava.kernels.gate import pointer, refusal
 from ottava.kernels.native import build as native_build
 from ottava.kernels.reference import block_columns
 from ottava.numerics.accumulator import Accumulator
-from ottava.numerics.formats import E4M3, E8M0, Format
-from ottava.numerics.rounding import code_values
+from ottava.numerics.formats import E4M3, E8M0
+from ottava.numerics.rounding import byte_values
 from ottava.numerics.tensor import QuantizedTensor, instruction
 
 NAME = "native_accumulator"
@@ -72,7 +71,7 @@ def plan_accumulate(
         *(rule.group, rule.fraction_bits, rule.kept_bits, int(rule.rounding != "truncate"), rule.promotion or 0),
         *(int(inside), rule.dot, (E4M3 if a.spec.scale_format == "e4m3" else E8M0).emin),
     )
-    tables = [_table(side.spec.format) for side in (a, b)]
+    tables = [byte_values(side.spec.format) for side in (a, b)]
 
     def side(x: QuantizedTensor, scale: Tensor, table: Tensor) -> tuple[int, ...]:
         rows, cols = x.spec.granularity.rows or x.shape[0], x.spec.granularity.cols or k
@@ -110,9 +109,3 @@ def _fits(a: Tensor, b: Tensor) -> bool:
     ends = [scale[scale != 0].aminmax() if bool(scale.any()) else (scale.new_ones(()),) * 2 for scale in (a, b)]
     low, high = (float(one.log2() + other.log2()) for one, other in zip(*ends, strict=True))
     return low >= _SCALES[0] and high <= _SCALES[1]
-
-
-@functools.lru_cache(maxsize=16)
-def _table(fmt: Format) -> Tensor:
-    values = code_values(fmt)
-    return torch.nn.functional.pad(values, (0, 256 - values.numel()))

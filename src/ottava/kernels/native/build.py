@@ -174,10 +174,6 @@ def load(name: str, dtype: torch.dtype | None = None, variant: str = "") -> Buil
     Args:
         dtype: of the tensors that it reads, where the file has one of VARIANTS for each.
         variant: a macro, "NAME=VALUE", for a separate library of the file.
-
-    Example:
-        >>> load("nothing_of_that_name").library is None
-        True
     """
     built = _once(name, variant or VARIANTS.get(dtype, ""), from_environment(), os.getpid())()
     if built.library is None:
@@ -201,12 +197,6 @@ def begin(name: str, dtype: torch.dtype | None = None) -> None:
 
     Edge cases: `load` reports the errors. A process that ends meanwhile waits for the compiler, so that no partial file
     stays in the cache.
-
-    Example:
-        >>> begin("quantize")
-        >>> begin("gemm")  # at the same time
-        >>> load("quantize").seconds < 60  # waits for this one only
-        True
     """
     _in_background(_once(name, VARIANTS.get(dtype, ""), from_environment(), os.getpid()))
 
@@ -249,12 +239,7 @@ def build(name: str, settings: BuildSettings, variant: str = "") -> Built:
 
 
 def find_compiler(settings: BuildSettings) -> tuple[str, ...] | str:
-    """The compiler's command, or why there is none.
-
-    Example:
-        >>> find_compiler(BuildSettings(compiler="nowhere"))
-        "the compiler 'nowhere' (CXX) was not found; name one that is there, or install g++ or clang++"
-    """
+    """The compiler's command, or why there is none."""
     if settings.compiler:
         command = shlex.split(settings.compiler)
         if not command or shutil.which(command[0]) is None:

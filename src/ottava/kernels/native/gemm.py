@@ -14,7 +14,6 @@ depend on the number of threads. `cpu_choice` measures once a machine which set 
 from __future__ import annotations
 
 import functools
-import math
 import struct
 from collections.abc import Callable
 from types import MappingProxyType
@@ -29,8 +28,9 @@ from ottava.kernels.gemm_choice import Ranking
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.build import Built
-from ottava.numerics.formats import Format
-from ottava.numerics.rounding import code_values
+from ottava.kernels.reference import block_columns
+from ottava.numerics.rounding import byte_values
+from ottava.numerics.scaling import PER_TENSOR, Granularity
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor, RunGemm
 
 NAME = "native_gemm"
@@ -135,7 +135,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
         return f"{NAME}: an empty operand"
     if out_dtype not in _TYPES:
         return f"{NAME}: gives float32, bfloat16 or float16; got {out_dtype}"
-    step = _step(cells[0].cols, cells[1].cols, k)
+    step = block_columns(cells[0].size, cells[1].size, k)
     # BF16 units multiply pairs along k: a scale may not change inside a pair
     if step % 2 and step < k:
         return f"{NAME}: scales change at odd places of k: {a.spec.granularity} and {b.spec.granularity}"
@@ -166,18 +166,6 @@ def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, T
     one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     run = plan_gemm(Dense(a, one), Dense(b, one), a.dtype, bias)
     return lambda a, b, bias: run(Dense(a, one), Dense(b, one), bias)
-
-
-def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
-    """Pads nothing in memory: it pads tails inside registers."""
-    return ""
-
-
-def gemm(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
-) -> Tensor:
-    """(M, K), (N, K) -> (M, N), both contracted over their last dimension. fast_accum changes nothing here."""
-    return plan_gemm(a, b, out_dtype, bias)(a, b, bias)
 
 
 def run(
@@ -211,7 +199,9 @@ def plan_gemm(
     level: int | None = None,
     fold: bool = True,
 ) -> Callable[..., Tensor]:
-    """`gemm` for all operands of the specs, shapes and strides of these: (a, b, bias, modes=None) -> y.
+    """A GEMM of all operands of the specs, shapes and strides of these: (a, b, bias, modes=None) -> y (M, N).
+
+    fast_accum changes nothing here.
 
     fold: fold scales that are powers of two into exponents, where the numbers allow it.
     """
@@ -226,8 +216,8 @@ def plan_gemm(
     strides = (k, 1) if copied else a.data.stride()
     strides_b = (k, 1) if copied_b else b.data.stride()
     first, second = cells  # their tables must live as long as this plan
-    block, block_b = ((cell.rows or rows, cell.cols or k) for cell, rows in zip(cells, (m, n), strict=True))
-    step, exact = _step(cells[0].cols, cells[1].cols, k), fold and cells[0].exact and cells[1].exact
+    block, block_b = ((cell.size.rows or rows, cell.size.cols or k) for cell, rows in zip(cells, (m, n), strict=True))
+    step, exact = block_columns(cells[0].size, cells[1].size, k), fold and cells[0].exact and cells[1].exact
     # the library widens 16-bit biases itself: a cast by torch would be one more launch in a call of microseconds
     as_it_is = bias is not None and bias.dtype in _TYPES
     code, code_of_bias = _TYPES.index(out_dtype), _TYPES.index(bias.dtype) if bias is not None and as_it_is else 0
@@ -264,10 +254,8 @@ class _Cell(NamedTuple):
 
     refused: str
     """Why it takes no such operand; "" if it does."""
-    rows: int | None
-    """Of a block; None: all."""
-    cols: int | None
-    """Of a block; None: all."""
+    size: Granularity
+    """The blocks of its scales."""
     exact: bool
     """Whether scales are powers of two."""
     table: Tensor | None
@@ -279,7 +267,7 @@ class _Cell(NamedTuple):
 @functools.lru_cache(maxsize=512)
 def _cell(spec: QuantizationSpec | None) -> _Cell:
     if spec is None:
-        return _Cell("", None, None, True, None, 0)
+        return _Cell("", PER_TENSOR, True, None, 0)
     fmt = spec.format
     refused, table = "", None
     if fmt.bits > 8 or not fmt.signed:
@@ -287,31 +275,15 @@ def _cell(spec: QuantizationSpec | None) -> _Cell:
     elif spec.scale_format == "e4m3":
         refused = f"{NAME}: two-level scales of blocks are decoded first"
     else:
-        table = _table(fmt)
+        table = byte_values(fmt)
     address = pointer(table)
-    return _Cell(refused, spec.granularity.rows, spec.granularity.cols, spec.scale_format != "fp32", table, address)
-
-
-def _step(a: int | None, b: int | None, k: int) -> int:
-    """The number of k between changes of a scale; a, b: columns of the blocks of either side."""
-    if a is None and b is None:
-        return k
-    # scales of either side change at multiples of its block, so of neither inside their common divisor
-    blocks = [cols for cols in (a, b) if cols is not None and cols < k]
-    return math.gcd(*blocks) if blocks else k  # blocks as long as k never change
+    return _Cell(refused, spec.granularity, spec.scale_format != "fp32", table, address)
 
 
 def _along_memory(codes: Tensor) -> bool:
     """Whether codes lie row by row or column by column without gaps inside a row."""
     row, col = codes.stride()
     return (row == 1 or col == 1) and row > 0 and col > 0
-
-
-@functools.lru_cache(maxsize=16)
-def _table(fmt: Format) -> Tensor:
-    values = code_values(fmt)
-    # a byte indexes it: formats of fewer bits fill up with zeros
-    return torch.nn.functional.pad(values, (0, 256 - values.numel()))
 
 
 class BatchInvariant:
@@ -326,14 +298,6 @@ class BatchInvariant:
     NATIVE = NATIVE
     supports_gemm, supports_dense = staticmethod(supports_gemm), staticmethod(supports_dense)
     plan_gemm, plan_dense = staticmethod(functools.partial(plan_gemm, fold=False)), staticmethod(plan_dense)
-    padding = staticmethod(padding)
-
-    @staticmethod
-    def gemm(
-        a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
-    ) -> Tensor:
-        """(M, K), (N, K) -> (M, N)."""
-        return plan_gemm(a, b, out_dtype, bias, fold=False)(a, b, bias)
 
 
 def multiply_bf16(a: Tensor, b: Tensor) -> Tensor:
@@ -352,20 +316,12 @@ class Decoded:
 
     NAME = "native_decoded"
     NATIVE = False
-    padding = staticmethod(padding)
 
     @staticmethod
     def supports_gemm(
         a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None
     ) -> str | None:
-        """Why this kernel does not take the call; None if it does.
-
-        Example:
-            >>> import ottava
-            >>> a = ottava.quantize(torch.ones(2, 2), ottava.QuantizationSpec(ottava.E4M3))
-            >>> Decoded.supports_gemm(a, a, torch.bfloat16, None)
-            'native_decoded: scales on two levels; got fp32 and fp32'
-        """
+        """Why this kernel does not take the call; None if it does."""
         kinds = {a.spec.scale_format, b.spec.scale_format}
         if "e4m3" not in kinds or "fp32" in kinds:
             return f"{Decoded.NAME}: scales on two levels; got {a.spec.scale_format} and {b.spec.scale_format}"
@@ -400,10 +356,3 @@ class Decoded:
             return y.to(out_dtype)
 
         return run
-
-    @staticmethod
-    def gemm(
-        a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
-    ) -> Tensor:
-        """(M, K), (N, K) -> (M, N)."""
-        return Decoded.plan_gemm(a, b, out_dtype, bias)(a, b, bias)

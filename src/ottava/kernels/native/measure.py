@@ -80,14 +80,7 @@ class _Library(ctypes.Structure):
 
 
 def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str | None:
-    """Why this kernel does not measure such a cast, made or to be made; None if it does.
-
-    Example:
-        >>> import ottava
-        >>> x = torch.ones(2, 2)
-        >>> supports_measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.numerics.formats.BF16)))
-        'native_measure: takes signed formats of at most 8 bits; got BF16'
-    """
+    """Why this kernel does not measure such a cast, made or to be made; None if it does."""
     spec = cast if isinstance(cast, QuantizationSpec) else cast.spec
     if spec.format.bits > 8 or not spec.format.signed:
         return f"{NAME}: takes signed formats of at most 8 bits; got {spec.format}"
@@ -264,12 +257,7 @@ def not_a_matrix(x: Tensor) -> str | None:
 
 
 def supports_survey(x: Tensor) -> str | None:
-    """Why this kernel does not survey a matrix; None if it does.
-
-    Example:
-        >>> supports_survey(torch.ones(2, 2, dtype=torch.float64))
-        'native_measure: takes a float32, bfloat16 or float16 matrix; got torch.float64 (2, 2)'
-    """
+    """Why this kernel does not survey a matrix; None if it does."""
     reason = not_a_matrix(x) or native_build.load("sample", x.dtype).reason
     return f"{NAME}: {reason}" if reason else None
 
@@ -280,11 +268,6 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         dtype: float32, bfloat16 or float16: survey x cast to that dtype; None: x as it is.
-
-    Example:
-        >>> x = torch.tensor([[1.0, -3.0], [float("inf"), 2.0]])
-        >>> supports_survey(x) is not None or survey(x).tolist() == [float("inf"), 3.0, 1.0, 4.0]
-        True
     """
     extent = torch.empty(4, dtype=torch.float64, device="cpu")
     target = x.dtype if dtype is None else dtype
@@ -301,12 +284,7 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def supports_take(x: Tensor) -> str | None:
-    """Why this kernel copies no rows of a matrix of numbers or codes; None if it does.
-
-    Example:
-        >>> supports_take(torch.ones(4, 4, dtype=torch.int64))
-        'native_measure: takes rows of float32, bfloat16, float16 or single bytes; got torch.int64 (4, 4)'
-    """
+    """Why this kernel copies no rows of a matrix of numbers or codes; None if it does."""
     if x.device.type != "cpu":
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if reason := refusal(x):
@@ -332,11 +310,6 @@ def take(x: Tensor, bands: Sequence[range], squares: Tensor | None = None) -> Te
         bands: the rows; all rows of a range with a step lie in one band of 128.
         squares: fp32 (bands, ceil(C / 128)); it receives the largest finite magnitudes of the 128x128 blocks around
             each range, over all rows of the blocks.
-
-    Example:
-        >>> x = torch.arange(6.0).reshape(3, 2)
-        >>> supports_take(x) is not None or take(x, [range(0, 3, 2)]).tolist() == [[0.0, 1.0], [4.0, 5.0]]
-        True
     """
     rows, cols = x.shape
     taken = torch.empty(sum(map(len, bands)), cols, dtype=x.dtype, device="cpu")

@@ -74,13 +74,7 @@ class _Cast(ctypes.Structure):
 
 
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
-    """Why this kernel does not take such a cast; None if it does.
-
-    Example:
-        >>> from ottava.numerics.formats import BF16
-        >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(BF16))
-        'native_quantize: casts to signed formats of at most 8 bits; got BF16'
-    """
+    """Why this kernel does not take such a cast; None if it does."""
     if not x.is_cpu or (scale is not None and not scale.is_cpu):
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     cell = settings(spec)
@@ -108,26 +102,15 @@ def supports_rounding(x: Tensor, spec: QuantizationSpec) -> str | None:
     return f"{NAME}: rounds to nearest by the amax of blocks here; got {spec.rounding}, {spec.block_scale} ({library})"
 
 
-def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, staged: Tensor | None = None) -> Cast:
-    """As `reference.quantize`, bit for bit; call `supports_quantize` first.
-
-    It casts row-major and column-major matrices in place, and copies others first.
-
-    Args:
-        staged: of a door, fp32 (3,), contiguous: the kernel raises it to the amax of this cast, which has one scale.
-
-    Example:
-        >>> from ottava.kernels import reference
-        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3)
-        >>> supports_quantize(x, spec) is not None or all(map(torch.equal, quantize(x, spec)[1:],
-        ...                                                   reference.quantize(x, spec)[1:]))
-        True
-    """
-    return plan_quantize(x, spec)(x, scale, staged)
-
-
 def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
-    """`quantize` for every matrix of the dtype, shape and strides of x: sizes are computed once."""
+    """`reference.quantize`, bit for bit, of every matrix of the dtype, shape and strides of x: sizes are computed once.
+
+    It casts row-major and column-major matrices in place, and copies others first; call `supports_quantize` first.
+
+    Returns:
+        (x, scale, staged) -> Cast; staged: of a door, fp32 (3,), contiguous: the kernel raises it to the amax of this
+        cast, which has one scale.
+    """
     check_input_dtype(x, "quantize")
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
@@ -192,22 +175,9 @@ def supports_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: Quantizati
     return None
 
 
-def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> tuple[Cast, Cast]:
-    """(Cast of x, Cast of x.T) with their current scales; call `supports_quantize_both` first.
-
-    Example:
-        >>> from ottava.kernels import reference
-        >>> from ottava.numerics.scaling import BLOCK_1X128
-        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3, BLOCK_1X128)
-        >>> supports_quantize_both(x, spec, spec) is not None or all(map(torch.equal,
-        ...     quantize_both(x, spec, spec)[1][1:], reference.quantize(x.t(), spec)[1:]))
-        True
-    """
-    return plan_quantize_both(x, spec, spec_t)(x)
-
-
 def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> Callable[[Tensor], CastPair]:
-    """`quantize_both` for every matrix of the dtype, shape and strides of x."""
+    """x -> (Cast of x, Cast of x.T) with their current scales, for every matrix of the dtype, shape and strides of x;
+    call `supports_quantize_both` first."""
     turned = column_major(x)
     lines, (first, second) = (x.t(), (spec_t, spec)) if turned else (x, (spec, spec_t))
     rows, cols = shape = (lines.shape[0], lines.shape[1])
@@ -316,12 +286,7 @@ _PLANS: Mapping[str, Callable[[Tensor, QuantizationSpec], RunCast]] = MappingPro
 
 
 def supports_transform(x: Tensor, transform: Transform) -> str | None:
-    """Why no C++ transforms x; None if it does.
-
-    Example:
-        >>> supports_transform(torch.ones(2, 2, dtype=torch.float64), Hadamard())
-        'native_quantize: rotates float32, bfloat16 and float16; got torch.float64'
-    """
+    """Why no C++ transforms x; None if it does."""
     if not isinstance(transform, Hadamard):
         return f"{NAME}: rotates; got {transform.kind}"
     if not x.is_cpu:
@@ -337,14 +302,7 @@ def supports_transform(x: Tensor, transform: Transform) -> str | None:
 
 
 def plan_transform(x: Tensor, transform: Transform) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """`transform.apply` for every matrix of the dtype and shape of x; call `supports_transform` first.
-
-    Example:
-        >>> x = torch.randn(3, 40)
-        >>> reason, turn = supports_transform(x, Hadamard()), Hadamard().apply
-        >>> reason is not None or plan_transform(x, Hadamard())(x, None).equal(turn(x, None))
-        True
-    """
+    """`transform.apply` for every matrix of the dtype and shape of x; call `supports_transform` first."""
     assert isinstance(transform, Hadamard)  # supports_transform was asked
     (rows, cols), size = x.shape, transform.size
     dtype = torch.bfloat16 if transform.narrows(x.dtype) else torch.float32
@@ -381,59 +339,13 @@ def supports_decode(codes: Tensor, fmt: Format) -> str | None:
     return None
 
 
-def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The exact numbers of codes, as a new tensor; call `supports_decode` first.
-
-    Args:
-        codes: any shape, in fmt.storage_dtype.
-        dtype: float32 or bfloat16; both hold every number of 8 bits or less.
-    Raises:
-        TypeError: the codes are not in fmt.storage_dtype, or another dtype is asked for.
-
-    Example:
-        >>> from ottava.numerics.formats import E2M1
-        >>> codes = torch.tensor([1, 15, 7], dtype=torch.uint8)
-        >>> supports_decode(codes, E2M1) is not None or decode(codes, E2M1).tolist() == [0.5, -6.0, 6.0]
-        True
-    """
-    # uint8 would be read as codes of any format
-    if codes.dtype != fmt.storage_dtype:
-        raise TypeError(f"decode: {fmt} codes are held in {fmt.storage_dtype}; got {codes.dtype}")
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise TypeError(f"decode: got dtype {dtype}; needs float32 or bfloat16")
-    raw = codes.view(torch.uint8)
-    # any order of codes will do, as long as none is skipped: each is decoded by itself
-    dense = raw.is_contiguous() or (raw.dim() == 2 and raw.t().is_contiguous())
-    raw = raw if dense else raw.contiguous()
-    numbers = torch.empty_like(raw, dtype=dtype)  # the strides of the codes
-    if raw.numel():
-        all_of_it = 1, raw.numel()
-        one = torch.ones(1, device="cpu")
-        _library("decode").ottava_decode(
-            *(pointer(raw), *all_of_it, *all_of_it, pointer(one), *_code_numbers(fmt)),
-            *(pointer(numbers), int(dtype == torch.bfloat16), torch.get_num_threads()),
-        )
-    return numbers
-
-
-def dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """As `QuantizedTensor.dequantize`, bit for bit, in one reading; call `supports_decode` first.
-
-    Args:
-        dtype: float32 or bfloat16.
-
-    Example:
-        >>> from ottava.kernels import reference
-        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3)
-        >>> x_q = QuantizedTensor(*reference.quantize(x, spec)[:2], spec, x.dtype)
-        >>> supports_decode(x_q.data, E4M3) is not None or dequantize(x_q, torch.float32).equal(x_q.dequantize())
-        True
-    """
-    return plan_dequantize(x_q, dtype)(x_q)
-
-
 def plan_dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Callable[[QuantizedTensor], Tensor]:
-    """`dequantize` for all operands of the spec, shape and strides of x_q."""
+    """`QuantizedTensor.dequantize`, bit for bit, in one reading, for operands of the spec, shape and strides of x_q.
+
+    Call `supports_decode` first.
+
+    dtype: float32 or bfloat16; both hold every number of 8 bits or less.
+    """
     fmt, granularity, turned = x_q.spec.format, x_q.spec.granularity, column_major(x_q.data)
     rows, cols = x_q.data.shape
     if turned:

@@ -21,12 +21,7 @@ _WIDE = (torch.float32, torch.bfloat16)
 
 
 def supports_adamw(weight: Tensor, extra: Tensor | None, gradient: Tensor, mean: Tensor, square: Tensor) -> str | None:
-    """Why `step_adamw` does not step such tensors, its first five arguments; None if it does.
-
-    Example:
-        >>> supports_adamw(*[torch.ones(2)] * 5)
-        'triton: runs on cuda; got cpu'
-    """
+    """Why `step_adamw` does not step such tensors, its first five arguments; None if it does."""
     if weight.device.type != "cuda":
         return f"{NAME}: runs on cuda; got {weight.device.type}"
     every = [tensor for tensor in (weight, extra, gradient, mean, square) if tensor is not None]

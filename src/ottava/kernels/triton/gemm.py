@@ -131,18 +131,13 @@ def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
     return "" if k % _DESCRIPTOR_BYTES == 0 else f"K {k}->{_aligned(k)}"
 
 
-def gemm(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
-) -> Tensor:
-    """(M, K), (N, K) -> (M, N), both contracted over their last dimension, by the configuration measured fastest."""
-    return plan_gemm(a, b, out_dtype, bias, fast_accum)(a, b, bias)
-
-
 def plan_gemm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
 ) -> RunGemm:
-    """`gemm` for all operands of the specs, shapes and strides of these: (a, b, bias) -> y. A later measurement does
-    not change it."""
+    """A GEMM of all operands of the specs, shapes and strides of these: (a, b, bias) -> y.
+
+    The configuration is the one measured fastest; a later measurement does not change it.
+    """
     usable = configs(a, b, out_dtype, fast_accum)
     choice = gemm_choice.known(a, b, out_dtype, bias, fast_accum)
     measured = choice.milliseconds if choice is not None else ()
@@ -165,7 +160,7 @@ def ways(
 
 
 def run(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, config: Config) -> Tensor:
-    """As `gemm`, under the given configuration: one of CONFIGS, or another to be measured."""
+    """A GEMM under the given configuration: one of CONFIGS, or another to be measured."""
     return plan_under(a, b, out_dtype, bias, config)(a, b, bias)
 
 

@@ -45,12 +45,7 @@ ACTIVATION_LAUNCH = MappingProxyType({"num_warps": 8, "maxnreg": None})
 
 
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
-    """Why these kernels do not cast x (R, C) to spec with that scale; None if they do.
-
-    Example:
-        >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
-        'triton: runs on cuda; got cpu'
-    """
+    """Why these kernels do not cast x (R, C) to spec with that scale; None if they do."""
     if x.device.type != "cuda":
         return f"{NAME}: runs on cuda; got {x.device.type}"
     if reason := refuses(spec):

@@ -24,14 +24,7 @@ _LONGEST = 4096
 
 
 def supports_roll(spec: QuantizationSpec, history: Tensor, lanes: Tensor) -> str | None:
-    """Why this kernel does not roll these windows; None if it does.
-
-    Example:
-        >>> import torch
-        >>> from ottava.numerics.formats import E4M3
-        >>> supports_roll(QuantizationSpec(E4M3, scaling="delayed"), torch.zeros(3, 16), torch.zeros(4, 3))
-        'triton: runs on cuda; got cpu'
-    """
+    """Why this kernel does not roll these windows; None if it does."""
     if history.device.type != "cuda":
         return f"{NAME}: runs on cuda; got {history.device.type}"
     if callable(spec.amax_compute_algo):

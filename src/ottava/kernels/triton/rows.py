@@ -43,12 +43,7 @@ def make_rows(unmade: UnmadeRows) -> Tensor:
 
 
 def supports_rows(make: str, x: Tensor, dtype: torch.dtype, *parameters: Tensor | None) -> str | None:
-    """Why no kernel here makes such rows of x (M, K), in that dtype; None if one does.
-
-    Example:
-        >>> supports_rows("silu", torch.ones(2, 2), torch.bfloat16)
-        'triton: runs on cuda; got cpu'
-    """
+    """Why no kernel here makes such rows of x (M, K), in that dtype; None if one does."""
     if make not in MADE:
         return f"{NAME}: makes {', '.join(MADE)}; got {make}"
     if x.device.type != "cuda":
@@ -66,12 +61,7 @@ def supports_rows(make: str, x: Tensor, dtype: torch.dtype, *parameters: Tensor 
 
 
 def supports_gradient(make: str, dy: Tensor, x: Tensor, *, gated: bool) -> str | None:
-    """Why no kernel here makes dx (M, features of x) of an activation's dy (M, features) and x; None if one does.
-
-    Example:
-        >>> supports_gradient("silu", torch.ones(2, 2), torch.ones(2, 4), gated=True)
-        'triton: runs on cuda; got cpu'
-    """
+    """Why no kernel here makes dx (M, features of x) of an activation's dy (M, features) and x; None if one does."""
     if reason := supports_rows(make, x, x.dtype):
         return reason
     if dy.dtype not in _DTYPES or not dy.is_contiguous() or (reason := refusal(dy)):
@@ -158,12 +148,7 @@ def _gate_gradient(device_code: Any, sizes: tuple[int, ...], make: str) -> Launc
 
 
 def supports_norm(x: Tensor, *others: Tensor | None) -> str | None:
-    """Why no kernel here runs a norm alone, forward or backward, on x (..., K) and these; None if one does.
-
-    Example:
-        >>> supports_norm(torch.ones(2, 2))
-        'triton: runs on cuda; got cpu'
-    """
+    """Why no kernel here runs a norm alone, forward or backward, on x (..., K) and these; None if one does."""
     if x.device.type != "cuda":
         return f"{NAME}: runs on cuda; got {x.device.type}"
     if torch.compiler.is_compiling():

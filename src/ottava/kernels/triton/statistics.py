@@ -40,14 +40,7 @@ _TILE = MappingProxyType({"TR": 16, "TC": 128, "num_warps": 8, "enable_fp_fusion
 
 
 def supports_statistics(x: Tensor, x_q: QuantizedTensor) -> str | None:
-    """Why this kernel does not measure this cast; None if it does.
-
-    Example:
-        >>> import ottava
-        >>> x = torch.ones(2, 2)
-        >>> supports_statistics(x, ottava.quantize(x, ottava.QuantizationSpec(E4M3)))
-        'triton: runs on cuda; got cpu'
-    """
+    """Why this kernel does not measure this cast; None if it does."""
     if x.device.type != "cuda":
         return f"{NAME}: runs on cuda; got {x.device.type}"
     if x_q.spec.format not in _FORMATS:
@@ -106,12 +99,7 @@ def _bound(spec: QuantizationSpec, bins: int, programs: int, sizes: tuple[int, .
 
 
 def read_slot(slot: Tensor) -> dict[str, Any]:
-    """Field of a tally -> a number, or the histogram, if the slot has it, as a numpy array. Waits for the device.
-
-    Example:
-        >>> read_slot(new_slot("cpu", dict.fromkeys(_NUMBERS, 0)))["amin"]
-        inf
-    """
+    """Field of a tally -> a number, or the histogram, if the slot has it, as a numpy array. Waits for the device."""
     values = slot.cpu()
     histogram = {"exponents": values[len(_NUMBERS) :].numpy()} if len(values) > len(_NUMBERS) else {}
     return dict(zip(_NUMBERS, values.tolist(), strict=False)) | histogram

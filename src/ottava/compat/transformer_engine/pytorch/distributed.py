@@ -12,10 +12,10 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from ottava.engine.functional import refuse_second_derivative
+from ottava.kernels.gate import no_autocast
 from ottava.nn.cross_entropy import CrossEntropy, Vocabulary
 from ottava.nn.layer import recomputing
 from ottava.nn.sharding import SharedVocabulary, all_gather
-from ottava.ops.dispatch import no_autocast
 
 
 def _random_state() -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ottava.base.errors import unknown_name
+from ottava.kernels.gate import no_autocast
 from ottava.nn.grouped import Permutation, permute, sort_by_expert, unpermute
-from ottava.ops.dispatch import no_autocast
 
 _EPS = 1e-20  # that TransformerEngine adds to a sum of scores
 
