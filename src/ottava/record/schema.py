@@ -24,32 +24,24 @@ of a table are therefore a `LazyTally`: selecting rows costs nothing, and a fiel
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import pyarrow as pa
-
-from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text
-from ottava.measure.tally import tally_fields
-
-if TYPE_CHECKING:
-    from ottava.numerics.tensor import QuantizationSpec
-
-
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Protocol
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ottava.base.untrusted import MAX_STEP, regular_size
-from ottava.measure.tally import Tally
+from ottava.base.untrusted import MAX_STEP, UntrustedError, misfit, parse_json, read_text, regular_size
+from ottava.measure.tally import Tally, tally_fields
+
+if TYPE_CHECKING:
+    from ottava.numerics.tensor import QuantizationSpec
 
 SCHEMA_VERSION = 2
 READABLE = (1, SCHEMA_VERSION)
@@ -162,15 +154,13 @@ def trainer_manifest(folder: Path) -> dict[str, Any]:
         RunError: a file is damaged, or not what `ottava train` writes.
     """
     from ottava.base.settings import ConfigError, flatten, read_yaml
-    from ottava.recipe import Recipe
+    from ottava.recipe import Recipe  # a reader of runs needs no recipe
 
     path = folder / TRAINER_MANIFEST
     try:
         facts = parse_json(read_text(path))
         config = flatten(read_yaml(folder / "config.yaml"))
         conversion = facts["conversion"]
-        from ottava.recipe import Recipe  # a reader of runs needs no recipe
-
         recipe = Recipe.from_dict(conversion["recipe"])
         layers = [
             {"name": str(name), "source": "door", "seen": False, "shape": None, "recipe": recipe.for_layer(name).name}
