@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -304,16 +304,6 @@ NUMBERS = tuple(f.name for f in stats_schema() if f.name not in _BINS)
 """The columns of a part without histograms."""
 
 
-class Columns(Protocol):
-    """A source of fields."""
-
-    def rows(self, name: str, index: Index) -> Array:
-        """A field of these rows: (rows,) or (rows, bins)."""
-
-    def filled(self, name: str, index: Index) -> Array:
-        """bool (rows,): whether these rows have a histogram."""
-
-
 class LazyTally(Tally):
     """A tally whose fields become arrays, one entry per row, when they are read.
 
@@ -324,35 +314,34 @@ class LazyTally(Tally):
         (array([3., 1.]), (2, 1024))
     """
 
-    def __init__(self, columns: Columns, index: Index) -> None:
-        object.__setattr__(self, "_columns", columns)
-        object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "_made", {})
+    _columns: DenseColumns | StoredColumns | MergedColumns
+    _index: Index
+    _made: dict[str, Array]
+
+    def __init__(self, columns: DenseColumns | StoredColumns | MergedColumns, index: Index) -> None:
+        vars(self).update(_columns=columns, _index=index, _made={})
 
     def __getattribute__(self, name: str) -> Any:
         if name not in _FIELDS:
             return object.__getattribute__(self, name)
-        made: dict[str, Array] = object.__getattribute__(self, "_made")
-        if name not in made:
-            made[name] = object.__getattribute__(self, "_columns").rows(name, object.__getattribute__(self, "_index"))
-        return made[name]
+        if name not in self._made:
+            self._made[name] = self._columns.rows(name, self._index)
+        return self._made[name]
 
     def take(self, index: Index) -> LazyTally:
         """A selection of the rows."""
-        columns, rows = object.__getattribute__(self, "_columns"), object.__getattribute__(self, "_index")
-        return LazyTally(columns, rows[index])
+        return LazyTally(self._columns, self._index[index])
 
     def filled(self, name: str) -> npt.NDArray[np.bool_]:
         """bool (rows,): whether a row has a histogram. It does not make the array, which may take gigabytes."""
-        columns, rows = object.__getattribute__(self, "_columns"), object.__getattribute__(self, "_index")
-        return np.asarray(columns.filled(name, rows), dtype=bool)
+        return np.asarray(self._columns.filled(name, self._index), dtype=bool)
 
     def __reduce__(self) -> Any:
         return Tally, tuple(getattr(self, name) for name in _FIELDS)
 
 
 class DenseColumns:
-    """The fields of a tally of arrays."""
+    """The fields of a tally of arrays. `rows` gives a field of some rows, `filled` whether they have a histogram."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
