@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -111,4 +112,4 @@ def test_ratios_are_within_a_round() -> None:
     a, b = interleaved({"a": lambda: spend(1), "b": lambda: spend(2)}, 4, clock=lambda: now)
     assert (a.ratio, a.quartiles, b.ratio, b.quartiles) == (1.0, (1.0, 1.0), 2.0, (2.0, 2.0))
     assert a.milliseconds == pytest.approx(1e3 * (1e3 + 1e4) / 2)
-    assert b.to_dict() == {"name": "b", "milliseconds": b.milliseconds, "ratio": 2.0, "quartiles": [2.0, 2.0]}
+    assert asdict(b) == {"name": "b", "milliseconds": b.milliseconds, "ratio": 2.0, "quartiles": (2.0, 2.0)}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ottava.record.reader import Run
 from ottava.watching.config import WatchConfig
-from ottava.watching.readback import Read, Reading, read_back
+from ottava.watching.readback import Reading
 from ottava.watching.session import Watch, watch
 
 
@@ -30,7 +30,7 @@ class Late:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Reading:
         self.begun += 1
-        return _Arriving(self, self.begun, read_back(tensors))
+        return _Arriving(self, self.begun, Reading(tensors))
 
 
 class _Arriving:
@@ -77,7 +77,7 @@ class Loop:
             raise ZeroDivisionError
 
 
-def watched(folder: Path, read: Read, poisoned: int = 0, **settings: Any) -> tuple[Watch, Loop]:
+def watched(folder: Path, read: Any, poisoned: int = 0, **settings: Any) -> tuple[Watch, Loop]:
     model = build()
     return Watch(model, folder, WatchConfig(**settings), read=read), Loop(model, poisoned)
 
@@ -94,16 +94,16 @@ def record(folder: Path) -> tuple[list[Any], list[Any]]:
 
 def test_numbers_of_every_tensor_in_their_order() -> None:
     """Any shape, none at all, and what is no number."""
-    found = read_back([torch.tensor([[1.0, 2.0], [3.0, math.inf]]), torch.empty(0), torch.tensor(0.5)])
+    found = Reading([torch.tensor([[1.0, 2.0], [3.0, math.inf]]), torch.empty(0), torch.tensor(0.5)])
     assert found.ready()
     assert found.values() == [[1.0, 2.0, 3.0, math.inf], [], [0.5]]
-    assert read_back([]).values() == []
+    assert Reading([]).values() == []
 
 
 def test_what_is_read_is_of_the_moment_it_was_asked_for() -> None:
     """A loss that is written over afterwards stays what it was."""
     x = torch.ones(3)
-    reading = read_back([x])
+    reading = Reading([x])
     x.zero_()
     assert reading.values() == [[1.0, 1.0, 1.0]]
 
@@ -111,7 +111,7 @@ def test_what_is_read_is_of_the_moment_it_was_asked_for() -> None:
 @pytest.mark.parametrize("lag", [1, 3])
 def test_late_numbers_are_the_same_numbers_under_the_same_steps(lag: int, tmp_path: Path) -> None:
     """Losses, statistics, and amaxes that a crash puts on record, against a watch that reads at once."""
-    for name, read in (("now", read_back), ("late", Late(lag))):
+    for name, read in (("now", Reading), ("late", Late(lag))):
         seen, loop = watched(tmp_path / name, read, every=6)
         with pytest.raises(ZeroDivisionError):
             loop.crash(seen, 15)
@@ -191,7 +191,7 @@ def test_numbers_of_a_gpu_arrive_behind_the_work_before_them() -> None:
     for busy in (1, 200_000_000):  # once before: a kernel's first launch may wait
         x = torch.arange(6, device="cuda", dtype=torch.float32).reshape(2, 3)
         torch.cuda._sleep(busy)
-        reading = read_back([x, torch.tensor(2.5), x.sum()])
+        reading = Reading([x, torch.tensor(2.5), x.sum()])
         x.zero_()
     assert not reading.ready()
     assert reading.values() == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [2.5], [15.0]]

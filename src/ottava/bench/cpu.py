@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ottava.bench.method import Timing, interleaved, versions
+from ottava.bench.method import Timing, interleaved, step, versions
 from ottava.bench.models import EMULATORS, FFN, TOKENS, WIDTH, GPTBlock, PlainByteTransformer, SmolLM2, blocks, emulated
 from ottava.engine.quantizer import WeightQuantizer
 from ottava.kernels import reference
@@ -86,9 +86,7 @@ class Case:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        timings = [timing.to_dict() for timing in self.timings]
-        figures = {quantity: dict(values) for quantity, values in self.figures.items()}
-        return {"suite": self.suite, "name": self.name, "timings": timings, "figures": figures}
+        return asdict(self)
 
     def __str__(self) -> str:
         names = [timing.name for timing in self.timings] + [n for values in self.figures.values() for n in values]
@@ -265,12 +263,12 @@ def _statistics(settings: Settings) -> Iterator[Case]:
     x, dy = torch.randn(sequences, tokens, width), torch.randn(sequences, tokens, width)
     for recipe in ("tensorwise", "blockwise"):
         model = _models(lambda: GPTBlock(width, heads), (recipe,), others=())[f"ottava {recipe}"]
-        step = _steps({recipe: model}, x, dy, False)[recipe]
+        once = _steps({recipe: model}, x, dy, False)[recipe]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # a step of the watch ends with this optimizer's step
 
-        def steps(step: Callable[[], object] = step, optimizer: torch.optim.Optimizer = optimizer) -> None:
+        def steps(once: Callable[[], object] = once, optimizer: torch.optim.Optimizer = optimizer) -> None:
             for _ in range(WATCHED_STEPS):
-                step()
+                once()
                 optimizer.step()
 
         for looks in WATCHES:
@@ -296,14 +294,14 @@ def _demo(settings: Settings) -> Iterator[Case]:
             convert(model, recipe)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+        def train(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 value = loss(model, ids[:, :-1], ids[:, 1:])
             value.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        variants["BF16" if recipe == "BF16" else f"ottava {recipe}"] = step
+        variants["BF16" if recipe == "BF16" else f"ottava {recipe}"] = train
     timings = settings.time(variants)
     tokens = ids[:, 1:].numel()
     speeds = {t.name: 1e3 * tokens / t.milliseconds for t in timings}
@@ -344,13 +342,13 @@ def _smollm2(settings: Settings) -> Iterator[Case]:
     variants: Variants = {}
     for name, (run, model) in _runs(models, settings.compiled).items():
 
-        def step(run: Callable[[Tensor], Tensor] = run, model: nn.Module = model) -> None:
+        def train(run: Callable[[Tensor], Tensor] = run, model: nn.Module = model) -> None:
             model.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 value = run(ids)
             value.backward()
 
-        variants[name] = step
+        variants[name] = train
     timings = replace(settings, rounds=min(settings.rounds, 5)).time(variants, _updates(variants, models))
     figures: dict[str, dict[str, float]] = {}
     if settings.checkpoint is not None and settings.text is not None:
@@ -398,16 +396,7 @@ def _models(
 def _steps(models: Mapping[str, nn.Module], x: Tensor, dy: Tensor, compiled: bool) -> Variants:
     """Forward and backward of each model."""
     x, dy = x.bfloat16().requires_grad_(), dy.bfloat16()
-
-    def step(run: Callable[[Tensor], Tensor], owner: nn.Module) -> Callable[[], object]:
-        def once() -> None:
-            owner.zero_grad()
-            x.grad = None
-            run(x).backward(dy)
-
-        return once
-
-    return {name: step(run, owner) for name, (run, owner) in _runs(models, compiled).items()}
+    return {name: step(run, owner, x, dy) for name, (run, owner) in _runs(models, compiled).items()}
 
 
 def _updates(variants: Variants, models: Mapping[str, nn.Module]) -> Around:

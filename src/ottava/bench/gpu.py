@@ -624,7 +624,7 @@ def trained(
         convert(model, recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=run.cuda, capturable=run.cuda)
     train_step = graphed_step(training_step(run, model, optimizer), text, eager=eager)
-    return model, partial(append_loss, train_step, text, losses)
+    return model, lambda: losses.append(train_step(text))  # it stays on the device
 
 
 def learnable(run: Run, batch: int, length: int) -> Tensor:
@@ -647,11 +647,6 @@ def training_step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) 
         return value
 
     return train_step
-
-
-def append_loss(train_step: Callable[[Tensor], Tensor], text: Tensor, losses: list[Tensor]) -> None:
-    """Runs one step and keeps its loss on the device."""
-    losses.append(train_step(text))
 
 
 # --- the suites ------------------------------------------------------------------------------------------------------

@@ -276,15 +276,6 @@ class Timing:
     quartiles: tuple[float, float]
     """First and third quartile of these ratios."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "name": self.name,
-            "milliseconds": self.milliseconds,
-            "ratio": self.ratio,
-            "quartiles": list(self.quartiles),
-        }
-
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
     """Versions of packages; None: not installed. torch.__version__ names the build (2.11.0+cu130), pip's may lack it.

@@ -60,25 +60,16 @@ def check(
                 raise ValueError(
                     "check: A and B are the same command; give arguments after --, --ranks, or --save FOLDER"
                 )
-            a = _run(
-                folder / "a", script, arguments if save is not None else [], ranks if save is not None else 1, steps
-            )
-            a.again = _run(
-                folder / "again", script, arguments if save is not None else [], ranks if save is not None else 1, steps
-            )
+            own, size = ([], 1) if save is None else (arguments, ranks)  # of A; what is saved is the script as given
+            a = _run(folder / "a", script, own, size, steps)
+            a.again = _run(folder / "again", script, own, size, steps)
             b = a if save is not None else _run(folder / "b", script, arguments, ranks, steps)
-            if not (save is not None and ranks > 1):
-                words_a = arguments if save is not None else []
-                a.nudged = [
-                    _run(folder / f"nudged{n}", script, words_a, 1, steps, nudge_for(a, b, n))
-                    for n in range(1, draws + 1)
-                ]
+            if size == 1:
+                nudges = {f"nudged{n}": nudge_for(a, b, n) for n in range(1, draws + 1)}
+                a.nudged = [_run(folder / name, script, own, 1, steps, nudge) for name, nudge in nudges.items()]
             if save is not None:
-                answer(
-                    as_json,
-                    {"saved": str(save), "tensors": len(a.entries)},
-                    f"Saved {len(a.entries)} tensors to {save}.",
-                )
+                count = len(a.entries)
+                answer(as_json, {"saved": str(save), "tensors": count}, f"Saved {count} tensors to {save}.")
                 return 0
         elif len(words) == 2:
             a, b = (load_trace(Path(word)) for word in words)
@@ -108,15 +99,8 @@ def _run(
     processes = []
     for rank in range(ranks):
         own = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else None
-        processes.append(
-            subprocess.Popen(
-                [*words, script, "--", *arguments],
-                env=own,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen([*words, script, "--", *arguments], env=own, **streams))
     said = [process.communicate()[1] for process in processes]
     for rank, process in enumerate(processes):
         if process.returncode:

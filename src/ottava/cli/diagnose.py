@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -12,28 +15,14 @@ from ottava.base.text import columns, to_json
 from ottava.cli.console import answer
 
 if TYPE_CHECKING:
-    from ottava.diagnose.compare import Comparison
-    from ottava.diagnose.diagnose import Diagnosis, Finding
-
-
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor, nn
 
+    from ottava.diagnose.compare import Comparison
+    from ottava.diagnose.diagnose import Diagnosis, Finding
+    from ottava.diagnose.what_if import Prediction
     from ottava.record.dumps import GemmDump
     from ottava.train.checkpoint import Checkpoint
     from ottava.train.config import TrainConfig
-
-
-import math
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ottava.diagnose.what_if import Prediction
 
 SCHEMA_VERSION = 2
 _SEVERITIES = ("critical", "warning", "never")

@@ -242,9 +242,15 @@ def parity(
     wrong engine, recipe or text; 3 if transformers is missing and needed; 4 for what cannot be read.
     """
     if logprobs is not None:
-        sides = _sides(a, b, engine or "vllm", recipe, _object(settings), device)
+        from ottava.serving.attribution import attribute
+        from ottava.serving.rollout import read_rollout
+        from ottava.serving.sides import served
+
+        ours = None if a is None else _trained(a, recipe)
+        theirs = None if b is None else served(Path(b), engine or "vllm", _object(settings), device=device)
         earlier = [(folder.name, _trained(str(folder), recipe)) for folder in before or ()]
-        return _told(out, as_json, rollout=_attributed(logprobs, form, sides, earlier, temperature))
+        dump = read_rollout(logprobs, form)
+        return _told(out, as_json, rollout=attribute(dump, ours, theirs, before=earlier, temperature=temperature))
     if a is None or b is None:
         raise typer.BadParameter("needs A and B, or --logprobs")
     if engine is None:
@@ -276,19 +282,6 @@ def _answered(a: str, b: str, recipe: str | None, texts: Sequence[Path], *, engi
     from ottava.train.llama import open_view, texts_of
 
     return evaluate(open_view(a, recipe), open_view(b) if engine == "none" else _served(b), texts_of(texts), **sizes)
-
-
-def _attributed(
-    dump: Path,
-    form: str | None,
-    sides: tuple[Model | None, Model | None],
-    before: Sequence[tuple[str, Model]],
-    temperature: float,
-) -> Attribution:
-    from ottava.serving.attribution import attribute
-    from ottava.serving.rollout import read_rollout
-
-    return attribute(read_rollout(dump, form), *sides, before=before, temperature=temperature)
 
 
 def _split(given: str) -> tuple[Path, str | None]:
@@ -339,21 +332,6 @@ def _trained(given: str, recipe: str | None) -> Model:
     source, _ = _source(folder)
     name = recipe or own
     return trained(source if name is None else under(source, get_recipe(name)))
-
-
-def _sides(
-    a: str | None,
-    b: str | None,
-    engine: str,
-    recipe: str | None,
-    settings: dict[str, Any] | None,
-    device: str | None,
-) -> tuple[Model | None, Model | None]:
-    """What training multiplies, and what the engine does."""
-    from ottava.serving.sides import served
-
-    ours = None if a is None else _trained(a, recipe)
-    return ours, None if b is None else served(Path(b), engine, settings, device=device)
 
 
 def _object(path: Path | None) -> dict[str, Any] | None:

@@ -38,20 +38,14 @@ RECIPES_OF_TE = MappingProxyType(
         "nvfp4": "nvfp4",
     }
 )
-_STATISTICS = MappingProxyType(
-    {
-        "mean": "mean",
-        "std": "std",
-        "cur_amax": "amax",
-        "dynamic_range": "dynamic_range_bits",
-        "underflows%": "underflow_pct_numel",
-        "overflows%": "overflow_pct",
-        "mse": "mse",
-        "scale_inv_min": "scale_max",
-        "scale_inv_max": "scale_min",
-    }
-)
-"""Statistic of the tool -> ours; a look records all of ours."""
+OF_TENSOR = MappingProxyType({"mean": "mean", "std": "std", "cur_amax": "amax", "dynamic_range": "dynamic_range_bits"})
+"""Statistic of a tensor before any cast, by the tool's name -> ours."""
+OF_CAST = MappingProxyType({"underflows%": "underflow_pct_numel", "overflows%": "overflow_pct", "mse": "mse"})
+"""Statistic of a cast -> ours."""
+RECIPROCAL = MappingProxyType({"scale_inv_min": "scale_max", "scale_inv_max": "scale_min"})
+"""Statistic of a cast whose reciprocal is ours."""
+_STATISTICS = MappingProxyType({**OF_TENSOR, **OF_CAST, **RECIPROCAL})
+"""A look records all of ours."""
 _INSTEAD = MappingProxyType(
     {
         "min": "amax is that of both signs; a dump has the numbers themselves",

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ottava.base.errors import refuse_other_sums
 from ottava.kernels.native import measure as native_measure
-from ottava.kernels.native import measure as native_sample
 from ottava.kernels.native.measure import Layout, Look
 from ottava.measure.tally import (
     DETAIL_WIDTHS,
@@ -92,8 +91,8 @@ def survey(x: Tensor, dtype: torch.dtype | None = None, *, finite: bool = True) 
         >>> survey(torch.tensor([[1.0, -3.0], [math.inf, 2.0]])).tolist()
         [inf, 3.0, 1.0, 4.0]
     """
-    if native_sample.supports_survey(x) is None:
-        return native_sample.survey(x, dtype)
+    if native_measure.supports_survey(x) is None:
+        return native_measure.survey(x, dtype)
     x = x if dtype is None else x.to(dtype)
     largest = block_amaxes(x).reshape(())
     largest_finite, nonfinite = largest, _f64(0, x)

@@ -24,32 +24,24 @@ of a table are therefore a `LazyTally`: selecting rows costs nothing, and a fiel
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pyarrow as pa
-
-from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text
-from ottava.measure.tally import tally_fields
-
-if TYPE_CHECKING:
-    from ottava.numerics.tensor import QuantizationSpec
-
-
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
-from typing import Protocol
-
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ottava.base.untrusted import MAX_STEP, regular_size
-from ottava.measure.tally import Tally
+from ottava.base.untrusted import MAX_STEP, UntrustedError, misfit, parse_json, read_text, regular_size
+from ottava.measure.tally import Tally, tally_fields
+
+if TYPE_CHECKING:
+    from ottava.numerics.tensor import QuantizationSpec
 
 SCHEMA_VERSION = 2
 READABLE = (1, SCHEMA_VERSION)
@@ -162,15 +154,13 @@ def trainer_manifest(folder: Path) -> dict[str, Any]:
         RunError: a file is damaged, or not what `ottava train` writes.
     """
     from ottava.base.settings import ConfigError, flatten, read_yaml
-    from ottava.recipe import Recipe
+    from ottava.recipe import Recipe  # a reader of runs needs no recipe
 
     path = folder / TRAINER_MANIFEST
     try:
         facts = parse_json(read_text(path))
         config = flatten(read_yaml(folder / "config.yaml"))
         conversion = facts["conversion"]
-        from ottava.recipe import Recipe  # a reader of runs needs no recipe
-
         recipe = Recipe.from_dict(conversion["recipe"])
         layers = [
             {"name": str(name), "source": "door", "seen": False, "shape": None, "recipe": recipe.for_layer(name).name}
@@ -314,16 +304,6 @@ NUMBERS = tuple(f.name for f in stats_schema() if f.name not in _BINS)
 """The columns of a part without histograms."""
 
 
-class Columns(Protocol):
-    """A source of fields."""
-
-    def rows(self, name: str, index: Index) -> Array:
-        """A field of these rows: (rows,) or (rows, bins)."""
-
-    def filled(self, name: str, index: Index) -> Array:
-        """bool (rows,): whether these rows have a histogram."""
-
-
 class LazyTally(Tally):
     """A tally whose fields become arrays, one entry per row, when they are read.
 
@@ -334,35 +314,34 @@ class LazyTally(Tally):
         (array([3., 1.]), (2, 1024))
     """
 
-    def __init__(self, columns: Columns, index: Index) -> None:
-        object.__setattr__(self, "_columns", columns)
-        object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "_made", {})
+    _columns: DenseColumns | StoredColumns | MergedColumns
+    _index: Index
+    _made: dict[str, Array]
+
+    def __init__(self, columns: DenseColumns | StoredColumns | MergedColumns, index: Index) -> None:
+        vars(self).update(_columns=columns, _index=index, _made={})
 
     def __getattribute__(self, name: str) -> Any:
         if name not in _FIELDS:
             return object.__getattribute__(self, name)
-        made: dict[str, Array] = object.__getattribute__(self, "_made")
-        if name not in made:
-            made[name] = object.__getattribute__(self, "_columns").rows(name, object.__getattribute__(self, "_index"))
-        return made[name]
+        if name not in self._made:
+            self._made[name] = self._columns.rows(name, self._index)
+        return self._made[name]
 
     def take(self, index: Index) -> LazyTally:
         """A selection of the rows."""
-        columns, rows = object.__getattribute__(self, "_columns"), object.__getattribute__(self, "_index")
-        return LazyTally(columns, rows[index])
+        return LazyTally(self._columns, self._index[index])
 
     def filled(self, name: str) -> npt.NDArray[np.bool_]:
         """bool (rows,): whether a row has a histogram. It does not make the array, which may take gigabytes."""
-        columns, rows = object.__getattribute__(self, "_columns"), object.__getattribute__(self, "_index")
-        return np.asarray(columns.filled(name, rows), dtype=bool)
+        return np.asarray(self._columns.filled(name, self._index), dtype=bool)
 
     def __reduce__(self) -> Any:
         return Tally, tuple(getattr(self, name) for name in _FIELDS)
 
 
 class DenseColumns:
-    """The fields of a tally of arrays."""
+    """The fields of a tally of arrays. `rows` gives a field of some rows, `filled` whether they have a histogram."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ottava.base.settings import flatten
 from ottava.base.untrusted import UntrustedError, parse_json, read_text
 
 NEUTRAL = frozenset(
@@ -158,13 +159,8 @@ def quantization_causes(config: Mapping[str, Any]) -> Iterator[Cause]:
 
 def settings_causes(settings: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[Cause]:
     """Settings of an engine that no rule reads; `known` are those that the engine's entry has."""
-
-    def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for key, value in tree.items():
-            yield from leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-
-    flat = {key: value for key, value in leaves(settings) if key not in known}
-    yield from _unknown(flat, _SETTINGS, "the settings of the engine")
+    unread = {key: value for key, value in flatten(settings).items() if key not in known}
+    yield from _unknown(unread, _SETTINGS, "the settings of the engine")
 
 
 def _unknown(found: Mapping[str, Any], known: Mapping[str, Any], where: str) -> Iterator[Cause]:

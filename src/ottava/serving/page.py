@@ -5,7 +5,7 @@ A part that was not asked for is not on the page. The headline is the sentence o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from markupsafe import Markup
@@ -41,9 +41,9 @@ def render_page(
         found=answers,
         rollout=rollout,
         meanings=CAUSES,
-        kl=_drawn(_of_linears([kl for _, kl in layers])) if layers else None,
+        kl=_of_linears([kl for _, kl in layers]) if layers else None,
         layers=layers,
-        chart=_drawn(_of_blocks(blocks)) if blocks else None,
+        chart=_of_blocks(blocks) if blocks else None,
         texts=[] if answers is None else answers.rows,
         tensors=[] if answers is None else sorted(answers.weights.tensors, key=lambda one: not one.wrong),
         shown=_shown,
@@ -58,38 +58,35 @@ def write_page(path: Path, page: str) -> Path:
     return path
 
 
-def _drawn(chart: Chart) -> Markup:
-    return Markup(drawn(chart, chart_id=chart.x_label, tooltips=True))
+def _of_blocks(errors: Sequence[tuple[float, float]]) -> Markup:
+    total, own = zip(*errors, strict=True)
+    said = "Relative error of the hidden state behind each block, and of each block alone on A's stream."
+    lines = {"so far": (1, total), "of this block alone": (2, own)}
+    return _drawn("Error behind each block", said, ("block", "relative error"), lines)
 
 
-def _of_blocks(errors: Sequence[tuple[float, float]]) -> Chart:
-    total, own = ([(float(i), y) for i, y in enumerate(side)] for side in zip(*errors, strict=True))
-    return Chart(
-        title="Error behind each block",
-        description="Relative error of the hidden state behind each block, and of each block alone on A's stream.",
-        x_label="block",
-        y_label="relative error",
+def _of_linears(kls: Sequence[float]) -> Markup:
+    said = "Nats a token if only this linear is the engine's, in the order of execution."
+    labels = "linear", "KL, nats a token"
+    return _drawn("KL of each linear that differs, alone", said, labels, {"KL alone": (2, kls)})
+
+
+def _drawn(title: str, said: str, labels: tuple[str, str], lines: Mapping[str, tuple[int, Sequence[float]]]) -> Markup:
+    """A chart over the places in a row; lines: name -> style, and the number at each place."""
+    chart = Chart(
+        title=title,
+        description=said,
+        x_label=labels[0],
+        y_label=labels[1],
         lines=[
-            Line(name="so far", points=total, style=1, markers=True),
-            Line(name="of this block alone", points=own, style=2, markers=True),
+            Line(name=name, points=[(float(i), y) for i, y in enumerate(values)], style=style, markers=True)
+            for name, (style, values) in lines.items()
         ],
-        x_range=(0, max(1, len(total) - 1)),
-        log=any(y > 0 for _, y in (*total, *own)),
+        x_range=(0, max(1, *(len(values) - 1 for _, values in lines.values()))),
+        log=any(y > 0 for _, values in lines.values() for y in values),
         width=760,
     )
-
-
-def _of_linears(kls: Sequence[float]) -> Chart:
-    return Chart(
-        title="KL of each linear that differs, alone",
-        description="Nats a token if only this linear is the engine's, in the order of execution.",
-        x_label="linear",
-        y_label="KL, nats a token",
-        lines=[Line(name="KL alone", points=[(float(i), kl) for i, kl in enumerate(kls)], style=2, markers=True)],
-        x_range=(0, max(1, len(kls) - 1)),
-        log=any(kl > 0 for kl in kls),
-        width=760,
-    )
+    return Markup(drawn(chart, chart_id=chart.x_label, tooltips=True))
 
 
 def _shown(values: str) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ottava.base.errors import unknown_name
+from ottava.base.settings import flatten
 from ottava.base.untrusted import UntrustedError, file_digest
 from ottava.numerics.formats import E2M1, E4M3, E5M2, Format
 from ottava.numerics.rounding import round_to_format
@@ -256,19 +257,8 @@ def default_device(engine: str) -> str:
 
 
 def _words(engine: InferenceEngine, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an engine in our words.
-
-    Raises:
-        ValueError: a setting that parity does not know.
-    """
-
-    def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-        flat: dict[str, Any] = {}
-        for key, value in tree.items():
-            flat |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-        return flat
-
-    given = leaves(settings)
+    """Settings of an engine in our words."""
+    given = flatten(settings)
     return {word: given[path] for path, word in engine.settings.items() if path in given}
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ottava.base.settings import Positive, Section, apply_override, read_yaml
 from ottava.numerics.accumulator import get_accumulator
@@ -34,6 +34,16 @@ def absolute(path: Path | None) -> Path | None:
         raise ValueError(
             f"{path}: there is no user {name[1:]!r}, whose home {name} would be; write ./{path} for a file of that name"
         ) from None
+
+
+def _a_device(device: str) -> str:
+    kind, _, index = device.partition(":")
+    if device not in ("auto", "cpu", "cuda") and not (kind == "cuda" and index.isdecimal()):
+        raise ValueError(f"got {device!r}; needed: auto, cpu, cuda or cuda:N")
+    return device
+
+
+Absolute = Annotated[Path | None, AfterValidator(absolute)]
 
 
 class ModelConfig(Section):
@@ -83,17 +93,12 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The text: its bytes are the tokens."""
 
-    path: Path | None = None
+    path: Absolute = None
     """A text file or a folder of them; null: the sources of Python's standard library."""
     validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.05
     """Share of the text to hold out for validation, in whole files if there are enough."""
     max_bytes: Positive | None = 16_000_000
     """Read at most this many bytes; null reads everything."""
-
-    @field_validator("path")
-    @classmethod
-    def _absolute(cls, path: Path | None) -> Path | None:
-        return absolute(path)
 
 
 class OptimizerConfig(Section):
@@ -269,7 +274,7 @@ class TrainConfig(Section):
 
     recipe: str | dict[str, Any] = "tensorwise"
     """Name of an FP8 recipe, or a whole one spelled out as `Recipe.to_dict()` writes it."""
-    accumulator: str | None = None
+    accumulator: Annotated[str, AfterValidator(lambda name: get_accumulator(name).name)] | None = None
     """An accumulation profile, such as hopper: GEMMs on codes emulate its sums on any device (docs/accumulation.md).
     recipe=NAME/hopper sets the same. null: the device's own sums."""
     steps: Positive = 400
@@ -282,7 +287,7 @@ class TrainConfig(Section):
     """Bytes of a sequence; the model predicts the next byte at each of them."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides the initial weights and the order of the data."""
-    init: Path | None = None
+    init: Absolute = None
     """A run folder, a checkpoint, or a folder of weights: of `ottava export` or `consolidate`, or a Llama of Hugging
     Face's with 256 tokens. The run starts from its weights, and calibrates predicted scales on them. null: the run
     draws its weights at random."""
@@ -291,7 +296,7 @@ class TrainConfig(Section):
     optimizer's states and the step count; the run continues with the next step."""
     rewarm: Annotated[int, Field(ge=0)] = 0
     """Steps after the start from `init` in which the learning rate rises to its schedule again; 0: none."""
-    device: str = "auto"
+    device: Annotated[str, AfterValidator(_a_device)] = "auto"
     """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """The dtype of operators without FP8. `optimizer.weights` sets that of the parameters."""
@@ -366,24 +371,6 @@ class TrainConfig(Section):
             raise ValueError(f"got {recipe!r}; needed: a recipe's name, or a mapping as Recipe.to_dict() writes it")
         _as_recipe(recipe)
         return recipe
-
-    @field_validator("accumulator")
-    @classmethod
-    def _known_accumulator(cls, accumulator: str | None) -> str | None:
-        return None if accumulator is None else get_accumulator(accumulator).name
-
-    @field_validator("init")
-    @classmethod
-    def _absolute(cls, init: Path | None) -> Path | None:
-        return absolute(init)
-
-    @field_validator("device")
-    @classmethod
-    def _known_device(cls, device: str) -> str:
-        kind, _, index = device.partition(":")
-        if device not in ("auto", "cpu", "cuda") and not (kind == "cuda" and index.isdecimal()):
-            raise ValueError(f"got {device!r}; needed: auto, cpu, cuda or cuda:N")
-        return device
 
     def build_recipe(self) -> Recipe:
         """The recipe of the setting `recipe`, a name or a mapping, under `accumulator`."""

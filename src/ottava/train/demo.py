@@ -282,23 +282,16 @@ class DemoSettings(Section):
         return " ".join([*parts, *(f"--set {shlex.quote(override)}" for override in self.overrides)])
 
 
+@dataclass(frozen=True, eq=False)
 class DemoFolder:
     """An opened folder: the settings, whether an earlier process began the demo, and `news` for the user."""
 
-    def __init__(
-        self,
-        path: Path,
-        settings: DemoSettings,
-        *,
-        resumed: bool,
-        news: tuple[str, ...],
-        lock: FolderLock | None = None,
-    ) -> None:
-        self.path = path
-        self.lock = lock  # this object holds the folder as long as it lives
-        self.settings = settings
-        self.resumed = resumed
-        self.news = news
+    path: Path
+    settings: DemoSettings
+    resumed: bool
+    news: tuple[str, ...]
+    lock: FolderLock
+    """It holds the folder as long as this object lives."""
 
     @classmethod
     def open(cls, path: Path, chosen: Mapping[str, Any], *, resume: bool = False, fresh: bool = False) -> DemoFolder:

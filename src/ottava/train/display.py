@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -50,27 +50,6 @@ class RunView:
         return self.loss is not None and not math.isfinite(self.loss)
 
 
-class Display(Protocol):
-    """A context manager that shows runs."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def show(self, runs: Sequence[RunView], seconds_left: float | None) -> None:
-        """Shows the present state of the runs; cheap enough for a call after every few steps."""
-
-    def say(self, message: str) -> None:
-        """Prints one line that stays."""
-
-
-def open_display(console: Console) -> Display:
-    """The live table if the console can show it, plain lines otherwise."""
-    if console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf"):
-        return LiveDisplay(console)
-    return PlainDisplay(console)
-
-
 class PlainDisplay:
     """A line every `every` seconds, and one at the end: share done, step, loss of each recipe, time left."""
 
@@ -89,6 +68,7 @@ class PlainDisplay:
             self._print(self._pending)
 
     def show(self, runs: Sequence[RunView], seconds_left: float | None) -> None:
+        """Shows the present state of the runs; cheap enough for a call after every few steps."""
         self._pending = plain_line(runs, seconds_left)
         if self._clock() - self._last >= self._every:
             self._last = self._clock()
@@ -96,6 +76,7 @@ class PlainDisplay:
             self._pending = None
 
     def say(self, message: str) -> None:
+        """Prints one line that stays."""
         self._print(message)
 
     def _print(self, line: str) -> None:
@@ -118,10 +99,23 @@ class LiveDisplay:
         self._live.stop()
 
     def show(self, runs: Sequence[RunView], seconds_left: float | None) -> None:
+        """Draws the table anew."""
         self._live.update(live_table(runs, seconds_left, width=self._console.width), refresh=True)
 
     def say(self, message: str) -> None:
+        """Prints one line above the table, which stays."""
         self._console.print(Text(message))
+
+
+Display = LiveDisplay | PlainDisplay
+"""A context manager that shows runs."""
+
+
+def open_display(console: Console) -> Display:
+    """The live table if the console can show it, plain lines otherwise."""
+    if console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf"):
+        return LiveDisplay(console)
+    return PlainDisplay(console)
 
 
 def plain_line(runs: Sequence[RunView], seconds_left: float | None) -> str:

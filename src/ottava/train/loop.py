@@ -59,7 +59,7 @@ from ottava.train.config import TrainConfig
 from ottava.train.data import find_device, gather
 from ottava.train.llama import is_weights, read_weights
 from ottava.train.model import ByteTransformer, loss, make_optimizer, store
-from ottava.train.parallel import Microbatches, Passes, Pipeline, split
+from ottava.train.parallel import Microbatches, Pipeline, split
 from ottava.train.ranks import SPLITS, Ranks, explain_divergence, explained
 from ottava.train.run_folder import RunFolder, StepRecord
 from ottava.watching.session import Watch, watch
@@ -247,10 +247,11 @@ class Trainer:
             self._make_optimizer()  # for the shards
             settings, folder = config.checkpoint, self.folder.checkpoints
             self._writer = ShardWriter(folder, ranks, keep=settings.keep, asynchronous=settings.asynchronous)
+        self._passes: Microbatches | Pipeline
         if config.parallel.pp > 1:
             tokens = config.sequence_length // config.parallel.cp
             shape = config.batch_size // ranks.readers // config.microbatches, tokens
-            self._passes: Passes = Pipeline(self.model, self._compute, config.microbatches, ranks, shape)
+            self._passes = Pipeline(self.model, self._compute, config.microbatches, ranks, shape)
         else:
             self._passes = Microbatches(running, self._compute, config.microbatches, ranks)
         if checkpoint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,24 +129,8 @@ class _NormOfTokens(ParallelStyle):
 Compute = Callable[[], torch.autocast]
 
 
-class Passes(Protocol):
-    """Computes the loss of this process's part of a batch, and the gradients."""
-
-    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Runs forward and backward. The gradients become those of the run's whole batch.
-
-        Returns:
-            The mean loss of this process's microbatches; 0 in a process without the last stage of the pipeline.
-        """
-        ...
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The same loss, without gradients."""
-        ...
-
-
 class Microbatches:
-    """One microbatch after the other.
+    """Computes the loss of this process's part of a batch, and the gradients: one microbatch after the other.
 
     Args:
         model: the model, or a wrapper around it.
@@ -158,7 +142,11 @@ class Microbatches:
         self.model, self.compute, self.count, self.ranks = model, compute, count, ranks
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `Passes.train`."""
+        """Runs forward and backward. The gradients become those of the run's whole batch.
+
+        Returns:
+            The mean loss of this process's microbatches; 0 in a process without the last stage of the pipeline.
+        """
         losses = []
         for index, batch in enumerate(self._parts(inputs, targets), start=1):
             with self._last(index == self.count):
@@ -169,7 +157,7 @@ class Microbatches:
         return _mean(losses)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `Passes.loss`."""
+        """The same loss, without gradients."""
         return _mean([self._loss(*batch) for batch in self._parts(inputs, targets)])
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -236,13 +224,13 @@ class Pipeline:
         self.schedule = schedules[config.schedule](argument, count, loss_fn=self._loss, scale_grads=False)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `Passes.train`."""
+        """As `Microbatches.train`."""
         value = self._run(self.schedule.step, inputs, targets)
         finish_gradients(self.model, self.count, self.ranks)
         return value
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `Passes.loss`."""
+        """As `Microbatches.loss`."""
         return self._run(self.schedule.eval, inputs, targets)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:

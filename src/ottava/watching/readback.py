@@ -6,8 +6,8 @@ step. A copy into pinned memory is queued like a kernel instead; an event behind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,20 +15,6 @@ from torch import Tensor
 from ottava.measure.tally import Tallies
 from ottava.record.schema import SlotKey
 from ottava.watching.training import Drained
-
-
-class Reading(Protocol):
-    """Numbers that are being copied."""
-
-    def ready(self) -> bool:
-        """Whether they have arrived; never waits."""
-
-    def values(self) -> list[list[float]]:
-        """The numbers of each tensor; waits for them.
-
-        Raises:
-            RuntimeError: the device failed before the copy.
-        """
 
 
 class Amaxes(NamedTuple):
@@ -55,12 +41,19 @@ class Ended(NamedTuple):
     training: Drained
 
 
-Read = Callable[[Sequence[Tensor]], Reading]
-"""A function that begins to copy tensors."""
+class Reading:
+    """Begins to copy tensors of any shape, with their values at this point of their streams.
 
+    There is one copy per device, with an event behind each copy from a CUDA device.
 
-class _Copies:
-    """One copy per device, with an event behind each copy from a CUDA device."""
+    Args:
+        tensors: on any device. Those of a CUDA device arrive later, as fp32; all others at once.
+
+    Example:
+        >>> reading = Reading([torch.tensor([1.0, 2.0]), torch.tensor(3.5)])
+        >>> reading.ready(), reading.values()
+        (True, [[1.0, 2.0], [3.5]])
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._sizes = [tensor.numel() for tensor in tensors]
@@ -78,9 +71,15 @@ class _Copies:
             self._copies.append((members, host, arrived))
 
     def ready(self) -> bool:
+        """Whether the numbers have arrived; never waits."""
         return all(arrived is None or arrived.query() for _, _, arrived in self._copies)
 
     def values(self) -> list[list[float]]:
+        """The numbers of each tensor; waits for them.
+
+        Raises:
+            RuntimeError: the device failed before the copy.
+        """
         numbers: dict[int, list[float]] = {}
         for members, host, arrived in self._copies:
             if arrived is not None:
@@ -88,17 +87,3 @@ class _Copies:
             parts = host.split([self._sizes[i] for i in members])
             numbers |= {i: part.tolist() for i, part in zip(members, parts, strict=True)}
         return [numbers[i] for i in range(len(self._sizes))]
-
-
-def read_back(tensors: Sequence[Tensor]) -> Reading:
-    """Begins to copy tensors of any shape, with their values at this point of their streams.
-
-    Args:
-        tensors: on any device. Those of a CUDA device arrive later, as fp32; all others at once.
-
-    Example:
-        >>> reading = read_back([torch.tensor([1.0, 2.0]), torch.tensor(3.5)])
-        >>> reading.ready(), reading.values()
-        (True, [[1.0, 2.0], [3.5]])
-    """
-    return _Copies(tensors)

@@ -48,7 +48,7 @@ from ottava.watching.doors import DoorTap, Interventions
 from ottava.watching.loss import LossTap
 from ottava.watching.manifest import coverage, start_of_run
 from ottava.watching.modules import ModuleTap
-from ottava.watching.readback import Amaxes, Ended, Read, read_back
+from ottava.watching.readback import Amaxes, Ended, Reading
 from ottava.watching.schedule import Jumps, Schedule, Trigger
 from ottava.watching.sinks import make_sinks, publish
 from ottava.watching.training import UPDATES, TrainingTap
@@ -124,7 +124,7 @@ class Watch:
         *,
         step: int = 0,
         append: bool = False,
-        read: Read = read_back,
+        read: Callable[[Sequence[Tensor]], Reading] = Reading,
     ) -> None:
         self.folder, self.config, self.steps_done = folder, config, step
         self._model = None if model is None else weakref.ref(model)

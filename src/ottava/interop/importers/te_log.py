@@ -20,17 +20,10 @@ from typing import NamedTuple
 
 from ottava.base.untrusted import read_lines
 from ottava.interop.importers.collected import NO_SQNR, Cast, Collected, Place, whole
-from ottava.interop.te_config import RECIPES_OF_TE, TENSORS
+from ottava.interop.te_config import OF_CAST, OF_TENSOR, RECIPES_OF_TE, RECIPROCAL, TENSORS
 
-OF_TENSOR = MappingProxyType(
-    {"cur_amax": "amax", "dynamic_range": "dynamic_range_bits"}
-    | {name: name for name in ("max", "min", "mean", "std", "l2_norm", "numel")}
-)
-"""Statistics of the tensor before any cast -> our names."""
-OF_CAST = MappingProxyType({"underflows%": "underflow_pct_numel", "overflows%": "overflow_pct", "mse": "mse"})
-"""Statistics of a cast -> our names."""
-_RECIPROCAL = MappingProxyType({"scale_inv_min": "scale_max", "scale_inv_max": "scale_min"})
-"""Statistics whose reciprocal we store, unless they are 0 -> our names."""
+_OF_TENSOR = MappingProxyType({**OF_TENSOR, **{name: name for name in ("max", "min", "l2_norm", "numel")}})
+"""Statistics of the tensor before any cast -> our names; `finish` computes some of ours from the last four."""
 _ROUNDED_AWAY = frozenset({"mse", "std", "scale_inv_min", "scale_inv_max", "cur_amax", "l2_norm"})
 """A zero of these may be any small number, because the log has four digits."""
 _RESOLUTION = 5e-5
@@ -95,14 +88,14 @@ def parse_name(name: str) -> Named | None:
 def take(name: str, step: int, rank: int, value: float, collected: Collected) -> bool:
     """Adds one number under a name of TransformerEngine; False if the name is none."""
     named = parse_name(name)
-    if named is None or named.statistic not in {*OF_TENSOR, *OF_CAST, *_RECIPROCAL}:
+    if named is None or named.statistic not in {*_OF_TENSOR, *OF_CAST, *RECIPROCAL}:
         return False
     place = Place(step, rank, named.layer, named.tensor)
-    if named.statistic in OF_TENSOR:
-        collected.of_tensor(place, {OF_TENSOR[named.statistic]: value})
+    if named.statistic in _OF_TENSOR:
+        collected.of_tensor(place, {_OF_TENSOR[named.statistic]: value})
         if named.statistic in ("max", "min", "cur_amax") and not math.isfinite(value):
             collected.of_tensor(place, {"nonfinite": 1.0})
-    elif (reciprocal := _RECIPROCAL.get(named.statistic)) is not None:
+    elif (reciprocal := RECIPROCAL.get(named.statistic)) is not None:
         collected.of_cast(place, named.cast, {reciprocal: 1 / value} if value else {})
     else:
         collected.of_cast(place, named.cast, {OF_CAST[named.statistic]: value})
