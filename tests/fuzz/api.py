@@ -29,7 +29,7 @@ from sweep import GRANULARITIES
 SIZES = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96, 127, 128, 130)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OTHERS = (torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8)
-SPECIAL = (0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1e-45, 6e-8, 448.0, 464.0, 57344.0, 65504.0, 3e38, -3e38)
+SPECIAL = (0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-45, 6e-8, 448.0, 464.0, 57344.0, 65504.0, 3e38, -3e38)
 
 
 class Sub(Tensor):
@@ -77,27 +77,30 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def same(got: Tensor, expected: Tensor, what: str) -> None:
-    """Every bit, NaN alike."""
+def same(got: Tensor, expected: Tensor, what: str, torchs: bool = False) -> None:
+    """Every bit, NaN alike; `torchs`: sums of torch, in an order that depends on strides and threads."""
     got, expected = (t.detach().as_subclass(Tensor).resolve_neg().contiguous() for t in (got, expected))
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype), f"{what}: {got.shape} {got.dtype}"
     if got.is_meta:
         return
     alike = got.reshape(-1).view(torch.uint8) == expected.reshape(-1).view(torch.uint8) if got.numel() else None
     equal = alike is None or bool(alike.all())
+    if torchs and not equal:
+        far = (got.float() - expected.float()).abs() > 16 * torch.finfo(got.dtype).eps * expected.float().abs().max()
+        equal = not bool(far.any())
     assert equal or torch.equal(got.float().nan_to_num(7e5), expected.float().nan_to_num(7e5)), f"{what} differs"
 
 
-def near(
-    got: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, what: str, rounded: torch.dtype | None = None
-) -> None:
-    """y = a b.T + bias within the bound of one sum of K products in FP32, and a rounding to y's dtype, or that one."""
+def near(got: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, what: str, rounded: torch.dtype | None = None) -> None:
+    """y = a b.T + bias to one sum of K products in FP32 and a rounding to y's dtype, if asked to `rounded` before."""
     assert got.shape == (a.shape[0], b.shape[0]), f"{what}: {tuple(got.shape)}"
-    info, got, a, b = torch.finfo(rounded or got.dtype), *(t.as_subclass(Tensor).double() for t in (got, a, b))
+    infos = [torch.finfo(kind) for kind in {rounded or got.dtype, got.dtype}]
+    got, a, b = (t.detach().as_subclass(Tensor).double() for t in (got, a, b))
+    bias = bias if rounded is None or bias is None else bias.to(rounded)
     exact = a @ b.t() + (0 if bias is None else bias.double())
     sums = (a.shape[1] + 3) * 2.0**-24 * (a.abs() @ b.abs().t() + (0 if bias is None else bias.abs().double()))
-    limit = sums + info.eps * (exact.abs() + sums) + info.smallest_normal * info.eps
-    fits = exact.abs() + limit < info.max  # beyond, an infinity is right, and so is the largest number
+    limit = sums + sum(info.eps * (exact.abs() + sums) + info.smallest_normal * info.eps for info in infos)
+    fits = exact.abs() + limit < min(info.max for info in infos)  # beyond, an infinity is right, and so is the top
     error = (got - exact).abs()
     assert bool((error <= limit)[fits].all()), f"{what}: off by {error[fits].max():.3g}"
 
@@ -121,9 +124,10 @@ def spec_of(chance: Random) -> QuantizationSpec:
 
 def inside(chance: Random, call: Callable[[], Any]) -> Any:
     """A call in one of the modes of autograd; torch.autocast changes no cast that is asked for."""
-    with threads(chance.choice((1, 1, 2))), chance.choice(
-        (contextlib.nullcontext, contextlib.nullcontext, torch.no_grad, torch.inference_mode)
-    )():
+    with (
+        threads(chance.choice((1, 1, 2))),
+        chance.choice((contextlib.nullcontext, contextlib.nullcontext, torch.no_grad, torch.inference_mode))(),
+    ):
         return call()
 
 
@@ -158,7 +162,9 @@ def call_gemm(chance: Random) -> None:
     dtype, out = chance.choice(FLOATS), chance.choice((*FLOATS * 4, torch.float64, torch.int8))
     wrong = chance.random() < 0.1
     a, b = (laid(chance, numbers(chance, s, dtype, wild=False)) for s in ((m, k), (n, k + wrong)))
-    bias = numbers(chance, (n,), chance.choice((out, out, torch.float32)), wild=False) if chance.random() < 0.4 else None
+    bias = (
+        numbers(chance, (n,), chance.choice((out, out, torch.float32)), wild=False) if chance.random() < 0.4 else None
+    )
     if cells.quantized and cells.lhs is not None and cells.rhs is not None and not cells.lhs.transform:
         a, b = (ottava.quantize(x, replace(c, scaling="current")) for x, c in ((a, cells.lhs), (b, cells.rhs)))
     elif chance.random() < 0.2:
@@ -166,8 +172,7 @@ def call_gemm(chance: Random) -> None:
     y = inside(chance, lambda: ottava.gemm(a, b, out_dtype=out, bias=bias, compute=cells.compute))
     dense = [x.detach().as_subclass(Tensor) if isinstance(x, Tensor) else x.dequantize(torch.float32) for x in (a, b)]
     if cells.compute == "native":
-        coarser = max((out, dense[0].dtype), key=lambda kind: torch.finfo(kind).eps)  # dense ones round to their own
-        near(y, *dense, bias, f"gemm {cells}, {out}", coarser)
+        near(y, *dense, bias, f"gemm {cells}, {out}", None if isinstance(a, ottava.QuantizedTensor) else dtype)
 
 
 def step(layer: nn.Module, x: Tensor, how: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
@@ -253,9 +258,9 @@ def call_layer(chance: Random) -> None:
     shape = (*(chance.choice(SIZES[:10]) for _ in range(chance.choice((0, 1, 1, 1, 2, 3)))), width)
     wrong = chance.random()
     if wrong < 0.12 and RECIPES[recipe].quantized and kind == "Linear":  # what is torch's own says it as torch does
-        bad: tuple[Any, ...] = (None, [1.0] * width, numbers(chance, (*shape[:-1], width + 1), dtype, False),
-                                numbers(chance, shape, chance.choice(OTHERS), False), torch.zeros(shape, device="meta"),
-                                torch.tensor(1.0, dtype=dtype), torch.zeros(2, width, dtype=dtype).to_sparse())  # fmt: skip
+        bad: list[Any] = [None, [1.0] * width, torch.tensor(1.0).to(dtype), torch.zeros(shape, device="meta")]
+        bad += [numbers(chance, (*shape[:-1], width + 1), dtype, False), torch.zeros(2, width, dtype=dtype).to_sparse()]
+        bad += [numbers(chance, shape, chance.choice(OTHERS), False)]
         layer(chance.choice(bad))
         return
     x = numbers(chance, shape, dtype, wild=wrong > 0.8)
@@ -269,7 +274,9 @@ def call_layer(chance: Random) -> None:
     with threads(count), ruled():
         expected, got = step(twin, plain, HOW[0]), step(layer, odd, how)
     for number, (one, other) in enumerate(zip(got, expected, strict=False)):
-        same(one, other, f"{'y' if not number else f'gradient {number}'} of {kind} under {recipe}, {tuple(shape)}")
+        # a subclass, and what runs under bf16, is torch's; gradients of weights are sums over rows, in high precision
+        torchs = recipe == "bf16" or kind == "norm" or type(odd) is Sub or number > 1 or odd.is_neg()
+        same(one, other, f"{number} of {kind} under {recipe}, {tuple(shape)}", torchs)
     cells = RECIPES[recipe].fprop
     pair = [cells.lhs, cells.rhs]
     if kind == "Linear" and cells.compute == "native" and wrong <= 0.8 and None not in pair and x.dim() == 2:

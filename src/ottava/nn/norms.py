@@ -148,7 +148,8 @@ class RMSNormFormula(_Formula):
         _check(x, weight)
         if (made := self._alone(x, weight, None)) is not None:
             return made[0], (x, weight, *made[1])
-        rows = x.to(_inside(x), copy=True)  # a copy, so that the in-place operations below need no other memory
+        # a copy, so that the in-place operations below need no other memory, and strides of x change no sum
+        rows = x.to(_inside(x), copy=True, memory_format=torch.contiguous_format)
         rstd = (rows.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         rows = rows.mul_(rstd)
         gamma = self._gamma(weight, rows.dtype)
@@ -162,7 +163,8 @@ class RMSNormFormula(_Formula):
         if (made := self._gradient_alone(d_rows, x, weight, None, None, rstd)) is not None:
             return made[:2]
         dtype = _inside(x)
-        rows, dy = x.to(dtype, copy=True).mul_(rstd), d_rows.to(dtype, copy=True)
+        rows, dy = (t.to(dtype, copy=True, memory_format=torch.contiguous_format) for t in (x, d_rows))
+        rows = rows.mul_(rstd)
         d_weight, gamma = None, self._gamma(weight, dtype)
         if weight is not None and gamma is not None:
             d_weight = (dy * rows).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)

@@ -133,11 +133,6 @@ class QuantizationSpec(RefusesUnknownFields):
             raise ValueError(
                 "QuantizationSpec: scale_format 'e4m3' needs a scale for each block: give a block granularity"
             )
-        if self.scale_format == "e4m3" and self.format.max > torch.finfo(torch.float32).max / 448:
-            raise ValueError(
-                f"QuantizationSpec: scale_format 'e4m3' has a second scale that leaves FP32 under {self.format.name}; "
-                "needs a narrower format"
-            )
         self._refuse_rules()
         repeatable = self.rounding == "nearest_even" and self.transform is None and self.block_scale != "ms_eden"
         object.__setattr__(self, "repeatable", repeatable)
