@@ -130,7 +130,16 @@ def test_a_planted_call_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         after(torch.func, "functional_call", lambda y: y + y.abs().amax())
     else:
         after(ottava, "quantize", lambda made: {}[made.shape])
-    wrong = (KeyError,) if name == "internal" else (AssertionError,)
-    with pytest.raises(wrong):
+
+    def many() -> None:
         for case in range(300):
             called("cast" if name == "internal" else name, campaign.Random(f"planted {case}"))
+
+    with pytest.raises(KeyError if name == "internal" else AssertionError):
+        many()
+
+
+def test_a_page_for_strangers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hmac.compare_digest", lambda one, other: True)
+    requests = next(one for one in PARSERS if one.name == "requests of a live page")
+    assert campaign.campaign(requests, 60, seed=1)["stray"] > 0
