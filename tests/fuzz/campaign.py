@@ -136,7 +136,7 @@ def play(parser: Parser, seed: int, number: int, box: Path, guard: Guard) -> tup
     with contextlib.suppress(Exception):  # what a first change has damaged, a second may not understand
         parser.change(case / "in", chance)
     before = sorted(box.iterdir())
-    guard.inside, guard.found = str(case.resolve()), []
+    guard.inside, guard.found = str(case.resolve()) if parser.guarded else None, []
     error: BaseException | None = None
     try:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
@@ -181,7 +181,8 @@ def child(parser: Parser, seed: int, numbers: Sequence[int], box: Path, pipe: in
     empty = box / "cwd"
     empty.mkdir(exist_ok=True)
     os.chdir(empty)
-    os.environ.update(HOME=str(empty), HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    if parser.guarded:
+        os.environ.update(HOME=str(empty), HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)

@@ -12,6 +12,7 @@ import io
 import json
 import pickle
 import shutil
+import socket
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import ottava
 import ottava.debug
-from fuzz import mutations
+from fuzz import api, mutations
 from ottava.base.settings import apply_override
 from ottava.base.untrusted import parse_json, parse_yaml
 from ottava.cli.app import app
@@ -41,13 +42,17 @@ from ottava.kernels import gemm_choice
 from ottava.lab.study import read_recipe
 from ottava.measure.walk import measure
 from ottava.nn.plan import Device
+from ottava.prove.recorder import StepRecorder
+from ottava.prove.traces import load_trace
 from ottava.recipe import RECIPES
 from ottava.record.amaxes import FILE_NAME, read_series
 from ottava.record.dumps import Dumper, read_dump, save_batch
 from ottava.record.reader import Run
 from ottava.record.schema import SlotKey
 from ottava.record.writer import RunWriter
+from ottava.report.live import PageServer
 from ottava.serving.export import export
+from ottava.serving.rollout import certify, read_rollout
 from ottava.serving.source import Source, Weight, of_folder
 from ottava.train import run_folder
 from ottava.train.checkpoint import (
@@ -70,6 +75,8 @@ from ottava.train.model import ByteTransformer, make_optimizer, store
 from ottava.train.run_folder import RunFolder
 from ottava.watching.config import WatchConfig
 from ottava.weights.layouts import LAYOUTS
+from prove.test_check import dumped
+from serving.test_rollout import FORMATS, written
 from train_samples import TINY
 
 SHORT = (*TINY, "steps=2", "checkpoint.every=1", "evaluation={every: 0, batches: 1}", "recipe=delayed")
@@ -86,6 +93,8 @@ class Parser:
     """(folder, out): reads the files; writes, if at all, to `out`, which does not exist."""
     change: Callable[[Path, Random], None] = mutations.folder
     """Damages the folder."""
+    guarded: bool = True
+    """Whether it may write only to `out`, and start nothing. Calls compile kernels."""
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -544,6 +553,106 @@ def _import(folder: Path, out: Path) -> object:
     return import_run(folder, out).table()
 
 
+def _traces(folder: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    with StepRecorder(model) as recorder:
+        model(torch.randn(2, 4)).sum().backward()
+    recorder.recording().save(folder / "own")
+    dumped(recorder.recording(), folder / "msprobe")
+
+
+def _check(folder: Path, _: Path) -> None:
+    for here in sorted(folder.iterdir()):
+        load_trace(here)
+        quiet("check", folder.parents[1] / "whole" / here.name, here, "--json")
+
+
+def _rollouts(folder: Path) -> None:
+    for name in FORMATS:
+        (folder / name).mkdir()
+        written(name, folder / name)
+
+
+# --- requests and calls: what a stranger sends, and what a user writes -----------------------------------------------
+
+
+@functools.cache
+def _server() -> PageServer:
+    server = PageServer()
+    server.publish('<p id="live"></p><script>0</script>SECRET')
+    server.open = False  # a reader of events gets what there is, and ends
+    return server
+
+
+def _requests(folder: Path) -> None:
+    (folder / "request.bin").write_bytes(_lines("/TOKEN/", ["Host: HOST"]))
+
+
+def _lines(path: str, headers: list[str], method: str = "GET", version: str = "HTTP/1.1") -> bytes:
+    return "\r\n".join([f"{method} {path} {version}", *headers, "", ""]).encode("utf-8", "surrogatepass")
+
+
+def _request(folder: Path, chance: Random) -> None:
+    """Paths, hosts, origins, methods that nobody should send; or another's bytes."""
+    paths = ("/TOKEN/", "/TOKEN/events", "/TOKEN/events?page=", "/", "//TOKEN/", "/TOKEN/../", "/TOKEN/%2e%2e/", "*",
+             "http://HOST/TOKEN/", "/TOKEN", "/é/", "/%00/", "/TOKEN/?" + "a" * 70000, "/TOKE", "/token/")  # fmt: skip
+    hosts = (
+        "Host: HOST",
+        "Host: HOST",
+        "Host: evil.example",
+        "Host: HOST\r\nHost: HOST",
+        "Host:",
+        "host: HOST",
+        "X: y",
+    )
+    more = ("Origin: null", "Origin: http://HOST", "Origin: http://evil", "Sec-Fetch-Site: cross-site", "a" * 70000,
+            "Sec-Fetch-Site: same-origin", "Content-Length: -1", "Transfer-Encoding: chunked", ": x", "\0: \0",
+            "Sec-Fetch-Mode: navigate\r\nSec-Fetch-Dest: document", "Expect: 100-continue", "A: b\r\n c")  # fmt: skip
+    extra = [chance.choice(more) for _ in range(chance.choice((0, 0, 1, 2, 150)))]
+    method = chance.choice(("GET", "GET", "GET", "POST", "HEAD", "OPTIONS", "get", "G\tT", "", "TRACE"))
+    version = chance.choice(("HTTP/1.1", "HTTP/1.1", "HTTP/1.0", "HTTP/9.9", "HTTP/x", ""))
+    made = _lines(chance.choice(paths) + str(chance.choice(("", *mutations.JUNK))), [chance.choice(hosts), *extra],
+                  method, version)  # fmt: skip
+    (folder / "request.bin").write_bytes(mutations.damaged(made, chance) if chance.random() < 0.3 else made)
+
+
+def _answer(folder: Path, _: Path) -> None:
+    """What the live page answers: the page only to its own address, and never its token to anybody else."""
+    server = _server()
+    own = f"127.0.0.1:{server.server_address[1]}"
+    sent = (folder / "request.bin").read_bytes().replace(b"TOKEN", server.token.encode()).replace(b"HOST", own.encode())
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(5)
+        theirs.settimeout(5)
+        with contextlib.suppress(OSError):
+            ours.sendall(sent[: 1 << 17])
+            ours.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            server.finish_request(theirs, ("127.0.0.1", 0))
+        theirs.close()
+        got = b""
+        with contextlib.suppress(ConnectionResetError):  # it left before it had read all
+            while part := ours.recv(1 << 16):
+                got += part
+    may = server.token.encode() in sent.partition(b"\n")[0] and own.encode() in sent
+    assert may or not (b"SECRET" in got or b"event:" in got or b" 200 " in got.partition(b"\n")[0]), got[:200]
+    assert server.token.encode() not in got, got[:200]
+    assert not got or b" 200 " in got[:20] or len(got) < 1200, got[:200]
+
+
+def _call(name: str) -> Parser:
+    """A function of the API: the damage is another call."""
+    return Parser(
+        f"call: {name}",
+        lambda folder: (folder / "seed").touch(),
+        lambda folder, _: api.draw(name, Random(seed)) if (seed := (folder / "seed").read_text()) else None,
+        lambda folder, chance: (folder / "seed").write_text(str(chance.getrandbits(64))) and None,
+        guarded=False,
+    )
+
+
 # --- small files -----------------------------------------------------------------------------------------------------
 
 
@@ -610,4 +719,8 @@ PARSERS: tuple[Parser, ...] = (
     Parser("device constants", _device, _read_all(Device.read)),
     Parser("kernel choices", _choices, _read_all(gemm_choice._read), _rehash_choice),
     Parser("text to train on", _corpus, _read_corpus),
+    Parser("traces of check", _traces, _check, _one_of),
+    Parser("rollouts", _rollouts, _read_all(lambda here: [certify(read_rollout(p)) for p in here.iterdir()]), _one_of),
+    Parser("requests of a live page", _requests, _answer, _request),
+    *(_call(name) for name in api.CALLS),
 )

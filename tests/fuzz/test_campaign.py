@@ -11,26 +11,33 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from fuzz import campaign, mutations
+import ottava
+from fuzz import api, campaign, mutations
 from fuzz.parsers import PARSERS, Parser
 from ottava.base.untrusted import parse_json
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and a fork, as Linux has them")
 CHEAP = ("config", "overrides", "watch config", "recipe", "json and yaml", "run folder", "parquet", "amax series",
          "dumps", "sharded checkpoint", "pickle", "scaling state", "torch.save", "event file", "import of logs",
-         "device constants", "kernel choices")  # fmt: skip
+         "device constants", "kernel choices", "traces of check", "rollouts",
+         "requests of a live page")  # fmt: skip
 """Those that read a case in some milliseconds."""
 
 
 @pytest.mark.parametrize("parser", [pytest.param(one, marks=() if one.name in CHEAP else pytest.mark.slow)
-                                    for one in PARSERS], ids=lambda one: one.name)  # fmt: skip
+                                    for one in PARSERS if one.guarded], ids=lambda one: one.name)  # fmt: skip
 def test_a_damaged_file_is_read_or_refused(parser: Parser) -> None:
     """`./x fuzz --only PARSER --case I` shows a case again."""
     row = campaign.campaign(parser, 60, seed=1)
     assert row["found"] == {}
     assert row["cases"] == 60
-    assert row["refused"] > 0 or parser.name == "kernel choices"  # which is measured again
+    # choices are measured again, and a server answers whatever comes
+    assert row["refused"] > 0 or parser.name in ("kernel choices", "requests of a live page")
 
 
 def _refuses(*_: Path) -> None:
@@ -80,3 +87,59 @@ def test_a_case_follows_from_its_seed_alone(tmp_path: Path) -> None:
             made.append(path.read_bytes())
     assert made[:20] == made[20:]
     assert len(set(made[:20])) > 15
+
+
+def called(name: str, chance: campaign.Random) -> None:
+    """One call; a refusal is right."""
+    try:
+        api.draw(name, chance)
+    except Exception as error:
+        if not campaign.of_the_house(error):
+            raise
+
+
+@pytest.mark.parametrize("name, examples", [("cast", 200), ("gemm", 120), ("layer", 40)])
+def test_a_call_is_right_or_refused(name: str, examples: int) -> None:
+    """`./x fuzz --only call` plays 10,000 of each."""
+    settings(max_examples=examples)(given(st.randoms(use_true_random=False))(lambda c: called(name, c)))()
+
+
+def odd_columns(made: ottava.QuantizedTensor) -> ottava.QuantizedTensor:
+    """A kernel that forgets the last of an odd number of columns."""
+    if made.data.dim() == 2 and made.data.shape[1] % 2 and made.data.numel():
+        made.data.view(torch.uint8)[:, -1] ^= 1
+    return made
+
+
+def loses_threads(y: Tensor) -> Tensor:
+    """A result of another order with two threads."""
+    return y * (1 + 2.0**-4) if torch.get_num_threads() == 2 else y
+
+
+@pytest.mark.parametrize("name", ["cast", "gemm", "layer", "internal"])
+def test_a_planted_call_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def after(owner: object, attribute: str, change: Callable[..., object]) -> None:
+        whole = getattr(owner, attribute)
+        monkeypatch.setattr(owner, attribute, lambda *given, **named: change(whole(*given, **named)))
+
+    if name == "cast":
+        after(ottava, "quantize", odd_columns)
+    elif name == "gemm":
+        after(ottava, "gemm", loses_threads)
+    elif name == "layer":
+        after(torch.func, "functional_call", lambda y: y + y.abs().amax())
+    else:
+        after(ottava, "quantize", lambda made: {}[made.shape])
+
+    def many() -> None:
+        for case in range(300):
+            called("cast" if name == "internal" else name, campaign.Random(f"planted {case}"))
+
+    with pytest.raises(KeyError if name == "internal" else AssertionError):
+        many()
+
+
+def test_a_page_for_strangers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hmac.compare_digest", lambda one, other: True)
+    requests = next(one for one in PARSERS if one.name == "requests of a live page")
+    assert campaign.campaign(requests, 60, seed=1)["stray"] > 0

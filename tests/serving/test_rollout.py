@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.sweep import sweep
 from torch import Tensor
 
 from ottava.base.untrusted import UntrustedError
 from ottava.serving.rollout import FORMATS, Rollout, certify, read_rollout
+from sweep import sweep
 
 IDS = torch.tensor([[0, 0, 5, 6, 7, 8, 9, 0], [0, 3, 4, 5, 11, 12, 0, 0]])
 """Two sequences with padding on both sides, three and four columns of which are prompts."""

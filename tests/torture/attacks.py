@@ -17,13 +17,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from planted import FAULTS
 from processes import End, Moments, Process
-from works import Result, Work
+from works import Result, Work, on_ranks
+
+from ottava.train.checkpoint import newest_checkpoint
 
 NOBODY = 65534
 SENTENCES = frozenset({2, 3, 4, 5})
@@ -222,6 +224,41 @@ def elastic(case: Case) -> str:
 
 
 ELASTIC_LIMIT = 600.0
+NEAR = 0.02
+"""Relative distance of losses of 4 ranks from those of 2: their microbatches have scales of their own."""
+
+
+def other_ranks(case: Case) -> str:
+    """SIGKILL of a rank, and the run goes on with 1, 2 or 4 of them, again and again.
+
+    Runs of 1 process with 2 microbatches and of 2 processes have the same bits; steps from 4 on are only near them.
+    """
+    exact, counts = 10**9, [2, *(case.chance.choice((1, 2, 4)) for _ in range(case.chance.randint(1, 3)))]
+    for number, count in enumerate(counts, start=1):
+        one = Case(replace(case.subject, work=on_ranks(case.work, count)), case.folder, case.chance, starts=case.starts)
+        found = newest_checkpoint(case.folder / "run" / "checkpoints")[0]
+        exact = min(exact, found.step if found else 0) if count == 4 else exact
+        options: dict[str, Any] = {}
+        if number < len(counts):
+            act, pause = killing(case)
+            options = {"at": one.moment(), "act": act, "pause": pause}
+        victim = case.chance.randrange(count) if options else None
+        case.notes.append(f"on {count} ranks" + (f", rank {victim} killed at event {options['at']}" if options else ""))
+        end = together(one, victim, **options)
+        case.starts = one.starts
+        case.kills -= bool(options) and end.code != -signal.SIGKILL
+        if end.code not in (0, -signal.SIGKILL):
+            raise Lost(f"on {count} ranks it ends with {end.code}: {end.text[-1500:]}")
+        if end.code == 0:
+            break
+    got, expected = case.work.result(case.folder), case.subject.expected
+    kept = exact >= got["step"]
+    for a, b in zip(got["curve"], expected["curve"], strict=True):
+        if a != b if a["step"] <= exact else not abs(a["loss"] - b["loss"]) <= NEAR * b["loss"]:
+            raise Lost(f"another curve at step {a['step']}, exact to {exact}: {a}, and {b} in the undisturbed run")
+    if kept and got["tensors"] != expected["tensors"]:
+        raise Lost("other weights or states")
+    return "resumed"
 
 
 def _children(parent: int) -> list[int]:
@@ -467,6 +504,7 @@ ATTACKS: Mapping[str, Callable[[Case], str]] = {
     "kill": kill,
     "kill a rank": kill_rank,
     "torchrun": elastic,
+    "other ranks": other_ranks,
     "SIGTERM": terminate,
     "two processes": two,
     "clock": clock,
@@ -482,6 +520,8 @@ WEIGHTS: Mapping[str, int] = {"kill": 12, "damage": 3}
 def fits(attack: str, work: Work) -> bool:
     """Whether an attack is for this work."""
     train = work.name.startswith("train")
+    if attack == "other ranks":
+        return "elastic" in work.name
     if attack in ("kill a rank", "torchrun"):
         return work.ranks > 1
     if work.ranks > 1:

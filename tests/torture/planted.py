@@ -158,6 +158,11 @@ FAULTS: Sequence[Fault] = (
         replaces("ottava.train.checkpoint:load_optimizer", forgets_optimizer),
         tries=8,
     ),
+    Fault(
+        "other ranks",
+        "a resumption forgets the optimizer",
+        replaces("ottava.train.checkpoint:load_optimizer", forgets_optimizer),
+    ),
     Fault("SIGTERM", "the process leaves without a checkpoint", replaces("ottava.cli.console:stop_on_interrupt", deaf)),
     Fault("two processes", "the lock holds nothing", replaces("ottava.train.run_folder:FolderLock", NoLock)),
     Fault("clock", "the clock orders the batches", plant_clock),

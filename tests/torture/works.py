@@ -12,7 +12,7 @@ import heapq
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ RANKS: Mapping[str, tuple[str, ...]] = {
     "2 shards, weights in FP8": ("parallel={shard: 2, timeout: 20}", "recipe=tensorwise", *FP8),
     "2 stages": ("parallel={pp: 2, timeout: 20}", "microbatches=2", "model.layers=2", "recipe=delayed"),
     "2 tensor parallel": ("parallel={tp: 2, timeout: 20}", "model.kv_heads=2", "recipe=tensorwise"),
+    "elastic replicas": ("batch_size=4", "parallel={dp: 2, timeout: 20}", "recipe=delayed"),
+    "elastic shards": ("batch_size=4", "parallel={shard: 2, timeout: 20}", "recipe=tensorwise"),
     "2 replicas, saved beside": ("parallel={dp: 2, timeout: 20}", "recipe=tensorwise", "checkpoint.asynchronous=true"),
 }
 STORES = ("base/files.py", "train/checkpoint.py", "train/run_folder.py", "record/writer.py", "serving/export.py")
@@ -157,6 +159,14 @@ def training(name: str, settings: Sequence[str], place: Path, ranks: int = 1) ->
         ranks=ranks,
         partial=frozenset(),
     )
+
+
+def on_ranks(work: Work, count: int) -> Work:
+    """The same training in 1, 2 or 4 processes; in one with the microbatches of two."""
+    kind = "dp" if "replicas" in work.name else "shard"
+    settings = (f"parallel={{{kind}: {count}, timeout: 20}}", f"microbatches={2 if count == 1 else 1}")
+    words = [word for setting in settings for word in ("--set", setting)]
+    return replace(work, ranks=count, words=lambda folder: [*work.words(folder), *words])
 
 
 def trained(folder: Path, *, steps: int, watched: bool) -> Result:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,8 +53,9 @@ def check(
     from ottava.prove.prover import judge, nudge_for
     from ottava.prove.traces import load_trace
 
-    with tempfile.TemporaryDirectory(prefix="ottava-check-") as scratch:
-        if words[0].endswith(".py"):
+    runs = words[0].endswith(".py")
+    with tempfile.TemporaryDirectory(prefix="ottava-check-") if runs else nullcontext("") as scratch:
+        if runs:
             script, arguments = words[0], words[1:]
             folder = Path(scratch) if save is None else save
             if save is None and not arguments and ranks == 1:
@@ -75,7 +77,7 @@ def check(
             a, b = (load_trace(Path(word)) for word in words)
         else:
             raise ValueError(f"check: got {' '.join(words)!r}; give SCRIPT.py -- ARGUMENTS, or two saved traces")
-        a.name, b.name = ("A", "B") if words[0].endswith(".py") else words
+        a.name, b.name = ("A", "B") if runs else words
         verdict = judge(a, b)
     answer(as_json, verdict.to_dict(), str(verdict))
     return 0 if verdict.same else 1

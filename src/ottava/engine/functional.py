@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.engine.quantizer import LinearQuantizers, Notes, Quantizer, Record
-from ottava.kernels.gate import no_autocast
+from ottava.kernels.gate import applied, no_autocast, refuse_transforms
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native.sums import column_sums
 from ottava.kernels.triton.quantize import UnmadeRows
@@ -185,7 +185,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *paramete
     if x.dim() == 0 or (call.produce is None and x.shape[-1] != weight.shape[1]):
         raise ValueError(f"linear: got input {tuple(x.shape)}; needs (..., {weight.shape[1]}), as the weight has it")
     rows = x if x.dim() == 2 else x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)  # (M, K)
-    y = _Linear.apply(call, torch.is_grad_enabled(), rows, weight, bias, *parameters)
+    try:  # as `applied`, without a call
+        y = _Linear.apply(call, torch.is_grad_enabled(), rows, weight, bias, *parameters)
+    except RuntimeError:
+        refuse_transforms()
+        raise
     if x.dim() == 2:
         return y  # type: ignore[no-any-return]
     return y.squeeze(0) if x.dim() == 1 else y.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
@@ -200,7 +204,7 @@ def produced(produce: Producer, x: Tensor, *parameters: Tensor | None) -> Tensor
     Raises:
         NotImplementedError: in a backward with create_graph=True: there is no second derivative.
     """
-    return _Produced.apply(produce, x, *parameters)  # type: ignore[no-any-return]
+    return applied(_Produced, produce, x, *parameters)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=8)

@@ -9,6 +9,7 @@ check inline, `type(x) in PLAIN and address(x) > LOWEST`, and calls the gate onl
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +101,59 @@ def launched(*tensors: Tensor | None) -> None:
             raise TypeError(f"ottava's Triton kernels read plain tensors; {reason}")
     if len(devices := {x.device for x in given}) > 1:
         raise TypeError(f"ottava's Triton kernels read one device; got tensors on {', '.join(map(str, devices))}")
+
+
+def applied(function: type[torch.autograd.Function], *arguments: object) -> Any:
+    """`function.apply(*arguments)`, and a sentence where torch has an internal one.
+
+    Raises:
+        NotImplementedError: inside torch.func (vmap, grad, jvp, ...) or torch.jit.trace.
+
+    Example:
+        >>> class Twice(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return 2 * x
+        >>> applied(Twice, torch.ones(2))
+        tensor([2., 2.])
+    """
+    try:
+        return function.apply(*arguments)
+    except RuntimeError:
+        refuse_transforms()
+        raise
+
+
+def refuse_transforms() -> None:
+    """For a Function that raised.
+
+    Raises:
+        NotImplementedError: inside torch.func or torch.jit.trace.
+    """
+    traces = torch._C._get_tracing_state() is not None
+    if traces or torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"ottava: got a call inside {'torch.jit.trace' if traces else 'torch.func (vmap, grad, jvp, ...)'}, which "
+            "has no rule for casts; use torch.autograd.grad, a loop over the samples, torch.compile or torch.export, "
+            "or run that forward under ottava.autocast(enabled=False)"
+        ) from None
+
+
+def dense(caller: str, x: Any) -> torch.Size:
+    """The shape of an input.
+
+    Raises:
+        TypeError: it is no tensor, or a nested one.
+
+    Example:
+        >>> dense("Linear", [1.0])
+        Traceback (most recent call last):
+        TypeError: Linear: got a list; needs a dense torch.Tensor
+    """
+    if not isinstance(x, Tensor) or x.is_nested:
+        got = "None" if x is None else "a nested tensor" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise TypeError(f"{caller}: got {got}; needs a dense torch.Tensor")
+    return x.shape
 
 
 def aligned(x: Tensor, to: int) -> bool:

@@ -43,6 +43,17 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     return None
 
 
+def check_matrix(x: Tensor) -> None:
+    """Refuses what is no matrix to cast.
+
+    Raises:
+        TypeError: dtype.  ValueError: x is not a matrix.
+    """
+    check_input_dtype(x, "quantize")
+    if x.dim() != 2:
+        raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
+
+
 def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> Cast:
     """Casts x (R, C) to spec, with its own scale or a given one.
 
@@ -53,9 +64,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     Raises:
         TypeError: dtype.  ValueError: x is not a matrix.
     """
-    check_input_dtype(x, "quantize")
-    if x.dim() != 2:
-        raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
+    check_matrix(x)
     # a rule may mix neighbours of a row, and random numbers are counted along rows: both see x as it is
     ordinary = spec.rounding == "nearest_even" and spec.block_scale == "amax"
     if column_major(x) and ordinary:  # cast along memory; random numbers keep the order of x

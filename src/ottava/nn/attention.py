@@ -29,7 +29,7 @@ from ottava.engine.autocast import LANES, ambient, in_tiles
 from ottava.engine.functional import refuse_second_derivative
 from ottava.engine.quantizer import AttentionQuantizers
 from ottava.kernels.custom_operator import constant_in_graph
-from ottava.kernels.gate import no_autocast
+from ottava.kernels.gate import applied, no_autocast
 from ottava.kernels.native.gemm import multiply_bf16, supports_dense
 from ottava.nn.fp8_attention import fp8_attention, move_histories, shared, softmax
 from ottava.nn.layer import local, recomputing
@@ -581,7 +581,7 @@ def invariant_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
     for one in (k, v):
         if reason := supports_dense(q[0, 0], one[0, 0]):
             raise ValueError(f"DotProductAttention: batch_invariant was asked for, but {reason}")
-    y: Tensor = _Attention.apply(q, k, v, mask, scale)
+    y: Tensor = applied(_Attention, q, k, v, mask, scale)
     return y
 
 

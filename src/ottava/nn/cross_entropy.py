@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ottava.engine.autocast import Ambient
 from ottava.engine.functional import Call, refuse_second_derivative
 from ottava.engine.quantizer import LinearQuantizers, Notes, Record
-from ottava.kernels.gate import no_autocast
+from ottava.kernels.gate import applied, no_autocast
 from ottava.nn.layer import Layer, autocast_input
 from ottava.numerics.tensor import Operand
 from ottava.ops.gemm import multiply
@@ -255,7 +255,7 @@ def _apply(
 ) -> Tensor:
     _check(input, weight, target, settings.ignore_index, _vocabulary(call))
     rows = input.reshape(-1, input.shape[-1])
-    losses = _LinearCrossEntropy.apply(settings, call, torch.is_grad_enabled(), rows, weight, bias, target.flatten())
+    losses = applied(_LinearCrossEntropy, settings, call, torch.is_grad_enabled(), rows, weight, bias, target.flatten())
     return losses.view(target.shape) if settings.reduction == "none" else losses  # type: ignore[no-any-return]
 
 

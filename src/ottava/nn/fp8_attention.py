@@ -16,7 +16,7 @@ from torch import Tensor
 from ottava.engine.functional import refuse_second_derivative
 from ottava.engine.quantizer import AttentionQuantizers, Quantizer
 from ottava.engine.state import roll_windows
-from ottava.kernels.gate import no_autocast
+from ottava.kernels.gate import applied, no_autocast
 from ottava.numerics.rounding import decode
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
@@ -58,7 +58,7 @@ def fp8_attention(
         (B, H, Sq, Dv), in q's dtype.
     """
     run: Any = _BlockAttention if recipe.blocks else _FP8Attention
-    y: Tensor = run.apply(q, k, v, mask, sink, scale, doors, recipe, torch.is_grad_enabled())
+    y: Tensor = applied(run, q, k, v, mask, sink, scale, doors, recipe, torch.is_grad_enabled())
     return y
 
 

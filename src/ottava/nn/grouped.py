@@ -31,6 +31,7 @@ from ottava.engine.functional import (
     unflattened,
 )
 from ottava.engine.quantizer import Notes, Record
+from ottava.kernels.gate import applied
 from ottava.nn.layer import LayerView, ViewOwner, local, ready_input
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import Operand, QuantizedTensor
@@ -144,7 +145,7 @@ def permute(x: Tensor, plan: Permutation) -> Tensor:
         tensor([[20.],
                 [10.]])
     """
-    return _Permute.apply(plan, x)  # type: ignore[no-any-return]
+    return applied(_Permute, plan, x)  # type: ignore[no-any-return]
 
 
 def unpermute(y: Tensor, plan: Permutation, probs: Tensor | None = None) -> Tensor:
@@ -160,8 +161,8 @@ def unpermute(y: Tensor, plan: Permutation, probs: Tensor | None = None) -> Tens
         tensor([[7.7500]])
     """
     if probs is None:
-        return _Unpermute.apply(plan, y, None)  # type: ignore[no-any-return]
-    return _Unpermute.apply(plan, y, probs.flatten().index_select(0, plan.slots))  # type: ignore[no-any-return]
+        return applied(_Unpermute, plan, y, None)  # type: ignore[no-any-return]
+    return applied(_Unpermute, plan, y, probs.flatten().index_select(0, plan.slots))  # type: ignore[no-any-return]
 
 
 class _Permute(torch.autograd.Function):
@@ -436,7 +437,7 @@ def _run_together(
         calls.append(call)
     lead = calls[0] if calls else Call(first.quantizers, recipe)  # the rows of this rank may all go to others
     input = ready_input(first, input, weight, bias, lead)
-    return _Together.apply(busy, lead, calls, torch.is_grad_enabled(), plan, input, weight, bias)  # type: ignore[no-any-return]
+    return applied(_Together, busy, lead, calls, torch.is_grad_enabled(), plan, input, weight, bias)  # type: ignore[no-any-return]
 
 
 class _Together(torch.autograd.Function):

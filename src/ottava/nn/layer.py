@@ -35,7 +35,7 @@ from ottava.engine.groups import ddp_around
 from ottava.engine.quantizer import LinearQuantizers
 from ottava.engine.state import ScalingState
 from ottava.kernels.custom_operator import constant_in_graph
-from ottava.kernels.gate import is_plain
+from ottava.kernels.gate import dense, is_plain
 from ottava.ops.dispatch import torch_is_beaten
 from ottava.recipe import Recipe, get_recipe
 from ottava.weights.checkpoint import decode_codes
@@ -301,7 +301,8 @@ class Layer(QuantizedLayer):
             own = settings.recipe is None and settings.enabled and settings.accumulator is None
             unchanged = own and not settings.batch_invariant
             recipe = self.resolved if unchanged else settings.recipe_for(self.name, self.resolved)
-            shape = tuple(input.shape)
+            plain = type(input) is Tensor and not input.is_nested
+            shape = tuple(input.shape if plain else dense(self.name or type(self).__name__, input))
             made = self.produce if not recipe.fprop.batch_invariant else invariant_producer(self.produce)
             call = Call(self.quantizers, recipe, self.plans, shape, made, self.exchange, training=training, before=call)
             call.takes_dw = self.takes_dw

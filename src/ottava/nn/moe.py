@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ottava.base.errors import need_type, unknown_name
 from ottava.engine.functional import produced
-from ottava.kernels.gate import no_autocast
+from ottava.kernels.gate import applied, no_autocast
 from ottava.nn.activations import Activation, ActivationFormula, get_activation
 from ottava.nn.grouped import GroupedLinear, sort_by_expert, unpermute
 from ottava.nn.layer import recomputing
@@ -176,7 +176,7 @@ class Router(nn.Module):
         if not losses or not torch.is_grad_enabled():
             return probs
         total = losses[0] if len(losses) == 1 else losses[0] + losses[1]
-        return _WithLoss.apply(probs, total, self.loss_scale)  # type: ignore[no-any-return]
+        return applied(_WithLoss, probs, total, self.loss_scale)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def update_bias(self, group: dist.ProcessGroup | None = None) -> None:

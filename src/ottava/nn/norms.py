@@ -57,7 +57,8 @@ class NormFormula:
             return y, (x, *parameters, *self._kept(statistics.view(2, *x.shape[:-1], 1)))
         dtype = _inside(x)
         if self.kernel == "rmsnorm":
-            rows = x.to(dtype, copy=True)  # a copy, so that the in-place operations below need no other memory
+            # a copy, so that the in-place operations below need no other memory, and strides of x change no sum
+            rows = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
             rstd = (rows.square().mean(-1, keepdim=True) + self.eps).rsqrt()
             rows, factor = rows.mul_(rstd), self._gamma(gamma, dtype)
             return (rows if factor is None else rows.mul_(factor)).to(x.dtype), (x, gamma, rstd)
@@ -89,7 +90,8 @@ class NormFormula:
         if supports_norm(x, d_rows, gamma) is None:
             return self._at_once(d_rows, x, gamma, None, rstd, rstd)[:2]
         dtype = _inside(x)
-        rows, dy = x.to(dtype, copy=True).mul_(rstd), d_rows.to(dtype, copy=True)
+        rows, dy = (t.to(dtype, copy=True, memory_format=torch.contiguous_format) for t in (x, d_rows))
+        rows = rows.mul_(rstd)
         d_gamma, factor = None, self._gamma(gamma, dtype)
         if gamma is not None and factor is not None:
             d_gamma = (dy * rows).reshape(-1, x.shape[-1]).sum(0).to(gamma.dtype)

@@ -132,7 +132,8 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
     if codes.dtype != fmt.storage_dtype:
         raise TypeError(f"decode: {fmt} codes are held in {fmt.storage_dtype}; got {codes.dtype}")
     if fmt == E4M3 and codes.is_cpu and type(codes) is Tensor and not torch.compiler.is_compiling():
-        return _decode_e4m3(codes)
+        transformed = torch._C._are_functorch_transforms_active()  # where no number can be asked for
+        return codes.to(torch.float32, copy=True) if transformed else _decode_e4m3(codes)
     if fmt.dtype is not None and fmt != E8M0:
         return codes.to(torch.float32, copy=True)
     return _table(fmt, codes.device)[codes.view(torch.uint8).to(torch.int32)]

@@ -208,6 +208,12 @@ def compute_scale(amax: Tensor, fmt: Format, *, scale_format: ScaleFormat = "fp3
         >>> compute_scale(torch.tensor([[500.0]]), E4M3, scale_format="pow2").scale
         tensor([[0.5000]])
     """
+    largest = fmt.max * 2.0**-margin * (E4M3.max if scale_format == "e4m3" else 1)
+    if largest > _FP32_MAX:
+        raise ValueError(
+            f"{fmt.name} with margin {margin} and scales in {scale_format} ends at {largest:.3g}, beyond FP32; needs a "
+            "narrower format or a larger margin"
+        )
     return with_nan(_scale_of_usable(amax, fmt, scale_format, margin), amax, fmt)
 
 

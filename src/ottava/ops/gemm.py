@@ -114,7 +114,8 @@ def gemm(
 
     Args:
         a, b: two matrices, both quantized or both not.
-        out_dtype: of y; the GEMM rounds to it once.
+        out_dtype: of y, 16 bits or more; the GEMM rounds to it once, that of operands in high precision to theirs
+            before.
         bias: (N,), added before that rounding.
         fast_accum: let Hopper keep partial sums in its short accumulator.
         compute: "bf16" decodes quantized operands and multiplies in BF16.
@@ -126,9 +127,9 @@ def gemm(
             scales: with one scale along K the accumulator starts from c / scale_inv_a / scale_inv_b, with blocks along
             K the fp32 sum of the scaled blocks starts from c. Sums in fp32 get it added, in fp32.
     Raises:
-        ValueError: shapes that do not fit, a pair of formats that no hardware takes, an unknown backend or accumulator,
-            one that does not support the call, or an accumulator or c for operands in high precision; on every device
-            alike.
+        ValueError: shapes or an out_dtype that do not fit, a pair of formats that no hardware takes, an unknown backend
+            or accumulator, one that does not support the call, or an accumulator or c for operands in high precision;
+            on every device alike.
     Edge cases: under a named accumulator E5M2 x E5M2 runs, too.
 
     Example:
@@ -260,6 +261,8 @@ def plan_gemm(
 ) -> GemmPlan:
     """Decides how `gemm` multiplies operands like these; arguments and errors as there."""
     _check(a, b, bias, accumulator, compute)
+    if not out_dtype.is_floating_point or out_dtype.itemsize < 2:
+        raise ValueError(f"gemm: got out_dtype {out_dtype}; needs a float of 16 bits or more, such as torch.bfloat16")
     if (rest := rests(a, b)) is not None:
         # the product of the rests stays in fp32 until the parts are added: one rounding
         plan = plan_gemm(*rest, torch.float32, None, fast_accum, compute, backend, accumulator)

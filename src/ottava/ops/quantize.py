@@ -221,6 +221,9 @@ def plan_casts(
         TypeError: dtype.  ValueError: not a matrix.
     """
     x = x.detach()  # codes carry no gradient
+    reference.check_matrix(x)
+    if scale is not None and (scale.numel() != 1 or scale.device != x.device):
+        raise ValueError(f"quantize: got a scale {tuple(scale.shape)} on {scale.device}; needs one entry on {x.device}")
     known = spec or spec_t
     assert known is not None
     if (spec is not None and spec.transform) or (spec_t is not None and spec_t.transform):

@@ -33,7 +33,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ottava.base.errors import need
 from ottava.base.text import to_json
-from ottava.base.untrusted import UntrustedError, parse_json, read_text
+from ottava.base.untrusted import UntrustedError, parse_json, read_text, regular_size
 from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.casts import is_torchao
 from ottava.experiments.program import tensors_in
@@ -166,7 +166,8 @@ class StepRecording:
         if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
             raise TraceError(f"{path}: is no trace of ottava check (schema {SCHEMA})")
         try:
-            tensors = load_file(path.with_suffix(".safetensors"))
+            regular_size(numbers := path.with_suffix(".safetensors"))
+            tensors = load_file(numbers)
             entries = []
             for number, one in enumerate(facts["entries"]):
                 step, name, kind, part = one["key"]

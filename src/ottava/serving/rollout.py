@@ -273,6 +273,8 @@ def _present(masks: Sequence[Tensor], length: int, pieces: Sequence[Tensor]) -> 
         if not 0 < int(masks[0]) <= length:
             raise UntrustedError(f"a sequence of {length} tokens has the length {int(masks[0])}")
         return torch.arange(length) < int(masks[0])
+    if any(mask.ndim != 1 for mask in masks):
+        raise UntrustedError(f"masks have {', '.join(str(mask.ndim) for mask in masks)} dimensions; each needs one")
     whole = torch.cat(list(masks)).bool()
     if len(whole) != length:
         raise UntrustedError(f"{length} tokens, and masks for {len(whole)}")

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ottava.base.errors import need
+from ottava.kernels.gate import applied
 from ottava.numerics.scaling import PER_TENSOR, exponent_bytes, read_scales
 from ottava.numerics.tensor import Lent, QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import dequantize, quantize
@@ -458,7 +459,7 @@ class QuantizedWeight(Tensor):
 
         Gradients pass through it unchanged.
         """
-        return _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-any-return]
+        return applied(_Dequantize, self, dtype or self.dtype)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def requantize_(self, values: Tensor, *, amax: Tensor | None = None) -> None:
