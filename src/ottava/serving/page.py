@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from markupsafe import Markup
-
 from ottava.base.files import replacing
 from ottava.report.charts import Chart, Line
-from ottava.report.charts import render as drawn
 from ottava.report.frame import render
 from ottava.serving.attribution import CAUSES, Attribution
 from ottava.serving.evaluate import Evaluation
@@ -30,20 +27,24 @@ def render_page(
     parts = [one for one in (certificate, answers, rollout) if one is not None]
     if not parts:
         raise ValueError("render_page: needs a certificate, answers or a rollout; got none of them")
+    headline, _, rest = parts[0].headline.partition(": ")
+    if " " not in headline:  # one word is no headline
+        headline, rest = parts[0].headline, ""
     blocks = [] if answers is None else [(one.total, one.own) for one in answers.blocks]
     layers = [] if certificate is None else [(row.layer, row.kl) for row in certificate.rows if row.kl is not None]
     return render(
         __package__ or "",
         "parity.html.j2",
-        headline=parts[0].headline,
+        headline=headline[:1].upper() + headline[1:],
+        rest=rest,
         good=all(one.good for one in parts),
         certificate=certificate,
         found=answers,
         rollout=rollout,
         meanings=CAUSES,
-        kl=_drawn(_of_linears([kl for _, kl in layers])) if layers else None,
+        kl=_of_linears([kl for _, kl in layers]) if layers else None,
         layers=layers,
-        chart=_drawn(_of_blocks(blocks)) if blocks else None,
+        chart=_of_blocks(blocks) if blocks else None,
         texts=[] if answers is None else answers.rows,
         tensors=[] if answers is None else sorted(answers.weights.tensors, key=lambda one: not one.wrong),
         shown=_shown,
@@ -56,10 +57,6 @@ def write_page(path: Path, page: str) -> Path:
     with replacing(path) as scratch:
         scratch.write_text(page, encoding="utf-8")
     return path
-
-
-def _drawn(chart: Chart) -> Markup:
-    return Markup(drawn(chart, chart_id=chart.x_label, tooltips=True))
 
 
 def _of_blocks(errors: Sequence[tuple[float, float]]) -> Chart:
@@ -75,7 +72,6 @@ def _of_blocks(errors: Sequence[tuple[float, float]]) -> Chart:
         ],
         x_range=(0, max(1, len(total) - 1)),
         log=any(y > 0 for _, y in (*total, *own)),
-        width=760,
     )
 
 
@@ -88,7 +84,6 @@ def _of_linears(kls: Sequence[float]) -> Chart:
         lines=[Line(name="KL alone", points=[(float(i), kl) for i, kl in enumerate(kls)], style=2, markers=True)],
         x_range=(0, max(1, len(kls) - 1)),
         log=any(kl > 0 for kl in kls),
-        width=760,
     )
 
 
