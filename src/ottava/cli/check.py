@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from ottava.base.text import progress
 from ottava.cli.console import answer
 
 if TYPE_CHECKING:
@@ -60,19 +61,20 @@ def check(
                 raise ValueError(
                     "check: A and B are the same command; give arguments after --, --ranks, or --save FOLDER"
                 )
-            a = _run(
-                folder / "a", script, arguments if save is not None else [], ranks if save is not None else 1, steps
-            )
-            a.again = _run(
-                folder / "again", script, arguments if save is not None else [], ranks if save is not None else 1, steps
-            )
-            b = a if save is not None else _run(folder / "b", script, arguments, ranks, steps)
-            if not (save is not None and ranks > 1):
-                words_a = arguments if save is not None else []
-                a.nudged = [
-                    _run(folder / f"nudged{n}", script, words_a, 1, steps, nudge_for(a, b, n))
-                    for n in range(1, draws + 1)
-                ]
+            first, its_ranks = ([], 1) if save is None else (arguments, ranks)
+            wanted = draws if save is None or ranks == 1 else 0
+            ahead = progress(range(2 + (save is None) + wanted), "running the script")
+
+            def ran(
+                name: str, words: list[str] = first, on: int = its_ranks, nudge: Nudge | None = None
+            ) -> StepRecording:
+                next(ahead)
+                return _run(folder / name, script, words, on, steps, nudge)
+
+            a, a.again = ran("a"), ran("again")
+            b = a if save is not None else ran("b", arguments, ranks)
+            a.nudged = [ran(f"nudged{n}", on=1, nudge=nudge_for(a, b, n)) for n in range(1, wanted + 1)]
+            ahead.close()
             if save is not None:
                 answer(
                     as_json,

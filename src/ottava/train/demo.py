@@ -26,7 +26,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from ottava.base.settings import ConfigError, Section
-from ottava.base.text import to_json
+from ottava.base.text import progress, to_json
 from ottava.base.untrusted import parse_json, read_text
 from ottava.debug import observe
 from ottava.measure.layer_names import starred
@@ -166,7 +166,7 @@ class Demo:
         first = self.runs[0].trainer
         manifest: dict[str, Any] = json.loads((first.folder.path / "manifest.json").read_text(encoding="utf-8"))
         return DemoResult(
-            runs=[run.result() for run in self.runs],
+            runs=[run.result() for run in progress(self.runs, "evaluating")],
             machinery={run.recipe: run.machinery() for run in self.runs if run.recipe != REFERENCE},
             command=self.folder.settings.command(),
             config=first.config.to_yaml(),
