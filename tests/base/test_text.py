@@ -1,11 +1,14 @@
 """Numbers keep three digits and their unit; names keep both ends; JSON stays JSON."""
 
+import io
+import itertools
 import json
 import math
+import re
 
 import pytest
 
-from ottava.base.text import duration, elide, listed, number, rounded_alike, signed, to_json
+from ottava.base.text import duration, elide, listed, number, progress, rounded_alike, signed, to_json
 
 
 @pytest.mark.parametrize("exponent", range(-30, 31))
@@ -60,3 +63,32 @@ def test_json_has_null_for_what_is_not_finite_at_any_depth() -> None:
     values = {"a": [1.5, math.nan, {"b": (math.inf, -math.inf, 2)}], "c": True, "d": "NaN"}
     told = json.loads(to_json(values), parse_constant=lambda word: pytest.fail(word))
     assert told == {"a": [1.5, None, {"b": [None, None, 2]}], "c": True, "d": "NaN"}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_for_terminals_and_for_long_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten items of half a second: from the second on the rest is told, and at the end nothing is left of it."""
+    clock = itertools.count(0.0, 0.5)
+    monkeypatch.setattr("ottava.base.text.time.monotonic", lambda: next(clock))
+    for stream, told in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr("sys.stderr", stream)
+        assert list(progress(range(10), "casting")) == [*range(10)]
+        lines = [line.strip() for line in stream.getvalue().split("\r")]
+        assert lines == (
+            ["", *(f"casting: {i} of 10, {_left(i)} left" for i in range(3, 11)), "", ""] if told else [""]
+        )
+    monkeypatch.setattr("sys.stderr", stream := Terminal())
+    assert list(progress(iter("ab"), "fast")) == ["a", "b"]
+    assert stream.getvalue() == ""
+    taken = progress((one for one in range(5)), "measuring", prints=True)
+    assert [next(taken) for _ in range(4)] == [0, 1, 2, 3]
+    assert re.search(r"\rmeasuring: 3 done\r {17}\r$", stream.getvalue())  # a caller may print now
+    taken.close()
+
+
+def _left(done: int) -> str:
+    return f"{round(0.5 * (10 - done))} s"

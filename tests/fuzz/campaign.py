@@ -41,6 +41,7 @@ import torch
 
 import ottava
 from fuzz.parsers import PARSERS, Parser
+from ottava.base.text import progress
 from ottava.cli.app import exit_code
 
 SECONDS = 10
@@ -309,8 +310,8 @@ def main(words: Sequence[str] | None = None) -> int:
         repeat(chosen[0], given.seed, given.case)
         return 0
     rows = []
-    for parser in chosen:
-        row = campaign(parser, given.cases, given.seed)
+    made = ((parser, campaign(parser, given.cases, given.seed)) for parser in chosen)
+    for parser, row in progress(made, "fuzzing", total=len(chosen), prints=True):
         rows.append(row)
         counts = " ".join(f"{name} {row[name]}" for name in ("read", "refused", *WRONG) if row[name])
         print(f"{parser.name:20} {row['cases']:6} cases {row['seconds']:7.1f} s  {counts}", flush=True)

@@ -365,23 +365,6 @@ def test_tabs_show_the_other_patches(documents: dict[str, str]) -> None:
     assert panels == [' hidden=""', ' hidden=""', "", ' hidden=""']
 
 
-def test_nothing_is_wider_than_a_phone(page: Path) -> None:
-    """The page itself does not scroll sideways; tables do, each in its own box."""
-    frame = page.with_name("frame.html")
-    script = """f.onload = () => setTimeout(() => {
-      const d = f.contentDocument.documentElement;
-      document.title = [d.scrollWidth - d.clientWidth, d.dataset.drawn];
-    }, 1500)"""
-    frame.write_text(
-        f'<html><iframe id="f" width="400" height="900" src="{page.name}"></iframe><script>{script}</script></html>'
-    )
-    assert CHROMIUM is not None
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
-    flags += [f"--user-data-dir={page.parent / 'profile'}", "--virtual-time-budget=4000", "--dump-dom"]
-    done = subprocess.run([CHROMIUM, *flags, frame.as_uri()], capture_output=True, text=True, timeout=600)
-    assert "<title>0,yes</title>" in done.stdout
-
-
 def test_page_is_whole_without_a_script(page: Path) -> None:
     """What agents and screen readers read: worst tensors, losses and findings are there before any script runs."""
     source = page.read_text(encoding="utf-8")

@@ -94,3 +94,30 @@ def test_diagnosis_is_told_once() -> None:
     assert sections.questions(diagnosis) == [("T1", "Does a BF16 run spike as often?", "unknown; an answer")]
     assert sections.untested(diagnosis) == [("N9", "Attention logits grow", "max_logit in steps.jsonl")]
     assert (sections.questions({}), sections.untested({})) == ([], [])
+
+
+def test_the_deciding_experiment_is_a_picture() -> None:
+    """A replay stands above a shadow step; a loss that is not finite is no bar, and is said."""
+    shadows: list[dict[str, object]] = [
+        {"kind": "shadow", "step": step, "error": error, "noise": 0.5, "loss": 4.1, "loss_without": 2.6}
+        for step, error in ((5, 0.05), (20, 0.4))
+    ]
+    picture, said = sections.decisive(shadows, sections.experiment(shadows, ["E4M3"])) or (None, "")
+    assert picture is not None
+    assert "step 20" in picture.title
+    assert [(name, max(parts), text) for name, parts, text in picture.bars] == [
+        ("error by casts", 40.0, "40.0 %"),
+        ("level that hurts", 15.0, "15.0 %"),
+        ("noise of the batch", 80.0, "80.0 %"),
+    ]
+    assert "with casts 4.10, without 2.60" in said
+    arms = [{"name": "as it ran", "losses": [3.0, float("nan")]}, {"name": "high precision", "losses": [2.5]}]
+    replay = {"kind": "replay", "reproduces": True, "from": 3, "step": 9, "arms": arms}
+    picture, _ = sections.decisive([*shadows, replay], sections.experiment(shadows, ["E4M3"])) or (None, "")
+    assert picture is not None
+    assert [(name, max(parts), text) for name, parts, text in picture.bars] == [
+        ("with casts", 0.0, "not finite"),
+        ("without casts", 2.5, "2.50"),
+    ]
+    assert picture.bars[0][1].index(0.0) != picture.bars[1][1].index(2.5)  # their colours differ
+    assert sections.decisive([], sections.experiment([], [])) is None

@@ -1,4 +1,4 @@
-"""Numbers, time and names as people read them, in pages, tables and messages; and values as JSON.
+"""Numbers, time, names and progress as people read them, in pages, tables, messages and terminals; values as JSON.
 
 report/draw.js writes numbers in the browser in the same way. Both round the exact value to three digits, halves away
 from zero, and `report.page` packs numbers so that both sides round alike.
@@ -10,9 +10,13 @@ import decimal
 import html
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import sys
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from operator import length_hint
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _COUNTS = frozenset({"elements"})
 _WORDLESS = frozenset({"", "of x", "of x squared"})
 _MINUS = "\N{MINUS SIGN}"
@@ -106,6 +110,43 @@ def duration(seconds: float) -> str:
         return f"{seconds} s" if isinstance(seconds, int) else number(seconds, "s")
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+
+
+def progress(items: Iterable[T], doing: str, *, total: int = 0, prints: bool = False) -> Generator[T]:
+    """Yields the items, and tells a terminal how many are done and how long the rest takes.
+
+    A line of stderr, redrawn in place after the first second and gone at the end: not for short work, pipes and files.
+
+    Args:
+        doing: what is done to the items.
+        total: their number; 0: that of a sequence, or else unknown.
+        prints: the caller prints between two items, so the line is there only while the next one is made.
+
+    Example:
+        >>> list(progress([1, 2], "counting"))
+        [1, 2]
+    """
+    stream, began, shown, said = sys.stderr, time.monotonic(), 0.0, ""
+    if stream is None or not stream.isatty():
+        yield from items
+        return
+    total = total or length_hint(items)
+    try:
+        for done, item in enumerate(items, start=1):
+            if prints and said:
+                stream.write(f"\r{' ' * len(said)}\r")
+            yield item
+            now = time.monotonic()
+            if now - began > 1 and now - shown > 0.2:
+                left = duration(round((now - began) / done * (total - done))) + " left"
+                line = f"{doing}: " + (f"{done:,} of {total:,}, {left}" if total else f"{done:,} done")
+                stream.write("\r" + line.ljust(len(said)))
+                stream.flush()
+                shown, said = now, line
+    finally:
+        if said:
+            stream.write(f"\r{' ' * len(said)}\r")
+            stream.flush()
 
 
 def fixed(value: float | None) -> str:

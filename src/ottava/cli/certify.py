@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from ottava.base.text import to_json
+from ottava.base.text import progress, to_json
 
 
 def certify(
@@ -48,8 +48,9 @@ def certify(
         raise ValueError("certify: no adapter; give MODULE:FUNCTION, or a name that `ottava certify --list` shows")
     changed = {"recipe": recipe, "format": format, "operand": operand, "out": out, "accumulator": accumulator}
     found = []
-    for one in [load(name, kind, **changed) for name in names]:
-        certificate = run(one, count=cases, seed=seed, device=device, everything=all_inputs)
+    adapters = [load(name, kind, **changed) for name in names]
+    made = (run(one, count=cases, seed=seed, device=device, everything=all_inputs) for one in adapters)
+    for certificate in progress(made, "certifying", total=len(adapters), prints=True):
         typer.echo(str(certificate))
         found.append(certificate)
     settings = {"cases": cases, "seed": seed, "device": device}

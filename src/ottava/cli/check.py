@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from ottava.base.text import progress
 from ottava.cli.console import answer
 
 if TYPE_CHECKING:
@@ -62,13 +63,20 @@ def check(
                 raise ValueError(
                     "check: A and B are the same command; give arguments after --, --ranks, or --save FOLDER"
                 )
-            own, size = ([], 1) if save is None else (arguments, ranks)  # of A; what is saved is the script as given
-            a = _run(folder / "a", script, own, size, steps)
-            a.again = _run(folder / "again", script, own, size, steps)
-            b = a if save is not None else _run(folder / "b", script, arguments, ranks, steps)
-            if size == 1:
-                nudges = {f"nudged{n}": nudge_for(a, b, n) for n in range(1, draws + 1)}
-                a.nudged = [_run(folder / name, script, own, 1, steps, nudge) for name, nudge in nudges.items()]
+            first, its_ranks = ([], 1) if save is None else (arguments, ranks)
+            wanted = draws if save is None or ranks == 1 else 0
+            ahead = progress(range(2 + (save is None) + wanted), "running the script")
+
+            def ran(
+                name: str, words: list[str] = first, on: int = its_ranks, nudge: Nudge | None = None
+            ) -> StepRecording:
+                next(ahead)
+                return _run(folder / name, script, words, on, steps, nudge)
+
+            a, a.again = ran("a"), ran("again")
+            b = a if save is not None else ran("b", arguments, ranks)
+            a.nudged = [ran(f"nudged{n}", on=1, nudge=nudge_for(a, b, n)) for n in range(1, wanted + 1)]
+            ahead.close()
             if save is not None:
                 count = len(a.entries)
                 answer(as_json, {"saved": str(save), "tensors": count}, f"Saved {count} tensors to {save}.")

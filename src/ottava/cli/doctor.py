@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer import Argument, Option
 
-from ottava.base.text import columns
+from ottava.base.text import columns, progress
 from ottava.cli.console import answer
 
 if TYPE_CHECKING:
@@ -319,7 +319,8 @@ def cpu(
     cases = []
     if not as_json:
         typer.echo(json.dumps(machine()))
-    for case in measure(suite, Settings(rounds, compiled, cpu_time, checkpoint, text)):
+    settings = Settings(rounds, compiled, cpu_time, checkpoint, text)
+    for case in progress(measure(suite, settings), "measuring", prints=True):
         cases.append(case)
         if not as_json:
             typer.echo(f"\n{case}")
@@ -412,7 +413,7 @@ def _measure(run: Run, suites: list[str], out: Path | None) -> int:
     for name, reason in report["left_out"].items():
         typer.echo(f"left out: {name}: {reason}")
     failed = 0
-    for name, kind, value in measure(run, suites):
+    for name, kind, value in progress(measure(run, suites), "measuring", prints=True):
         if name not in report["suites"]:
             typer.echo(f"\n{name}")
         suite = report["suites"].setdefault(name, {"rows": []})

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from ottava.base.text import duration, fixed, listed, signed, to_json
+from ottava.base.text import fixed, listed, signed, to_json
 from ottava.cli.console import answer, joined, open_page, print_table, print_verdict, say_saved, stop_on_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ottava.lab.page import LabResult
-    from ottava.lab.study import LabSettings, Progress
+    from ottava.lab.study import LabSettings
     from ottava.train.config import TrainConfig
     from ottava.train.demo import Demo, DemoFolder
     from ottava.train.display import RunView
@@ -375,9 +375,7 @@ def lab(
         console.print("[bold]ottava lab[/]  ", end="")
         line = f"{names}: {settings.seeds} seeds of {settings.steps} steps each{went_on}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-        with _progress(console) as tell:
-            finished = study.run(tell, stopping)
-        if not finished:
+        if not study.run(stopping):
             return say_saved(stopping(), command)
     result = LabResult(settings, study.done(), command)
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -396,26 +394,6 @@ def _command(recipes: list[str], settings: LabSettings, run_dir: Path, out: Path
     words += ["--quick"] if settings.quick else []
     words += ["--run-dir", str(run_dir)] if run_dir != _FOLDER else []
     return shlex.join([*words, *(["--out", str(out)] if out else [])])
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    """Shows the present step in a terminal, a line for each seed elsewhere."""
-    from rich.text import Text
-
-    last = ("", -1)
-    with console.status("") as status:  # prints nothing unless it is a terminal
-
-        def tell(recipe: str, seed: int, step: int, steps: int, done: float, seconds_left: float | None) -> None:
-            nonlocal last
-            left = "" if seconds_left is None else f"  {duration(round(seconds_left))} left"
-            status.update(Text(f"{100 * done:3.0f} %  {recipe}, seed {seed}, step {step}/{steps}{left}"))
-            if not console.is_terminal and (recipe, seed) != last:
-                last = (recipe, seed)
-                line = f"{100 * done:3.0f} %  {recipe}, seed {seed}{left}"
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-        yield tell
 
 
 def _conclude_lab(console: Console, result: LabResult, page: Path) -> None:

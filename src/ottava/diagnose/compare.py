@@ -32,7 +32,7 @@ import numpy as np
 
 from ottava.base.errors import unknown_name
 from ottava.base.settings import flatten
-from ottava.base.text import finite
+from ottava.base.text import finite, progress
 from ottava.diagnose.calls import bare
 from ottava.diagnose.difference import compare_batches, differences
 from ottava.diagnose.facts import Facts
@@ -284,7 +284,7 @@ def _some(side: _Side) -> str:
 def _walk(sides: Sequence[_Side], places: Sequence[Place]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The worst effect of every cast and statistic, and the look at which each left its band."""
     ranked, exits = [], []
-    for place in places:
+    for place in progress(places, "comparing tensors"):
         mine = sides[1].series[place]
         references = [side.series[place] for side in (sides[0], *sides[2:]) if place in side.series]
         theirs = _nearest(references[0].at, mine.at)

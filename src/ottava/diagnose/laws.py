@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ottava.base.text import progress
 from ottava.diagnose.calls import squared, starts_high
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
@@ -58,7 +59,7 @@ class Law:
 def broken(facts: Facts, event: Event | None) -> list[tuple[Law, Broken]]:
     """The laws that a run breaks: exact ones first, then the earliest, then in the order of computation."""
     found = []
-    for law in LAWS:
+    for law in progress(LAWS, "testing laws"):
         if not law.exact and event is None:
             continue
         if (how := law.ask(facts, event)) is not None:

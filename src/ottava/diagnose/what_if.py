@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ottava.base.text import finite
+from ottava.base.text import finite, progress
 from ottava.diagnose.expected_error import Array, Expected, current_scale, expect
 from ottava.diagnose.history import predict_scales
 from ottava.measure import limits
@@ -165,7 +165,7 @@ def predict(
     recipes = default_recipes() if recipes is None else tuple(recipes)
     scales = _Scales(table if amaxes is None else amaxes, recording)
     predictions: list[Prediction] = []
-    for key, rows, assumed in _tensors(table):
+    for key, rows, assumed in progress(list(_tensors(table)), "predicting recipes"):
         gemm, side = CELL_OF[key.tensor, key.direction]
         numbers: dict[str, Expected | None] = {}
         in_blocks = rows.take(np.flatnonzero(rows.has_histograms("below_row")))

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
-
-from markupsafe import Markup
 
 from ottava.base.text import data_frame, html_table, listed
 from ottava.lab.study import DISTRIBUTIONS, OPERAND, LabSettings, Measurement, operand_bits
 from ottava.measure.tally import PARTS
 from ottava.recipe import CELLS, GEMMS, Recipe
-from ottava.report.charts import Bars, Chart, Estimate, Forest, Line, bars, color, forest, smooth
-from ottava.report.charts import render as curves
+from ottava.report.charts import Bars, Chart, Estimate, Forest, Line, color, smooth
 from ottava.report.frame import render
 from ottava.train.verdict import REFERENCE, Interval
 
@@ -44,19 +41,16 @@ def write_page(result: LabResult) -> str:
         "lab.html.j2",
         result=result,
         color=color,
-        loss=Markup(forest(loss_chart(result), chart_id="loss")),
-        training=Markup(curves(training_chart(result), chart_id="training", tooltips=True)),
-        errors=[Markup(forest(error_chart(result, gemm), chart_id=f"error-{gemm}")) for gemm in GEMMS]
-        + [Markup(curves(price_chart(result), chart_id="price"))],
-        biases=[Markup(forest(bias_chart(result, gemm), chart_id=f"bias-{gemm}")) for gemm in GEMMS]
-        + [Markup(forest(shrink_chart(result), chart_id="shrink"))],
-        anatomies=[Markup(bars(c, chart_id=f"parts{i}")) for i, c in enumerate(anatomy_charts(result))],
+        loss=loss_chart(result),
+        training=training_chart(result),
+        errors={f"error-{gemm}": error_chart(result, gemm) for gemm in GEMMS} | {"price": price_chart(result)},
+        biases={f"bias-{gemm}": bias_chart(result, gemm) for gemm in GEMMS} | {"shrink": shrink_chart(result)},
+        anatomies=anatomy_charts(result),
         operands=_OPERANDS,
         casts=cast_table(result),
         distributions=DISTRIBUTIONS,
         cells=CELLS,
         unbiased=UNBIASED,
-        biased=bias_table(result),
     )
 
 
@@ -108,41 +102,48 @@ def training_chart(result: LabResult) -> Chart:
 
 
 def _by_distribution(
-    result: LabResult, gemm: str, name: str, recipes: Sequence[str]
-) -> list[tuple[str, list[Estimate]]]:
+    result: LabResult, gemm: str, name: str, recipes: Sequence[str], percent: int = 1, **words: Any
+) -> Forest:
+    """One number of a GEMM by recipe and distribution, over seeds with interval; `percent` multiplies it."""
     rows = []
     for recipe in recipes:
-        found = [
-            _estimate(result.values(recipe, d, "gemms", gemm, name), i, dots=False) for i, d in enumerate(DISTRIBUTIONS)
-        ]
+        values = ([percent * v for v in result.values(recipe, d, "gemms", gemm, name)] for d in DISTRIBUTIONS)
+        found = [_estimate(of_one, i, dots=False) for i, of_one in enumerate(values)]
         rows.append((recipe, [one for one in found if one]))
-    return rows
+    return Forest(rows=rows, legend=[(one, i) for i, one in enumerate(DISTRIBUTIONS)], width=500, **words)
 
 
 def error_chart(result: LabResult, gemm: str) -> Forest:
     """|e| / |Y| of one GEMM, every recipe and distribution."""
-    return Forest(
+    return _by_distribution(
+        *(result, gemm, "error", [recipe.name for recipe in result.recipes]),
         title=f"Error of {_RESULT[gemm]}",
         description=f"Relative error of the result of {gemm} by recipe and distribution, over seeds with interval.",
         x_label="relative error, |e| / |exact|",
-        rows=_by_distribution(result, gemm, "error", [recipe.name for recipe in result.recipes]),
-        legend=[(name, i) for i, name in enumerate(DISTRIBUTIONS)],
         log=True,
-        width=500,
     )
 
 
 def bias_chart(result: LabResult, gemm: str) -> Forest:
     """The systematic share of one GEMM's error."""
-    return Forest(
-        title=f"Systematic share of the error of {_RESULT[gemm]}",
+    return _by_distribution(
+        *(result, gemm, "systematic", result.others),
+        title=f"Systematic share, {_RESULT[gemm]}",
         description=f"0: errors of {gemm} average out over draws; 1: they do not. Mean over seeds with interval.",
         x_label="<e, e′> / |e| |e′| of two draws; 0 is unbiased",
-        rows=_by_distribution(result, gemm, "systematic", result.others),
-        legend=[(name, i) for i, name in enumerate(DISTRIBUTIONS)],
         signed=True,
         band=(-UNBIASED, UNBIASED),
-        width=500,
+    )
+
+
+def shrink_chart(result: LabResult) -> Forest:
+    """The share that dW loses along itself."""
+    return _by_distribution(
+        *(result, "wgrad", "shrink", result.others, 100),
+        title="Shrinkage of dW (wgrad)",
+        description="The share of dW that the recipe loses along dW, in percent; mean over seeds with interval.",
+        x_label="% of dW; above 0: too small",
+        signed=True,
     )
 
 
@@ -166,22 +167,6 @@ def price_chart(result: LabResult) -> Chart:
         y_range=(0.0, 1.1 * max(line.points[0][1] for line in lines)),
         width=500,
         height=300,
-    )
-
-
-def shrink_chart(result: LabResult) -> Forest:
-    """The share that dW loses along itself."""
-    return Forest(
-        title="Shrinkage of dW (wgrad)",
-        description="The share of dW that the recipe loses along dW, in percent; mean over seeds with interval.",
-        x_label="% of dW; above 0: too small",
-        rows=[
-            (recipe, [replace(e, mean=100 * e.mean, low=100 * e.low, high=100 * e.high) for e in row])
-            for recipe, row in _by_distribution(result, "wgrad", "shrink", result.others)
-        ],
-        legend=[(name, i) for i, name in enumerate(DISTRIBUTIONS)],
-        signed=True,
-        width=500,
     )
 
 
@@ -224,22 +209,6 @@ def cast_table(result: LabResult) -> dict[str, list[dict[str, Any]]]:
                 cells.append({"text": text, "shade": shade, "hint": hint})
             table[name].append({"recipe": recipe, "cells": cells})
     return table
-
-
-def bias_table(result: LabResult) -> list[dict[str, Any]]:
-    """One row a recipe and GEMM on normal data: error, systematic share, shrinkage, and what may be said."""
-    rows, name = [], next(iter(DISTRIBUTIONS))
-    for recipe in result.others:
-        for gemm in GEMMS:
-            said, share = result.bias(recipe, gemm, name)
-            error = result.interval(recipe, name, "gemms", gemm, "error")
-            shrink = result.interval(recipe, name, "gemms", gemm, "shrink")
-            assert error is not None
-            assert shrink is not None
-            rows.append(
-                {"recipe": recipe, "gemm": gemm, "said": said, "share": share, "error": error, "shrink": shrink}
-            )
-    return rows
 
 
 # --- what the measurements say ---------------------------------------------------------------------------------------
@@ -361,7 +330,9 @@ class LabResult:
     @property
     def headline(self) -> str:
         """The first line of the page."""
-        clear = [f"{f.recipe} {f.difference.mean:+.3f}" for f in self.findings if f.outcome == "worse" and f.difference]
+        clear = [
+            f"{f.recipe} costs {f.difference.mean:.3f}" for f in self.findings if f.outcome == "worse" and f.difference
+        ]
         lost = [f.recipe for f in self.findings if f.outcome == "diverged"]
         quiet = [f.recipe for f in self.findings if f.outcome in ("open", "better")]
         said = []

@@ -26,21 +26,21 @@ import math
 import re
 import shutil
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ottava.base.files import replacing
 from ottava.base.settings import ConfigError, read_yaml
-from ottava.base.text import to_json
+from ottava.base.text import progress, to_json
 from ottava.base.untrusted import parse_json, read_text
 from ottava.measure.layer_names import symbol
 from ottava.measure.observer import observe
@@ -54,13 +54,6 @@ from ottava.train.verdict import REFERENCE, has_diverged
 
 _TURN = 4  # steps between two looks at the clock
 _QUICK = ("sequence_length=32", "batch_size=8", "evaluation.batches=4")
-
-
-class Progress(Protocol):
-    """Somebody who is told how far a study is."""
-
-    def __call__(self, recipe: str, seed: int, step: int, steps: int, done: float, seconds_left: float | None) -> None:
-        """done: share of the whole study."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,28 +184,22 @@ class Study:
                 continue
         return found
 
-    def run(self, progress: Progress, stopping: Callable[[], object]) -> bool:
+    def run(self, stopping: Callable[[], object]) -> bool:
         """Measures what is missing; returns whether all is there. `stopping()` ends it between steps."""
-        done, tasks, began, steps = self.done(), self.tasks(), time.monotonic(), self.settings.steps
-        missing = [task for task in tasks if (task[0].name, task[1]) not in done]
-        for index, (recipe, seed) in enumerate(missing):
-
-            def tell(step: int, recipe: Recipe = recipe, seed: int = seed, index: int = index) -> None:
-                part = index + step / steps
-                left = (time.monotonic() - began) / part * (len(missing) - part) if part > 0.05 else None
-                share = (len(tasks) - len(missing) + part) / len(tasks)
-                progress(recipe.name, seed, step, steps, share, left)
-
-            tell(0)
-            one = self._measure(recipe, seed, tell, stopping)
-            if one is None:
-                return False
-            with replacing(self.path(recipe, seed)) as unfinished:
-                unfinished.write_text(to_json(asdict(one)), encoding="utf-8")
+        done = self.done()
+        missing = [task for task in self.tasks() if (task[0].name, task[1]) not in done]
+        steps = progress(range(len(missing) * self.settings.steps), "training steps")
+        with closing(steps):
+            for recipe, seed in missing:
+                one = self._measure(recipe, seed, steps, stopping)
+                if one is None:
+                    return False
+                with replacing(self.path(recipe, seed)) as unfinished:
+                    unfinished.write_text(to_json(asdict(one)), encoding="utf-8")
         return True
 
     def _measure(
-        self, recipe: Recipe, seed: int, tell: Callable[[int], None], stopping: Callable[[], object]
+        self, recipe: Recipe, seed: int, steps: Iterator[int], stopping: Callable[[], object]
     ) -> Measurement | None:
         """None: somebody asked to stop."""
         work = self.folder / "current"
@@ -221,8 +208,8 @@ class Study:
             while not trainer.done:
                 if stopping():
                     return None
-                trainer.advance(_TURN)
-                tell(trainer.step)
+                for _ in trainer.advance(_TURN):
+                    next(steps)
             history = trainer.history
             lost = trainer.diverged or history[-1].val_loss is None
         finally:

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from ottava.base.errors import unknown_name
+from ottava.base.text import progress
 from ottava.base.untrusted import MAX_BYTES, MAX_LINE, MAX_STEP, LimitError, UntrustedError, parse_json, read_lines
 from ottava.measure.layer_names import layer_kind, matches, symbol, tensor_names, usable
 from ottava.measure.statistics import STATISTICS
@@ -507,7 +508,7 @@ def _table(stored: pa.Table | None, parts: Sequence[Part]) -> Table:
 def table_of(parts: Sequence[Part]) -> Table:
     """The rows of parts, in this order; of two rows with one key the later."""
     tables, whole = [], []
-    for part in parts:
+    for part in progress(parts, "reading the run"):
         try:
             tables.append(part.read(NUMBERS))
             whole.append(part)

@@ -414,9 +414,10 @@ class Bars:
     description: str
     x_label: str
     parts: Sequence[tuple[str, str]]
-    """Name and CSS colour of each part."""
+    """Name and CSS colour of each part; one without a name is not in the legend."""
     bars: Sequence[tuple[str, Sequence[float], str]]
     """Name, parts in their order, and a note behind the bar."""
+    unit: str = " %"
     width: int = 560
 
 
@@ -469,7 +470,8 @@ def bars(chart: Bars, *, chart_id: str) -> str:
     right = [sum(part for part in parts if part > 0) for _, parts, _ in chart.bars]
     names = [name for name, _, _ in chart.bars]
     note = _LETTER * max((len(text) for _, _, text in chart.bars), default=0) + 10
-    top = _bottom_of_legend(chart.parts, chart.width)
+    legend = [part for part in chart.parts if part[0]]
+    top = _bottom_of_legend(legend, chart.width)
     axis = _Axis.of([0.0, *left, *right], names, chart.width - note, top, padding=0)
     drawn, y = [], axis.top
     for name, parts, text in chart.bars:
@@ -482,13 +484,13 @@ def bars(chart: Bars, *, chart_id: str) -> str:
             a, b = sorted((axis.x(start), axis.x(ends[part > 0])))
             drawn.append(
                 f'<rect x="{a}" y="{y}" width="{b - a:.1f}" height="{_LANE}" fill="{fill}">'
-                f"<title>{escape(name)}, {escape(part_name)}: {part:.1f} %</title></rect>"
+                f"<title>{escape(name)}, {escape(part_name)}: {part:.3g}{chart.unit}</title></rect>"
             )
         drawn.append(f'<text x="{chart.width}" y="{y + 11.5}" text-anchor="end">{escape(text)}</text>')
         y += _LANE + _GAP - 4
     ticks = [(tick, f"{tick:g}") for tick in nice_ticks(axis.low, axis.high, 6)]
     grid = _grid(axis, ticks, y, chart.x_label, zero=min(left, default=0) < 0)
-    head = _head(chart.title, chart.parts, chart.width)
+    head = _head(chart.title, legend, chart.width)
     return _svg(chart_id, chart, y + _BOTTOM, [head, grid, *drawn])
 
 
@@ -593,6 +595,7 @@ def _grid(axis: _Axis, ticks: Sequence[tuple[float, str]], bottom: float, label:
         parts.append(f'<line class="{css}" x1="{x}" x2="{x}" y1="{axis.top - 4}" y2="{bottom}"/>')
         shown = text.replace("-", "\N{MINUS SIGN}")
         parts.append(f'<text x="{x}" y="{bottom + 15}" text-anchor="middle">{shown}</text>')
-    middle = (axis.left + axis.right) / 2
+    half = _LETTER * len(label) / 2
+    middle = min((axis.left + axis.right) / 2, axis.right + _RIGHT - half)
     parts.append(f'<text x="{middle}" y="{bottom + 33}" text-anchor="middle">{escape(label)}</text>')
     return "".join(parts)

@@ -64,3 +64,12 @@ function follow(svg, { left, right, top, bottom, low, high }, xs, describe) {
   });
   svg.addEventListener("pointerleave", () => cross.setAttribute("visibility", "hidden"));
 }
+// Tooltips of the curves that Python drew; a difference has its sign.
+for (const svg of document.querySelectorAll("svg[data-chart]")) {
+  const { box, x_range: [low, high], series, signed, x_label } = JSON.parse(svg.dataset.chart);
+  const known = series.map(({ points, ...line }) => ({ ...line, at: new Map(points) }));
+  const text = (y) => (signed && y > 0 ? "+" : "") + human(y);
+  follow(svg, { ...box, low, high }, known.flatMap(({ at }) => [...at.keys()]), (x) => [
+    `${x_label} ${plain(x)}`, ...known.map(({ name, color, at }) => ({ name, color, value: text(at.get(x)) })),
+  ]);
+}

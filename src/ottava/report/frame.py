@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -15,11 +16,12 @@ import jinja2
 from markupsafe import Markup, escape
 
 from ottava.base import text
-from ottava.report.charts import DARK, LIGHT, css_variables
+from ottava.report import charts
+from ottava.report.charts import DARK, LIGHT, Bars, Chart, Forest, css_variables
 
 
 def render(package: str, template: str, **values: Any) -> str:
-    """Renders a template, which has the filters number, elide, listed, duration, signed, fixed and breakable.
+    """Renders a template, which has the filters number, elide, listed, duration, signed, fixed, breakable and figure.
 
     Args:
         package: the package of the template and of its included files.
@@ -33,7 +35,7 @@ def render(package: str, template: str, **values: Any) -> str:
         undefined=jinja2.StrictUndefined,
         loader=jinja2.FunctionLoader(functools.partial(_source, package)),
     )
-    shared = (text.number, text.elide, text.listed, text.duration, text.signed, text.fixed, breakable)
+    shared = (text.number, text.elide, text.listed, text.duration, text.signed, text.fixed, breakable, figure)
     environment.filters |= {function.__name__: function for function in shared}
     colors = {"light": css_variables(LIGHT), "dark": css_variables(DARK)}
     return environment.get_template(template).render(colors | values).lstrip()
@@ -43,6 +45,35 @@ def _source(package: str, name: str) -> str | None:
     """The text of a file in the template's package, or else in this package."""
     files = (resources.files(room).joinpath(name) for room in (package, __package__))
     return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), None)
+
+
+def figure(chart: Chart | Forest | Bars, name: str, caption: str = "") -> Markup:
+    """A chart as a figure of a page: once as wide as it is, and once for a phone, where its text would be too small.
+
+    Args:
+        name: an id, unique in the page; begins with a letter.
+        caption: a sentence below.
+
+    Example:
+        >>> figure(Chart(title="t", description="d", x_label="x", y_label="y", lines=[]), "loss").count("<svg")
+        2
+    """
+    pictures = []
+    for one, width in ((name, chart.width), (f"{name}-narrow", _PHONE)):
+        sized = replace(chart, width=width)
+        if isinstance(sized, Chart):
+            pictures.append(charts.render(sized, chart_id=one, tooltips=width == chart.width))
+        elif isinstance(sized, Forest):
+            pictures.append(charts.forest(sized, chart_id=one))
+        else:
+            pictures.append(charts.bars(sized, chart_id=one))
+    below = Markup("<figcaption>{}</figcaption>").format(caption) if caption else ""
+    return Markup('<figure><div class="as-wide">{}</div><div class="narrow">{}</div>{}</figure>').format(
+        *map(Markup, pictures), below
+    )
+
+
+_PHONE = 350
 
 
 def breakable(name: str) -> Markup:

@@ -159,6 +159,8 @@ def render_report(
         headline=sections.headline(diagnosis),
         rest=sections.rest(diagnosis),
         experiment=experiment,
+        decisive=sections.decisive(run.experiments, experiment),
+        tried=sections.tried(diagnosis),
         findings=findings,
         notes=notes,
         questions=sections.questions(diagnosis),

@@ -319,7 +319,7 @@ function drawTensor() {
   const floor = facts.floor[state.slot], mark = floor === null ? null : { at: floor, text: `bell-shaped, in ${slot.format}` };
   const rows = bars($("row-sqnr"), { ...nearest.rows, wide: 0.5, title: "Rows by SQNR of the row", unit: "dB", mark });
   fill($("row-sqnr-table"), ["SQNR, dB", "share of rows"], rows);
-  const spread = bars($("spread"), { ...nearest.spread, wide: 1, title: "1x128 blocks by distance of their amax below the tensor’s", unit: "octaves below", mark: null });
+  const spread = bars($("spread"), { ...nearest.spread, wide: 1, title: "1x128 blocks by their amax", unit: "octaves below", mark: null });
   fill($("spread-table"), ["octaves below", "share of blocks"], spread);
 }
 let seen = null;
@@ -366,7 +366,7 @@ function drawWindow() {
 }
 function drawOctaves(octaves, [gone, normal, clip]) {
   const { svg, width } = canvas($("window"), 250, "Elements by magnitude, and the range of the format at this scale");
-  const left = 52, right = 10, top = 38, base = 214, least = Math.min(-4, Math.floor(Math.log10(1 / seen.total)));
+  const left = 52, right = 16, top = 38, base = 214, least = Math.min(-4, Math.floor(Math.log10(1 / seen.total)));
   const x0 = Math.min(...octaves.keys(), Math.floor(gone) - 2), x1 = Math.max(...octaves.keys(), Math.ceil(clip)) + 2;
   const X = (x) => left + (clamp(x, x0, x1) - x0) / (x1 - x0) * (width - left - right);
   const Y = (share) => base - clamp(1 - Math.log10(share) / least, 0, 1) * (base - top);

@@ -26,6 +26,7 @@ from ottava.measure.layer_names import starred, symbol
 from ottava.measure.limits import gradient_level
 from ottava.measure.statistics import STATISTICS
 from ottava.numerics.formats import FORMATS
+from ottava.report.charts import Bars
 from ottava.report.grid import SCALES, Grid, Values, Worst
 
 Json = Mapping[str, Any]
@@ -163,6 +164,59 @@ def experiment(lines: Sequence[Json], formats: Iterable[str]) -> dict[str, Any]:
         "level": 100 * gradient_level(min((FORMATS[name].bits for name in formats if name in FORMATS), default=8)),
         "rows": rows,
     }
+
+
+def decisive(lines: Sequence[Json], shadow: Json) -> tuple[Bars, str] | None:
+    """The experiment that tells whether casts did it, as a picture and its caption: with casts and without.
+
+    Args:
+        shadow: what `experiment` returns.
+
+    Returns:
+        The final losses of the last replay that came out as the run did; without one the shadow step with the largest
+        error; None if neither was taken.
+    """
+    replay = next((one for one in reversed(lines) if one.get("kind") == "replay" and one.get("reproduces")), None)
+    rows: list[tuple[str, float | None, str]] = []
+    if replay is not None:
+        names, unit = {"as it ran": "with casts", "high precision": "without casts"}, ""
+        title = f"Steps {replay['from']} to {replay['step']} replayed"
+        said = "Loss at the end, from the same weights and batches."
+        for arm in replay.get("arms") or ():
+            name = str(arm.get("name"))
+            rows.append((names.get(name, name), _finite((arm.get("losses") or [None])[-1]), unit))
+    elif shadow["rows"]:
+        step, error, noise, *losses = max(shadow["rows"], key=lambda row: row[1])
+        title, said = (
+            f"One batch of step {step}, with and without casts",
+            "Distance of the gradients, % of their length.",
+        )
+        unit = "%"
+        rows = [("error by casts", error, unit), ("level that hurts", shadow["level"], unit)]
+        rows += [] if noise is None else [("noise of the batch", noise, unit)]
+        if None not in losses:
+            said += f" Loss with casts {number(losses[0])}, without {number(losses[1])}."
+    else:
+        return None
+    texts = ["not finite" if value is None else number(value, unit) for _, value, unit in rows]
+    picture = Bars(
+        title=title,
+        description="; ".join(f"{name}: {text}" for (name, *_), text in zip(rows, texts, strict=True)),
+        x_label="loss" if replay is not None else "%",
+        parts=[("", fill) for fill in ("var(--s2)", "var(--s1)" if replay else "var(--line)")],
+        bars=[
+            (name, [0.0, value or 0.0][:: 1 if i else -1], text)
+            for i, ((name, value, _), text) in enumerate(zip(rows, texts, strict=True))
+        ],
+        unit="",
+    )
+    return picture, said
+
+
+def tried(diagnosis: Json) -> list[str]:
+    """What was tried, less what a finding says as its cause."""
+    causes = " ".join(str(one.get("cause") or "") for one in diagnosis.get("findings") or [])
+    return [str(one) for one in diagnosis.get("tried") or [] if str(one) not in causes]
 
 
 def _finite(value: Any) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.base.text import progress
 from ottava.base.untrusted import UntrustedError, parse_json, read_text
 from ottava.nn.convert import convert
 from ottava.nn.fp8_checkpoint import load_fp8
@@ -328,7 +329,7 @@ def sums_of(a: View, b: View, text: Chunks) -> Sums:
         ValueError: they have other vocabularies.
     """
     parts: list[tuple[Tensor, ...]] = []
-    for ids in text.ids.split(_BATCH):
+    for ids in progress(text.ids.split(_BATCH), f"answering {text.name}"):
         inputs, targets = ids[:, :-1], ids[:, 1:]
         p, q = (view.logits(inputs).log_softmax(-1) for view in (a, b))
         if p.shape != q.shape:

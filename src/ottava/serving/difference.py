@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.base.text import progress
 from ottava.numerics.scaling import PER_ROW, amax
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.serving.formula import formula_causes
@@ -128,7 +129,9 @@ def differences(a: Source, b: Source) -> Differences:
     )
     fields = formula_causes(a.config, b.config, sides=("in A", "in B"))
     config = tuple(said for cause, said in fields if cause == "formula" and not said.startswith("dtype "))
-    return Differences(tuple(compare(ours[name], theirs[name]) for name in shared), only_a, only_b, config)
+    return Differences(
+        tuple(compare(ours[n], theirs[n]) for n in progress(shared, "comparing weights")), only_a, only_b, config
+    )
 
 
 def compare(a: Weight, b: Weight) -> Difference:

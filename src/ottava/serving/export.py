@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ottava.base.errors import unknown_name
 from ottava.base.files import replacing_folder
+from ottava.base.text import progress
 from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
@@ -375,7 +376,7 @@ def _cast_all(
         id(group[0]): group for group in _groups([w for w in source.weights if w.linear and w.module not in stays])
     }
     later = {id(weight) for group in groups.values() for weight in group[1:]}
-    for weight in _in_order(source.weights):
+    for weight in progress(list(_in_order(source.weights)), "writing weights"):
         if not weight.linear or weight.module in stays:
             plain, trained = _plain(weight.tensor), weight.cast
             if weight.linear:

@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from markupsafe import Markup
-
 from ottava.base.files import replacing
 from ottava.report.charts import Chart, Line
-from ottava.report.charts import render as drawn
 from ottava.report.frame import render
 from ottava.serving.attribution import CAUSES, Attribution
 from ottava.serving.evaluate import Evaluation
@@ -30,12 +27,16 @@ def render_page(
     parts = [one for one in (certificate, answers, rollout) if one is not None]
     if not parts:
         raise ValueError("render_page: needs a certificate, answers or a rollout; got none of them")
+    headline, _, rest = parts[0].headline.partition(": ")
+    if " " not in headline:  # one word is no headline
+        headline, rest = parts[0].headline, ""
     blocks = [] if answers is None else [(one.total, one.own) for one in answers.blocks]
     layers = [] if certificate is None else [(row.layer, row.kl) for row in certificate.rows if row.kl is not None]
     return render(
         __package__ or "",
         "parity.html.j2",
-        headline=parts[0].headline,
+        headline=headline[:1].upper() + headline[1:],
+        rest=rest,
         good=all(one.good for one in parts),
         certificate=certificate,
         found=answers,
@@ -58,22 +59,22 @@ def write_page(path: Path, page: str) -> Path:
     return path
 
 
-def _of_blocks(errors: Sequence[tuple[float, float]]) -> Markup:
+def _of_blocks(errors: Sequence[tuple[float, float]]) -> Chart:
     total, own = zip(*errors, strict=True)
     said = "Relative error of the hidden state behind each block, and of each block alone on A's stream."
     lines = {"so far": (1, total), "of this block alone": (2, own)}
-    return _drawn("Error behind each block", said, ("block", "relative error"), lines)
+    return _row("Error behind each block", said, ("block", "relative error"), lines)
 
 
-def _of_linears(kls: Sequence[float]) -> Markup:
+def _of_linears(kls: Sequence[float]) -> Chart:
     said = "Nats a token if only this linear is the engine's, in the order of execution."
     labels = "linear", "KL, nats a token"
-    return _drawn("KL of each linear that differs, alone", said, labels, {"KL alone": (2, kls)})
+    return _row("KL of each linear that differs, alone", said, labels, {"KL alone": (2, kls)})
 
 
-def _drawn(title: str, said: str, labels: tuple[str, str], lines: Mapping[str, tuple[int, Sequence[float]]]) -> Markup:
+def _row(title: str, said: str, labels: tuple[str, str], lines: Mapping[str, tuple[int, Sequence[float]]]) -> Chart:
     """A chart over the places in a row; lines: name -> style, and the number at each place."""
-    chart = Chart(
+    return Chart(
         title=title,
         description=said,
         x_label=labels[0],
@@ -84,9 +85,7 @@ def _drawn(title: str, said: str, labels: tuple[str, str], lines: Mapping[str, t
         ],
         x_range=(0, max(1, *(len(values) - 1 for _, values in lines.values()))),
         log=any(y > 0 for _, values in lines.values() for y in values),
-        width=760,
     )
-    return Markup(drawn(chart, chart_id=chart.x_label, tooltips=True))
 
 
 def _shown(values: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ottava.base.text import columns
+from ottava.base.text import columns, progress
 from ottava.base.untrusted import UntrustedError, misfit
 from ottava.nn.receipt import Receipt, receipt
 from ottava.recipe import Recipe, get_recipe
@@ -288,7 +288,7 @@ _ORDER = (
 def _findings(ours: Model, theirs: Model, engine: str) -> list[Mismatch]:
     findings: list[Mismatch] = []
     names = list(ours.linears)
-    for name, side in ours.linears.items():
+    for name, side in progress(ours.linears.items(), "comparing linears"):
         there = theirs.linears.get(name)
         if name == "lm_head" and ours.tied != theirs.tied:
             continue  # `plain_causes` compares the heads

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ottava.base.text import progress
 from ottava.numerics.formats import Format
 from ottava.numerics.rounding import round_to_format
 from ottava.serving.executed import HALVES, in_model, quiet, stacked
@@ -219,7 +220,7 @@ def kl_alone(ours: Model, theirs: Model, changed: Sequence[str], text: Text | No
     except (ImportError, ValueError) as error:
         return {}, f"not measured: {error}"
     found = {}
-    for name in changed[:_MOST]:
+    for name in progress(changed[:_MOST], "KL of each linear alone"):
         alone = F.log_softmax(twin.logits(state.given(name, theirs.linears[name]), text.ids[None])[0], -1)
         found[name] = float((base.exp() * (base - alone)).sum(-1).mean())
     left = f"; the first {_MOST} of {len(changed)} linears" if len(changed) > _MOST else ""

@@ -23,18 +23,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from markupsafe import Markup
 from pydantic import model_validator
 
 from ottava.base.settings import ConfigError, Section
-from ottava.base.text import to_json
+from ottava.base.text import progress, to_json
 from ottava.base.untrusted import parse_json, read_text
 from ottava.debug import observe
 from ottava.measure.layer_names import starred
 from ottava.nn.receipt import ReceiptRow, grouped
 from ottava.recipe import get_recipe
-from ottava.report.charts import Band, Chart, Line, color, nice_ticks, smooth, standalone
-from ottava.report.charts import render as drawn
+from ottava.report.charts import Band, Chart, Estimate, Forest, Line, color, smooth, standalone
 from ottava.report.frame import render
 from ottava.train.checkpoint import atomic_write
 from ottava.train.config import DEMO_SETTINGS, TrainConfig, load_config
@@ -168,7 +166,7 @@ class Demo:
         first = self.runs[0].trainer
         manifest: dict[str, Any] = json.loads((first.folder.path / "manifest.json").read_text(encoding="utf-8"))
         return DemoResult(
-            runs=[run.result() for run in self.runs],
+            runs=[run.result() for run in progress(self.runs, "evaluating")],
             machinery={run.recipe: run.machinery() for run in self.runs if run.recipe != REFERENCE},
             command=self.folder.settings.command(),
             config=first.config.to_yaml(),
@@ -395,15 +393,14 @@ def render_report(result: DemoResult) -> str:
     Raises:
         ValueError: the result has no runs (see `DemoResult`).
     """
-    charts = (loss_chart(result), difference_chart(result))
     return render(
         __package__,
         "demo.html.j2",
         result=result,
         styles=styles(result),
         color=color,
-        charts=[Markup(drawn(chart, chart_id=f"chart{i}", tooltips=True)) for i, chart in enumerate(charts)],
-        strip=Strip.of(result),
+        charts=(loss_chart(result), difference_chart(result)),
+        ends=ends_chart(result),
         steps=[step for step, _ in result.runs[0].validation],
         receipts={recipe: grouped([ReceiptRow(**row) for row in m.receipt]) for recipe, m in result.machinery.items()},
         heat={recipe: heat_grids(machinery.numbers) for recipe, machinery in result.machinery.items()},
@@ -490,42 +487,30 @@ def _seed_band(result: DemoResult, *, relative: bool) -> list[Band]:
     return [Band(name=f"{'spread' if relative else 'range'} of {len(curves)} bf16 seeds", points=points)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Strip:
-    """Final losses on one axis; positions in percent of its width."""
-
-    ticks: list[tuple[float, str]]
-    band: tuple[float, float]
-    """Left edge and width of the verdict's "inside": the BF16 run of the comparison, plus and minus the spread."""
-    rows: list[tuple[str, list[float]]]
-    """Recipe and the positions of its runs; a diverged run has none."""
-
-    @classmethod
-    def of(cls, result: DemoResult) -> Strip | None:
-        """None if there is nothing to compare: BF16 diverged, or all losses are equal."""
-        reference = result.reference_of(result.runs[0])
-        losses = [run.final_loss for run in result.runs if not run.diverged]
-        if reference.diverged or len(losses) < 2 or min(losses) == max(losses):
-            return None
-        spread = result.noise.spread or 0.0
-        inside = (reference.final_loss - spread, reference.final_loss + spread)
-        low, high = min(*losses, *inside), max(*losses, *inside)
-        low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
-
-        def position(loss: float) -> float:
-            return round(100 * (loss - low) / (high - low), 2)
-
-        ticks = nice_ticks(low, high)
-        decimals = max(3, -math.floor(math.log10(high - low)) + 1)
-        left, right = map(position, inside)
-        rows: dict[str, list[float]] = {run.recipe: [] for run in result.runs}
-        for run in result.runs:
-            rows[run.recipe] += [] if run.diverged else [position(run.final_loss)]
-        return cls(
-            ticks=[(position(tick), f"{tick:.{decimals}f}") for tick in ticks],
-            band=(left, round(right - left, 2)),
-            rows=list(rows.items()),
-        )
+def ends_chart(result: DemoResult) -> Forest | None:
+    """Final losses on one axis; shaded is the verdict's "inside". None if BF16 diverged or all losses are equal."""
+    reference = result.reference_of(result.runs[0])
+    losses = [run.final_loss for run in result.runs if not run.diverged]
+    if reference.diverged or len(losses) < 2 or min(losses) == max(losses):
+        return None
+    spread = result.noise.spread or 0.0
+    ends: dict[str, list[float]] = {run.recipe: [] for run in result.runs}
+    for run in result.runs:
+        ends[run.recipe] += [] if run.diverged else [run.final_loss]
+    rows = [
+        (name, [Estimate(mean=at[0], low=min(at), high=max(at), style=styles(result)[name], values=at)])
+        if at
+        else (f"{name}, diverged", [])
+        for name, at in ends.items()
+    ]
+    return Forest(
+        title="Where the runs end",
+        description="Final validation loss of each run. " + " ".join(f"{one.sentence}." for one in result.verdicts),
+        x_label="nats per byte; left is better",
+        rows=rows,
+        band=(reference.final_loss - spread, reference.final_loss + spread),
+        width=640,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""How every page lies on a screen, a tablet, a phone and paper, seen by headless Chromium."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from browser_pipe import Page, opened
+
+from demo_samples import made_demo, made_run, usual_runs
+from lab_samples import study
+from ottava.explorer.page import explorer_page
+from ottava.lab.page import write_page
+from ottava.numerics.formats import get_format
+from ottava.prove.adapters import KernelAdapter
+from ottava.prove.certificate import certify
+from ottava.prove.page import page as certify_page
+from ottava.recipe import RECIPES
+from ottava.record.reader import Run
+from ottava.report.page import make_report
+from ottava.serving.page import render_page
+from ottava.serving.parity import Certificate, LinearRow, Mismatch
+from ottava.train.demo import render_report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+SCREENS = {"screen": 1280, "tablet": 768, "phone": 390}
+LINES = {"screen": 2, "tablet": 3, "phone": 4, "paper": 2}
+"""The most lines of a headline."""
+FACTS = """(() => {
+  const root = document.documentElement, all = [...document.body.querySelectorAll("*")];
+  const seen = all.filter((e) => e.checkVisibility()), boxed = ".scroll, pre, #tip";
+  const name = (e) => `${e.tagName} ${e.textContent.trim().slice(0, 60)}`, lies = (e) => e.getBoundingClientRect();
+  const cut = (e) => lies(e).width && (lies(e).right > innerWidth + 1 || lies(e).left < -1) && !e.closest(boxed);
+  const least = matchMedia("print").matches ? 7 : 9.5;  // paper is zoomed out
+  const texts = seen.filter((e) => e.matches("svg.chart text") && e.textContent && lies(e).width);
+  const box = (text) => lies(text.ownerSVGElement);
+  const size = (text) => text.getScreenCTM().a * parseFloat(getComputedStyle(text).fontSize);
+  const parts = seen.filter((e) => e.matches("main > *")).map(lies), h1 = document.querySelector("h1");
+  const paper = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number);
+  return JSON.stringify({
+    over: root.scrollWidth - root.clientWidth,
+    cut: seen.filter(cut).map(name),
+    out: texts.filter((t) => lies(t).right > box(t).right + 2 || lies(t).left < box(t).left - 2).map(name),
+    small: texts.filter((t) => size(t) < least).map(name),
+    empty: seen.filter((e) => e.matches("svg.chart") && e.querySelectorAll("path, rect, line").length < 2).map(name),
+    gaps: parts.slice(1).map(({ top }, i) => top - parts[i].bottom).filter((gap) => gap > 90),
+    lines: lies(h1).height / parseFloat(getComputedStyle(h1).lineHeight), headline: h1.innerText, light: paper[0] > 127,
+  });
+})()"""
+
+
+def parity_page() -> str:
+    """Two linears that differ and one that does not."""
+    block, cast = "model.layers.{}.self_attn.o_proj".format, "E4M3[128x128]"
+    rows = [LinearRow(block(i), cast, cast, cast, cast, "a", "ab"[i < 2], (0.25, 1e-5, None)[i]) for i in range(3)]
+    found = [Mismatch(block(i), "scales", "8 to 8 times those of training, for equal codes") for i in range(2)]
+    said = ("nothing of vllm on cuda; its rules are assumed", "128 bytes of a sentence", ("kernels did not run",))
+    return render_page(Certificate("vllm", tuple(rows), tuple(found), "a" * 64, "b" * 64, {}, "cuda", *said))
+
+
+def certificates() -> str:
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        return x.to(get_format("e5m2").storage_dtype)
+
+    found = certify(KernelAdapter("a_module_with_a_name.py:its_encode", wrong, "encode", {"format": "e5m2"}), count=4)
+    return certify_page([found], {"cases": 4, "seed": 0, "device": "cpu"})
+
+
+@pytest.fixture(scope="module")
+def pages(small_run: Run, good_run: Run) -> dict[str, Callable[[], str]]:
+    """Name -> the page, with findings, with every picture, and with names as long as they get."""
+    many = [made_run(f"recipe{i}", final=1.69 + 0.02 * i) for i in range(9)]
+    lost = made_run("nvfp4/fp8_inputs_bf16_gemm", broken_at=60)
+    recipes = {"nvfp4": [0.11, 0.12], "mxfp8": [0.001, 0.002], max(RECIPES, key=len): [0.0, 0.01]}
+    return {
+        "report": lambda: make_report(small_run, baseline=good_run).html,
+        "demo": lambda: render_report(made_demo(usual_runs())),
+        "demo of ten": lambda: render_report(made_demo([*usual_runs()[:3], *many, lost])),
+        "lab": lambda: write_page(study(recipes, seeds=2)),
+        "parity": parity_page,
+        "certify": certificates,
+        "explorer": explorer_page,
+    }
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """One tab for all pages."""
+    assert CHROMIUM is not None
+    with opened(CHROMIUM, "about:blank", tmp_path_factory.mktemp("profile")) as tab:
+        yield tab
+
+
+NAMES = ("report", "demo", "demo of ten", "lab", "parity", "certify", "explorer")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_fits_screen_tablet_phone_and_paper(
+    name: str, pages: dict[str, Callable[[], str]], browser: Page, tmp_path: Path
+) -> None:
+    """Nothing is cut off but in a box that scrolls, texts of pictures stay inside them and are legible, no dead gap."""
+    path = tmp_path / "page.html"
+    path.write_text(pages[name](), encoding="utf-8")
+    browser("Page.navigate", url=path.as_uri())
+    browser.until("document.readyState === 'complete'")
+    if name in ("report", "explorer"):
+        browser.until("document.documentElement.dataset.drawn === 'yes'")
+    for screen, width in {**SCREENS, "paper": 1040}.items():
+        scheme = [{"name": "prefers-color-scheme", "value": "light" if screen == "screen" else "dark"}]
+        media = "print" if screen == "paper" else "screen"
+        browser("Emulation.setEmulatedMedia", media=media, features=scheme)
+        browser("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        time.sleep(0.3)
+        facts: dict[str, Any] = json.loads(browser.ask(FACTS))
+        wrong = {one: facts[one] for one in ("over", "cut", "out", "small", "empty", "gaps") if facts[one]}
+        assert not wrong, (screen, wrong)
+        assert facts["lines"] < LINES[screen] + 0.5, (screen, facts["headline"])
+        assert facts["light"] is (screen in ("screen", "paper")), screen
+    assert browser.problems == []
+
+
+def test_a_pointer_on_a_picture_is_told_its_numbers(
+    pages: dict[str, Callable[[], str]], browser: Page, tmp_path: Path
+) -> None:
+    """Curves that Python drew: step 200 is the right end, where BF16 with seed 0 is at 1.700."""
+    path = tmp_path / "page.html"
+    path.write_text(pages["demo"](), encoding="utf-8")
+    browser("Page.navigate", url=path.as_uri())
+    browser("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+    browser.until("document.readyState === 'complete'")
+    told = browser.ask("""(() => {
+      const chart = document.querySelector("svg[data-chart]"), box = chart.getBoundingClientRect();
+      chart.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 1, clientY: box.top + 99 }));
+      return document.getElementById("tip").innerText.split("\\n");
+    })()""")
+    assert told[:3] == ["step 200", "bf16", "1.70"]
