@@ -498,3 +498,41 @@ def test_a_confidence_is_what_the_first_looks_gave() -> None:
     """`python benchmarks/blind.py --count`, over the answers and their judgements as they are stored."""
     blind = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks" / "blind.py"))
     assert dict(CONFIDENCE) == blind["counted"]()
+
+
+def test_casts_that_are_set_otherwise_come_first(tmp_path: Path) -> None:
+    """A recipe of the same name is compared field by field, a layer format by format."""
+
+    def run(name: str, length: int, head: dict[str, Any], error: float, *change: Callable[[int], Any]) -> Run:
+        recipes = {"delayed": {"name": "delayed", "fprop": {"lhs": {"format": "E4M3", "amax_history_len": length}}}}
+        casts = {"fc": {"input": {"format": "E4M3"}}, "head": head}
+        layers = [{"name": n, "recipe": "delayed", "casts": c} for n, c in casts.items()]
+        lines = (shadow(10, error),)
+        return record(tmp_path / name, *change, casts=True, experiments=lines, recipes=recipes, layers=layers)
+
+    good = run("good", 4, {}, 0.6)
+    assert diagnose(run("same", 4, {}, 0.6), baseline=good).findings == []
+    longer = diagnose(run("longer", 1024, {}, 0.05), baseline=good)
+    assert (first(longer), longer.fp8) == ("DIFF", "unknown")
+    assert longer.findings[0].title == "The casts are not set as in the good run"
+    assert "The recipe 'delayed' has amax_history_len 1024 in fprop.lhs, in the good run 4." in longer.sentence
+    four = diagnose(run("four", 4, {"input": {"format": "E2M1", "granularity": "1x16"}}, 0.05), baseline=good)
+    assert four.findings[0].layers == ["head"]
+    assert "head: operands are cast to E2M1[1x16], in the good run to nothing." in four.sentence
+    # the good run's casts hurt as much: that clears casts that are set alike, and no others
+    hurts = [diagnose(run(f"hurts {n}", n, {}, 0.6, rises), baseline=good) for n in (4, 1024)]
+    assert [one.fp8 for one in hurts] == ["innocent", "guilty"]
+
+
+def test_casts_that_hurt_late_or_for_a_moment_began_nothing(tmp_path: Path) -> None:
+    """Ranks that part from the look at step 8 on and casts that hurt from step 30 on; scales that settle; casts that go on hurting."""
+    late = tuple(shadow(step, error) for step, error in ((2, 0.04), (7, 0.04), (30, 0.6), (33, 0.6), (36, 0.6)))
+    ranks = {1: {"move": lambda n, s: {"weight": 0.03} if s > 4 and n != "embed.weight" else {}}}
+    alone = diagnose(record(tmp_path / "alone", casts=True, experiments=late))
+    beside = diagnose(record(tmp_path / "ranks", casts=True, experiments=late, ranks=ranks))
+    assert (alone.fp8, beside.fp8, first(beside)) == ("guilty", "innocent", "R1")
+    assert "The fault below began at step 8, so the casts did not begin it." in beside.tried[0]
+    jump = lambda s: {"loss": 4.0 - 0.02 * s + 2.0 * (25 <= s < 28)}  # noqa: E731
+    for name, errors, part in (("settles", (0.4, 0.2, 0.1), "innocent"), ("stays", (0.4, 0.2, 0.3), "guilty")):
+        lines = tuple(shadow(step, error) for step, error in zip((3, 5, 10), errors, strict=True))
+        assert diagnose(record(tmp_path / name, jump, casts=True, experiments=lines)).fp8 == part, name

@@ -40,7 +40,7 @@ _MEANT = frozenset({"D1", "D3", "D4", "M4", "M6", "O6", "O7"})
 """Laws that may be broken on purpose even where something happens to the loss."""
 _HEALTHY = 0.02  # update over weight
 _AS_FAR = 0.8  # of this run's error: two batches of one program part by less
-_PLACES = ("code", "cast", "setting", "optimizer")
+_PLACES = ("casting", "code", "cast", "setting", "optimizer")
 _NO_CAUSE = frozenset({"recipe", "weights", "batch"})
 """Differences that good runs have, too: another recipe, another seed."""
 
@@ -159,8 +159,12 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     """
     facts, good = Facts(run), None if baseline is None else Facts(baseline)
     happened = event(facts.loss, None if good is None else good.loss, facts.guess)
-    trial = _parting(judge(facts, happened), good)
     differ = [] if good is None else differences(good, facts)
+    of_casts = any(d.kind in ("cast", "casting") for d in differ)  # there only the experiments speak of FP8
+    trial = judge(facts, happened)
+    trial = trial if of_casts else _parting(trial, good)
+    if trial.part == "innocent" and any(d.kind == "casting" for d in differ):
+        trial = replace(trial, part="unknown")  # a small error may part two runs of which one has none
     frameworks = ran(facts.frameworks, facts.packages) if framework is None else [framework]
     found = [_checked(facts, frameworks)]
     hits = broken(facts, happened)
@@ -170,18 +174,22 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     others: list[Finding | None] = []
     others += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
     # with a good run beside, the place where the code parts is the answer, and a broken law may follow from it
-    parted = any(d.kind in _PLACES[:2] for d in differ)
+    parted = any(d.kind in _PLACES[:3] for d in differ)
     placed = _differing([d for d in differ if parted and d.kind in _PLACES], happened, frameworks)
     others += _differing([d for d in differ if not (parted and d.kind in _PLACES)], happened, frameworks)
     others += [f for (_, _, f), exact in zip(laws, strong, strict=True) if not exact]
     # casts that were tried only after the event may suffer from what made it
     after = happened is not None and trial.step is not None and trial.step >= happened.step and not trial.sound
-    of_casts = any(d.kind == "cast" for d in differ)  # where a cast parts, only the experiments speak of FP8
     known = [f for f in (*found, *others, *(() if of_casts else placed)) if f is not None and f.severity != "note"]
     if happened is not None and after and trial.part == "guilty" and known:
-        trial = behind(facts, happened, trial)
+        trial = behind(facts, happened.step, trial)
+    # what is broken for certain since before the trials, of which the first are calm
+    since = [how.since for (_, how, _), exact in zip(laws, strong, strict=True) if exact and how.since is not None]
+    if trial.part == "guilty" and trial.step is not None and min(since, default=trial.step) < trial.step:
+        cleared = behind(facts, min(since), trial, "The fault below began")
+        trial = cleared if cleared.part == "innocent" else trial
     hurt = _fp8(facts, trial, happened, frameworks)
-    if hurt is not None and (place := next((d for d in differ if d.kind in ("code", "cast")), None)) is not None:
+    if hurt is not None and (place := next((d for d in differ if d.kind in _PLACES[:3]), None)) is not None:
         hurt = replace(hurt, cause=f"{hurt.cause} {place.sentence}")
     if trial.part == "guilty" and (of_casts or not after):
         found += [hurt, *placed, *others]
@@ -377,7 +385,7 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
 def _differing(differ: Sequence[Difference], happened: Event | None, frameworks: Sequence[str]) -> list[Finding | None]:
     """The differences from a good run, where something happened: what is set or computed otherwise first."""
     if happened is None:  # a fault that no loss shows is seen in the code alone
-        return [_finding(d, "warning", frameworks) for d in differ if d.kind in ("code", "cast")]
+        return [_finding(d, "warning", frameworks) for d in differ if d.kind in _PLACES[:3]]
     early = [d for d in differ if d.step is None or d.step <= happened.step]
     causes = [d for d in early if d.kind not in _NO_CAUSE]
     same_start = not any(d.kind == "weights" for d in differ)  # then no other seed explains other batches
@@ -403,6 +411,7 @@ def _finding(one: Difference, severity: str, frameworks: Sequence[str]) -> Findi
 _TITLES = MappingProxyType(
     {
         "optimizer": "The optimizer is not that of the good run",
+        "casting": "The casts are not set as in the good run",
         "code": "The code parts from that of the good run",
         "cast": "A cast parts from that of the good run",
         "parameter": "The parameters are not those of the good run",
@@ -430,7 +439,8 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
         values |= {k: f"{v:.6g}" for k, v in values.items() if isinstance(v, float)}
         trial = {"settings": {one.key: one.good}} if one.key in GROUP_SETTINGS[1:] else None
         return render("good_lr" if one.key == "lr" else "good_setting", values, frameworks, trial)
-    names = {"weights": "good_weights", "batch": "good_batch", "optimizer": "good_setting", "parameter": "optimizer"}
+    names = {"weights": "good_weights", "batch": "good_batch", "optimizer": "good_setting", "casting": "good_setting",
+             "parameter": "optimizer"}  # fmt: skip
     return render(names.get(one.kind, "good_code"), values, frameworks)
 
 

@@ -1,6 +1,6 @@
 """What differs between two runs, read from facts alone, in the order in which a training computes.
 
-    settings     recipe, optimizer, learning rate, betas, decay, dtypes, command
+    settings     recipe and its fields, casts of each layer, optimizer, learning rate, betas, decay, dtypes, command
     code         the first call of torch that is not that of the good run, or has another result, see `calls`
     weights      hashes before the first step
     batch        hashes of inputs and labels
@@ -44,7 +44,7 @@ class Difference:
     """One difference of two runs."""
 
     kind: str
-    """recipe, optimizer, setting, code, cast, parameter, program, weights, batch or ranks."""
+    """recipe, casting, optimizer, setting, code, cast, parameter, program, weights, batch or ranks."""
     key: str
     good: Any
     bad: Any
@@ -82,11 +82,44 @@ def settings_and_loop(good: Facts, bad: Facts) -> list[Difference]:
 
 def _recipes(good: Facts, bad: Facts) -> Iterator[Difference]:
     def of(facts: Facts) -> str:
-        return ", ".join(facts.recipes) or "none" if facts.casts else "nothing is cast"
+        cast = {str(x["recipe"]) for x in facts.manifest.get("layers") or () if x.get("casts") and x.get("recipe")}
+        return ", ".join(sorted(cast) or facts.recipes) or "none" if facts.casts else "nothing is cast"
 
     a, b = of(good), of(bad)
     if a != b:
         yield Difference("recipe", "recipe", a, b, f"The recipe differs: {a} and {b}.")
+    elif bad.casts:
+        yield from _castings(good, bad)
+
+
+def _castings(good: Facts, bad: Facts) -> Iterator[Difference]:
+    """Under recipes of one name: their fields, then the formats of each layer."""
+    a, b = ({k: v for k, v in _fields(f.manifest.get("recipes") or {}) if "overrides" not in k} for f in (good, bad))
+    apart = sorted({path[-1] for path in a.keys() | b.keys() if a.get(path) != b.get(path)})
+    for key in apart:
+        path = next(p for p in (*b, *a) if p[-1] == key and a.get(p) != b.get(p))
+        here, there = (side.get(path, "its default") for side in (b, a))
+        said = f"The recipe '{path[0]}' has {key} {here} in {'.'.join(path[1:-1])}, in the good run {there}."
+        yield Difference("casting", key, there, here, said)
+    formats = [{bare(str(x["name"])): _formats(x) for x in f.manifest.get("layers") or ()} for f in (good, bad)]
+    other = [n for n in formats[1] if n in formats[0] and formats[0][n] != formats[1][n]]
+    if other and not apart:
+        there, here = (side[other[0]] for side in formats)
+        said = f"{_some(other)}: operands are cast to {here or 'nothing'}, in the good run to {there or 'nothing'}."
+        yield Difference("casting", "layers", there, here, said, where=tuple(other))
+
+
+def _fields(values: Mapping[str, Any], *above: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _fields(value, *above, str(key))
+        else:
+            yield (*above, str(key)), value
+
+
+def _formats(layer: Mapping[str, Any]) -> str:
+    casts = layer.get("casts") or {}
+    return ", ".join(dict.fromkeys(f"{c.get('format')}[{c.get('granularity', 'tensor')}]" for c in casts.values()))
 
 
 def _optimizers(good: Facts, bad: Facts) -> Iterator[Difference]:

@@ -238,8 +238,15 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         found = Trial("guilty", (_said(worst, facts),), int(worst["step"]), float(worst["error"]))
         # a loss that has not come back shows a state that was broken before the trial
         broken = event is not None and all(event.step <= e["step"] < facts.loss.back(event.step) for e in hurt)
-        cleared = behind(facts, event, found) if broken and event is not None else found
-        return cleared if cleared.part == "innocent" else found
+        cleared = behind(facts, event.step, found) if broken and event is not None else found
+        if cleared.part == "innocent":
+            return cleared
+        # between the last that hurts and the event a trial is calm: scales had not settled, or batches were odd
+        last = max((e for e in before if event is None or e["step"] < event.step), key=_step, default=worst)
+        if lasting or float(last["error"]) > _level(facts, last) or last["step"] < max(map(_step, hurt)):
+            return found
+        said = f"{found.tried[0]} At step {last['step']} it is {100 * float(last['error']):.3g} %: it passes."
+        return replace(found, part="innocent", tried=(said,))
     norms = [float(e.get("norm") or 0.0) for e in before] or _first_norms(facts, event)
     usual = float(np.median(norms)) if norms else math.inf
     for entry in after:
@@ -270,19 +277,23 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     return Trial("innocent", (ends,), int(worst["step"]), float(worst["error"]))
 
 
-def behind(facts: Facts, event: Event, trial: Trial) -> Trial:
-    """What a trial of a state that had broken before it says: that casts hurt, too.
+def _step(entry: Mapping[str, Any]) -> int:
+    return int(entry["step"])
 
-    A trial within a few steps of the event says who began.
+
+def behind(facts: Facts, began: int, trial: Trial, what: str = "The loss left") -> Trial:
+    """What a trial of a state that had broken before it, at step `began`, says: that casts hurt, too.
+
+    A trial within a few steps of that one says who began.
     """
     tried = sorted(_shadows(facts), key=lambda e: int(e["step"]))
     calm = list(itertools.takewhile(lambda e: not _hurts(facts, e), tried))
-    near = [e for e in calm if abs(e["step"] - event.step) <= _NEAR]
+    near = [e for e in calm if abs(e["step"] - began) <= _NEAR]
     if not near:
         said = f"{trial.tried[0]} It was tried when the loss had left, so this does not say who began."
         return replace(trial, part="unknown", tried=(said, *trial.tried[1:]))
     one = near[0]
-    said = f"{_said(one, facts)} The loss left at step {event.step}, so the casts did not begin it."
+    said = f"{_said(one, facts)} " + f"{what} at step {began}, so the casts did not begin it."
     if math.isfinite(trial.error) and trial.step is not None:
         said += f" At step {trial.step} they move it by {100 * trial.error:.3g} %: a consequence."
     return Trial("innocent", (said,), int(one["step"]), float(one["error"]))
