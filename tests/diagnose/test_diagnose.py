@@ -163,6 +163,11 @@ def trial(step: int, after: float, tenth: float = 0.9) -> dict[str, Any]:
     return shadow(step, 0.02, mode="simulated", loss=1.0, loss_after=after, loss_tenth=tenth)
 
 
+def longer(step: int, wide: float = 0.5) -> dict[str, Any]:
+    """A step that was made, and a hundred times of it, on a batch with a loss of 1."""
+    return shadow(step, 0.02, mode="simulated", loss=1.0, loss_after=0.99, longer=100, loss_longer=wide)
+
+
 BREAKS: dict[str, dict[str, Any]] = {
     "D1": {"change": lambda s: {"input_nonfinite": float(s > 12)}},
     "D3": {"change": lambda s: {"labels_ignored_pct": 100.0 * (s % 2)}},
@@ -193,7 +198,7 @@ BREAKS: dict[str, dict[str, Any]] = {
             "grad_norm_used": 1.0 if s != 19 else 500.0,
         }
     },
-    "G2": {"change": lambda s: {"loss": 4.16, "grad_norm": 317.0, "grad_norm_used": 1.0}},
+    "O13": {"experiments": tuple(longer(step) for step in (5, 10, 20))},
     "M6": {
         "change": lambda s: {"train_forwards_in_eval_mode": float(s > 20)},
         "modes": ({"gradients": True, "training": True, "recipe": "", "random": ["BatchNorm1d"]},),
@@ -221,6 +226,27 @@ BREAKS: dict[str, dict[str, Any]] = {
         ),
     },
 }
+
+
+def test_short_steps_are_told_from_those_of_a_schedule(tmp_path: Path) -> None:
+    """A step of which a hundred help a hundred times as much: in all trials or from one on, and what shortens it."""
+
+    def said(name: str, steps: dict[int, float], change: Any = lambda s: {}) -> str:
+        lines = tuple(longer(step, wide) for step, wide in steps.items())
+        result = diagnose(record(tmp_path / name, change, experiments=lines))
+        return result.sentence if first(result) == "O13" else ""
+
+    assert "too short in 2 of 3 trials: at step 30" in said("late", {10: 0.9, 20: 0.5, 30: 0.5})
+    assert not said("a cosine ends with short steps", {10: 0.9, 20: 0.9, 30: 0.9, 38: 0.5})
+    assert not said("a warm-up begins with them", {5: 0.5, 10: 0.5, 20: 0.9, 30: 0.9})
+    assert not said("no lower end", {10: -9.0, 20: -9.0, 30: -9.0})
+    short = {10: 0.5, 20: 0.5, 30: 0.5}
+    clipped = lambda s: {"grad_norm": 317.0, "grad_norm_used": 1.0}  # noqa: E731
+    assert "Clipping shortens the gradient 317 times in the median step." in said("clipped", short, clipped)
+    rates = {s: 0.1 * 0.8**s for s in range(1, 41)}
+    assert "The learning rate is 0.000124 there; the largest is 0.08." in said(
+        "falls", short, lambda s: {"lr": rates[s], "lr/0": rates[s]}
+    )
 
 
 def test_each_law_is_broken_by_what_it_says_and_by_nothing_else(tmp_path: Path) -> None:
@@ -525,7 +551,7 @@ def test_casts_that_are_set_otherwise_come_first(tmp_path: Path) -> None:
 
 
 def test_casts_that_hurt_late_or_for_a_moment_began_nothing(tmp_path: Path) -> None:
-    """Ranks that part from the look at step 8 on and casts that hurt from step 30 on; scales that settle; casts that go on hurting."""
+    """Ranks that part from the look at step 8 on, casts that hurt from step 30 on; scales that settle, or do not."""
     late = tuple(shadow(step, error) for step, error in ((2, 0.04), (7, 0.04), (30, 0.6), (33, 0.6), (36, 0.6)))
     ranks = {1: {"move": lambda n, s: {"weight": 0.03} if s > 4 and n != "embed.weight" else {}}}
     alone = diagnose(record(tmp_path / "alone", casts=True, experiments=late))

@@ -162,9 +162,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     differ = [] if good is None else differences(good, facts)
     of_casts = any(d.kind in ("cast", "casting") for d in differ)  # there only the experiments speak of FP8
     trial = judge(facts, happened)
-    trial = trial if of_casts else _parting(trial, good)
-    if trial.part == "innocent" and any(d.kind == "casting" for d in differ):
-        trial = replace(trial, part="unknown")  # a small error may part two runs of which one has none
+    trial = _of_cast(facts, trial, happened, differ) if of_casts else _parting(trial, good)
     frameworks = ran(facts.frameworks, facts.packages) if framework is None else [framework]
     found = [_checked(facts, frameworks)]
     hits = broken(facts, happened)
@@ -219,6 +217,26 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         untested=untested,
         tested=len(LAWS) - len(untested),
         coverage_pct=facts.coverage,
+    )
+
+
+def _of_cast(facts: Facts, trial: Trial, happened: Event | None, differ: Sequence[Difference]) -> Trial:
+    """The trial where a cast parts two runs, which nothing clears.
+
+    All before it is equal, so the good run is the experiment in which this cast is another; of a cast that a shadow
+    step has turned off it knows more.
+    """
+    if trial.part == "guilty":
+        return trial
+    tried = {str(site) for e in facts.experiments("shadow") for site in e.get("sites") or ()}
+    one = next((d for d in differ if d.kind == "cast" and "float8_" in f"{d.good} {d.bad}"), None)
+    lasting = happened is not None and (happened.kind != "leaves" or happened.stays is not None)
+    if one is not None and lasting and not any(one.key in site for site in tried):
+        said = f"{one.sentence} Up to this cast the two runs are equal, so the good run shows what it does."
+        return Trial("guilty", (said,), one.step, place=({"site": one.key},), sound=True)
+    said = "No experiment tried the casts that part the two runs."
+    return trial if trial.part == "unknown" else replace(
+        trial, part="unknown", tried=(said,) if trial.part == "none" else trial.tried
     )
 
 
@@ -284,8 +302,11 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     ratio = float(how.numbers.get("update_ratio", math.nan))
     slower = lr * _HEALTHY / ratio if ratio > _HEALTHY else lr / 10
     values = {"lr": f"{slower:.2g}" if math.isfinite(slower) else "a tenth of it", "norm": f"{usual:.2g}"}
+    times = float(how.numbers.get("raise", math.nan))
+    values |= {"raise": f"{times:.2g}", "raised": f"{times * lr:.2g}" if math.isfinite(times * lr) else "a larger lr"}
     trials: dict[str, dict[str, Any]] = {
         "lower_lr": {"lr": slower / lr if lr > 0 else 0.1}, "clip": {"clip": usual}, "zero_grad": {"clear": True},
+        "raise_lr": {"lr": times},
         "train": {"train": True}, "load": {"load": True}, "optimizer": {"hold": True},
     }  # fmt: skip
     return Finding(
@@ -449,7 +470,7 @@ def _has(facts: Facts, law: Law) -> bool:
     columns = {
         "D1": "input_hash", "D3": "labels_ignored_pct", "D4": "input_hash",
         "O2": "lr", "O5": "kept_gradient", "O6": "extra_steps", "G1": "grad_norm",
-        "G2": "grad_norm_used", "M6": "train_forwards_in_eval_mode",
+        "M6": "train_forwards_in_eval_mode",
         "D6": "labels_ahead_1_pct",
     }  # fmt: skip
     if law.id in columns:
@@ -464,6 +485,7 @@ def _has(facts: Facts, law: Law) -> bool:
         "M8": any("sees_later" in e for e in facts.experiments("shadow")),
         "M9": any("mixes" in e for e in facts.experiments("shadow")),
         "O12": any("loss_tenth" in e for e in facts.experiments("shadow")),
+        "O13": any("loss_longer" in e for e in facts.experiments("shadow")),
         "M3": "softmax_twice" in facts.manifest,
         "M4": bool(facts.run.trace),
     }.get(law.id, True)
