@@ -198,7 +198,8 @@ BREAKS: dict[str, dict[str, Any]] = {
             "grad_norm_used": 1.0 if s != 19 else 500.0,
         }
     },
-    "O13": {"experiments": tuple(longer(step) for step in (5, 10, 20))},
+    "O13": {"change": lambda s: {"grad_norm": 317.0, "grad_norm_used": 1.0},
+            "experiments": tuple(longer(step) for step in (5, 10, 20))},
     "M6": {
         "change": lambda s: {"train_forwards_in_eval_mode": float(s > 20)},
         "modes": ({"gradients": True, "training": True, "recipe": "", "random": ["BatchNorm1d"]},),
@@ -231,18 +232,20 @@ BREAKS: dict[str, dict[str, Any]] = {
 def test_short_steps_are_told_from_those_of_a_schedule(tmp_path: Path) -> None:
     """A step of which a hundred help a hundred times as much: in all trials or from one on, and what shortens it."""
 
-    def said(name: str, steps: dict[int, float], change: Any = lambda s: {}) -> str:
+    clipped = lambda s: {"grad_norm": 317.0, "grad_norm_used": 1.0}  # noqa: E731
+
+    def said(name: str, steps: dict[int, float], change: Any = clipped) -> str:
         lines = tuple(longer(step, wide) for step, wide in steps.items())
         result = diagnose(record(tmp_path / name, change, experiments=lines))
         return result.sentence if first(result) == "O13" else ""
 
-    assert "too short in 2 of 3 trials: at step 30" in said("late", {10: 0.9, 20: 0.5, 30: 0.5})
+    short = {10: 0.5, 20: 0.5, 30: 0.5}
+    assert "too short in 2 of 3 trials: at step 30" in said("late", {**short, 10: 0.9})
     assert not said("a cosine ends with short steps", {10: 0.9, 20: 0.9, 30: 0.9, 38: 0.5})
     assert not said("a warm-up begins with them", {5: 0.5, 10: 0.5, 20: 0.9, 30: 0.9})
     assert not said("no lower end", {10: -9.0, 20: -9.0, 30: -9.0})
-    short = {10: 0.5, 20: 0.5, 30: 0.5}
-    clipped = lambda s: {"grad_norm": 317.0, "grad_norm_used": 1.0}  # noqa: E731
-    assert "Clipping shortens the gradient 317 times in the median step." in said("clipped", short, clipped)
+    assert not said("a careful rate", short, lambda s: {})
+    assert "Clipping shortens the gradient 317 times in the median step." in said("clipped", short)
     rates = {s: 0.1 * 0.8**s for s in range(1, 41)}
     assert "The learning rate is 0.000124 there; the largest is 0.08." in said(
         "falls", short, lambda s: {"lr": rates[s], "lr/0": rates[s]}

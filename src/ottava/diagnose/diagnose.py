@@ -514,7 +514,7 @@ def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None,
             "Harder data, another phase or a weight of the loss that grows do that, too: a good run beside would tell."
         )
         return f"No fault found in {count} steps. {happened.sentence} {meant} {part}{end}".replace("  ", " ")
-    if happened is not None and (happened.stays is not None or compared):
+    if happened is not None and (happened.stays is not None or compared or happened.kind == "flat"):
         return f"{happened.sentence} No law is broken, so the cause is not known. {part}{end}".replace("  ", " ")
     seen = "" if math.isnan(facts.coverage) else f" The watch saw {facts.coverage:.0f} % of the linear layers."
     steps = f"{count} step{'s' if count != 1 else ''}"

@@ -284,6 +284,12 @@ def _written(facts: Facts, event: Event | None) -> Broken | None:
 
 
 def _vanish(facts: Facts, event: Event | None) -> Broken | None:
+    low = [str(p["name"]) for p in facts.parameters if p.get("held") and p.get("dtype") in _HALF]
+    for entry in facts.experiments("optimizer"):
+        if low and not entry.get("converts") and _known(entry, "error") and entry["error"] > _LOST:
+            said = f"From step {entry['from']} to {entry['step']} the weights go {100 * entry['error']:.3g} % another way "
+            said += f"than the optimizer's formula takes them in FP32, and {_names(low)} are of 16 bits: updates are lost"
+            return Broken(f"{said} in rounding.", int(entry["step"]), tuple(low))
     still: dict[str, list[float]] = {}
     for step, rows in facts.moves.items():
         if facts.at("lr", step) == 0:
@@ -309,6 +315,7 @@ def _vanish(facts: Facts, event: Event | None) -> Broken | None:
 
 
 _HALF = ("bfloat16", "float16")
+_LOST = 0.7  # of the way
 
 
 def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
@@ -341,24 +348,27 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
 
 
 def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
-    """Many times the step still helps its own batch many times as much, in every trial up to the end.
+    """Something shortens the steps, and many times a step still helps its own batch many times as much, in every trial
+    up to the end.
 
     A schedule begins and ends with short steps. A loss without a lower end, as a policy gradient's, has no step that is
-    too long.
+    too long. Alone the trial says little: a careful rate is no fault.
     """
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after", "longer", "loss_longer")]
     first, last = (0.05 * facts.steps[-1], 0.8 * facts.steps[-1]) if len(facts.steps) else (0, 0)
-    tried = [e for e in tried if first <= e["step"] <= last and not e.get("touched")]
+    tried = [e for e in tried if first <= e["step"] <= last]
     short = [_still_helps(e) for e in tried]
     count = short[::-1].index(False) if False in short else len(short)
     if count < 2 or (facts.loss.loss < 0).any():
         return None
     one, begins = tried[-1], tried[len(tried) - count]
+    if not (why := _shortened(facts, int(one["step"]))):
+        return None
     said = f"The steps are far too short in {count} of {len(tried)} trials: at step {one['step']} the loss of the same "
     said += f"batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, and with {one['longer']} times the step to "
     said += f"{one['loss_longer']:.4g}."
     since = None if count == len(tried) else int(begins["step"])
-    return Broken(said + _shortened(facts, int(one["step"])), since, numbers={"raise": _RAISE}, shown=True)
+    return Broken(said + why, since, numbers={"raise": _RAISE}, shown=True)
 
 
 def _still_helps(trial: Any) -> bool:
@@ -455,7 +465,7 @@ def _sees_answer(facts: Facts, event: Event | None) -> Broken | None:
     if tried is None or column is None or not float(np.nanmedian(column)) >= _MATCH:
         return None
     said = "The model is to predict each next token, and sees it: other later tokens change the output before them"
-    return Broken(f"{said}, tried at step {tried['step']}.", int(tried["step"]))
+    return Broken(f"{said}, tried at step {tried['step']}.")
 
 
 def _samples_mix(facts: Facts, event: Event | None) -> Broken | None:
@@ -465,7 +475,7 @@ def _samples_mix(facts: Facts, event: Event | None) -> Broken | None:
             ("by_place", "With its samples in another order a batch gives them other outputs"),
         ):
             if entry.get(name):
-                return Broken(f"{said}, tried in evaluation mode at step {entry['step']}.", int(entry["step"]))
+                return Broken(f"{said}, tried in evaluation mode at step {entry['step']}.")
     return None
 
 

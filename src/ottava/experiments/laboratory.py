@@ -612,13 +612,10 @@ class Laboratory:
                 )
         shadow = self._shadow(program)
         casts, script = shadow.casts, shadow.script
-        if casts is None and not script:
-            return self._refuse("shadow", "the model has no layer that casts, and no linear layer to simulate casts in")
-        if casts is not None and casts.mode == "simulated" and not script:
-            if self._simulated >= _SIMULATED:  # the length of the step is tried all the same
-                self._pending = (shadow, {"why": self._why, "loss": shadow.loss})
-                self._versions = [p._version for p in parameters]
-                return None
+        if nothing := casts is None and not script:
+            self._refuse("shadow", "the model has no layer that casts, and no linear layer to simulate casts in")
+        elif casts is not None and casts.mode == "simulated" and not script:
+            nothing = self._simulated >= _SIMULATED
             self._simulated += 1
         logic: dict[str, bool | None] = {}
         if not self._reasoned and _alone():
@@ -628,6 +625,10 @@ class Laboratory:
                 logic = reasons(
                     program.forwards, with_sites(casts, ()).without if script or not casts else casts.without
                 )
+        self._versions = [p._version for p in parameters]
+        if nothing:  # the step itself is tried all the same
+            self._pending = (shadow, {"why": self._why, "loss": shadow.loss, **logic})
+            return None
         with nothing_changes(program.modules):
             began = time.perf_counter()
             facts = shadow.facts(self._name_of)
@@ -642,7 +643,6 @@ class Laboratory:
                 return None
             casts = shadow.casts
             self._pending = (shadow, {"why": self._why, **facts, **logic})
-            self._versions = [p._version for p in parameters]
             if casts.mode == "real" and self._ablates(facts, casts, took):
                 search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
                 if (found := search.facts()) is not None:
