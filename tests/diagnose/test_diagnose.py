@@ -198,8 +198,10 @@ BREAKS: dict[str, dict[str, Any]] = {
             "grad_norm_used": 1.0 if s != 19 else 500.0,
         }
     },
-    "O13": {"change": lambda s: {"grad_norm": 317.0, "grad_norm_used": 1.0},
-            "experiments": tuple(longer(step) for step in (5, 10, 20))},
+    "O13": {
+        "change": lambda s: {"grad_norm": 317.0, "grad_norm_used": 1.0},
+        "experiments": tuple(longer(step) for step in (5, 10, 20)),
+    },
     "M6": {
         "change": lambda s: {"train_forwards_in_eval_mode": float(s > 20)},
         "modes": ({"gradients": True, "training": True, "recipe": "", "random": ["BatchNorm1d"]},),
@@ -551,6 +553,40 @@ def test_casts_that_are_set_otherwise_come_first(tmp_path: Path) -> None:
     # the good run's casts hurt as much: that clears casts that are set alike, and no others
     hurts = [diagnose(run(f"hurts {n}", n, {}, 0.6, rises), baseline=good) for n in (4, 1024)]
     assert [one.fp8 for one in hurts] == ["innocent", "guilty"]
+
+
+def test_a_cast_that_parts_two_runs_is_never_cleared(tmp_path: Path) -> None:
+    """Guilty where no shadow step turned it off and all before is equal, else unknown; other code is no cast."""
+
+    def calls(scale: float, kind: str = "float8_e4m3fn") -> tuple[Mapping[str, Any], ...]:
+        codes, place = [f"{kind}[64, 64]", int(scale), 0.1 * scale, scale, 0.2, 0], ["train.py", 7, "cast", "", ""]
+        call = ["to", 0, 0, ["f32[64, 64]", kind], [], [codes]]
+        return ({"step": 1, "full": False, "places": [place], "modules": [""], "calls": [call]},)
+
+    tried = (shadow(5, 0.02, sites={"train.py:7, called at train.py:30": {"error": 0.02}}),)
+    for name, kind, lines, other, said in (
+        ("untried", "float8_e4m3fn", (), {}, "guilty"),
+        ("tried", "float8_e4m3fn", tried, {}, "unknown"),
+        ("other weights", "float8_e4m3fn", (), {"weights": {NAMES[0]: "f" * 16}}, "unknown"),
+        ("no cast", "bf16", (shadow(5, 0.02),), {}, "innocent"),
+    ):
+        good = record(tmp_path / f"{name} good", casts=True, experiments=lines, trace=calls(1.0, kind))
+        bad = record(tmp_path / name, rises, casts=True, experiments=lines, trace=calls(2.0, kind), **other)
+        result = diagnose(bad, baseline=good)
+        assert result.fp8 == said, (name, result.fp8, result.sentence)
+        assert ("innocent" in result.sentence) == (said == "innocent")
+        assert "train.py:7" in result.sentence or other
+
+
+def test_labels_that_a_mask_hides_and_updates_that_rounding_loses_are_named(tmp_path: Path) -> None:
+    for share, found in ((100.0, "D3"), (60.0, "")):
+        result = diagnose(record(tmp_path / f"{share}", lambda s, x=share: {"labels_hidden_pct": x}))
+        assert first(result) == found
+    low = [{**p, "dtype": "bfloat16"} for p in parameters()]
+    for error, found in ((0.9, "O8"), (0.4, "")):
+        line = {"step": 13, "from": 5, "kind": "optimizer", "error": error, "converts": False}
+        result = diagnose(record(tmp_path / f"twin {error}", parameters=low, experiments=(line,)))
+        assert first(result) == found, (error, result.sentence)
 
 
 def test_casts_that_hurt_late_or_for_a_moment_began_nothing(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         trial = cleared if cleared.part == "innocent" else trial
     hurt = _fp8(facts, trial, happened, frameworks)
     if hurt is not None and (place := next((d for d in differ if d.kind in _PLACES[:3]), None)) is not None:
-        hurt = replace(hurt, cause=f"{hurt.cause} {place.sentence}")
+        hurt = hurt if place.sentence in hurt.cause else replace(hurt, cause=f"{hurt.cause} {place.sentence}")
     if trial.part == "guilty" and (of_casts or not after):
         found += [hurt, *placed, *others]
     else:
@@ -231,13 +231,12 @@ def _of_cast(facts: Facts, trial: Trial, happened: Event | None, differ: Sequenc
     tried = {str(site) for e in facts.experiments("shadow") for site in e.get("sites") or ()}
     one = next((d for d in differ if d.kind == "cast" and "float8_" in f"{d.good} {d.bad}"), None)
     lasting = happened is not None and (happened.kind != "leaves" or happened.stays is not None)
-    if one is not None and lasting and not any(one.key in site for site in tried):
+    equal = not any(d.kind == "weights" for d in differ)
+    if one is not None and equal and lasting and not any(one.key in site for site in tried):
         said = f"{one.sentence} Up to this cast the two runs are equal, so the good run shows what it does."
         return Trial("guilty", (said,), one.step, place=({"site": one.key},), sound=True)
-    said = "No experiment tried the casts that part the two runs."
-    return trial if trial.part == "unknown" else replace(
-        trial, part="unknown", tried=(said,) if trial.part == "none" else trial.tried
-    )
+    untried = ("No experiment tried the casts that part the two runs.",) if trial.part == "none" else trial.tried
+    return replace(trial, part="unknown", tried=untried)
 
 
 def _parting(trial: Trial, good: Facts | None) -> Trial:

@@ -100,8 +100,8 @@ def _labels_dead(facts: Facts, event: Event | None) -> Broken | None:
         return Broken(f"All labels are ignored in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
     hidden = facts.column("labels_hidden_pct")
     if hidden is not None and (hit := np.nan_to_num(hidden) >= _MATCH).mean() >= 0.75:
-        said = f"The attention mask hides every token that has a label, in {hit.sum()} of {len(hit)} steps: is it inverted?"
-        return Broken(said, facts.since(hit))
+        said = f"The attention mask hides every token that has a label, in {hit.sum()} of {len(hit)} steps"
+        return Broken(f"{said}: is it inverted?", facts.since(hit))
     if equal is not None and (hit := np.nan_to_num(equal) >= 100.0).mean() >= 0.75 and len(hit) > 3:
         # the same in every step, they are places in a list of candidates, as of a contrastive loss
         hashes = facts.column("label_hash")
@@ -287,9 +287,9 @@ def _vanish(facts: Facts, event: Event | None) -> Broken | None:
     low = [str(p["name"]) for p in facts.parameters if p.get("held") and p.get("dtype") in _HALF]
     for entry in facts.experiments("optimizer"):
         if low and not entry.get("converts") and _known(entry, "error") and entry["error"] > _LOST:
-            said = f"From step {entry['from']} to {entry['step']} the weights go {100 * entry['error']:.3g} % another way "
-            said += f"than the optimizer's formula takes them in FP32, and {_names(low)} are of 16 bits: updates are lost"
-            return Broken(f"{said} in rounding.", int(entry["step"]), tuple(low))
+            said = f"From step {entry['from']} to {entry['step']} the weights go {100 * entry['error']:.3g} % another "
+            said += f"way than the optimizer's formula takes them in FP32, and {_names(low)} have 16 bits: updates are"
+            return Broken(f"{said} lost in rounding.", int(entry["step"]), tuple(low))
     still: dict[str, list[float]] = {}
     for step, rows in facts.moves.items():
         if facts.at("lr", step) == 0:
@@ -373,7 +373,7 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
 
 def _still_helps(trial: Any) -> bool:
     gain, wide = trial["loss"] - trial["loss_after"], trial["loss"] - trial["loss_longer"]
-    return 0 <= trial["loss_longer"] and wide > 0.02 * trial["loss"] and wide > 0.3 * trial["longer"] * gain
+    return trial["loss_longer"] >= 0 and wide > 0.02 * trial["loss"] and wide > 0.3 * trial["longer"] * gain
 
 
 def _shortened(facts: Facts, step: int) -> str:

@@ -81,8 +81,8 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             },
         ),
         "raise_lr": Remedy(
-            "Raise the learning rate about ${raise} times, or undo what shortens the steps: a clipping norm that no step "
-            "stays under, a schedule of other units, a large eps.",
+            "Raise the learning rate about ${raise} times, or undo what shortens the steps: a clipping norm that no "
+            "step stays under, a schedule of other units, a large eps.",
             patch=_lr("${raised}"),
         ),
         "load": Remedy(

@@ -628,7 +628,7 @@ class Laboratory:
         self._versions = [p._version for p in parameters]
         if nothing:  # the step itself is tried all the same
             self._pending = (shadow, {"why": self._why, "loss": shadow.loss, **logic})
-            return None
+            return
         with nothing_changes(program.modules):
             began = time.perf_counter()
             facts = shadow.facts(self._name_of)
@@ -640,7 +640,7 @@ class Laboratory:
             ):  # a hook of a communication, an accumulation: no part of a replay
                 self._convert(where)
             if facts is None or shadow.casts is None:
-                return None
+                return
             casts = shadow.casts
             self._pending = (shadow, {"why": self._why, **facts, **logic})
             if casts.mode == "real" and self._ablates(facts, casts, took):
@@ -649,7 +649,7 @@ class Laboratory:
                     self._ablated = self._step
                     self._blamed = [(entry.get("layer") or entry["site"], entry["gemm"]) for entry in found["set"]]
                     self._write(self._step, "ablation", **found)
-        return None
+        return
 
     @property
     def _where(self) -> str | None:
