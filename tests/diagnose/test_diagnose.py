@@ -249,8 +249,11 @@ def test_short_steps_are_told_from_those_of_a_schedule(tmp_path: Path) -> None:
     assert not said("a careful rate", short, lambda s: {})
     assert "Clipping shortens the gradient 317 times in the median step." in said("clipped", short)
     rates = {s: 0.1 * 0.8**s for s in range(1, 41)}
-    assert "The learning rate is 0.000124 there; the largest is 0.08." in said(
-        "falls", short, lambda s: {"lr": rates[s], "lr/0": rates[s]}
+    falls = lambda s: {"lr": rates[s], "lr/0": rates[s]}  # noqa: E731
+    for name, steps in (("falls", short), ("falls to nothing", {29: 0.99, 31: 1.0})):
+        assert "; the largest is 0.08." in said(name, steps, falls)
+    assert "rises up to the end of the run: it is 0.03 there, and 0.04 at last." in said(
+        "rises", short, lambda s: {"lr": 1e-3 * s, "lr/0": 1e-3 * s}
     )
 
 

@@ -301,7 +301,7 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     ratio = float(how.numbers.get("update_ratio", math.nan))
     slower = lr * _HEALTHY / ratio if ratio > _HEALTHY else lr / 10
     values = {"lr": f"{slower:.2g}" if math.isfinite(slower) else "a tenth of it", "norm": f"{usual:.2g}"}
-    times = float(how.numbers.get("raise", math.nan))
+    remedy, times = how.remedy or law.remedy, float(how.numbers.get("raise", math.nan))
     values |= {"raise": f"{times:.2g}", "raised": f"{times * lr:.2g}" if math.isfinite(times * lr) else "a larger lr"}
     trials: dict[str, dict[str, Any]] = {
         "lower_lr": {"lr": slower / lr if lr > 0 else 0.1}, "clip": {"clip": usual}, "zero_grad": {"clear": True},
@@ -311,7 +311,7 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     return Finding(
         law.id, law.title, "law", severity, how.sentence, layers=list(how.where[:12]),
         steps=[] if how.since is None else [how.since],
-        remedies=[render(law.remedy, values, frameworks, trials.get(law.remedy))], confidence=_confidence("law"),
+        remedies=[render(remedy, values, frameworks, trials.get(remedy))], confidence=_confidence("law"),
     )  # fmt: skip
 
 

@@ -39,6 +39,8 @@ class Broken:
     """False: it may be meant, so it is a note unless something happened to the loss."""
     shown: bool = False
     """An experiment at the event shows that this made it."""
+    remedy: str = ""
+    """In place of that of the law."""
 
 
 @dataclass(frozen=True)
@@ -357,7 +359,9 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after", "longer", "loss_longer")]
     first, last = (0.05 * facts.steps[-1], 0.8 * facts.steps[-1]) if len(facts.steps) else (0, 0)
     tried = [e for e in tried if first <= e["step"] <= last]
-    short = [_still_helps(e) for e in tried]
+    lr = facts.column("lr")
+    gone = 0.0 if lr is None else _GONE * float(np.nanmax(lr))
+    short = [_still_helps(e) or (facts.at("lr", e["step"]) < gone and e["loss_longer"] <= e["loss"]) for e in tried]
     count = short[::-1].index(False) if False in short else len(short)
     if count < 2 or (facts.loss.loss < 0).any():
         return None
@@ -368,7 +372,8 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     said += f"batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, and with {one['longer']} times the step to "
     said += f"{one['loss_longer']:.4g}."
     since = None if count == len(tried) else int(begins["step"])
-    return Broken(said + why, since, numbers={"raise": _RAISE}, shown=True)
+    remedy = "schedule" if why.startswith(" The learning rate") else ""
+    return Broken(said + why, since, numbers={"raise": _RAISE}, shown=True, remedy=remedy)
 
 
 def _still_helps(trial: Any) -> bool:
@@ -382,6 +387,8 @@ def _shortened(facts: Facts, step: int) -> str:
     if clip is not None and (usual := float(np.nanmedian(clip))) > 20:
         return f" Clipping shortens the gradient {usual:.3g} times in the median step."
     now = facts.at("lr", step)
+    if lr is not None and lr[-1] >= float(np.nanmax(lr)) > 1.5 * now:
+        return f" The learning rate rises up to the end of the run: it is {now:.3g} there, and {lr[-1]:.3g} at last."
     if lr is not None and now < 0.1 * (largest := float(np.nanmax(lr))):
         return f" The learning rate is {now:.3g} there; the largest is {largest:.3g}."
     look = facts.moves.get(max((s for s in facts.moves if s <= step), default=0), {})
@@ -389,11 +396,10 @@ def _shortened(facts: Facts, step: int) -> str:
     over = [eps for gradient, eps in looks if isinstance(eps, float) and eps > gradient > 0]
     if len(over) > 0.5 * len(looks):
         return f" The optimizer's eps, {max(over):.3g}, is larger than the gradient of most parameters."
-    if lr is not None and now >= float(np.nanmax(lr)) > 1.5 * facts.at("lr", facts.steps[0]):
-        return f" The learning rate still rises: it was {facts.at('lr', facts.steps[0]):.3g}, and is {now:.3g} there."
     return ""
 
 
+_GONE = 0.002  # of the largest rate, before the last fifth of a run
 _RAISE = 30  # times: the trial is near the line up to about a hundred
 _SOON = 3  # steps from what makes an event to the event
 _LONG = 0.3  # of the weight in one step; AdamW at lr 1e-3 gives 5 % on weights of std 0.02
