@@ -372,7 +372,7 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     said += f"batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, and with {one['longer']} times the step to "
     said += f"{one['loss_longer']:.4g}."
     since = None if count == len(tried) else int(begins["step"])
-    remedy = "schedule" if why.startswith(" The learning rate") else ""
+    remedy = "schedule" if why.startswith(" The learning") else ""
     return Broken(said + why, since, numbers={"raise": _RAISE}, shown=True, remedy=remedy)
 
 
@@ -387,7 +387,7 @@ def _shortened(facts: Facts, step: int) -> str:
     if clip is not None and (usual := float(np.nanmedian(clip))) > 20:
         return f" Clipping shortens the gradient {usual:.3g} times in the median step."
     now = facts.at("lr", step)
-    if lr is not None and lr[-1] >= float(np.nanmax(lr)) > 1.5 * now:
+    if lr is not None and lr[-1] >= float(np.nanmax(lr)) > 1.2 * now:
         return f" The learning rate rises up to the end of the run: it is {now:.3g} there, and {lr[-1]:.3g} at last."
     if lr is not None and now < 0.1 * (largest := float(np.nanmax(lr))):
         return f" The learning rate is {now:.3g} there; the largest is {largest:.3g}."
