@@ -169,8 +169,8 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     laws = [(law, how, _law(law, how, happened, facts, frameworks)) for law, how in hits]
     strong = [law.exact and how.grave for law, how, _ in laws]
     found += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id not in _OF_CASTS]
-    others: list[Finding | None] = []
-    others += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
+    others: list[Finding | None]
+    others = [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
     # with a good run beside, the place where the code parts is the answer, and a broken law may follow from it
     parted = any(d.kind in _PLACES[:3] for d in differ)
     placed = _differing([d for d in differ if parted and d.kind in _PLACES], happened, frameworks)
@@ -199,10 +199,9 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     rates = None if good is None else good.column("lr")
     for remedy in (r for f in findings for r in f.remedies if r["name"] == "good_lr" and rates is not None):
         remedy["trial"] = {"schedule": [float(x) for x in np.nan_to_num(rates)]}  # type: ignore[arg-type]
-    verdict = next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none")
     untested = [{"id": law.id, "title": law.title, "needs": law.needs} for law in LAWS if not _has(facts, law)]
     return Diagnosis(
-        verdict=verdict,
+        verdict=next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none"),
         sentence=_sentence(facts, findings, happened, trial, good is not None),
         fp8=trial.part,
         event="" if happened is None else happened.sentence,
