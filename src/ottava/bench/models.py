@@ -30,23 +30,37 @@ from ottava.train.config import ModelConfig
 from ottava.train.model import VOCABULARY, ByteTransformer
 
 
-class GPTBlock(nn.Module):
-    """A GPT block without dropout: attention and a feed-forward of 4 d, LayerNorm before each."""
+def attention(qkv: Tensor, heads: int, groups: int, *, causal: bool) -> Tensor:
+    """(batch, sequence, (heads + 2 groups) size) -> (batch, sequence, heads size); torch chooses the kernel."""
+    size = qkv.shape[-1] // (heads + 2 * groups)
+    parts = qkv.split([heads * size, groups * size, groups * size], dim=-1)
+    q, k, v = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != groups)
+    return mixed.transpose(1, 2).flatten(-2)
 
-    def __init__(self, d: int, heads: int) -> None:
+
+class GPTBlock(nn.Module):
+    """A GPT block without dropout: attention and a feed-forward, LayerNorm before each.
+
+    Args:
+        d, heads: width and query heads.
+        wide: of the feed-forward; 0: 4 d.  groups: heads of keys and values; 0: as many as `heads`.
+        causal, approximate: of attention and of GELU.
+    """
+
+    def __init__(
+        self, d: int, heads: int, wide: int = 0, groups: int = 0, *, causal: bool = True, approximate: str = "none"
+    ) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.groups, self.causal, self.approximate = heads, groups or heads, causal, approximate
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+        self.qkv, self.out = nn.Linear(d, d + 2 * self.groups * (d // heads)), nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, wide or 4 * d), nn.Linear(wide or 4 * d, d)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
-        batch, length, d = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, d))
-        return torch.add(x, self.down(F.gelu(self.up(self.norm2(x)))))
+        x = x + self.out(attention(self.qkv(self.norm1(x)), self.heads, self.groups, causal=self.causal))
+        return torch.add(x, self.down(F.gelu(self.up(self.norm2(x)), approximate=self.approximate)))
 
 
 class PlainAttention(nn.Module):
