@@ -226,19 +226,6 @@ class _Block(nn.Module):
         return torch.add(x, self.mlp(x))
 
 
-class _PlainMLP(nn.Module):
-    def __init__(self, norm: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.norm = norm(WIDTH, eps=1e-5)
-        self.gate, self.up = nn.Linear(WIDTH, FFN, bias=False), nn.Linear(WIDTH, FFN, bias=False)
-        self.down = nn.Linear(FFN, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.norm(x)
-        y: Tensor = self.down(F.silu(self.gate(rows)) * self.up(rows))
-        return y
-
-
 def blocks() -> Iterator[tuple[str, _Block]]:
     """Yields each block with its name; the first two are plain torch.
 
@@ -250,13 +237,14 @@ def blocks() -> Iterator[tuple[str, _Block]]:
     # on a CPU torch's RMSNorm consists of operations that each save fp32; on a GPU it saves as much as ottava's
     for name, norm in (("plain torch", nn.RMSNorm), ("plain torch, fused norm", RMSNorm)):
         qkv = nn.Sequential(norm(WIDTH, eps=1e-5), nn.Linear(WIDTH, width, bias=False))
-        yield name, _Block(qkv, nn.Linear(WIDTH, WIDTH, bias=False), _PlainMLP(norm)).bfloat16()
+        mlp = nn.Sequential(norm(WIDTH, eps=1e-5), PlainMLP(ModelConfig(d_model=WIDTH, ffn=FFN)))
+        yield name, _Block(qkv, nn.Linear(WIDTH, WIDTH, bias=False), mlp).bfloat16()
     for recipe in ("bf16", "tensorwise", "mxfp8"):
         for save in SAVES:
             options: Any = {"bias": False, "recipe": recipe, "dtype": torch.bfloat16}
-            mlp = NormMLP(WIDTH, FFN, activation="swiglu", norm="rmsnorm", save=save, **options)
+            norm_mlp = NormMLP(WIDTH, FFN, activation="swiglu", norm="rmsnorm", save=save, **options)
             qkv_proj = NormLinear(WIDTH, width, norm="rmsnorm", **options)
-            yield f"{recipe}, save {save}", _Block(qkv_proj, Linear(WIDTH, WIDTH, **options), mlp)
+            yield f"{recipe}, save {save}", _Block(qkv_proj, Linear(WIDTH, WIDTH, **options), norm_mlp)
 
 
 Forward = Callable[..., Tensor]

@@ -18,10 +18,10 @@ from torch.optim.optimizer import Optimizer
 
 from ottava.base.errors import need, need_type
 from ottava.engine.functional import QuantizedLayer, quantized_layers
-from ottava.nn.layer import local, rows_of
+from ottava.nn.layer import rows_of
 from ottava.nn.plan import TOKENS
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.weights.parameter import is_quantized_weight, stored_spec
+from ottava.weights.parameter import is_quantized_weight, local, stored_spec
 
 _MASTERS = ("master", "remainder")
 _FP32 = 4

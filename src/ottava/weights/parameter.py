@@ -671,6 +671,11 @@ def is_quantized_weight(tensor: Any) -> TypeGuard[QuantizedWeight]:
     return isinstance(tensor, QuantizedWeight)
 
 
+def local(tensor: Any) -> Any:
+    """This rank's part of a tensor that ranks share; others as they are."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def quantized_weight(
     values: Tensor, spec: QuantizationSpec, *, keep_high_precision: bool = False, requires_grad: bool = False
 ) -> QuantizedWeight:
