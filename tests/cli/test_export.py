@@ -234,7 +234,7 @@ def test_certificate_and_answers_share_a_page(tmp_path: Path, capsys: pytest.Cap
     values = json.loads(capsys.readouterr().out)
     assert (values["verdict"], values["answers"]["verdict"]["kind"]) == ("equal", "same")
     page = (tmp_path / "page.html").read_text()
-    assert "equal: vllm on cuda multiplies what training multiplied" in page
+    assert "Equal: vllm on cuda multiplies what training multiplied" in page
     assert values["answers"]["verdict"]["sentence"] in page
     tensors = load_file(served / "model.safetensors")
     tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"] *= 8
