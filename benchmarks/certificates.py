@@ -47,6 +47,7 @@ LAYOUTS: dict[str, Any] = {
     "fp8-block-ue8m0": "blockwise",
     "mxfp8": "mxfp8",
     "modelopt": "delayed",
+    "modelopt-nvfp4": "nvfp4",
 }
 """Layout -> the recipe whose codes it holds."""
 _SIZES = {"vocab_size": 384, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "pad_token_id": 0}
@@ -120,7 +121,9 @@ def _cell(row: dict[str, Any]) -> str:
 
 def blind(folder: Path) -> None:
     """A look at the blind set: right is a first cause of truth.yaml, and "equal" of a pair without a fault."""
-    made = subprocess.run([sys.executable, BLIND / "make.py", folder], capture_output=True, text=True, check=True).stdout
+    made = subprocess.run(
+        [sys.executable, BLIND / "make.py", folder], capture_output=True, text=True, check=True
+    ).stdout
     rows = []
     for line, row in zip(made.splitlines(), yaml.safe_load((BLIND / "truth.yaml").read_text()), strict=True):
         words, out = line.split()[1:], StringIO()

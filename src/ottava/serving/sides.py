@@ -221,7 +221,8 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None,
     turned = turned_names({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name in (name for name in names if name.rpartition(".")[2] in turned):
         decisions[name] = Decision(False, "", f"{engine} casts nn.Linear only, and it is a Conv1D, which holds W.T")
-    decisions |= {name: Decision(False, "", never) for name in names if (never := reader.leaves(name))}
+    method = "" if quantization is None else quantization.method
+    decisions |= {name: Decision(False, "", never) for name in names if (never := reader.leaves(name, method))}
     if any(".experts." in name and decisions[name].quantized for name in names):
         unread = reader.unread(found, model_type, experts=True)
     linears = {
