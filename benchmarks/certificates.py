@@ -148,11 +148,11 @@ def blind(folder: Path) -> None:
 def main(families: list[str]) -> None:
     """Measures, writes and prints."""
     torch.set_num_threads(1)
-    if families == ["--blind"]:
-        with tempfile.TemporaryDirectory() as place:
-            return blind(Path(place))
     rows = []
     with tempfile.TemporaryDirectory() as place:
+        if families == ["--blind"]:
+            blind(Path(place))
+            return
         for family in families or FAMILIES:
             for layout in LAYOUTS:
                 rows.append(measure(family, layout, Path(place) / f"{family}-{layout}"))
