@@ -123,6 +123,10 @@ class InferenceEngine:
     """What it does in place of one dynamic scale for all tokens; None: that."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Path of a setting of its own -> our word for it: "fuse_act_quant", "ue8m0" or "kv_cache_dtype"."""
+    on_gpus: Mapping[str, str] = field(default_factory=dict)
+    """Our word for a setting -> what it is on a GPU unless somebody sets it."""
+    note: str = ""
+    """What a certificate says of these defaults."""
     never: str = r"(?:.*\.)?(?:lm_head|router|gate|gating|shared_expert_gate)"
     """Linears that it never casts, whatever the config says: their classes take no scheme."""
     casts_heads: str = ""
@@ -209,6 +213,10 @@ _FP8_KEYS = ("ignored_layers", "modules_to_not_convert")
 _SGLANG_FP8 = IgnoreRule(_FP8_KEYS, (dotted,), joined=(within,))
 _HF_FP8 = IgnoreRule(("modules_to_not_convert",), (bounded,), partly="apart")
 _RENAMED = "renames weight_scale_inv of a Llama, and loses the scales; take compressed-tensors-block"
+_DEEP_GEMM = (
+    "on Hopper and Blackwell vllm 0.33.0 rounds scales of 128x128 blocks, and those of their inputs, to powers of two; "
+    'an older GPU does not, and neither does --engine-config with {"env": {"VLLM_USE_DEEP_GEMM_E8M0": "0"}}'
+)
 _TRT = IgnoreRule(
     ("exclude_modules", "ignore", "modules_to_not_convert"),
     (shell, whole_regex),
@@ -235,6 +243,7 @@ _ENTRIES = (
         settings=MappingProxyType(
             {
                 "compilation_config.pass_config.fuse_act_quant": "fuse_act_quant",
+                "env.VLLM_USE_DEEP_GEMM": "ue8m0",  # without it nothing rounds scales
                 "env.VLLM_USE_DEEP_GEMM_E8M0": "ue8m0",
                 "kv_cache_dtype": "kv_cache_dtype",
             }
@@ -246,6 +255,8 @@ _ENTRIES = (
                 "reads mxfp8 by ModelOpt's names, weight_scale and ignored_layers; take compressed-tensors-mxfp8",
             ),
         ),
+        on_gpus=MappingProxyType({"ue8m0": "1"}),
+        note=_DEEP_GEMM,
         evidence=MappingProxyType(dict.fromkeys(RULES, "read in source 0.33.0")),
     ),
     InferenceEngine(

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +188,9 @@ def parity(
         >>> import tempfile, ottava
         >>> from ottava.serving.source import Weight
         >>> plain = Source((Weight("up.weight", torch.randn(128, 128).bfloat16(), True),), {})
-        >>> source = under(plain, ottava.RECIPES["blockwise_fp32"])
+        >>> source = under(plain, ottava.RECIPES["blockwise"])
         >>> with tempfile.TemporaryDirectory() as place:
-        ...     report = ottava.export(source, f"{place}/out", layout="fp8-block")
+        ...     report = ottava.export(source, f"{place}/out", layout="fp8-block-ue8m0")
         ...     certificate = parity(source, f"{place}/out", "vllm")
         >>> certificate.equal, certificate.rows[0].served
         (True, 'E4M3[128x128]')
@@ -220,6 +220,8 @@ def parity(
     names = sorted({*ours.linears, *theirs.linears}, key=place)
     rows = tuple(_row(name, ours, theirs, kls.get(name)) for name in names)
     hashes, files, notes = (_whole(ours), _whole(theirs)), dict(theirs.files), _notes(ours, theirs)
+    if where == "cuda" and any(one.cause in ("scale-format", "activation-format") for one in findings):
+        notes += tuple(filter(None, [ENGINES[engine].note]))
     return Certificate(engine, rows, tuple(findings), *hashes, files, where, shown, said, notes)
 
 
@@ -306,7 +308,12 @@ def _findings(ours: Model, theirs: Model, engine: str) -> list[Mismatch]:
             if not torch.equal(side.weight.bfloat16(), there.weight.bfloat16()):
                 findings.append(Mismatch(name, "plain", "in BF16 on both sides, with other numbers"))
             continue
-        causes = weight_cause(name, side, there, ours, theirs), activation_cause(side, there)
+        file = there.stored  # what is wrong there is no deed of the engine's
+        filed = there if file is None else replace(there, cast=file, weight=file.dequantize(torch.float32))
+        causes = (
+            weight_cause(name, side, filed, ours, theirs) or weight_cause(name, side, there, ours, theirs),
+            activation_cause(side, there),
+        )
         findings += [Mismatch(name, *cause) for cause in causes if cause]
         if there.misfit and not causes[0]:
             findings.append(Mismatch(name, "formula", there.misfit))
