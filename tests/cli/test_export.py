@@ -226,7 +226,7 @@ def test_the_exit_code_is_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_certificate_and_answers_share_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, served, text = exported("bf16"), tmp_path / "served", tmp_path / "sums.txt"
     text.write_text(TEXT)
-    assert run("export", good, served, "-l", "fp8-block") == 0
+    assert run("export", good, served, "-l", "fp8-block-ue8m0") == 0
     capsys.readouterr()
     few = ("--answers", "--text", text, "--chunks", 6, "--generate", 0)
     words = (f"{good}@blockwise", served, *few, "-o", tmp_path / "page.html")
@@ -237,7 +237,8 @@ def test_certificate_and_answers_share_a_page(tmp_path: Path, capsys: pytest.Cap
     assert "Equal: vllm on cuda multiplies what training multiplied" in page
     assert values["answers"]["verdict"]["sentence"] in page
     tensors = load_file(served / "model.safetensors")
-    tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"] *= 8
+    scale = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    tensors[scale] = (8 * tensors[scale].float()).to(tensors[scale].dtype)
     save_file(tensors, served / "model.safetensors", metadata={"format": "pt"})
     assert run("parity", *words) == 1
     said = capsys.readouterr().out
@@ -246,7 +247,7 @@ def test_certificate_and_answers_share_a_page(tmp_path: Path, capsys: pytest.Cap
     page = (tmp_path / "page.html").read_text()
     assert ('id="linear"' in page) is (find_spec("transformers") is not None)  # the KL of a linear runs there
     assert "no" in page.partition("Linear by linear")[2]
-    of_masters = exported("fp8-block", "blockwise")  # cast from FP32; `good` holds their BF16
+    of_masters = exported("fp8-block-ue8m0", "blockwise")  # cast from FP32; `good` holds their BF16
     assert run("parity", words[0], of_masters, "--no-kl", "--no-run") == 1
     assert "one side casts the FP32 master, the other its rounding to BF16" in capsys.readouterr().out.splitlines()[0]
     assert run("parity", *words[:2], "--no-kl", "-o", tmp_path / "page.html") == 1

@@ -361,19 +361,20 @@ def test_the_kl_finds_the_linear_that_hurts(pair: Callable[..., Any]) -> None:
     pytest.importorskip("transformers")  # its model is the twin that is measured
     one = pair("llama", *BLOCKS)
     one.change(codes(one, later(one), torch.randn(256, 256)))
-    certificate = parity(one.source, one.folder, "vllm", text=made_up(256, 32))
+    certificate = parity(one.source, one.folder, "vllm", settings=FP32_SCALES, text=made_up(256, 32))
     kls = {row.layer: row.kl for row in certificate.rows if row.kl is not None}
     assert set(kls) == {later(one)}
     assert kls[later(one)] > 1e-3  # type: ignore[operator]
     assert "on 32 tokens" in certificate.text
     moe = pair("moe", *BLOCKS)
     FAULTS["stale"].certificate(moe)
-    assert "experts.2.gate_proj" in parity(moe.source, moe.folder, "vllm", text=made_up(256)).text  # it has 2 of 32
+    found = parity(moe.source, moe.folder, "vllm", settings=FP32_SCALES, text=made_up(256))
+    assert "experts.2.gate_proj" in found.text  # it has 2 of 32
 
 
 def test_a_bias_of_a_linear_counts(tmp_path: Path) -> None:
     weights = [Weight("q.weight", torch.randn(128, 128).bfloat16(), True), Weight("q.bias", torch.ones(128).bfloat16())]
-    source = under(Source(tuple(weights), {}), ottava.RECIPES["blockwise_fp32"])
+    source = under(Source(tuple(weights), {}), ottava.RECIPES["blockwise"])
     ottava.export(source, tmp_path / "a", layout="fp8-block")
     assert parity(source, tmp_path / "a", "vllm").equal
     tensors = load_file(tmp_path / "a/model.safetensors")
