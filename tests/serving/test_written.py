@@ -240,9 +240,10 @@ def test_parity_reads_four_bits(tmp_path: Path) -> None:
     """The weights are equal; NVFP4's layout leaves activations in BF16, which is named."""
     names = [f"model.layers.0.self_attn.{one}_proj.weight" for one in "qkvo"]
     plain = Source(tuple(Weight(name, torch.randn(64, 64).bfloat16(), True) for name in names), {"model_type": "llama"})
-    for recipe, layout in (("mxfp4", "compressed-tensors-mxfp4"), ("nvfp4", "compressed-tensors-nvfp4")):
+    for layout in ("compressed-tensors-mxfp4", "modelopt-nvfp4", "compressed-tensors-nvfp4"):
+        recipe = layout.rpartition("-")[2]
         source = under(plain, RECIPES[recipe])
-        folder = tmp_path / recipe
+        folder = tmp_path / layout
         export(source, folder, layout=layout, recast=True)
         rows: Any = {row.layer: row for row in parity(source, folder, "vllm").rows}
         o = rows["model.layers.0.self_attn.o_proj"]
