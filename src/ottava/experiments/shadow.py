@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from ottava.experiments.snapshot import random_kept
 _SHOWN = 5
 _COPIED = 1 << 26
 """Elements of weights that are copied on their device; more of them go to the CPU."""
-_SECOND = {"other": 1, "mat2": 1, "batch2": 1, "key": 1, "value": 2}
+_SECOND = MappingProxyType({"other": 1, "mat2": 1, "batch2": 1, "key": 1, "value": 2})
 """What autograd calls an operand that is not the first -> its place."""
 _FLOOR = 1e-3
 """Parameters whose gradient is a smaller part of the whole are not ranked by their noise."""

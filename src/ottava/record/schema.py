@@ -347,10 +347,12 @@ class DenseColumns:
         self.tally = tally
 
     def rows(self, name: str, index: Index) -> Array:
+        """A field of these rows."""
         values: Array = np.asarray(getattr(self.tally, name))[index]
         return values
 
     def filled(self, name: str, index: Index) -> Array:
+        """Whether these rows have a histogram."""
         return np.asarray(self.rows(name, index).any(axis=1))
 
 
@@ -369,6 +371,7 @@ class StoredColumns:
         self._filled: dict[str, Array] = {}
 
     def rows(self, name: str, index: Index) -> Array:
+        """A field of these rows; a histogram has its bins as columns."""
         bins = _FIELDS[name].metadata["bins"]
         if bins:
             return self._histograms(name, bins, index)
@@ -398,6 +401,7 @@ class StoredColumns:
         return filled
 
     def filled(self, name: str, index: Index) -> Array:
+        """Whether these rows have a histogram."""
         if name not in self._filled:
             self._filled[name] = _sizes(self._list(name)) > 0
         return np.asarray(self._filled[name])[index]
