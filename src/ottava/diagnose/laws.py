@@ -286,12 +286,14 @@ def _written(facts: Facts, event: Event | None) -> Broken | None:
 
 
 def _vanish(facts: Facts, event: Event | None) -> Broken | None:
-    low = [str(p["name"]) for p in facts.parameters if p.get("held") and p.get("dtype") in _HALF]
+    halves = [str(p["name"]) for p in facts.parameters if p.get("held") and p.get("dtype") in _HALF]
     for entry in facts.experiments("optimizer"):
-        if low and not entry.get("converts") and _known(entry, "error") and entry["error"] > _LOST:
+        if halves and not entry.get("converts") and _known(entry, "error") and entry["error"] > _LOST:
             said = f"From step {entry['from']} to {entry['step']} the weights go {100 * entry['error']:.3g} % another "
-            said += f"way than the optimizer's formula takes them in FP32, and {_names(low)} have 16 bits: updates are"
-            return Broken(f"{said} lost in rounding.", int(entry["step"]), tuple(low))
+            said += (
+                f"way than the optimizer's formula takes them in FP32, and {_names(halves)} have 16 bits: updates are"
+            )
+            return Broken(f"{said} lost in rounding.", int(entry["step"]), tuple(halves))
     still: dict[str, list[float]] = {}
     for step, rows in facts.moves.items():
         if facts.at("lr", step) == 0:
@@ -378,7 +380,8 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
 
 def _still_helps(trial: Any) -> bool:
     gain, wide = trial["loss"] - trial["loss_after"], trial["loss"] - trial["loss_longer"]
-    return trial["loss_longer"] >= 0 and wide > 0.02 * trial["loss"] and wide > 0.3 * trial["longer"] * gain
+    far = wide > 0.02 * trial["loss"] and wide > 0.3 * trial["longer"] * gain
+    return bool(far and trial["loss_longer"] >= 0)
 
 
 def _shortened(facts: Facts, step: int) -> str:
