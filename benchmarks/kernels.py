@@ -68,9 +68,7 @@ def sweep(shapes: int, seed: int) -> dict[str, Any]:
                 return result
 
             count = 12 if library == "triton" else _CASES.get(made.kind, 60)
-            found = certify(
-                replace(made, function=noted), count=count, seed=seed + 1000 * turn + place, listed=False
-            )
+            found = certify(replace(made, function=noted), count=count, seed=seed + 1000 * turn + place, listed=False)
             judged = found.cases - found.refused
             mine["cases"] += judged
             if judged:

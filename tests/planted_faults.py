@@ -14,7 +14,8 @@ from ottava.kernels.reference import quantize
 from ottava.nn.layer import Linear
 from ottava.numerics import rounding
 from ottava.numerics.formats import E4M3, E4M3FNUZ, E5M2, get_format
-from ottava.prove.judge import adamw, cast_spec, decoded, gemm_allowed, gemm_specs, on_grid, stored
+from ottava.prove.codes import on_grid
+from ottava.prove.judge import adamw, cast_spec, decoded, gemm_allowed, gemm_specs, stored
 
 F8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 Planted = tuple[str, dict[str, Any], str, Callable[..., Any]]

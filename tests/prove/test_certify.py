@@ -14,7 +14,7 @@ from torch import Tensor
 from ottava.kernels import reference
 from ottava.numerics import rounding
 from ottava.numerics.formats import FORMATS, get_format
-from ottava.prove import adapter, hypotheses, judge, matrix
+from ottava.prove import adapter, codes, hypotheses, judge, matrix
 from ottava.prove.adapters import KINDS, KernelAdapter
 from ottava.prove.certificate import KernelCertificate, certify
 from ottava.prove.explain import Failure, explain
@@ -161,7 +161,7 @@ def test_a_bias_of_stochastic_rounding_is_seen() -> None:
 
     def drawn(x: Tensor, fair: bool) -> Tensor:
         fmt = get_format("e4m3")
-        low, high = (judge.on_grid(x, fmt, way) for way in ("down", "up"))
+        low, high = (codes.on_grid(x, fmt, way) for way in ("down", "up"))
         chance = torch.where(high > low, (x.double() - low) / torch.where(high > low, high - low, 1.0), 0.0)
         up = torch.rand(x.shape) < (chance if fair else chance / 2)
         return rounding.encode(torch.where(x.isfinite(), torch.where(up, high, low), x.double()).float(), fmt)

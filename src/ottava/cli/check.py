@@ -31,7 +31,8 @@ class ScriptError(RuntimeError):
 
 def check(
     words: Annotated[
-        list[str], Argument(metavar="SCRIPT [-- ARGUMENTS] | TRACE_A TRACE_B", help="A script, or two saved traces or logs.")
+        list[str],
+        Argument(metavar="SCRIPT [-- ARGUMENTS] | TRACE_A TRACE_B", help="A script, or two saved traces or logs."),
     ],
     ranks: Annotated[int, Option("--ranks", min=1, help="Processes of B, started as torchrun does.")] = 1,
     steps: Annotated[int, Option("--steps", min=1, help="Optimizer steps to compare.")] = 1,
@@ -86,7 +87,9 @@ def check(
             logs = [_log_of(Path(word)) for word in words]
             if any(logs):
                 if not all(logs):
-                    raise ValueError(f"check: one of {words[0]} and {words[1]} is a log, the other is none; give two logs")
+                    raise ValueError(
+                        f"check: one of {words[0]} and {words[1]} is a log, the other is none; give two logs"
+                    )
                 verdict = compare_logs(*(load_log(log) for log in logs if log is not None), (words[0], words[1]))
                 answer(as_json, verdict.to_dict(), str(verdict))
                 return 0 if verdict.same else 1

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ottava.prove.adapters import KINDS, READ, KernelAdapter
+from ottava.prove.codes import Allowed, numbers_of
 from ottava.prove.explain import Failure, explain
-from ottava.prove.judge import Allowed, cast_spec, expect, numbers_of, result_format
+from ottava.prove.judge import cast_spec, expect, result_format
 from ottava.prove.matrix import GUARD, Draws, KernelCase, buffer, cases, placed
 from ottava.recipe import get_recipe
 

@@ -9,7 +9,6 @@ result right is the reason. Else the answer says what the wrong numbers are, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
@@ -18,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ottava.prove.codes import Allowed
 from ottava.prove.hypotheses import Asked, Fault, all_hypotheses
-from ottava.prove.judge import Allowed, expect
+from ottava.prove.judge import expect
 from ottava.prove.matrix import KernelCase
 from ottava.prove.places import Part, copied, part_of, relation
 
@@ -108,9 +108,13 @@ def explain(
     if best := next((fit for fit in clean[:6] if not any(told[id(fit)])), None):
         return _named(best, len(failures), "")
     for fit in [*clean[:6], *whole[:12]]:
-        here = [(one, name, t.given, t.against) for one, of in zip(held, fit.told, strict=True) for name, t in of.items()]
+        here = [
+            (one, name, t.given, t.against) for one, of in zip(held, fit.told, strict=True) for name, t in of.items()
+        ]
         right = told.get(id(fit)) or _contrary(fit.fault, kind, what, passed)
-        here += [(one, name, ~mask & mask, mask) for one, of in zip(passed, right, strict=True) for name, mask in of.items()]
+        here += [
+            (one, name, ~mask & mask, mask) for one, of in zip(passed, right, strict=True) for name, mask in of.items()
+        ]
         if where := part_of(kind, [Part(one.case, one.got, name, a, b) for one, name, a, b in here]):
             return _named(fit, len(failures), where)
     if (probe := _probe(failures, rerun)) is not None:
@@ -130,21 +134,21 @@ def _named(fit: _Fit, count: int, where: str) -> dict[str, str]:
 
 def _two(fits: Sequence[_Fit], held: Sequence[Failure]) -> dict[str, str] | None:
     """Two hypotheses that give all wrong numbers between them, and speak against few right ones."""
-    few = [fit for fit in fits if not fit.fault.loose and 0.05 < fit.share and fit.against < 0.05][:24]
+    few = [fit for fit in fits if not fit.fault.loose and fit.share > 0.05 and fit.against < 0.05][:24]
     for a, b in combinations(few, 2):
         if a.share + b.share < _ALMOST:
             continue
         shares = [_share(one.wrong, [x, y]) for one, x, y in zip(held, a.told, b.told, strict=True)]
         if sum(shares) >= _ALMOST * len(held):
             first, second = sorted((a, b), key=lambda fit: -fit.share)
-            said = f"{first.fault.sentence}. And beside it: {second.fault.sentence}. Together they give all wrong numbers."
+            said = (
+                f"{first.fault.sentence}. And beside it: {second.fault.sentence}. Together they give all wrong numbers."
+            )
             return {"hypothesis": f"{first.fault.name}; {second.fault.name}", "sentence": said}
     return None
 
 
-def _loose(
-    fits: Sequence[_Fit], held: Sequence[Failure], kind: str, what: Mapping[str, Any]
-) -> dict[str, str] | None:
+def _loose(fits: Sequence[_Fit], held: Sequence[Failure], kind: str, what: Mapping[str, Any]) -> dict[str, str] | None:
     """A bound that holds in every case; else a hypothesis that gives most of the numbers."""
     for fit in fits:
         if fit.fault.loose and fit.solved == len(held):
@@ -327,7 +331,9 @@ def _place(kind: str, failures: Sequence[Failure]) -> dict[str, str]:
     where = part_of(kind, parts)
     if name == "NaN" and all(bool(part.given.all()) for part in parts):
         name, where = "NaN everywhere", "everywhere"
-    if name == "NaN" and where.startswith("in rows beyond") or name == "NaN" and where.startswith(("in columns beyond", "from")):
+    if (name == "NaN" and where.startswith("in rows beyond")) or (
+        name == "NaN" and where.startswith(("in columns beyond", "from"))
+    ):
         name = "tail not written"
     if name == "not explained" and where:
         name = "some places"

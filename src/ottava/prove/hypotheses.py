@@ -24,7 +24,8 @@ from ottava.numerics.formats import FORMATS, Format, get_format
 from ottava.numerics.rounding import encode
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.prove.judge import block_amax, cast_spec, numbers_of, on_grid, scale_inv_of
+from ottava.prove.codes import numbers_of, on_grid
+from ottava.prove.judge import block_amax, cast_spec, scale_inv_of
 from ottava.recipe import CELLS, GEMMS, RECIPES, get_recipe
 
 
@@ -194,7 +195,9 @@ def _unrounded(call: Asked) -> dict[str, Any] | None:
 def _nan_tiles(values: Tensor, size: int) -> Tensor:
     """A row of NaN makes NaN of all rows of its tile."""
     bad = values.isnan().any(1)
-    tiles = torch.nn.functional.pad(bad, (0, -len(bad) % size)).view(-1, size).any(1).repeat_interleave(size)[: len(bad)]
+    tiles = (
+        torch.nn.functional.pad(bad, (0, -len(bad) % size)).view(-1, size).any(1).repeat_interleave(size)[: len(bad)]
+    )
     return torch.where(tiles[:, None], math.nan, values)
 
 
@@ -267,7 +270,13 @@ def _first_sequence(call: Asked) -> dict[str, Any] | None:
     if x.dim() < 3:
         return None
     kept = torch.arange(len(x)).view(-1, *(1,) * (x.dim() - 1)) == 0
-    return {"inputs": {**call.inputs, "x": torch.where(kept, x, 0 * x), "grad": torch.where(kept, grad.view(*x.shape[:-1], -1), 0 * grad.view(*x.shape[:-1], -1))}}
+    return {
+        "inputs": {
+            **call.inputs,
+            "x": torch.where(kept, x, 0 * x),
+            "grad": torch.where(kept, grad.view(*x.shape[:-1], -1), 0 * grad.view(*x.shape[:-1], -1)),
+        }
+    }
 
 
 def _rows_cut(call: Asked, size: int) -> dict[str, Any] | None:

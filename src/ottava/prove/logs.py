@@ -1,6 +1,6 @@
 """Compares logs of single operations that others write: numbers of each result, not the results.
 
-    DebugMode    torch's `debug_string()` under `DebugMode.log_tensor_hashes()`, saved as text: the L1 norm of each result
+    DebugMode    the text of torch's `debug_string()` under `DebugMode.log_tensor_hashes()`: the L1 norm of each result
     torchtitan   rank_0_activations.log of its numerics capture: L1 and L2 norm, smallest, largest, mean
 
 Two logs may have other lengths and other dtypes: casts that only one program makes, recomputed operations and layers of
@@ -178,9 +178,7 @@ def _finding(a: LoggedOperation, b: LoggedOperation, judged: Judged) -> Finding:
     which = int(off.argmax())
     phase, where = "backward" if a.backward else "forward", a.module or "the model"
     sentence = (
-        f"The first operation that differs is {a.name} of {where} ({phase}), shape {list(a.shape)}: {_WORDS[which]} of its "
-        f"result is {float(b.numbers[which]):.6g}, in A {float(a.numbers[which]):.6g}. What both logs have before it agrees."
+        f"The first operation that differs is {a.name} of {where} ({phase}), shape {list(a.shape)}: {_WORDS[which]} of "
+        f"its result is {float(b.numbers[which]):.6g}, in A {float(a.numbers[which]):.6g}. All before it agrees."
     )
-    return Finding(
-        judged.row.key, phase, a.module, a.name, None, judged.far.whole, judged.limit.whole, sentence
-    )
+    return Finding(judged.row.key, phase, a.module, a.name, None, judged.far.whole, judged.limit.whole, sentence)

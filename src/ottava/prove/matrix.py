@@ -19,18 +19,8 @@ from torch import Tensor
 from ottava.numerics.formats import Format, dtype_name, get_format
 from ottava.numerics.rounding import code_values, encode
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.prove.judge import (
-    DTYPES,
-    block_amax,
-    cast_spec,
-    dtype_of,
-    gemm_specs,
-    on_grid,
-    scale_inv_of,
-    spread,
-    stored,
-    stored_shape,
-)  # fmt: skip
+from ottava.prove.codes import DTYPES, dtype_of, on_grid
+from ottava.prove.judge import block_amax, cast_spec, gemm_specs, scale_inv_of, spread, stored, stored_shape
 from ottava.recipe import get_recipe
 
 GUARD = 256

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ottava.prove.judge import Allowed
+from ottava.prove.codes import Allowed
 from ottava.prove.matrix import KernelCase
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128)
@@ -58,8 +59,9 @@ def _sentences(kind: str, parts: Sequence[Part]) -> Iterator[tuple[str, Where]]:
     yield f"in {' and '.join(names)}", lambda part: part.name in names
     for name in names:
         for text, where in _of_one(kind):
-            yield f"{text} of {name}" if len(names) > 1 or len({p.name for p in parts}) > 1 else text, (
-                lambda part, name=name, where=where: where(part) if part.name == name else False
+            yield (
+                f"{text} of {name}" if len(names) > 1 or len({p.name for p in parts}) > 1 else text,
+                (lambda part, name=name, where=where: where(part) if part.name == name else False),
             )
         if len(names) > 1:
             break
@@ -75,7 +77,9 @@ def _of_one(kind: str) -> Iterator[tuple[str, Where]]:
         def at(part: Part, dim: int = dim) -> tuple[Tensor, int]:
             """The number of the row or column of each number, and their count."""
             shape = part.given.shape
-            rows = math.prod(shape[:-1]) if kind in ("encode", "decode", "linear") else shape[-2] if len(shape) > 1 else 1
+            rows = (
+                math.prod(shape[:-1]) if kind in ("encode", "decode", "linear") else shape[-2] if len(shape) > 1 else 1
+            )
             size = (rows, shape[-1])[dim] if shape else 1
             index = torch.arange(size)
             index = index[None, :] if dim else index[:, None]
@@ -126,14 +130,17 @@ def _of_groups() -> Iterator[tuple[str, Where]]:
         rows = part.given.shape[0]
         place, size, behind = torch.full((rows,), -1), torch.zeros(rows), torch.zeros(rows, dtype=torch.bool)
         empty = False
-        for start, stop in zip(ends, ends[1:], strict=False):
+        for start, stop in pairwise(ends):
             place[start:stop], size[start:stop] = torch.arange(stop - start), stop - start
             behind[start:stop] = empty
             empty |= start == stop
         return place[:, None], size[:, None], behind[:, None]
 
     yield "behind an empty group", lambda part: in_group(part)[2].expand(part.given.shape)
-    yield "in the last row of a group", lambda part: (lambda i, n, _: (i == n - 1).expand(part.given.shape))(*in_group(part))
+    yield (
+        "in the last row of a group",
+        lambda part: (lambda i, n, _: (i == n - 1).expand(part.given.shape))(*in_group(part)),
+    )
     yield "in the first row of a group", lambda part: (in_group(part)[0] == 0).expand(part.given.shape)
     yield (
         "in the last row of a group with an odd number of rows",
@@ -156,8 +163,9 @@ def _of_cases(kind: str) -> Iterator[tuple[str, Where]]:
 
     for dtype, word in ((torch.bfloat16, "BF16"), (torch.float32, "FP32"), (torch.float8_e5m2, "E5M2"), (torch.float8_e4m3fn, "E4M3")):  # fmt: skip  # noqa: E501
         yield f"for operands in {word}", lambda part, dtype=dtype: first(part).dtype == dtype
-    yield "for operands that are not contiguous", lambda part: not all(
-        x.is_contiguous() for x in part.case.inputs.values() if isinstance(x, Tensor)
+    yield (
+        "for operands that are not contiguous",
+        lambda part: not all(x.is_contiguous() for x in part.case.inputs.values() if isinstance(x, Tensor)),
     )
     yield "for operands of three dimensions", lambda part: first(part).dim() > 2
     yield "where all of x is zero", lambda part: not bool(first(part).float().any())
@@ -264,7 +272,8 @@ def relation(parts: Sequence[Part]) -> tuple[str, str]:
             f"{float(x):g}" for x in usual.unique()[:4]
         )
     far = (got - right).abs() / right.abs().clamp(min=1e-300)
-    return "not explained", f"is wrong by {float(far.nan_to_num(math.inf).median()):.2g} of its size or more in half of the wrong places, and no hypothesis gives these numbers"  # noqa: E501
+    off = float(far.nan_to_num(math.inf).median())
+    return "not explained", f"is wrong, half of it by {off:.2g} of its size or more; no hypothesis gives these numbers"
 
 
 def copied(parts: Sequence[Part]) -> tuple[str, str] | None:

@@ -4,10 +4,11 @@
     msprobe    dump.json beside dump_tensor_data/NAME.pt (task "tensor"), of level L0: modules. A name is
                Module.PATH.CLASS.forward.CALL or .backward.CALL
 
-    TE         tensor_dumps/rank_N/LAYER_TENSOR_iter_000001.pt of its feature DumpTensors: a dict with high_precision, or
-               data and scale_inv. Layers come in the order of their names, and their numbers count as numbers
+    TE         tensor_dumps/rank_N/LAYER_TENSOR_iter_000001.pt of its feature DumpTensors: a dict with high_precision,
+               or data and scale_inv. Layers come in the order of their names, and their numbers count as numbers
 
-Source: msprobe docs/zh/dump, "module dump data"; transformer_engine/debug/features/dump_tensors.py. No code of a file runs, see `interop.safe_pickle`.
+Source: msprobe docs/zh/dump, "module dump data"; transformer_engine/debug/features/dump_tensors.py. No code of a file
+runs, see `interop.safe_pickle`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def _numbers(path: Path) -> list[tuple[int, str]]:
 def _te(folder: Path, ranks: list[Path]) -> StepRecording:
     made = [StepRecording([*_te_entries(rank)], folder.name, r, len(ranks)) for r, rank in enumerate(ranks)]
     if not all(one.entries for one in made):
-        raise TraceError(f"{folder}: a rank has no tensor; dump with high_precision_tensor, or dump_quantized_internals")
+        raise TraceError(
+            f"{folder}: a rank has no tensor; dump with high_precision_tensor, or dump_quantized_internals"
+        )
     made[0].ranks = made if len(made) > 1 else []
     return made[0]
 
