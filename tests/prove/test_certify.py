@@ -208,7 +208,7 @@ def test_hypotheses_have_sentences() -> None:
     for one in hypotheses.all_hypotheses():
         assert isinstance(one, hypotheses.Fault)
         assert one.sentence[0].isupper() or one.sentence.startswith(
-            ("a", "b", "-", "d", "x", "e", "s", "l", "o", "i", "g", "w")
+            ("a", "b", "-", "d", "x", "e", "s", "l", "o", "i", "g", "w", "q")
         )
         assert set(one.kinds) <= set(KINDS)
 

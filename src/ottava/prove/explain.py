@@ -91,6 +91,7 @@ def explain(
     """
     if not failures:
         return None
+    passed = [one._replace(allowed=expect(kind, one.case.inputs, what)) for one in passed]
     held = [one._replace(allowed=one.allowed or expect(kind, one.case.inputs, what)) for one in failures]
     fits: list[_Fit] = []
     for hypothesis in all_hypotheses():
@@ -121,7 +122,7 @@ def explain(
         return probe
     if clean:
         return _named(clean[0], len(failures), "") | {}
-    return _two(fits, held) or _loose(fits, held, kind, what) or _place(kind, held)
+    return _two(fits, held) or _loose(fits, held, passed, kind) or _place(kind, held, passed)
 
 
 def _named(fit: _Fit, count: int, where: str) -> dict[str, str]:
@@ -148,7 +149,9 @@ def _two(fits: Sequence[_Fit], held: Sequence[Failure]) -> dict[str, str] | None
     return None
 
 
-def _loose(fits: Sequence[_Fit], held: Sequence[Failure], kind: str, what: Mapping[str, Any]) -> dict[str, str] | None:
+def _loose(
+    fits: Sequence[_Fit], held: Sequence[Failure], passed: Sequence[Failure], kind: str
+) -> dict[str, str] | None:
     """A bound that holds in every case; else a hypothesis that gives most of the numbers."""
     for fit in fits:
         if fit.fault.loose and fit.solved == len(held):
@@ -156,7 +159,7 @@ def _loose(fits: Sequence[_Fit], held: Sequence[Failure], kind: str, what: Mappi
     for fit in fits:
         if not fit.fault.loose and fit.solved * 2 >= len(held) and fit.against < 0.05:
             rest = [one for one, of in zip(held, fit.told, strict=True) if _share(one.wrong, [of]) < 1]
-            others = f" The others: {_place(kind, rest)['sentence']}." if rest else ""
+            others = f" The others: {_place(kind, rest, passed)['sentence']}." if rest else ""
             said = _named(fit, len(held), "")
             return said | {"sentence": f"{said['sentence']}{others}"}
     return None
@@ -319,8 +322,8 @@ def _probe(failures: Sequence[Failure], rerun: Rerun) -> dict[str, str] | None:
     return None
 
 
-def _place(kind: str, failures: Sequence[Failure]) -> dict[str, str]:
-    """What the wrong numbers are, and where they lie."""
+def _place(kind: str, failures: Sequence[Failure], passed: Sequence[Failure]) -> dict[str, str]:
+    """What the wrong numbers are, and where they lie: there are none in cases that passed."""
     parts = [
         Part(one.case, one.got, name, mask, ~mask, (one.allowed or {}).get(name))
         for one in failures
@@ -328,16 +331,20 @@ def _place(kind: str, failures: Sequence[Failure]) -> dict[str, str]:
     ]
     names = ", ".join(dict.fromkeys(part.name for part in parts))
     name, said = copied(parts) or relation(parts)
-    where = part_of(kind, parts)
-    if name == "NaN" and all(bool(part.given.all()) for part in parts):
-        name, where = "NaN everywhere", "everywhere"
-    if (name == "NaN" and where.startswith("in rows beyond")) or (
-        name == "NaN" and where.startswith(("in columns beyond", "from"))
-    ):
+    met = [
+        Part(one.case, one.got, n, x != x, x == x, (one.allowed or {}).get(n))
+        for one in passed
+        for n, x in one.got.items()
+        if n in names and bool((x == x).all())
+    ]
+    where = part_of(kind, parts + met)
+    if name == "NaN" and not where and all(bool(part.given.all()) for part in parts):
+        name, where = "NaN everywhere", "everywhere in some cases"
+    if name == "NaN" and where.startswith(("in rows beyond", "in columns beyond", "behind", "from")):
         name = "tail not written"
     if name == "not explained" and where:
         name = "some places"
     if not where:
         most = max(parts, key=lambda part: part.given.numel())
         where = f"in {int(most.given.sum())} of {most.given.numel()} places"
-    return {"hypothesis": name, "sentence": f"{names} {said}, {where}"}
+    return {"hypothesis": name, "sentence": f"Wrong {where}: {names} {said}"}

@@ -51,7 +51,26 @@ def part_of(kind: str, parts: Sequence[Part]) -> str:
                 break
         else:
             return text
-    return _sizes_of(kind, parts)
+    return _tail(parts) or _sizes_of(kind, parts)
+
+
+def _tail(parts: Sequence[Part]) -> str:
+    """The row or column from which on all numbers are given ones, and none before."""
+    for dim, word in ((0, "row"), (1, "column")):
+        firsts = set()
+        for part in parts:
+            given = (
+                part.given.reshape(-1, part.given.shape[-1]) if part.given.dim() > 1 else part.given[None].flatten(1)
+            )
+            lines = given.all(1 - dim)
+            if bool(given.any(1 - dim).ne(lines).any()) or not bool(lines.any()):
+                firsts |= {-1} if bool(given.any()) else set()
+                continue
+            first = int(lines.int().argmax())
+            firsts.add(first if bool(lines[first:].all()) else -1)
+        if len(firsts) == 1 and -1 not in firsts:
+            return f"from {word} {firsts.pop()} on"
+    return ""
 
 
 def _sentences(kind: str, parts: Sequence[Part]) -> Iterator[tuple[str, Where]]:
@@ -72,6 +91,13 @@ def _sentences(kind: str, parts: Sequence[Part]) -> Iterator[tuple[str, Where]]:
 def _of_one(kind: str) -> Iterator[tuple[str, Where]]:
     yield from _of_cases(kind)
     yield from _of_values(kind)
+    for size in reversed(_SIZES):
+        yield (
+            f"behind the last whole {size} elements",
+            lambda part, size=size: (
+                torch.arange(part.given.numel()).view(part.given.shape) >= part.given.numel() // size * size
+            ),
+        )
     for dim, word in ((0, "row"), (1, "column")):
 
         def at(part: Part, dim: int = dim) -> tuple[Tensor, int]:
@@ -214,6 +240,17 @@ def _of_values(kind: str) -> Iterator[tuple[str, Where]]:
         return part.allowed.right if part.allowed is not None else torch.full(part.given.shape, 0.5)
 
     yield "where NaN is right", lambda part: right(part).isnan()
+    yield "where NaN or infinity is right", lambda part: ~right(part).isfinite()
+    yield (
+        (
+            "where it rounds up to a power of two",
+            lambda part: (
+                (torch.frexp(right(part).nan_to_num(0.3))[0].abs() == 0.5) & (made_of(part).abs() < right(part).abs())
+            ),
+        )
+        if kind == "encode"
+        else ("where a number with a fraction is right", lambda part: right(part) % 1 != 0)
+    )
     yield "where zero is right", lambda part: right(part) == 0
     yield "where -0 is right", lambda part: (right(part) == 0) & right(part).signbit()
     yield "where infinity is right", lambda part: right(part).isinf()
@@ -252,9 +289,9 @@ def relation(parts: Sequence[Part]) -> tuple[str, str]:
         (part.got[part.name][part.given], part.allowed.right[part.given]) for part in parts if part.allowed is not None
     ]
     got, right = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
-    if bool(right.isnan().all()):
+    if not bool(right.isfinite().any()):
         shown = ", ".join(f"{float(value):g}" for value in got.unique()[:3]) + (" ..." if len(got.unique()) > 3 else "")
-        return "NaN hidden", f"holds {shown} where NaN belongs"
+        return "NaN hidden", f"holds {shown} where {'NaN' if bool(right.isnan().all()) else 'NaN or infinity'} belongs"
     if bool(got.isnan().all()):
         return "NaN", "holds NaN where numbers belong: it was not written, or NaN has spread"
     if bool((got == 0).all()):
@@ -273,7 +310,10 @@ def relation(parts: Sequence[Part]) -> tuple[str, str]:
         )
     far = (got - right).abs() / right.abs().clamp(min=1e-300)
     off = float(far.nan_to_num(math.inf).median())
-    return "not explained", f"is wrong, half of it by {off:.2g} of its size or more; no hypothesis gives these numbers"
+    return (
+        "not explained",
+        f"is wrong by {off:.2g} of its size or more in half of the wrong places, and no hypothesis gives it",
+    )
 
 
 def copied(parts: Sequence[Part]) -> tuple[str, str] | None:
