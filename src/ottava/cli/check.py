@@ -90,7 +90,8 @@ def check(
                     raise ValueError(
                         f"check: one of {words[0]} and {words[1]} is a log, the other is none; give two logs"
                     )
-                verdict = compare_logs(*(load_log(log) for log in logs if log is not None), (words[0], words[1]))
+                one, other = (load_log(log) for log in logs if log is not None)
+                verdict = compare_logs(one, other, (words[0], words[1]))
                 answer(as_json, verdict.to_dict(), str(verdict))
                 return 0 if verdict.same else 1
             a, b = (load_trace(Path(word)) for word in words)

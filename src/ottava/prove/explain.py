@@ -97,18 +97,19 @@ def explain(
     for hypothesis in all_hypotheses():
         if kind not in hypothesis.kinds or (fit := _fit(hypothesis, kind, what, held)) is None:
             continue
-        if fit.score == (False, -1.0, 0.0, 0.0) and not any(_contrary(hypothesis, kind, what, passed)):
+        whole = fit.share >= 0.995 and fit.against < 0.005 and fit.wide < 0.05 and not hypothesis.loose
+        if whole and not any(_contrary(hypothesis, kind, what, passed)):
             return _named(fit, len(failures), "")  # no later entry is better
         fits.append(fit)
     fits.sort(key=lambda fit: fit.score)
-    whole = [fit for fit in fits if fit.share >= _ALMOST and not fit.fault.loose]
-    if not whole:
-        whole = [fit for fit in _merged(fits[:6], kind, what, held) if fit.share >= _ALMOST]
-    clean = [fit for fit in whole if fit.against < 1 - _ALMOST]
+    full = [fit for fit in fits if fit.share >= _ALMOST and not fit.fault.loose]
+    if not full:
+        full = [fit for fit in _merged(fits[:6], kind, what, held) if fit.share >= _ALMOST]
+    clean = [fit for fit in full if fit.against < 1 - _ALMOST]
     told = {id(fit): _contrary(fit.fault, kind, what, passed) for fit in clean[:6]}
     if best := next((fit for fit in clean[:6] if not any(told[id(fit)])), None):
         return _named(best, len(failures), "")
-    for fit in [*clean[:6], *whole[:12]]:
+    for fit in [*clean[:6], *full[:12]]:
         here = [
             (one, name, t.given, t.against) for one, of in zip(held, fit.told, strict=True) for name, t in of.items()
         ]

@@ -91,8 +91,8 @@ def scale_inv_of(
     ratio = safe / top  # float64: 29 bits below those of fp32
     if kind == "e4m3" and exponent is None and bool(usable.any()):
         # the block's scale is an E4M3 number, and the tensor's brings the largest of them to 448
-        whole = torch.where(usable, amax, 0.0).amax() / (spec.format.max * E4M3.max)
-        return torch.where(usable, on_grid(ratio / whole * nudge, E4M3) * whole, 1.0)
+        tensor = torch.where(usable, amax, 0.0).amax() / (spec.format.max * E4M3.max)
+        return torch.where(usable, on_grid(ratio / tensor * nudge, E4M3) * tensor, 1.0)
     if exponent == "none" or (kind in ("fp32", "e4m3") and exponent is None):
         y = ratio
     else:

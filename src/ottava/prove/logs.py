@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,10 +137,10 @@ def compare_logs(
         >>> compare_logs([one], [cast, one]).same
         True
     """
-    keys: list[list[tuple[object, ...]]] = [[(o.module, o.name, o.shape) for o in log] for log in (a, b)]
+    keys: list[list[tuple[Any, ...]]] = [[(o.module, o.name, o.shape) for o in log] for log in (a, b)]
     if not {*keys[0]} & {*keys[1]}:  # a compiled program has no modules
         keys = [[(o.name, o.shape) for o in log] for log in (a, b)]
-    blocks = difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
+    blocks = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
     pairs = [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
     if len(pairs) * 10 < min(len(a), len(b)):
         raise UnlikeError(

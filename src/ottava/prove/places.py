@@ -1,5 +1,7 @@
 """Where numbers lie, and what they are: sentences that are true of some numbers of a result and of no others."""
 
+# mypy: disable-error-code="misc"
+# (a lambda with a default has no type that mypy infers)
 from __future__ import annotations
 
 import math
@@ -162,22 +164,17 @@ def _of_groups() -> Iterator[tuple[str, Where]]:
             empty |= start == stop
         return place[:, None], size[:, None], behind[:, None]
 
-    yield "behind an empty group", lambda part: in_group(part)[2].expand(part.given.shape)
-    yield (
-        "in the last row of a group",
-        lambda part: (lambda i, n, _: (i == n - 1).expand(part.given.shape))(*in_group(part)),
-    )
-    yield "in the first row of a group", lambda part: (in_group(part)[0] == 0).expand(part.given.shape)
-    yield (
-        "in the last row of a group with an odd number of rows",
-        lambda part: (lambda i, n, _: ((i == n - 1) & (n % 2 == 1)).expand(part.given.shape))(*in_group(part)),
-    )
+    def rows(chosen: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Where:
+        return lambda part: chosen(*in_group(part)).expand(part.given.shape)
+
+    yield "behind an empty group", rows(lambda i, n, behind: behind)
+    yield "in the last row of a group", rows(lambda i, n, behind: i == n - 1)
+    yield "in the first row of a group", rows(lambda i, n, behind: i == 0)
+    odd = "in the last row of a group with an odd number of rows"
+    yield odd, rows(lambda i, n, behind: (i == n - 1) & (n % 2 == 1))
     for size in reversed(_SIZES):
-        yield (
-            f"in rows of a group beyond its last whole {size}",
-            lambda part, size=size: (lambda i, n, _: (i >= n // size * size).expand(part.given.shape))(*in_group(part)),
-        )
-    yield "in all groups but the first", lambda part: (lambda e: torch.arange(len(part.given))[:, None].expand(part.given.shape) >= e)(int(part.case.inputs["ends"][0]))  # fmt: skip  # noqa: E501
+        text = f"in rows of a group beyond its last whole {size}"
+        yield text, rows(lambda i, n, behind, size=size: i >= n // size * size)
 
 
 def _of_cases(kind: str) -> Iterator[tuple[str, Where]]:
@@ -223,7 +220,7 @@ def _of_values(kind: str) -> Iterator[tuple[str, Where]]:
 
     def made_of(part: Part) -> Tensor:
         assert key is not None
-        x = part.case.inputs[key].double()
+        x: Tensor = part.case.inputs[key].double()
         return x if x.shape == part.given.shape else x.new_full(part.given.shape, 0.5)
 
     if key is not None:
