@@ -53,11 +53,17 @@ def test_every_kind_has_planted_faults() -> None:
 
 @pytest.mark.parametrize("part", ("torch.", "ml_dtypes.", "gfloat.", "torchao.", "ottava."))
 def test_healthy_kernels_raise_no_alarm(part: str) -> None:
-    """Every ready adapter whose package is there."""
+    """Every ready adapter whose package is there; Triton's casts are interpreted, which takes a second a case."""
+    if part == "ottava." and not torch.cuda.is_available():
+        pytest.importorskip("triton", reason="Triton has no build for this machine")
+        from kernels.triton import interpreter
+
+        interpreter.install()
     tried = 0
     for name in ready():
-        if name.startswith(part) and not (part == "ottava." and "linear" not in name and "tensorwise" not in name):
-            found = certify(load(name), count=30)
+        chosen = part != "ottava." or any(word in name for word in ("tensorwise", "cast.nvfp4", "linear.nvfp4", "fp8"))
+        if name.startswith(part) and chosen and "triton.cast.tensorwise.g" not in name:
+            found = certify(load(name), count=4 if ".triton." in name else 12 if part == "ottava." else 30)
             assert found.good, str(found)
             tried += found.verdict != "not tried"
     if not tried:
