@@ -606,7 +606,7 @@ def _held(name: str, moment: Tensor, off: Tensor, positive: bool) -> tuple[Tenso
     # neighbours in turn, and large numbers against small ones: the ends of a group set its grid
     turn = torch.where(torch.arange(moment.numel(), device=moment.device).view(moment.shape) % 2 == 0, 1.0, -1.0)
     ends = torch.where(moment.abs() > moment.abs().median(), 1.0, -1.0)
-    read, exponents = [], []
+    read = []
     small = 64 * U32 * moment.abs()  # alone, too: what moves a group's ends moves its grid
     away = [(way * sign, by) for sign in (turn, ends * moment.sign()) for way in (1, -1) for by in (small, small + off)]
     for sign, by in [(turn, 0 * small), *away]:
@@ -614,19 +614,25 @@ def _held(name: str, moment: Tensor, off: Tensor, positive: bool) -> tuple[Tenso
         held = storage.empty(x)
         storage.write([held], [x.clamp(min=0) if positive else x], positive=positive)
         read.append(storage.read([held], positive=positive)[0].double().view(moment.shape))
-        exponents += [held["_exponent"].double()] if "_exponent" in held else []
+        if "_exponent" in held:  # the exponent of a group, and so all of its grid, hangs on its smallest number
+            return read[0], _half_steps(moment, held, storage.groups["_exponent"]) * 2 * (moment.abs() + off) + off
     moved = torch.stack([(one - read[0]).abs() for one in read]).amax(0)
-    if exponents and moment.numel():
-        # a group whose exponent may be another one has another grid: both readings lie half a step from the number
-        each = torch.stack(exponents)
-        vague = ((moment.abs() <= 4 * off) & (off > 0)).flatten().double()
-        size, count = storage.groups["_exponent"], moment.numel()
-        vague = torch.nn.functional.pad(vague, (0, -count % size)).view(-1, size).amax(1) > 0
-        vague |= each.amax(0) != each.amin(0)
-        step = torch.where(vague, (1 + 2.0**-4) ** (16 / (each.amin(0) - 1).clamp(min=1)) - 1, 0.0)
-        step = step.repeat_interleave(size)[:count].view(moment.shape)
-        moved = moved.maximum(2 * step * (moment.abs() + off))
     return read[0], 1.1 * moved + 64 * U32 * read[0].abs()  # a power in fp32 is off by some units
+
+
+def _half_steps(moment: Tensor, held: Mapping[str, Tensor], size: int) -> Tensor:
+    """How far, as a share of it, a number may be from what a grid of E4M3 under a power reads, see `optim.storage`.
+
+    A power x ** (e / 16) lies half a step from its code: 2**-4 of it, and 2**-10 where it is subnormal.
+    """
+
+    def each(name: str) -> Tensor:
+        return held[name].double().view(-1).repeat_interleave(size)[: moment.numel()].view(moment.shape)
+
+    exponent, center = (each("_exponent") - 1).clamp(min=1) / 16, each("_center")
+    raised = (moment.abs() / torch.where(center == 0, 1.0, center)) ** exponent
+    half = (2.0**-10 / torch.where(raised == 0, 1.0, raised)).clamp(2.0**-4, 0.75)
+    return (1 - half) ** (-1 / exponent) - 1
 
 
 def expect(kind: str, inputs: Values, what: Values, got: Values | None = None, **way: Any) -> dict[str, Allowed]:
