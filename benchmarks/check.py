@@ -306,7 +306,7 @@ RANKS: dict[str, tuple[str, str, str]] = {
     "zero: a shard is not updated": ("fsdp", "update", ""),
     "cp: the loss is averaged over own tokens": ("cp", "loss", ""),
     "cp: gradients of keys are not summed": ("cp", "backward", "blocks"),
-    "cp: norm weights are not reduced": ("cp", "weight gradient", M + ".norm2"),
+    "cp: norm weights are not reduced": ("cp", "weight gradient", "blocks"),
     "cp: positions of the first rank": ("cp", "forward", "blocks.0.attention"),
     "pp: a block is in no stage": ("pp", "forward", ""),
     "pp: the gradient between stages is halved": ("pp", "backward", "blocks"),
@@ -527,6 +527,7 @@ def rank_step(kind: str, fault: str, batch: Tensor) -> StepRecording:
         model.blocks[1].mlp = ParallelMlp(model.blocks[1].mlp, fault)
         mine = batch
     if "embedding" in kind:
+        mine = batch
         model.embed = ParallelEmbedding(model.embed, fault)
     if kind == "cp":
         mine = batch.chunk(n, 1)[r]
@@ -536,6 +537,8 @@ def rank_step(kind: str, fault: str, batch: Tensor) -> StepRecording:
         whole = experts(model).blocks[1].mlp
         model.blocks[1].mlp = Experts(32, fault, sharded=True)
         model.blocks[1].mlp.load_state_dict(whole.state_dict(), strict=False)
+        for p in model.blocks[1].mlp.experts.parameters():
+            p.register_hook(lambda g: g / n)  # it meets the tokens of all ranks
     optimizer = adam(model.parameters())
     with StepRecorder(net) as recorder:
         parts = mine.chunk(2) if "micro" in kind else [mine]
@@ -555,9 +558,7 @@ def rank_step(kind: str, fault: str, batch: Tensor) -> StepRecording:
                 (loss(net, part) / len(parts)).backward()
         if kind in ("manual", "ep"):
             for name, p in model.named_parameters():
-                if ".experts." in name:
-                    p.grad /= n
-                elif name != _ALONE.get(fault):
+                if ".experts." not in name and name != _ALONE.get(fault):
                     wire = p.grad.bfloat16() if fault == "ddp: reduced in bf16" else p.grad
                     dist.all_reduce(wire)
                     p.grad.copy_(wire if fault == "ddp: summed, not averaged" else wire / n)
