@@ -1,6 +1,6 @@
 """`ottava certify` on kernels of others: `python benchmarks/kernels.py look SET | sweep | costs`.
 
-    look SET   every kernel of benchmarks/blind/SET, 100 cases each, seed 0; what was said is written beside the truth
+    look SET   every kernel of benchmarks/blind/SET, 100 cases each, seed 0; a JSON line each, beside the truth
     sweep      every ready adapter on new shapes, those of Triton interpreted; alarms and different shapes by library
 
 `sweep` writes benchmarks/results/kernels-sweep.json. It ends when `--shapes` different shapes have been judged.
