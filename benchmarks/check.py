@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,7 @@ LOCAL: dict[str, tuple[Any, str, str]] = {
     "weight decay": ({"weight_decay": 0.2}, "update", ""),
     "betas": ({"betas": (0.9, 0.999), "eps": 1e-4}, "update", ""),
     "stale weight": ("stale", "start", M),
+    "embedding and head untied": ("untied", "weight gradient", ""),
 }
 
 
@@ -218,12 +220,40 @@ def local_fault(name: str) -> tuple[Verdict, str, str]:
         b = Subject(b, None, lambda p: adam(p, **what))
     elif callable(what):
         b = Subject(b, what)
+    elif what == "untied":
+        a.head.weight = a.embed.weight
+        b.head.weight = nn.Parameter(b.embed.weight.detach().clone())
+        b.embed.weight.data.copy_(a.embed.weight.data)
+        options["share_weights"] = False
     elif what == "stale":
         b.blocks[1].mlp.up.weight.data[3] += 0.01
         options["share_weights"] = False
     else:
         b = Model(what, a.recompute)
     return check(a, b, tokens(), **options), phase, module
+
+
+def libraries(seed: int, half: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Models and casts of others: torchao's layers, a model of transformers in BF16 and under ottava."""
+    import transformers
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    for recipe in ("tensorwise", "rowwise"):
+        cast = copy.deepcopy(half)
+        config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+        convert_to_float8_training(cast, config=config)
+        yield f"BF16 and torchao {recipe} {seed}", half, cast, {}
+        ours = copy.deepcopy(half)
+        ottava.convert(ours, recipe)
+        yield f"torchao and ottava, {recipe} {seed}", cast, ours, {}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    theirs = transformers.LlamaForCausalLM(config).bfloat16()
+    cast = copy.deepcopy(theirs)
+    ottava.convert(cast, "tensorwise")
+    logits = {"loss": lambda model, batch: loss(lambda x: model(input_ids=x, use_cache=False).logits, batch)}
+    yield f"Llama of transformers and itself {seed}", theirs, copy.deepcopy(theirs), logits
+    yield f"Llama of transformers and ottava {seed}", theirs, cast, logits
 
 
 def clean_pairs() -> Iterator[tuple[str, Any, Any, Any]]:
@@ -254,6 +284,7 @@ def clean_pairs() -> Iterator[tuple[str, Any, Any, Any]]:
                     Subject(copy.deepcopy(cast), stepping(2)),
                     {},
                 )
+        yield from libraries(seed, half)
         yield f"two steps {seed}", a, copy.deepcopy(a), {"steps": 2}
 
 
@@ -271,9 +302,48 @@ RANKS: dict[str, tuple[str, str, str]] = {
     "tp: the bias is added on every rank": ("tp", "forward", M + ".mlp"),
     "tp: the all-reduce of the backward is lost": ("tp", "backward", M + ".mlp"),
     "tp: norm weights are not synchronised": ("tp", "clipping", M + ".norm2"),
+    "tp: the mask of the embedding is one late": ("tp, embedding", "forward", "embed"),
+    "zero: a shard is not updated": ("fsdp", "update", ""),
+    "cp: the loss is averaged over own tokens": ("cp", "loss", ""),
+    "cp: gradients of keys are not summed": ("cp", "backward", "blocks"),
+    "cp: norm weights are not reduced": ("cp", "weight gradient", "blocks"),
+    "cp: positions of the first rank": ("cp", "forward", "blocks.0.attention"),
+    "pp: a block is in no stage": ("pp", "forward", ""),
+    "pp: the gradient between stages is halved": ("pp", "backward", "blocks"),
+    "ep: tokens of other ranks are dropped": ("ep", "forward", M + ".mlp"),
+    "ep: the router is not synchronised": ("ep", "weight gradient", M + ".mlp.router"),
     "fsdp: clipped by the norm of a shard": ("fsdp", "clipping", ""),
 }
-CLEAN_RANKS = ("manual", "ddp", "fsdp", "tp", "ddp in micro-batches", "fsdp with bf16", "ddp, rows interleaved")
+TTRACE: dict[str, str] = {
+    # class of TTrace, as far as it could be read here -> the row that rebuilds it
+    "TP: wrong embedding mask": "tp: the mask of the embedding is one late",
+    "AR: wrong input of the recomputation": "dropout drawn anew in the recomputation",
+    "CP: wrong loss scaling": "cp: the loss is averaged over own tokens",
+    "DP: wrong loss scaling": "ddp: summed, not averaged",
+    "ZeRO: embedding and head untied": "embedding and head untied",
+    "SP: router weights not synchronised": "ep: the router is not synchronised",
+    "SP: norm weights not synchronised": "tp: norm weights are not synchronised",
+    "TP: wrong communication group": "tp: the all-reduce of the forward is lost",
+    "FP8: wrong cast": "e5m2 read as e4m3",
+    "ZeRO: a parameter is not updated": "zero: a shard is not updated",
+    "PP: wrong stage division": "pp: a block is in no stage",
+    "TP: gradients used before their reduction": "tp: the all-reduce of the backward is lost",
+    "CP: wrong attention gradients": "cp: gradients of keys are not summed",
+    "TP and CP: wrong norm gradients": "cp: norm weights are not reduced",
+}
+CLEAN_RANKS = (
+    "tp, embedding",
+    "cp",
+    "pp",
+    "ep",
+    "manual",
+    "ddp",
+    "fsdp",
+    "tp",
+    "ddp in micro-batches",
+    "fsdp with bf16",
+    "ddp, rows interleaved",
+)
 
 
 class Reduce(torch.autograd.Function):
@@ -295,6 +365,110 @@ class Reduce(torch.autograd.Function):
         return gradient, None
 
 
+class Gather(torch.autograd.Function):
+    """The parts of all ranks along a dimension; its gradient is the sum of theirs, or this rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, alone: bool = False) -> Tensor:
+        ctx.dim, ctx.alone = dim, alone
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.contiguous().clone()
+        if not ctx.alone:
+            dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size(), ctx.dim)[dist.get_rank()], None, None
+
+
+class ContextAttention(nn.Module):
+    """Queries of this rank's part of the sequence, keys and values of all parts."""
+
+    def __init__(self, whole: Any, fault: str) -> None:
+        super().__init__()
+        self.qkv, self.out, self.fault = whole.qkv, whole.out, fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, 4, d // 4).permute(2, 0, 3, 1, 4)
+        alone = self.fault == "cp: gradients of keys are not summed"
+        k, v = (Gather.apply(part, 2, alone) for part in (k, v))
+        first = 0 if self.fault == "cp: positions of the first rank" else dist.get_rank() * t
+        hidden = torch.arange(k.shape[2])[None] > torch.arange(first, first + t)[:, None]
+        weights = (q @ k.transpose(-1, -2) * (d // 4) ** -0.5).masked_fill(hidden, -1e9).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(b, t, d))
+
+
+class ParallelEmbedding(nn.Module):
+    """A part of the vocabulary; tokens of other ranks give zero, and the sum is whole."""
+
+    def __init__(self, whole: Any, fault: str) -> None:
+        super().__init__()
+        n, self.first = dist.get_world_size(), dist.get_rank() * (64 // dist.get_world_size())
+        self.weight = nn.Parameter(whole.weight.data.chunk(n)[dist.get_rank()].clone())
+        self.late = fault == "tp: the mask of the embedding is one late"
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local = tokens - self.first
+        mine = (local >= (1 if self.late else 0)) & (local < len(self.weight))
+        return Reduce.apply(F.embedding(local.clamp(0, len(self.weight) - 1), self.weight) * mine[..., None], True)
+
+
+class Experts(nn.Module):
+    """Four experts and the best of them for each token; on ranks each has its share, and meets all tokens."""
+
+    def __init__(self, width: int, fault: str = "", sharded: bool = False) -> None:
+        super().__init__()
+        self.router, self.fault, self.sharded = nn.Linear(width, 4), fault, sharded
+        self.experts = nn.ModuleList(Mlp(width, "") for _ in range(4))
+        if sharded:
+            n, r = dist.get_world_size(), dist.get_rank()
+            for place in range(4):
+                if place * n // 4 != r:
+                    self.experts[place] = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.router(x).softmax(-1)
+        gates = gates * F.one_hot(gates.argmax(-1), 4)
+        if not self.sharded:
+            return sum(gates[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+        n, r, rows = dist.get_world_size(), dist.get_rank(), len(x)
+        x, gates = (Gather.apply(part, 0) for part in (x, gates))
+        if self.fault == "ep: tokens of other ranks are dropped":
+            own = (torch.arange(len(x)) // rows == r).view(-1, 1, 1)
+            x, gates = x * own, gates * own
+        y = sum(gates[..., i : i + 1] * e(x) for i, e in enumerate(self.experts) if i * n // 4 == r)
+        return Reduce.apply(Reduce.apply(y, True), False).chunk(n)[r]
+
+
+def pipeline(model: Any, batch: Tensor, fault: str) -> None:
+    """Forward and backward of this rank's stage."""
+    n, r = dist.get_world_size(), dist.get_rank()
+    begin, end = (min(3, -(-3 * i // n)) for i in (r, r + 1))
+    begin += fault == "pp: a block is in no stage" and r == n - 1 and begin < 3
+    if r:
+        x = torch.empty(*batch.shape, 32)
+        dist.recv(x, r - 1)
+        x.requires_grad_()
+    else:
+        x = model.embed(batch)
+    entered = x
+    for block in model.blocks[begin:end]:
+        x = block(x)
+    if r == n - 1:
+        logits = model.head(model.norm(x))
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
+    else:
+        dist.send(x.detach().contiguous(), r + 1)
+        gradient = torch.empty_like(x)
+        dist.recv(gradient, r + 1)
+        x.backward(gradient / 2 if fault == "pp: the gradient between stages is halved" else gradient)
+    if r:
+        dist.send(entered.grad, r - 1)
+
+
 class ParallelMlp(nn.Module):
     """Cut by columns, then by rows, with the collectives in the module."""
 
@@ -314,6 +488,19 @@ class ParallelMlp(nn.Module):
         if self.fault != "tp: the all-reduce of the forward is lost":
             y = Reduce.apply(y, True)
         return y if every else y + self.down.bias
+
+
+_ALONE = {
+    "ddp: one parameter is not reduced": "blocks.1.mlp.up.weight",
+    "ep: the router is not synchronised": "blocks.1.mlp.router.weight",
+}
+
+
+def experts(model: Any) -> Any:
+    """The model with four experts in its second block."""
+    torch.manual_seed(1)
+    model.blocks[1].mlp = Experts(32)
+    return model
 
 
 def rank_step(kind: str, fault: str, batch: Tensor) -> StepRecording:
@@ -339,14 +526,39 @@ def rank_step(kind: str, fault: str, batch: Tensor) -> StepRecording:
     if kind == "tp":
         model.blocks[1].mlp = ParallelMlp(model.blocks[1].mlp, fault)
         mine = batch
+    if "embedding" in kind:
+        mine = batch
+        model.embed = ParallelEmbedding(model.embed, fault)
+    if kind == "cp":
+        mine = batch.chunk(n, 1)[r]
+        for block in model.blocks:
+            block.attention = ContextAttention(block.attention, fault)
+    if kind == "ep":
+        whole = experts(model).blocks[1].mlp
+        model.blocks[1].mlp = Experts(32, fault, sharded=True)
+        model.blocks[1].mlp.load_state_dict(whole.state_dict(), strict=False)
+        for p in model.blocks[1].mlp.experts.parameters():
+            p.register_hook(lambda g: g / n)  # it meets the tokens of all ranks
     optimizer = adam(model.parameters())
     with StepRecorder(net) as recorder:
         parts = mine.chunk(2) if "micro" in kind else [mine]
-        for part in parts:
-            (loss(net, part) / len(parts)).backward()
-        if kind == "manual":
+        if kind == "pp":
+            pipeline(model, batch, fault)
+        elif kind == "cp":
+            logits = net(mine)[:, : None if r < n - 1 else -1]
+            targets = batch[:, 1:][:, r * mine.shape[1] : (r + 1) * mine.shape[1]]
+            own = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            whole_count = targets.numel() * n if "own tokens" in fault else batch[:, 1:].numel()
+            (own / whole_count).backward()
             for name, p in model.named_parameters():
-                if fault != "ddp: one parameter is not reduced" or name != "blocks.1.mlp.up.weight":
+                if fault != "cp: norm weights are not reduced" or "norm2" not in name:
+                    dist.all_reduce(p.grad)
+        else:
+            for part in parts:
+                (loss(net, part) / len(parts)).backward()
+        if kind in ("manual", "ep"):
+            for name, p in model.named_parameters():
+                if ".experts." not in name and name != _ALONE.get(fault):
                     wire = p.grad.bfloat16() if fault == "ddp: reduced in bf16" else p.grad
                     dist.all_reduce(wire)
                     p.grad.copy_(wire if fault == "ddp: summed, not averaged" else wire / n)
@@ -356,6 +568,8 @@ def rank_step(kind: str, fault: str, batch: Tensor) -> StepRecording:
             norm = torch.stack([p.grad.to_local().norm() for p in model.parameters()]).norm()
             for p in model.parameters():
                 p.grad.mul_(0.1 / norm)
+        if fault.startswith("zero: a shard") and r:
+            optimizer.param_groups[0]["lr"] = 0.0
         optimizer.step()
     return recorder.recording("B")
 
@@ -380,15 +594,15 @@ def rank_verdicts(size: int) -> Iterator[tuple[str, str, Verdict]]:
         torch.multiprocessing.spawn(run_rank, (size, folder, jobs), size)
         for name, kind, fault in jobs:
             b = StepRecording.load(Path(folder, name))
-            yield fault, kind, judge(reference(b), b)
+            yield fault, kind, judge(reference(b, kind), b)
 
 
-def reference(b: StepRecording) -> StepRecording:
+def reference(b: StepRecording, kind: str = "") -> StepRecording:
     """One process, with the units of B."""
 
     def run(nudge: Any = None) -> StepRecording:
         torch.manual_seed(0)
-        model = Model()
+        model = experts(Model()) if kind == "ep" else Model()
         optimizer = adam(model.parameters())
         with StepRecorder(model, nudge=nudge) as recorder:
             loss(model, tokens()).backward()
@@ -462,6 +676,7 @@ def main() -> None:
             {
                 "set": kind,
                 "name": name,
+                "ttrace": next((one for one, row in TTRACE.items() if row == name), None),
                 "found": f is not None,
                 "placed": placed,
                 "phase": f and f.phase,
@@ -480,7 +695,7 @@ def main() -> None:
     if only in ("", "clean"):
         for name, a, b, options in clean_pairs():
             began = time.time()
-            note("clean", name, check(a, b, tokens(), loss=loss, optimizer=adam, **options), began=began)
+            note("clean", name, check(a, b, tokens(), **{"loss": loss, "optimizer": adam, **options}), began=began)
     if only in ("", "ranks"):
         for size in (2, 4):
             for fault, kind, verdict in rank_verdicts(size):
@@ -502,6 +717,12 @@ def main() -> None:
         kind: {"cases": len(own), "found": sum(r["found"] for r in own), "placed": sum(r["placed"] for r in own)}
         for kind in ("faults", "clean", "traces")
         if (own := [r for r in rows if r["set"] == kind])
+    }
+    ttrace = [r for r in rows if r.get("ttrace")]
+    summary["ttrace"] = {
+        "cases": len(ttrace),
+        "found": sum(r["found"] for r in ttrace),
+        "placed": sum(r["placed"] for r in ttrace),
     }
     print(json.dumps(summary))
     if not only:

@@ -14,7 +14,8 @@ from ottava.kernels.reference import quantize
 from ottava.nn.layer import Linear
 from ottava.numerics import rounding
 from ottava.numerics.formats import E4M3, E4M3FNUZ, E5M2, get_format
-from ottava.prove.judge import adamw, cast_spec, decoded, gemm_allowed, gemm_specs, on_grid, stored
+from ottava.prove.codes import on_grid
+from ottava.prove.judge import adamw, cast_spec, decoded, gemm_allowed, gemm_specs, stored
 
 F8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 Planted = tuple[str, dict[str, Any], str, Callable[..., Any]]
@@ -56,7 +57,7 @@ def codecs() -> Iterator[Planted]:
     yield "encode", e4m3, "rounds at random", lambda x: rounding.encode(x, E4M3, rounding="stochastic")
     yield "encode", e4m3, "strides ignored", by_memory
     yield "encode", e4m3, "input changed", in_place
-    yield "encode", e4m3, "NaN", tail_unwritten
+    yield "encode", e4m3, "tail not written", tail_unwritten
     yield "encode", {"format": "e5m2"}, "output of another type", lambda x: rounding.encode(x, E4M3)
     yield "decode", {"format": "e5m2"}, "read as E4M3", lambda c: rounding.decode(c.view(F8), E4M3)
     yield "decode", e4m3, "NaN lost", lambda c: rounding.decode(c, E4M3).nan_to_num(480.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ottava.kernels import reference
 from ottava.numerics import rounding
 from ottava.numerics.formats import FORMATS, get_format
-from ottava.prove import adapter, hypotheses, judge, matrix
+from ottava.prove import adapter, codes, hypotheses, judge, matrix
 from ottava.prove.adapters import KINDS, KernelAdapter
 from ottava.prove.certificate import KernelCertificate, certify
 from ottava.prove.explain import Failure, explain
@@ -53,11 +53,17 @@ def test_every_kind_has_planted_faults() -> None:
 
 @pytest.mark.parametrize("part", ("torch.", "ml_dtypes.", "gfloat.", "torchao.", "ottava."))
 def test_healthy_kernels_raise_no_alarm(part: str) -> None:
-    """Every ready adapter whose package is there."""
+    """Every ready adapter whose package is there; Triton's casts are interpreted, which takes a second a case."""
+    if part == "ottava." and not torch.cuda.is_available():
+        pytest.importorskip("triton", reason="Triton has no build for this machine")
+        from kernels.triton import interpreter
+
+        interpreter.install()
     tried = 0
     for name in ready():
-        if name.startswith(part) and not (part == "ottava." and "linear" not in name and "tensorwise" not in name):
-            found = certify(load(name), count=30)
+        chosen = part != "ottava." or any(word in name for word in ("tensorwise", "cast.nvfp4", "linear.nvfp4", "fp8"))
+        if name.startswith(part) and chosen and "triton.cast.tensorwise.g" not in name:
+            found = certify(load(name), count=4 if ".triton." in name else 12 if part == "ottava." else 30)
             assert found.good, str(found)
             tried += found.verdict != "not tried"
     if not tried:
@@ -161,7 +167,7 @@ def test_a_bias_of_stochastic_rounding_is_seen() -> None:
 
     def drawn(x: Tensor, fair: bool) -> Tensor:
         fmt = get_format("e4m3")
-        low, high = (judge.on_grid(x, fmt, way) for way in ("down", "up"))
+        low, high = (codes.on_grid(x, fmt, way) for way in ("down", "up"))
         chance = torch.where(high > low, (x.double() - low) / torch.where(high > low, high - low, 1.0), 0.0)
         up = torch.rand(x.shape) < (chance if fair else chance / 2)
         return rounding.encode(torch.where(x.isfinite(), torch.where(up, high, low), x.double()).float(), fmt)
@@ -208,7 +214,7 @@ def test_hypotheses_have_sentences() -> None:
     for one in hypotheses.all_hypotheses():
         assert isinstance(one, hypotheses.Fault)
         assert one.sentence[0].isupper() or one.sentence.startswith(
-            ("a", "b", "-", "d", "x", "e", "s", "l", "o", "i", "g", "w")
+            ("a", "b", "-", "d", "x", "e", "s", "l", "o", "i", "g", "w", "q")
         )
         assert set(one.kinds) <= set(KINDS)
 

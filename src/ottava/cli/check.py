@@ -31,7 +31,8 @@ class ScriptError(RuntimeError):
 
 def check(
     words: Annotated[
-        list[str], Argument(metavar="SCRIPT [-- ARGUMENTS] | TRACE_A TRACE_B", help="A script, or two saved traces.")
+        list[str],
+        Argument(metavar="SCRIPT [-- ARGUMENTS] | TRACE_A TRACE_B", help="A script, or two saved traces or logs."),
     ],
     ranks: Annotated[int, Option("--ranks", min=1, help="Processes of B, started as torchrun does.")] = 1,
     steps: Annotated[int, Option("--steps", min=1, help="Optimizer steps to compare.")] = 1,
@@ -51,6 +52,7 @@ def check(
     """
     if record is not None:
         _record(record, words, steps, nudge)
+    from ottava.prove.logs import compare_logs, load_log
     from ottava.prove.prover import judge, nudge_for
     from ottava.prove.traces import load_trace
 
@@ -82,6 +84,16 @@ def check(
                 answer(as_json, {"saved": str(save), "tensors": count}, f"Saved {count} tensors to {save}.")
                 return 0
         elif len(words) == 2:
+            logs = [_log_of(Path(word)) for word in words]
+            if any(logs):
+                if not all(logs):
+                    raise ValueError(
+                        f"check: one of {words[0]} and {words[1]} is a log, the other is none; give two logs"
+                    )
+                one, other = (load_log(log) for log in logs if log is not None)
+                verdict = compare_logs(one, other, (words[0], words[1]))
+                answer(as_json, verdict.to_dict(), str(verdict))
+                return 0 if verdict.same else 1
             a, b = (load_trace(Path(word)) for word in words)
         else:
             raise ValueError(f"check: got {' '.join(words)!r}; give SCRIPT.py -- ARGUMENTS, or two saved traces")
@@ -89,6 +101,12 @@ def check(
         verdict = judge(a, b)
     answer(as_json, verdict.to_dict(), str(verdict))
     return 0 if verdict.same else 1
+
+
+def _log_of(path: Path) -> Path | None:
+    """The file of a log of operations; None for a folder with tensors."""
+    captured = path / "rank_0_activations.log"
+    return captured if captured.is_file() else path if path.is_file() else None
 
 
 def _run(

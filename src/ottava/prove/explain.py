@@ -1,27 +1,31 @@
 """Which way of being wrong gives these numbers: hypotheses, then calls under changed conditions, then a place.
 
-A hypothesis explains a case if the faulty reference allows every wrong number of it and refuses the right ones; a bound
-without end explains nothing. One that explains half of the wrong cases is the answer; a draw goes to the one that
-leaves fewer wrong numbers, then to bits before bounds, then to the earlier entry. If none does, the adapter is called
-again with clean memory, with contiguous operands and so on: what makes the result right is the reason. Else the answer
-is where the wrong numbers lie.
+A hypothesis is a faulty reference. Of each case it gives some wrong numbers, which the right ones would fail, and it
+speaks against some right ones. The answer is the hypothesis that gives all wrong numbers and speaks against none; or
+one that does so in a part that a sentence can name, such as rows beyond the last whole 16; or two of which each gives a
+share. If none does, the adapter is called again with clean memory, with contiguous operands and so on: what makes the
+result right is the reason. Else the answer says what the wrong numbers are, and where they lie.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ottava.prove.codes import Allowed
 from ottava.prove.hypotheses import Asked, Fault, all_hypotheses
-from ottava.prove.judge import Allowed, expect
+from ottava.prove.judge import expect
 from ottava.prove.matrix import KernelCase
+from ottava.prove.places import Part, copied, part_of, relation
 
 _AFTER = ("times", "cut", "through", "clamp", "only", "keys")
+_ALMOST = 0.99
+"""A share that counts as all: a number may be right by chance."""
 
 
 class Failure(NamedTuple):
@@ -47,6 +51,37 @@ Rerun = Callable[..., Mapping[str, Tensor]]
 """(case, fill=, around=, plain=) -> where the results of another call are wrong."""
 
 
+class _Told(NamedTuple):
+    """What a hypothesis says of one result of one case."""
+
+    given: Tensor
+    """Wrong numbers that it gives."""
+    against: Tensor
+    """Right numbers that it makes wrong."""
+    wide: float
+    """Share of the given ones that a bound gives, not a number."""
+
+
+class _Fit(NamedTuple):
+    """A hypothesis, held against all cases."""
+
+    fault: Fault
+    told: list[dict[str, _Told]]
+    """One entry for each failure."""
+    share: float
+    """Of the wrong numbers that it gives, the mean over cases."""
+    solved: int
+    """Cases of which it gives all wrong numbers."""
+    against: float
+    """Right numbers that it makes wrong, beside those that it gives."""
+    wide: float
+
+    @property
+    def score(self) -> tuple[float, ...]:
+        """The smallest is the best; a draw goes to the earlier entry."""
+        return self.fault.loose, -round(self.share, 2), round(self.against, 2), round(self.wide, 1)
+
+
 def explain(
     kind: str, what: Mapping[str, Any], failures: Sequence[Failure], passed: Sequence[Failure], rerun: Rerun
 ) -> dict[str, str] | None:
@@ -56,82 +91,154 @@ def explain(
     """
     if not failures:
         return None
-    rights = [expect(kind, one.case.inputs, what) for one in failures]
-    best: tuple[float, ...] = (math.inf,)
-    winner: Fault | None = None
-    for place, hypothesis in enumerate(h for h in all_hypotheses() if kind in h.kinds):
-        left, solved, wide = 0.0, 0, 0.0
-        for number, failure in enumerate(failures):
-            one = _left(hypothesis, kind, what, failure, rights[number]) or _Left(1.0, 1.0)
-            solved += one.left == 0
-            left, wide = left + one.left, wide + one.wide
-            if number >= 2 and not solved:
-                break
-        # a bound that is wide enough explains anything: it must hold in every case, and comes last
-        if solved * 2 < len(failures) or (hypothesis.loose and solved < len(failures)):
+    passed = [one._replace(allowed=expect(kind, one.case.inputs, what)) for one in passed]
+    held = [one._replace(allowed=one.allowed or expect(kind, one.case.inputs, what)) for one in failures]
+    fits: list[_Fit] = []
+    for hypothesis in all_hypotheses():
+        if kind not in hypothesis.kinds or (fit := _fit(hypothesis, kind, what, held)) is None:
             continue
-        head = (hypothesis.loose, -solved / len(failures), round(left / len(failures), 3))
-        if head > best[:3]:
-            continue
-        against = sum(_against(hypothesis, kind, what, one) for one in passed)
-        score = (*head, against, round(wide / len(failures), 1), place)
-        if score < best:
-            best, winner = score, hypothesis
-        if best[:5] == (False, -1.0, 0.0, 0, 0.0):
-            break  # no later entry is better
-    if (winner is None or winner.loose) and (probe := _probe(failures, rerun)) is not None:
+        whole = fit.share >= 0.995 and fit.against < 0.005 and fit.wide < 0.05 and not hypothesis.loose
+        if whole and not any(_contrary(hypothesis, kind, what, passed)):
+            return _named(fit, len(failures), "")  # no later entry is better
+        fits.append(fit)
+    fits.sort(key=lambda fit: fit.score)
+    full = [fit for fit in fits if fit.share >= _ALMOST and not fit.fault.loose]
+    if not full:
+        full = [fit for fit in _merged(fits[:6], kind, what, held) if fit.share >= _ALMOST]
+    clean = [fit for fit in full if fit.against < 1 - _ALMOST]
+    told = {id(fit): _contrary(fit.fault, kind, what, passed) for fit in clean[:6]}
+    if best := next((fit for fit in clean[:6] if not any(told[id(fit)])), None):
+        return _named(best, len(failures), "")
+    for fit in [*clean[:6], *full[:12]]:
+        here = [
+            (one, name, t.given, t.against) for one, of in zip(held, fit.told, strict=True) for name, t in of.items()
+        ]
+        right = told.get(id(fit)) or _contrary(fit.fault, kind, what, passed)
+        here += [
+            (one, name, ~mask & mask, mask) for one, of in zip(passed, right, strict=True) for name, mask in of.items()
+        ]
+        if where := part_of(kind, [Part(one.case, one.got, name, a, b) for one, name, a, b in here]):
+            return _named(fit, len(failures), where)
+    if (probe := _probe(failures, rerun)) is not None:
         return probe
-    if winner is None:
-        return _place(kind, what, failures)
-    _, share, _, contrary, loosely, _ = best
-    count, bits = round(-share * len(failures)), "within its bound" if loosely else "bit for bit"
-    which = f"all {count}" if count == len(failures) else f"{count} of {len(failures)}"
-    sentence = f"{winner.sentence}. This gives {which} wrong cases looked at {bits}."
-    if contrary:
-        sentence += f" {contrary} of {len(passed)} right cases speak against it: it holds in part."
-    if share > -1.0:
-        sentence += f" The others: {_place(kind, what, failures)['sentence']}."
-    return {"hypothesis": winner.name, "sentence": sentence}
+    if clean:
+        return _named(clean[0], len(failures), "") | {}
+    return _two(fits, held) or _loose(fits, held, passed, kind) or _place(kind, held, passed)
 
 
-class _Left(NamedTuple):
-    """What a hypothesis leaves of a case, as shares of its wrong numbers."""
+def _named(fit: _Fit, count: int, where: str) -> dict[str, str]:
+    kind = "within its bound" if fit.wide > 0.05 else "bit for bit"
+    part = f", but only {where}" if where else ""
+    which = f"all {count}" if fit.solved == count else f"{fit.solved} of {count}"
+    said = f"{fit.fault.sentence}{part}. This gives {which} wrong cases looked at {kind}."
+    return {"hypothesis": fit.fault.name, "sentence": said}
 
-    left: float
-    """Not given by it."""
-    wide: float
-    """Given by a bound of more than one number."""
+
+def _two(fits: Sequence[_Fit], held: Sequence[Failure]) -> dict[str, str] | None:
+    """Two hypotheses that give all wrong numbers between them, and speak against few right ones."""
+    few = [fit for fit in fits if not fit.fault.loose and fit.share > 0.05 and fit.against < 0.05][:24]
+    for a, b in combinations(few, 2):
+        if a.share + b.share < _ALMOST:
+            continue
+        shares = [_share(one.wrong, [x, y]) for one, x, y in zip(held, a.told, b.told, strict=True)]
+        if sum(shares) >= _ALMOST * len(held):
+            first, second = sorted((a, b), key=lambda fit: -fit.share)
+            said = (
+                f"{first.fault.sentence}. And beside it: {second.fault.sentence}. Together they give all wrong numbers."
+            )
+            return {"hypothesis": f"{first.fault.name}; {second.fault.name}", "sentence": said}
+    return None
 
 
-def _left(
-    hypothesis: Fault, kind: str, what: Mapping[str, Any], failure: Failure, right: Mapping[str, Allowed]
-) -> _Left | None:
-    """What a hypothesis leaves of a case; None: it says nothing.
+def _loose(
+    fits: Sequence[_Fit], held: Sequence[Failure], passed: Sequence[Failure], kind: str
+) -> dict[str, str] | None:
+    """A bound that holds in every case; else a hypothesis that gives most of the numbers."""
+    for fit in fits:
+        if fit.fault.loose and fit.solved == len(held):
+            return _named(fit, len(held), "")
+    for fit in fits:
+        if not fit.fault.loose and fit.solved * 2 >= len(held) and fit.against < 0.05:
+            rest = [one for one, of in zip(held, fit.told, strict=True) if _share(one.wrong, [of]) < 1]
+            others = f" The others: {_place(kind, rest, passed)['sentence']}." if rest else ""
+            said = _named(fit, len(held), "")
+            return said | {"sentence": f"{said['sentence']}{others}"}
+    return None
 
-    It says nothing either of a number that it leaves free, and of a case where the right numbers would pass under it.
-    """
-    allowed = _supposed_of(hypothesis, kind, what, failure)
-    if allowed is None:
-        return None
-    left = wide = refused = total = 0
-    for name, mask in failure.wrong.items():
-        one, got = allowed[name], failure.got[name]
-        empty = (one.high - one.low).isinf()
+
+def _share(wrong: Mapping[str, Tensor], told: Sequence[Mapping[str, _Told]]) -> float:
+    """Of the wrong numbers of a case, those that one of some hypotheses gives."""
+    total = sum(int(mask.sum()) for mask in wrong.values())
+    given = 0
+    for name in wrong:
+        masks = [one[name].given for one in told if name in one]
+        given += int(torch.stack(masks).any(0).sum()) if masks else 0
+    return given / total
+
+
+def _fit(hypothesis: Fault, kind: str, what: Mapping[str, Any], held: Sequence[Failure]) -> _Fit | None:
+    """None: it gives next to nothing."""
+    told: list[dict[str, _Told]] = []
+    share = against = wide = 0.0
+    solved = 0
+    for number, failure in enumerate(held):
+        told.append(_told(hypothesis, kind, what, failure))
+        mine = _share(failure.wrong, told[-1:])
+        share, solved = share + mine, solved + (mine == 1.0)
+        given = sum(int(one.given.sum()) for one in told[-1].values())
+        spoken = sum(int(one.against.sum()) for one in told[-1].values())
+        against += spoken / max(given + spoken, 1)
+        wide += max((one.wide for one in told[-1].values()), default=0.0)
+        if number >= 2 and share < 0.05:
+            return None
+    count = len(held)
+    return _Fit(hypothesis, told, share / count, solved, against / count, wide / count) if share else None
+
+
+def _told(hypothesis: Fault, kind: str, what: Mapping[str, Any], failure: Failure) -> dict[str, _Told]:
+    """Nothing of numbers that it leaves free, nor of those that would be right under it."""
+    allowed, told = _supposed_of(hypothesis, kind, what, failure), {}
+    assert failure.allowed is not None
+    for name, one in (allowed or {}).items():
+        got, right = failure.got[name], failure.allowed[name]
+        wrong = failure.wrong.get(name)
+        wrong = torch.zeros_like(got, dtype=torch.bool) if wrong is None else wrong
+        refuses = one.wrong(got)
+        given = wrong & ~refuses & ~(one.high - one.low).isinf()
         if one.free is not None:
-            empty |= one.free
-        left += int((one.wrong(got) | (empty & mask)).sum())  # a right number that it makes wrong counts, too
-        wide += int(((one.high > one.low) & mask).sum())
+            given &= ~one.free
         if not hypothesis.loose:
-            refused += int((one.wrong(right[name].right) & mask).sum())
-        total += int(mask.sum())
-    none = not hypothesis.loose and 4 * refused < total
-    return _Left(1.0 if none else min(1.0, left / max(total, 1)), wide / max(total, 1))
+            parted = one.wrong(right.right)
+            # a bound of sums is wide: it parts from the right numbers as a whole, not at each of them
+            given &= parted if 4 * int((parted & wrong).sum()) < int(wrong.sum()) else True
+        count = int(given.sum())
+        told[name] = _Told(given, ~wrong & refuses, float(((one.high > one.low) & given).sum()) / max(count, 1))
+    return told
 
 
-def _against(hypothesis: Fault, kind: str, what: Mapping[str, Any], passed: Failure) -> bool:
-    """Whether a case without a wrong number would have some."""
-    allowed = _supposed_of(hypothesis, kind, what, passed)
-    return allowed is not None and any(bool(allowed[name].wrong(got).any()) for name, got in passed.got.items())
+def _contrary(
+    hypothesis: Fault, kind: str, what: Mapping[str, Any], passed: Sequence[Failure]
+) -> list[dict[str, Tensor]]:
+    """Of each right case the numbers that a hypothesis makes wrong."""
+    found = []
+    for one in passed:
+        allowed = _supposed_of(hypothesis, kind, what, one) or {}
+        masks = {name: allowed[name].wrong(got) for name, got in one.got.items() if name in allowed}
+        found.append({name: mask for name, mask in masks.items() if bool(mask.any())})
+    return found
+
+
+def _merged(fits: Sequence[_Fit], kind: str, what: Mapping[str, Any], held: Sequence[Failure]) -> Iterator[_Fit]:
+    """Pairs of the best hypotheses, one on top of the other, where they turn different knobs."""
+    for one, two in combinations([fit.fault for fit in fits if not fit.fault.loose], 2):
+
+        def knobs(call: Asked, one: Fault = one, two: Fault = two) -> dict[str, Any] | None:
+            first, second = one.knobs(call), two.knobs(call)
+            return None if first is None or second is None or first.keys() & second.keys() else first | second
+
+        both = Fault(f"{one.name}; {two.name}", f"{one.sentence}. And {two.sentence}", one.kinds, knobs)
+        if (fit := _fit(both, kind, what, held)) is not None:
+            yield fit
 
 
 def _supposed_of(hypothesis: Fault, kind: str, what: Mapping[str, Any], failure: Failure) -> dict[str, Allowed] | None:
@@ -216,46 +323,29 @@ def _probe(failures: Sequence[Failure], rerun: Rerun) -> dict[str, str] | None:
     return None
 
 
-# --- places ----------------------------------------------------------------------------------------------------------
-
-
-def _place(kind: str, what: Mapping[str, Any], failures: Sequence[Failure]) -> dict[str, str]:
-    """Where the wrong numbers lie, or which numbers they are."""
-    said = [_hidden(kind, what, failure) or _pattern(failure) for failure in failures]
-    # a small case may be all wrong: the others say where
-    told = [one for one in said if "everywhere" not in one[0]] or said
-    name = max(dict.fromkeys(told), key=told.count)
-    return {"hypothesis": name[0], "sentence": name[1]}
-
-
-def _hidden(kind: str, what: Mapping[str, Any], failure: Failure) -> tuple[str, str] | None:
-    """NaN that is not shown."""
-    name, mask = next(iter(failure.wrong.items()))
-    right = expect(kind, failure.case.inputs, what)[name].right
-    if not bool(right[mask].isnan().all()):
-        return None
-    shown = failure.got[name][mask].unique()
-    values = ", ".join(f"{float(value):g}" for value in shown[:3]) + (" ..." if len(shown) > 3 else "")
-    return "NaN hidden", f"{name} holds {values} where NaN belongs, and no hypothesis gives these numbers"
-
-
-def _pattern(failure: Failure) -> tuple[str, str]:
-    name, mask = next(iter(failure.wrong.items()))
-    rows = mask.reshape(-1, mask.shape[-1]) if mask.dim() else mask.reshape(1, 1)
-    if bool(failure.got[name][mask].isnan().all()):
-        text = f"{name} holds NaN where numbers belong"
-        if bool(mask.all()):
-            return "NaN everywhere", f"{text}, everywhere: it was not written, or NaN has spread"
-        for dim, word in ((1, "rows"), (0, "columns")):
-            first = int(rows.any(dim).int().argmax())
-            if bool(rows.narrow(1 - dim, first, rows.shape[1 - dim] - first).all()):
-                return "tail not written", f"{text} in all {word} from {first} on: they are not written"
-        return "NaN", f"{text}: not written, or NaN has spread from a neighbour"
-    if mask.dim() >= 2 and mask.numel() > 1 and not bool(mask.all()):
-        for dim, word in ((1, "rows"), (0, "columns")):
-            lines, count = rows.any(dim).nonzero().flatten(), rows.shape[1 - dim]
-            if len(lines) < count and len(lines) <= max(1, count // 2):
-                ends = f"{int(lines[0])} to {int(lines[-1])}"
-                return f"some {word}", f"{name} is wrong in {len(lines)} of {count} {word} only, {ends}"
-    places = f"{int(mask.sum())} of {mask.numel()}"
-    return "not explained", f"{name} is wrong in {places} places, and no hypothesis gives these numbers"
+def _place(kind: str, failures: Sequence[Failure], passed: Sequence[Failure]) -> dict[str, str]:
+    """What the wrong numbers are, and where they lie: there are none in cases that passed."""
+    parts = [
+        Part(one.case, one.got, name, mask, ~mask, (one.allowed or {}).get(name))
+        for one in failures
+        for name, mask in one.wrong.items()
+    ]
+    names = ", ".join(dict.fromkeys(part.name for part in parts))
+    name, said = copied(parts) or relation(parts)
+    met = [
+        Part(one.case, one.got, n, x != x, x == x, (one.allowed or {}).get(n))
+        for one in passed
+        for n, x in one.got.items()
+        if n in names and bool((x == x).all())
+    ]
+    where = part_of(kind, parts + met)
+    if name == "NaN" and not where and all(bool(part.given.all()) for part in parts):
+        name, where = "NaN everywhere", "everywhere in some cases"
+    if name == "NaN" and where.startswith(("in rows beyond", "in columns beyond", "behind", "from")):
+        name = "tail not written"
+    if name == "not explained" and where:
+        name = "some places"
+    if not where:
+        most = max(parts, key=lambda part: part.given.numel())
+        where = f"in {int(most.given.sum())} of {most.given.numel()} places"
+    return {"hypothesis": name, "sentence": f"Wrong {where}: {names} {said}"}

@@ -24,7 +24,8 @@ from ottava.numerics.formats import FORMATS, Format, get_format
 from ottava.numerics.rounding import encode
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.prove.judge import block_amax, cast_spec, numbers_of, on_grid, scale_inv_of
+from ottava.prove.codes import numbers_of, on_grid
+from ottava.prove.judge import block_amax, cast_spec, scale_inv_of
 from ottava.recipe import CELLS, GEMMS, RECIPES, get_recipe
 
 
@@ -174,6 +175,32 @@ def _cast_as(call: Asked, other: Format, top: float | None) -> dict[str, Any] | 
     return {"values": numbers_of(codes, spec.format), "scale_top": top}
 
 
+def _equal_blocks(call: Asked) -> dict[str, Any] | None:
+    own, x = call.spec.granularity, call.inputs["x"]
+    if not x.numel():
+        return None
+    shape = (x.shape[0], x.shape[1])
+    cut = Granularity(*(-(-n // g) for n, g in zip(shape, own.grid_shape(shape), strict=True)))
+    return None if cut.grid_shape(shape) != own.grid_shape(shape) else {"amax": block_amax(x, cut)}
+
+
+def _unrounded(call: Asked) -> dict[str, Any] | None:
+    spec, x = call.spec, call.inputs["x"]
+    if spec.scale_format == "fp32" or not x.numel():
+        return None
+    scale = spec.granularity.expand(scale_inv_of(call.amax(), spec, exponent="none"), (x.shape[0], x.shape[1]))
+    return {"values": on_grid(x.double() / scale, spec.format)}
+
+
+def _nan_tiles(values: Tensor, size: int) -> Tensor:
+    """A row of NaN makes NaN of all rows of its tile."""
+    bad = values.isnan().any(1)
+    tiles = (
+        torch.nn.functional.pad(bad, (0, -len(bad) % size)).view(-1, size).any(1).repeat_interleave(size)[: len(bad)]
+    )
+    return torch.where(tiles[:, None], math.nan, values)
+
+
 def _rolled(call: Asked, by: int) -> dict[str, Any] | None:
     amax = call.amax()
     return {"amax": amax.roll(by, 1 if amax.shape[1] > 1 else 0)} if amax.numel() > 1 else None
@@ -231,6 +258,27 @@ def _stale_cells(call: Asked, side: str, places: tuple[str, ...]) -> dict[str, A
     return {"cells": cells}
 
 
+def _twice(call: Asked, cell: str, turned: str) -> dict[str, Any] | None:
+    recipe = get_recipe(call.what.get("recipe", "tensorwise"))
+    own, first = (getattr(getattr(recipe, gemm), side) for gemm, side in (cell.split("."), turned.split(".")))
+    return None if own is None or first is None else {"cells": {cell: {"twice": first}}}
+
+
+def _first_sequence(call: Asked) -> dict[str, Any] | None:
+    """x and the gradient of the first of several sequences."""
+    x, grad = call.inputs["x"], call.inputs["grad"]
+    if x.dim() < 3:
+        return None
+    kept = torch.arange(len(x)).view(-1, *(1,) * (x.dim() - 1)) == 0
+    return {
+        "inputs": {
+            **call.inputs,
+            "x": torch.where(kept, x, 0 * x),
+            "grad": torch.where(kept, grad.view(*x.shape[:-1], -1), 0 * grad.view(*x.shape[:-1], -1)),
+        }
+    }
+
+
 def _rows_cut(call: Asked, size: int) -> dict[str, Any] | None:
     x, grad = call.inputs["x"], call.inputs["grad"]
     rows, dy = x.reshape(-1, x.shape[-1]).clone(), grad.reshape(-1, grad.shape[-1]).clone()
@@ -286,6 +334,11 @@ def scale_faults() -> tuple[tuple[str, str, Change], ...]:
         ("scale doubled", "The scale is twice as large (an exponent bias of 126)", _scales(lambda s: s * 2.0, lambda s: s + 1)),
         ("scale halved", "The scale is half as large (an exponent bias of 128)", _scales(lambda s: s * 0.5, lambda s: s - 1)),
         ("first scale of each row", "Each row uses its first scale for all of K", lambda s: s[..., :1].expand(s.shape) if s.dim() > 1 else None),
+        ("last scale repeated", "The last block along K gets the scale of the block before it", lambda s: torch.cat([s[..., :-1], s[..., -2:-1]], -1) if s.dim() > 1 and s.shape[-1] > 1 else None),
+        ("last scale repeated", "The last row of scales is that of the row before it", lambda s: torch.cat([s[:-1], s[-2:-1]], 0) if s.dim() > 1 and len(s) > 1 else None),
+        *((f"scale of {n} blocks", f"Each {n} blocks along K use the first of their scales", lambda s, n=n: s[..., torch.arange(s.shape[-1]) // n * n] if s.dim() > 1 and s.shape[-1] > 1 else None) for n in (2, 4)),
+        *((f"scale of {n} rows", f"Each {n} rows use the first of their scales", lambda s, n=n: s[..., torch.arange(s.shape[-2]) // n * n, :] if s.dim() > 1 and s.shape[-2] > 1 else None) for n in (2, 4, 8, 16, 32, 128)),
+        ("second of four scales", "Of each four scales along K the second is replaced by the first", lambda s: s[..., torch.where(torch.arange(s.shape[-1]) % 4 == 1, torch.arange(s.shape[-1]) - 1, torch.arange(s.shape[-1]))] if s.dim() > 1 and s.shape[-1] > 1 else None),
         ("first scale of each column", "The scales of the first row are used for all rows", lambda s: s[..., :1, :].expand(s.shape) if s.dim() > 1 else None),
         ("scale in BF16", "The scale is rounded to BF16", _scales(lambda s: s.to(torch.bfloat16).to(s.dtype))),
         ("scale in FP16", "The scale is rounded to FP16", _scales(lambda s: s.to(torch.float16).to(s.dtype))),
@@ -315,7 +368,7 @@ def of_codes() -> Iterator[Fault]:
         ("zero loses its sign", "-0 becomes 0", always(plain_zero=True)),
         ("rounds twice, BF16 first", "It rounds to BF16 before it rounds to the format", always(before=torch.bfloat16)),
         ("rounds twice, FP16 first", "It rounds to FP16 before it rounds to the format", always(before=torch.float16)),
-        ("subnormals flushed, ties away", "Small results become zero, and ties go away from zero", always(flush=True, rounding="ties_away")),
+        *((f"rounds twice, {bits} bits first", f"It rounds to {bits} significant bits before it rounds to the format", always(before=bits)) for bits in (2, 3, 4, 5, 6, 7)),
         *(("NaN lost", f"NaN becomes {value:g}; it should stay NaN", always(lost_nan=value)) for value in (0.0, 448.0, 240.0, 57344.0, 6.0, 1.0)),
         *((f"clamps at {top:g}", f"Larger numbers become {top:g}, below the format's largest", always(top=top)) for top in (240.0, 416.0, 256.0, 224.0, 120.0, 49152.0, 4.0, 3.0)),
     )
@@ -370,7 +423,19 @@ def of_casts() -> Iterator[Fault]:
         ("amax of the first block", "All blocks have the scale of the first", _of_amax(lambda amax: amax[:1, :1])),
         *((f"amax at least {eps:g}", f"amax ends at {eps:g}, so small numbers lose bits", _of_amax(lambda amax, eps=eps: amax.clamp(min=eps))) for eps in (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8)),
         ("amax a mean", "The scale comes from the mean magnitude", lambda c: {"amax": c.inputs["x"].abs().double().mean().reshape(1, 1)}),
-        ("amax in FP16", "amax is rounded to FP16", _of_amax(lambda amax: amax.half().double())),
+        *((f"amax in {text}", f"amax is rounded to {text}", _of_amax(lambda amax, to=to: amax.to(to).double())) for text, to in (("FP16", torch.float16), ("BF16", torch.bfloat16))),
+        ("amax of every other column", "amax skips every second column", _amax(lambda x: x * (torch.arange(x.shape[1]) % 2 == 0))),
+        ("amax of every other row", "amax skips every second row", _amax(lambda x: x * (torch.arange(x.shape[0])[:, None] % 2 == 0))),
+        ("amax without the first column", "amax leaves out the first column", _amax(lambda x: torch.cat([0 * x[:, :1], x[:, 1:]], 1))),
+        ("amax of finite numbers", "amax leaves out infinity and NaN", _amax(lambda x: x.nan_to_num(0.0, 0.0, 0.0))),
+        *((f"scale shared by {n} rows", f"Each {n} rows share the largest of their scales", _of_amax(lambda amax, n=n: torch.nn.functional.pad(amax, (0, 0, 0, -len(amax) % n)).reshape(-1, n, amax.shape[1]).amax(1).repeat_interleave(n, 0)[: len(amax)])) for n in (2, 4, 8, 16)),
+        *((f"scale shared by {n} blocks", f"Each {n} blocks along K share the largest of their scales", _of_amax(lambda amax, n=n: torch.nn.functional.pad(amax, (0, -amax.shape[1] % n)).reshape(len(amax), -1, n).amax(2).repeat_interleave(n, 1)[:, : amax.shape[1]])) for n in (2, 4)),
+        ("blocks of equal size", "A matrix is cut into equal blocks, ceil(size / number of blocks), not into whole blocks and a rest", _equal_blocks),
+        ("an octave late", "Where amax is the largest number of a binade that fits, the scale is twice as large", always(exponent="open")),
+        ("an octave at powers of two", "Where amax is a power of two, the scale is twice as large", _of_amax(lambda amax: torch.where(torch.frexp(amax)[0] == 0.5, 2 * amax, amax))),
+        ("computes in BF16", "The scale and its product with x are rounded to BF16 before the cast", always(written=lambda s: s.float().bfloat16().double(), before=torch.bfloat16)),
+        ("codes under the unrounded scale", "Codes are made with max / amax, and the scale that is written is a power of two", _unrounded),
+        ("largest magnitude lost", "A block saturates: its scale is half as large as it must be", always(exponent="floor")),
         ("operand transposed", "It reads x.T", _reads(lambda x: x.t().reshape(x.shape))),
         ("strides ignored", "It reads memory row by row, whatever the strides are", _reads(_by_memory)),
         ("sign lost", "The sign is dropped", _reads(torch.abs)),
@@ -391,6 +456,7 @@ _SIZES = (16, 32, 64, 128)
 
 
 def _of_operands() -> Iterator[Fault]:
+    yield from rows(_SUMS, ("all zeros", "The result is zero", always(operands=torch.zeros_like)))
     def as_format(fmt: Format) -> Callable[[Tensor], Tensor | None]:
         return lambda x: None if x.dtype == fmt.dtype else x.view(torch.uint8).view(fmt.storage_dtype)
 
@@ -422,7 +488,6 @@ def _of_operands() -> Iterator[Fault]:
         *(("tail of K doubled", f"Columns beyond the last whole {n} of K are summed twice", always(operands=partial(_weighted, size=n))) for n in (2, 4, 8, 16, 32, 64, 128, 256)),
         ("last column of K dropped", "The last column of K is not summed", always(operands=lambda v: torch.cat([v[:, :-1], 0 * v[:, -1:]], 1))),
         ("first column of K dropped", "The first column of K is not summed", always(operands=lambda v: torch.cat([0 * v[:, :1], v[:, 1:]], 1))),
-        ("all zeros", "The result is zero", always(operands=torch.zeros_like)),
         *((f"{text} of an earlier call", f"It uses {text} of an earlier call of these shapes", _earlier(*keys)) for text, keys in (("a", ("a", "scale_inv_a")), ("b", ("b", "scale_inv_b")), ("scale_inv_a", ("scale_inv_a",)), ("scale_inv_b", ("scale_inv_b",)), ("ends", ("ends",)))),
         ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(scale_inv_a=_as_bits, scale_inv_b=_as_bits)),
         ("sign lost", "Operands lose their signs", always(operands=torch.abs)),
@@ -430,6 +495,7 @@ def _of_operands() -> Iterator[Fault]:
         ("operands rounded to BF16", "Codes times scales are rounded to BF16 before they are multiplied", always(operands=lambda v: v.to(torch.bfloat16).double())),
         ("operands rounded to FP16", "Codes times scales are rounded to FP16 before they are multiplied", always(operands=lambda v: v.to(torch.float16).double())),
         ("subnormals flushed", "Codes of subnormal numbers are read as zero", changed(a=_flushed, b=_flushed)),
+        *((f"NaN fills tiles of {n} rows", f"A row with NaN makes NaN of the {n} rows of its tile", always(operands=partial(_nan_tiles, size=n))) for n in (4, 8, 16, 32, 64, 128)),
     )
 
 
@@ -454,13 +520,17 @@ def _of_results() -> Iterator[Fault]:
         ("empty group shifts the others", "An empty group is skipped without its weight: groups behind it take the weight of the one before", always(experts=lambda g, sizes: sum(size > 0 for size in sizes[:g]))),
         ("weight of the next group", "Each group takes the weight of the next", always(experts=lambda g, sizes: min(g + 1, len(sizes) - 1))),
         ("weight of the group before", "Each group takes the weight of the group before", always(experts=lambda g, sizes: max(g - 1, 0))),
+        *((f"groups begin at multiples of {n}", f"Each group ends at a multiple of {n} rows, rounded down", lambda c, n=n: {"ends": torch.cat([c.inputs["ends"][:-1] // n * n, c.inputs["ends"][-1:]])}) for n in (4, 8, 16, 32)),
+        *((f"groups end at multiples of {n}", f"Each group ends at a multiple of {n} rows, rounded up", lambda c, n=n: {"ends": (-(-c.inputs["ends"] // n) * n).clamp(max=c.inputs["ends"][-1])}) for n in (4, 8, 16, 32)),
+        ("weights in reverse", "Weights are taken in reverse order", always(experts=lambda g, sizes: len(sizes) - 1 - g)),
         ("weight of the first group", "All groups take the weight of the first", always(experts=lambda g, sizes: 0)),
         *((f"{part} of the first group", f"All groups take {part} of the first", changed(**{part: partial(_bytes, lambda y: y[:1].expand(y.shape))})) for part in ("b", "scale_inv_b")),
     )
     yield from rows(
         _SUMS,
         *((f"accumulates like {name}", f"The sums are those of the accumulator {rule}", always(accumulator=name)) for name, rule in ACCUMULATORS.items()),
-        *((f"accumulates in {text}", f"Sums are kept in {text}, {n} products at a time", always(steps=(dtype, n))) for text, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)) for n in (1, 4, 8, 16, 32, 64, 128)),
+        *((f"split in {n}", f"K is split in {n}, and the partial sums are rounded to {text} and added in it", always(split=(dtype, n))) for text, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)) for n in (2, 4, 8)),
+        *((f"accumulates in {text}", f"Sums are kept in {text}, {n} products at a time", always(steps=(dtype, n))) for text, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)) for n in (1, 2, 4, 8, 16, 32, 64, 128)),
     )
     for text, unit in (("TF32 or FP16", 2.0**-11), ("BF16", 2.0**-8)):
         yield Fault(f"accumulates in {text}", f"The errors are those of sums in {text}: beyond FP32's bound, within that of {text}", _SUMS, always(unit=unit), True)
@@ -474,6 +544,17 @@ def _of_layers() -> Iterator[Fault]:
         *((f"recipe {name}", f"The numbers are those of recipe {name}", _told(recipe=lambda what, name=name: name)) for name, recipe in RECIPES.items() if not recipe.predicted),
         *((f"{side} of the step before", f"It uses the {side} of the call before", _earlier(side)) for side in ("x", "weight", "grad")),
     )
+    other = {"fprop.lhs": "wgrad.rhs", "fprop.rhs": "dgrad.rhs", "dgrad.lhs": "wgrad.lhs"}
+    other |= {b: a for a, b in other.items()}
+    for cell, turned in other.items():
+        gemm, side = cell.split(".")
+        text = f"the {'left' if side == 'lhs' else 'right'} operand of {gemm}"
+        yield from rows(
+            ("linear",),
+            (f"{gemm}.{side} rounded twice", f"{text[0].upper()}{text[1:]} is cast from what was cast along the other dimension", partial(_twice, cell=cell, turned=turned)),
+            *((f"{gemm}.{side} read as {fmt}", f"The codes of {text} are read as {fmt}", always(cells={cell: {"read": fmt}})) for fmt in _EIGHT if fmt.bits == 8),
+            (f"no cast in {gemm}.{side}", f"{text[0].upper()}{text[1:]} is not quantized", always(cells={cell: "skip"})),
+        )
     for text, places in operands.items():
         yield from rows(
             ("linear",),
@@ -486,6 +567,9 @@ def _of_layers() -> Iterator[Fault]:
         ("no gradient of the weight", "dw is zero", always(only={"dw": 0.0})),
         ("no gradient of the input", "dx is zero", always(only={"dx": 0.0})),
         ("weight transposed", "The weight is read as (K, N)", changed(weight=lambda w: w.t().reshape(w.shape))),
+        ("first sequence only", "Only the first sequence of the batch is summed", _first_sequence),
+        ("gradient transposed", "The gradient is read in the order of its transpose", changed(grad=lambda g: g.reshape(-1, g.shape[-1]).t().reshape(g.shape))),
+        ("x transposed", "x is read in the order of its transpose", changed(x=lambda x: x.reshape(-1, x.shape[-1]).t().reshape(x.shape))),
         ("strides ignored", "x is read row by row, whatever its strides are", changed(x=_by_memory)),
         ("strides ignored", "The gradient is read row by row, whatever its strides are", changed(grad=_by_memory)),
         *(("tail of rows dropped", f"Rows beyond the last whole {n} are left out", partial(_rows_cut, size=n)) for n in (16, 32, 64, 128)),
@@ -520,6 +604,9 @@ def _of_attention() -> Iterator[Fault]:
         ("no causal mask", "The causal mask is missing", always(causal=False)),
         ("causal mask where none is", "A causal mask hides later keys", always(causal=True)),
         ("no softmax scale", "Scores are not divided by sqrt(D)", always(scale=1.0)),
+        *((f"padded keys seen, {n}", f"Keys are padded with zeros to a multiple of {n}, and the padding takes part in softmax", always(pad=n)) for n in (8, 16, 32, 64, 128)),
+        *((f"{part} cast to {fmt}", f"{text} to {fmt.upper()}, which the recipe does not ask for", always(casts={part: fmt})) for part, text in _ATTENTION.items() for fmt in ("e4m3", "e5m2")),
+        *((f"{part} not cast", f"{text} by no cast, which the recipe asks for", lambda c, part=part: {"casts": {part: "skip"}} if c.what.get("recipe") == "fp8" else None) for part, text in _ATTENTION.items()),
         ("softmax not normalized", "Probabilities are not divided by their sum", always(fault="not normalized")),
         ("gradients without the softmax scale", "dq and dk lack the factor 1 / sqrt(D)", always(fault="gradients without scale")),
         ("no correction of dS", "dS lacks the row sum of dO * O", always(fault="no delta")),
@@ -535,6 +622,9 @@ def _of_attention() -> Iterator[Fault]:
     )
 
 
+_ATTENTION = {"qkv": "q, k and v go", "s": "Probabilities go", "o": "o goes", "do": "grad goes", "dp": "The gradient of the scores goes", "dqkv": "dq, dk and dv go"}
+
+
 def _of_optimizers() -> Iterator[Fault]:
     settings = {"eps": (1e-6, 1e-5, 1e-10, 0.0, 1e-3), "lr": (0.0,), "weight_decay": (0.1, 0.01), "betas": ((0.9, 0.99), (0.9, 0.95), (0.9, 0.999), (0.95, 0.999), (0.0, 0.999))}
     yield from rows(
@@ -543,7 +633,9 @@ def _of_optimizers() -> Iterator[Fault]:
         *((f"{name} {value}", f"It uses {name} = {value}, whatever it is told", _told(**{name: lambda what, v=value: v})) for name, values in settings.items() for value in values),
         *((f"lr times {by:g}", f"The learning rate is {by:g} times what it should be", _told(lr=lambda what, by=by: by * float(what.get("lr", 1e-3)))) for by in (2.0, 0.5, 10.0, 0.1)),
         *((f"gradient times {by:g}", f"The gradient is {by:g} times what it should be", changed(grad=lambda g, by=by: g * by)) for by in (2.0, 0.5, 10.0, 0.1)),
-        *((f"moments in {text}", f"Moments are kept in {text}", always(moments=text)) for text in ("bf16", "int8")),
+        *((f"moments in {text}", f"Moments are kept in {text}", always(moments=(text, text))) for text in ("bf16", "int8", "fp8", "fp32")),
+        *((f"first moment in {text}", f"The first moment is kept in {text}", always(moments=(text, None))) for text in ("bf16", "int8", "fp8", "fp32")),
+        *((f"second moment in {text}", f"The second moment is kept in {text}", always(moments=(None, text))) for text in ("bf16", "int8", "fp8", "fp32")),
         ("parameter in BF16", "The parameter is rounded to BF16 in every step", changed(parameter=lambda p: p.to(torch.bfloat16))),
     )
 
@@ -568,6 +660,7 @@ _OPTIMIZERS = (
     ("nesterov", "The step looks ahead, as Nesterov's does"),
     ("gradient of the step before", "It uses the gradient of the step before"),
     ("moments forgotten", "Moments start from zero in each step"),
+    ("zero gradients skipped", "Where the gradient is zero, nothing is done: no decay of weight and moments"),
 )
 
 

@@ -1,6 +1,6 @@
 """What each result may be: references in float64, and bounds made of units of rounding. No constant tolerance anywhere.
 
-    codes    the neighbours in the table of a format, so that ties, truncation and saturation are indices of it
+    codes    see `codes`
     casts    the scale that the recipe asks for; then codes of x under the scale that the adapter itself wrote
     GEMMs    |out - exact| <= (K + 4) u sum |a b|, the bound of any order of fp32 sums; nothing where every partial sum
              is a whole multiple, below 2**24, of the smallest product; then one rounding to the output's type
@@ -15,226 +15,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ottava.base.errors import unknown_name
 from ottava.numerics.accumulator import get_accumulator
-from ottava.numerics.formats import E8M0, FORMATS, Format, get_format
-from ottava.numerics.rounding import code_values, decode
+from ottava.numerics.formats import E4M3, E8M0, FORMATS, Format, get_format
+from ottava.numerics.rounding import encode
 from ottava.numerics.scaling import Granularity, exponent_bytes, read_scales
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
-from ottava.recipe import get_recipe
+from ottava.prove.codes import (
+    SCALE_SLACK,
+    U32,
+    Allowed,
+    Values,
+    decode_allowed,
+    dtype_of,
+    encode_allowed,
+    numbers_of,
+    on_grid,
+)  # fmt: skip
+from ottava.recipe import ATTENTION_TENSORS, AttentionRecipe, get_recipe
 
-U32 = 2.0**-24
-_SCALE_SLACK = 4 * U32
-"""max / amax, its inverse, and the product with x: three roundings, and one for a scale made from 1 / max."""
 _TINY = 1e-10
 """Below this amax libraries end the growth of a scale (torchao at 1e-12): a smaller scale is no error."""
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-)
-Values = Mapping[str, Any]
-
-
-def dtype_of(what: Values, name: str) -> torch.dtype:
-    """The dtype that a fact names; BF16 if none does."""
-    return DTYPES.get(str(what.get(name)).removeprefix("torch."), torch.bfloat16)
-
-
-class Allowed(NamedTuple):
-    """What one result may be, element by element."""
-
-    low: Tensor
-    """float64; NaN asks for NaN."""
-    high: Tensor
-    """float64: the largest number allowed."""
-    dtypes: tuple[torch.dtype, ...]
-    """The result's."""
-    also: tuple[Tensor | float, ...] = ()
-    """Other numbers that are right; NaN among them means that NaN is right."""
-    free: Tensor | None = None
-    """Where any number is right."""
-    signed: bool = False
-    """Whether the sign of a zero counts."""
-    exact: Tensor | None = None
-    """The numbers of ottava's own reference."""
-    drawn: Tensor | None = None
-    """Stochastic rounding: the number whose mean the results are, float64; NaN: not told."""
-    center: Tensor | None = None
-    """A right number, where the lower end is none."""
-
-    @property
-    def right(self) -> Tensor:
-        """Right numbers, float64."""
-        return next(x for x in (self.center, self.exact, self.low) if x is not None)
-
-    def wrong(self, got: Tensor) -> Tensor:
-        """Where a result (float64) is not allowed."""
-        good = ((got >= self.low) & (got <= self.high)) | (got.isnan() & self.low.isnan())
-        if self.signed:
-            good &= (got != 0) | (got.signbit() == self.low.signbit()) | (self.low != 0)
-        for other in self.also:
-            value = torch.as_tensor(other, dtype=torch.float64, device=got.device)
-            good |= (got == value) | (got.isnan() & value.isnan())
-        if self.drawn is not None:
-            good &= ~_biased(got, self.drawn, self.low, self.high)
-        return ~(good if self.free is None else good | self.free)
-
-
-_SURE = math.log(2 / 1e-12)
-"""One run in 10^12 of a right kernel is called biased."""
-
-
-def _biased(got: Tensor, mean: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The numbers of a sign that round up, or down, too often: Bernstein's bound on a sum of coins, so no repeats.
-
-    Each number lies between two neighbours and takes the upper one with probability (mean - low) / (high - low).
-    """
-    step = high - low
-    told = (step > 0) & mean.isfinite() & (got >= low) & (got <= high)
-    p = torch.where(told, (mean - low) / torch.where(told, step, 1.0), 0.0).clamp(0, 1)
-    off = torch.where(told, (got - low) / torch.where(told, step, 1.0) - p, 0.0)
-    biased = torch.zeros_like(told)
-    for side in (told & (mean > 0), told & (mean < 0)):
-        spread = float((p * (1 - p))[side].sum())
-        bound = _SURE / 3 + math.sqrt(_SURE**2 / 9 + 2 * _SURE * spread)
-        # a scale that is off by some units of FP32 moves every mean
-        slack = float((mean.abs() / torch.where(told, step, 1.0))[side].sum()) * _SCALE_SLACK
-        if abs(float(off[side].sum())) > bound + slack:
-            biased |= side
-    return biased
-
-
-def numbers_of(result: Tensor, fmt: Format | None) -> Tensor:
-    """A result in float64: codes (of a format, if bytes) as their values, in memory of its own."""
-    if fmt is not None and result.dtype == torch.uint8:
-        values = _table(fmt, result.device)[result.to(torch.int64) & ((1 << fmt.bits) - 1)]
-        return torch.where(result.to(torch.int64) >> fmt.bits == 0, values, math.nan)  # no code
-    for known in FORMATS.values():
-        if known.dtype == result.dtype and known.bits == 8:
-            return decode(result, known).double()
-    return result.detach().double()
-
-
-def _table(fmt: Format, device: torch.device) -> Tensor:
-    return code_values(fmt).double().to(device)
-
-
-# --- codes -----------------------------------------------------------------------------------------------------------
-
-
-def on_grid(
-    x: Tensor,
-    fmt: Format,
-    rounding: str = "nearest",
-    overflow: str = "saturate",
-    *,
-    top: float | None = None,
-    flush: bool = False,
-    lost_nan: float | None = None,
-    plain_zero: bool = False,
-    before: torch.dtype | None = None,
-) -> Tensor:
-    """x on the grid of a format, float64, found in the table of its codes.
-
-    Args:
-        rounding: nearest, ties_away, ties_up, truncate, away, up, down.
-        overflow: saturate, nan or inf.
-        top: the largest number kept, where another one than the format's.
-        flush: subnormal results become zero.
-        lost_nan: the number that stands for NaN.
-        plain_zero: -0 becomes 0.
-        before: a type that x is rounded to first.
-    """
-    x = (x if before is None else x.to(before)).double()
-    size = x.abs().nan_to_num(0.0, posinf=math.inf)
-    values = _table(fmt, x.device)[: 1 << (fmt.bits - int(fmt.signed))]
-    values = values[values.isfinite()]
-    beyond = 2 * fmt.clip - fmt.max
-    grid = torch.cat([values, values.new_tensor([beyond, math.inf])])
-    index = torch.searchsorted(grid, size.contiguous(), right=True).sub_(1).clamp_(0, len(values))
-    below, above = grid[index], grid[(index + 1).clamp_(max=len(values))]
-    middle = (below + above) / 2
-    negative = x.signbit()
-    if rounding == "nearest" and fmt.mantissa_bits == 0:
-        rounding = "ties_away"  # of the significands 1 and 2 the even one is 2
-    up = {
-        "nearest": (size > middle) | ((size == middle) & (index % 2 == 1)),
-        "ties_away": size >= middle,
-        "ties_down": size > middle,
-        "ties_up": (size > middle) | ((size == middle) & ~negative),
-        "truncate": torch.zeros_like(negative),
-        "away": size > below,
-        "up": (size > below) & ~negative,
-        "down": (size > below) & negative,
-    }[rounding]
-    index = torch.where(up & (size > below), index + 1, index).clamp_(max=len(values))
-    index = torch.where(size >= beyond, len(values), index)
-    end = {"saturate": fmt.max, "nan": math.nan, "inf": math.inf}[overflow]
-    y = torch.where(index >= len(values), end, grid[index.clamp(max=len(values) - 1)])
-    if rounding in ("truncate", "down", "up") and overflow == "saturate":
-        y = torch.where(size >= fmt.max, end, y)
-    if top is not None:
-        y = torch.where(y > top, top, y)
-    if flush:
-        y = torch.where(y < fmt.min_normal, 0.0, y)
-    y = torch.where(x.isinf() & (overflow != "saturate"), math.inf if fmt.has_infinity else math.nan, y)
-    y = torch.where(negative, -y, y) if fmt.signed else y
-    y = torch.where(x.isnan(), math.nan if lost_nan is None else lost_nan, y)
-    return y + 0.0 if plain_zero or not fmt.has_negative_zero else y
-
-
-def encode_allowed(x: Tensor, what: Values, **way: Any) -> Allowed:
-    """The codes of x, by their values."""
-    fmt = get_format(what.get("format", "e4m3"))
-    rounding, overflow = str(what.get("rounding", "nearest")), str(what.get("overflow", "saturate"))
-    fmt = way.pop("fmt", fmt)
-    drawn = None
-    if rounding == "stochastic" and "rounding" not in way:
-        low, high = on_grid(x, fmt, "down", overflow, **way), on_grid(x, fmt, "up", overflow, **way)
-        drawn = x.double()
-    else:
-        way = {"rounding": rounding.replace("_even", ""), "overflow": overflow} | way
-        low = high = on_grid(x, fmt, **way)
-    also: tuple[Tensor | float, ...] = ()
-    infinite = x.isinf()
-    if bool(infinite.any()) and "overflow" not in way.get("strict", ()):
-        # OFP8's saturation mode keeps the largest number, ottava and others show NaN: all three are in use
-        end = torch.where(x > 0, fmt.max, -fmt.max).double()
-        low, high = low.clone(), high.clone()
-        also = (torch.where(infinite, end, low), torch.where(infinite, math.nan, low))
-    free = None if fmt.has_nan else x.isnan() | infinite
-    dtypes = tuple(dict.fromkeys((fmt.storage_dtype, torch.uint8)))
-    return Allowed(low, high, dtypes, also, free, rounding != "stochastic" and fmt.has_negative_zero, low, drawn)
-
-
-def decode_allowed(
-    codes: Tensor,
-    what: Values,
-    *,
-    fmt: Format | None = None,
-    flush: bool = False,
-    lost_nan: float | None = None,
-    finite: bool = False,
-) -> Allowed:
-    """The values of codes; finite: codes of infinity and NaN are read as numbers of one more binade."""
-    fmt = fmt or get_format(what.get("format", "e4m3"))
-    held = codes.view(torch.uint8).to(torch.int64) & ((1 << fmt.bits) - 1)
-    y = _table(fmt, codes.device)[held]
-    if finite or lost_nan is not None:
-        mantissa = held & ((1 << fmt.mantissa_bits) - 1)
-        power = (held >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
-        beyond = torch.ldexp(1 + mantissa.double() * fmt.eps, power - fmt.bias)
-        beyond = torch.where((held >> (fmt.bits - 1)) == 1, -beyond, beyond) if fmt.signed else beyond
-        beyond = beyond if lost_nan is None else torch.full_like(y, lost_nan)
-        y = torch.where(y.isnan() if lost_nan is not None else ~y.isfinite(), beyond, y)
-    if flush:
-        y = torch.where(y.abs() < fmt.min_normal, 0.0 * y, y)
-    return Allowed(y, y, (torch.float32, torch.bfloat16), signed=True, exact=y)
 
 
 # --- casts -----------------------------------------------------------------------------------------------------------
@@ -272,17 +78,33 @@ def block_amax(x: Tensor, granularity: Granularity) -> Tensor:
     return blocks.amax((1, 3)) if blocks.numel() else x.new_zeros(grid, dtype=torch.float64)
 
 
-def scale_inv_of(amax: Tensor, spec: QuantizationSpec, top: float | None = None, exponent: str | None = None) -> Tensor:
-    """The multipliers that decode, float64: the recipe's rule, from its definition; 1 where amax has no scale."""
+def scale_inv_of(
+    amax: Tensor, spec: QuantizationSpec, top: float | None = None, exponent: str | None = None, nudge: float = 1.0
+) -> Tensor:
+    """The multipliers that decode, float64: the recipe's rule, from its definition; 1 where amax has no scale.
+
+    nudge: what the ratio is multiplied by before a two-level scale is rounded.
+    """
     top, kind = top or spec.format.max, spec.scale_format
-    safe = torch.where((amax > 0) & amax.isfinite(), amax, 1.0)
+    usable = (amax > 0) & amax.isfinite()
+    safe = torch.where(usable, amax, 1.0)
     ratio = safe / top  # float64: 29 bits below those of fp32
-    if exponent == "none" or (kind == "fp32" and exponent is None):
+    if kind == "e4m3" and exponent is None and bool(usable.any()):
+        # the block's scale is an E4M3 number, and the tensor's brings the largest of them to 448
+        tensor = torch.where(usable, amax, 0.0).amax() / (spec.format.max * E4M3.max)
+        return torch.where(usable, on_grid(ratio / tensor * nudge, E4M3) * tensor, 1.0)
+    if exponent == "none" or (kind in ("fp32", "e4m3") and exponent is None):
         y = ratio
     else:
         mantissa, power = torch.frexp(ratio)  # 0.5 <= mantissa < 1
         up = (mantissa > 0.5).to(power.dtype)
-        whole = {"up": power - 1 + up, "down": power - 1, "nearest": power - 1 + (mantissa >= math.sqrt(0.5))}
+        late = (mantissa >= 0.5).to(power.dtype) * (torch.frexp(safe)[0] == math.frexp(top)[0])
+        whole = {
+            "up": power - 1 + up,
+            "open": power - 1 + up.maximum(late),
+            "down": power - 1,
+            "nearest": power - 1 + (mantissa >= math.sqrt(0.5)),
+        }
         whole["floor"] = torch.frexp(safe)[1] - 1 - spec.format.emax
         if kind == "e8m0_floor":
             whole["up"], whole["ceil"] = whole["floor"], whole["up"]
@@ -291,15 +113,28 @@ def scale_inv_of(amax: Tensor, spec: QuantizationSpec, top: float | None = None,
     # a scale beyond fp32 is the largest of its kind
     largest = torch.finfo(torch.float32).max if kind == "fp32" else 2.0**127
     y = y if kind.startswith("e8m0") else y.clamp(min=1 / largest)
-    return torch.where((amax > 0) & amax.isfinite(), y, 1.0)
+    return torch.where(usable, y, 1.0)
 
 
-def _scales_asked(x: Tensor, spec: QuantizationSpec, way: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The amax of each block of x, and its multiplier; takes amax, blocks, exponent and scale_top out of the knobs."""
+def _slack(spec: QuantizationSpec) -> float:
+    """The share by which a right scale may be off."""
+    return SCALE_SLACK if spec.scale_format in ("fp32", "e4m3") else 0.0
+
+
+def _scales_asked(x: Tensor, spec: QuantizationSpec, way: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The amax of each block of x, its multiplier, and the ends of that where an E4M3 scale may round otherwise.
+
+    Takes amax, blocks, exponent and scale_top out of the knobs.
+    """
     amax, blocks = way.pop("amax", None), way.pop("blocks", spec.granularity)
     amax = block_amax(x, blocks) if amax is None else amax
     amax = amax.expand(spec.granularity.grid_shape((x.shape[0], x.shape[1]))) if amax.numel() == 1 else amax
-    return amax, scale_inv_of(amax, spec, way.pop("scale_top", None), way.pop("exponent", None))
+    asked = way.pop("scale_top", None), way.pop("exponent", None)
+    right = scale_inv_of(amax, spec, *asked)
+    if spec.scale_format != "e4m3":
+        return amax, right, right, right
+    low, high = (scale_inv_of(amax, spec, *asked, nudge=by) for by in (1 - SCALE_SLACK, 1 + SCALE_SLACK))
+    return amax, right, low, high
 
 
 def _ways(rounding: str) -> tuple[str, ...]:
@@ -315,16 +150,19 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
     assert spec is not None
     x, fmt = way.pop("x", inputs["x"]), spec.format
     shape = tuple(x.shape)
-    wide = spec.scale_format == "fp32" or way.get("exponent") == "none"
-    slack = _SCALE_SLACK if wide else 0.0
-    amax, right = _scales_asked(x, spec, way)
-    written = way.pop("written", lambda scale: scale)(right)
+    slack = SCALE_SLACK if way.get("exponent") == "none" else _slack(spec)
+    amax, right, *around = _scales_asked(x, spec, way)
+    rule = way.pop("written", lambda scale: scale)
+    written, low, high = (rule(one) for one in (right, *around))
     known = (amax > 0) & amax.isfinite()
-    low, high = written * (1 - slack), torch.where(amax < _TINY, 1e30, written * (1 + slack))
-    # FP32's subnormal numbers: hardware may flush them
-    flushed = amax < 2.0**-126
+    low, high = low * (1 - slack), torch.where(amax < _TINY, 1e30, high * (1 + slack))
+    # FP32's subnormal numbers: hardware may flush them; a block whose E4M3 scale is 0 decodes to 0 under any codes
+    flushed = (amax < 2.0**-126) | (around[0] == 0)
+    two_levels = spec.scale_format == "e4m3"
+    right = torch.where(right == 0, 1.0, right)
     low, high = torch.where(known & ~flushed, low, 0.0), torch.where(known & ~flushed, high, math.inf)
     bad = ~amax.isfinite()
+    bad = bad.any().expand(bad.shape) if two_levels else bad  # the tensor's scale is not told either
     own = None
     if got is not None and got["scale_inv"].numel() == right.numel():
         own = scales_of(got["scale_inv"], spec).reshape(right.shape)
@@ -358,6 +196,7 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
         high.reshape(held),
         (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,),
         (math.nan,) if bool(bad.any()) else (),
+        free=bad.reshape(held) if two_levels else None,
         center=written.float().double().reshape(held),
     )
     signed, dtypes = fmt.has_negative_zero and drawn is None, tuple(dict.fromkeys((fmt.storage_dtype, torch.uint8)))
@@ -391,11 +230,13 @@ def product(
     slack: tuple[Tensor, Tensor] | None = None,
     unit: float = U32,
     steps: tuple[torch.dtype, int] | None = None,
+    split: tuple[torch.dtype, int] | None = None,
 ) -> Allowed:
     """a (M, K) @ b (N, K).T in fp32 sums of any order, rounded once.
 
     slack: how far each number of a and b may be off.
     steps: a type, and how many products go into it at once, one step after the other; None: fp32.
+    split: a type, and the number of parts of K whose sums are rounded to it and added in it.
     """
     k = a.shape[1]
     center, size = a @ b.t(), a.abs() @ b.abs().t()
@@ -404,6 +245,10 @@ def product(
         for at in range(0, k, steps[1]):
             part = slice(at, at + steps[1])
             center = (center + a[:, part] @ b[:, part].t()).float().to(steps[0]).double()
+    if split is not None:
+        parts = zip(a.tensor_split(split[1], 1), b.tensor_split(split[1], 1), strict=True)
+        center = torch.stack([(x @ y.t()).float().to(split[0]).double() for x, y in parts]).sum(0)
+        center = center.float().to(split[0]).double()
     error = (k + 4) * unit * size
     whole = size <= 2.0**24 * (_granule(a) * _granule(b).t())
     error = torch.where(whole & (unit == U32), 0.0, error + k * 2.0**-52 * size)
@@ -497,25 +342,50 @@ def _rows(scale: Tensor, spec: QuantizationSpec, start: int, stop: int) -> Tenso
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
-def cast_interval(x: Tensor, spec: QuantizationSpec | None, **way: Any) -> tuple[Tensor, Tensor]:
-    """x (R, C) after a cast, and how far a cast with another legitimate scale may be from it: both float64."""
-    if spec is None:
-        return x.double(), torch.zeros_like(x, dtype=torch.float64)
-    if spec.transform is not None or spec.block_scale != "amax" or spec.scale_format == "e4m3":
-        from ottava.ops.quantize import quantize
+def cast_interval(
+    x: Tensor, spec: QuantizationSpec | None, off: Tensor | None = None, **way: Any
+) -> tuple[Tensor, Tensor]:
+    """x (R, C) after a cast, and how far a cast with another legitimate scale may be from it: both float64.
 
-        center = quantize(x, spec).dequantize(torch.float32).double()
+    off: how far x may be from what is cast.
+    """
+    moved = torch.zeros_like(x, dtype=torch.float64) if off is None else off
+    if spec is None:
+        return x.double(), moved
+    fmt, shape = way.pop("format", spec.format), tuple(x.shape)
+    if (twice := way.pop("twice", None)) is not None:
+        x = cast_interval(x.t(), twice)[0].t()  # what is cast has been cast along the other dimension
+    if (read := way.pop("read", None)) is not None:
+        center, _ = cast_interval(x, spec)
+        scale = spread(_scales_asked(x, spec, {})[1], spec, shape)
+        codes = encode((center / torch.where(scale == 0, 1.0, scale)).float(), fmt).view(torch.uint8)
+        center = numbers_of(codes, read) * scale
         return center, torch.zeros_like(center)
-    fmt = way.pop("format", spec.format)
     way.setdefault("scale_top", fmt.max)
-    _, scale = _scales_asked(x, spec, way)
-    scale = spread(scale.float().double(), spec, tuple(x.shape))
-    z, slack = x.double() / scale, _SCALE_SLACK if spec.scale_format == "fp32" else 0.0
+    slack = _slack(spec)
+    if off is not None and x.numel():  # the amax moves, too
+        top = float(x.abs().amax())
+        slack += (float((x.abs() + off).amax()) - top + top - float((x.abs() - off).amax())) / max(top, _TINY)
+    scales = [spread(s.float().double(), spec, shape) for s in _scales_asked(x, spec, way)[1:]]
     rounding = way.pop("rounding", spec.rounding.replace("nearest_even", "nearest"))
-    center = on_grid(z, fmt, "nearest" if rounding == "stochastic" else rounding, **way) * scale
-    edges = [on_grid(z * by, fmt, one, **way) * scale for by in (1 - slack, 1 + slack) for one in _ways(rounding)]
-    off = torch.stack([(edge - center).abs() for edge in edges]).amax(0)
-    return center, off + slack * center.abs()
+
+    def cast(x: Tensor, scale: Tensor, how: str, by: float = 1.0) -> Tensor:
+        return on_grid(x.double() / torch.where(scale == 0, 1.0, scale) * by, fmt, how, **way) * scale
+
+    center = cast(x, scales[0], "nearest" if rounding == "stochastic" else rounding)
+    ends = [x.double()] if off is None else [x - moved, x + moved]
+    edges = [
+        cast(end, scale, one, by)
+        for scale in (scales if spec.scale_format == "e4m3" else scales[:1])
+        for end in ends
+        for by in (1 - slack, 1 + slack)
+        for one in _ways(rounding)
+    ]
+    far = torch.stack([(edge - center).abs() for edge in edges]).amax(0) + slack * center.abs()
+    if slack > fmt.eps / 4:  # hardly known what is cast: any cast of it lies within half a step of it
+        half = (x.abs() + moved) * (1 + slack) * fmt.eps / 2 + scales[0] * (1 + slack) * fmt.min_subnormal
+        far = far.maximum((x.double() - center).abs() + moved + half)
+    return center, far
 
 
 def linear_allowed(inputs: Values, what: Values, *, cells: Any = None, **way: Any) -> dict[str, Allowed]:
@@ -551,6 +421,16 @@ def reshaped(allowed: Allowed, shape: tuple[int, ...]) -> Allowed:
     return allowed._replace(low=allowed.low.reshape(shape), high=allowed.high.reshape(shape), exact=exact)
 
 
+def _cast_together(spec: QuantizationSpec | None, *parts: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Tensors (and how far they may be off) after a cast with one scale for all of them."""
+    if spec is None:
+        return list(parts)
+    flat, off = (torch.cat([part[i].reshape(1, -1) for part in parts], 1) for i in (0, 1))
+    sizes = [part[0].numel() for part in parts]
+    cast = [side.split(sizes, 1) for side in cast_interval(flat, spec, off)]
+    return [(cast[0][i].view(part[0].shape), cast[1][i].view(part[0].shape)) for i, part in enumerate(parts)]
+
+
 def attention_allowed(
     inputs: Values,
     what: Values,
@@ -559,52 +439,71 @@ def attention_allowed(
     offset: int = 0,
     causal: bool | None = None,
     fault: str = "",
+    pad: int = 0,
+    casts: Mapping[str, str] | None = None,
 ) -> dict[str, Allowed]:
     """o, dq, dk and dv of softmax(q k.T / sqrt(D)) v; each rounding of an ordinary kernel to the operands' type counts.
 
     Args:
         offset: by which the causal mask is late; None is right.
         fault: what else is wrong, see `hypotheses`.
+        pad: keys are padded to a multiple of it, with zeros that count.
+        casts: tensor of `AttentionRecipe` -> a format in place of its own, or "skip".
     """
     q, k, v, grad = (inputs[key].double() for key in ("q", "k", "v", "grad"))
     dtype, depth, keys, queries = inputs["q"].dtype, q.shape[-1], k.shape[-2], q.shape[-2]
+    specs = attention_specs(what, casts or {})
+    (q, eq), (k, ek), (v, ev) = _cast_together(specs.get("qkv"), *((x, torch.zeros_like(x)) for x in (q, k, v)))
+    ((g, eg),) = _cast_together(specs.get("do"), (grad, torch.zeros_like(grad)))
     u = max(torch.finfo(dtype).eps / 2, U32)
     scale = 1 / math.sqrt(depth) if scale is None else scale
     scores, size = q @ k.mT * scale, q.abs() @ k.abs().mT * scale
     off = (depth + 4) * U32 * size + 2 * u * scores.abs()  # sums in fp32, then one rounding of the scores
+    off = off + (eq @ k.abs().mT + (q.abs() + eq) @ ek.mT) * scale
     if what.get("causal", False) if causal is None else causal:
         seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(offset)
         scores, off = scores.masked_fill(~seen, -math.inf), off.masked_fill(~seen, 0.0)
     top = scores.amax(-1, keepdim=True).clamp(min=-1e300)
     raised = (scores - top).exp()
     total = raised.sum(-1, keepdim=True)
-    p = raised / torch.where(total == 0, 1.0, total)
-    if fault == "not normalized":
-        p = raised
-    if fault == "p in fp16":
-        p = p.to(torch.float16).double()
+    if pad:  # keys of zeros behind the last one, which nobody hides
+        total = total + (-keys % pad) * (-top).exp()
+    p = raised if fault == "not normalized" else raised / torch.where(total == 0, 1.0, total)
     # exp turns an absolute error into a relative one; the sum has that of its largest term
-    relative = 2 * (off.amax(-1, keepdim=True) + off) + (keys + 16) * U32 + 2 * u
-    ep = p * relative
-    o, eo = p @ v, ep @ v.abs() + (keys + 4) * U32 * (p @ v.abs())
-    dp, edp = grad @ v.mT, ((v.shape[-1] + 4) * U32 + u) * (grad.abs() @ v.abs().mT)
-    delta = (grad * o).sum(-1, keepdim=True)
-    edelta = (grad.abs() * (eo + u * o.abs())).sum(-1, keepdim=True)
-    edelta += (v.shape[-1] + 4) * U32 * (grad * o).abs().sum(-1, keepdim=True)
+    ep = p * (2 * (off.amax(-1, keepdim=True) + off) + (keys + 16) * U32 + 2 * u)
+    ((s, es),) = _cast_together(specs.get("s"), (p, ep))
+    o, eo = s @ v, es @ v.abs() + (s.abs() + es) @ ev + (keys + 4) * U32 * (s @ v.abs())
+    ((o, eo),) = _cast_together(specs.get("o"), (o, eo))
+    dp, edp = g @ v.mT, ((v.shape[-1] + 4) * U32 + u) * (g.abs() @ v.abs().mT)
+    edp = edp + eg @ v.abs().mT + (g.abs() + eg) @ ev.mT
+    delta = (g * o).sum(-1, keepdim=True)
+    edelta = (g.abs() * (eo + u * o.abs()) + eg * o.abs()).sum(-1, keepdim=True)
+    edelta += (v.shape[-1] + 4) * U32 * (g * o).abs().sum(-1, keepdim=True)
     if fault == "no delta":
         delta = torch.zeros_like(delta)
     ds = p * (dp - delta)
     eds = ep * (dp - delta).abs() + (p + ep) * (edp + edelta) + 2 * u * ds.abs()
+    ((ds, eds),) = _cast_together(specs.get("dp"), (ds, eds))
     back = 1.0 if fault == "gradients without scale" else scale
-    dq, dk, dv = ds @ k * back, ds.mT @ q * back, p.mT @ grad
-    edq = (eds @ k.abs() + (keys + 4) * U32 * (ds.abs() @ k.abs())) * back
-    edk = (eds.mT @ q.abs() + (queries + 4) * U32 * (ds.abs().mT @ q.abs())) * back
-    edv = ep.mT @ grad.abs() + (queries + 4) * U32 * (p.mT @ grad.abs())
+    dq, dk, dv = ds @ k * back, ds.mT @ q * back, s.mT @ g
+    edq = (eds @ k.abs() + (ds.abs() + eds) @ ek + (keys + 4) * U32 * (ds.abs() @ k.abs())) * back
+    edk = (eds.mT @ q.abs() + (ds.abs() + eds).mT @ eq + (queries + 4) * U32 * (ds.abs().mT @ q.abs())) * back
+    edv = es.mT @ g.abs() + (s + es).mT @ eg + (queries + 4) * U32 * (s.mT @ g.abs())
+    grads = _cast_together(specs.get("dqkv"), (dq, edq), (dk, edk), (dv, edv))
     # second order: the bounds above are of first order, and errors of a few percent multiply
     return {
         name: between(center, error * 1.1 + torch.finfo(torch.float32).tiny, dtype)
-        for name, center, error in (("o", o, eo), ("dq", dq, edq), ("dk", dk, edk), ("dv", dv, edv))
+        for name, (center, error) in zip(("o", "dq", "dk", "dv"), [(o, eo), *grads], strict=True)
     }
+
+
+def attention_specs(what: Values, casts: Mapping[str, str]) -> dict[str, QuantizationSpec]:
+    """Tensor of `AttentionRecipe` -> its cast; none in high precision."""
+    recipe = AttentionRecipe()
+    known = {name: spec for name in ATTENTION_TENSORS if (spec := getattr(recipe, name)) is not None}
+    changed = {n: replace(known[n], format=get_format(to)) for n, to in casts.items() if to != "skip"}
+    specs = (known if what.get("recipe") == "fp8" else {}) | changed
+    return {name: spec for name, spec in specs.items() if casts.get(name) != "skip"}
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
@@ -655,28 +554,35 @@ def adamw(
 
 
 def optimizer_allowed(
-    inputs: Values, what: Values, *, fault: str = "", moments: str | None = None
+    inputs: Values, what: Values, *, fault: str = "", moments: tuple[str | None, str | None] | None = None
 ) -> dict[str, Allowed]:
-    """The parameter after each of some steps; inputs: parameter, and grads (steps, ...)."""
+    """The parameter after each of some steps; inputs: parameter, and grads (steps, ...).
+
+    moments: how the first and the second are kept; None: as was told.
+    """
     p, dtype = inputs["parameter"].double(), inputs["parameter"].dtype
     m, v, wide = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p)
     dm, dv = torch.zeros_like(p), torch.zeros_like(p)  # how far another rounding may bring a stored moment
-    name = moments or str(what.get("moments", "float32"))
-    name = {"float32": "fp32", "bfloat16": "bf16"}.get(name, name)
+    told = str(what.get("moments", "float32"))
+    told = {"float32": "fp32", "bfloat16": "bf16"}.get(told, told)
+    names = (told, told) if moments is None else tuple(told if name is None else name for name in moments)
     u, (b1, b2), lr = torch.finfo(dtype).eps / 2, what.get("betas", (0.9, 0.999)), float(what.get("lr", 1e-3))
     lows, highs, exact = [], [], []
     for t, g in enumerate(inputs["grad"].double(), start=1):
         stale = inputs["grad"][t - 2].double() if fault == "gradient of the step before" and t > 1 else None
         kept = m * b1 / (1 - b1)
+        was = p, m, v
         p, m, v, error = adamw(p, g, m, v, t, what, fault=fault, stale=stale)
-        if name != "fp32":
+        if fault == "zero gradients skipped":
+            p, m, v = (torch.where(g == 0, old, new) for old, new in zip(was, (p, m, v), strict=True))
+        if names != ("fp32", "fp32"):
             # a sum that cancels keeps the roundings of its terms
             dm, dv = b1 * dm + 8 * U32 * (1 - b1) * (g.abs() + kept.abs()), b2 * dv
             share = torch.where(dv < v, dv / torch.where(v > 0, v, 1.0), torch.where(dv > 0, math.inf, 0.0))
             root = (v / (1 - b2**t)).sqrt() + float(what.get("eps", 1e-8))
             step, moved = lr * m.abs() / (1 - b1**t) / root, lr * dm / (1 - b1**t) / root
             error = error + ((step + moved) * share).nan_to_num(0.0, posinf=math.inf) + moved
-            (m, dm), (v, dv) = _held(name, m, dm, False), _held(name, v, dv, True)
+            (m, dm), (v, dv) = _held(names[0], m, dm, False), _held(names[1], v, dv, True)
         if fault == "moments forgotten":
             m, v = torch.zeros_like(p), torch.zeros_like(p)
         wide = wide + error + (0.0 if dtype == torch.float32 else 1.01 * u * p.abs())
@@ -692,6 +598,8 @@ def _held(name: str, moment: Tensor, off: Tensor, positive: bool) -> tuple[Tenso
     """A moment out of its storage, and how far it moves if what is stored moves by `off` and a few roundings."""
     from ottava.optim.storage import STORAGES
 
+    if name == "fp32":
+        return moment, off
     if name not in STORAGES:
         raise ValueError(unknown_name("moments", name, STORAGES))
     storage = STORAGES[name]
@@ -706,8 +614,25 @@ def _held(name: str, moment: Tensor, off: Tensor, positive: bool) -> tuple[Tenso
         held = storage.empty(x)
         storage.write([held], [x.clamp(min=0) if positive else x], positive=positive)
         read.append(storage.read([held], positive=positive)[0].double().view(moment.shape))
+        if "_exponent" in held:  # the exponent of a group, and so all of its grid, hangs on its smallest number
+            return read[0], _half_steps(moment, held, storage.groups["_exponent"]) * 2 * (moment.abs() + off) + off
     moved = torch.stack([(one - read[0]).abs() for one in read]).amax(0)
     return read[0], 1.1 * moved + 64 * U32 * read[0].abs()  # a power in fp32 is off by some units
+
+
+def _half_steps(moment: Tensor, held: Mapping[str, Tensor], size: int) -> Tensor:
+    """How far, as a share of it, a number may be from what a grid of E4M3 under a power reads, see `optim.storage`.
+
+    A power x ** (e / 16) lies half a step from its code: 2**-4 of it, and 2**-10 where it is subnormal.
+    """
+
+    def each(name: str) -> Tensor:
+        return held[name].double().view(-1).repeat_interleave(size)[: moment.numel()].view(moment.shape)
+
+    exponent, center = (each("_exponent") - 1).clamp(min=1) / 16, each("_center")
+    raised = (moment.abs() / torch.where(center == 0, 1.0, center)) ** exponent
+    half = (2.0**-10 / torch.where(raised == 0, 1.0, raised)).clamp(2.0**-4, 0.75)
+    return (1 - half) ** (-1 / exponent) - 1
 
 
 def expect(kind: str, inputs: Values, what: Values, got: Values | None = None, **way: Any) -> dict[str, Allowed]:

@@ -19,18 +19,8 @@ from torch import Tensor
 from ottava.numerics.formats import Format, dtype_name, get_format
 from ottava.numerics.rounding import code_values, encode
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.prove.judge import (
-    DTYPES,
-    block_amax,
-    cast_spec,
-    dtype_of,
-    gemm_specs,
-    on_grid,
-    scale_inv_of,
-    spread,
-    stored,
-    stored_shape,
-)  # fmt: skip
+from ottava.prove.codes import DTYPES, dtype_of, on_grid
+from ottava.prove.judge import block_amax, cast_spec, gemm_specs, scale_inv_of, spread, stored, stored_shape
 from ottava.recipe import get_recipe
 
 GUARD = 256
@@ -171,8 +161,8 @@ OPERANDS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 class Draws:
     """Numbers from a seed."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.generator, self.device = torch.Generator().manual_seed(seed), device
+    def __init__(self, seed: int, device: torch.device, listed: bool = True) -> None:
+        self.generator, self.device, self.listed = torch.Generator().manual_seed(seed), device, listed
 
     def normal(self, *shape: int) -> Tensor:
         """Normal numbers, fp32."""
@@ -214,31 +204,36 @@ _ALONE = ("cancelling", "one NaN", "a row of NaN", "one infinity", "one hot")
 def combinations(
     shapes: Sequence[Any], layouts: Sequence[str], operands: Sequence[str], source: Draws, count: int
 ) -> Iterator[tuple[Any, str, str]]:
-    """(shape, layout, operands): each once beside ordinary ones, then drawn."""
+    """(shape, layout, operands): each once beside ordinary ones, then drawn, no shape twice."""
     listed = [(shape, layouts[0], operands[0]) for shape in shapes]
     listed += [(shapes[0], layouts[0], kind) for kind in operands[1:]]
     listed += [(shapes[i % 2], layout, operands[0]) for layout in layouts[1:] for i in (0, 1)]
+    listed = listed if source.listed else []
     yield from listed[: max(count, 0)]
+    seen = set(shapes)
     for _ in range(count - len(listed)):
-        yield _jittered(source.choose(shapes), source), source.choose(layouts), source.choose(operands)
+        like = source.choose(shapes)
+        shape = next((new for _ in range(99) if (new := _drawn(like, source)) not in seen), like)
+        seen.add(shape)
+        yield shape, source.choose(layouts), source.choose(operands)
 
 
-def _jittered(shape: Any, source: Draws) -> Any:
-    """Half of the drawn shapes get other sizes, up to twice the listed ones."""
-    if source.choose((True, False)):
-        return shape
-
-    def drawn(size: Any) -> Any:
+def _drawn(shape: Any, source: Draws) -> Any:
+    """Other sizes, up to twice those of a listed shape: anywhere, or at a multiple of a power of two, or beside one."""
+    sizes = []
+    for size in shape:
         if isinstance(size, tuple):
-            return _jittered(size, source)
-        return size if size > 512 else source.choose(range(2 * size + 1))
+            sizes.append(_drawn(size, source))
+            continue
+        most = 2 * size if size <= 512 else size
+        step = source.choose((1, 1, 8, 16, 32, 64, 128))
+        near = step * int(source.choose(range(most // step + 1))) + source.choose((0, 0, -1, 1))
+        sizes.append(max(0, near))
+    return tuple(sizes)
 
-    return tuple(map(drawn, shape))
 
-
-def cases(kind: str, what: Mapping[str, Any], count: int, seed: int, device: torch.device) -> Iterator[KernelCase]:
+def cases(kind: str, what: Mapping[str, Any], count: int, source: Draws) -> Iterator[KernelCase]:
     """`count` cases of a kind; the first ones are the same for every count."""
-    source = Draws(seed, device)
     return {
         "encode": _encode, "decode": _decode, "cast": _cast, "gemm": _gemm, "grouped": _grouped,
         "linear": _linear, "attention": _attention, "optimizer": _optimizer,

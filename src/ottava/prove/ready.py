@@ -122,9 +122,14 @@ _GEMMS = ("reference", "native_gemm", "native_gemm batch_invariant", "native_dec
 _SCALED = ("tensorwise", "rowwise", "blockwise", "blockwise_fp32", "mxfp8")
 
 
+def _interpreted() -> bool:
+    """Whether TRITON_INTERPRET=1 lets Triton's kernels run on a CPU."""
+    return importlib.util.find_spec("triton") is not None and bool(_package("triton").knobs.runtime.interpret)
+
+
 def _casts() -> Iterator[Row]:
     kernels = {"": "", "reference.": "reference", "native.": "native.quantize", "triton.": "triton.quantize"}
-    for recipe in (*_SCALED, "mxfp4"):
+    for recipe in (*_SCALED, "mxfp4", "nvfp4"):
         for side in ("x", "weight", "grad")[: 2 if recipe == "mxfp4" else 3]:
             facts = {"recipe": recipe, "operand": side}
             for name, module in kernels.items():
@@ -146,9 +151,12 @@ def _our_cast(x: Tensor, data: Tensor, scale_inv: Tensor, spec: Any, module: str
         cast = quantize(x, spec)
         return cast.data, stored(cast.scale_inv, spec)
     run = importlib.import_module(f"ottava.kernels.{module}")
-    if (reason := run.supports_quantize(x, spec)) is not None:
+    reason = run.supports_quantize(x, spec)
+    if module.startswith("triton") and x.numel() and _interpreted():
+        reason = run.refuses(spec)  # a CPU is no reason there
+    if reason is not None:
         raise NotImplementedError(reason)
-    made = run.quantize(x, spec)
+    made = run.plan_quantize(x, spec)(x, None, None) if hasattr(run, "plan_quantize") else run.quantize(x, spec)
     return made[0], stored(made[1], spec)
 
 
@@ -171,7 +179,7 @@ def _torchao_mx(x: Tensor, data: Tensor, scale_inv: Tensor, mode: str) -> tuple[
 
 
 def _gemms() -> Iterator[Row]:
-    for recipe in _SCALED:
+    for recipe in (*_SCALED, "mxfp4", "nvfp4"):
         specs = gemm_specs({"recipe": recipe})
         ours = partial(_our_gemm, specs=specs)
         for out in ("bfloat16", "float32"):
@@ -241,7 +249,7 @@ def _torch_scaled_mm(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Ten
 
 def _layers() -> Iterator[Row]:
     for library, recipes, linear in (
-        ("ottava", ("bf16", *_SCALED, "mxfp4", "rowwise_with_gw_hp"), _our_linear),
+        ("ottava", ("bf16", *_SCALED, "mxfp4", "nvfp4", "rowwise_with_gw_hp"), _our_linear),
         ("transformer_engine", ("tensorwise", "mxfp8"), _te_linear),
         ("torchao", ("rowwise", "rowwise_with_gw_hp"), _torchao_linear),
     ):
@@ -252,9 +260,11 @@ def _layers() -> Iterator[Row]:
         for library, attention in (("torch", _torch_attention), ("ottava", _our_attention)):
             run = partial(_attended, made=attention, causal=causal)
             yield f"{library}.attention.{name}", "attention", {"causal": causal}, run
+        run = partial(_attended, made=partial(_our_attention, recipe="fp8"), causal=causal)
+        yield f"ottava.attention.fp8.{name}", "attention", {"causal": causal, "recipe": "fp8"}, run
     facts: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
     yield "torch.adamw", "optimizer", facts, partial(_stepped, make=torch.optim.AdamW)
-    for told, moments in (("float32", "fp32"), ("bfloat16", "bf16"), ("int8", "int8")):
+    for told, moments in (("float32", "fp32"), ("bfloat16", "bf16"), ("int8", "int8"), ("fp8", "fp8")):
         yield (
             f"ottava.adamw.{moments}",
             "optimizer",
@@ -315,10 +325,12 @@ def _torch_attention(causal: bool) -> Function:
     return partial(torch.nn.functional.scaled_dot_product_attention, is_causal=causal)
 
 
-def _our_attention(causal: bool) -> Function:
+def _our_attention(causal: bool, recipe: str = "bf16") -> Function:
     from ottava.nn.attention import DotProductAttention
+    from ottava.recipe import AttentionRecipe, get_recipe
 
-    return DotProductAttention(mask="causal" if causal else "no_mask", layout="bhsd")
+    fp8 = replace(get_recipe("bf16"), attention=AttentionRecipe() if recipe == "fp8" else None)
+    return DotProductAttention(mask="causal" if causal else "no_mask", layout="bhsd", recipe=fp8)
 
 
 def _stepped(parameter: Tensor, grad: Tensor, state: dict[str, Any], step: int, make: Function) -> None:

@@ -1,10 +1,14 @@
-"""Opens saved traces: those of `ottava check --save`, and the dumps of msprobe.
+"""Opens saved traces: those of `ottava check --save`, and the dumps of msprobe and TransformerEngine.
 
     ottava     rank0.json, rank0.safetensors
     msprobe    dump.json beside dump_tensor_data/NAME.pt (task "tensor"), of level L0: modules. A name is
                Module.PATH.CLASS.forward.CALL or .backward.CALL
 
-Source: msprobe docs/zh/dump, "module dump data". No code of a file runs, see `interop.safe_pickle`.
+    TE         tensor_dumps/rank_N/LAYER_TENSOR_iter_000001.pt of its feature DumpTensors: a dict with high_precision,
+               or data and scale_inv. Layers come in the order of their names, and their numbers count as numbers
+
+Source: msprobe docs/zh/dump, "module dump data"; transformer_engine/debug/features/dump_tensors.py. No code of a file
+runs, see `interop.safe_pickle`.
 """
 
 from __future__ import annotations
@@ -32,7 +36,52 @@ def load_trace(path: Path) -> StepRecording:
     Raises:
         TraceError: nothing is there, or it cannot be read.
     """
-    return _msprobe(path) if (path / "dump.json").is_file() else StepRecording.load(path)
+    if (path / "dump.json").is_file():
+        return _msprobe(path)
+    ranks = sorted((path / "tensor_dumps" if (path / "tensor_dumps").is_dir() else path).glob("rank_*"), key=_numbers)
+    return _te(path, ranks) if any(rank.is_dir() for rank in ranks) else StepRecording.load(path)
+
+
+_TE = re.compile(r"(?P<layer>.+)_(?P<tensor>activation|gradient|weight|output|wgrad|dgrad)_iter_(?P<step>\d+)")
+_TE_KINDS = {"weight": "weight", "activation": "input", "output": "output", "gradient": "output gradient",
+             "dgrad": "input gradient", "wgrad": "gradient"}  # fmt: skip
+
+
+def _numbers(path: Path) -> list[tuple[int, str]]:
+    """A key that sorts 10 behind 9."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", path.name)]
+
+
+def _te(folder: Path, ranks: list[Path]) -> StepRecording:
+    made = [StepRecording([*_te_entries(rank)], folder.name, r, len(ranks)) for r, rank in enumerate(ranks)]
+    if not all(one.entries for one in made):
+        raise TraceError(
+            f"{folder}: a rank has no tensor; dump with high_precision_tensor, or dump_quantized_internals"
+        )
+    made[0].ranks = made if len(made) > 1 else []
+    return made[0]
+
+
+def _te_entries(folder: Path) -> Iterator[TensorSeen]:
+    files = [(match, path) for path in sorted(folder.glob("*.pt"), key=_numbers) if (match := _TE.fullmatch(path.stem))]
+    steps = sorted({int(match["step"]) for match, _ in files})
+    phases = [*_TE_KINDS]
+    for place, (match, path) in enumerate(files):
+        try:
+            held = {name: x for name, x in read_entries(path) if isinstance(x, Tensor)}
+        except (StateFileError, DamagedError, RefusedError, OSError) as error:
+            raise TraceError(f"{path}: {str(error).splitlines()[0][:200]}") from None
+        value = held.get("high_precision")
+        if value is None and {"data", "scale_inv"} <= held.keys():
+            value = held["data"].float() * held["scale_inv"].float()
+        if value is None:
+            continue
+        step, phase = steps.index(int(match["step"])), phases.index(match["tensor"])
+        at = phase < 3  # weights, then layers forward, then layers backward
+        order = step * 1e6 + (place if phase == 0 else 1e5 + place if at else 9e5 - place)
+        key = Key(step, bare(match["layer"]) + (".weight" if match["tensor"] in ("weight", "wgrad") else ""),
+                  _TE_KINDS[match["tensor"]])  # fmt: skip
+        yield TensorSeen(key, value.detach(), order, "TransformerEngine")
 
 
 def _msprobe(folder: Path) -> StepRecording:

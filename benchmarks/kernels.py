@@ -1,0 +1,120 @@
+"""`ottava certify` on kernels of others: `python benchmarks/kernels.py look SET | sweep | costs`.
+
+    look SET   every kernel of benchmarks/blind/SET, 100 cases each, seed 0; a JSON line each, beside the truth
+    sweep      every ready adapter on new shapes, those of Triton interpreted; alarms and different shapes by library
+
+`sweep` writes benchmarks/results/kernels-sweep.json. It ends when `--shapes` different shapes have been judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ottava.prove.certificate import certify
+from ottava.prove.ready import load, ready
+
+HERE = Path(__file__).resolve().parent
+_CASES = {"linear": 40, "attention": 40, "optimizer": 24}
+"""Of each adapter, where a case takes long; others have 60."""
+
+
+def look(name: str, only: str) -> list[dict[str, Any]]:
+    """What certify says of each kernel of a set."""
+    folder, rows = HERE / "blind" / name, []
+    sys.path.insert(0, str(folder))
+    for case in json.loads((folder / "public.json").read_text("utf-8")):
+        if only and not case["name"].startswith(tuple(only.split(","))):
+            continue
+        file, _, function = case["adapter"].rpartition(":")
+        found = certify(load(f"{Path(file).stem}:{function}"), count=100)
+        said = None if found.explained is None else f"{found.explained['hypothesis']}: {found.explained['sentence']}"
+        row = {key: case[key] for key in ("name", "kind", "clean", "cause")}
+        rows.append(row | {"verdict": found.verdict, "explained": said, "seconds": round(found.seconds, 1)})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def sweep(shapes: int, seed: int) -> dict[str, Any]:
+    """How many different shapes each library's kernels met, and which were called wrong."""
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    importlib.import_module("triton_mode")
+    importlib.import_module("kernels.triton.interpreter").install()
+    counts: dict[str, dict[str, Any]] = {}
+    alarms, everything, began = [], set(), time.perf_counter()
+    names = list(ready())
+    for turn in itertools.count():
+        for place, name in enumerate(names):
+            library = "triton" if ".triton" in name else name.partition(".")[0]
+            mine = counts.setdefault(library, {"adapters": set(), "cases": 0, "shapes": set(), "alarms": 0})
+            if turn and (name not in mine["adapters"] or library == "triton" or len(everything) >= shapes):
+                continue  # an interpreter takes a second a case
+            made = load(name)
+            told = made.kind, *made.what.items()
+            met: set[Any] = set()
+
+            def noted(*tensors: Any, function: Any = made.function, met: set[Any] = met) -> Any:
+                result = function(*tensors)
+                met.add(tuple(tuple(x.shape) for x in tensors if isinstance(x, torch.Tensor)))
+                return result
+
+            count = 12 if library == "triton" else _CASES.get(made.kind, 60)
+            found = certify(replace(made, function=noted), count=count, seed=seed + 1000 * turn + place, listed=False)
+            judged = found.cases - found.refused
+            mine["cases"] += judged
+            if judged:
+                mine["adapters"].add(name)
+            new = {(told[0], one) for one in met}
+            mine["shapes"] |= new
+            everything |= new
+            if not found.good:
+                mine["alarms"] += 1
+                alarms.append({"adapter": name, "seed": seed + 1000 * turn + place, "said": str(found)})
+                print(found, flush=True)
+            print(f"{len(everything):6} shapes, {len(alarms)} alarms, {name}", file=sys.stderr, flush=True)
+        if len(everything) >= shapes:
+            break
+    rows = {
+        library: {key: len(value) if isinstance(value, set) else value for key, value in mine.items()}
+        for library, mine in counts.items()
+    }
+    total = {"shapes": len(everything), "cases": sum(row["cases"] for row in rows.values()), "alarms": len(alarms)}
+    return {
+        "seed": seed,
+        "torch": torch.__version__,
+        "total": total,
+        "libraries": rows,
+        "alarms": alarms,
+        "minutes": round((time.perf_counter() - began) / 60, 1),
+    }
+
+
+def main() -> None:
+    """Runs what is asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what")
+    parser.add_argument("name", nargs="?", default="kernels")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--shapes", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.what == "look":
+        look(asked.name, asked.only)
+    else:
+        (HERE / "results" / "kernels-sweep.json").write_text(
+            json.dumps(sweep(asked.shapes, asked.seed), indent=1) + "\n", "utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()

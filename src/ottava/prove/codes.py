@@ -1,0 +1,223 @@
+"""What codes may be: neighbours in the table of a format, so that ties, truncation and saturation are indices of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.numerics.formats import FORMATS, Format, get_format
+from ottava.numerics.rounding import code_values, decode
+
+U32 = 2.0**-24
+SCALE_SLACK = 4 * U32
+"""max / amax, its inverse, and the product with x: three roundings, and one for a scale made from 1 / max."""
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+)
+Values = Mapping[str, Any]
+
+
+def dtype_of(what: Values, name: str) -> torch.dtype:
+    """The dtype that a fact names; BF16 if none does."""
+    return DTYPES.get(str(what.get(name)).removeprefix("torch."), torch.bfloat16)
+
+
+class Allowed(NamedTuple):
+    """What one result may be, element by element."""
+
+    low: Tensor
+    """float64; NaN asks for NaN."""
+    high: Tensor
+    """float64: the largest number allowed."""
+    dtypes: tuple[torch.dtype, ...]
+    """The result's."""
+    also: tuple[Tensor | float, ...] = ()
+    """Other numbers that are right; NaN among them means that NaN is right."""
+    free: Tensor | None = None
+    """Where any number is right."""
+    signed: bool = False
+    """Whether the sign of a zero counts."""
+    exact: Tensor | None = None
+    """The numbers of ottava's own reference."""
+    drawn: Tensor | None = None
+    """Stochastic rounding: the number whose mean the results are, float64; NaN: not told."""
+    center: Tensor | None = None
+    """A right number, where the lower end is none."""
+
+    @property
+    def right(self) -> Tensor:
+        """Right numbers, float64."""
+        return next(x for x in (self.center, self.exact, self.low) if x is not None)
+
+    def wrong(self, got: Tensor) -> Tensor:
+        """Where a result (float64) is not allowed."""
+        good = ((got >= self.low) & (got <= self.high)) | (got.isnan() & self.low.isnan())
+        if self.signed:
+            good &= (got != 0) | (got.signbit() == self.low.signbit()) | (self.low != 0)
+        for other in self.also:
+            value = torch.as_tensor(other, dtype=torch.float64, device=got.device)
+            good |= (got == value) | (got.isnan() & value.isnan())
+        if self.drawn is not None:
+            good &= ~_biased(got, self.drawn, self.low, self.high)
+        return ~(good if self.free is None else good | self.free)
+
+
+_SURE = math.log(2 / 1e-12)
+"""One run in 10^12 of a right kernel is called biased."""
+
+
+def _biased(got: Tensor, mean: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The numbers of a sign that round up, or down, too often: Bernstein's bound on a sum of coins, so no repeats.
+
+    Each number lies between two neighbours and takes the upper one with probability (mean - low) / (high - low).
+    """
+    step = high - low
+    told = (step > 0) & mean.isfinite() & (got >= low) & (got <= high)
+    p = torch.where(told, (mean - low) / torch.where(told, step, 1.0), 0.0).clamp(0, 1)
+    off = torch.where(told, (got - low) / torch.where(told, step, 1.0) - p, 0.0)
+    biased = torch.zeros_like(told)
+    for side in (told & (mean > 0), told & (mean < 0)):
+        spread = float((p * (1 - p))[side].sum())
+        bound = _SURE / 3 + math.sqrt(_SURE**2 / 9 + 2 * _SURE * spread)
+        # a scale that is off by some units of FP32 moves every mean
+        slack = float((mean.abs() / torch.where(told, step, 1.0))[side].sum()) * SCALE_SLACK
+        if abs(float(off[side].sum())) > bound + slack:
+            biased |= side
+    return biased
+
+
+def numbers_of(result: Tensor, fmt: Format | None) -> Tensor:
+    """A result in float64: codes (of a format, if bytes) as their values, in memory of its own."""
+    if fmt is not None and result.dtype == torch.uint8:
+        values = table(fmt, result.device)[result.to(torch.int64) & ((1 << fmt.bits) - 1)]
+        return torch.where(result.to(torch.int64) >> fmt.bits == 0, values, math.nan)  # no code
+    for known in FORMATS.values():
+        if known.dtype == result.dtype and known.bits == 8:
+            return decode(result, known).double()
+    return result.detach().double()
+
+
+def table(fmt: Format, device: torch.device) -> Tensor:
+    """The value of each code, float64."""
+    return code_values(fmt).double().to(device)
+
+
+def on_grid(
+    x: Tensor,
+    fmt: Format,
+    rounding: str = "nearest",
+    overflow: str = "saturate",
+    *,
+    top: float | None = None,
+    flush: bool = False,
+    lost_nan: float | None = None,
+    plain_zero: bool = False,
+    before: torch.dtype | int | None = None,
+) -> Tensor:
+    """x on the grid of a format, float64, found in the table of its codes.
+
+    Args:
+        rounding: nearest, ties_away, ties_up, truncate, away, up, down.
+        overflow: saturate, nan or inf.
+        top: the largest number kept, where another one than the format's.
+        flush: subnormal results become zero.
+        lost_nan: the number that stands for NaN.
+        plain_zero: -0 becomes 0.
+        before: a type that x is rounded to first, or the number of significant bits.
+    """
+    x = significant(x, before) if isinstance(before, int) else (x if before is None else x.to(before)).double()
+    size = x.abs().nan_to_num(0.0, posinf=math.inf)
+    values = table(fmt, x.device)[: 1 << (fmt.bits - int(fmt.signed))]
+    values = values[values.isfinite()]
+    beyond = 2 * fmt.clip - fmt.max
+    grid = torch.cat([values, values.new_tensor([beyond, math.inf])])
+    index = torch.searchsorted(grid, size.contiguous(), right=True).sub_(1).clamp_(0, len(values))
+    below, above = grid[index], grid[(index + 1).clamp_(max=len(values))]
+    middle = (below + above) / 2
+    negative = x.signbit()
+    if rounding == "nearest" and fmt.mantissa_bits == 0:
+        rounding = "ties_away"  # of the significands 1 and 2 the even one is 2
+    up = {
+        "nearest": (size > middle) | ((size == middle) & (index % 2 == 1)),
+        "ties_away": size >= middle,
+        "ties_down": size > middle,
+        "ties_up": (size > middle) | ((size == middle) & ~negative),
+        "truncate": torch.zeros_like(negative),
+        "away": size > below,
+        "up": (size > below) & ~negative,
+        "down": (size > below) & negative,
+    }[rounding]
+    index = torch.where(up & (size > below), index + 1, index).clamp_(max=len(values))
+    index = torch.where(size >= beyond, len(values), index)
+    end = {"saturate": fmt.max, "nan": math.nan, "inf": math.inf}[overflow]
+    y = torch.where(index >= len(values), end, grid[index.clamp(max=len(values) - 1)])
+    if rounding in ("truncate", "down", "up") and overflow == "saturate":
+        y = torch.where(size >= fmt.max, end, y)
+    if top is not None:
+        y = torch.where(y > top, top, y)
+    if flush:
+        y = torch.where(y < fmt.min_normal, 0.0, y)
+    y = torch.where(x.isinf() & (overflow != "saturate"), math.inf if fmt.has_infinity else math.nan, y)
+    y = torch.where(negative, -y, y) if fmt.signed else y
+    y = torch.where(x.isnan(), math.nan if lost_nan is None else lost_nan, y)
+    return y + 0.0 if plain_zero or not fmt.has_negative_zero else y
+
+
+def significant(x: Tensor, bits: int) -> Tensor:
+    """x rounded to that many significant bits, ties to even, float64."""
+    mantissa, power = torch.frexp(x.double())
+    return torch.ldexp((mantissa * 2.0**bits).round(), power - bits)
+
+
+def encode_allowed(x: Tensor, what: Values, **way: Any) -> Allowed:
+    """The codes of x, by their values."""
+    fmt = get_format(what.get("format", "e4m3"))
+    rounding, overflow = str(what.get("rounding", "nearest")), str(what.get("overflow", "saturate"))
+    fmt = way.pop("fmt", fmt)
+    drawn = None
+    if rounding == "stochastic" and "rounding" not in way:
+        low, high = on_grid(x, fmt, "down", overflow, **way), on_grid(x, fmt, "up", overflow, **way)
+        drawn = x.double()
+    else:
+        way = {"rounding": rounding.replace("_even", ""), "overflow": overflow} | way
+        low = high = on_grid(x, fmt, **way)
+    also: tuple[Tensor | float, ...] = ()
+    infinite = x.isinf()
+    if bool(infinite.any()) and "overflow" not in way.get("strict", ()):
+        # OFP8's saturation mode keeps the largest number, ottava and others show NaN: all three are in use
+        end = torch.where(x > 0, fmt.max, -fmt.max).double()
+        low, high = low.clone(), high.clone()
+        also = (torch.where(infinite, end, low), torch.where(infinite, math.nan, low))
+    free = None if fmt.has_nan else x.isnan() | infinite
+    dtypes = tuple(dict.fromkeys((fmt.storage_dtype, torch.uint8)))
+    return Allowed(low, high, dtypes, also, free, rounding != "stochastic" and fmt.has_negative_zero, low, drawn)
+
+
+def decode_allowed(
+    codes: Tensor,
+    what: Values,
+    *,
+    fmt: Format | None = None,
+    flush: bool = False,
+    lost_nan: float | None = None,
+    finite: bool = False,
+) -> Allowed:
+    """The values of codes; finite: codes of infinity and NaN are read as numbers of one more binade."""
+    fmt = fmt or get_format(what.get("format", "e4m3"))
+    held = codes.view(torch.uint8).to(torch.int64) & ((1 << fmt.bits) - 1)
+    y = table(fmt, codes.device)[held]
+    if finite or lost_nan is not None:
+        mantissa = held & ((1 << fmt.mantissa_bits) - 1)
+        power = (held >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
+        beyond = torch.ldexp(1 + mantissa.double() * fmt.eps, power - fmt.bias)
+        beyond = torch.where((held >> (fmt.bits - 1)) == 1, -beyond, beyond) if fmt.signed else beyond
+        beyond = beyond if lost_nan is None else torch.full_like(y, lost_nan)
+        y = torch.where(y.isnan() if lost_nan is not None else ~y.isfinite(), beyond, y)
+    if flush:
+        y = torch.where(y.abs() < fmt.min_normal, 0.0 * y, y)
+    return Allowed(y, y, (torch.float32, torch.bfloat16), signed=True, exact=y)

@@ -1,0 +1,338 @@
+"""Where numbers lie, and what they are: sentences that are true of some numbers of a result and of no others."""
+
+# mypy: disable-error-code="misc"
+# (a lambda with a default has no type that mypy infers)
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.prove.codes import Allowed
+from ottava.prove.matrix import KernelCase
+
+_SIZES = (2, 4, 8, 16, 32, 64, 128)
+
+
+class Part(NamedTuple):
+    """One result of one case, and two kinds of its numbers."""
+
+    case: KernelCase
+    got: Any
+    """All results."""
+    name: str
+    given: Tensor
+    """Numbers of which a sentence must be true."""
+    others: Tensor
+    """Numbers of which it must not be."""
+    allowed: Allowed | None = None
+
+
+Where = Callable[[Part], Tensor | bool]
+
+
+def part_of(kind: str, parts: Sequence[Part]) -> str:
+    """A sentence that is true of all given numbers, and of none of the others; "" if none is known.
+
+    Example:
+        >>> given = torch.arange(40)[:, None].expand(40, 4) >= 32
+        >>> part_of("cast", [Part(KernelCase("", {"x": torch.ones(40, 4)}), {}, "data", given, ~given)])
+        'in rows beyond the last whole 16'
+    """
+    if not any(bool(part.others.any()) for part in parts):
+        return "everywhere"
+    for text, where in _sentences(kind, parts):
+        for part in parts:
+            holds = where(part)
+            inside = holds if isinstance(holds, Tensor) else torch.tensor(holds).expand(part.given.shape)
+            if bool((part.given & ~inside).any()) or bool((part.others & inside).any()):
+                break
+        else:
+            return text
+    return _tail(parts) or _sizes_of(kind, parts)
+
+
+def _tail(parts: Sequence[Part]) -> str:
+    """The row or column from which on all numbers are given ones, and none before."""
+    for dim, word in ((0, "row"), (1, "column")):
+        firsts = set()
+        for part in parts:
+            given = (
+                part.given.reshape(-1, part.given.shape[-1]) if part.given.dim() > 1 else part.given[None].flatten(1)
+            )
+            lines = given.all(1 - dim)
+            if bool(given.any(1 - dim).ne(lines).any()) or not bool(lines.any()):
+                firsts |= {-1} if bool(given.any()) else set()
+                continue
+            first = int(lines.int().argmax())
+            firsts.add(first if bool(lines[first:].all()) else -1)
+        if len(firsts) == 1 and -1 not in firsts:
+            return f"from {word} {firsts.pop()} on"
+    return ""
+
+
+def _sentences(kind: str, parts: Sequence[Part]) -> Iterator[tuple[str, Where]]:
+    names = tuple(dict.fromkeys(part.name for part in parts if bool(part.given.any())))
+    yield f"in {' and '.join(names)}", lambda part: part.name in names
+    for name in names:
+        for text, where in _of_one(kind):
+            yield (
+                f"{text} of {name}" if len(names) > 1 or len({p.name for p in parts}) > 1 else text,
+                (lambda part, name=name, where=where: where(part) if part.name == name else False),
+            )
+        if len(names) > 1:
+            break
+    if len(names) > 1:
+        yield from _of_one(kind)
+
+
+def _of_one(kind: str) -> Iterator[tuple[str, Where]]:
+    yield from _of_cases(kind)
+    yield from _of_values(kind)
+    for size in reversed(_SIZES):
+        yield (
+            f"behind the last whole {size} elements",
+            lambda part, size=size: (
+                torch.arange(part.given.numel()).view(part.given.shape) >= part.given.numel() // size * size
+            ),
+        )
+    for dim, word in ((0, "row"), (1, "column")):
+
+        def at(part: Part, dim: int = dim) -> tuple[Tensor, int]:
+            """The number of the row or column of each number, and their count."""
+            shape = part.given.shape
+            rows = (
+                math.prod(shape[:-1]) if kind in ("encode", "decode", "linear") else shape[-2] if len(shape) > 1 else 1
+            )
+            size = (rows, shape[-1])[dim] if shape else 1
+            index = torch.arange(size)
+            index = index[None, :] if dim else index[:, None]
+            flat = index.expand(rows, shape[-1] if shape else 1)
+            return flat.reshape(shape) if flat.numel() == part.given.numel() else flat.expand(shape), size
+
+        yield f"in the last {word}", lambda part, at=at: (lambda i, n: i == n - 1)(*at(part))
+        yield f"in the first {word}", lambda part, at=at: at(part)[0] == 0
+        yield f"in all {word}s but the first", lambda part, at=at: at(part)[0] > 0
+        for size in reversed(_SIZES):
+            yield (
+                f"in {word}s beyond the last whole {size}",
+                lambda part, at=at, size=size: (lambda i, n: i >= n // size * size)(*at(part)),
+            )
+        for size in _SIZES[3:]:
+            yield f"from {word} {size} on", lambda part, at=at, size=size: at(part)[0] >= size
+            yield f"before {word} {size}", lambda part, at=at, size=size: at(part)[0] < size
+        for size in _SIZES[:5]:
+            for rest in range(size):
+                yield (
+                    f"in {word}s {rest}, {rest + size}, {rest + 2 * size} and so on",
+                    lambda part, at=at, size=size, rest=rest: at(part)[0] % size == rest,
+                )
+    if kind == "grouped":
+        yield from _of_groups()
+    yield from _of_tiles(kind)
+
+
+def _of_tiles(kind: str) -> Iterator[tuple[str, Where]]:
+    if kind not in ("gemm", "grouped", "cast", "attention"):
+        return
+    for size in _SIZES[1:]:
+        yield f"in rows of a tile of {size} that holds NaN", lambda part, size=size: _beside_nan(part, size)
+
+
+def _beside_nan(part: Part, size: int) -> Tensor:
+    x = next(iter(part.case.inputs.values()))
+    bad = x.float().isnan().reshape(-1, x.shape[-1]).any(1)
+    tiles = torch.nn.functional.pad(bad, (0, -len(bad) % size)).view(-1, size).any(1)
+    near = tiles.repeat_interleave(size)[: len(bad)]
+    return near.reshape(-1, 1).expand(part.given.shape) if part.given.dim() == 2 else near.new_tensor(False)
+
+
+def _of_groups() -> Iterator[tuple[str, Where]]:
+    def in_group(part: Part) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row: its place in its group, the size of the group, whether an empty group lies before it."""
+        ends = [0, *part.case.inputs["ends"].tolist()]
+        rows = part.given.shape[0]
+        place, size, behind = torch.full((rows,), -1), torch.zeros(rows), torch.zeros(rows, dtype=torch.bool)
+        empty = False
+        for start, stop in pairwise(ends):
+            place[start:stop], size[start:stop] = torch.arange(stop - start), stop - start
+            behind[start:stop] = empty
+            empty |= start == stop
+        return place[:, None], size[:, None], behind[:, None]
+
+    def rows(chosen: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Where:
+        return lambda part: chosen(*in_group(part)).expand(part.given.shape)
+
+    yield "behind an empty group", rows(lambda i, n, behind: behind)
+    yield "in the last row of a group", rows(lambda i, n, behind: i == n - 1)
+    yield "in the first row of a group", rows(lambda i, n, behind: i == 0)
+    odd = "in the last row of a group with an odd number of rows"
+    yield odd, rows(lambda i, n, behind: (i == n - 1) & (n % 2 == 1))
+    for size in reversed(_SIZES):
+        text = f"in rows of a group beyond its last whole {size}"
+        yield text, rows(lambda i, n, behind, size=size: i >= n // size * size)
+
+
+def _of_cases(kind: str) -> Iterator[tuple[str, Where]]:
+    """What is true of whole cases: of a dtype, of strides, of sizes."""
+
+    def first(part: Part) -> Tensor:
+        x: Tensor = next(iter(part.case.inputs.values()))
+        return x
+
+    for dtype, word in ((torch.bfloat16, "BF16"), (torch.float32, "FP32"), (torch.float8_e5m2, "E5M2"), (torch.float8_e4m3fn, "E4M3")):  # fmt: skip  # noqa: E501
+        yield f"for operands in {word}", lambda part, dtype=dtype: first(part).dtype == dtype
+    yield (
+        "for operands that are not contiguous",
+        lambda part: not all(x.is_contiguous() for x in part.case.inputs.values() if isinstance(x, Tensor)),
+    )
+    yield "for operands of three dimensions", lambda part: first(part).dim() > 2
+    yield "where all of x is zero", lambda part: not bool(first(part).float().any())
+    yield "for a second call in the same memory", lambda part: part.case.before is not None
+    for name, size_of in _sizes(kind):
+        for size in _SIZES:
+            yield f"where {name} is no multiple of {size}", lambda p, f=size_of, n=size: (f(p) or n) % n != 0
+            yield f"where {name} is at most {size}", lambda p, f=size_of, n=size: (f(p) or n + 1) <= n
+            yield f"where {name} is more than {size}", lambda p, f=size_of, n=size: (f(p) or 0) > n
+
+
+def _sizes(kind: str) -> tuple[tuple[str, Callable[[Part], int]], ...]:
+    def of(name: str, dim: int) -> Callable[[Part], int]:
+        return lambda part: int(part.case.inputs[name].shape[dim]) if part.case.inputs[name].dim() >= abs(dim) else 0
+
+    return {
+        "gemm": (("K", of("a", 1)), ("M", of("a", 0)), ("N", of("b", 0))),
+        "grouped": (("K", of("a", 1)), ("N", of("b", 1))),
+        "cast": (("M", of("x", 0)), ("K", of("x", 1))),
+        "linear": (("K", of("weight", 1)), ("N", of("weight", 0)), ("M", lambda p: p.case.inputs["x"][..., 0].numel())),
+        "attention": (("S", of("q", 2)), ("D", of("q", 3)), ("the number of heads", of("q", 1)), ("B", of("q", 0))),
+        "optimizer": (("the number of elements", lambda p: p.case.inputs["parameter"].numel()),),
+    }.get(kind, ())
+
+
+def _of_values(kind: str) -> Iterator[tuple[str, Where]]:
+    """What is true of a number by its right value, or by the input that it is made of."""
+    key = {"encode": "x", "cast": "x", "optimizer": "grad"}.get(kind)
+
+    def made_of(part: Part) -> Tensor:
+        assert key is not None
+        x: Tensor = part.case.inputs[key].double()
+        return x if x.shape == part.given.shape else x.new_full(part.given.shape, 0.5)
+
+    if key is not None:
+        yield "where it is zero", lambda part: made_of(part) == 0
+        yield "for infinity", lambda part: made_of(part).isinf()
+        yield "for NaN", lambda part: made_of(part).isnan()
+        yield "for NaN with the sign bit", lambda part: made_of(part).isnan() & made_of(part).signbit()
+        yield "for -0", lambda part: (made_of(part) == 0) & made_of(part).signbit()
+        yield "for negative numbers", lambda part: made_of(part) < 0
+        yield "for positive numbers", lambda part: made_of(part) > 0
+        yield "for FP32's subnormal numbers", lambda part: (made_of(part) != 0) & (made_of(part).abs() < 2.0**-126)
+
+    def right(part: Part) -> Tensor:
+        return part.allowed.right if part.allowed is not None else torch.full(part.given.shape, 0.5)
+
+    yield "where NaN is right", lambda part: right(part).isnan()
+    yield "where NaN or infinity is right", lambda part: ~right(part).isfinite()
+    yield (
+        (
+            "where it rounds up to a power of two",
+            lambda part: (
+                (torch.frexp(right(part).nan_to_num(0.3))[0].abs() == 0.5) & (made_of(part).abs() < right(part).abs())
+            ),
+        )
+        if kind == "encode"
+        else ("where a number with a fraction is right", lambda part: right(part) % 1 != 0)
+    )
+    yield "where zero is right", lambda part: right(part) == 0
+    yield "where -0 is right", lambda part: (right(part) == 0) & right(part).signbit()
+    yield "where infinity is right", lambda part: right(part).isinf()
+    yield "where a negative number is right", lambda part: right(part) < 0
+    yield "where a power of two is right", lambda part: torch.frexp(right(part).nan_to_num(0.3))[0].abs() == 0.5
+    for name, smallest in (("E4M3", 2.0**-6), ("E5M2", 2.0**-14), ("E2M1", 1.0), ("E4M3FNUZ", 2.0**-7)):
+        yield (
+            f"where a subnormal number of {name} is right",
+            lambda part, s=smallest: (right(part) != 0) & (right(part).abs() < s),
+        )
+
+
+def _sizes_of(kind: str, parts: Sequence[Part]) -> str:
+    """The magnitudes of the given numbers, if no other number has one of them."""
+    key = {"encode": "x", "decode": ""}.get(kind)
+    if key is None:
+        return ""
+    inside, outside = [], []
+    for part in parts:
+        x = part.case.inputs["x"].double() if key else None if part.allowed is None else part.allowed.right
+        if x is None or x.shape != part.given.shape:
+            return ""
+        inside.append(x[part.given].abs())
+        outside.append(x[part.others].abs())
+    held, rest = torch.cat(inside), torch.cat(outside)
+    held, rest = held[held.isfinite()], rest[rest.isfinite()]
+    if not len(held):
+        return ""
+    low, high = held.min(), held.max()
+    return "" if bool(((rest >= low) & (rest <= high)).any()) else f"for magnitudes from {low:g} to {high:g}"
+
+
+def relation(parts: Sequence[Part]) -> tuple[str, str]:
+    """What the given numbers are: (a name, a sentence)."""
+    pairs = [
+        (part.got[part.name][part.given], part.allowed.right[part.given]) for part in parts if part.allowed is not None
+    ]
+    got, right = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
+    if not bool(right.isfinite().any()):
+        shown = ", ".join(f"{float(value):g}" for value in got.unique()[:3]) + (" ..." if len(got.unique()) > 3 else "")
+        return "NaN hidden", f"holds {shown} where {'NaN' if bool(right.isnan().all()) else 'NaN or infinity'} belongs"
+    if bool(got.isnan().all()):
+        return "NaN", "holds NaN where numbers belong: it was not written, or NaN has spread"
+    if bool((got == 0).all()):
+        return "zeros", "is zero where other numbers belong"
+    if len(got) > 1 and bool((got == got[0]).all()):
+        return "one number", f"is {float(got[0]):g} wherever it is wrong"
+    if bool((got == -right).all()):
+        return "negated", "has the wrong sign"
+    ratio = got / torch.where(right == 0, math.nan, right)
+    usual = ratio[ratio.isfinite() & (ratio != 0)]
+    if len(usual) * 2 > len(got) and float(usual.max() - usual.min()) <= 0.02 * abs(float(usual.median())):
+        return "a factor", f"is {float(usual.median()):.4g} times what it should be"
+    if len(usual) * 2 > len(got) and bool((torch.frexp(usual)[0].abs() == 0.5).all()):
+        return "powers of two", "is off by factors that are powers of two: " + ", ".join(
+            f"{float(x):g}" for x in usual.unique()[:4]
+        )
+    far = (got - right).abs() / right.abs().clamp(min=1e-300)
+    off = float(far.nan_to_num(math.inf).median())
+    return (
+        "not explained",
+        f"is wrong by {off:.2g} of its size or more in half of the wrong places, and no hypothesis gives it",
+    )
+
+
+def copied(parts: Sequence[Part]) -> tuple[str, str] | None:
+    """Rows that hold what other rows should: (a name, a sentence)."""
+    offsets: list[set[int]] = []
+    for part in parts:
+        if part.allowed is None or part.given.dim() < 2 or part.given.shape[-1] < 2:
+            continue
+        width = part.given.shape[-1]
+        got, low, high = (x.reshape(-1, width) for x in (part.got[part.name], part.allowed.low, part.allowed.high))
+        wrong = part.given.reshape(-1, width).any(1).nonzero().flatten()[:64]
+        if len(got) > 512 or not len(wrong):
+            continue
+        varied = (low[:, :1] != low).any(1)
+        for row in wrong.tolist():
+            same = ((got[row] >= low) & (got[row] <= high)).all(1) & varied
+            same[row] = False
+            offsets.append({int(j) - row for j in same.nonzero().flatten()})
+    if len(offsets) < 2 or not all(offsets):
+        return None
+    common = set.intersection(*offsets)
+    if not common:
+        return "rows of others", "holds in each wrong row what another row should hold"
+    by = min(common, key=abs)
+    return "rows moved", f"holds in each wrong row what belongs {abs(by)} {'behind' if by > 0 else 'before'} it"
