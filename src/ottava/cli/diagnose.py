@@ -88,8 +88,8 @@ def _text(result: Diagnosis, every: bool) -> str:
     lines = [result.sentence]
     if result.event and result.event not in result.sentence:
         lines += ["", f"What happened: {result.event}"]
-    if result.tried:
-        lines += ["", "Tried"] + [f"  {sentence}" for sentence in result.tried]
+    if more := [f"  {sentence}" for sentence in result.tried if sentence not in result.sentence]:
+        lines += ["", "Tried", *more]
     for number, finding in enumerate(result.findings, 1):
         lines += ["", *_finding(number, finding)]
     if result.notes:

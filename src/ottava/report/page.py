@@ -159,7 +159,7 @@ def render_report(
         headline=sections.headline(diagnosis),
         rest=sections.rest(diagnosis),
         experiment=experiment,
-        decisive=sections.decisive(run.experiments, experiment),
+        decisive=sections.decisive(run.experiments, experiment, diagnosis),
         tried=sections.tried(diagnosis),
         findings=findings,
         notes=notes,
