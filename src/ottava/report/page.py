@@ -280,13 +280,16 @@ def payload(table: Table, good: Table | None = None) -> Payload:
     light = len(full) < len(table)
     main = full if len(full) else table
     most, digits = _MOST_LOOKS, _DIGITS
+    columns = {name: main.metric(name) for name in STATISTICS}
+    filled = main.has_histograms() | main.has_histograms("row_sqnr")
     while True:
-        grid = Grid.of(main, most)
+        grid = Grid.of(main, most, columns=columns)
         series = Grid.of(table, most, _SERIES, by="amax") if light and len(full) else None
         beside = Grid.of(good, most) if good is not None and len(good) else None
-        facts, packed = _pack(main, grid, series, beside, digits)
+        facts, codes = _facts(main, grid, series, beside, digits, filled)
+        packed = pack(codes, 4)
         if len(packed) <= MAX_BYTES or most <= _LEAST_LOOKS:
-            return Payload(facts, packed, grid, digits)
+            return Payload(facts, pack(codes), grid, digits)
         fits = int(0.97 * MAX_BYTES / len(packed) * len(grid.looks))
         coarser = fits < _ENOUGH_LOOKS and digits == _DIGITS
         most, digits = (min(most, 2 * fits), _DIGITS - 1) if coarser else (fits, digits)
@@ -328,7 +331,9 @@ class _Numbers:
         return {"firsts": firsts, "starts": starts}
 
 
-def _pack(table: Table, grid: Grid, series: Grid | None, good: Grid | None, digits: int) -> tuple[dict[str, Any], str]:
+def _facts(
+    table: Table, grid: Grid, series: Grid | None, good: Grid | None, digits: int, filled: npt.NDArray[np.bool_]
+) -> tuple[dict[str, Any], npt.NDArray[np.int64]]:
     names = [name for name in STATISTICS if name in grid.values]
     numbers = _Numbers()
     facts: dict[str, Any] = {
@@ -344,10 +349,10 @@ def _pack(table: Table, grid: Grid, series: Grid | None, good: Grid | None, digi
         if other is not None:
             present = [statistic for statistic in wanted if statistic in other.values]
             facts[name] = numbers.grid(other, present, digits) | {"slots": _places(grid, other)}
-    facts["histograms"], counts = _histograms(table, grid)
+    facts["histograms"], counts = _histograms(table, grid, filled)
     facts["counts"] = numbers.add(counts, _DIGITS)
     facts["kinds"] = numbers.kinds
-    return facts, pack(np.concatenate(numbers.codes))
+    return facts, np.concatenate(numbers.codes)
 
 
 def _places(grid: Grid, other: Grid) -> list[int]:
@@ -419,15 +424,15 @@ def all_rounded(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return rounded
 
 
-def pack(codes: npt.NDArray[np.int64]) -> str:
-    """Codes as base64 of deflated byte planes, the highest byte first.
+def pack(codes: npt.NDArray[np.int64], level: int = 9) -> str:
+    """Codes as base64 of deflated byte planes, the highest byte first; a lower level is quicker, and longer.
 
     Example:
         >>> unpack(pack(np.array([1, -2, 1 << 30]))).tolist()
         [1, -2, 1073741824]
     """
     planes = codes.astype(">i4").view(np.uint8).reshape(-1, 4).T
-    return deflated(np.ascontiguousarray(planes).tobytes())
+    return deflated(np.ascontiguousarray(planes).tobytes(), level)
 
 
 def unpack(packed: str) -> npt.NDArray[np.int64]:
@@ -436,9 +441,9 @@ def unpack(packed: str) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(planes.T).view(">i4").astype(np.int64).ravel()
 
 
-def deflated(data: bytes) -> str:
+def deflated(data: bytes, level: int = 9) -> str:
     """base64 of deflated bytes."""
-    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+    return base64.b64encode(zlib.compress(data, level)).decode("ascii")
 
 
 def _metric(name: str, values: Values) -> dict[str, Any]:
@@ -461,7 +466,9 @@ def _formats() -> dict[str, dict[str, float]]:
     return {name: {key: getattr(fmt, field) for key, field in names.items()} for name, fmt in formats.items()}
 
 
-def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
+def _histograms(
+    table: Table, grid: Grid, filled_rows: npt.NDArray[np.bool_]
+) -> tuple[list[list[int]], Values]:
     """The histograms of some looks for each cast: the worst, and as many others from the first to the last as fit.
 
     Returns:
@@ -469,7 +476,6 @@ def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
     """
     others = max(0, _MAX_HISTOGRAMS // max(1, len(grid.slots)) - 1)
     alarm = np.nan_to_num(grid.alarm()[0], nan=-1e9, posinf=1e9, neginf=-1e8)
-    filled_rows = table.has_histograms() | table.has_histograms("row_sqnr")
     chosen: list[tuple[int, int]] = []
     for slot in range(len(grid.slots)):
         looks = [k for k in np.flatnonzero(grid.row[slot] >= 0).tolist() if filled_rows[grid.row[slot, k]]]
