@@ -8,6 +8,7 @@ languages, and no sentence is lost; a test reads the templates from the source a
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Iterator
 from importlib.resources import files
@@ -90,7 +91,9 @@ class Language:
         return _Said(_HOLE.sub(lambda hole: parts[int(hole[0][1:-1])].text, other), sum(part.left for part in parts))
 
     def page(self, page: str) -> str:
-        """A page of HTML: text between tags, but not scripts, styles and code.
+        """A page of HTML: text between tags and labels for screen readers, but not scripts, styles and code.
+
+        The words of its pictures, which a script draws, go along as #words: pairs of an English template and ours.
 
         Example:
             >>> Language("zh").page('<html lang="en"><h2>Tried</h2><code>Tried</code>')
@@ -100,9 +103,21 @@ class Language:
             return page
         parts = _UNTOUCHED.split(page)  # text, what stays, its tag, text, ...
         for i in range(0, len(parts), 3):
-            parts[i] = re.sub(r"(^|>)([^<>]+)(?=<|$)", self._node, parts[i])
+            parts[i] = re.sub(r"((?:^|>)|aria-label=\")([^<>\"]*[^<>\"\s][^<>\"]*)(?=[<\"]|$)", self._node, parts[i])
         kept = [part for i, part in enumerate(parts) if i % 3 != 2]
-        return "".join(kept).replace('<html lang="en"', f'<html lang="{self.name}"', 1)
+        words = json.dumps(self._of_scripts("".join(parts[1::3]))).replace("<", "\\u003c")
+        script = f'</main>\n<script type="application/json" id="words">{words}</script>'
+        translated = "".join(kept).replace('<html lang="en"', f'<html lang="{self.name}"', 1)
+        return translated.replace("</main>", script, 1)
+
+    def _of_scripts(self, code: str) -> list[tuple[str, str]]:
+        """The templates whose words all stand in the code, the longest first."""
+        found = (
+            (english, [part.strip(" :;,.") for part in english.split("{}") if re.search("[A-Za-z]", part)])
+            for english in catalog(self.name)
+        )
+        known = [english for english, parts in found if parts and all(part in code for part in parts)]
+        return [(english, catalog(self.name)[english]) for english in sorted(known, key=len, reverse=True)]
 
     def _node(self, found: re.Match[str]) -> str:
         text = html.unescape(found[2])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType, MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,6 +32,10 @@ _MARKS = MappingProxyType(
 )
 _GAP = 2
 _SCHEMA_VERSION = 1
+SpeaksOption = Annotated[
+    str, typer.Option("--lang", envvar="OTTAVA_LANG", metavar="NAME", help="Language of the sentences: en or zh.")
+]
+"""The option of commands whose sentences, or page, there are in Chinese, too."""
 
 
 def answer(as_json: bool, values: Mapping[str, Any], text: object) -> None:

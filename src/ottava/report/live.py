@@ -261,13 +261,15 @@ class PageServer(ThreadingHTTPServer):
 
     Args:
         port: 0 for a free one.
+        translated: makes of each page the one that is served.
     Raises:
         OSError: the port is taken.
     """
 
     daemon_threads = True
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, translated: Callable[[str], str] = str) -> None:
+        self.translated = translated
         super().__init__(("127.0.0.1", port), _Handler)
         self.token = secrets.token_urlsafe(32)
         self.changed = threading.Condition()
@@ -284,6 +286,7 @@ class PageServer(ThreadingHTTPServer):
 
     def publish(self, html: str) -> None:
         """Replaces the page. Its policy allows its own script and no other."""
+        html = self.translated(html)
         (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         with self.changed:
@@ -432,18 +435,25 @@ def _event(name: str, data: Any) -> bytes:
 
 
 def follow(
-    folder: Path, *, port: int = 0, say: Callable[[str], None], stopping: Callable[[], object], parent: int | None
+    folder: Path,
+    *,
+    port: int = 0,
+    say: Callable[[str], None],
+    page: Callable[[str], str] = str,
+    stopping: Callable[[], object],
+    parent: int | None,
 ) -> None:
     """Serves the page of a run until it is stopped.
 
     Args:
         say: gets the address.
+        page: translates a page.
         stopping: asked twice a second.
         parent: the process that trains; the server ends some seconds after it, or after the end of the run.
     Raises:
         RunError: the folder has no run.  OSError: the port is taken.
     """
-    following, server = Following(folder), PageServer(port)
+    following, server = Following(folder), PageServer(port, page)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     say(server.url)
     again = f"ottava live {folder}"

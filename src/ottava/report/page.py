@@ -466,9 +466,7 @@ def _formats() -> dict[str, dict[str, float]]:
     return {name: {key: getattr(fmt, field) for key, field in names.items()} for name, fmt in formats.items()}
 
 
-def _histograms(
-    table: Table, grid: Grid, filled_rows: npt.NDArray[np.bool_]
-) -> tuple[list[list[int]], Values]:
+def _histograms(table: Table, grid: Grid, filled_rows: npt.NDArray[np.bool_]) -> tuple[list[list[int]], Values]:
     """The histograms of some looks for each cast: the worst, and as many others from the first to the last as fit.
 
     Returns:

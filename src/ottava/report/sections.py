@@ -194,7 +194,9 @@ def decisive(lines: Sequence[Json], shadow: Json, diagnosis: Json) -> tuple[Bars
             name = str(arm.get("name"))
             rows.append((names.get(name, name), _finite((arm.get("losses") or [None])[-1])))
     elif shadow["rows"]:
-        told = " ".join([*(diagnosis.get("tried") or ()), *(str(f.get("cause")) for f in diagnosis.get("findings") or ())])
+        told = " ".join(
+            [*(diagnosis.get("tried") or ()), *(str(f.get("cause")) for f in diagnosis.get("findings") or ())]
+        )
         asked = {int(number) for number in re.findall(r"[Aa]t step (\d+)", told)[:1]}
         chosen = [row for row in shadow["rows"] if row[0] in asked] or shadow["rows"]
         at, error, noise, *losses = max(chosen, key=lambda row: row[1])
@@ -228,7 +230,9 @@ def _step_of_rate(lines: Sequence[Json], diagnosis: Json) -> Json | None:
     steps = {step for one in found if one.get("id") == "O12" for step in one.get("steps") or ()}
     if not answers & {"good_lr", "lower_lr"}:
         return None
-    return next((one for one in lines if one.get("kind") == "shadow" and one["step"] in steps and "loss_after" in one), None)
+    return next(
+        (one for one in lines if one.get("kind") == "shadow" and one["step"] in steps and "loss_after" in one), None
+    )
 
 
 def tried(diagnosis: Json) -> list[str]:
