@@ -217,6 +217,7 @@ def test_a_browser_sees_the_run_grow(tmp_path: Path) -> None:
                 writer.flush()
                 page.until(f"$('live').textContent === 'Live: step {(505 + block * 500):,}'")
                 page.until(f"$('live').dataset.page > {number}") if block % 5 == 4 else None
+            page.until("$('to').value === '5'")  # a page that was swapped in a moment ago is still being drawn
             assert (page.ask("$('from').value"), page.ask("$('to').value"), page.ask("scrollY")) == ("3", "5", 300)
             assert page.ask(heap) < before + 6
             writer.describe(ended="closed")

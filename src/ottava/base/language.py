@@ -50,8 +50,12 @@ class Language:
         if name not in LANGUAGES:
             raise ValueError(unknown_name("language", name, LANGUAGES))
         self.name = name
+        self._catalog = catalog(name)
         self._known: dict[str, _Said | None] = {}
-        self._templates = [(_pattern(english), other) for english, other in sorted(catalog(name).items(), key=_least)]
+        self._templates = [
+            (max(english.split("{}"), key=len), _pattern(english), other)
+            for english, other in sorted(self._catalog.items(), key=_least)
+        ]
 
     def __call__(self, text: str) -> str:
         """The text in this language, line by line; what is not known stays as it is."""
@@ -72,7 +76,8 @@ class Language:
         text = text.strip()
         if text not in self._known:
             self._known[text] = None  # a template within itself ends here
-            ways = [way for pattern, other in self._templates for way in self._ways(text, pattern, other)]
+            near = ((pattern, other) for words, pattern, other in self._templates if words in text)
+            ways = [way for pattern, other in near for way in self._ways(text, pattern, other)]
             best = min(ways, key=lambda way: way.left, default=None)
             self._known[text] = best if best is not None and 2 * best.left <= _letters(text) else None
         return self._known[text]
@@ -112,12 +117,11 @@ class Language:
 
     def _of_scripts(self, code: str) -> list[tuple[str, str]]:
         """The templates whose words all stand in the code, the longest first."""
-        found = (
-            (english, [part.strip(" :;,.") for part in english.split("{}") if re.search("[A-Za-z]", part)])
-            for english in catalog(self.name)
-        )
-        known = [english for english, parts in found if parts and all(part in code for part in parts)]
-        return [(english, catalog(self.name)[english]) for english in sorted(known, key=len, reverse=True)]
+        found = []
+        for english, other in sorted(self._catalog.items(), key=_least):
+            parts = [part.strip(" :;,.") for part in english.split("{}") if re.search("[A-Za-z]", part)]
+            found += [(english, other)] if parts and all(part in code for part in parts) else []
+        return found
 
     def _node(self, found: re.Match[str]) -> str:
         text = html.unescape(found[2])

@@ -28,6 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -261,15 +262,13 @@ class PageServer(ThreadingHTTPServer):
 
     Args:
         port: 0 for a free one.
-        translated: makes of each page the one that is served.
     Raises:
         OSError: the port is taken.
     """
 
     daemon_threads = True
 
-    def __init__(self, port: int = 0, translated: Callable[[str], str] = str) -> None:
-        self.translated = translated
+    def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.token = secrets.token_urlsafe(32)
         self.changed = threading.Condition()
@@ -286,7 +285,6 @@ class PageServer(ThreadingHTTPServer):
 
     def publish(self, html: str) -> None:
         """Replaces the page. Its policy allows its own script and no other."""
-        html = self.translated(html)
         (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         with self.changed:
@@ -369,7 +367,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._start(405 if code == 501 else code, "text/plain", "default-src 'none'")
         self.wfile.write(words.get(405 if code == 501 else code, "refused").encode())
 
-    def _start(self, code: int, kind: str, policy: str) -> None:
+    def _start(self, code: int, kind: str, policy: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
         self.send_response_only(code)
         headers = {
             "Content-Type": f"{kind}; charset=utf-8",
@@ -382,7 +380,7 @@ class _Handler(BaseHTTPRequestHandler):
             "Cache-Control": "no-store",
             "Connection": "close",
         }
-        for name, value in headers.items():
+        for name, value in (headers | dict(more)).items():
             self.send_header(name, value)
         self.end_headers()
 
@@ -391,8 +389,10 @@ class _Handler(BaseHTTPRequestHandler):
         with server.changed:
             server.changed.wait_for(lambda: server.number > 0 or not server.open, _PATIENCE)
             page, policy = server.page, server.policy
-        if not page:
-            return self._refuse(503)
+        if not page:  # a busy machine: the browser asks again
+            self._start(503, "text/plain", "default-src 'none'", {"Refresh": "1"})
+            self.wfile.write(b"The first page is being made; this one asks again by itself.")
+            return None
         self._start(200, "text/html", policy)
         self.wfile.write(page)
         return None
@@ -453,14 +453,14 @@ def follow(
     Raises:
         RunError: the folder has no run.  OSError: the port is taken.
     """
-    following, server = Following(folder), PageServer(port, page)
+    following, server = Following(folder), PageServer(port)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     say(server.url)
     again = f"ottava live {folder}"
     state = {"kind": "stopped", "text": f"The server has stopped; this page stays as it is. Again: {again}"}
     try:
         with ThreadPoolExecutor(1) as renderer:
-            _serve(following, server, renderer, stopping, parent)
+            _serve(following, server, renderer, page, stopping, parent)
         if following.ended:
             state["text"] = f"{following.state['text']}. This page stays as it is. Again: {again}"
     finally:
@@ -479,6 +479,7 @@ def _serve(
     following: Following,
     server: PageServer,
     renderer: ThreadPoolExecutor,
+    page: Callable[[str], str],
     stopping: Callable[[], object],
     parent: int | None,
 ) -> None:
@@ -503,13 +504,13 @@ def _serve(
             and (over or not made or (server.readers and time.monotonic() >= due))
         ):
             made = following.version
-            job = renderer.submit(_render, following.run(), dict(following.earlier))
+            job = renderer.submit(_render, following.run(), dict(following.earlier), page)
         if over and job is None and (not server.readers or time.monotonic() - over > _LINGER):
             return
         time.sleep(_POLL)
 
 
-def _render(run: Run, earlier: Mapping[str, Curve]) -> tuple[str, float]:
+def _render(run: Run, earlier: Mapping[str, Curve], page: Callable[[str], str] = str) -> tuple[str, float]:
     """A page, and the seconds that it took."""
     began = time.monotonic()
-    return make_report(run, live=True, earlier=earlier).html, time.monotonic() - began
+    return page(make_report(run, live=True, earlier=earlier).html), time.monotonic() - began

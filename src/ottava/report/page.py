@@ -386,27 +386,6 @@ def coded(values: Values, digits: int) -> npt.NDArray[np.int64]:
     return np.where(known, codes, np.where(np.isnan(values), _UNKNOWN, infinite))
 
 
-def decoded(codes: npt.NDArray[np.int64], digits: int) -> Values:
-    """The inverse of `coded`, as report.js does it.
-
-    Example:
-        >>> decoded(coded(np.array([0.0, 1.28503, -np.inf, 0.00099951]), 3), 3).tolist()
-        [0.0, 1.29, -inf, 0.001]
-    """
-    size = np.abs(codes)
-    if digits == 0:
-        values = codes.astype(np.float64)
-    else:
-        first = 10 ** (digits - 1)
-        power, scaled = np.divmod(size - 1, 9 * first)
-        words = (f"{m}e{e}" for m, e in zip(scaled + first, power + _LOWEST_POWER - digits + 1, strict=True))
-        ordinary = (size > 0) & (size < _INFINITE)
-        values = np.array([float(word) if some else 0.0 for word, some in zip(words, ordinary, strict=True)])
-        values = np.copysign(values, codes)
-    values = np.where(size == _INFINITE, np.copysign(np.inf, codes), values)
-    return np.where(codes == _UNKNOWN, np.nan, values)
-
-
 def all_rounded(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """`rounded_alike` of every finite number, except for its last bits; other numbers stay.
 
@@ -428,17 +407,11 @@ def pack(codes: npt.NDArray[np.int64], level: int = 9) -> str:
     """Codes as base64 of deflated byte planes, the highest byte first; a lower level is quicker, and longer.
 
     Example:
-        >>> unpack(pack(np.array([1, -2, 1 << 30]))).tolist()
-        [1, -2, 1073741824]
+        >>> zlib.decompress(base64.b64decode(pack(np.array([1, 258])))).hex()
+        '0000000000010102'
     """
     planes = codes.astype(">i4").view(np.uint8).reshape(-1, 4).T
     return deflated(np.ascontiguousarray(planes).tobytes(), level)
-
-
-def unpack(packed: str) -> npt.NDArray[np.int64]:
-    """The inverse of `pack`, as report.js does it."""
-    planes = np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype=np.uint8).reshape(4, -1)
-    return np.ascontiguousarray(planes.T).view(">i4").astype(np.int64).ravel()
 
 
 def deflated(data: bytes, level: int = 9) -> str:
