@@ -392,10 +392,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not page:  # a busy machine: the browser asks again
             self._start(503, "text/plain", "default-src 'none'", {"Refresh": "1"})
             self.wfile.write(b"The first page is being made; this one asks again by itself.")
-            return None
+            return
         self._start(200, "text/html", policy)
         self.wfile.write(page)
-        return None
+        return
 
     def _push(self, asked: Mapping[str, list[str]]) -> None:
         """Pushes until the reader goes or the server stops."""
