@@ -1,5 +1,6 @@
 // Follows a run that goes on: new steps are appended to the curves, a new page takes the place of the old one. Zoom,
-// selected cell, open details and the place on the page stay.
+// selected cell, open details and the place on the page stay. The server says "Live: step 5; 2 ranks", "no step yet" or
+// "The run has ended at step 9".
 const address = location.pathname, query = new URLSearchParams({ page: $("live").dataset.page });
 const source = new EventSource(`events?${query}`), told = { kind: "", text: "" };
 function say(kind, text) {

@@ -498,6 +498,9 @@ def _serve(
             job, due = None, time.monotonic() + max(_SOONEST, seconds / _SHARE)
         ends = parent is not None and (bool(following.ended) or os.getppid() != parent)
         over = over or (time.monotonic() if ends else None)
+        late = over is not None and time.monotonic() - over > 3 * _LINGER
+        if late and job is None:  # another run goes on in the folder: it is not ours to follow
+            return
         if (
             job is None
             and made != following.version
