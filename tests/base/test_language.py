@@ -15,10 +15,8 @@ from ottava.base.language import Language, catalog
 from ottava.record.writer import RunWriter
 
 SOURCE = Path(ottava.__file__).parent
-ROOMS = ("laws", "remedies", "diagnose", "loss", "trials", "ranks")
-"""Modules of diagnose/ that make answers, findings and remedies."""
-ELSEWHERE = ("triage", "forecast", "__repr__")
-"""Functions in them whose sentences are not translated yet: the triage tree, and what FP8 would do to a BF16 run."""
+ROOMS = ("laws", "remedies", "diagnose", "loss", "trials", "ranks", "compare")
+"""Modules of diagnose/ that make answers, findings, remedies and comparisons."""
 ZH = catalog("zh")
 
 
@@ -49,7 +47,7 @@ def sentences(module: str) -> Iterator[str]:
             continue
         if (
             isinstance(node, ast.Raise)
-            or (isinstance(node, ast.FunctionDef) and node.name in ELSEWHERE)
+            or (isinstance(node, ast.FunctionDef) and node.name == "__repr__")
             or (isinstance(node, ast.keyword) and node.arg == "patch")
         ):
             parts = [*ast.walk(node)]

@@ -371,3 +371,17 @@ def test_page_is_whole_without_a_script(page: Path) -> None:
     text = Checker(source).text
     assert "The strip in words" in text
     assert np.all([name in text for name in ("layers.0.self_attn.qkv_proj", LAYER, "underflow_pct")])
+
+
+def test_pictures_speak_the_language_of_the_page(page: Path, tmp_path: Path) -> None:
+    """Words that a script draws are those of the catalog, with their numbers; names of layers stay."""
+    from ottava.base.language import Language
+
+    path = tmp_path / "zh.html"
+    path.write_text(Language("zh").page(page.read_text(encoding="utf-8")), encoding="utf-8")
+    text = dom(path)
+    assert "梯度范数" in drawn(text, "norm")
+    assert re.search(r"^\S+ 的 \S+；第 \d+ 步；\S+ .*；好的那次训练：", element(text, "cell"))
+    assert "所用的 scale" in element(text, "shift-text")
+    assert "次正规" in cells(text, "predicted")
+    assert f'<code title="{LAYER}">' in text

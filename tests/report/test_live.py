@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.client
+import itertools
 import json
 import os
 import shutil
@@ -217,6 +218,7 @@ def test_a_browser_sees_the_run_grow(tmp_path: Path) -> None:
                 writer.flush()
                 page.until(f"$('live').textContent === 'Live: step {(505 + block * 500):,}'")
                 page.until(f"$('live').dataset.page > {number}") if block % 5 == 4 else None
+            page.until("$('to').value === '5'")  # a page that was swapped in a moment ago is still being drawn
             assert (page.ask("$('from').value"), page.ask("$('to').value"), page.ask("scrollY")) == ("3", "5", 300)
             assert page.ask(heap) < before + 6
             writer.describe(ended="closed")
@@ -254,3 +256,19 @@ def test_a_watch_brings_its_page_and_takes_it_away(tmp_path: Path) -> None:
             return
         time.sleep(0.5)
     pytest.fail("the server outlived the training")
+
+
+def test_a_server_ends_with_its_training_although_another_run_goes_on_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_LINGER", 0.1), ("_POLL", 0.01)):
+        monkeypatch.setattr(live, name, value)
+    asked = itertools.count(1)
+    with RunWriter(tmp_path) as writer:
+
+        def stopping() -> bool:
+            writer.step(next(asked), loss=1.0)
+            return next(asked) > 3000
+
+        live.follow(tmp_path, say=str, stopping=stopping, parent=-1)
+    assert next(asked) <= 3000

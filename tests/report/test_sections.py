@@ -102,7 +102,7 @@ def test_the_deciding_experiment_is_a_picture() -> None:
         {"kind": "shadow", "step": step, "error": error, "noise": 0.5, "loss": 4.1, "loss_without": 2.6}
         for step, error in ((5, 0.05), (20, 0.4))
     ]
-    picture, said = sections.decisive(shadows, sections.experiment(shadows, ["E4M3"])) or (None, "")
+    picture, said = sections.decisive(shadows, sections.experiment(shadows, ["E4M3"]), {}) or (None, "")
     assert picture is not None
     assert "step 20" in picture.title
     assert [(name, max(parts), text) for name, parts, text in picture.bars] == [
@@ -113,11 +113,41 @@ def test_the_deciding_experiment_is_a_picture() -> None:
     assert "with casts 4.10, without 2.60" in said
     arms = [{"name": "as it ran", "losses": [3.0, float("nan")]}, {"name": "high precision", "losses": [2.5]}]
     replay = {"kind": "replay", "reproduces": True, "from": 3, "step": 9, "arms": arms}
-    picture, _ = sections.decisive([*shadows, replay], sections.experiment(shadows, ["E4M3"])) or (None, "")
+    picture, _ = sections.decisive([*shadows, replay], sections.experiment(shadows, ["E4M3"]), {}) or (None, "")
     assert picture is not None
     assert [(name, max(parts), text) for name, parts, text in picture.bars] == [
         ("with casts", 0.0, "not finite"),
         ("without casts", 2.5, "2.50"),
     ]
     assert picture.bars[0][1].index(0.0) != picture.bars[1][1].index(2.5)  # their colours differ
-    assert sections.decisive([], sections.experiment([], [])) is None
+    assert sections.decisive([], sections.experiment([], []), {}) is None
+
+
+def test_the_picture_is_of_the_experiment_that_the_answer_tells() -> None:
+    """Not of the largest error, which may be a consequence; and of the batch's loss where the learning rate is it."""
+    shadows: list[dict[str, object]] = [
+        {"kind": "shadow", "step": step, "error": error, "loss": 5.0, "loss_after": 6.0, "loss_tenth": 4.5}
+        for step, error in ((2, 0.05), (3, 1.2))
+    ]
+    tried = {"tried": ["At step 2 the gradient with casts differs by 5 %. At step 3 they move it by 120 %."]}
+    picture, _ = sections.decisive(shadows, sections.experiment(shadows, ["E4M3"]), tried) or (None, "")
+    assert picture is not None
+    assert picture.title == "One batch of step 2, with and without casts"
+    rate = {"id": "O12", "steps": [2], "remedies": [{"name": "lower_lr"}]}
+    for answer in ({"findings": [rate]}, {"findings": [{"remedies": [{"name": "good_lr"}]}], "notes": [rate]}):
+        picture, _ = sections.decisive(shadows, sections.experiment(shadows, ["E4M3"]), answer) or (None, "")
+        assert picture is not None
+        assert [(name, parts.index(max(parts)), text) for name, parts, text in picture.bars] == [
+            ("before its step", 1, "5.00"),
+            ("after its step", 0, "6.00"),
+            ("after a tenth of it", 1, "4.50"),
+        ]
+
+
+def test_no_word_of_the_sentence_is_left_alone() -> None:
+    tried = "At step 2 the gradient differs by 5 %."
+    answer = {"sentence": f"The rate is high. It differs. FP8 is innocent: {tried} The run ended.", "tried": [tried]}
+    assert (
+        sections.rest({**answer, "findings": [{"title": "The rate is high", "cause": "It differs."}]})
+        == "The run ended."
+    )

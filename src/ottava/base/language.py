@@ -8,6 +8,7 @@ languages, and no sentence is lost; a test reads the templates from the source a
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Iterator
 from importlib.resources import files
@@ -49,8 +50,12 @@ class Language:
         if name not in LANGUAGES:
             raise ValueError(unknown_name("language", name, LANGUAGES))
         self.name = name
+        self._catalog = catalog(name)
         self._known: dict[str, _Said | None] = {}
-        self._templates = [(_pattern(english), other) for english, other in sorted(catalog(name).items(), key=_least)]
+        self._templates = [
+            (max(english.split("{}"), key=len), _pattern(english), other)
+            for english, other in sorted(self._catalog.items(), key=_least)
+        ]
 
     def __call__(self, text: str) -> str:
         """The text in this language, line by line; what is not known stays as it is."""
@@ -71,7 +76,8 @@ class Language:
         text = text.strip()
         if text not in self._known:
             self._known[text] = None  # a template within itself ends here
-            ways = [way for pattern, other in self._templates for way in self._ways(text, pattern, other)]
+            near = ((pattern, other) for words, pattern, other in self._templates if words in text)
+            ways = [way for pattern, other in near for way in self._ways(text, pattern, other)]
             best = min(ways, key=lambda way: way.left, default=None)
             self._known[text] = best if best is not None and 2 * best.left <= _letters(text) else None
         return self._known[text]
@@ -90,7 +96,9 @@ class Language:
         return _Said(_HOLE.sub(lambda hole: parts[int(hole[0][1:-1])].text, other), sum(part.left for part in parts))
 
     def page(self, page: str) -> str:
-        """A page of HTML: text between tags, but not scripts, styles and code.
+        """A page of HTML: text between tags and labels for screen readers, but not scripts, styles and code.
+
+        The words of its pictures, which a script draws, go along as #words: pairs of an English template and ours.
 
         Example:
             >>> Language("zh").page('<html lang="en"><h2>Tried</h2><code>Tried</code>')
@@ -100,9 +108,20 @@ class Language:
             return page
         parts = _UNTOUCHED.split(page)  # text, what stays, its tag, text, ...
         for i in range(0, len(parts), 3):
-            parts[i] = re.sub(r"(^|>)([^<>]+)(?=<|$)", self._node, parts[i])
+            parts[i] = re.sub(r"((?:^|>)|aria-label=\")([^<>\"]*[^<>\"\s][^<>\"]*)(?=[<\"]|$)", self._node, parts[i])
         kept = [part for i, part in enumerate(parts) if i % 3 != 2]
-        return "".join(kept).replace('<html lang="en"', f'<html lang="{self.name}"', 1)
+        words = json.dumps(self._of_scripts("".join(parts[1::3]))).replace("<", "\\u003c")
+        script = f'</main>\n<script type="application/json" id="words">{words}</script>'
+        translated = "".join(kept).replace('<html lang="en"', f'<html lang="{self.name}"', 1)
+        return translated.replace("</main>", script, 1)
+
+    def _of_scripts(self, code: str) -> list[tuple[str, str]]:
+        """The templates whose words all stand in the code, the longest first."""
+        found = []
+        for english, other in sorted(self._catalog.items(), key=_least):
+            parts = [part.strip(" :;,.") for part in english.split("{}") if re.search("[A-Za-z]", part)]
+            found += [(english, other)] if parts and all(part in code for part in parts) else []
+        return found
 
     def _node(self, found: re.Match[str]) -> str:
         text = html.unescape(found[2])

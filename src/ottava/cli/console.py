@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,6 +33,10 @@ _MARKS = MappingProxyType(
 )
 _GAP = 2
 _SCHEMA_VERSION = 1
+SpeaksOption = Annotated[
+    str, typer.Option("--lang", envvar="OTTAVA_LANG", metavar="NAME", help="Language of the sentences: en or zh.")
+]
+"""The option of commands whose sentences, or page, there are in Chinese, too."""
 
 
 def answer(as_json: bool, values: Mapping[str, Any], text: object) -> None:
@@ -85,6 +90,16 @@ def print_verdict(console: Console, outcome: str, sentence: str, otherwise: tupl
 
     mark, style = _MARKS.get(outcome, otherwise)
     console.print(Text(f"{mark:>4}", style), Text(f" {sentence}"), highlight=False, soft_wrap=True)
+
+
+def write_file(out: Path, data: bytes) -> None:
+    """Writes a file whole or not at all; says if its folder is missing."""
+    from ottava.base.files import replacing
+
+    if not out.resolve().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}; make it first")
+    with replacing(out) as scratch:
+        scratch.write_bytes(data)
 
 
 def open_page(address: str) -> bool:

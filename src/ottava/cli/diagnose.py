@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from ottava.base.text import columns, to_json
-from ottava.cli.console import answer
+from ottava.cli.console import SpeaksOption, answer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,9 +33,7 @@ def diagnose(
     baseline: Annotated[
         Path | None, Option("--baseline", metavar="RUN", help="The same training in BF16, or a good run.")
     ] = None,
-    language: Annotated[
-        str, Option("--lang", envvar="OTTAVA_LANG", metavar="NAME", help="Language of the sentences: en or zh.")
-    ] = "en",
+    language: SpeaksOption = "en",
     framework: Annotated[
         str | None,
         Option("--for", metavar="NAME", help="Print changes for this framework, not for that which ran."),
@@ -88,8 +86,8 @@ def _text(result: Diagnosis, every: bool) -> str:
     lines = [result.sentence]
     if result.event and result.event not in result.sentence:
         lines += ["", f"What happened: {result.event}"]
-    if result.tried:
-        lines += ["", "Tried"] + [f"  {sentence}" for sentence in result.tried]
+    if more := [f"  {sentence}" for sentence in result.tried if sentence not in result.sentence]:
+        lines += ["", "Tried", *more]
     for number, finding in enumerate(result.findings, 1):
         lines += ["", *_finding(number, finding)]
     if result.notes:
@@ -133,6 +131,7 @@ def compare(
         Option("--control", metavar="RUN", help="Another good run, of another seed; repeatable."),
     ] = None,
     top: Annotated[int, Option("--top", metavar="N", help="Rows of the table.")] = 15,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Compare a good run with a bad one: settings first, then which tensor left the good run's band, and when.
@@ -144,13 +143,15 @@ def compare(
 
     Exit code 1 if the loss or a tensor of the bad run left the band of the good one.
     """
+    from ottava.base.language import Language
     from ottava.diagnose.compare import compare as compare_runs
     from ottava.record.reader import Run
 
     runs = [Run.open(path) for path in (good, bad, *(control or ()))]
     result = compare_runs(runs[0], runs[1], align=align, controls=runs[2:])
     values = {"schema_version": SCHEMA_VERSION, "good": str(good), "bad": str(bad), **result.to_dict()}
-    typer.echo(to_json(values) if as_json else _compared(result, top))
+    say = Language(language)
+    typer.echo(to_json(values) if as_json else say(_compared(result, top)))
     return 1 if result.diverged else 0
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
-from ottava.cli.console import answer, fits, print_table
+from ottava.cli.console import answer, fits, print_table, write_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -314,13 +314,9 @@ def explorer(
     """
     import typer
 
-    from ottava.base.files import replacing
     from ottava.explorer.page import explorer_page
 
-    if not out.resolve().parent.is_dir():
-        raise ValueError(f"explorer: --out {out}: there is no folder {out.resolve().parent}; make it first")
-    with replacing(out) as scratch:
-        scratch.write_text(explorer_page(), encoding="utf-8")
+    write_file(out, explorer_page().encode())
     size = out.stat().st_size
     answer(as_json, {"page": str(out), "bytes": size}, f"{out}  {size / 1000:,.0f} kB")
     if open_it:

@@ -18,7 +18,7 @@ import typer
 from typer import Argument, Option
 
 from ottava.base.text import to_json
-from ottava.cli.console import answer, open_page, stop_on_interrupt
+from ottava.cli.console import SpeaksOption, answer, open_page, stop_on_interrupt, write_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -314,7 +314,7 @@ def table(
     chosen = select(Run.open(run), layers=layers or ["*"], tensors=_words(tensors), steps=steps, merge_ranks=not ranks)
     data = _FORMS[form](tensor_table(chosen, names, ranks=ranks))
     if out is not None:
-        _write(out, data)
+        write_file(out, data)
         typer.echo(f"{out}  {len(chosen):,} lines", err=True)
     else:
         sys.stdout.buffer.write(data)
@@ -351,7 +351,7 @@ def plot(
     charts = [curves(tables, statistic) for statistic in names]
     picture = standalone(charts, title=" and ".join(tables), captions=[chart.description for chart in charts])
     data = to_png(picture) if out.suffix == ".png" else picture.encode()
-    _write(out, data)
+    write_file(out, data)
     typer.echo(f"{out}  {len(data) / 1000:,.0f} kB", err=True)
     return 0
 
@@ -366,15 +366,6 @@ def _need_numbers(path: Path, chosen: Table, names: Iterable[str]) -> None:
     recorded = [name for name in STATISTICS if not np.isnan(chosen.metric(name)).all()]
     if missing := [name for name in names if name not in recorded]:
         raise RunError(f"{path}: has no {', '.join(missing)} of these tensors; it has {', '.join(recorded)}")
-
-
-def _write(out: Path, data: bytes) -> None:
-    from ottava.base.files import replacing
-
-    if not out.resolve().parent.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}; make it first")
-    with replacing(out) as scratch:
-        scratch.write_bytes(data)
 
 
 def _words(text: str | None) -> tuple[str, ...]:
@@ -428,6 +419,7 @@ def live(
     run: Annotated[Path, Argument(metavar="RUN", help="Folder of a run that goes on, or has ended.")],
     port: Annotated[int, Option(metavar="N", min=0, max=65_535, help="0: one that is free.")] = 0,
     no_open: Annotated[bool, Option("--no-open", help="Open no browser.")] = False,
+    language: SpeaksOption = "en",
     parent: Annotated[int | None, Option(hidden=True)] = None,
 ) -> int:
     """Serve the report of a run while it goes on, to a browser on this machine.
@@ -449,10 +441,12 @@ def live(
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
             os.environ.pop(name, None)
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    from ottava.base.language import Language
     from ottava.report.live import follow
 
+    page = Language(language).page
     with stop_on_interrupt() as stopping:
-        follow(run, port=port, say=say, stopping=stopping, parent=parent)
+        follow(run, port=port, say=say, page=page, stopping=stopping, parent=parent)
     return 0
 
 
@@ -463,9 +457,7 @@ def report(
         Path | None, Option("--out", "-o", metavar="FILE", help="Where to write; RUN/report.html by default.")
     ] = None,
     open_it: Annotated[bool, Option("--open", help="Open the report in the browser.")] = False,
-    language: Annotated[
-        str, Option("--lang", envvar="OTTAVA_LANG", metavar="NAME", help="Language of the sentences: en or zh.")
-    ] = "en",
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Write RUN/report.html: the cause, the tensor, the first step and the remedy.

@@ -7,7 +7,7 @@ const elide = (name, width) => name.length <= width ? name
 function canvas(host, height, label) {
   const width = Math.max(280, host.clientWidth || 1000);
   host.replaceChildren();
-  const svg = put(host, "svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
+  const svg = put(host, "svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": said(label) });
   return { svg, width, height };
 }
 // Multiples of 1, 2 or 5 times a power of ten within [low, high], about `count` of them.
@@ -39,7 +39,7 @@ function lines(host, { height, label, series, x: [x0, x1], log = false, dots = f
   const f = log ? Math.log2 : (y) => y, shown = (y) => y !== null && Number.isFinite(y) && (!log || y > 0);
   const ys = series.flatMap((s) => s.ys).filter(shown).map(f);
   let [y0, y1] = ys.length ? [Math.min(...ys), Math.max(...ys)] : [0, 1];
-  const pad = 0.06 * (y1 - y0) || 0.5;
+  const pad = Math.max(0.06 * (y1 - y0), log ? 0.2 : 0) || 0.5;  // else all ticks of a flat curve read alike
   [y0, y1] = [y0 - pad, y1 + pad];
   const X = (x) => left + (x1 > x0 ? (x - x0) / (x1 - x0) : 0.5) * (width - left - right);
   const Y = (y) => height - bottom - (f(y) - y0) / (y1 - y0) * (height - top - bottom);

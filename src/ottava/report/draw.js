@@ -20,12 +20,24 @@ function human(x, unit = "") {
   return sign + r.toLocaleString("en", { minimumFractionDigits: places, maximumFractionDigits: places }) + tail;
 }
 
+// A text in the language of the page; #words has pairs of an English template, with {} for what varies, and ours.
+const templates = JSON.parse($("words")?.textContent ?? "[]").map(([english, other]) => [
+  new RegExp(`^${english.replace(/[.*+?^$()|[\]\\]/g, "\\$&").replaceAll("{}", "(.+?)")}$`), other,
+]);
+function said(text) {
+  if (!templates.length || !/[a-z]{2}/i.test(text)) return text;
+  for (const [pattern, other] of templates) {
+    const found = pattern.exec(text);
+    if (found) return other.replace(/\{(\d+)\}/g, (_, i) => said(found[Number(i) + 1]));
+  }
+  return text;
+}
 // Adds an element to a parent: SVG inside SVG, HTML elsewhere.
 function put(parent, tag, attributes = {}, text = null) {
   const svg = tag === "svg" || parent.namespaceURI.endsWith("svg");
   const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  if (text !== null) node.textContent = text;
+  if (text !== null) node.textContent = said(String(text));
   parent.append(node);
   return node;
 }

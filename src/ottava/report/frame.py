@@ -28,6 +28,13 @@ def render(package: str, template: str, **values: Any) -> str:
         template: the name of its file.
         values: the values for the template. A missing name is an error.
     """
+    colors = {"light": css_variables(LIGHT), "dark": css_variables(DARK)}
+    return _environment(package).get_template(template).render(colors | values).lstrip()
+
+
+@functools.cache
+def _environment(package: str) -> jinja2.Environment:
+    """The templates of a package, each compiled once: that takes as long as a page of 100 layers takes to fill."""
     environment = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,
@@ -37,8 +44,7 @@ def render(package: str, template: str, **values: Any) -> str:
     )
     shared = (text.number, text.elide, text.listed, text.duration, text.signed, text.fixed, breakable, figure)
     environment.filters |= {function.__name__: function for function in shared}
-    colors = {"light": css_variables(LIGHT), "dark": css_variables(DARK)}
-    return environment.get_template(template).render(colors | values).lstrip()
+    return environment
 
 
 def _source(package: str, name: str) -> str | None:

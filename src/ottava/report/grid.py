@@ -141,7 +141,14 @@ class Grid:
     """(slots,): SQNR of a bell-shaped tensor in the cast's format, dB; NaN for an unknown format."""
 
     @classmethod
-    def of(cls, table: Table, most: int, metrics: tuple[str, ...] = tuple(STATISTICS), by: str = "") -> Grid:
+    def of(
+        cls,
+        table: Table,
+        most: int,
+        metrics: tuple[str, ...] = tuple(STATISTICS),
+        by: str = "",
+        columns: Mapping[str, Values] | None = None,
+    ) -> Grid:
         """The grid of a table.
 
         Args:
@@ -149,17 +156,19 @@ class Grid:
             metrics: statistics to include.
             by: if rows share a cell, it shows the row with the largest value of this statistic; by default the most
                 alarming row.
+            columns: these statistics of every row, if they are at hand.
         """
         slots = _ordered(table.slots())
         steps = np.unique(table["step"]) if len(table) else np.array([], dtype=np.int64)
         chunks = [chunk for chunk in np.array_split(steps, max(1, min(most, len(steps)))) if len(chunk)]
         edges = np.array([chunk[0] for chunk in chunks], dtype=np.int64)
+        casts, keys = table.casts
         number = {slot: i for i, slot in enumerate(slots)}
-        fields = zip(*(table[name] for name in SlotKey._fields), strict=True)
-        down = np.array([number[SlotKey(*key)] for key in fields], dtype=np.int64)
+        down = np.array([number[key] for key in keys], dtype=np.int64)[casts]
         across = np.searchsorted(edges, table["step"], side="right") - 1
         floor = np.array([healthy_db(FORMATS[s.format]) if s.format in FORMATS else math.nan for s in slots])
-        columns = {name: table.metric(name) for name in metrics}
+        if columns is None:
+            columns = {name: table.metric(name) for name in metrics}
         alarm = columns[by] if by else _alarm(columns, floor[down])[0] if len(table) else np.array([])
         order = np.argsort(np.nan_to_num(alarm, nan=-1e9), kind="stable")  # the last row written to a cell wins
         row = np.full((len(slots), len(chunks)), -1, dtype=np.int64)

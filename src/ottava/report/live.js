@@ -1,10 +1,11 @@
 // Follows a run that goes on: new steps are appended to the curves, a new page takes the place of the old one. Zoom,
-// selected cell, open details and the place on the page stay.
+// selected cell, open details and the place on the page stay. The server says "Live: step 5; 2 ranks", "no step yet" or
+// "The run has ended at step 9".
 const address = location.pathname, query = new URLSearchParams({ page: $("live").dataset.page });
-const source = new EventSource(`events?${query}`), said = { kind: "", text: "" };
+const source = new EventSource(`events?${query}`), told = { kind: "", text: "" };
 function say(kind, text) {
-  Object.assign(said, { kind, text });
-  Object.assign($("live"), { className: kind, textContent: text });
+  Object.assign(told, { kind, text });
+  Object.assign($("live"), { className: kind, textContent: said(text) });
 }
 source.addEventListener("steps", async ({ data }) => (await shown).append(JSON.parse(data)));
 source.addEventListener("state", ({ data }) => {
@@ -13,7 +14,7 @@ source.addEventListener("state", ({ data }) => {
   if (kind === "stopped") source.close();
 });
 source.addEventListener("error", () => {
-  if (source.readyState !== EventSource.CLOSED || said.kind !== "stopped") say("gone", "No answer from the server. This page stays as it is.");
+  if (source.readyState !== EventSource.CLOSED || told.kind !== "stopped") say("gone", "No answer from the server; this page stays as it is.");
 });
 // One page at a time: what arrives while a page is drawn asks for one more.
 let busy = false, again = false;
@@ -29,7 +30,7 @@ async function renew() {
     for (const id of ["facts", "numbers"]) $(id).textContent = fresh.getElementById(id).textContent;
     document.querySelector("main").replaceWith(fresh.querySelector("main"));
     document.title = fresh.title;
-    say(said.kind, said.text);
+    say(told.kind, told.text);
     for (const box of document.querySelectorAll("details")) box.open = open.get(box.querySelector("summary").textContent) ?? box.open;
     shown = show(kept);
     const made = await shown, slot = made.find(kept.cast);

@@ -28,6 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -366,7 +367,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._start(405 if code == 501 else code, "text/plain", "default-src 'none'")
         self.wfile.write(words.get(405 if code == 501 else code, "refused").encode())
 
-    def _start(self, code: int, kind: str, policy: str) -> None:
+    def _start(self, code: int, kind: str, policy: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
         self.send_response_only(code)
         headers = {
             "Content-Type": f"{kind}; charset=utf-8",
@@ -379,7 +380,7 @@ class _Handler(BaseHTTPRequestHandler):
             "Cache-Control": "no-store",
             "Connection": "close",
         }
-        for name, value in headers.items():
+        for name, value in (headers | dict(more)).items():
             self.send_header(name, value)
         self.end_headers()
 
@@ -388,11 +389,13 @@ class _Handler(BaseHTTPRequestHandler):
         with server.changed:
             server.changed.wait_for(lambda: server.number > 0 or not server.open, _PATIENCE)
             page, policy = server.page, server.policy
-        if not page:
-            return self._refuse(503)
+        if not page:  # a busy machine: the browser asks again
+            self._start(503, "text/plain", "default-src 'none'", {"Refresh": "1"})
+            self.wfile.write(b"The first page is being made; this one asks again by itself.")
+            return
         self._start(200, "text/html", policy)
         self.wfile.write(page)
-        return None
+        return
 
     def _push(self, asked: Mapping[str, list[str]]) -> None:
         """Pushes until the reader goes or the server stops."""
@@ -432,12 +435,19 @@ def _event(name: str, data: Any) -> bytes:
 
 
 def follow(
-    folder: Path, *, port: int = 0, say: Callable[[str], None], stopping: Callable[[], object], parent: int | None
+    folder: Path,
+    *,
+    port: int = 0,
+    say: Callable[[str], None],
+    page: Callable[[str], str] = str,
+    stopping: Callable[[], object],
+    parent: int | None,
 ) -> None:
     """Serves the page of a run until it is stopped.
 
     Args:
         say: gets the address.
+        page: translates a page.
         stopping: asked twice a second.
         parent: the process that trains; the server ends some seconds after it, or after the end of the run.
     Raises:
@@ -450,7 +460,7 @@ def follow(
     state = {"kind": "stopped", "text": f"The server has stopped; this page stays as it is. Again: {again}"}
     try:
         with ThreadPoolExecutor(1) as renderer:
-            _serve(following, server, renderer, stopping, parent)
+            _serve(following, server, renderer, page, stopping, parent)
         if following.ended:
             state["text"] = f"{following.state['text']}. This page stays as it is. Again: {again}"
     finally:
@@ -469,6 +479,7 @@ def _serve(
     following: Following,
     server: PageServer,
     renderer: ThreadPoolExecutor,
+    page: Callable[[str], str],
     stopping: Callable[[], object],
     parent: int | None,
 ) -> None:
@@ -487,19 +498,22 @@ def _serve(
             job, due = None, time.monotonic() + max(_SOONEST, seconds / _SHARE)
         ends = parent is not None and (bool(following.ended) or os.getppid() != parent)
         over = over or (time.monotonic() if ends else None)
+        late = over is not None and time.monotonic() - over > 3 * _LINGER
+        if late and job is None:  # another run goes on in the folder: it is not ours to follow
+            return
         if (
             job is None
             and made != following.version
             and (over or not made or (server.readers and time.monotonic() >= due))
         ):
             made = following.version
-            job = renderer.submit(_render, following.run(), dict(following.earlier))
+            job = renderer.submit(_render, following.run(), dict(following.earlier), page)
         if over and job is None and (not server.readers or time.monotonic() - over > _LINGER):
             return
         time.sleep(_POLL)
 
 
-def _render(run: Run, earlier: Mapping[str, Curve]) -> tuple[str, float]:
+def _render(run: Run, earlier: Mapping[str, Curve], page: Callable[[str], str] = str) -> tuple[str, float]:
     """A page, and the seconds that it took."""
     began = time.monotonic()
-    return make_report(run, live=True, earlier=earlier).html, time.monotonic() - began
+    return page(make_report(run, live=True, earlier=earlier).html), time.monotonic() - began

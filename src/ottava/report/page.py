@@ -159,7 +159,7 @@ def render_report(
         headline=sections.headline(diagnosis),
         rest=sections.rest(diagnosis),
         experiment=experiment,
-        decisive=sections.decisive(run.experiments, experiment),
+        decisive=sections.decisive(run.experiments, experiment, diagnosis),
         tried=sections.tried(diagnosis),
         findings=findings,
         notes=notes,
@@ -280,13 +280,16 @@ def payload(table: Table, good: Table | None = None) -> Payload:
     light = len(full) < len(table)
     main = full if len(full) else table
     most, digits = _MOST_LOOKS, _DIGITS
+    columns = {name: main.metric(name) for name in STATISTICS}
+    filled = main.has_histograms() | main.has_histograms("row_sqnr")
     while True:
-        grid = Grid.of(main, most)
+        grid = Grid.of(main, most, columns=columns)
         series = Grid.of(table, most, _SERIES, by="amax") if light and len(full) else None
         beside = Grid.of(good, most) if good is not None and len(good) else None
-        facts, packed = _pack(main, grid, series, beside, digits)
+        facts, codes = _facts(main, grid, series, beside, digits, filled)
+        packed = pack(codes, 4)
         if len(packed) <= MAX_BYTES or most <= _LEAST_LOOKS:
-            return Payload(facts, packed, grid, digits)
+            return Payload(facts, pack(codes), grid, digits)
         fits = int(0.97 * MAX_BYTES / len(packed) * len(grid.looks))
         coarser = fits < _ENOUGH_LOOKS and digits == _DIGITS
         most, digits = (min(most, 2 * fits), _DIGITS - 1) if coarser else (fits, digits)
@@ -328,7 +331,9 @@ class _Numbers:
         return {"firsts": firsts, "starts": starts}
 
 
-def _pack(table: Table, grid: Grid, series: Grid | None, good: Grid | None, digits: int) -> tuple[dict[str, Any], str]:
+def _facts(
+    table: Table, grid: Grid, series: Grid | None, good: Grid | None, digits: int, filled: npt.NDArray[np.bool_]
+) -> tuple[dict[str, Any], npt.NDArray[np.int64]]:
     names = [name for name in STATISTICS if name in grid.values]
     numbers = _Numbers()
     facts: dict[str, Any] = {
@@ -344,10 +349,10 @@ def _pack(table: Table, grid: Grid, series: Grid | None, good: Grid | None, digi
         if other is not None:
             present = [statistic for statistic in wanted if statistic in other.values]
             facts[name] = numbers.grid(other, present, digits) | {"slots": _places(grid, other)}
-    facts["histograms"], counts = _histograms(table, grid)
+    facts["histograms"], counts = _histograms(table, grid, filled)
     facts["counts"] = numbers.add(counts, _DIGITS)
     facts["kinds"] = numbers.kinds
-    return facts, pack(np.concatenate(numbers.codes))
+    return facts, np.concatenate(numbers.codes)
 
 
 def _places(grid: Grid, other: Grid) -> list[int]:
@@ -381,27 +386,6 @@ def coded(values: Values, digits: int) -> npt.NDArray[np.int64]:
     return np.where(known, codes, np.where(np.isnan(values), _UNKNOWN, infinite))
 
 
-def decoded(codes: npt.NDArray[np.int64], digits: int) -> Values:
-    """The inverse of `coded`, as report.js does it.
-
-    Example:
-        >>> decoded(coded(np.array([0.0, 1.28503, -np.inf, 0.00099951]), 3), 3).tolist()
-        [0.0, 1.29, -inf, 0.001]
-    """
-    size = np.abs(codes)
-    if digits == 0:
-        values = codes.astype(np.float64)
-    else:
-        first = 10 ** (digits - 1)
-        power, scaled = np.divmod(size - 1, 9 * first)
-        words = (f"{m}e{e}" for m, e in zip(scaled + first, power + _LOWEST_POWER - digits + 1, strict=True))
-        ordinary = (size > 0) & (size < _INFINITE)
-        values = np.array([float(word) if some else 0.0 for word, some in zip(words, ordinary, strict=True)])
-        values = np.copysign(values, codes)
-    values = np.where(size == _INFINITE, np.copysign(np.inf, codes), values)
-    return np.where(codes == _UNKNOWN, np.nan, values)
-
-
 def all_rounded(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """`rounded_alike` of every finite number, except for its last bits; other numbers stay.
 
@@ -419,26 +403,20 @@ def all_rounded(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return rounded
 
 
-def pack(codes: npt.NDArray[np.int64]) -> str:
-    """Codes as base64 of deflated byte planes, the highest byte first.
+def pack(codes: npt.NDArray[np.int64], level: int = 9) -> str:
+    """Codes as base64 of deflated byte planes, the highest byte first; a lower level is quicker, and longer.
 
     Example:
-        >>> unpack(pack(np.array([1, -2, 1 << 30]))).tolist()
-        [1, -2, 1073741824]
+        >>> zlib.decompress(base64.b64decode(pack(np.array([1, 258])))).hex()
+        '0000000000010102'
     """
     planes = codes.astype(">i4").view(np.uint8).reshape(-1, 4).T
-    return deflated(np.ascontiguousarray(planes).tobytes())
+    return deflated(np.ascontiguousarray(planes).tobytes(), level)
 
 
-def unpack(packed: str) -> npt.NDArray[np.int64]:
-    """The inverse of `pack`, as report.js does it."""
-    planes = np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype=np.uint8).reshape(4, -1)
-    return np.ascontiguousarray(planes.T).view(">i4").astype(np.int64).ravel()
-
-
-def deflated(data: bytes) -> str:
+def deflated(data: bytes, level: int = 9) -> str:
     """base64 of deflated bytes."""
-    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+    return base64.b64encode(zlib.compress(data, level)).decode("ascii")
 
 
 def _metric(name: str, values: Values) -> dict[str, Any]:
@@ -461,7 +439,7 @@ def _formats() -> dict[str, dict[str, float]]:
     return {name: {key: getattr(fmt, field) for key, field in names.items()} for name, fmt in formats.items()}
 
 
-def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
+def _histograms(table: Table, grid: Grid, filled_rows: npt.NDArray[np.bool_]) -> tuple[list[list[int]], Values]:
     """The histograms of some looks for each cast: the worst, and as many others from the first to the last as fit.
 
     Returns:
@@ -469,7 +447,6 @@ def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
     """
     others = max(0, _MAX_HISTOGRAMS // max(1, len(grid.slots)) - 1)
     alarm = np.nan_to_num(grid.alarm()[0], nan=-1e9, posinf=1e9, neginf=-1e8)
-    filled_rows = table.has_histograms() | table.has_histograms("row_sqnr")
     chosen: list[tuple[int, int]] = []
     for slot in range(len(grid.slots)):
         looks = [k for k in np.flatnonzero(grid.row[slot] >= 0).tolist() if filled_rows[grid.row[slot, k]]]

@@ -291,11 +291,11 @@ function fillHeatTable() {
 
 function drawTensor() {
   const slot = slots[state.slot], step = stepAt(state.slot, state.look), when = step < 0 ? "It had no look here." : `Step ${plain(step)}.`;
-  $("tensor-title").textContent = nameOf(state.slot);
-  $("tensor-cast").textContent = `${castOf(slot)}${slot.scaling ? `, ${slot.scaling} scaling` : ""}. ${when}`;
-  $("cell").textContent = cellText(state);
+  $("tensor-title").textContent = said(nameOf(state.slot));
+  $("tensor-cast").textContent = `${said(`${castOf(slot)}${slot.scaling ? `, ${slot.scaling} scaling` : ""}`)}. ${said(when)}`;
+  $("cell").textContent = said(cellText(state));
   Object.assign($("look"), { max: looks.length - 1, value: state.look });
-  $("look-text").textContent = step < 0 ? "–" : `step ${plain(step)}`;
+  $("look-text").textContent = said(step < 0 ? "–" : `step ${plain(step)}`);
   fill($("numbers-table"), ["statistic", "value", "meaning"], metrics.map(({ name, unit, meaning }, i) => [
     name, human(valueAt(i, state.slot, state.look), unit), unit.startsWith("of x") ? `${meaning}; unit ${unit}` : meaning,
   ]));
@@ -306,7 +306,7 @@ function drawTensor() {
   drawCurve();
   drawScales();
   if (!nearest) return;
-  $("histogram-step").textContent = `${nearest.look === state.look ? "This is step" : "The nearest histogram on this page is of step"} ${plain(stepAt(nearest.slot, nearest.look))}.`;
+  $("histogram-step").textContent = said(`${nearest.look === state.look ? "This is step" : "The nearest histogram on this page is of step"} ${plain(stepAt(nearest.slot, nearest.look))}.`);
   const counted = nearest.exponents.counts.length > 0;  // a run that was watched with detail="numbers" has none
   $("magnitudes").hidden = !counted;
   $("no-magnitudes").hidden = counted;
@@ -354,7 +354,7 @@ function drawWindow() {
   }
   drawOctaves(octaves, [format.subnormal / 2, format.normal, format.clip].map((y) => Math.log2(y / scale)));
   const whose = seen.known ? (seen.several ? "the smallest scale used" : "the scale used") : "the scale of current scaling";
-  $("shift-text").textContent = `${human(scale)}: ${shift ? `2^${String(shift).replace("-", "−")} times ` : ""}${whose}`;
+  $("shift-text").textContent = said(`${human(scale)}: ${shift ? `2^${String(shift).replace("-", "−")} times ` : ""}${whose}`);
   const told = predict(seen, format, scale), measured = (name) => named(name, seen.slot, seen.look);
   fill($("predicted"), ["at this scale and format", "predicted", "measured in the run"], [
     ["cast to 0", human(told.underflow, "%"), human(measured("underflow_pct"), "%")],
@@ -385,7 +385,7 @@ function drawOctaves(octaves, [gone, normal, clip]) {
     put(put(svg, "rect", { class: `bar ${css}`, ...bar }), "title", {}, `2^${e} to 2^${e + 1}: ${human(100 * share, "%")}`);
   }
   for (const x of wholeTicks(x0, x1, Math.max(3, width / 90))) {
-    put(svg, "text", { x: X(x), y: base + 16, "text-anchor": "middle" }, `2^${x}`.replace("-", "−"));
+    put(svg, "text", { x: X(x), y: base + 16, "text-anchor": "middle" }, `2${String(x).replace(/./g, (c) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c] ?? "⁻")}`);
   }
   put(svg, "text", { x: width - right, y: base + 32, "text-anchor": "end" }, "magnitude of non-zero elements");
   put(svg, "text", { x: 0, y: 10 }, "share of elements, logarithmic");
@@ -407,7 +407,7 @@ function drawCurve() {
   const ys = series.flatMap((s) => s.ys).filter(Number.isFinite), positive = ys.filter((y) => y > 0);
   $("curve-of-statistic").hidden = !ys.length;
   if (!ys.length) return;
-  $("curve-title").textContent = `${name}${unit ? ` (${unit})` : ""}, by step`;
+  $("curve-title").textContent = said(`${name}${unit ? ` (${unit})` : ""}, by step`);
   const log = unit !== "%" && positive.length === ys.length && Math.max(...ys) > 30 * Math.min(...ys);
   const xs = series.flatMap((s) => s.xs), x = [Math.min(...xs), Math.max(...xs)];
   const frame = lines($("curve"), { height: 200, label: `${name} of ${nameOf(state.slot)} by step`, series, x, log, top: 36 });
@@ -497,8 +497,8 @@ for (const button of document.querySelectorAll("button.copy")) button.addEventLi
     area.remove();
     button.focus();
   }
-  button.textContent = "copied";
-  setTimeout(() => { button.textContent = "copy"; }, 1500);
+  button.textContent = said("copied");
+  setTimeout(() => { button.textContent = said("copy"); }, 1500);
 });
 
 // The left margin of the time axis holds the labels of the heat map.

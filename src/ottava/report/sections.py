@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -135,7 +136,7 @@ def rest(diagnosis: Json) -> str:
     told = [headline(diagnosis), *(str(one.get("cause") or "") for one in findings), *(diagnosis.get("tried") or [])]
     words = str(diagnosis["sentence"])
     for sentence in sorted((str(one).strip(" .") for one in told), key=len, reverse=True):
-        words = words.replace(f"FP8: {sentence}.", "").replace(f"{sentence}.", "") if sentence else words
+        words = re.sub(rf"(FP8(?: is innocent)?: )?{re.escape(sentence)}\.", "", words) if sentence else words
     return " ".join(words.split())
 
 
@@ -166,51 +167,72 @@ def experiment(lines: Sequence[Json], formats: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def decisive(lines: Sequence[Json], shadow: Json) -> tuple[Bars, str] | None:
-    """The experiment that tells whether casts did it, as a picture and its caption: with casts and without.
+def decisive(lines: Sequence[Json], shadow: Json, diagnosis: Json) -> tuple[Bars, str] | None:
+    """The experiment that shows the answer, as a picture and its caption; None if none was made.
 
     Args:
         shadow: what `experiment` returns.
 
     Returns:
-        The final losses of the last replay that came out as the run did; without one the shadow step with the largest
-        error; None if neither was taken.
+        If the answer is the learning rate: a batch before and after its step. Else the final losses of the last replay
+        that came out as the run did; without one the shadow step that the answer tells of, or that with the largest
+        error.
     """
     replay = next((one for one in reversed(lines) if one.get("kind") == "replay" and one.get("reproduces")), None)
-    rows: list[tuple[str, float | None, str]] = []
-    if replay is not None:
-        names, unit = {"as it ran": "with casts", "high precision": "without casts"}, ""
+    rows: list[tuple[str, float | None]] = []
+    worst, unit, rest = 0, "", "var(--s1)"
+    if (step := _step_of_rate(lines, diagnosis)) is not None:
+        title, said = f"The batch of step {step['step']}", "Loss of the same batch, nothing else changed."
+        part = "tenth" if (_finite(step.get("loss_tenth")) or math.inf) < step["loss"] else "thousandth"
+        names = {"before its step": "loss", "after its step": "loss_after", f"after a {part} of it": f"loss_{part}"}
+        rows, worst = [(name, _finite(step.get(key))) for name, key in names.items()], 1
+    elif replay is not None:
+        names = {"as it ran": "with casts", "high precision": "without casts"}
         title = f"Steps {replay['from']} to {replay['step']} replayed"
         said = "Loss at the end, from the same weights and batches."
         for arm in replay.get("arms") or ():
             name = str(arm.get("name"))
-            rows.append((names.get(name, name), _finite((arm.get("losses") or [None])[-1]), unit))
+            rows.append((names.get(name, name), _finite((arm.get("losses") or [None])[-1])))
     elif shadow["rows"]:
-        step, error, noise, *losses = max(shadow["rows"], key=lambda row: row[1])
-        title, said = (
-            f"One batch of step {step}, with and without casts",
-            "Distance of the gradients, % of their length.",
+        told = " ".join(
+            [*(diagnosis.get("tried") or ()), *(str(f.get("cause")) for f in diagnosis.get("findings") or ())]
         )
-        unit = "%"
-        rows = [("error by casts", error, unit), ("level that hurts", shadow["level"], unit)]
-        rows += [] if noise is None else [("noise of the batch", noise, unit)]
+        asked = {int(number) for number in re.findall(r"[Aa]t step (\d+)", told)[:1]}
+        chosen = [row for row in shadow["rows"] if row[0] in asked] or shadow["rows"]
+        at, error, noise, *losses = max(chosen, key=lambda row: row[1])
+        title = f"One batch of step {at}, with and without casts"
+        said, unit, rest = "Distance of the gradients, % of their length.", "%", "var(--line)"
+        rows = [("error by casts", error), ("level that hurts", shadow["level"])]
+        rows += [] if noise is None else [("noise of the batch", noise)]
         if None not in losses:
             said += f" Loss with casts {number(losses[0])}, without {number(losses[1])}."
     else:
         return None
-    texts = ["not finite" if value is None else number(value, unit) for _, value, unit in rows]
+    texts = ["not finite" if value is None else number(value, unit) for _, value in rows]
     picture = Bars(
         title=title,
-        description="; ".join(f"{name}: {text}" for (name, *_), text in zip(rows, texts, strict=True)),
-        x_label="loss" if replay is not None else "%",
-        parts=[("", fill) for fill in ("var(--s2)", "var(--s1)" if replay else "var(--line)")],
+        description="; ".join(f"{name}: {text}" for (name, _), text in zip(rows, texts, strict=True)),
+        x_label=unit or "loss",
+        parts=[("", "var(--s2)"), ("", rest)],
         bars=[
-            (name, [0.0, value or 0.0][:: 1 if i else -1], text)
-            for i, ((name, value, _), text) in enumerate(zip(rows, texts, strict=True))
+            (name, [value or 0.0, 0.0] if i == worst else [0.0, value or 0.0], text)
+            for i, ((name, value), text) in enumerate(zip(rows, texts, strict=True))
         ],
         unit="",
     )
     return picture, said
+
+
+def _step_of_rate(lines: Sequence[Json], diagnosis: Json) -> Json | None:
+    """The shadow step after which a batch was worse, if the answer is the learning rate."""
+    found = [*(diagnosis.get("findings") or ()), *(diagnosis.get("notes") or ())]
+    answers = {str(remedy.get("name")) for one in found[:1] for remedy in one.get("remedies") or ()}
+    steps = {step for one in found if one.get("id") == "O12" for step in one.get("steps") or ()}
+    if not answers & {"good_lr", "lower_lr"}:
+        return None
+    return next(
+        (one for one in lines if one.get("kind") == "shadow" and one["step"] in steps and "loss_after" in one), None
+    )
 
 
 def tried(diagnosis: Json) -> list[str]:
@@ -538,6 +560,7 @@ SENTENCES: Mapping[str, str] = MappingProxyType(
         "trigger nonfinite, no tensor": "the loss is not finite",
         "burst": "every step up to {until} gets a full look",
         "flight": "stored the amaxes of steps {first} to {last}: {why}",
+        "jump": "the amax of {tensor_symbol} of {layer} goes from {before} to {after} in one step",
         "overhead": "watching took {share_pct} of the time; now a look every {every} steps, amaxes every {light_every}",
         "dump": "wrote {tensor_symbol} of {layer} to {file}, {nbytes} bytes",
         "resumed": "the run was resumed after this step",
