@@ -37,7 +37,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ottava.base.untrusted import MAX_STEP, UntrustedError, misfit, parse_json, read_text, regular_size
+from ottava.base.untrusted import MAX_STEP, UntrustedError, misfit, opened, parse_json, read_text
 from ottava.measure.tally import Tally, tally_fields
 
 if TYPE_CHECKING:
@@ -224,8 +224,8 @@ class Part:
         self.path = path
         with self._damage():
             if data is None:
-                regular_size(path)
-                data = path.read_bytes()
+                with opened(path) as stream:
+                    data = stream.read()
             self.nbytes = len(data)
             self._file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
             about = self._file.metadata

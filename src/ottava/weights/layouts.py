@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ottava.base.errors import unknown_name
 from ottava.base.text import listed
-from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text, regular_size
+from ottava.base.untrusted import UntrustedError, misfit, opened, parse_json, read_text, regular_size
 from ottava.numerics.formats import E2M1, E4M3
 from ottava.numerics.rounding import code_values, round_to_format
 from ottava.numerics.scaling import (
@@ -576,7 +576,7 @@ def _open(folder: Path, name: str, files: ExitStack) -> Any:
         file = files.enter_context(safe_open(path, framework="pt"))
     except SafetensorError as error:
         raise UntrustedError(f"{name} is no safetensors file, or cut short ({error})") from error
-    with path.open("rb") as stream:  # the library takes the last of two equal keys
+    with opened(path) as stream:  # the library takes the last of two equal keys
         header = stream.read(int.from_bytes(stream.read(8), "little"))
     try:
         parse_json(header)
