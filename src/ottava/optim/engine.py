@@ -175,7 +175,7 @@ class Engine(Optimizer):
         for index, parameter in enumerate(group["params"], place):
             if parameter.grad is None:
                 continue
-            gradient = _local(parameter.grad)
+            gradient = _local(summed(parameter))
             if gradient.layout != torch.strided:
                 raise TypeError(
                     f"{type(self).__name__}: got a gradient of layout {gradient.layout}; it takes dense ones"
@@ -464,6 +464,14 @@ def _local(tensor: Tensor) -> Tensor:
     """The shard of a tensor that this process holds."""
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard
+
+
+def summed(parameter: Tensor) -> Any:
+    """Its gradient, split as the parameter is. Ranks that each see a part of the tokens may hold parts of a sum."""
+    gradient: Any = parameter.grad
+    if any(place.is_partial() for place in getattr(gradient, "placements", ())):
+        return gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return gradient
 
 
 def _sharded(tensor: Any, like: Tensor) -> Any:

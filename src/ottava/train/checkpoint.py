@@ -608,8 +608,17 @@ def _as_whole(value: Any, order: Tensor | None) -> Any:
     value = _plain(value.detach() if isinstance(value, Tensor) else value)
     if order is None:
         return value
-    whole = value.full_tensor()
+    whole = _gathered(value)
     return torch.empty_like(whole).index_copy_(0, order, whole)
+
+
+def _gathered(value: DTensor) -> Tensor:
+    """The whole of a DTensor. Gloo gathers no int16, the dtype of remainders, but these bits under another name."""
+    part, known = local(value), value.dtype != torch.int16
+    whole: dict[str, Any] = {"shape": value.shape, "stride": value.stride()}
+    part = part if known else part.view(torch.float16)
+    full = DTensor.from_local(part, value.device_mesh, value.placements, run_check=False, **whole).full_tensor()
+    return full if known else full.view(torch.int16)
 
 
 def _fill(target: Any, whole: Tensor) -> None:
