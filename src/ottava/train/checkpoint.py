@@ -500,10 +500,10 @@ def restore_shards(
     for parameter, name in _parameters(model, optimizer):
         for entry in (key for key in entries if key.rpartition(".")[0] == f"optimizer.{name}"):
             shape, dtype = entries[entry]
-            if shape == parameter.shape:
-                wanted[entry] = torch.empty_like(_plain(parameter.detach()), dtype=dtype)
-            elif not isinstance(parameter, DTensor) or not shape:  # group scales fit no other split into shards
+            if not isinstance(parameter, DTensor) or not shape:
                 wanted[entry] = torch.empty(shape, dtype=dtype)
+            elif shape == parameter.shape:  # group scales fit no other split into shards
+                wanted[entry] = torch.empty_like(_plain(parameter.detach()), dtype=dtype)
     prefix = f"random.{rank}." if any(name.startswith(f"random.{rank}.") for name in entries) else "random."
     random = [name for name in entries if name.startswith(prefix) and name.removeprefix(prefix) in ("cpu", "cuda")]
     wanted |= {name: torch.empty(entries[name][0], dtype=torch.uint8) for name in random}
