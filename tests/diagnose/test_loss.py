@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ottava.diagnose.loss import LossCurve
+from ottava.diagnose.loss import LossCurve, event
 
 STEPS = np.arange(1, 201)
 
@@ -79,3 +79,14 @@ def test_jumps_are_measured_in_noise() -> None:
 def test_two_losses_that_differ_much_do_not_make_the_third_go_wrong() -> None:
     assert LossCurve(STEPS[:5], np.array([3.3, 1.9, 2.6, 0.8, 1.3])).onset == math.inf
     assert LossCurve(STEPS[:4], np.array([4.6, 4.5, 60.0, 5.0])).onset == 3
+
+
+def test_a_loss_that_ends_as_nan_is_no_jump_that_came_back() -> None:
+    """A jump that comes back is forgotten when NaN stays; a loss that has left for good before it is another matter."""
+    steps = np.arange(1, 61)
+    noise = 4 + 0.01 * np.random.default_rng(0).standard_normal(60)
+    for jump, found in ((range(20, 21), ("not finite", 41)), (range(20, 41), ("leaves", 20))):
+        loss = np.where(np.isin(steps, jump), 9.0, noise)
+        happened = event(LossCurve(steps, np.where(steps > 40, np.nan, loss)))
+        assert happened is not None
+        assert (happened.kind, happened.step) == found

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.record.reader import Run
@@ -46,6 +48,48 @@ def test_an_overflow_is_found_where_it_begins(tmp_path: Path) -> None:
     (line,) = first(tmp_path / "run", "overflow")
     assert (line["module"], line["direction"], line["first"]) == ("up", "forward", True)
     assert line["operation"] in ("addmm", "mm")
+
+
+class Normed(nn.Module):
+    """A division by a norm that may be zero."""
+
+    def __init__(self, recipe: str | None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32, bias=False), nn.Linear(32, 32)
+        if recipe:
+            ottava.convert(self, recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(h / h.norm(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize("recipe", (None, "tensorwise"))
+@pytest.mark.parametrize("checkpointed", (False, True))
+def test_a_nan_in_any_step_is_read_from_the_graph_of_its_loss(
+    tmp_path: Path, recipe: str | None, checkpointed: bool
+) -> None:
+    """Step 7 is no captured step, and its update ends all weights. What a checkpoint holds is not computed again."""
+    torch.manual_seed(0)
+    net = Normed(recipe)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    calls: list[int] = []
+    net.up.register_forward_hook(lambda *_: calls.append(step))
+    with ottava.watch(net, tmp_path / "run", shadow=1000) as watch:
+        for step in range(1, 11):
+            x = torch.randn(16, 32)
+            x[3] *= step != 7
+            y = checkpoint(net, x, use_reentrant=False) if checkpointed else net(x)
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [line for line in Run.open(watch.folder).experiments if line["kind"] == "nonfinite"]
+    if checkpointed:
+        assert (found, calls.count(7)) == ([], 2)
+        return
+    (line,) = found
+    assert (line["step"], line["operation"], line["before"]) == (7, "div", "down")
+    assert line["operand"] == "its other holds a zero"
 
 
 def test_weights_that_are_lost_at_once_need_a_snapshot(tmp_path: Path) -> None:

@@ -467,7 +467,17 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
     for entry in facts.experiments("nonfinite"):
         operand = f", operand {entry['operand']}" if entry.get("operand") else ""
         said = f"The first result that is not finite is {entry.get('operation')} in {entry.get('module') or 'the loss'}"
-        return Broken(f"{said} ({entry.get('direction')}{operand}) at step {entry['step']}.", int(entry["step"]))
+        if entry.get("before"):
+            said = f"The first result that is not finite is {entry['operation']} in front of {entry['before']}"
+        module = (str(entry["module"]),) if entry.get("module") else ()
+        said = f"{said} ({entry.get('direction')}{operand}) at step {entry['step']}."
+        return Broken(said, int(entry["step"]), module)
+    for entry in facts.run.events:  # a look at every tensor comes later than this one
+        if entry.get("kind") == "trigger" and entry.get("reason") == "nonfinite" and entry.get("layer"):
+            where, step = str(entry["layer"]), int(entry["step"])
+            return Broken(
+                f"{where} has the first {entry['tensor']} that is not finite, at step {step}.", step, (where,)
+            )
     table = facts.run.table(phase=None)
     bad = np.asarray(table.metric("nonfinite")) > 0
     if len(table) and not bad.any() and (table["step"] >= event.step - 1).any():

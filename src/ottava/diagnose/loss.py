@@ -289,7 +289,7 @@ def event(loss: LossCurve, good: LossCurve | None = None, guess: float = math.na
     at, stays = loss.exits(*([good] if known and good is not None else []))
     broken = loss.steps[loss.broken]
     first = float(broken[0]) if len(broken) else math.inf
-    if first <= at and math.isfinite(first):
+    if math.isfinite(first) and (first <= at or loss.back(at) < first):  # what came back before it is no event
         return Event("not finite", int(first), int(first), f"The loss is not finite from step {first:.0f} on.")
     if math.isinf(at):
         return _flat(loss, guess) if not known else None

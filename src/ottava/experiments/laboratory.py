@@ -30,7 +30,15 @@ from ottava.experiments.bisect import Ablation
 from ottava.experiments.casts import Casts, casts_of, only_without, with_sites
 from ottava.experiments.logic import reasons
 from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Recorder, Way, has_compiled
-from ottava.experiments.shadow import Shadow, first_nonfinite, local, nothing_changes, parameters_of, scaler_factor
+from ottava.experiments.shadow import (
+    Shadow,
+    first_nonfinite,
+    local,
+    nan_in_graph,
+    nothing_changes,
+    parameters_of,
+    scaler_factor,
+)
 from ottava.experiments.snapshot import NotReplayableError, Snapshot, stepped_by
 from ottava.experiments.trace import Trace
 from ottava.experiments.twin import STEPS, OptimizerTwin, narrow
@@ -353,6 +361,10 @@ class Laboratory:
         """A backward of the training begins."""
         if self._recorder is not None:
             self._recorder.backward(root, loss, gradient, retain)
+        # to read a loss costs nothing on a CPU only; after this backward the weights are NaN and the graph is gone
+        elif self._every and not self._found_nonfinite and root.device.type == "cpu" and bool(loss.isnan().any()):
+            with self._safely("nonfinite"):
+                self._tell_nonfinite(self._step, nan_in_graph(root, self._name_of))
 
     def learned(self) -> None:
         """A model was met: its first forward begins."""

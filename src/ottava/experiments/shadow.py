@@ -7,11 +7,13 @@ bias  = <g_casts - g, g> / |g|^2            the part that does not average out
 
 `first_nonfinite` runs the step once more under a TorchDispatchMode, which sees every operation of forward and backward.
 An infinity that an operation was told to write, as a mask of attention, does not count; a NaN always does.
+`nan_in_graph` reads the graph of a loss that is NaN, whose step nobody has captured.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,6 +34,8 @@ from ottava.experiments.snapshot import random_kept
 _SHOWN = 5
 _COPIED = 1 << 26
 """Elements of weights that are copied on their device; more of them go to the CPU."""
+_SECOND = {"other": 1, "mat2": 1, "batch2": 1, "key": 1, "value": 2}
+"""What autograd calls an operand that is not the first -> its place."""
 _FLOOR = 1e-3
 """Parameters whose gradient is a smaller part of the whole are not ranked by their noise."""
 
@@ -402,6 +406,111 @@ def _innocent(before: Sequence[tuple[float, bool]], wrong: Sequence[Tensor], arg
         return ""
     index = max(range(len(before)), key=lambda i: before[i][0])
     return f"tensor {index + 1} of {len(before)}, amax {before[index][0]:.4g}"
+
+
+def nan_in_graph(root: Tensor, name_of: Callable[[Tensor], str]) -> dict[str, Any] | None:
+    """The operation whose result is the first NaN, read from what autograd saved for the backward of `root`.
+
+    None if the graph does not show it: a parameter or an input brought the NaN, or nothing near it was saved.
+    Tensors under hooks, as of a checkpoint, are not unpacked, for that would compute them again.
+
+    Args:
+        root: a loss that is NaN, before its backward.
+        name_of: of a parameter; "" if it has none.
+    Returns:
+        operation, operand, direction, value, first as of `first_nonfinite`, and `before`: the module that reads
+        the result, or "".
+    """
+    order, hidden = _producers_first(root), False
+    saved: dict[Any, list[tuple[str, Tensor]]] = {}
+    for node in order:  # once: hooks are set only once
+        saved[node], under_hooks = _saved(node)
+        hidden |= under_hooks
+    if hidden:
+        return None
+    for node in order:
+        if (leaf := getattr(node, "variable", None)) is not None and _has_nan(leaf):
+            return None
+        wrong = [name for name, x in saved[node] if _has_nan(x)]
+        if not wrong:
+            continue
+        if "result" in wrong[0] or "output" in wrong[0]:
+            return _made(node, saved[node], "")
+        # an operation saved a NaN that it read: whoever handed it over has made it
+        handed = [n for n, _ in node.next_functions if n is not None and not hasattr(n, "variable")]
+        if not handed:
+            return None
+        maker = handed[min(_SECOND.get(wrong[0], 0), len(handed) - 1)]
+        while not saved[maker] and (above := _only(maker)) is not None and not hasattr(above, "variable"):
+            maker = above  # a view
+        before = ""
+        for beside, _ in node.next_functions:
+            while beside is not None and not hasattr(beside, "variable"):
+                beside = None if saved[beside] else _only(beside)
+            before = before or ("" if beside is None else name_of(beside.variable).rpartition(".")[0])
+        return _made(maker, saved[maker], before)
+    return _made(order[-1], saved[order[-1]], "") if order else None
+
+
+def _only(node: Any) -> Any:
+    """The one node whose result this one reads, or None."""
+    return node.next_functions[0][0] if len(node.next_functions) == 1 else None
+
+
+def _producers_first(root: Tensor) -> list[Any]:
+    """The nodes of a graph, each behind those whose results it reads."""
+    order: list[Any] = []
+    seen: set[Any] = set()
+    stack: list[tuple[Any, bool]] = [(root.grad_fn, False)] if root.grad_fn is not None else []
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(n, False) for n, _ in node.next_functions if n is not None and n not in seen]
+    return order
+
+
+def _saved(node: Any) -> tuple[list[tuple[str, Tensor]], bool]:
+    """What a node saved for its backward, and whether some of it lies under hooks."""
+    found, hidden = [], False
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        raw = getattr(node, name)
+        for one in raw if isinstance(raw, tuple) else (raw,):
+            try:
+                one.register_hooks(lambda x: x, lambda x: x)  # refused where hooks are
+            except RuntimeError as error:
+                hidden |= "already been set" in str(error)  # not: a tensor that is None
+        if hidden:
+            break
+        kept = getattr(node, "saved_tensors" if name == "_raw_saved_tensors" else name.replace("_raw", "", 1))
+        kept = kept if isinstance(kept, tuple) else (kept,)
+        found += [
+            (name.removeprefix("_raw_saved_"), x) for x in kept if isinstance(x, Tensor) and x.is_floating_point()
+        ]
+    return found, hidden
+
+
+def _has_nan(x: Tensor) -> bool:
+    return bool((x.float() if x.itemsize == 1 else x).isnan().any())  # codes of FP8, too
+
+
+def _made(node: Any, saved: Sequence[tuple[str, Tensor]], before: str) -> dict[str, Any]:
+    name = re.sub(r"Backward\d*$", "", node.name())
+    zero = next((of for of, x in saved if "result" not in of and bool((x == 0).any()) and x.itemsize > 1), "")
+    return {
+        "module": "",
+        "before": before,
+        "operation": re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(),
+        "operand": f"its {zero} holds a zero" if zero else "",
+        "direction": "forward",
+        "value": "nan",
+        "first": True,
+    }
 
 
 @contextmanager
