@@ -3,19 +3,28 @@
 Tiny random models under the recipe of each layout are exported and run by transformers on the CPU. A row says the
 verdict of `ottava parity`, how many linears were compared with what ran, and the largest difference of logits beside
 the largest logit of training. Writes benchmarks/results/certificates.json and prints the table of docs/serving.md.
+
+`--blind` makes the pairs of benchmarks/blind/certificates instead, calls `ottava parity` as their script says (of
+vllm with scales in FP32, as that set counts it), and writes verdict, first cause and truth of each to
+benchmarks/results/certificates-blind.json.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 import ottava
+from ottava.cli.app import app
 from ottava.numerics.formats import E4M3
 from ottava.numerics.scaling import PER_ROW
 from ottava.numerics.tensor import QuantizationSpec
@@ -26,6 +35,7 @@ from ottava.serving.parity import parity
 from ottava.serving.sides import made_up
 
 RESULTS = Path(__file__).parent / "results" / "certificates.json"
+BLIND = Path(__file__).parent / "blind" / "certificates"
 _ROWS = QuantizationSpec(E4M3, PER_ROW)
 LAYOUTS: dict[str, Any] = {
     "compressed-tensors-block": "blockwise_fp32",
@@ -38,6 +48,7 @@ LAYOUTS: dict[str, Any] = {
     "fp8-block-ue8m0": "blockwise",
     "mxfp8": "mxfp8",
     "modelopt": "delayed",
+    "modelopt-nvfp4": "nvfp4",
 }
 """Layout -> the recipe whose codes it holds."""
 _SIZES = {"vocab_size": 384, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "pad_token_id": 0}
@@ -109,11 +120,43 @@ def _cell(row: dict[str, Any]) -> str:
     return f"{row['verdict']}, {share}"
 
 
+def blind(folder: Path) -> None:
+    """A look at the blind set: right is a first cause of truth.yaml, and "equal" of a pair without a fault."""
+    made = subprocess.run(
+        [sys.executable, BLIND / "make.py", folder], capture_output=True, text=True, check=True
+    ).stdout
+    (older := folder / "older.json").write_text('{"env": {"VLLM_USE_DEEP_GEMM_E8M0": "0"}}', encoding="utf-8")
+    rows = []
+    for line, row in zip(made.splitlines(), yaml.safe_load((BLIND / "truth.yaml").read_text()), strict=True):
+        words, out = line.split()[1:], StringIO()
+        if row["engine"] == "vllm" and "--engine-config" not in words:
+            words += ["--engine-config", str(older)]
+        with redirect_stdout(out):
+            try:
+                app([*words, "--json", "--no-kl"], standalone_mode=False)
+                said = json.loads(out.getvalue())
+            except Exception as error:  # a refusal is an answer, too
+                said = {"verdict": "error", "first": {"cause": type(error).__name__, "found": str(error)}}
+        first = said["first"] or {"cause": "", "found": ""}
+        right = said["verdict"] == "equal" if row["equal"] else first["cause"] in row["causes"]
+        keys = ("name", "family", "recipe", "layout", "engine", "truth", "causes")
+        rows.append({key: row[key] for key in keys} | {"verdict": said["verdict"], "right": right, "first": first})
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    RESULTS.with_name("certificates-blind.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    faults = [row for row in rows if row["causes"]]
+    clean = [row for row in rows if not row["causes"]]
+    print(f"first cause {sum(row['right'] for row in faults)} of {len(faults)}")
+    print(f"alarms {sum(not row['right'] for row in clean)} of {len(clean)}")
+
+
 def main(families: list[str]) -> None:
     """Measures, writes and prints."""
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as place:
+        if families == ["--blind"]:
+            blind(Path(place))
+            return
         for family in families or FAMILIES:
             for layout in LAYOUTS:
                 rows.append(measure(family, layout, Path(place) / f"{family}-{layout}"))

@@ -87,9 +87,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Sums in one order on every machine; and small tensors on many threads only wait for each other."""
+    """Sums in one order on every machine; and small tensors on many threads only wait for each other. Again before
+    each test: one may take more."""
     torch.set_num_threads(1)
 
 

@@ -92,8 +92,8 @@ def test_all_blocks_compute_the_same() -> None:
     own = plain.state_dict()
     ours.load_state_dict(
         {"qkv.norm.weight": own["qkv.0.weight"], "qkv.weight": own["qkv.1.weight"], "out.weight": own["out.weight"]}
-        | {"mlp.fc1.norm.weight": own["mlp.norm.weight"], "mlp.fc2.weight": own["mlp.down.weight"]}
-        | {"mlp.fc1.weight": torch.cat((own["mlp.gate.weight"], own["mlp.up.weight"]))}
+        | {"mlp.fc1.norm.weight": own["mlp.0.weight"], "mlp.fc2.weight": own["mlp.1.down_proj.weight"]}
+        | {"mlp.fc1.weight": own["mlp.1.gate_up_proj.weight"]}
     )
     with torch.no_grad():
         y, exact = ours(x).double() - x.double(), plain(x).double() - x.double()

@@ -146,7 +146,7 @@ def test_another_recipe_and_an_engine_are_asked_for_by_name(tmp_path: Path, caps
 
 def test_a_run_and_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"d_model": 128, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 128}
-    words = ["steps=2", "recipe=blockwise_fp32", "sequence_length=32", "batch_size=2"]
+    words = ["steps=2", "recipe=blockwise", "sequence_length=32", "batch_size=2"]
     sets = [word for one in (*words, *(f"model.{k}={v}" for k, v in sizes.items())) for word in ("--set", one)]
     assert run("train", "--run-dir", tmp_path / "run", *sets) in (0, None)
     out, certificate = tmp_path / "out", tmp_path / "certificate.json"
@@ -184,7 +184,7 @@ def test_a_checkpoint_in_bf16_under_a_recipe(tmp_path: Path, capsys: pytest.Capt
     save_file({"up_proj.weight": torch.randn(128, 256).bfloat16()}, source / "model.safetensors")
     (source / "config.json").write_text('{"model_type": "other", "vocab_size": 512}')
     assert run("export", source, tmp_path / "out", "-l", "fp8-block") == 0
-    assert run("parity", source, tmp_path / "out", "--recipe", "blockwise_fp32") == 0
+    assert run("parity", source, tmp_path / "out", "--recipe", "blockwise_fp32", "-e", "sglang") == 0
     assert run("parity", source, tmp_path / "out") == 1
     assert "the train side casts nothing: give the recipe" in capsys.readouterr().out
     with pytest.raises(ValueError, match="unknown engine"):
@@ -226,18 +226,19 @@ def test_the_exit_code_is_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_certificate_and_answers_share_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, served, text = exported("bf16"), tmp_path / "served", tmp_path / "sums.txt"
     text.write_text(TEXT)
-    assert run("export", good, served, "-l", "fp8-block") == 0
+    assert run("export", good, served, "-l", "fp8-block-ue8m0") == 0
     capsys.readouterr()
     few = ("--answers", "--text", text, "--chunks", 6, "--generate", 0)
-    words = (f"{good}@blockwise_fp32", served, *few, "-o", tmp_path / "page.html")
+    words = (f"{good}@blockwise", served, *few, "-o", tmp_path / "page.html")
     assert run("parity", *words, "--json") == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["verdict"], values["answers"]["verdict"]["kind"]) == ("equal", "same")
     page = (tmp_path / "page.html").read_text()
-    assert "equal: vllm on cuda multiplies what training multiplied" in page
+    assert "Equal: vllm on cuda multiplies what training multiplied" in page
     assert values["answers"]["verdict"]["sentence"] in page
     tensors = load_file(served / "model.safetensors")
-    tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"] *= 8
+    scale = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    tensors[scale] = (8 * tensors[scale].float()).to(tensors[scale].dtype)
     save_file(tensors, served / "model.safetensors", metadata={"format": "pt"})
     assert run("parity", *words) == 1
     said = capsys.readouterr().out
@@ -246,7 +247,7 @@ def test_certificate_and_answers_share_a_page(tmp_path: Path, capsys: pytest.Cap
     page = (tmp_path / "page.html").read_text()
     assert ('id="linear"' in page) is (find_spec("transformers") is not None)  # the KL of a linear runs there
     assert "no" in page.partition("Linear by linear")[2]
-    of_masters = exported("fp8-block", "blockwise_fp32")  # cast from FP32; `good` holds their BF16
+    of_masters = exported("fp8-block-ue8m0", "blockwise")  # cast from FP32; `good` holds their BF16
     assert run("parity", words[0], of_masters, "--no-kl", "--no-run") == 1
     assert "one side casts the FP32 master, the other its rounding to BF16" in capsys.readouterr().out.splitlines()[0]
     assert run("parity", *words[:2], "--no-kl", "-o", tmp_path / "page.html") == 1

@@ -163,6 +163,11 @@ def trial(step: int, after: float, tenth: float = 0.9) -> dict[str, Any]:
     return shadow(step, 0.02, mode="simulated", loss=1.0, loss_after=after, loss_tenth=tenth)
 
 
+def longer(step: int, wide: float = 0.5) -> dict[str, Any]:
+    """A step that was made, and a hundred times of it, on a batch with a loss of 1."""
+    return shadow(step, 0.02, mode="simulated", loss=1.0, loss_after=0.99, longer=100, loss_longer=wide)
+
+
 BREAKS: dict[str, dict[str, Any]] = {
     "D1": {"change": lambda s: {"input_nonfinite": float(s > 12)}},
     "D3": {"change": lambda s: {"labels_ignored_pct": 100.0 * (s % 2)}},
@@ -193,7 +198,10 @@ BREAKS: dict[str, dict[str, Any]] = {
             "grad_norm_used": 1.0 if s != 19 else 500.0,
         }
     },
-    "G2": {"change": lambda s: {"loss": 4.16, "grad_norm": 317.0, "grad_norm_used": 1.0}},
+    "O13": {
+        "change": lambda s: {"grad_norm": 317.0, "grad_norm_used": 1.0},
+        "experiments": tuple(longer(step) for step in (5, 10, 20)),
+    },
     "M6": {
         "change": lambda s: {"train_forwards_in_eval_mode": float(s > 20)},
         "modes": ({"gradients": True, "training": True, "recipe": "", "random": ["BatchNorm1d"]},),
@@ -221,6 +229,32 @@ BREAKS: dict[str, dict[str, Any]] = {
         ),
     },
 }
+
+
+def test_short_steps_are_told_from_those_of_a_schedule(tmp_path: Path) -> None:
+    """A step of which a hundred help a hundred times as much: in all trials or from one on, and what shortens it."""
+
+    clipped = lambda s: {"grad_norm": 317.0, "grad_norm_used": 1.0}  # noqa: E731
+
+    def said(name: str, steps: dict[int, float], change: Any = clipped) -> str:
+        lines = tuple(longer(step, wide) for step, wide in steps.items())
+        result = diagnose(record(tmp_path / name, change, experiments=lines))
+        return result.sentence if first(result) == "O13" else ""
+
+    short = {10: 0.5, 20: 0.5, 30: 0.5}
+    assert "too short in 2 of 3 trials: at step 30" in said("late", {**short, 10: 0.9})
+    assert not said("a cosine ends with short steps", {10: 0.9, 20: 0.9, 30: 0.9, 38: 0.5})
+    assert not said("a warm-up begins with them", {5: 0.5, 10: 0.5, 20: 0.9, 30: 0.9})
+    assert not said("no lower end", {10: -9.0, 20: -9.0, 30: -9.0})
+    assert not said("a careful rate", short, lambda s: {})
+    assert "Clipping shortens the gradient 317 times in the median step." in said("clipped", short)
+    rates = {s: 0.1 * 0.8**s for s in range(1, 41)}
+    falls = lambda s: {"lr": rates[s], "lr/0": rates[s]}  # noqa: E731
+    for name, steps in (("falls", short), ("falls to nothing", {29: 0.99, 31: 1.0})):
+        assert "; the largest is 0.08." in said(name, steps, falls)
+    assert "rises up to the end of the run: it is 0.03 there, and 0.04 at last." in said(
+        "rises", short, lambda s: {"lr": 1e-3 * s, "lr/0": 1e-3 * s}
+    )
 
 
 def test_each_law_is_broken_by_what_it_says_and_by_nothing_else(tmp_path: Path) -> None:
@@ -524,8 +558,42 @@ def test_casts_that_are_set_otherwise_come_first(tmp_path: Path) -> None:
     assert [one.fp8 for one in hurts] == ["innocent", "guilty"]
 
 
+def test_a_cast_that_parts_two_runs_is_never_cleared(tmp_path: Path) -> None:
+    """Guilty where no shadow step turned it off and all before is equal, else unknown; other code is no cast."""
+
+    def calls(scale: float, kind: str = "float8_e4m3fn") -> tuple[Mapping[str, Any], ...]:
+        codes, place = [f"{kind}[64, 64]", int(scale), 0.1 * scale, scale, 0.2, 0], ["train.py", 7, "cast", "", ""]
+        call = ["to", 0, 0, ["f32[64, 64]", kind], [], [codes]]
+        return ({"step": 1, "full": False, "places": [place], "modules": [""], "calls": [call]},)
+
+    tried = (shadow(5, 0.02, sites={"train.py:7, called at train.py:30": {"error": 0.02}}),)
+    for name, kind, lines, other, said in (
+        ("untried", "float8_e4m3fn", (), {}, "guilty"),
+        ("tried", "float8_e4m3fn", tried, {}, "unknown"),
+        ("other weights", "float8_e4m3fn", (), {"weights": {NAMES[0]: "f" * 16}}, "unknown"),
+        ("no cast", "bf16", (shadow(5, 0.02),), {}, "innocent"),
+    ):
+        good = record(tmp_path / f"{name} good", casts=True, experiments=lines, trace=calls(1.0, kind))
+        bad = record(tmp_path / name, rises, casts=True, experiments=lines, trace=calls(2.0, kind), **other)
+        result = diagnose(bad, baseline=good)
+        assert result.fp8 == said, (name, result.fp8, result.sentence)
+        assert ("innocent" in result.sentence) == (said == "innocent")
+        assert "train.py:7" in result.sentence or other
+
+
+def test_labels_that_a_mask_hides_and_updates_that_rounding_loses_are_named(tmp_path: Path) -> None:
+    for share, found in ((100.0, "D3"), (60.0, "")):
+        result = diagnose(record(tmp_path / f"{share}", lambda s, x=share: {"labels_hidden_pct": x}))
+        assert first(result) == found
+    low = [{**p, "dtype": "bfloat16"} for p in parameters()]
+    for error, found in ((0.9, "O8"), (0.4, "")):
+        line = {"step": 13, "from": 5, "kind": "optimizer", "error": error, "converts": False}
+        result = diagnose(record(tmp_path / f"twin {error}", parameters=low, experiments=(line,)))
+        assert first(result) == found, (error, result.sentence)
+
+
 def test_casts_that_hurt_late_or_for_a_moment_began_nothing(tmp_path: Path) -> None:
-    """Ranks that part from the look at step 8 on and casts that hurt from step 30 on; scales that settle; casts that go on hurting."""
+    """Ranks that part from the look at step 8 on, casts that hurt from step 30 on; scales that settle, or do not."""
     late = tuple(shadow(step, error) for step, error in ((2, 0.04), (7, 0.04), (30, 0.6), (33, 0.6), (36, 0.6)))
     ranks = {1: {"move": lambda n, s: {"weight": 0.03} if s > 4 and n != "embed.weight" else {}}}
     alone = diagnose(record(tmp_path / "alone", casts=True, experiments=late))

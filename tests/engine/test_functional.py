@@ -390,15 +390,12 @@ def test_the_number_of_threads_changes_only_what_torch_sums(recipe: ottava.Recip
     (m, k, n), outs = sizes, []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        try:
-            torch.manual_seed(3)
-            layer = ottava.nn.Linear(k, n, recipe=recipe)
-            x = torch.randn(m, k, requires_grad=True)
-            y = layer(x)
-            y.backward(torch.randn(m, n))
-            outs.append((layer, y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
-        finally:
-            torch.set_num_threads(1)
+        torch.manual_seed(3)
+        layer = ottava.nn.Linear(k, n, recipe=recipe)
+        x = torch.randn(m, k, requires_grad=True)
+        y = layer(x)
+        y.backward(torch.randn(m, n))
+        outs.append((layer, y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
     call = outs[0][0].last_call
     records = call.records if call is not None else {}
     for gemm, one, other in zip(("fprop", "dgrad", "wgrad"), outs[0][1:4], outs[1][1:4], strict=True):

@@ -104,9 +104,9 @@ def test_a_scaled_product_of_uncast_operands_is_their_product() -> None:
 
 def test_our_own_casts_are_no_conversions_of_the_script() -> None:
     layer = ottava.nn.Linear(32, 32, recipe="tensorwise")
-    seen = Trace(lambda: True).begin()
+    seen = Trace(lambda: True).enter()
     layer(torch.ones(4, 32)).sum().backward()
-    seen.end()
+    seen.close()
     assert (seen.model, seen.outside) == (None, None)
     assert not torch.overrides._get_current_function_mode_stack()
 

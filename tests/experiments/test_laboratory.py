@@ -75,6 +75,48 @@ def test_a_first_step_that_is_too_long_is_tried_as_it_began(tmp_path: Path) -> N
             assert 0 < line["error"] < 0.15
 
 
+def test_a_step_whose_closure_makes_the_gradients_is_tried_as_any_other(tmp_path: Path) -> None:
+    """As Lightning steps: the forward and the backward run inside of `optimizer.step`."""
+    found = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
+        ottava.convert(model, "tensorwise")
+        optimizer, x = torch.optim.SGD(model.parameters(), lr=0.05), torch.randn(64, 64, dtype=torch.bfloat16)
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer, x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x).float(), x.float())
+            loss.backward()
+            return loss
+
+        with watch(model, folder := tmp_path / str(inside)):
+            for _ in range(6):
+                if inside:
+                    optimizer.step(closure=closure)
+                else:
+                    closure()
+                    optimizer.step()
+        run = Run.open(folder)
+        kinds = ("step", "kind", "error", "loss", "loss_after", "loss_longer")
+        found.append(([{k: e.get(k) for k in kinds} for e in run.experiments], run.steps["grad_norm"].tolist()))
+    assert found[0] == found[1]
+    assert [e["step"] for e in found[1][0]] == [5]
+
+
+def test_a_model_without_linear_layers_has_its_steps_tried(tmp_path: Path) -> None:
+    model = nn.Embedding(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, tmp_path / "run"):
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.arange(8)).square().mean().backward()
+            optimizer.step()
+    line = next(e for e in Run.open(tmp_path / "run").experiments if e["kind"] == "shadow")
+    assert line["loss_longer"] < line["loss_after"] < line["loss"]
+    assert "error" not in line
+
+
 def test_no_experiment_if_nobody_wants_one(tmp_path: Path) -> None:
     model = nn.Linear(32, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -149,9 +191,10 @@ def test_the_step_after_an_event_gets_a_shadow() -> None:
 
 def test_of_a_run_without_casts_two_shadows_are_a_forecast() -> None:
     lines = lines_of(network(""), 22, every=20)
-    assert [(line["step"], line["mode"], line["recipe"]) for line in lines] == [
+    assert [(line["step"], line.get("mode"), line.get("recipe")) for line in lines] == [
         (5, "simulated", "mxfp8"),
         (10, "simulated", "mxfp8"),
+        (20, None, None),  # the length of its step alone
     ]
 
 

@@ -54,6 +54,22 @@ class Bags(nn.Module):
         return self.head(self.norm((self.score(x).softmax(self.over) * x).sum(1)))
 
 
+class Tags(nn.Module):
+    """A causal encoder; its places are numbered along the sequence, or by mistake down the batch."""
+
+    def __init__(self, down: bool, first: bool) -> None:
+        super().__init__()
+        self.token, self.place, self.down, self.first = nn.Embedding(16, 8), nn.Embedding(12, 8), down, first
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=first)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows, columns = (self.place(torch.arange(n)) for n in ids.shape)
+        where = rows[:, None] if self.down == self.first else columns[None]
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[int(self.first)])
+        return self.body(self.token(ids) + where, mask=mask)
+
+
 def tried(model: nn.Module, x: Tensor) -> dict[str, bool | None]:
     recorder = Recorder([model])
     before = {n: v.clone() for n, v in model.state_dict().items()}
@@ -68,14 +84,22 @@ def tried(model: nn.Module, x: Tensor) -> dict[str, bool | None]:
 def test_what_an_output_depends_on_is_tried() -> None:
     torch.manual_seed(0)
     ids, bags = torch.randint(16, (8, 12)), torch.randn(8, 5, 8)
-    assert tried(Words(), ids) == {"sees_later": False, "mixes": False}
-    assert tried(Words(ahead=1), ids) == {"sees_later": True, "mixes": False}
-    assert tried(Bags(1), bags) == {"sees_later": None, "mixes": False}
-    assert tried(Bags(1, norm=True), bags) == {"sees_later": None, "mixes": False}
-    assert tried(Bags(0), bags) == {"sees_later": None, "mixes": True}
-    # nodes of a graph, and a square that may have time in front
-    assert tried(nn.Linear(8, 3), bags[:, 0]) == {"sees_later": None, "mixes": None}
-    assert tried(Bags(0), torch.randn(8, 8, 8)) == {"sees_later": None, "mixes": None}
+    kinds = ("sees_later", "mixes", "by_place")
+    for model, x, wanted in (
+        (Words(), ids, (False, False, False)),
+        (Words(ahead=1), ids, (True, False, False)),
+        (Bags(1), bags, (None, False, False)),
+        (Bags(1, norm=True), bags, (None, False, False)),
+        (Bags(0), bags, (None, True, None)),
+        # nodes of a graph, and a square that may have time in front
+        (nn.Linear(8, 3), bags[:, 0], (None, None, None)),
+        (Bags(0), torch.randn(8, 8, 8), (None, None, None)),
+        (nn.LSTM(8, 8), torch.randn(12, 5, 8), (None, None, None)),
+        *((Tags(down, first), torch.randint(16, shape), (False, False, down) if first else (False, None, None))
+          for down in (False, True) for first in (False, True) for shape in ((8, 12), (12, 12))),
+    ):  # fmt: skip
+        found = tried(model, x)
+        assert tuple(found[kind] for kind in kinds) == wanted, (model, found)
 
 
 @pytest.mark.parametrize(("fault", "law"), [("", None), ("ahead", "M8"), ("shift", "D6"), ("eval", "M6")])

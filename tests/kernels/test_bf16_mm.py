@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
+from kernels.operands import Float64Gemm, Pair, cast
 from ottava.kernels import bf16_mm, reference
 from ottava.numerics.formats import BF16, E2M1, E4M3, E5M2, Format
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, PER_ROW
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from sweep import sweep
-
-Pair = tuple[QuantizationSpec, QuantizationSpec]
-Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
-
-
-def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
-    data, scale_inv, _ = reference.quantize(x, spec)
-    return QuantizedTensor(data, scale_inv, spec, x.dtype)
 
 
 @pytest.fixture(autouse=True)

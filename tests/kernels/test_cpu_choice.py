@@ -110,13 +110,10 @@ def test_measuring_is_not_seen_from_outside(tmp_path: Path) -> None:
     inside: list[tuple[int, bool, bool]] = []
     state = torch.get_rng_state()
     torch.set_num_threads(3)
-    try:
-        with Mode(), torch.autocast("cpu"), torch.inference_mode(), torch.device("meta"):
-            rank("x", {"a": spy, "b": spy}, "", store=Store(tmp_path, DEVICE), timer=clock(1.0, 2.0))
-        with ThreadPoolExecutor(1) as fresh:  # a thread begins with the number that was set last, by whomever
-            assert fresh.submit(torch.get_num_threads).result() == torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(1)
+    with Mode(), torch.autocast("cpu"), torch.inference_mode(), torch.device("meta"):
+        rank("x", {"a": spy, "b": spy}, "", store=Store(tmp_path, DEVICE), timer=clock(1.0, 2.0))
+    with ThreadPoolExecutor(1) as fresh:  # a thread begins with the number that was set last, by whomever
+        assert fresh.submit(torch.get_num_threads).result() == torch.get_num_threads() == 3
     assert seen == []
     assert set(inside) == {(1, False, False)}
     assert torch.equal(torch.get_rng_state(), state)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kernels.operands import Float64Gemm, Pair
 from ottava.kernels import decoded, reference
 from ottava.numerics.formats import BF16, FP16
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.dispatch import ACCELERATOR_KERNELS
 from ottava.ops.quantize import quantize
 from sweep import sweep
-
-Pair = tuple[QuantizationSpec, QuantizationSpec]
-Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def operands(pair: Pair, m: int = 33, n: int = 17, k: int = 300) -> tuple[QuantizedTensor, QuantizedTensor]:

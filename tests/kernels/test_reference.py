@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.operands import Float64Gemm, Pair, cast
 from ottava.kernels import reference
 from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, Format
 from ottava.numerics.rounding import encode
 from ottava.numerics.scaling import PER_ROW, PER_TENSOR, Granularity, amax, compute_scale
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from sweep import AXES, sweep
-
-Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
-Pair = tuple[QuantizationSpec, QuantizationSpec]
-
-
-def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
-    torch.manual_seed(1)
-    data, scale_inv, _ = reference.quantize(x, spec)
-    return QuantizedTensor(data, scale_inv, spec, x.dtype)
 
 
 def operands(pair: Pair, sizes: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> list[QuantizedTensor]:

@@ -6,7 +6,6 @@ is one (-m gpu).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kernels.operands import Float64Gemm, Pair, cast
 from ottava.kernels import reference, scaled_mm
 from ottava.numerics.formats import BF16, E2M1, E2M3, E4M3, E5M2, E8M0
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
@@ -29,13 +29,6 @@ TAKEN = {
     for gemm in (RECIPES[name].fprop, RECIPES[name].dgrad, RECIPES[name].wgrad)
     if gemm.lhs is not None and gemm.rhs is not None
 }
-Pair = tuple[QuantizationSpec, QuantizationSpec]
-Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
-
-
-def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
-    data, scale_inv, _ = reference.quantize(x, spec)
-    return QuantizedTensor(data, scale_inv, spec, x.dtype)
 
 
 @pytest.fixture(params=TAKEN.values(), ids=TAKEN.keys())

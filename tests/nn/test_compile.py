@@ -21,6 +21,7 @@ from ottava.kernels.triton import quantize as triton_quantize
 from ottava.ops import quantize as casts
 from ottava.ops import quantize as casts_in_graph
 from ottava.recipe import Recipe
+from same_tensors import assert_same
 from scaling_samples import with_cells
 from sweep import FIXED
 
@@ -76,12 +77,6 @@ def train(model: nn.Module, forward: nn.Module, *, low: bool = False, steps: int
         optimizer.step()
         ottava.ScalingState(model).update()
     return [*seen, *model.parameters(), *model.buffers()]
-
-
-def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(got) == len(expected)
-    assert [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a.dtype != b.dtype] == []
-    assert [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)] == []
 
 
 def compiled(model: nn.Module, **options: object) -> nn.Module:

@@ -20,6 +20,7 @@ import ottava
 from ottava.engine.functional import Call, build_ahead, linear
 from ottava.nn.layer import Linear
 from ottava.recipe import Recipe
+from same_tensors import assert_same
 from sweep import sweep
 
 SHAPES = ((64,), (2, 3, 64), (0, 64), (2, 0, 2, 64))
@@ -47,12 +48,6 @@ def step(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": x.grad, **grads}
 
 
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if one[name].dtype != other[name].dtype] == []
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
 def plain(layer: Linear) -> nn.Linear:
     """torch's layer with the same parameters."""
     other = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=layer.weight.dtype)
@@ -64,7 +59,7 @@ def plain(layer: Linear) -> nn.Linear:
 def test_bf16_recipe_is_torchs_linear_bit_for_bit(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
     """Also its gradients; in fp32 and fp16 too: high precision means whatever the input is."""
     layer = make("bf16", dtype, bias)
-    assert_equal(step(layer, data(*shape, dtype=dtype)), step(plain(layer), data(*shape, dtype=dtype)))
+    assert_same(step(layer, data(*shape, dtype=dtype)), step(plain(layer), data(*shape, dtype=dtype)))
 
 
 @pytest.mark.filterwarnings("ignore:recipe .* is running on float32")
@@ -76,7 +71,7 @@ def test_leading_dimensions_are_rows(recipe: Recipe, shape: tuple[int, ...], dty
     got, expected = step(layer, x), step(plain(layer), x)
     assert {n: (t.shape, t.dtype) for n, t in got.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}
     flat = step(make(recipe, dtype, bias), x.reshape(-1, 64))
-    assert_equal(got, {n: t.reshape(got[n].shape) for n, t in flat.items()})
+    assert_same(got, {n: t.reshape(got[n].shape) for n, t in flat.items()})
 
 
 @sweep
@@ -129,7 +124,7 @@ def test_a_clone_computes_the_same_bits(recipe: Recipe, clone: Callable[[Linear]
     assert layer.last_call is not None
     assert twin.weight is not layer.weight
     x = data(8, 64)
-    assert_equal(step(twin, x), step(layer, x))
+    assert_same(step(twin, x), step(layer, x))
 
 
 class Operations(TorchDispatchMode):
@@ -167,7 +162,7 @@ def test_a_change_of_dtype_equals_being_made_in_it(recipe: Recipe, dtype: torch.
         other.bias.copy_(make(recipe, torch.float32).bias)
     x = data(8, 64, dtype=dtype)
     for _ in range(2):
-        assert_equal(step(layer, x), step(other, x))
+        assert_same(step(layer, x), step(other, x))
         ottava.ScalingState(layer).update()
         ottava.ScalingState(other).update()
     assert {b.dtype for n, b in layer.named_buffers() if not n.endswith("_count")} <= {torch.float32}
@@ -181,14 +176,14 @@ def test_made_on_meta_and_filled_later(recipe: Recipe) -> None:
     assert {t.device.type for t in layer.state_dict().values()} == {"meta"}
     layer.to_empty(device="cpu")
     layer.load_state_dict(plain(source).state_dict(), strict=True)
-    assert_equal(step(layer, data(8, 64)), step(source, data(8, 64)))
+    assert_same(step(layer, data(8, 64)), step(source, data(8, 64)))
 
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 40, dtype=torch.bfloat16))
         ottava.convert(model, recipe)
     model.load_state_dict({f"0.{k}": v for k, v in source.state_dict().items()}, assign=True)
     fresh = make(recipe)
-    assert_equal(step(model[0], data(8, 64)), step(fresh, data(8, 64)))
+    assert_same(step(model[0], data(8, 64)), step(fresh, data(8, 64)))
 
 
 def test_shared_modules_and_functional_call_work() -> None:

@@ -17,6 +17,7 @@ from ottava.engine.functional import quantized_layers
 from ottava.nn import ActivatedLinear, LayerNorm, Linear, NormLinear, RMSNorm
 from ottava.nn.norms import NormFormula, make_norm
 from ottava.recipe import Recipe
+from same_tensors import assert_same
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64,), (1, 64), (7, 33), (2, 3, 130), (0, 64), (2, 0, 64), (5, 1))
@@ -162,12 +163,6 @@ def bits(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, *, input_
         kind = "norm" if "norm" in name or name.startswith("0.") else "linear"
         found[f"{kind} {name.rpartition('.')[2]}"] = parameter.grad.clone()
     return found
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if one[name].dtype != other[name].dtype] == []
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 def test_fused_and_unfused_are_the_same_bits(recipe: Recipe) -> None:

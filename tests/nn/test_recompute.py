@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import ottava
 from ottava.recipe import Recipe
+from same_tensors import assert_same
 from sweep import FIXED, sweep
 
 # torch says so of every checkpoint inside a reentrant one, whose first forward runs without grad mode
@@ -106,11 +107,6 @@ def train(
         optimizer.step()
         ottava.ScalingState(model).update()
     return [*seen, *model.parameters(), *model.buffers()]
-
-
-def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(got) == len(expected)
-    assert [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)] == []
 
 
 @pytest.mark.parametrize("predicted", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ottava
+from kernels.operands import Float64Gemm, Pair
 from ottava.kernels import reference, scaled_mm
 from ottava.numerics.accumulator import Accumulator
 from ottava.numerics.formats import E2M1, E4M3, E5M2
@@ -24,8 +24,6 @@ from ottava.ops.quantize import quantize
 from sweep import sweep
 
 E4, E5 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
-Pair = tuple[QuantizationSpec, QuantizationSpec]
-Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def raw(x_q: QuantizedTensor) -> Tensor:

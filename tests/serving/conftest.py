@@ -110,7 +110,8 @@ def pair(tmp_path: Path) -> Callable[..., Pair]:
             weights = tuple(_like_joined(w) for w in weights)
         source = replace(source, weights=weights)
         folder = tmp_path / str(next(number))
-        export(source, folder, layout=layout, engine="vllm" if family == "moe" else None)
+        reader = "sglang" if layout == "mxfp8" else "vllm"  # of experts that transformers does not load
+        export(source, folder, layout=layout, engine=reader if family == "moe" else None)
         return Pair(source, folder)
 
     return make

@@ -5,9 +5,24 @@ from __future__ import annotations
 import pytest
 
 from ottava.base.untrusted import UntrustedError
-from ottava.serving.engines import ENGINES, bounded, contains, decide, dotted, exact, regex, shell, units, whole_regex
+from ottava.serving.engines import (
+    ENGINES,
+    bounded,
+    contains,
+    decide,
+    dotted,
+    exact,
+    regex,
+    shell,
+    shell_word,
+    suffix,
+    units,
+    whole_regex,
+    within,
+)
 
 MLP = [f"model.layers.{i}.mlp.{n}_proj" for i in range(12) for n in ("gate", "up", "down")]
+MOE = "model.layers.1.mlp.experts"
 ATTENTION = [f"model.layers.{i}.self_attn.{n}_proj" for i in range(12) for n in "qkvo"]
 
 
@@ -34,6 +49,15 @@ def test_matching_of_one_name() -> None:
         (dotted, "layers.1", gate.replace(".1.", ".11."), False),
         (shell, "*mlp*", gate, True),
         (shell, "mlp", gate, False),
+        (shell_word, "mlp", gate, True),
+        (shell_word, "ml?", gate, True),
+        (shell_word, "mlp.gate", gate, False),
+        (suffix, "mlp.gate_proj", gate, True),
+        (suffix, "gate_proj", gate, True),
+        (suffix, "proj", gate, False),
+        (suffix, "model.layers.1", gate, False),
+        (within, f"{MOE}.0.gate_proj", MOE, True),
+        (within, gate, "model.layers.1.mlp", False),
         (bounded, "model.layers.1", gate.replace(".1.", ".11."), False),
         (bounded, "model.layers.1", gate, True),
         (bounded, "gate_proj", gate, True),
@@ -55,6 +79,12 @@ def test_the_same_list_means_other_layers_to_other_engines() -> None:
     assert ignored("sglang", "fp8", "self_attn") == set(ATTENTION)
     assert ignored("trtllm", "modelopt", "model.layers.3") == {n for n in ATTENTION + MLP if ".layers.3." in n}
     assert ignored("vllm", "compressed-tensors", "re:.*self_attn.*") == set(ATTENTION)
+    last = {name for name in MLP if name.endswith(".down_proj")}
+    assert ignored("sglang", "compressed-tensors", "mlp.down_proj") == last  # a name's end is enough there
+    assert ignored("vllm", "compressed-tensors", "mlp.down_proj") == set()
+    joined = {name for name in ATTENTION if ".0." in name and not name.endswith("o_proj")}
+    assert ignored("vllm", "fp8", "model.layers.0.self_attn.qkv_proj") == joined
+    assert ignored("sglang", "fp8", "model.layers.0.self_attn.qkv_proj") == set()  # it looks at the parts only
     assert ignored("transformers", "fp8", "model.layers.1") == {n for n in ATTENTION + MLP if ".layers.1." in n}
 
 
@@ -71,6 +101,10 @@ def test_parts_of_a_joined_linear() -> None:
         kept = [one for one in decided.values() if not one.quantized]
         assert len(kept) == stays, engine
         assert bool(kept[0].refused) is refused
+    some = [f"{MOE}.{e}.{n}_proj" for e in range(2) for n in ("gate", "up", "down")]
+    for engine in ("vllm", "sglang"):  # one expert that is listed keeps all of them
+        decided = decide(ENGINES[engine].rules["fp8"], {"modules_to_not_convert": some[:1]}, some)
+        assert not any(one.quantized or one.refused for one in decided.values()), engine
     experts = [f"l.mlp.experts.{e}.{n}_proj" for e in range(2) for n in ("gate", "up", "down")]
     assert units(experts) == {"l.mlp.experts": experts}
     assert units(["q_proj", "w1"]) == {"qkv_proj": ["q_proj"], "w1": ["w1"]}
@@ -88,6 +122,8 @@ def test_targets_and_bad_lists() -> None:
         with pytest.raises(UntrustedError, match="needs a list of names"):
             decide(rule, bad, MLP)
     assert ENGINES["vllm"].leaves("lm_head")
+    assert not ENGINES["vllm"].leaves("lm_head", "modelopt")  # ModelOpt's lists name the head, or it is cast
+    assert not ENGINES["sglang"].leaves("lm_head", "modelopt")
     assert ENGINES["vllm"].leaves("model.layers.0.mlp.gate")
     assert not ENGINES["vllm"].leaves("model.layers.0.mlp.gate_proj")
     assert not ENGINES["transformers"].leaves("lm_head")

@@ -28,7 +28,9 @@ RECIPES |= {
     "compressed-tensors-tensor": "tensorwise",
     "compressed-tensors-mxfp8": "mxfp8",
 }
-RECIPES |= {"compressed-tensors-mxfp4": "mxfp4", "compressed-tensors-nvfp4": "nvfp4"}
+RECIPES |= {"compressed-tensors-mxfp4": "mxfp4"} | dict.fromkeys(
+    ("compressed-tensors-nvfp4", "modelopt-nvfp4"), "nvfp4"
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

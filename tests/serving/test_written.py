@@ -180,7 +180,7 @@ def test_experts_go_where_they_are_read(tmp_path: Path) -> None:
     names = [f"l.0.mlp.experts.{i}.{part}.weight" for i in range(2) for part in ("gate_proj", "up_proj", "down_proj")]
     source = Source(tuple(Weight(name, torch.randn(128, 128).bfloat16(), True) for name in names), {})
     dense = Source((Weight("o.weight", torch.randn(128, 128).bfloat16(), True),), {})
-    instead = {"block": "'fp8-block'", "mxfp8": "'mxfp8'", "nvfp4": "'bf16'"}
+    instead = {"block": "'fp8-block'", "mxfp8": "'mxfp8'", "nvfp4": "'modelopt-nvfp4'"}
     for layout in LAYOUTS:
         kind = layout.removeprefix("compressed-tensors-")
         if kind in instead and kind != layout:
@@ -191,13 +191,15 @@ def test_experts_go_where_they_are_read(tmp_path: Path) -> None:
                           keep=["*.experts.*"])  # fmt: skip
             assert [one.name for one in kept.linears if one.cast != "bf16"] == ["o"]
         if layout != "modelopt":
-            export(source, tmp_path / layout, layout=layout, engine="vllm")
+            export(source, tmp_path / layout, layout=layout, engine="sglang" if layout == "mxfp8" else "vllm")
     assert export(source, tmp_path / "a").layout == "fp8-block"
     assert export(under(source, RECIPES["mxfp8"]), tmp_path / "b").layout == "mxfp8"
     assert export(dense, tmp_path / "c").layout == "compressed-tensors-block"
     llama = replace(dense, config={"model_type": "llama"})
     for engine, layout, message in (
         ("sglang", "fp8-block", "sglang renames weight_scale_inv of a Llama.*'compressed-tensors-block'$"),
+        ("vllm", "mxfp8", "vllm reads mxfp8 by ModelOpt's names.*'compressed-tensors-mxfp8'$"),
+        ("sglang", "compressed-tensors-mxfp4", "no scheme for MXFP4 of a dense linear"),
         ("transformers", "modelopt", "does not read quant_method 'modelopt'.*'compressed-tensors-tensor'$"),
         ("vlm", "bf16", "unknown engine 'vlm'; did you mean 'vllm'"),
     ):
@@ -238,9 +240,10 @@ def test_parity_reads_four_bits(tmp_path: Path) -> None:
     """The weights are equal; NVFP4's layout leaves activations in BF16, which is named."""
     names = [f"model.layers.0.self_attn.{one}_proj.weight" for one in "qkvo"]
     plain = Source(tuple(Weight(name, torch.randn(64, 64).bfloat16(), True) for name in names), {"model_type": "llama"})
-    for recipe, layout in (("mxfp4", "compressed-tensors-mxfp4"), ("nvfp4", "compressed-tensors-nvfp4")):
+    for layout in ("compressed-tensors-mxfp4", "modelopt-nvfp4", "compressed-tensors-nvfp4"):
+        recipe = layout.rpartition("-")[2]
         source = under(plain, RECIPES[recipe])
-        folder = tmp_path / recipe
+        folder = tmp_path / layout
         export(source, folder, layout=layout, recast=True)
         rows: Any = {row.layer: row for row in parity(source, folder, "vllm").rows}
         o = rows["model.layers.0.self_attn.o_proj"]

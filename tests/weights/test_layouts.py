@@ -32,6 +32,7 @@ def test_scales_come_back_as_they_went() -> None:
         stored = tensors[layout.scale_key]
         back = stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored
         back = back.float() * tensors.get("weight_global_scale", torch.ones(1)).reciprocal()
+        back = back * tensors.get("weight_scale_2", 1)
         assert torch.equal(back.reshape(cast.scale_inv.shape), cast.scale_inv), layout.name
         if layout.scale_dtype == "e4m3":
             assert stored.dtype == torch.float8_e4m3fn
@@ -54,6 +55,7 @@ def test_blocks_that_would_be_cut_do_not_fit() -> None:
         ("modelopt", (3, 5), True),
         ("compressed-tensors-channel", (3, 5), True),
         ("compressed-tensors-nvfp4", (7, 40), False),
+        ("modelopt-nvfp4", (7, 48), True),
         ("compressed-tensors-mxfp4", (7, 64), True),
     ):
         assert LAYOUTS[name].fits(shape) is fits, (name, shape)

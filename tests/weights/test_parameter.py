@@ -19,17 +19,10 @@ from ottava.recipe import RECIPES
 from ottava.weights.operands import stored_as
 from ottava.weights.parameter import QuantizedWeight, adopt_scales, is_quantized_weight, quantized_weight, stored_spec
 from sweep import sweep
+from weight_samples import parameter, same
 
 CELLS = {row: col for recipe in RECIPES.values() for row, col in [recipe.cells("weight")] if row is not None}
 SHAPES = ((64, 96), (130, 257), (1, 1), (0, 32), (3, 64, 96))
-
-
-def bits(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    return weight.codes.view(torch.uint8).clone(), weight.scale_inv.clone()
-
-
-def same(one: QuantizedWeight, other: QuantizedWeight) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(bits(one), bits(other), strict=True))
 
 
 @sweep(spec=tuple(CELLS), shape=SHAPES)
@@ -58,12 +51,6 @@ def test_codes_are_cast_from_the_outer_dtype() -> None:
         weight = quantized_weight(torch.zeros(1, 2, dtype=dtype), spec)
         weight.requantize_(master)
         assert weight.dequantize().tolist() == [[448.0, wanted]]
-
-
-def parameter(keep: bool = False) -> QuantizedWeight:
-    values = torch.randn(64, 96, dtype=torch.bfloat16)
-    weight = quantized_weight(values, QuantizationSpec(E4M3), keep_high_precision=keep)
-    return nn.Parameter(weight)  # type: ignore[return-value]
 
 
 def test_it_is_a_parameter_and_its_copies_too(tmp_path: Path) -> None:

@@ -11,24 +11,11 @@ from torch import Tensor, nn
 from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES
-from ottava.weights.parameter import QuantizedWeight, is_quantized_weight, quantized_weight
+from ottava.weights.parameter import is_quantized_weight, quantized_weight
 from sweep import sweep
+from weight_samples import bits, parameter, same
 
 CELLS = {row for recipe in RECIPES.values() for row in [recipe.cells("weight")[0]] if row is not None}
-
-
-def bits(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    return weight.codes.view(torch.uint8).clone(), weight.scale_inv.clone()
-
-
-def same(one: QuantizedWeight, other: QuantizedWeight) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(bits(one), bits(other), strict=True))
-
-
-def parameter(keep: bool = False) -> QuantizedWeight:
-    values = torch.randn(64, 96, dtype=torch.bfloat16)
-    weight = quantized_weight(values, QuantizationSpec(E4M3), keep_high_precision=keep)
-    return nn.Parameter(weight)  # type: ignore[return-value]
 
 
 def test_tensors_made_like_it_are_plain_but_for_empty_ones() -> None:

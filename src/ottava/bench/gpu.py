@@ -21,7 +21,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from ottava.bench.method import (
     step_bytes,
     versions,
 )
-from ottava.bench.models import Contender, PlainByteTransformer, contender, contenders, missing
+from ottava.bench.models import Contender, GPTBlock, PlainByteTransformer, attention, contender, contenders, missing
 from ottava.engine.functional import produced
 from ottava.engine.state import ScalingState
 from ottava.kernels import reference
@@ -92,15 +92,13 @@ def gemm_call(run: Run, recipe: str, m: int, n: int, k: int, *, fast: bool) -> t
 
 
 def ceilings(run: Run) -> Rows:
-    """Rates of copies and GEMMs; `constants` makes those of a Device of them."""
+    """Rates of copies, launches and casts; with those of `single_gemms` `constants` makes a Device of them."""
     size = 2**16 if run.smoke else 2**28
     pair = torch.empty(2, size, dtype=torch.uint8, device=run.device)
     copy = race(run.part(10), {"copy": lambda: pair[0].copy_(pair[1])})["copy"]
     yield rated({"what": "copy"}, copy, bytes_per_second=2 * size)
     yield launch(run.part(10))
     yield transposing_cast(run.part(10))
-    big = run.shapes((8192, 8192, 8192), (4096, 4096, 4096), (16384, 14336, 4096), (4096, 16384, 4096))
-    yield from cases(run, big, single_gemms)
 
 
 _SINGLE = (
@@ -134,14 +132,11 @@ def rated(facts: dict[str, Any], times: dict[str, Any], **amounts: int) -> dict[
     return facts | rates | times
 
 
-def gemms(run: Run) -> Rows:
-    """Each kernel and configuration on one pair of operands per shape. On a GPU `tune_gemm` saves the fastest."""
-    shapes = run.shapes((16384, 4096, 14336), (16384, 14336, 4096), (4096, 16384, 14336), (4096, 4096, 4096))
-    yield from cases(run, shapes, gemms_of)
+def gemms(run: Run, m: int, k: int, n: int) -> Rows:
+    """Each kernel and configuration on one pair of operands. On a GPU `tune_gemm` saves the fastest.
 
-
-def gemms_of(run: Run, m: int, k: int, n: int) -> Rows:
-    """The cells of one shape; a way that is wrong or fails has its error."""
+    A way that is wrong or fails has its error.
+    """
     cells = [(recipe, "fprop") for recipe in run.chosen(("tensorwise", "rowwise", "blockwise"))]
     cells += [("blockwise", "wgrad")] if "blockwise" in run.chosen(("blockwise",)) else []
     for place, (recipe, cell) in enumerate(cells):
@@ -225,13 +220,8 @@ def constants(run: Run, table: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def cast(run: Run) -> Rows:
+def cast(run: Run, m: int, k: int) -> Rows:
     """Casts of x and x.T under each recipe: one by one, and from one read of x. The second needs a kernel for it."""
-    yield from cases(run, run.shapes((16384, 2048), (16384, 4096), (16384, 14336)), casts_of)
-
-
-def casts_of(run: Run, m: int, k: int) -> Rows:
-    """The casts of one shape."""
     take = rotating(run, partial(normal, run, m, k), 2 * m * k)
     names = run.chosen(("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "guarded"))
     for place, name in enumerate(names):
@@ -350,14 +340,8 @@ def linear_layer(run: Run, k: int, n: int) -> nn.Linear:
     return nn.Linear(k, n, bias=False, device=run.device, dtype=torch.bfloat16)
 
 
-def linear(run: Run) -> Rows:
+def linear(run: Run, m: int, k: int, n: int) -> Rows:
     """Forward and backward of BF16, the recipes and the rivals, with the predicted speed-up."""
-    shapes = run.shapes((16384, 4096, 14336), (16384, 4096, 4096), (4096, 4096, 4096), (2048, 2048, 2048), (1024,) * 3)
-    yield from cases(run, shapes, linear_of)
-
-
-def linear_of(run: Run, m: int, k: int, n: int) -> Rows:
-    """One shape."""
     x, dy = normal(run, m, k).requires_grad_(), normal(run, m, n)
     runners = contenders(run, partial(linear_layer, run, k, n))
     for row in compared(run, runners, x, {"shape": [m, k, n]}, steps(run, x, dy, graphs=True)):
@@ -367,13 +351,8 @@ def linear_of(run: Run, m: int, k: int, n: int) -> Rows:
         yield row
 
 
-def host(run: Run) -> Rows:
+def host(run: Run, m: int, k: int, n: int) -> Rows:
     """Host time for forward and backward of one Linear, and its kernel launches."""
-    yield from cases(run, run.shapes((512, 512, 512)), host_of)
-
-
-def host_of(run: Run, m: int, k: int, n: int) -> Rows:
-    """One shape."""
     x, dy = normal(run, m, k).requires_grad_(), normal(run, m, n)
     runners = contenders(run, partial(linear_layer, run, k, n))
     counts: dict[str, int | None] = {}
@@ -390,13 +369,11 @@ def host_of(run: Run, m: int, k: int, n: int) -> Rows:
 # --- norms and activations -------------------------------------------------------------------------------------------
 
 
-def modules(run: Run) -> Rows:
-    """Norms and SwiGLU alone, of torch, ottava and Liger; then in front of a linear: in two modules and in one."""
-    yield from cases(run, run.shapes((16384, 4096, 14336), (8192, 2048, 8192)), modules_of)
+def modules(run: Run, m: int, k: int, n: int) -> Rows:
+    """Norms and SwiGLU alone, of torch, ottava and Liger; then in front of a linear: in two modules and in one.
 
-
-def modules_of(run: Run, m: int, k: int, n: int) -> Rows:
-    """One shape: K is the model's width, N that of its MLP."""
+    K is the model's width, N that of its MLP.
+    """
     kinds = {"rmsnorm": (k, k), "layernorm": (k, k), "swiglu": (2 * n, n)}
     fused = {"norm_linear": (k, n), "norm_mlp": (k, k)}
     for place, (kind, (wide, out)) in enumerate((kinds | fused).items()):
@@ -505,23 +482,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def attention(qkv: Tensor, heads: int, groups: int, *, causal: bool) -> Tensor:
-    """(batch, sequence, (heads + 2 groups) size) -> (batch, sequence, heads size); torch chooses the kernel."""
-    size = qkv.shape[-1] // (heads + 2 * groups)
-    parts = qkv.split([heads * size, groups * size, groups * size], dim=-1)
-    q, k, v = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-    return mixed.transpose(1, 2).flatten(-2)
-
-
-def block(run: Run) -> Rows:
-    """Forward and backward of a decoder layer of Llama's 8B and 1B sizes, with memory."""
-    sizes = [(4096, 14336, 32, 8, 4, 4096), (2048, 8192, 32, 8, 8, 2048)]
-    yield from cases(run, [(64, 128, 4, 2, 2, 16)] if run.smoke else sizes, block_of)
-
-
-def block_of(run: Run, hidden: int, wide: int, heads: int, groups: int, batch: int, length: int) -> Rows:
-    """One size."""
+def block(run: Run, hidden: int, wide: int, heads: int, groups: int, batch: int, length: int) -> Rows:
+    """Forward and backward of a decoder layer, with memory."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -534,39 +496,21 @@ def block_of(run: Run, hidden: int, wide: int, heads: int, groups: int, batch: i
     yield from compared(run, contenders(run, make), x, about, steps(run, x, dy))
 
 
-class SeedLayer(nn.Module):
-    """Pre-norm attention and MLP: hidden 4096, feed-forward 16384, 32 heads, 8 groups, no mask, bias."""
-
-    def __init__(self, hidden: int, wide: int, heads: int, groups: int) -> None:
-        super().__init__()
-        self.heads, self.groups, size = heads, groups, hidden // heads
-        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
-        self.qkv = nn.Linear(hidden, hidden + 2 * groups * size)
-        self.out, self.up, self.down = nn.Linear(hidden, hidden), nn.Linear(hidden, wide), nn.Linear(wide, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, sequence, hidden) -> the same."""
-        x = x + self.out(attention(self.qkv(self.norms[0](x)), self.heads, self.groups, causal=False))
-        y: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
-        return y
-
-
-def seed_layer(run: Run) -> Rows:
-    """The layer of TransformerEngine issue #1119 with AdamW, and its memory."""
-    sizes, tokens = ((64, 128, 4, 2), (2, 16)) if run.smoke else ((4096, 16384, 32, 8), (32, 1024))
-    x = normal(run, *tokens, sizes[0])
+def seed_layer(run: Run, hidden: int, wide: int, heads: int, groups: int, batch: int, length: int) -> Rows:
+    """The layer of TransformerEngine issue #1119, without a mask, with AdamW, and its memory."""
+    x = normal(run, batch, length, hidden)
 
     def make() -> nn.Module:
         torch.manual_seed(0)
         with run.device:
-            return SeedLayer(*sizes).to(torch.bfloat16)
+            return GPTBlock(hidden, heads, wide, groups, causal=False, approximate="tanh").to(torch.bfloat16)
 
     def modes(c: Contender) -> Iterator[tuple[str, Callable[[], Any]]]:
         optimizer = torch.optim.AdamW(c.model.parameters(), lr=1e-4, fused=run.cuda)
         yield "eager", partial(train_once, c.forward, optimizer, x)
 
     runners = contenders(run, make, ("tensorwise", "blockwise", "delayed"))
-    yield from compared(run, runners, x, {"shape": [*tokens, *sizes]}, modes)
+    yield from compared(run, runners, x, {"shape": [batch, length, hidden, wide, heads, groups]}, modes)
 
 
 def train_once(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -576,13 +520,8 @@ def train_once(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optim
     optimizer.step()
 
 
-def train(run: Run) -> Rows:
+def train(run: Run, width: int, batch: int, length: int) -> Rows:
     """Tokens per second and loss of whole training steps: the demo's model, and one of 155 million parameters."""
-    yield from cases(run, [(32, 2, 16)] if run.smoke else [(256, 64, 256), (1024, 16, 1024)], train_of)
-
-
-def train_of(run: Run, width: int, batch: int, length: int) -> Rows:
-    """One model."""
     large = ModelConfig(d_model=1024, layers=12, heads=16, kv_heads=16, ffn=2816)
     tiny = ModelConfig(layers=1, d_model=32, heads=2, kv_heads=1, ffn=64)
     name, config = {1024: ("155M", large), 32: ("tiny", tiny)}.get(width, ("demo", ModelConfig()))
@@ -651,17 +590,42 @@ def training_step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 # --- the suites ------------------------------------------------------------------------------------------------------
 
-SUITES: Mapping[str, Callable[[Run], Rows]] = MappingProxyType(
+
+class Suite(NamedTuple):
+    """What a suite measures."""
+
+    measure: Callable[..., Rows]
+    """(run, *shape) -> its rows."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Its cases."""
+    smoke: tuple[int, ...] | None = None
+    """The sizes of a smoke run, where a shape is more than (M, K, N); no shape of the user's is taken there."""
+
+    def rows(self, run: Run) -> Rows:
+        """Of all cases; those of `ceilings` come first."""
+        if self.measure is single_gemms:
+            yield from ceilings(run)
+        own = (self.smoke,) if run.smoke and self.smoke else self.shapes
+        yield from cases(run, own if self.smoke else run.shapes(*own), self.measure)
+
+
+SUITES: Mapping[str, Suite] = MappingProxyType(
     {
-        "ceilings": ceilings,
-        "gemm": gemms,
-        "cast": cast,
-        "modules": modules,
-        "linear": linear,
-        "host": host,
-        "block": block,
-        "seed_layer": seed_layer,
-        "train": train,
+        "ceilings": Suite(
+            single_gemms, ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 14336, 4096), (4096, 16384, 4096))
+        ),
+        "gemm": Suite(gemms, ((16384, 4096, 14336), (16384, 14336, 4096), (4096, 16384, 14336), (4096, 4096, 4096))),
+        "cast": Suite(cast, ((16384, 2048), (16384, 4096), (16384, 14336))),
+        "modules": Suite(modules, ((16384, 4096, 14336), (8192, 2048, 8192))),
+        "linear": Suite(
+            linear,
+            ((16384, 4096, 14336), (16384, 4096, 4096), (4096, 4096, 4096), (2048, 2048, 2048), (1024, 1024, 1024)),
+        ),
+        "host": Suite(host, ((512, 512, 512),)),
+        # Llama's 8B and 1B
+        "block": Suite(block, ((4096, 14336, 32, 8, 4, 4096), (2048, 8192, 32, 8, 8, 2048)), (64, 128, 4, 2, 2, 16)),
+        "seed_layer": Suite(seed_layer, ((4096, 16384, 32, 8, 32, 1024),), (64, 128, 4, 2, 2, 16)),
+        "train": Suite(train, ((256, 64, 256), (1024, 16, 1024)), (32, 2, 16)),
     }
 )
 """In running order: suites with smaller requirements come first."""
@@ -689,7 +653,7 @@ def bench(run: Run, suites: Iterable[str] = SUITES) -> Iterator[tuple[str, str, 
         torch._dynamo.reset()  # graphs of earlier suites count against the limit of recompilations
         state, rows = gpu_state(run), []
         try:
-            for row in SUITES[name](run.part(len(chosen) - place)):
+            for row in SUITES[name].rows(run.part(len(chosen) - place)):
                 rows.append(row)
                 yield name, "row", row
         except Exception as error:  # what is not a case: the suite's own inputs, say

@@ -293,36 +293,6 @@ def versions(names: Iterable[str]) -> dict[str, str | None]:
     return result
 
 
-def samples(
-    variants: Mapping[str, Callable[[], object]],
-    rounds: int,
-    measure: Callable[[Callable[[], object]], float],
-    *,
-    warm_up: int = 2,
-    around: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
-) -> dict[str, list[float]]:
-    """Runs every variant once a round, and calls `measure` on it after the first `warm_up` rounds.
-
-    Args:
-        around: name of a variant -> context manager around each of its runs; its own time does not count.
-    Raises:
-        ValueError: fewer than 2 rounds, or no variants.
-    """
-    if rounds < 2:
-        raise ValueError(f"rounds: got {rounds}; needs 2 or more, for quartiles")
-    if not variants:
-        raise ValueError("variants: got none; needs 1 or more")
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for counted in [False] * warm_up + [True] * rounds:
-        for name, run in variants.items():
-            with (around or {}).get(name, nullcontext)():
-                if counted:
-                    times[name].append(measure(run))
-                else:
-                    run()
-    return times
-
-
 def interleaved(
     variants: Mapping[str, Callable[[], object]],
     rounds: int,
@@ -344,12 +314,18 @@ def interleaved(
         ['a', 'b']
     """
 
-    def measure(run: Callable[[], object]) -> float:
-        start = clock()
-        run()
-        return clock() - start
-
-    times = samples(variants, rounds, measure, around=around)
+    if rounds < 2:
+        raise ValueError(f"rounds: got {rounds}; needs 2 or more, for quartiles")
+    if not variants:
+        raise ValueError("variants: got none; needs 1 or more")
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for counted in (False, False, *[True] * rounds):
+        for name, run in variants.items():
+            with (around or {}).get(name, nullcontext)():
+                start = clock()
+                run()
+                if counted:
+                    times[name].append(clock() - start)
     first = next(iter(times.values()))
     timings = []
     for name, values in times.items():

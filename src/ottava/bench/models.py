@@ -30,23 +30,37 @@ from ottava.train.config import ModelConfig
 from ottava.train.model import VOCABULARY, ByteTransformer
 
 
-class GPTBlock(nn.Module):
-    """A GPT block without dropout: attention and a feed-forward of 4 d, LayerNorm before each."""
+def attention(qkv: Tensor, heads: int, groups: int, *, causal: bool) -> Tensor:
+    """(batch, sequence, (heads + 2 groups) size) -> (batch, sequence, heads size); torch chooses the kernel."""
+    size = qkv.shape[-1] // (heads + 2 * groups)
+    parts = qkv.split([heads * size, groups * size, groups * size], dim=-1)
+    q, k, v = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != groups)
+    return mixed.transpose(1, 2).flatten(-2)
 
-    def __init__(self, d: int, heads: int) -> None:
+
+class GPTBlock(nn.Module):
+    """A GPT block without dropout: attention and a feed-forward, LayerNorm before each.
+
+    Args:
+        d, heads: width and query heads.
+        wide: of the feed-forward; 0: 4 d.  groups: heads of keys and values; 0: as many as `heads`.
+        causal, approximate: of attention and of GELU.
+    """
+
+    def __init__(
+        self, d: int, heads: int, wide: int = 0, groups: int = 0, *, causal: bool = True, approximate: str = "none"
+    ) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.groups, self.causal, self.approximate = heads, groups or heads, causal, approximate
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+        self.qkv, self.out = nn.Linear(d, d + 2 * self.groups * (d // heads)), nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, wide or 4 * d), nn.Linear(wide or 4 * d, d)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
-        batch, length, d = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, d))
-        return torch.add(x, self.down(F.gelu(self.up(self.norm2(x)))))
+        x = x + self.out(attention(self.qkv(self.norm1(x)), self.heads, self.groups, causal=self.causal))
+        return torch.add(x, self.down(F.gelu(self.up(self.norm2(x)), approximate=self.approximate)))
 
 
 class PlainAttention(nn.Module):
@@ -212,19 +226,6 @@ class _Block(nn.Module):
         return torch.add(x, self.mlp(x))
 
 
-class _PlainMLP(nn.Module):
-    def __init__(self, norm: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.norm = norm(WIDTH, eps=1e-5)
-        self.gate, self.up = nn.Linear(WIDTH, FFN, bias=False), nn.Linear(WIDTH, FFN, bias=False)
-        self.down = nn.Linear(FFN, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.norm(x)
-        y: Tensor = self.down(F.silu(self.gate(rows)) * self.up(rows))
-        return y
-
-
 def blocks() -> Iterator[tuple[str, _Block]]:
     """Yields each block with its name; the first two are plain torch.
 
@@ -236,13 +237,14 @@ def blocks() -> Iterator[tuple[str, _Block]]:
     # on a CPU torch's RMSNorm consists of operations that each save fp32; on a GPU it saves as much as ottava's
     for name, norm in (("plain torch", nn.RMSNorm), ("plain torch, fused norm", RMSNorm)):
         qkv = nn.Sequential(norm(WIDTH, eps=1e-5), nn.Linear(WIDTH, width, bias=False))
-        yield name, _Block(qkv, nn.Linear(WIDTH, WIDTH, bias=False), _PlainMLP(norm)).bfloat16()
+        mlp = nn.Sequential(norm(WIDTH, eps=1e-5), PlainMLP(ModelConfig(d_model=WIDTH, ffn=FFN)))
+        yield name, _Block(qkv, nn.Linear(WIDTH, WIDTH, bias=False), mlp).bfloat16()
     for recipe in ("bf16", "tensorwise", "mxfp8"):
         for save in SAVES:
             options: Any = {"bias": False, "recipe": recipe, "dtype": torch.bfloat16}
-            mlp = NormMLP(WIDTH, FFN, activation="swiglu", norm="rmsnorm", save=save, **options)
+            norm_mlp = NormMLP(WIDTH, FFN, activation="swiglu", norm="rmsnorm", save=save, **options)
             qkv_proj = NormLinear(WIDTH, width, norm="rmsnorm", **options)
-            yield f"{recipe}, save {save}", _Block(qkv_proj, Linear(WIDTH, WIDTH, **options), mlp)
+            yield f"{recipe}, save {save}", _Block(qkv_proj, Linear(WIDTH, WIDTH, **options), norm_mlp)
 
 
 Forward = Callable[..., Tensor]

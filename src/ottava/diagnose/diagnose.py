@@ -162,17 +162,15 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     differ = [] if good is None else differences(good, facts)
     of_casts = any(d.kind in ("cast", "casting") for d in differ)  # there only the experiments speak of FP8
     trial = judge(facts, happened)
-    trial = trial if of_casts else _parting(trial, good)
-    if trial.part == "innocent" and any(d.kind == "casting" for d in differ):
-        trial = replace(trial, part="unknown")  # a small error may part two runs of which one has none
+    trial = _of_cast(facts, trial, happened, differ) if of_casts else _parting(trial, good)
     frameworks = ran(facts.frameworks, facts.packages) if framework is None else [framework]
     found = [_checked(facts, frameworks)]
     hits = broken(facts, happened)
     laws = [(law, how, _law(law, how, happened, facts, frameworks)) for law, how in hits]
     strong = [law.exact and how.grave for law, how, _ in laws]
     found += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id not in _OF_CASTS]
-    others: list[Finding | None] = []
-    others += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
+    others: list[Finding | None]
+    others = [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
     # with a good run beside, the place where the code parts is the answer, and a broken law may follow from it
     parted = any(d.kind in _PLACES[:3] for d in differ)
     placed = _differing([d for d in differ if parted and d.kind in _PLACES], happened, frameworks)
@@ -190,7 +188,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         trial = cleared if cleared.part == "innocent" else trial
     hurt = _fp8(facts, trial, happened, frameworks)
     if hurt is not None and (place := next((d for d in differ if d.kind in _PLACES[:3]), None)) is not None:
-        hurt = replace(hurt, cause=f"{hurt.cause} {place.sentence}")
+        hurt = hurt if place.sentence in hurt.cause else replace(hurt, cause=f"{hurt.cause} {place.sentence}")
     if trial.part == "guilty" and (of_casts or not after):
         found += [hurt, *placed, *others]
     else:
@@ -201,10 +199,9 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     rates = None if good is None else good.column("lr")
     for remedy in (r for f in findings for r in f.remedies if r["name"] == "good_lr" and rates is not None):
         remedy["trial"] = {"schedule": [float(x) for x in np.nan_to_num(rates)]}  # type: ignore[arg-type]
-    verdict = next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none")
     untested = [{"id": law.id, "title": law.title, "needs": law.needs} for law in LAWS if not _has(facts, law)]
     return Diagnosis(
-        verdict=verdict,
+        verdict=next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none"),
         sentence=_sentence(facts, findings, happened, trial, good is not None),
         fp8=trial.part,
         event="" if happened is None else happened.sentence,
@@ -220,6 +217,25 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         tested=len(LAWS) - len(untested),
         coverage_pct=facts.coverage,
     )
+
+
+def _of_cast(facts: Facts, trial: Trial, happened: Event | None, differ: Sequence[Difference]) -> Trial:
+    """The trial where a cast parts two runs, which nothing clears.
+
+    All before it is equal, so the good run is the experiment in which this cast is another; of a cast that a shadow
+    step has turned off it knows more.
+    """
+    if trial.part == "guilty":
+        return trial
+    tried = {str(site) for e in facts.experiments("shadow") for site in e.get("sites") or ()}
+    one = next((d for d in differ if d.kind == "cast" and "float8_" in f"{d.good} {d.bad}"), None)
+    lasting = happened is not None and (happened.kind != "leaves" or happened.stays is not None)
+    equal = not any(d.kind == "weights" for d in differ)
+    if one is not None and equal and lasting and not any(one.key in site for site in tried):
+        said = f"{one.sentence} Up to this cast the two runs are equal, so the good run shows what it does."
+        return Trial("guilty", (said,), one.step, place=({"site": one.key},), sound=True)
+    untried = ("No experiment tried the casts that part the two runs.",) if trial.part == "none" else trial.tried
+    return replace(trial, part="unknown", tried=untried)
 
 
 def _parting(trial: Trial, good: Facts | None) -> Trial:
@@ -284,14 +300,17 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     ratio = float(how.numbers.get("update_ratio", math.nan))
     slower = lr * _HEALTHY / ratio if ratio > _HEALTHY else lr / 10
     values = {"lr": f"{slower:.2g}" if math.isfinite(slower) else "a tenth of it", "norm": f"{usual:.2g}"}
+    remedy, times = how.remedy or law.remedy, float(how.numbers.get("raise", math.nan))
+    values |= {"raise": f"{times:.2g}", "raised": f"{times * lr:.2g}" if math.isfinite(times * lr) else "a larger lr"}
     trials: dict[str, dict[str, Any]] = {
         "lower_lr": {"lr": slower / lr if lr > 0 else 0.1}, "clip": {"clip": usual}, "zero_grad": {"clear": True},
+        "raise_lr": {"lr": times},
         "train": {"train": True}, "load": {"load": True}, "optimizer": {"hold": True},
     }  # fmt: skip
     return Finding(
         law.id, law.title, "law", severity, how.sentence, layers=list(how.where[:12]),
         steps=[] if how.since is None else [how.since],
-        remedies=[render(law.remedy, values, frameworks, trials.get(law.remedy))], confidence=_confidence("law"),
+        remedies=[render(remedy, values, frameworks, trials.get(remedy))], confidence=_confidence("law"),
     )  # fmt: skip
 
 
@@ -449,7 +468,7 @@ def _has(facts: Facts, law: Law) -> bool:
     columns = {
         "D1": "input_hash", "D3": "labels_ignored_pct", "D4": "input_hash",
         "O2": "lr", "O5": "kept_gradient", "O6": "extra_steps", "G1": "grad_norm",
-        "G2": "grad_norm_used", "M6": "train_forwards_in_eval_mode",
+        "M6": "train_forwards_in_eval_mode",
         "D6": "labels_ahead_1_pct",
     }  # fmt: skip
     if law.id in columns:
@@ -464,6 +483,7 @@ def _has(facts: Facts, law: Law) -> bool:
         "M8": any("sees_later" in e for e in facts.experiments("shadow")),
         "M9": any("mixes" in e for e in facts.experiments("shadow")),
         "O12": any("loss_tenth" in e for e in facts.experiments("shadow")),
+        "O13": any("loss_longer" in e for e in facts.experiments("shadow")),
         "M3": "softmax_twice" in facts.manifest,
         "M4": bool(facts.run.trace),
     }.get(law.id, True)
@@ -492,7 +512,7 @@ def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None,
             "Harder data, another phase or a weight of the loss that grows do that, too: a good run beside would tell."
         )
         return f"No fault found in {count} steps. {happened.sentence} {meant} {part}{end}".replace("  ", " ")
-    if happened is not None and (happened.stays is not None or compared):
+    if happened is not None and (happened.stays is not None or compared or happened.kind == "flat"):
         return f"{happened.sentence} No law is broken, so the cause is not known. {part}{end}".replace("  ", " ")
     seen = "" if math.isnan(facts.coverage) else f" The watch saw {facts.coverage:.0f} % of the linear layers."
     steps = f"{count} step{'s' if count != 1 else ''}"

@@ -39,6 +39,8 @@ class Broken:
     """False: it may be meant, so it is a note unless something happened to the loss."""
     shown: bool = False
     """An experiment at the event shows that this made it."""
+    remedy: str = ""
+    """In place of that of the law."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,15 @@ class Law:
     """A name in `remedies.REMEDIES`."""
     needs: str
     """What the run folder must have; shown where it is missing."""
+    always: bool = False
+    """Asked even where nothing happened to the loss, though it is not exact: an experiment tells."""
 
 
 def broken(facts: Facts, event: Event | None) -> list[tuple[Law, Broken]]:
     """The laws that a run breaks: exact ones first, then the earliest, then in the order of computation."""
     found = []
     for law in progress(LAWS, "testing laws"):
-        if not law.exact and event is None:
+        if not (law.exact or law.always) and event is None:
             continue
         if (how := law.ask(facts, event)) is not None:
             found.append((law, how))
@@ -96,6 +100,10 @@ def _labels_dead(facts: Facts, event: Event | None) -> Broken | None:
     ignored, equal = facts.column("labels_ignored_pct"), facts.column("labels_equal_pct")
     if ignored is not None and (hit := np.nan_to_num(ignored) >= 100.0).mean() >= 0.25:
         return Broken(f"All labels are ignored in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
+    hidden = facts.column("labels_hidden_pct")
+    if hidden is not None and (hit := np.nan_to_num(hidden) >= _MATCH).mean() >= 0.75:
+        said = f"The attention mask hides every token that has a label, in {hit.sum()} of {len(hit)} steps"
+        return Broken(f"{said}: is it inverted?", facts.since(hit))
     if equal is not None and (hit := np.nan_to_num(equal) >= 100.0).mean() >= 0.75 and len(hit) > 3:
         # the same in every step, they are places in a list of candidates, as of a contrastive loss
         hashes = facts.column("label_hash")
@@ -278,6 +286,12 @@ def _written(facts: Facts, event: Event | None) -> Broken | None:
 
 
 def _vanish(facts: Facts, event: Event | None) -> Broken | None:
+    low = [str(p["name"]) for p in facts.parameters if p.get("held") and p.get("dtype") in _HALF]
+    for entry in facts.experiments("optimizer"):
+        if low and not entry.get("converts") and _known(entry, "error") and entry["error"] > _LOST:
+            said = f"From step {entry['from']} to {entry['step']} the weights go {100 * entry['error']:.3g} % another "
+            said += f"way than the optimizer's formula takes them in FP32, and {_names(low)} have 16 bits: updates are"
+            return Broken(f"{said} lost in rounding.", int(entry["step"]), tuple(low))
     still: dict[str, list[float]] = {}
     for step, rows in facts.moves.items():
         if facts.at("lr", step) == 0:
@@ -303,6 +317,7 @@ def _vanish(facts: Facts, event: Event | None) -> Broken | None:
 
 
 _HALF = ("bfloat16", "float16")
+_LOST = 0.7  # of the way
 
 
 def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
@@ -334,6 +349,58 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
     return Broken(said, int(one["step"]), numbers=numbers, shown=bool(made))
 
 
+def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
+    """Something shortens the steps, and many times a step still helps its own batch many times as much, in every trial
+    up to the end.
+
+    A schedule begins and ends with short steps. A loss without a lower end, as a policy gradient's, has no step that is
+    too long. Alone the trial says little: a careful rate is no fault.
+    """
+    tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after", "longer", "loss_longer")]
+    first, last = (0.05 * facts.steps[-1], 0.8 * facts.steps[-1]) if len(facts.steps) else (0, 0)
+    tried = [e for e in tried if first <= e["step"] <= last]
+    lr = facts.column("lr")
+    gone = 0.0 if lr is None else _GONE * float(np.nanmax(lr))
+    short = [_still_helps(e) or (facts.at("lr", e["step"]) < gone and e["loss_longer"] <= e["loss"]) for e in tried]
+    count = short[::-1].index(False) if False in short else len(short)
+    if count < 2 or (facts.loss.loss < 0).any():
+        return None
+    one, begins = tried[-1], tried[len(tried) - count]
+    if not (why := _shortened(facts, int(one["step"]))):
+        return None
+    said = f"The steps are far too short in {count} of {len(tried)} trials: at step {one['step']} the loss of the same "
+    said += f"batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, and with {one['longer']} times the step to "
+    said += f"{one['loss_longer']:.4g}."
+    since = None if count == len(tried) else int(begins["step"])
+    remedy = "schedule" if why.startswith(" The learning") else ""
+    return Broken(said + why, since, numbers={"raise": _RAISE}, shown=True, remedy=remedy)
+
+
+def _still_helps(trial: Any) -> bool:
+    gain, wide = trial["loss"] - trial["loss_after"], trial["loss"] - trial["loss_longer"]
+    return trial["loss_longer"] >= 0 and wide > 0.02 * trial["loss"] and wide > 0.3 * trial["longer"] * gain
+
+
+def _shortened(facts: Facts, step: int) -> str:
+    """What makes a step short, where the record shows it."""
+    clip, lr = facts.clip, facts.column("lr")
+    if clip is not None and (usual := float(np.nanmedian(clip))) > 20:
+        return f" Clipping shortens the gradient {usual:.3g} times in the median step."
+    now = facts.at("lr", step)
+    if lr is not None and lr[-1] >= float(np.nanmax(lr)) > 1.2 * now:
+        return f" The learning rate rises up to the end of the run: it is {now:.3g} there, and {lr[-1]:.3g} at last."
+    if lr is not None and now < 0.1 * (largest := float(np.nanmax(lr))):
+        return f" The learning rate is {now:.3g} there; the largest is {largest:.3g}."
+    look = facts.moves.get(max((s for s in facts.moves if s <= step), default=0), {})
+    looks = [(row["gradient"], facts.held(name).get("eps")) for name, row in look.items()]
+    over = [eps for gradient, eps in looks if isinstance(eps, float) and eps > gradient > 0]
+    if len(over) > 0.5 * len(looks):
+        return f" The optimizer's eps, {max(over):.3g}, is larger than the gradient of most parameters."
+    return ""
+
+
+_GONE = 0.002  # of the largest rate, before the last fifth of a run
+_RAISE = 30  # times: the trial is near the line up to about a hundred
 _SOON = 3  # steps from what makes an event to the event
 _LONG = 0.3  # of the weight in one step; AdamW at lr 1e-3 gives 5 % on weights of std 0.02
 
@@ -374,16 +441,6 @@ def _explodes(facts: Facts, event: Event | None) -> Broken | None:
     return Broken(f"The gradient norm goes from {usual:.3g} to {worst:.3g} at step {step}, and nothing clips it.", step)
 
 
-def _clipped(facts: Facts, event: Event | None) -> Broken | None:
-    clip = facts.clip
-    if clip is None or event is None or event.kind not in ("flat", "high"):
-        return None
-    usual = float(np.median(clip[np.isfinite(clip)])) if np.isfinite(clip).any() else 1.0
-    if usual < 20:
-        return None
-    return Broken(f"Clipping shortens the gradient {usual:.3g} times in the median step.", grave=False)
-
-
 # the model
 
 
@@ -414,15 +471,18 @@ def _sees_answer(facts: Facts, event: Event | None) -> Broken | None:
     if tried is None or column is None or not float(np.nanmedian(column)) >= _MATCH:
         return None
     said = "The model is to predict each next token, and sees it: other later tokens change the output before them"
-    return Broken(f"{said}, tried at step {tried['step']}.", int(tried["step"]))
+    return Broken(f"{said}, tried at step {tried['step']}.")
 
 
 def _samples_mix(facts: Facts, event: Event | None) -> Broken | None:
-    tried = next((e for e in facts.experiments("shadow") if e.get("mixes")), None)
-    if tried is None:
-        return None
-    said = "With other samples in the second half of the batch the output of the first half is another"
-    return Broken(f"{said}, tried in evaluation mode at step {tried['step']}.", int(tried["step"]))
+    for entry in facts.experiments("shadow"):
+        for name, said in (
+            ("mixes", "With other samples in the second half of the batch the output of the first half is another"),
+            ("by_place", "With its samples in another order a batch gives them other outputs"),
+        ):
+            if entry.get(name):
+                return Broken(f"{said}, tried in evaluation mode at step {entry['step']}.")
+    return None
 
 
 def _every_pair(facts: Facts, event: Event | None) -> Broken | None:
@@ -510,14 +570,14 @@ LAWS: tuple[Law, ...] = (
     Law("O6", "The optimizer steps more than once, or forgets its moments", _steps_again, True, "optimizer", "steps"),
     Law("O7", "Something else than the optimizer writes the weights", _written, True, "written", "two full looks"),
     Law("O8", "Updates vanish in 16-bit weights", _vanish, True, "masters", "full looks"),
+    Law("O13", "The steps are far too short", _lr_low, False, "raise_lr", "shadow steps", always=True),
     Law("O12", "The learning rate is too high", _lr_high, False, "lower_lr", "a shadow step, or full looks"),
     Law("G1", "The gradient explodes, and nothing clips it", _explodes, False, "clip", "grad_norm"),
-    Law("G2", "Clipping takes nearly all of the gradient", _clipped, False, "clip_less", "grad_norm before clipping"),
     Law("R1", "The ranks do not work as one", _ranks_part, True, "ranks", "several ranks"),
     Law("M6", "The training is in evaluation mode", _trains_in_eval, True, "train", "modes of forwards"),
     Law("M7", "The loss mixes up its samples", _every_pair, True, "shapes", "a trace of torch's calls"),
     Law("M8", "The model sees what it has to predict", _sees_answer, True, "mask", "a shadow step, and labels"),
-    Law("M9", "A sample's output depends on others of its batch", _samples_mix, True, "rows", "a shadow step"),
+    Law("M9", "A sample's output depends on the rest of its batch", _samples_mix, True, "rows", "a shadow step"),
     Law("M1", "Nothing of a checkpoint was loaded", _nothing_loaded, True, "load", "a call of load_state_dict"),
     Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "the graph of the loss"),
     Law("M4", "The model begins far above a guess", _starts_high, True, "init", "a trace of torch's calls"),

@@ -80,7 +80,11 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
                 "megatron": "--clip-grad ${norm}",
             },
         ),
-        "clip_less": Remedy("Clip at a norm that most steps stay under, or sum losses as a mean."),
+        "raise_lr": Remedy(
+            "Raise the learning rate about ${raise} times, or undo what shortens the steps: a clipping norm that no "
+            "step stays under, a schedule of other units, a large eps.",
+            patch=_lr("${raised}"),
+        ),
         "load": Remedy(
             "Give the checkpoint the model's names, and load it with strict=True, which says what does not fit.",
             patch={

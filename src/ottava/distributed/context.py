@@ -71,7 +71,19 @@ class GatheredKeys:
 
     def check(self, layer: DotProductAttention, q: Tensor, k: Tensor, rule: MaskRule, *, alone: bool) -> None:
         """Refuses what ranks cannot do, see `attend`."""
-        check_rule(rule, q.shape[2], k.shape[2], alone=alone, balanced=self.balanced)
+        queries, keys = q.shape[2], k.shape[2]
+        if not alone or rule.right not in (0, None) or (rule.right is None and rule.left is not None):
+            raise ValueError(
+                "attention with gathered keys: needs mask 'causal' (a window before the query is fine) or 'no_mask', "
+                "and no attention_mask and no lengths, which are those of a part of the sequence"
+            )
+        if keys != queries:
+            raise ValueError(
+                f"attention with gathered keys: got {queries} queries and {keys} keys on this rank; needs as many, so "
+                "no cache"
+            )
+        if self.balanced and queries % 2:
+            raise ValueError(f"attention with balanced parts: got {queries} tokens on this rank; needs two equal parts")
         if ambient().recipe_for(layer.name, layer.resolved).attention is not None:
             raise ValueError(
                 "attention with gathered keys: the recipe casts for attention, and no rank knows the amax of all "
@@ -99,7 +111,7 @@ class GatheredKeys:
 
 
 class RingKeys(GatheredKeys):
-    """Keys and values travel round the ranks, which never hold more than two ranks' share; see `ring_attention`."""
+    """Keys and values travel round the ranks, which never hold more than two ranks' share; see `_Ring`."""
 
     def attend(
         self, layer: DotProductAttention, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, *, alone: bool
@@ -111,29 +123,9 @@ class RingKeys(GatheredKeys):
         if layer.sink is not None or (layer.dropout and layer.training):
             raise ValueError("attention with keys in a ring: knows no dropout and no sink; gather the keys instead")
         scale = q.shape[3] ** -0.5 if layer.softmax_scale is None else layer.softmax_scale
-        y = ring_attention(q, k, v, rule, scale, self.group, balanced=self.balanced)
+        y: Tensor = _Ring.apply(q, k, v, rule, scale, self.group, self.balanced)
         layer._note(q, k, "ring", f"keys of {dist.get_world_size(self.group)} ranks travel")
         return y
-
-
-def check_rule(rule: MaskRule, queries: int, keys: int, *, alone: bool, balanced: bool) -> None:
-    """Refuses calls whose mask ranks cannot make of positions.
-
-    Raises:
-        ValueError: another mask, other keys than queries, or an odd number of tokens in balanced parts.
-    """
-    if not alone or rule.right not in (0, None) or (rule.right is None and rule.left is not None):
-        raise ValueError(
-            "attention with gathered keys: needs mask 'causal' (a window before the query is fine) or 'no_mask', "
-            "and no attention_mask and no lengths, which are those of a part of the sequence"
-        )
-    if keys != queries:
-        raise ValueError(
-            f"attention with gathered keys: got {queries} queries and {keys} keys on this rank; needs as many, so no "
-            "cache"
-        )
-    if balanced and queries % 2:
-        raise ValueError(f"attention with balanced parts: got {queries} tokens on this rank; needs two equal parts")
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -152,28 +144,12 @@ class _GatherTokens(torch.autograd.Function):
         return part.movedim(0, 2), None
 
 
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, scale: float, group: dist.ProcessGroup, *, balanced: bool
-) -> Tensor:
+class _Ring(torch.autograd.Function):
     """softmax(q k.T scale + mask) v, for keys that travel from rank to rank while each rank multiplies.
 
-    Plain torch in FP32, on every device: it holds the scores of one rank's queries and one rank's keys.
-
-    Args:
-        q: (B, H, S, D).  k, v: (B, G, S, D), (B, G, S, Dv), H a multiple of G: this rank's.
-        rule: a mask of the whole sequence.  group: the ranks, in the order of their parts.
-    Returns:
-        (B, H, S, Dv), in q's dtype.
-    Raises:
-        ValueError: a mask that ranks cannot make of positions.
-    """
-    check_rule(rule, q.shape[2], k.shape[2], alone=True, balanced=balanced)
-    y: Tensor = _Ring.apply(q, k, v, rule, scale, group, balanced)
-    return y
-
-
-class _Ring(torch.autograd.Function):
-    """Each rank: o = sum over blocks of exp(s - lse) v, dq likewise; dk and dv travel with their keys.
+    q is (B, H, S, D), k and v are (B, G, S, D) and (B, G, S, Dv), H a multiple of G; the result has q's dtype. Plain
+    torch in FP32, on every device: it holds the scores of one rank's queries and one rank's keys. Each rank:
+    o = sum over blocks of exp(s - lse) v, dq likewise; dk and dv travel with their keys.
 
     s = q k.T scale      lse = log sum exp s      p = exp(s - lse)      o = p v
     dp = do v.T      ds = p (dp - rowsum(do o)) scale      dq = ds k      dk = ds.T q      dv = p.T do

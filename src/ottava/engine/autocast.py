@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -38,20 +38,6 @@ Part = Literal["all", "forward", "backward"]
 """The doors of a boundary: all, input and weight ("forward"), or grad_output ("backward")."""
 
 
-class Rolls(Protocol):
-    """The part of `state.ScalingState` that an autocast uses."""
-
-    def update(self, part: Part = "all") -> None:
-        """Makes a boundary of all doors, or of the doors of the forward or the backward."""
-
-    def stage(self, notes: list[Any]) -> None:
-        """Stages what casts have seen."""
-
-    @property
-    def predicts(self) -> bool:
-        """Whether a door has a predicted scale, so that a calibration has an effect."""
-
-
 class Session:
     """The states that ran inside an autocast that makes boundaries: calibration, and TransformerEngine's timing.
 
@@ -59,11 +45,11 @@ class Session:
     """
 
     def __init__(self) -> None:
-        self._states: dict[int, Rolls] = {}
+        self._states: dict[int, Any] = {}  # each a `state.ScalingState`: that file imports this one
         self._claimed = False
         self._notes: list[Any] = []
 
-    def touch(self, state: Rolls) -> None:
+    def touch(self, state: Any) -> None:
         """Notes that a layer of this state ran."""
         self._states[id(state)] = state  # by identity: two models may have equal states
 
@@ -190,14 +176,9 @@ def traced_ambient() -> Ambient:
 
 
 @functools.lru_cache(maxsize=256)
-def _interned(recipe: Recipe) -> Recipe:
+def _under(recipe: Recipe, accumulator: Accumulator | None) -> Recipe:
     """One object for all equal recipes: Dynamo guards on identity, so a new object in each step would recompile."""
-    return recipe
-
-
-@functools.lru_cache(maxsize=256)
-def _under(recipe: Recipe, accumulator: Accumulator) -> Recipe:
-    return recipe.under(accumulator)
+    return recipe if accumulator is None else recipe.under(accumulator)
 
 
 class Autocast(AbstractContextManager[None]):
@@ -341,7 +322,7 @@ def _entering(
     profile = accumulator or (None if own else outer.accumulator)
     if recipe is not None:
         # one object for equal recipes, so that a loop with an autocast in each step compiles once
-        recipe = _interned(recipe if profile is None else _under(recipe, profile))
+        recipe = _under(recipe, profile)
     # only the outermost autocast with TransformerEngine's timing makes boundaries: an inner one would change scales in
     # the middle of a forward
     session = Session() if calibrating or (update == "autocast" and outer.session is None) else None

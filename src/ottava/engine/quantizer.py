@@ -157,10 +157,6 @@ class Quantizer(nn.Module):
             # a guarded cast fires where it uses another scale than the predicted one
             self._note(seen.reshape(()), (self.scale > 0) & (used != self.scale.reciprocal()), record)
 
-    def calibrate(self, x: Tensor, spec: QuantizationSpec) -> None:
-        """Stages the amax of a tensor without a cast."""
-        stage(self.calibrated(x, spec))
-
     def calibrated(self, x: Tensor, spec: QuantizationSpec) -> Notes:
         """Notes the amax of a tensor without a cast."""
         if self.spec != spec:
@@ -416,7 +412,7 @@ class WeightQuantizer(Quantizer):
         seen, row, col = None, None, None
         if self.cached is not None and self.cached[0] == key:
             _, seen, row, col = self.cached
-            if recorded and seen is None and self._predicts(row_spec, col_spec):
+            if recorded and seen is None and any(spec is not None and spec.predicted for spec in (row_spec, col_spec)):
                 row = col = None  # evaluation made the casts, and noted no amax
         wants_row, wants_col = rowwise and row is None, columnwise and col is None
         one_cast = row_spec.granularity.transposes and row_spec == col_spec
@@ -441,9 +437,6 @@ class WeightQuantizer(Quantizer):
             self.stage(seen)
         # a kept operand that this call did not ask for stays in the cache only
         return row if rowwise else None, col if columnwise else None
-
-    def _predicts(self, *specs: QuantizationSpec | None) -> bool:
-        return any(spec is not None and spec.predicted for spec in specs)
 
     def _reusable(self, x: Tensor, record: bool) -> bool:
         """Whether the door may keep a cast on an accelerator, or use a kept one."""

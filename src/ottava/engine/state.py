@@ -51,7 +51,7 @@ from ottava.engine.quantizer import Notes, Quantizer, WeightQuantizer, stage
 from ottava.kernels.triton import roll as triton_roll
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import TENSORS, Recipe
-from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
+from ottava.weights.parameter import QuantizedWeight, is_quantized_weight, local
 
 _UNREAD_BOUNDARIES = 8
 _JOIN = "delayed scaling: DistributedDataParallel.join does not go with"
@@ -785,7 +785,7 @@ def _looks_trained(model: nn.Module) -> bool:
         if weight is None or any(p.dim() != 1 or hasattr(p, flat) for p in parameters.values()):
             continue
         # every rank looks at its own rows
-        shard: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+        shard: Tensor = local(weight)
         if shard.numel() and bool((shard != shard[0]).any()):
             return True
     return False

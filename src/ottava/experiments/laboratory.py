@@ -246,6 +246,8 @@ EARLY = (5, 10, 20, 50)
 """Steps of the first shadows, counted from the beginning of the watch; later ones are multiples of the period."""
 _MEASURED = 4
 """First steps whose length is tried: a training that breaks at once does so before the first shadow."""
+_LONGER = 100
+"""Times a step that is tried where the step helps: a healthy one would go far too far."""
 _FREE, _SHARE = 3, 0.02
 """Shadows that the budget does not count, and the largest share of the run's time for the others."""
 _PRICE = 4
@@ -349,7 +351,7 @@ class Laboratory:
         if self._every and (self._why or step <= self._first + _TRACED) and not has_compiled():
             recorder = self._recorder
             inside = (lambda: recorder.in_forward) if recorder else lambda: False
-            self._trace = Trace(inside, self._traced).begin()
+            self._trace = Trace(inside, self._traced).enter()
         self._traced = None
 
     @property
@@ -415,7 +417,7 @@ class Laboratory:
         if self._trace is not None:
             began = time.perf_counter()
             trace, self._trace = self._trace, None
-            trace.end()
+            trace.close()
             self._converts = self._converts or trace.model
             # what the first step converts may be the loading of weights
             if trace.outside is not None and self._step > self._first + _TRACED:
@@ -537,11 +539,14 @@ class Laboratory:
                 with self._quiet(), self._unseen(), nothing_changes(shadow.program.modules):
                     before = shadow.loss if facts is None else facts["loss"]
                     found["loss_after"] = after = shadow.loss_now()
-                    if after is not None and after > before:
-                        with shadow.shorter(0.1):
+                    if facts is not None and after is not None and after <= before:
+                        with shadow.scaled(_LONGER):
+                            found |= {"longer": _LONGER, "loss_longer": shadow.loss_now()}
+                    elif after is not None and after > before:
+                        with shadow.scaled(0.1):
                             found["loss_tenth"] = shadow.loss_now()
                         if facts is None:
-                            with shadow.shorter(0.001):  # of a step a hundred times too long a tenth is too long
+                            with shadow.scaled(0.001):  # of a step a hundred times too long a tenth is too long
                                 found["loss_thousandth"] = shadow.loss_now()
                             if any(overshoots({"loss": before, **found}, part) for part in ("tenth", "thousandth")):
                                 facts = self._again(shadow)
@@ -554,7 +559,7 @@ class Laboratory:
     def _again(self, shadow: Shadow) -> dict[str, Any] | None:
         """What the casts do in a step that made its own batch worse, from the weights that it began with."""
         facts = {"why": OVERSHOOTS, "loss": shadow.loss}
-        with shadow.shorter(0.0):
+        with shadow.scaled(0.0):
             if shadow.loss_now() != shadow.loss:
                 return None  # another step than that of the run
             real = shadow.script or (shadow.casts is not None and shadow.casts.mode == "real")
@@ -619,11 +624,10 @@ class Laboratory:
                 )
         shadow = self._shadow(program)
         casts, script = shadow.casts, shadow.script
-        if casts is None and not script:
-            return self._refuse("shadow", "the model has no layer that casts, and no linear layer to simulate casts in")
-        if casts is not None and casts.mode == "simulated" and not script:
-            if self._simulated >= _SIMULATED:
-                return None
+        if nothing := casts is None and not script:
+            self._refuse("shadow", "the model has no layer that casts, and no linear layer to simulate casts in")
+        elif casts is not None and casts.mode == "simulated" and not script:
+            nothing = self._simulated >= _SIMULATED
             self._simulated += 1
         logic: dict[str, bool | None] = {}
         if not self._reasoned and _alone():
@@ -633,6 +637,10 @@ class Laboratory:
                 logic = reasons(
                     program.forwards, with_sites(casts, ()).without if script or not casts else casts.without
                 )
+        self._versions = [p._version for p in parameters]
+        if nothing:  # the step itself is tried all the same
+            self._pending = (shadow, {"why": self._why, "loss": shadow.loss, **logic})
+            return
         with nothing_changes(program.modules):
             began = time.perf_counter()
             facts = shadow.facts(self._name_of)
@@ -644,17 +652,16 @@ class Laboratory:
             ):  # a hook of a communication, an accumulation: no part of a replay
                 self._convert(where)
             if facts is None or shadow.casts is None:
-                return None
+                return
             casts = shadow.casts
             self._pending = (shadow, {"why": self._why, **facts, **logic})
-            self._versions = [p._version for p in parameters]
             if casts.mode == "real" and self._ablates(facts, casts, took):
                 search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
                 if (found := search.facts()) is not None:
                     self._ablated = self._step
                     self._blamed = [(entry.get("layer") or entry["site"], entry["gemm"]) for entry in found["set"]]
                     self._write(self._step, "ablation", **found)
-        return None
+        return
 
     @property
     def _where(self) -> str | None:

@@ -2,9 +2,10 @@
 
     sees_later    a sequence's later tokens are changed: does the output before them move?
     mixes         the second half of a batch is replaced: does the output of the first half move?
+    by_place      the samples come in another order: are their outputs others, though neither half moves the other?
 
-Both run a captured forward again without casts, with the same random state, once as it ran and once with the change. A
-sample's output is asked in evaluation mode, where a batch norm takes no statistics from its neighbours. Neither is a
+All run a captured forward again without casts, with the same random state, once as it ran and once with the change. A
+sample's output is asked in evaluation mode, where a batch norm takes no statistics from its neighbours. None is a
 fault by itself: a model of masked words sees both sides. `diagnose.laws` says when it is one.
 """
 
@@ -38,12 +39,13 @@ def reasons(forwards: Sequence[Forward], way: Way) -> dict[str, bool | None]:
         >>> recorder = Recorder([model])
         >>> _ = model(torch.randn(8, 3, 2))
         >>> reasons(recorder.finish().forwards, AS_IT_RAN)
-        {'sees_later': None, 'mixes': False}
+        {'sees_later': None, 'mixes': False, 'by_place': False}
     """
     first = next((f for f in forwards if not f.chained), None)
     if first is None:
-        return {"sees_later": None, "mixes": None}
-    return {"sees_later": _sees_later(first, way), "mixes": _mixes(first, way)}
+        return dict.fromkeys(("sees_later", "mixes", "by_place"))
+    mixes, by_place = _samples(first, way)
+    return {"sees_later": _sees_later(first, way), "mixes": mixes, "by_place": by_place}
 
 
 def _sees_later(forward: Forward, way: Way) -> bool | None:
@@ -83,25 +85,47 @@ def _tokens(forward: Forward) -> Tensor | None:
     return found.get("decoder_input_ids", next(iter(found.values()), None))
 
 
-def _mixes(forward: Forward, way: Way) -> bool | None:
+def _samples(forward: Forward, way: Way) -> tuple[bool | None, bool | None]:
+    """Whether samples depend on others of their batch, and whether on their place in it."""
     inputs = [x.value() for x in leaves(forward.arguments) if isinstance(x, Kept)]
     main = next((x for x in inputs if x.dim() >= 3 or (x.dim() == 2 and not x.is_floating_point())), None)
-    # a square is a batch of sequences or a sequence of batches
-    if main is None or len(main) < _FEWEST or main.shape[0] == main.shape[1]:
+    if main is None or len(main) < _FEWEST:
+        return None, None
+    square, own = main.shape[0] == main.shape[1], _run(forward, way, evaluates=True)
+
+    def moved(change: Any, kept: Any, dim: int = 0, again: Any = None) -> bool | None:
+        """Whether what `kept` takes of an output is other under a change of the inputs along a dimension."""
+
+        def changed(x: Tensor) -> Tensor:
+            return change(x.transpose(0, dim)).transpose(0, dim) if x.shape[: dim + 1] == main.shape[: dim + 1] else x
+
+        for a, b in zip(own, _run(forward, way, changed, evaluates=True), strict=False):
+            if a.dim() >= 2 + dim and a.shape == b.shape and a.shape[: dim + 1] == main.shape[: dim + 1]:
+                a, b = a.transpose(0, dim), b.transpose(0, dim)
+                return bool(_moved(kept(a), (again or kept)(b)).float().mean() > 0.5)
         return None
-    half, count = len(main) // 2, len(main)
 
-    def other(x: Tensor) -> Tensor:
-        if not x.dim() or len(x) != count:
-            return x
-        far = x[:half] * _FAR if x.is_floating_point() and x.shape == main.shape else x[:half]
-        return torch.cat([x[:half], far, x[2 * half :]])
+    def far(x: Tensor) -> Tensor:
+        return x * _FAR if x.is_floating_point() and x.numel() == main.numel() else x
 
-    one, two = _run(forward, way, evaluates=True), _run(forward, way, other, evaluates=True)
-    for a, b in zip(one, two, strict=False):
-        if a.dim() >= 2 and len(a) == count and a.shape == b.shape:
-            return bool(_moved(a[:half], b[:half]).float().mean() > 0.5)
-    return None
+    def first(x: Tensor) -> Tensor:
+        return x[: len(x) // 2]
+
+    def last(x: Tensor) -> Tensor:
+        return x[len(x) - len(x) // 2 :]
+
+    # along a sequence what comes first moves what comes last; a sequence of batches is no batch
+    along = moved(lambda x: torch.cat([far(last(x)), x[len(x) // 2 :]]), last, 1)
+    if along is False or (square and not along):
+        return None, None
+    mixes = moved(lambda x: torch.cat([x[: len(x) - len(x) // 2], far(first(x))]), first)
+    if mixes is not False or moved(lambda x: torch.cat([far(last(x)), x[len(x) // 2 :]]), last) is not False:
+        return None if mixes and square else mixes, None
+    return mixes, moved(_turned, _turned, again=lambda x: x)
+
+
+def _turned(x: Tensor) -> Tensor:
+    return x.roll(1, 0)
 
 
 def _moved(a: Tensor, b: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ class Backward(NamedTuple):
     root: int | None
     """Slot of the root; None: the program did not make it."""
     value: Kept
-    """The root."""
+    """The root, see `_derived`."""
     loss: Kept
     """The loss before a GradScaler multiplied it."""
     gradient: Kept | None
@@ -201,7 +201,7 @@ class Recorder:
     def finish(self) -> Program:
         """Ends the recording and removes every hook."""
         self.close()
-        if self.compiled and any(entry.root is None for entry in self.program.backwards):
+        if (self.compiled or has_compiled()) and any(entry.root is None for entry in self.program.backwards):
             self.program.broken = self.program.broken or "this process runs compiled code"
         return self.program
 
@@ -210,7 +210,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._tail.leave()
+        self._tail.close()
         self._known.clear()
         self._history.clear()
 
@@ -299,7 +299,8 @@ class Recorder:
         else:
             self._check(root)
         kept = None if gradient is None else Kept(gradient)
-        self.program.entries.append(Backward(number, Kept(root.detach()), Kept(loss.detach()), kept, retain))
+        value, before = (Kept(_derived(x.detach(), gradient)) for x in (root, loss))
+        self.program.entries.append(Backward(number, value, before, kept, retain))
         if not retain:
             self._known.clear()
             self._history.clear()
@@ -329,48 +330,63 @@ class Recorder:
         return tree_map(keep, tree)
 
 
-class _Tail(TorchFunctionMode):
-    """Sees the functions of torch that the training loop calls.
+class Below(TorchFunctionMode):
+    """A mode that lies below all others, so that they come and go as they like: each of them pops the top. Only torch's
+    own DeviceContext insists on the very bottom. It leaves before torch compiles, or torch would compile again in the
+    first step without it."""
 
-    It lies at the bottom of the stack of modes, so that the modes of others come and go as they like: each of them
-    pops the top. Only torch's own DeviceContext insists on the very bottom.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = False
+        self._compiles: Any = None
+
+    def enter(self) -> Self:
+        """Begins to see calls; returns itself."""
+        self.active = True
+        self.heed_compiler()
+        if self not in _stack():
+            others = [torch.overrides._pop_mode() for _ in _stack()][::-1]
+            device = others and type(others[0]).__name__ == "DeviceContext"
+            for one in (*others[: int(bool(device))], self, *others[int(bool(device)) :]):
+                torch.overrides._push_mode(one)
+        return self
+
+    def leave(self, *_: Any) -> None:
+        """Sees no more calls."""
+        self.active = False
+        if self in _stack():  # not while one of its own calls runs: it is off the stack then, and comes back idle
+            others = [torch.overrides._pop_mode() for _ in _stack()][::-1]
+            for one in others:
+                if one is not self:
+                    torch.overrides._push_mode(one)
+
+    def close(self) -> None:
+        """Leaves for good."""
+        self.leave()
+        if self._compiles is not None:
+            self._compiles.remove_start_callback(self.leave)
+            self._compiles = None
+
+    def heed_compiler(self) -> None:
+        """Asks to be told when torch.compile begins, as soon as it can be."""
+        dynamo = sys.modules.get("torch._dynamo.callback")
+        if self._compiles is None and (handler := getattr(dynamo, "callback_handler", None)) is not None:
+            self._compiles = handler
+            handler.register_start_callback(self.leave)
+
+
+class _Tail(Below):
+    """Sees the functions of torch that the training loop calls."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self._recorder, self._active = recorder, False
+        self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or not self._active or torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling() or not self.active or torch._C._current_graph_task_id() != -1:
             return func(*args, **kwargs)
         return self._recorder.operation(func, args, kwargs)
-
-    def enter(self) -> None:
-        self._active = True
-        lay_below(self)
-
-    def leave(self) -> None:
-        self._active = False
-        take_away(self)
-
-
-def lay_below(mode: TorchFunctionMode) -> None:
-    """Enters a mode below all others, but torch's DeviceContext."""
-    if mode not in _stack():
-        others = [torch.overrides._pop_mode() for _ in _stack()][::-1]
-        device = others and type(others[0]).__name__ == "DeviceContext"
-        for one in (*others[: int(bool(device))], mode, *others[int(bool(device)) :]):
-            torch.overrides._push_mode(one)
-
-
-def take_away(mode: TorchFunctionMode) -> None:
-    """Leaves a mode wherever it lies."""
-    if mode in _stack():  # not while one of its own calls runs: it is off the stack then, and comes back idle
-        others = [torch.overrides._pop_mode() for _ in _stack()][::-1]
-        for one in others:
-            if one is not mode:
-                torch.overrides._push_mode(one)
 
 
 def _stack() -> list[Any]:
@@ -381,6 +397,11 @@ def has_compiled() -> bool:
     """Whether torch has compiled code in this process: a new mode would make it compile again."""
     module = sys.modules.get("torch._dynamo.utils")
     return module is not None and bool(module.counters["frames"])
+
+
+def _derived(root: Tensor, gradient: Tensor | None) -> Tensor:
+    """The number whose derivative a backward takes: that of a whole tensor is its product with the gradient given."""
+    return root if root.numel() == 1 or gradient is None else (root * gradient).sum()
 
 
 def _keeper(forward: Forward, number: int) -> Callable[[Tensor], None]:
@@ -602,11 +623,11 @@ class _Run:
     def _backward(self, entry: Backward) -> None:
         assert entry.root is not None  # or the program is broken
         root = self.values[entry.root]
-        self.losses.append(root.detach())
+        gradient = None if entry.gradient is None else entry.gradient.value()
+        self.losses.append(_derived(root.detach(), gradient))
         if not self.backward:
             self.live, self.ends = [], []
             return
-        gradient = None if entry.gradient is None else entry.gradient.value()
         with self.way.on():
             if self.chained:
                 self._add(self._gradients([root], [gradient], retain=entry.retain), self.done % 2 == 0)

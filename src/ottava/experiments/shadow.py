@@ -144,8 +144,8 @@ class Shadow:
         return _mean([float(x) / self.ratio for x in self.player.losses(AS_IT_RAN)])
 
     @contextmanager
-    def shorter(self, part: float) -> Iterator[None]:
-        """The weights after a part of the step that was made since."""
+    def scaled(self, part: float) -> Iterator[None]:
+        """The weights after a part, or a multiple, of the step that was made since."""
         pairs = [(local(p.data), x) for p, x in zip(self.parameters, self.before, strict=True)]
         made = [now.clone() for now, _ in pairs]
         try:

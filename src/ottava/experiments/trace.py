@@ -28,11 +28,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ottava.experiments.handmade import CALL, COLLECTIVE, LIBRARIES, LOOKS_ON, NARROW, OURS, USER, kind_of
-from ottava.experiments.program import lay_below, take_away
+from ottava.experiments.program import Below
 
 MOST = 4_000
 """Calls of a trace."""
@@ -83,24 +82,24 @@ class _Noted(NamedTuple):
     """1: in a backward; 2: a backward may come through its result."""
 
 
-class Trace(TorchFunctionMode):
-    """Notes calls from `begin` to `end`.
+class Trace(Below):
+    """Notes calls from `enter` to `close`.
 
     Args:
         inside: whether a forward of a watched model runs.
         before: the trace of the step before; it says which of its entries made what is given to this step.
 
     Example:
-        >>> trace = Trace().begin()
+        >>> trace = Trace().enter()
         >>> _ = torch.ones(2).mul(3).to(torch.float8_e4m3fn)
-        >>> trace.end()
+        >>> trace.close()
         >>> [call[0] for call in trace.facts(lambda module: "")["calls"]], trace.outside is not None
         (['ones', 'mul', 'to'], True)
     """
 
     def __init__(self, inside: Callable[[], bool] = lambda: False, before: Trace | None = None) -> None:
         super().__init__()
-        self._inside, self.active = inside, True
+        self._inside = inside
         self.model: str | None = None
         """FILE:LINE of the first conversion to FP8 inside a forward or a backward."""
         self.outside: str | None = None
@@ -113,25 +112,6 @@ class Trace(TorchFunctionMode):
         """id of a tensor -> itself, its version, the entries that wrote it last and first."""
         self._before = {} if before is None else before._known
         self._room = MOST
-        self._compiles: Any = None
-
-    def begin(self) -> Trace:
-        """Enters it, below the modes of others."""
-        lay_below(self)
-        return self
-
-    def end(self) -> None:
-        """Leaves it."""
-        self.active = False
-        take_away(self)
-        if self._compiles is not None:
-            self._compiles.remove_start_callback(self._compiled)
-            self._compiles = None
-
-    def _compiled(self, *_: Any) -> None:
-        """torch.compile begins: without this mode, or it would compile again in the first step that has none."""
-        self.active = False
-        take_away(self)
 
     def more(self) -> None:
         """The first forward begins: makes room for it after a long preparation."""
@@ -142,10 +122,7 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or not self.active or torch._C._get_tracing_state() is not None:
             return func(*args, **kwargs)
-        dynamo = sys.modules.get("torch._dynamo.callback")
-        if self._compiles is None and (handler := getattr(dynamo, "callback_handler", None)) is not None:
-            self._compiles = handler
-            handler.register_start_callback(self._compiled)
+        self.heed_compiler()
         name = getattr(func, "__name__", type(func).__name__)
         if name == "__get__" or name.startswith("_record_function"):
             return func(*args, **kwargs)

@@ -161,10 +161,14 @@ def store(device: torch.device) -> Store:
     """The choices of a CUDA device, in the cache folder of `native.build`; a process reads them once."""
     if not torch.cuda.is_available():  # a fake tensor's device
         return Store(None, str(device))
+    return Store(_cache(), device_name(device))
+
+
+def _cache() -> Path | None:
     folder, note = native_build.usable_cache(native_build.from_environment().cache)
     if note:
         _LOGGER.info("GEMM choices: %s", note)
-    return Store(folder, device_name(device))
+    return folder
 
 
 def device_name(device: torch.device) -> str:
@@ -416,7 +420,4 @@ def _judge(truth: Tensor, y: Tensor) -> str:
 
 
 def _store(key: str) -> Store:
-    folder, note = native_build.usable_cache(native_build.from_environment().cache)
-    if note:
-        _LOGGER.info("GEMM choices: %s", note)
-    return Store(folder, f"{native_build.cpu()}, torch {torch.__version__}, {key or 'nothing compiled'}")
+    return Store(_cache(), f"{native_build.cpu()}, torch {torch.__version__}, {key or 'nothing compiled'}")

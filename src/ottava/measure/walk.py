@@ -410,9 +410,6 @@ def _prediction_error(x_q: QuantizedTensor, amax: Tensor) -> tuple[Tensor, Tenso
     return amax > 0, torch.where(amax > 0, octaves.sum() + now.to(torch.float64).log2().reshape(()), 0.0)
 
 
-_BAND_ROWS = 128  # at least; a band holds whole blocks
-
-
 @torch.no_grad()
 def anatomy(look: Look, cast: QuantizedTensor) -> dict[str, Tensor]:
     """What the error of a cast is made of: dead zone, clipping, scale bias and grid noise, as fields of a `Tally`.
@@ -452,7 +449,7 @@ def anatomy(look: Look, cast: QuantizedTensor) -> dict[str, Tensor]:
     """
     x, block = look.x, cast.spec.granularity
     height = block.rows
-    step = _BAND_ROWS if height is None else height * max(1, _BAND_ROWS // height)
+    step = BAND_ROWS if height is None else height * max(1, BAND_ROWS // height)
     amax = _whole(look, block)
     total = torch.zeros(len(PARTS), dtype=torch.float64, device=x.device)
     counts, tall = total.clone(), total.new_zeros(len(PARTS), *block.grid_shape((1, x.shape[1])))

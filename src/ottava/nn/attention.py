@@ -32,8 +32,9 @@ from ottava.kernels.custom_operator import constant_in_graph
 from ottava.kernels.gate import applied, no_autocast
 from ottava.kernels.native.gemm import multiply_bf16, supports_dense
 from ottava.nn.fp8_attention import fp8_attention, move_histories, shared, softmax
-from ottava.nn.layer import local, recomputing
+from ottava.nn.layer import recomputing
 from ottava.recipe import AttentionRecipe, Recipe, get_recipe
+from ottava.weights.parameter import local
 
 
 class MaskRule(NamedTuple):

@@ -9,7 +9,7 @@ part of the scaling state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,28 +28,15 @@ _REASONS = (
 )
 
 
-class Capture(Protocol):
-    """Records a step and runs it again; `CudaGraph`, or a stand-in."""
-
-    def warm_up(self, work: Work) -> Any:
-        """Runs the step eagerly, on the stream of the later capture."""
-
-    def capture(self, work: Work) -> Any:
-        """Records the step without running it; returns the step's result, which each replay fills."""
-
-    def replay(self) -> None:
-        """Runs the recorded step."""
-
-
 class CudaGraph:
-    """torch's CUDA graph, captured on its own stream."""
+    """Records a step and runs it again: torch's CUDA graph, captured on its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, work: Work) -> Any:
-        """Runs on the stream of the capture, because libraries keep one workspace a stream."""
+        """Runs the step eagerly, on the stream of the capture, because libraries keep one workspace a stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -58,12 +45,13 @@ class CudaGraph:
         return result
 
     def capture(self, work: Work) -> Any:
-        """Before the capture torch waits for the device and frees unused memory."""
+        """Records the step without running it; returns its result, which each replay fills. Before that torch waits
+        for the device and frees unused memory."""
         with torch.cuda.graph(self._graph, stream=self._stream):
             return work()
 
     def replay(self) -> None:
-        """On the current stream."""
+        """Runs the recorded step on the current stream."""
         self._graph.replay()
 
 
@@ -73,7 +61,7 @@ class GraphedStep:
     Example: see `graphed_step`.
     """
 
-    def __init__(self, step: Callable[..., Any], sample: Sequence[Any], capture: Capture | None, warmup: int) -> None:
+    def __init__(self, step: Callable[..., Any], sample: Sequence[Any], capture: CudaGraph | None, warmup: int) -> None:
         self._step, self._capture, self._warmup = step, capture, warmup
         self._static = tuple(arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in sample)
         self._outputs: Any = None
@@ -112,7 +100,7 @@ class GraphedStep:
     def _work(self) -> Any:
         return self._step(*self._static)
 
-    def _record(self, capture: Capture) -> None:
+    def _record(self, capture: CudaGraph) -> None:
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             raise RuntimeError(
                 "graphed_step: forward hooks for all modules are registered, as ottava.watch does, and a replay runs "

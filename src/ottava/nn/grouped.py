@@ -32,13 +32,14 @@ from ottava.engine.functional import (
 )
 from ottava.engine.quantizer import Notes, Record
 from ottava.kernels.gate import applied
-from ottava.nn.layer import LayerView, ViewOwner, local, ready_input
+from ottava.nn.layer import LayerView, ViewOwner, ready_input
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import Operand, QuantizedTensor
 from ottava.ops.quantize import cast_both, refuse_turn, turn
 from ottava.recipe import Recipe, get_recipe
 from ottava.weights.checkpoint import decode_codes
 from ottava.weights.operands import in_high_precision, shared_bytes
+from ottava.weights.parameter import local
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,7 @@ from ottava.ops.dispatch import torch_is_beaten
 from ottava.recipe import Recipe, get_recipe
 from ottava.weights.checkpoint import decode_codes
 from ottava.weights.operands import in_high_precision
-from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
+from ottava.weights.parameter import QuantizedWeight, is_quantized_weight, local
 
 
 class Projection(NamedTuple):
@@ -152,11 +152,6 @@ class SplitWeight(Changed):
         """The first projection's; an optimizer that steps it steps all."""
         first: Tensor = self._parameters[f"{self.projections[0].name}_weight"]
         return first
-
-
-def local(tensor: Any) -> Any:
-    """This rank's part of a tensor that ranks share; others as they are."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _shared_as(own: Any, whole: Tensor) -> Tensor:

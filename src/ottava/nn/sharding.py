@@ -32,13 +32,13 @@ from ottava.engine.functional import produced
 from ottava.kernels.reference import factors
 from ottava.nn.cross_entropy import _BLOCK, Vocabulary
 from ottava.nn.grouped import Permutation
-from ottava.nn.layer import local, split_projections
+from ottava.nn.layer import split_projections
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.numerics.scaling import amax
 from ottava.numerics.tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.ops.agreed import AgreedCast, largest_of_all, scaled_by_hand
 from ottava.ops.quantize import CastPlan, cast_both
-from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
+from ottava.weights.parameter import QuantizedWeight, is_quantized_weight, local
 
 
 def all_gather(everything: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:

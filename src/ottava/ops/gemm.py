@@ -638,7 +638,9 @@ def short_sums(a: QuantizedTensor, b: QuantizedTensor, accumulator: Accumulator 
     """
     k = a.shape[1]
     chain = block_columns(a.spec.granularity, b.spec.granularity, k)
-    if chain < _LONG_SUM or (accumulator is None and not _is_short(a, fast)):
+    # a short accumulator of the device: that of FP8 on Ada and Hopper
+    short = fast and a.data.is_cuda and torch.cuda.get_device_capability(a.device) in ((8, 9), (9, 0))
+    if chain < _LONG_SUM or (accumulator is None and not short):
         return
     profile = ACCUMULATORS["hopper"] if accumulator is None else accumulator
     # as long as fp32; or nobody may read a number now
@@ -652,12 +654,6 @@ def short_sums(a: QuantizedTensor, b: QuantizedTensor, accumulator: Accumulator 
             "or a recipe with blocks along K; docs/accumulation.md tells more",
             stacklevel=2,
         )
-
-
-def _is_short(a: QuantizedTensor, fast: bool) -> bool:
-    """Whether the device's sums are those of a short accumulator: FP8 on Ada and Hopper."""
-
-    return fast and a.data.is_cuda and torch.cuda.get_device_capability(a.device) in ((8, 9), (9, 0))
 
 
 @torch.no_grad()

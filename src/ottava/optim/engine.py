@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ottava.base.errors import need, need_type, unknown_name
 from ottava.optim.storage import STORAGES, Piece, Storage, WeightStore, choose
-from ottava.weights.parameter import is_quantized_weight
+from ottava.weights.parameter import is_quantized_weight, local
 
 STORAGE_OPTIONS = ("master", "moments", "stochastic_rounding", "capturable", "amax_every")
 """Options of an optimizer, not of its state: they stay when a state is loaded."""
@@ -138,7 +138,7 @@ class Engine(Optimizer):
                     f"{who}: updates dense parameters of a floating-point dtype with 16 bits or more; got "
                     f"{parameter.dtype}, {parameter.layout}. Leave it to an optimizer of torch"
                 )
-            choose(_local(parameter), group)
+            choose(local(parameter), group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -175,20 +175,19 @@ class Engine(Optimizer):
         for index, parameter in enumerate(group["params"], place):
             if parameter.grad is None:
                 continue
-            gradient = _local(summed(parameter))
+            gradient = local(summed(parameter))
             if gradient.layout != torch.strided:
                 raise TypeError(
                     f"{type(self).__name__}: got a gradient of layout {gradient.layout}; it takes dense ones"
                 )
-            weight, state = _local(parameter), self.state[parameter]
+            weight, state = local(parameter), self.state[parameter]
             store = choose(weight, group)
             known = self._prepare(parameter, store, group)
             step = state["step"]
             step += 1
-            masters = {key: _local(state[key]) for key in store.keys}
+            masters = {key: local(state[key]) for key in store.keys}
             moments = {
-                one.name: {name: _local(state[one.name + name]) for name in storage.groups}
-                for one in self.states(group)
+                one.name: {name: local(state[one.name + name]) for name in storage.groups} for one in self.states(group)
             }
             if store.keys:
                 if known and (group["capturable"] or not _holds(self._marks.get(parameter), parameter)):
@@ -210,17 +209,17 @@ class Engine(Optimizer):
         Returns:
             Whether the master is older than this call.
         """
-        state, storage, local = self.state[parameter], STORAGES[group["moments"]], _local(parameter)
+        state, storage, own = self.state[parameter], STORAGES[group["moments"]], local(parameter)
         if "step" not in state:
             device = parameter.device if group["capturable"] else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         missing = [one.name for one in self.states(group) if one.name not in state]
         known = all(key in state for key in store.keys)
         if missing or not known or len(state) > self._entries(group, store):
-            shards = {name: _local(value) for name, value in state.items()}
-            store.prepare(local, shards)
+            shards = {name: local(value) for name, value in state.items()}
+            store.prepare(own, shards)
             for name in missing:
-                shards.update({name + suffix: value for suffix, value in storage.empty(local).items()})
+                shards.update({name + suffix: value for suffix, value in storage.empty(own).items()})
             state.clear()
             state.update({name: _sharded(value, parameter) for name, value in shards.items()})
         return known
@@ -230,7 +229,7 @@ class Engine(Optimizer):
 
         look: count what was written, which waits for a GPU. Only a write or a loaded state comes here.
         """
-        kept, state = store.follow(_local(parameter), masters), self.state[parameter]
+        kept, state = store.follow(local(parameter), masters), self.state[parameter]
         if kept is None or not look or (self._said and BOUND not in state):
             return
         if written := kept.numel() - int(kept.sum()):
@@ -312,10 +311,10 @@ class Engine(Optimizer):
         for own, group in zip(self.param_groups, arrived["param_groups"], strict=False):
             wanted = {one.name for one in self.states({**own, **group})}
             for parameter, key in zip(own["params"], group["params"], strict=False):
-                given, shape = arrived["state"].get(key, {}), _local(parameter).shape
+                given, shape = arrived["state"].get(key, {}), local(parameter).shape
                 found = {name for name in _STATES & given.keys() if isinstance(given[name], Tensor)}
                 for name in found:
-                    if (got := _local(given[name]).shape) != shape:
+                    if (got := local(given[name]).shape) != shape:
                         raise ValueError(f"{name}: has shape {tuple(got)}; the parameter has {tuple(shape)}")
                 if found and found != wanted:
                     raise ValueError(
@@ -343,7 +342,7 @@ class Engine(Optimizer):
                 for one in self.states(group):
                     if one.name in given:
                         _store(state, one, storage, parameter)
-                if is_quantized_weight(weight := _local(parameter)) and state.keys() & {"master", "remainder"}:
+                if is_quantized_weight(weight := local(parameter)) and state.keys() & {"master", "remainder"}:
                     weight.drop_high_precision()
 
     def state_dict(self) -> dict[str, Any]:
@@ -367,7 +366,7 @@ class Engine(Optimizer):
                     state[_SAVED_AT] = state["step"].clone()
                 for one in self.states(group):
                     if one.name in state and state[one.name].itemsize < 4:
-                        stored = {name: _local(state[one.name + name]) for name in storage.groups}
+                        stored = {name: local(state[one.name + name]) for name in storage.groups}
                         (wide,) = storage.read([stored], positive=one.positive)
                         state[one.name] = _sharded(wide.view(stored[""].shape), parameter)
                         for name in storage.groups.keys() - {""} if hasattr(parameter, "to_local") else ():
@@ -401,9 +400,9 @@ def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterable[tuple[dic
 
 def _store(state: dict[str, Any], one: State, storage: Storage, parameter: Tensor) -> None:
     """Casts a moment in FP32 (or already in this storage's codes) to the optimizer's storage."""
-    arrived = {one.name: _local(state.pop(one.name))}
+    arrived = {one.name: local(state.pop(one.name))}
     arrived |= {one.name + name: state.pop(one.name + name) for name in group_scales() if one.name + name in state}
-    given, own = arrived[one.name], storage.empty(_local(parameter))
+    given, own = arrived[one.name], storage.empty(local(parameter))
     scales = {key.removeprefix(one.name): value for key, value in arrived.items() if key != one.name}
     same = scales.keys() == own.keys() - {""}
     if same:
@@ -442,7 +441,7 @@ def group_scales() -> set[str]:
 
 def _mark(parameter: Tensor) -> _Mark:
     """Each write moves it, but one through `.data` of a plain tensor. Views of codes have versions of their own."""
-    weight = _local(parameter)
+    weight = local(parameter)
     if is_quantized_weight(weight):
         return weakref.ref(weight.codes), weight.codes._version, weight.common.writes
     return weakref.ref(weight), weight._version, 0
@@ -460,12 +459,6 @@ def _stream(group: Mapping[str, Any], index: int, place: int) -> int:
     return zlib.crc32(_WRAPPERS.sub("", names[index]).encode()) if names else place
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """The shard of a tensor that this process holds."""
-    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return shard
-
-
 def summed(parameter: Tensor) -> Any:
     """Its gradient, split as the parameter is. Ranks that each see a part of the tokens may hold parts of a sum."""
     gradient: Any = parameter.grad
@@ -476,7 +469,7 @@ def summed(parameter: Tensor) -> Any:
 
 def _sharded(tensor: Any, like: Tensor) -> Any:
     """Makes a DTensor of a tensor with an entry for each element of a shard; returns anything else unchanged."""
-    if not hasattr(like, "to_local") or not isinstance(tensor, Tensor) or tensor.shape != _local(like).shape:
+    if not hasattr(like, "to_local") or not isinstance(tensor, Tensor) or tensor.shape != local(like).shape:
         return tensor
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
     whole = {"shape": like.shape, "stride": like.stride()}

@@ -41,43 +41,25 @@ _OCTAVES = 16 * math.log(E4M3.max**2 / 2, 2)
 _SMALLEST = 2.0**-126  # a smaller magnitude becomes zero: fp32's subnormal numbers have lost bits already
 
 
-class Storage(Protocol):
-    """Keeps FP32 numbers in fewer bytes."""
-
-    groups: ClassVar[Mapping[str, int]]
-    """Name of a stored tensor -> elements of the parameter for each of its entries."""
-
-    def empty(self, like: Tensor) -> Stored:
-        """Zeros for a contiguous parameter."""
-        ...
-
-    def read(self, stored: Sequence[Stored], *, positive: bool) -> list[Tensor]:
-        """The FP32 numbers of several states, flat: in new memory, or the stored memory itself."""
-        ...
-
-    def write(self, stored: Sequence[Stored], values: Sequence[Tensor], *, positive: bool, keep: bool = False) -> None:
-        """Stores FP32 numbers, which it may overwrite; keep: with the present scales."""
-        ...
-
-
 @dataclass(frozen=True)
 class Wide:
     """Each number in a dtype of torch."""
 
     groups: ClassVar[Mapping[str, int]] = MappingProxyType({"": 1})
+    """Name of a stored tensor -> elements of the parameter for each of its entries."""
     dtype: torch.dtype
 
     def empty(self, like: Tensor) -> Stored:
-        """Zeros in this dtype, or in the parameter's if that is wider."""
+        """Zeros for a contiguous parameter: in this dtype, or in the parameter's if that is wider."""
         dtype = torch.promote_types(self.dtype, like.dtype) if self.dtype == torch.float32 else self.dtype
         return {"": torch.zeros_like(like, dtype=dtype)}
 
     def read(self, stored: Sequence[Stored], *, positive: bool) -> list[Tensor]:
-        """The stored memory itself if it is wide enough."""
+        """The FP32 numbers of several states, flat: the stored memory itself if it is wide enough."""
         return [one[""] if one[""].itemsize >= 4 else one[""].to(torch.float32) for one in stored]
 
     def write(self, stored: Sequence[Stored], values: Sequence[Tensor], *, positive: bool, keep: bool = False) -> None:
-        """Rounds to the nearest."""
+        """Stores FP32 numbers, which it may overwrite; keep: with the present scales."""
         pairs = [(one[""], value) for one, value in zip(stored, values, strict=True) if one[""] is not value]
         if pairs:
             torch._foreach_copy_([stored for stored, _ in pairs], [value for _, value in pairs])
@@ -210,6 +192,7 @@ class Linear(Grouped):
         return {"": stored, "_amax": amax}
 
 
+Storage = Wide | Grouped
 STORAGES: Mapping[str, Storage] = MappingProxyType(
     {"fp32": Wide(torch.float32), "bf16": Wide(torch.bfloat16), "fp8": Expanded(), "int8": Linear()}
 )

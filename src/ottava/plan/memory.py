@@ -21,7 +21,7 @@ from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.nn.layer import rows_of
 from ottava.nn.plan import TOKENS
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.weights.parameter import is_quantized_weight, stored_spec
+from ottava.weights.parameter import is_quantized_weight, local, stored_spec
 
 _MASTERS = ("master", "remainder")
 _FP32 = 4
@@ -114,7 +114,7 @@ def memory(model: nn.Module, optimizer: Optimizer | None = None, *, tokens: int 
     need_type("memory: tokens", tokens, int)
     if tokens < 1:
         raise ValueError(f"memory: tokens is {tokens}; needs 1 or more")
-    parameters = [_local(parameter) for parameter in model.parameters()]
+    parameters = [local(parameter) for parameter in model.parameters()]
     masters = moments = 0
     freed = False
     for state in () if optimizer is None else _stepped(optimizer):
@@ -147,7 +147,7 @@ def _stepped(optimizer: Optimizer) -> list[Mapping[str, Any]]:
     for group in optimizer.param_groups:
         own = [parameter for parameter in group["params"] if parameter.requires_grad]
         found += [
-            {name: _local(value) for name, value in optimizer.state[parameter].items()}
+            {name: local(value) for name, value in optimizer.state[parameter].items()}
             for parameter in own
             if parameter in optimizer.state
         ]
@@ -171,22 +171,18 @@ def _stepped(optimizer: Optimizer) -> list[Mapping[str, Any]]:
 
 
 def _on_meta(parameter: Tensor) -> nn.Parameter:
-    local = _local(parameter.detach())
-    twin = nn.Parameter(local.to("meta"))
+    own = local(parameter.detach())
+    twin = nn.Parameter(own.to("meta"))
     twin.grad_dtype = None  # a gradient may have any dtype
     dtype = parameter.grad_dtype or parameter.dtype
-    twin.grad = torch.empty(local.shape, dtype=dtype, device="meta")
+    twin.grad = torch.empty(own.shape, dtype=dtype, device="meta")
     return twin
 
 
 def _gradient(parameter: Tensor) -> int:
     dtype = parameter.grad_dtype or parameter.dtype
-    count: int = _local(parameter.detach()).numel()
+    count: int = local(parameter.detach()).numel()
     return count * dtype.itemsize
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _kept(layer: QuantizedLayer, tokens: int) -> int:

@@ -1,9 +1,9 @@
 """How inference engines read a quantization_config: which linears stay in BF16, and how activations are cast.
 
 Each engine holds the patterns of its list of ignored layers against names in its own way, and joins linears under
-names of its own. Both are data here. A new engine is one entry of `ENGINES`. Written after the engines' sources of
-2026: vLLM's config_utils.py, quant_utils.py and modelopt.py; SGLang's quantization/utils.py; transformers 5.23's
-quantizers_utils.py and compressed-tensors 0.20; TensorRT-LLM's modeling_utils.py.
+names of its own. Both are data here. A new engine is one entry of `ENGINES`. Sources, file and function, are in the
+table of docs/serving.md: vLLM 0.33.0, SGLang 0.5.23, transformers 5.23 with compressed-tensors 0.20. TensorRT-LLM's
+modeling_utils.py was read without a noted version.
 """
 
 from __future__ import annotations
@@ -43,6 +43,16 @@ def contains(pattern: str, name: str) -> bool:
     return pattern in name
 
 
+def within(pattern: str, name: str) -> bool:
+    """The name of a module of experts, anywhere in the pattern: one expert that is listed keeps all of them."""
+    return name.endswith("experts") and name in pattern
+
+
+def suffix(pattern: str, name: str) -> bool:
+    """The whole name, or its last words."""
+    return f".{name}".endswith(f".{pattern}")
+
+
 def dotted(pattern: str, name: str) -> bool:
     """Whole words of the name, one after the other."""
     return f".{pattern.rstrip('.')}." in f".{name}."
@@ -51,6 +61,11 @@ def dotted(pattern: str, name: str) -> bool:
 def shell(pattern: str, name: str) -> bool:
     """A shell pattern; * matches dots, too."""
     return fnmatchcase(name, pattern)
+
+
+def shell_word(pattern: str, name: str) -> bool:
+    """A shell pattern for the name, or for one word of it."""
+    return any(fnmatchcase(one, pattern) for one in (name, *name.split(".")))
 
 
 def bounded(pattern: str, name: str) -> bool:
@@ -74,7 +89,7 @@ class IgnoreRule:
     parts: tuple[Match, ...]
     """Held against the name of each linear of the checkpoint."""
     joined: tuple[Match, ...] = ()
-    """Held against the engine's name of the linear that joins them."""
+    """Held against the engine's name of the linear, which may join several."""
     parents: bool = False
     """Whether the modules above a linear are tried, too."""
     partly: Literal["refuse", "all", "apart"] = "refuse"
@@ -108,8 +123,14 @@ class InferenceEngine:
     """What it does in place of one dynamic scale for all tokens; None: that."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Path of a setting of its own -> our word for it: "fuse_act_quant", "ue8m0" or "kv_cache_dtype"."""
+    on_gpus: Mapping[str, str] = field(default_factory=dict)
+    """Our word for a setting -> what it is on a GPU unless somebody sets it."""
+    note: str = ""
+    """What a certificate says of these defaults."""
     never: str = r"(?:.*\.)?(?:lm_head|router|gate|gating|shared_expert_gate)"
     """Linears that it never casts, whatever the config says: their classes take no scheme."""
+    casts_heads: str = ""
+    """The quant_method under which it does cast a head, unless the config leaves it out."""
     refuses: tuple[tuple[str, str, str], ...] = ()
     """(format of compressed-tensors or quant_method, model_type or "", why the engine reads it wrong)."""
 
@@ -159,8 +180,10 @@ class InferenceEngine:
                     return f"{self.name} loads no experts of {kind} in compressed-tensors"
         return ""
 
-    def leaves(self, name: str) -> str:
+    def leaves(self, name: str, method: str = "") -> str:
         """Why the engine never casts this linear; "" if it does as the config says."""
+        if method and method == self.casts_heads and name.rpartition(".")[2] == "lm_head":
+            return ""
         return f"{self.name} never casts it" if self.never and re.fullmatch(self.never, name) else ""
 
 
@@ -178,7 +201,7 @@ class Decision:
 
 
 RULES = ("ignored layers", "joined linears", "decoding", "casts of activations", "experts", "other devices")
-"""What is known of an engine, or assumed: of vLLM, SGLang and TensorRT-LLM no version was noted, and none ran."""
+"""What is known of an engine, or assumed: of TensorRT-LLM no version was noted. Only transformers ran."""
 JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 )
@@ -186,13 +209,20 @@ JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+")
 _FUSED = re.compile(r"(?P<place>.*)\.(?:(?P<qkv>[qkv]_proj)|(?P<gate_up>gate_proj|up_proj|w1|w3))$")
 
-_LISTED = IgnoreRule(("ignore",), (exact, regex))
 _FP8_KEYS = ("ignored_layers", "modules_to_not_convert")
-_VLLM_FP8 = IgnoreRule(_FP8_KEYS, (exact,))
-_SGLANG_FP8 = IgnoreRule(_FP8_KEYS, (dotted,))
+_SGLANG_FP8 = IgnoreRule(_FP8_KEYS, (dotted,), joined=(within,))
 _HF_FP8 = IgnoreRule(("modules_to_not_convert",), (bounded,), partly="apart")
+_RENAMED = "renames weight_scale_inv of a Llama, and loses the scales; take compressed-tensors-block"
+_DEEP_GEMM = (
+    "on Hopper and Blackwell vllm 0.33.0 rounds scales of 128x128 blocks, and those of their inputs, to powers of two; "
+    'an older GPU does not, and neither does --engine-config with {"env": {"VLLM_USE_DEEP_GEMM_E8M0": "0"}}'
+)
 _TRT = IgnoreRule(
-    ("exclude_modules", "ignore", "modules_to_not_convert"), (shell, whole_regex), parents=True, partly="all"
+    ("exclude_modules", "ignore", "modules_to_not_convert"),
+    (shell, whole_regex),
+    joined=(shell, whole_regex),
+    parents=True,
+    partly="all",
 )
 
 _ENTRIES = (
@@ -200,41 +230,54 @@ _ENTRIES = (
         "vllm",
         MappingProxyType(
             {
-                "compressed-tensors": _LISTED,
-                "fp8": _VLLM_FP8,
-                "mxfp8": _VLLM_FP8,
-                "modelopt": IgnoreRule(("exclude_modules", "ignore"), (exact,), joined=(contains, shell)),
+                "compressed-tensors": IgnoreRule(("ignore",), (exact, regex), joined=(exact, regex)),
+                "fp8": IgnoreRule(_FP8_KEYS, (exact,), joined=(exact, within)),
+                "mxfp8": IgnoreRule(("ignored_layers",), (exact,), joined=(exact, within, contains, shell)),
+                "modelopt": IgnoreRule(
+                    ("ignore", "exclude_modules"), (exact,), joined=(exact, within, contains, shell)
+                ),
             }
         ),
         tensor_dynamic=PER_ROW,
+        casts_heads="modelopt",
         settings=MappingProxyType(
             {
                 "compilation_config.pass_config.fuse_act_quant": "fuse_act_quant",
+                "env.VLLM_USE_DEEP_GEMM": "ue8m0",  # without it nothing rounds scales
                 "env.VLLM_USE_DEEP_GEMM_E8M0": "ue8m0",
                 "kv_cache_dtype": "kv_cache_dtype",
             }
         ),
+        refuses=(
+            (
+                "mxfp8",
+                "",
+                "reads mxfp8 by ModelOpt's names, weight_scale and ignored_layers; take compressed-tensors-mxfp8",
+            ),
+        ),
+        on_gpus=MappingProxyType({"ue8m0": "1"}),
+        note=_DEEP_GEMM,
+        evidence=MappingProxyType(dict.fromkeys(RULES, "read in source 0.33.0")),
     ),
     InferenceEngine(
         "sglang",
         MappingProxyType(
             {
-                "compressed-tensors": _LISTED,
+                "compressed-tensors": IgnoreRule(("ignore",), (suffix, regex), joined=(exact,)),
                 "fp8": _SGLANG_FP8,
                 "mxfp8": _SGLANG_FP8,
-                "modelopt": IgnoreRule(("exclude_modules", "ignore"), (dotted,), joined=(shell,)),
+                "modelopt": IgnoreRule(("ignore", "exclude_modules"), (dotted,), joined=(shell_word, within)),
             }
         ),
         tensor_dynamic=PER_ROW,
+        casts_heads="modelopt",
         settings=MappingProxyType({"kv_cache_dtype": "kv_cache_dtype", "env.DEEPGEMM_SCALE_UE8M0": "ue8m0"}),
         refuses=(
             ("mxfp8-quantized", "", "has no scheme for mxfp8 of compressed-tensors; take layout mxfp8"),
-            (
-                "fp8",
-                "llama",
-                "renames weight_scale_inv of a Llama, and loses the scales; take compressed-tensors-block",
-            ),
+            ("mxfp4-pack-quantized", "", "has no scheme for MXFP4 of a dense linear; take compressed-tensors-nvfp4"),
+            *(("fp8", family, _RENAMED) for family in ("llama", "mistral", "ministral3")),
         ),
+        evidence=MappingProxyType(dict.fromkeys(RULES, "read in source 0.5.23")),
     ),
     InferenceEngine(
         "transformers",
@@ -350,7 +393,7 @@ def _ignored(rule: IgnoreRule, patterns: Sequence[str], joined: str, part: str) 
         above = part.split(".")
         tried += [(match, ".".join(above[:i])) for i in range(len(above) - 1, 0, -1) for match in rule.parts]
     if rule.partly != "apart":
-        tried += [(match, joined) for match in (*rule.parts, *rule.joined)]
+        tried += [(match, joined) for match in rule.joined]
     for match, name in tried:
         for pattern in patterns:
             if match(pattern, name):

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +188,9 @@ def parity(
         >>> import tempfile, ottava
         >>> from ottava.serving.source import Weight
         >>> plain = Source((Weight("up.weight", torch.randn(128, 128).bfloat16(), True),), {})
-        >>> source = under(plain, ottava.RECIPES["blockwise_fp32"])
+        >>> source = under(plain, ottava.RECIPES["blockwise"])
         >>> with tempfile.TemporaryDirectory() as place:
-        ...     report = ottava.export(source, f"{place}/out", layout="fp8-block")
+        ...     report = ottava.export(source, f"{place}/out", layout="fp8-block-ue8m0")
         ...     certificate = parity(source, f"{place}/out", "vllm")
         >>> certificate.equal, certificate.rows[0].served
         (True, 'E4M3[128x128]')
@@ -220,6 +220,8 @@ def parity(
     names = sorted({*ours.linears, *theirs.linears}, key=place)
     rows = tuple(_row(name, ours, theirs, kls.get(name)) for name in names)
     hashes, files, notes = (_whole(ours), _whole(theirs)), dict(theirs.files), _notes(ours, theirs)
+    if where == "cuda" and any(one.cause in ("scale-format", "activation-format") for one in findings):
+        notes += tuple(filter(None, [ENGINES[engine].note]))
     return Certificate(engine, rows, tuple(findings), *hashes, files, where, shown, said, notes)
 
 
@@ -306,7 +308,12 @@ def _findings(ours: Model, theirs: Model, engine: str) -> list[Mismatch]:
             if not torch.equal(side.weight.bfloat16(), there.weight.bfloat16()):
                 findings.append(Mismatch(name, "plain", "in BF16 on both sides, with other numbers"))
             continue
-        causes = weight_cause(name, side, there, ours, theirs), activation_cause(side, there)
+        file = there.stored  # what is wrong there is no deed of the engine's
+        filed = there if file is None else replace(there, cast=file, weight=file.dequantize(torch.float32))
+        causes = (
+            weight_cause(name, side, filed, ours, theirs) or weight_cause(name, side, there, ours, theirs),
+            activation_cause(side, there),
+        )
         findings += [Mismatch(name, *cause) for cause in causes if cause]
         if there.misfit and not causes[0]:
             findings.append(Mismatch(name, "formula", there.misfit))
@@ -351,11 +358,20 @@ def _whole(model: Model) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
+_DOUBLED = (
+    "the engine doubles the scale of a block of activations whose largest number is 1.75 times a power of two: its "
+    "smallest numbers may become others"
+)
+
+
 def _notes(ours: Model, theirs: Model) -> tuple[str, ...]:
     notes = ["kernels of the engine did not run: sums inside its GEMMs and its attention may round differently"]
     dynamic = [s for s in ours.linears.values() if s.activations and s.activations.granularity.rows is None]
     if any(side.activations and not side.activations.static for side in dynamic):
         notes.append("one dynamic scale for all tokens depends on the batch: no engine repeats the batches of training")
+    casts = [(s.activations, s.arithmetic.inputs) for s in theirs.linears.values()]
+    if any(cast is not None and cast.powers and how == "bf16" for cast, how in casts):
+        notes.append(_DOUBLED)
     if any(tensor.dtype == torch.float32 for tensor in ours.plain.values()):
         notes.append("training has FP32 tensors: what it computes in FP32 between linears, the engine computes in BF16")
     if not any(side.cast is not None for side in ours.linears.values()):

@@ -59,6 +59,8 @@ class Side:
     arithmetic: Arithmetic = EXACT
     misfit: str = ""
     """Why the blocks of the config are not those of the stored scales."""
+    stored: QuantizedTensor | None = None
+    """The cast in the file, where the engine rounds its scales anew."""
 
     def operand(self) -> Tensor:
         """fp32 (N, K): the numbers that are multiplied. BF16, or what codes and scales stand for."""
@@ -201,7 +203,8 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None,
     if engine not in ENGINES:
         raise ValueError(f"parity: {unknown_name('engine', engine, ENGINES)}")
     reader = ENGINES[engine]
-    words = _words(reader, settings or {})
+    device = device or default_device(engine)
+    words = _words(reader, settings or {}, device)
     try:
         config = read_config(folder)
         found = config.get("quantization_config") or {}
@@ -216,12 +219,13 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None,
     unread = reader.unread(found, model_type)
     rule = None if unread else reader.rules.get(str(found.get("quant_method", "")).lower())
     quantization = None if rule is None else read_quantization(found)
-    how = [reader.multiplies(found, device or default_device(engine), expert=expert) for expert in (False, True)]
+    how = [reader.multiplies(found, device, expert=expert) for expert in (False, True)]
     decisions = {name: Decision(False) for name in names} if rule is None else decide(rule, found, names)
     turned = turned_names({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name in (name for name in names if name.rpartition(".")[2] in turned):
         decisions[name] = Decision(False, "", f"{engine} casts nn.Linear only, and it is a Conv1D, which holds W.T")
-    decisions |= {name: Decision(False, "", never) for name in names if (never := reader.leaves(name))}
+    method = "" if quantization is None else quantization.method
+    decisions |= {name: Decision(False, "", never) for name in names if (never := reader.leaves(name, method))}
     if any(".experts." in name and decisions[name].quantized for name in names):
         unread = reader.unread(found, model_type, experts=True)
     linears = {
@@ -256,10 +260,14 @@ def default_device(engine: str) -> str:
     return "cpu" if engine == "transformers" and not torch.cuda.is_available() else "cuda"
 
 
-def _words(engine: InferenceEngine, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an engine in our words."""
+def _words(engine: InferenceEngine, settings: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Settings of an engine in our words; of two for one word, what switches it off holds."""
     given = flatten(settings)
-    return {word: given[path] for path, word in engine.settings.items() if path in given}
+    found: dict[str, Any] = dict(engine.on_gpus) if device == "cuda" else {}
+    for path, word in engine.settings.items():
+        if path in given and (word not in engine.on_gpus or _truth(found.get(word))):
+            found[word] = given[path]
+    return found
 
 
 def _side(
@@ -289,14 +297,15 @@ def _side(
     if not decision.quantized:  # the engine loads the codes as numbers
         return Side(weight.float(), codes=True)
     activations = _activations(name, tensors, group, engine, words)
-    misfit = ""
+    misfit, stored_cast = "", None
     if tuple(cast.scale_inv.shape) != group.blocks.grid_shape((weight.shape[0], weight.shape[1])):
         grid = group.blocks.grid_shape((weight.shape[0], weight.shape[1]))
         misfit = f"blocks of {group.blocks} need a grid {grid} of scales, and {tuple(cast.scale_inv.shape)} is stored"
     wants_powers = _truth(words.get("ue8m0"))
     if wants_powers and cast.spec.granularity.rows == 128 and not powers_only(cast.scale_inv):
+        stored_cast = cast
         cast = quantize(cast.dequantize(torch.float32), replace(cast.spec, scale_format="pow2"))
-    return Side(cast.dequantize(torch.float32), cast, activations, codes=True, misfit=misfit)
+    return Side(cast.dequantize(torch.float32), cast, activations, codes=True, misfit=misfit, stored=stored_cast)
 
 
 def _truth(value: Any) -> bool:

@@ -25,6 +25,7 @@ _SAMPLES, _TOKENS = 64, 4096  # of a batch, to find those that are alike
 _SEQUENCE = 6  # tokens; in shorter rows labels are like inputs by chance
 _LABELS = frozenset({"labels", "label", "targets", "target"})
 _NO_BATCH = frozenset({"num_items_in_batch"})
+_IGNORED = -100  # of a label, in models of transformers
 
 
 class _Forward(NamedTuple):
@@ -63,9 +64,13 @@ class Batches:
         self.softmax_twice: bool | None = None
         """Whether a softmax feeds the cross-entropy; None: there was none."""
 
-    def forward(self, args: Any, kwargs: Mapping[str, Any], *, training: bool) -> None:
-        """A model was called with these."""
+    def forward(self, args: Any, kwargs: Mapping[str, Any], *, training: bool, hides: bool = False) -> None:
+        """A model was called with these. hides: as transformers' models, an `attention_mask` hides what is 0 in it."""
         seen = _Forward(training, {}, [])
+        mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
+        if hides and isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.shape == labels.shape:
+            used = labels != _IGNORED
+            seen.numbers["hidden"] = torch.stack([used.sum(), (used & (mask == 0)).sum()]).to(torch.float32)
         for name, x in _named(args, kwargs):
             if x.requires_grad or x.dim() == 0 or not x.numel() or x.layout != torch.strided or name in _NO_BATCH:
                 continue
@@ -122,6 +127,8 @@ class Batches:
             for kind in ("input", "label"):
                 if kind in seen.numbers:
                     self._place(kind, seen.numbers[kind], self.forwards)
+            if "hidden" in seen.numbers:
+                self._numbers["hidden"] = self._numbers.get("hidden", 0) + seen.numbers["hidden"]
             if "alike" in seen.numbers:
                 old = self._numbers.get("alike")
                 new = seen.numbers["alike"]
@@ -159,6 +166,8 @@ class Batches:
             columns |= {"labels_equal_pct": 100 * equal / used} if used > 1 else {}
             shifts = {f"labels_ahead_{k}_pct": 100 * n / compared for k, n in enumerate(matches) if compared}
             return columns | {"labels_copied": copied, "labels_alike_pct": alike} | shifts
+        if name == "hidden":
+            return {"labels_hidden_pct": 100 * read[1] / max(read[0], 1.0)}
         if name == "alike":
             return dict(zip(("samples_alike_pct", "tokens_alike_pct", "blank_inputs"), read, strict=True))
         return {}

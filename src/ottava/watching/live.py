@@ -57,7 +57,7 @@ class Live:
         self._judge(broken=not all(math.isfinite(line.get("loss", 0.0)) for line in new))
         found |= {} if self.diagnosis is None else {"ottava/fp8_verdict": self.diagnosis.fp8}
         found |= {} if self.event is None else {"ottava/loss_event": self.event.step}
-        errors = [line["error"] for line in lines[EXPERIMENTS] if line["kind"] == "shadow"]
+        errors = [line.get("error") for line in lines[EXPERIMENTS] if line["kind"] == "shadow"]
         found |= {"ottava/fp8_damage": float(errors[-1])} if errors and errors[-1] is not None else {}
         self._told = max((line["step"] for line in new), default=self._told)
         return found

@@ -372,7 +372,21 @@ class Watch:
     def _reports(self, kind: str, **facts: Any) -> None:
         self.writer.training(self.steps_done + 1, kind, **facts)
 
-    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return self._about_to_step(optimizer)
+        waits = [optimizer]  # the closure makes the gradients, as Lightning's does; a second call is another search
+
+        def closed(*given: Any, **named: Any) -> Any:
+            result = closure(*given, **named)
+            if waits:
+                self._about_to_step(waits.pop())
+            return result
+
+        return (args[0], closed, *args[2:]), {name: x for name, x in kwargs.items() if name != "closure"}
+
+    def _about_to_step(self, optimizer: Optimizer) -> None:
         if self.cures is not None:
             self.cures.before(optimizer)
         if self._paused or (self._idle and not self.laboratory.captures) or not self._is_ours(optimizer):

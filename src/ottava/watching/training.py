@@ -201,7 +201,8 @@ class TrainingTap:
             self._note_mode(module, trains)
             if trains:
                 given = (args, kwargs) if self._hashes else ((), {})
-                self.batches.forward(*given, training=module.training)
+                hides = any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
+                self.batches.forward(*given, training=module.training, hides=hides)
             elif module.training and any(p.requires_grad for p in module.parameters()):
                 self._evaluations += 1
 

@@ -4,9 +4,9 @@ An entry says all that there is to know: the cast of weights, names and dtypes o
 quantization_config, and the cast of activations. The config is made of it, and `read_quantization` reads every config
 that one of these methods may have. It refuses what it does not know.
 
-Every stored scale is the factor that dequantizes, under whatever name; only the one scale of an FP4 tensor quantizes.
-Sources: compressed-tensors 0.20 (quant_config.py, quant_args.py), transformers 5.23 (FineGrainedFP8Config), ModelOpt's
-hf_quant_config.json as vLLM reads it.
+Every stored scale is the factor that dequantizes, under whatever name; only compressed-tensors' one scale of an FP4
+tensor quantizes. Sources: compressed-tensors 0.20 (quant_config.py, quant_args.py), transformers 5.23
+(FineGrainedFP8Config), ModelOpt's hf_quant_config.json as vLLM 0.33.0 reads it (modelopt.py, KNvfp4Static).
 """
 
 from __future__ import annotations
@@ -84,10 +84,12 @@ class Layout:
     """compressed-tensors' name of the format."""
     static: bool = False
     """Whether engines need a scale of the activations in the checkpoint (NAME.input_scale)."""
+    algorithm: str = ""
+    """ModelOpt's quant_algo."""
 
     @property
     def packed(self) -> bool:
-        """Whether codes of 4 bits lie in pairs in NAME.weight_packed, the first one in the low bits."""
+        """Whether codes of 4 bits lie in pairs in a byte, the first one in the low bits."""
         return self.spec is not None and self.spec.format.bits == 4
 
     @property
@@ -122,8 +124,8 @@ class Layout:
         """
         if not self.packed:
             return {"weight": cast.data, self.scale_key: self.stored_scale(cast.scale_inv.cpu()).clone()}
-        codes = cast.data.cpu()
-        made = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4}
+        codes, modelopt = cast.data.cpu(), self.method == "modelopt"
+        made = {"weight" if modelopt else "weight_packed": codes[:, ::2] | codes[:, 1::2] << 4}
         if self.scale_dtype != "e4m3":
             return made | {self.scale_key: self.stored_scale(cast.scale_inv.cpu()).clone()}
         encode = tensor_scale([cast]) if common is None else common
@@ -131,7 +133,8 @@ class Layout:
             raise ValueError(f"layout {self.name!r}: the scales are no E4M3 numbers times one number of the tensor")
         blocks = torch.where(_used(cast), cast.scale_inv.cpu() / encode.reciprocal(), 0.0)
         rows = round_to_format(blocks, E4M3).repeat_interleave(cast.spec.granularity.rows or 1, 0)[: codes.shape[0]]
-        return made | {self.scale_key: rows.to(torch.float8_e4m3fn), "weight_global_scale": encode.reshape(1).clone()}
+        made[self.scale_key] = rows.to(torch.float8_e4m3fn)
+        return made | ({_DECODES: encode.reciprocal()} if modelopt else {_ENCODES: encode.reshape(1).clone()})
 
     def fits(self, shape: tuple[int, int]) -> bool:
         """Whether a weight (N, K) has whole blocks only: engines read others wrong, some silently."""
@@ -171,7 +174,7 @@ class Layout:
         size, ignore = self.spec.granularity, {IGNORE[self.method]: list(ignored)}
         if self.method == "modelopt":
             cache = {"dynamic": False, "num_bits": 8, "type": "float"} if kv_cache else None
-            own = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": cache}
+            own = {"quant_method": "modelopt", "quant_algo": self.algorithm, "kv_cache_scheme": cache}
             return own | ignore | {"producer": {"name": "ottava"}}
         if self.method != "compressed-tensors":
             dynamic = {"quant_method": self.method, "activation_scheme": "dynamic"}
@@ -213,8 +216,8 @@ class Layout:
         """Other files that say the same: name -> content."""
         if self.method != "modelopt":
             return {}
-        about = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8" if config["kv_cache_scheme"] else None}
-        about["exclude_modules"] = config[IGNORE["modelopt"]]
+        about = {"quant_algo": self.algorithm, "kv_cache_quant_algo": "FP8" if config["kv_cache_scheme"] else None}
+        about |= {"exclude_modules": config[IGNORE["modelopt"]]} | ({"group_size": 16} if self.packed else {})
         return {MODELOPT: {"producer": {"name": "ottava"}, "quantization": about}}
 
 
@@ -251,8 +254,16 @@ _INPUTS = MappingProxyType({"tensor": PER_TENSOR, "token": PER_ROW})
 """Strategies of compressed-tensors without a size."""
 _SIZED = ("block", "group", "tensor_group")
 _SCALE_WORDS = MappingProxyType({"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"})
-_ALGORITHMS = MappingProxyType({"FP8": PER_TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": PER_ROW})
-"""quant_algo of ModelOpt -> the blocks of weights and of activations."""
+_ALGORITHMS: Mapping[str, tuple[int, Granularity, Granularity | None]] = MappingProxyType(
+    {
+        "FP8": (8, PER_TENSOR, PER_TENSOR),
+        "FP8_PER_CHANNEL_PER_TOKEN": (8, PER_ROW, PER_ROW),
+        "W4A16_NVFP4": (4, BLOCK_1X16, None),
+    }
+)
+"""quant_algo of ModelOpt -> the bits and blocks of weights, and the blocks of activations."""
+_ENCODES, _DECODES = "weight_global_scale", "weight_scale_2"
+"""Names of the one scale of an FP4 tensor: compressed-tensors', which quantizes, and ModelOpt's."""
 _BLOCKS = QuantizationSpec(E4M3, BLOCK_128X128)
 _POWERS = QuantizationSpec(E4M3, BLOCK_128X128, "pow2")
 _MX = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
@@ -270,7 +281,8 @@ _ENTRIES = (
     Layout("fp8-block", _BLOCKS, "fp8", BLOCK_1X128, "weight_scale_inv"),
     Layout("fp8-block-ue8m0", _POWERS, "fp8", BLOCK_1X128, "weight_scale_inv", "e8m0"),
     Layout("mxfp8", _MX, "mxfp8", BLOCK_1X32, "weight_scale_inv", "uint8"),
-    Layout("modelopt", QuantizationSpec(E4M3), "modelopt", PER_TENSOR, static=True),
+    Layout("modelopt", QuantizationSpec(E4M3), "modelopt", PER_TENSOR, static=True, algorithm="FP8"),
+    Layout("modelopt-nvfp4", _NV4, "modelopt", scale_dtype="e4m3", algorithm="W4A16_NVFP4"),
 )
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType({layout.name: layout for layout in _ENTRIES})
@@ -398,16 +410,19 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
 def _whole(config: Mapping[str, Any], method: str) -> Group:
     """The one group of a method that has no targets."""
     block, algorithm = config.get("weight_block_size"), config.get("quant_algo")
-    size = PER_TENSOR if block is None else _block(block)
-    if method == "modelopt" and block is None and algorithm is not None:
+    bits, size, inputs = _ALGORITHMS["FP8"]
+    if block is not None:
+        size = _block(block)
+        inputs = Granularity(1, size.cols)
+    elif method == "modelopt" and algorithm is not None:
         if algorithm not in _ALGORITHMS:
             raise UntrustedError(f"config.json: {unknown_name('quant_algo', algorithm, _ALGORITHMS)}")
-        size = _ALGORITHMS[algorithm]
+        bits, size, inputs = _ALGORITHMS[algorithm]
     if (scheme := config.get("activation_scheme", "dynamic")) not in ("dynamic", "static"):
         raise UntrustedError(f"config.json: activation_scheme is {scheme!r}; needs 'dynamic' or 'static'")
-    inputs = size if block is None else Granularity(1, size.cols)
     static = scheme == "static" or algorithm == "FP8"
-    return Group(("Linear",), 8, size, InputCast(inputs, _powers(config, size), static))
+    cast = None if inputs is None else InputCast(inputs, _powers(config, size), static)
+    return Group(("Linear",), bits, size, cast)
 
 
 def _group(group: Mapping[str, Any], config: Mapping[str, Any]) -> Group:
@@ -541,16 +556,21 @@ class _Made(NamedTuple):
 
 def _unpacked(tensors: dict[str, Any]) -> dict[str, Any]:
     """With 4-bit codes a byte each under NAME.weight, and one fp32 scale for each of their blocks."""
-    for name in [name for name in tensors if name.endswith(".weight_packed")]:
-        prefix, file = name.removesuffix("weight_packed"), tensors.pop(name)
+    for name in list(tensors):
+        place, _, last = name.rpartition(".")
+        prefix = f"{place}." if place else ""
+        if last != "weight_packed" and (last != "weight" or f"{prefix}{_DECODES}" not in tensors):
+            continue
+        file = tensors.pop(name)
         shape = file.get_slice(name).get_shape()
         if file.get_slice(name).get_dtype() != "U8" or len(shape) != 2 or f"{prefix}weight" in tensors:
             raise UntrustedError(f"{name} is no matrix of bytes, or stands beside {prefix}weight")
         tensors[f"{prefix}weight"] = _Made((shape[0], 2 * shape[1]), _FP4, partial(_nibbles, file, name))
-        scale, whole = f"{prefix}weight_scale", tensors.pop(f"{prefix}weight_global_scale", None)
+        key = f"{prefix}{_ENCODES if last == 'weight_packed' else _DECODES}"
+        scale, whole = f"{prefix}weight_scale", tensors.pop(key, None)
         if whole is not None and (blocks := tensors.get(scale)) is not None:
             size = tuple(blocks.get_slice(scale).get_shape())
-            tensors[scale] = _Made(size, "F32", partial(_product, blocks, scale, whole, f"{prefix}weight_global_scale"))
+            tensors[scale] = _Made(size, "F32", partial(_product, blocks, scale, whole, key))
     return tensors
 
 
@@ -560,11 +580,12 @@ def _nibbles(file: Any, name: str) -> Tensor:
 
 
 def _product(blocks: Any, scale: str, whole: Any, name: str) -> Tensor:
-    """The scales of blocks times the inverse of that of the tensor, which quantizes."""
+    """The scales of blocks times that of the tensor, or its inverse, if it quantizes."""
     factor = whole.get_tensor(name).float()
     if factor.numel() != 1 or not 0 < float(factor) < torch.inf:
         raise UntrustedError(f"{name} holds {factor.numel()} numbers; needs one, positive and finite")
-    product: Tensor = blocks.get_tensor(scale).float() * factor.reciprocal().reshape(())
+    decodes = factor if name.endswith(_DECODES) else factor.reciprocal()
+    product: Tensor = blocks.get_tensor(scale).float() * decodes.reshape(())
     return product
 
 

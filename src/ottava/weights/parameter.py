@@ -338,11 +338,8 @@ OPERATIONS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     | {f"aten.{name}": _view for name in ("view.default", "_unsafe_view.default")}
     | {f"aten.{name}": _split for name in ("split.Tensor", "split_with_sizes.default")}
     | {f"aten.{name}.default": each_part for name in ("clone", "_to_copy", "_pin_memory", "empty_like")}
-    | {
-        f"aten.{name}.default": _plain_like
-        for name in ("zeros_like", "ones_like", "full_like", "rand_like", "new_empty")
-    }
-    | {f"aten.{name}.default": _plain_like for name in ("randn_like", "new_empty", "new_ones", "new_full")}
+    | {f"aten.{name}_like.default": _plain_like for name in ("zeros", "ones", "full", "rand", "randn")}
+    | {f"aten.new_{name}.default": _plain_like for name in ("empty", "ones", "full")}
     | {f"aten.{name}": _fill_ for name in ("zero_.default", "fill_.Scalar", "uniform_.default", "normal_.default")}
     | {f"aten.{name}": _change_ for name in ("mul_.Tensor", "mul_.Scalar", "div_.Tensor", "div_.Scalar", "add_.Tensor")}
     | {f"aten.{name}": _change_ for name in ("add_.Scalar", "sub_.Tensor", "sub_.Scalar", "masked_fill_.Scalar")}
@@ -672,6 +669,11 @@ class QuantizedWeight(Tensor):
 def is_quantized_weight(tensor: Any) -> TypeGuard[QuantizedWeight]:
     """Whether a tensor is stored only as FP8 codes and scales."""
     return isinstance(tensor, QuantizedWeight)
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a tensor that ranks share; others as they are."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def quantized_weight(

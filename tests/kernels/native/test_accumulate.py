@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -24,13 +23,6 @@ from ottava.ops.quantize import quantize
 
 BUILT = native_build.load("accumulate")
 pytestmark = pytest.mark.skipif(BUILT.library is None, reason=BUILT.reason)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_c_plus_plus_has_the_bits_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 import ottava
 from kernels.native.older_builds import take_library
+from kernels.operands import Float64Gemm, Pair, cast
 from ottava.kernels import reference
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
@@ -37,20 +36,12 @@ from ottava.ops.quantize import quantize
 from ottava.recipe import RECIPES
 from sweep import sweep
 
-Pair = tuple[QuantizationSpec, QuantizationSpec]
-Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
-
 BUILT = native_gemm.built()
 LEVELS = {native_gemm.LEVELS[level]: level for level in native_gemm.levels()}
 needs_library = pytest.mark.skipif(BUILT.library is None, reason=BUILT.reason)
 
 MX = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
 BLOCK = QuantizationSpec(E4M3, BLOCK_1X128)
-
-
-def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
-    data, scale_inv, _ = reference.quantize(x, spec)
-    return QuantizedTensor(data, scale_inv, spec, x.dtype)
 
 
 def operands(pair: Pair, sizes: tuple[int, int, int]) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -75,12 +66,9 @@ def level(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """More threads than the session's one: rows are shared out, and a last one has less."""
-    before = torch.get_num_threads()
+def _threads() -> None:
+    """More than one: rows are shared out, and a last one has less."""
     torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 SIZES = ((5, 3, 7), (16, 32, 128), (33, 17, 300), (1, 1, 1), (2, 130, 1), (97, 65, 1030))

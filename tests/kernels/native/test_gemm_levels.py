@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from ottava.kernels import gemm_choice, reference
+from kernels.operands import cast
+from ottava.kernels import gemm_choice
 from ottava.kernels.gemm_choice import Ranking
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.build import Built
 from ottava.numerics.formats import E4M3
 from ottava.numerics.scaling import BLOCK_1X32, Granularity
-from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.tensor import QuantizationSpec
 
 SOURCE = native_build.SOURCES / "gemm.cpp"
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -26,11 +26,6 @@ BUILT = native_gemm.built()
 needs_library = pytest.mark.skipif(BUILT.library is None, reason=BUILT.reason)
 
 MX = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
-
-
-def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
-    data, scale_inv, _ = reference.quantize(x, spec)
-    return QuantizedTensor(data, scale_inv, spec, x.dtype)
 
 
 # --- instruction sets that are not here ------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,12 +17,9 @@ EVERY = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16)
 
 
 @pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
+def _needs_library() -> None:
     if reason := native_build.load(pointwise.NAME).reason:
         pytest.skip(reason)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def equal(a: Tensor | None, b: Tensor) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,13 +11,6 @@ from torch import Tensor
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import sums as native_sums
 from sweep import sweep
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["C++", "torch"])

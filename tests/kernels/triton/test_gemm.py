@@ -5,7 +5,6 @@ In the interpreter here, on a GPU with -m gpu.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kernels.operands import Float64Gemm
 from ottava.kernels import reference
 from ottava.kernels.triton import gemm as triton_gemm
 from ottava.kernels.triton.gemm import CONFIGS, Config, configs, run
@@ -32,7 +32,6 @@ if not ON_GPU:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")] if ON_GPU else []
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
-Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
 SIDES = {
     "tensor": (PER_TENSOR, PER_TENSOR),
     "row": (PER_ROW, PER_ROW),

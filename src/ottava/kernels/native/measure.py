@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -23,7 +22,6 @@ from ottava.base.errors import refuse_other_sums
 from ottava.kernels.gate import pointer, refusal
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
-from ottava.numerics.formats import Format
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 
@@ -88,7 +86,7 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
         if any(not t.is_cpu or refusal(t) for t in (cast.data, cast.scale_inv)):
             return f"{NAME}: takes plain tensors on a cpu"
         # the guard of a predicted cast is judged by the scales that quantize.cpp computes
-        if spec.predicted and (why := _constants(spec).plan.refusal or native_build.load("quantize", x.dtype).reason):
+        if spec.predicted and (why := _settings(spec).refusal or native_build.load("quantize", x.dtype).reason):
             return why
         if x.shape != cast.shape:
             return f"{NAME}: takes a matrix and its codes; got {tuple(x.shape)} and {tuple(cast.shape)}"
@@ -171,27 +169,9 @@ def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor,
     return sums, extremes
 
 
-class _Constants(NamedTuple):
-    """The settings of a spec for a Job."""
-
-    plan: native_quantize.CastSettings
-    numbers: tuple[int, ...]
-    """mantissa_bits, bias, bits, special_code of a Job."""
-
-
-def _constants(spec: QuantizationSpec) -> _Constants:
-    return _constants_of(spec.key, spec.format)
-
-
 @functools.lru_cache(maxsize=512)
-def _constants_of(key: str, fmt: Format) -> _Constants:
-    spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
-    # the code of the largest number; the next one is infinity or NaN
-    largest = (fmt.max / 2.0**fmt.emax - 1) * 2**fmt.mantissa_bits + (fmt.emax + fmt.bias) * 2**fmt.mantissa_bits
-    return _Constants(
-        native_quantize.settings(replace(spec, rounding="nearest_even")),  # given codes may have another rounding
-        (fmt.mantissa_bits, fmt.bias, fmt.bits, int(largest) + 1 if fmt.has_nan else -1),
-    )
+def _settings(spec: QuantizationSpec) -> native_quantize.CastSettings:
+    return native_quantize.settings(replace(spec, rounding="nearest_even"))  # given codes may have another rounding
 
 
 def spec_of(look: Look) -> QuantizationSpec:
@@ -200,15 +180,13 @@ def spec_of(look: Look) -> QuantizationSpec:
 
 
 @functools.lru_cache(maxsize=1024)
-def _job_of(key: str, fmt: Format, rows: int, cols: int) -> _Job:
+def _job_of(spec: QuantizationSpec, rows: int, cols: int) -> _Job:
     """A job with the values that all tensors of a shape and spec share; `_fill` copies it."""
-    known = _constants_of(key, fmt)
-    spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
-    grid = spec.granularity.grid_shape((rows, cols))
+    grid, fmt = spec.granularity.grid_shape((rows, cols)), spec.format
     job = _Job(rows=rows, cols=cols)
     job.block_rows, job.block_cols = spec.granularity.block_shape((rows, cols))
     job.grid_cols, job.scale_count = grid[1], grid[0] * grid[1]
-    job.mantissa_bits, job.bias, job.bits, job.special_code = known.numbers
+    job.mantissa_bits, job.bias, job.bits, job.special_code = native_quantize.code_numbers(fmt)
     job.tie_clips, job.clip, job.predicted = int(fmt.tie_clips), fmt.clip, int(spec.predicted)
     return job
 
@@ -216,14 +194,14 @@ def _job_of(key: str, fmt: Format, rows: int, cols: int) -> _Job:
 def _fill(job: _Job, look: Look) -> tuple[object, ...]:
     """Fills a job; returns the objects that must live until the job is done."""
     x, made, scale, spec = _strided(look.x), look.cast, look.scale, spec_of(look)
-    known = _constants(spec)
+    settings = _settings(spec)
     # a copy of a struct: filling twenty fields one by one takes Python longer than measuring a small tensor takes C++
-    ctypes.pointer(job)[0] = _job_of(spec.key, spec.format, *x.shape)
+    ctypes.pointer(job)[0] = _job_of(spec, *x.shape)
     job.x, (job.x_row, job.x_col), job.extent = pointer(x), steps(x), pointer(look.extent)
-    job.cast = ctypes.addressof(known.plan.cast)
+    job.cast = ctypes.addressof(settings.cast)
     if look.squares is not None:
         job.squares, job.square_rows = pointer(look.squares), look.square_rows
-    kept: tuple[object, ...] = (x, known)
+    kept: tuple[object, ...] = (x, settings)
     if isinstance(made, QuantizedTensor):
         codes, scale_inv = _strided(made.data.view(torch.uint8)), made.scale_inv.contiguous()
         job.codes, job.scale_inv, (job.code_row, job.code_col) = pointer(codes), pointer(scale_inv), steps(codes)

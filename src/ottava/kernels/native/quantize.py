@@ -353,7 +353,7 @@ def plan_dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Callable[[Quant
     if not rows or not cols:
         return lambda x_q: torch.empty(x_q.shape, dtype=dtype, device="cpu")
     sizes = rows, cols, *granularity.block_shape((rows, cols))
-    numbers, in_bf16 = _code_numbers(fmt), int(dtype == torch.bfloat16)
+    numbers, in_bf16 = code_numbers(fmt), int(dtype == torch.bfloat16)
     decode, threads, empty = _library("decode").ottava_decode, torch.get_num_threads, torch.empty
 
     def run(x_q: QuantizedTensor) -> Tensor:
@@ -374,7 +374,7 @@ def _library(name: str, dtype: torch.dtype | None = None) -> ctypes.CDLL:
     return library
 
 
-def _code_numbers(fmt: Format) -> tuple[int, int, int, int]:
+def code_numbers(fmt: Format) -> tuple[int, int, int, int]:
     """mantissa_bits, bias, bits, and the first code that is no number, -1 if there is none."""
     largest = int((fmt.max / 2.0**fmt.emax - 1 + fmt.emax + fmt.bias) * 2**fmt.mantissa_bits)  # as a code
     return fmt.mantissa_bits, fmt.bias, fmt.bits, largest + 1 if fmt.has_nan else -1

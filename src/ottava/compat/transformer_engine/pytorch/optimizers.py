@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from ottava import optim
 from ottava.compat.transformer_engine.pytorch.refused import refuse
-from ottava.nn.layer import local
+from ottava.weights.parameter import local
 
 __all__ = [
     *("FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"),
