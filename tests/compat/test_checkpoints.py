@@ -192,3 +192,11 @@ def test_a_file_becomes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert torch.equal(decoded, model[0].weight.dequantize().bfloat16())
     with pytest.raises(UntrustedError, match="not empty"):
         import_checkpoint(tmp_path / "ao.pt", tmp_path / "plain")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file that opens and cannot be mapped")
+def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path) -> None:
+    """The library's error names no file."""
+    (tmp_path / "a.safetensors").symlink_to("/proc/self/stat")
+    with pytest.raises(UntrustedError, match=r"a\.safetensors: is damaged, or no checkpoint \(No such device"):
+        list(read_state(tmp_path / "a.safetensors"))

@@ -14,12 +14,13 @@ import torch.distributed.checkpoint as dcp
 from state_scenarios import World
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ottava
-from ottava.optim import AdamW, Lion
+from ottava.optim import SGD, AdamW, Lion
 
 STEPS = 3
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -142,6 +143,15 @@ def sharded_states_are_saved_and_loaded(world: World) -> None:
                 step = 2.1e-2 if make is Lion else 5e-3
                 near = torch.allclose(whole(a).float(), whole(b).float(), rtol=2.0**-7, atol=step)
                 assert same if options["moments"] == "fp32" else near, options
+
+
+def parts_of_a_gradient_are_summed(world: World) -> None:
+    """Ranks with other tokens, as of a norm under tensor parallelism, hold parts of a replicated weight's gradient."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    weight = nn.Parameter(DTensor.from_local(torch.zeros(4), mesh, [Replicate()]))
+    weight.grad = DTensor.from_local(torch.full((4,), 1.0 + world.rank), mesh, [Partial()])  # type: ignore[assignment]
+    SGD([weight], lr=1.0).step()
+    assert torch.equal(weight.to_local(), torch.full((4,), -3.0))  # type: ignore[attr-defined]
 
 
 def fp8_weights_keep_one_scale(world: World) -> None:

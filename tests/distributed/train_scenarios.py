@@ -5,6 +5,7 @@ The parent trains that one process before it starts the others; its folder stand
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
@@ -262,12 +263,15 @@ STORAGES = (
 
 
 def every_storage_is_resumed_to_the_bit(world: World) -> None:
-    """Shards with every storage: half a run and the rest are the whole run, tensor for tensor; and one process reads
-    the same weights from the shards as from a file. A flipped bit in a shard is noticed, and the older one taken."""
-    for weights, master, moments in STORAGES:
+    """Every storage in every division that takes it: half a run and the rest are the whole run, tensor for tensor. A
+    flipped bit in a shard is noticed, and the older one taken."""
+    for layout, (weights, master, moments) in itertools.product(("tp", "pp", "dp", "shard"), STORAGES):
+        if layout == "tp" and weights == "fp8":  # refused
+            continue
         stored = f"optimizer={{weights: {weights}, master: {master}, moments: {moments}}}"
-        own = (f"parallel.shard={world.size}", "recipe=tensorwise", "checkpoint.every=2", stored)
-        name = f"{weights}-{master}-{moments}"
+        own = (f"parallel.{layout}={world.size}", "recipe=tensorwise", "checkpoint.every=2", stored)
+        own += (f"microbatches={world.size}",) if layout == "pp" else ()
+        name = f"{layout}-{weights}-{master}-{moments}"
         run_of(world, f"whole-{name}", *own)
         run_of(world, f"half-{name}", *own, "checkpoint.asynchronous=true", steps=2)
         run_of(world, f"half-{name}", *own, resume=True)

@@ -1,6 +1,6 @@
 """Damages files of every kind, reads them, and counts what became of it: `./x fuzz`.
 
-    ./x fuzz [--cases N] [--seed S] [--only PARSER] [--case I] [--json FILE]
+    ./x fuzz [--cases N] [--seconds T] [--seed S] [--only PARSER] [--case I] [--json FILE]
 
 Case I of a parser follows from the seed, the parser's name and I alone: `--only PARSER --case I` repeats it and prints
 its traceback. An answer or an error of the house is right. Wrong are: an error that is not raised by ottava itself or
@@ -20,6 +20,7 @@ import gc
 import json
 import linecache
 import logging
+import math
 import os
 import resource
 import select
@@ -48,7 +49,9 @@ SECONDS = 10
 """CPU time of one case."""
 MEMORY = 2 << 30
 """Address space of one case, beside that of the process."""
-BATCH = 250
+BATCH = 100
+MEMORY_DISK = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""A disk takes milliseconds for a file, a tenth of a case's time is reading it."""
 WRONG = ("stray", "hang", "memory", "crash", "outside")
 _SOURCE = str(Path(ottava.__file__).parent)
 _FORBIDDEN = (
@@ -245,12 +248,12 @@ def batch(parser: Parser, seed: int, numbers: Sequence[int], box: Path) -> Itera
         yield [current, "hang" if why == "signal 9" else "crash", why, why]
 
 
-def campaign(parser: Parser, cases: int, seed: int, first: int = 0) -> dict[str, Any]:
-    """All cases of one parser: how many came to which end, and the first of each wrong one."""
+def campaign(parser: Parser, cases: int, seed: int, first: int = 0, seconds: float = math.inf) -> dict[str, Any]:
+    """Cases of one parser, all or as many as the seconds allow: how they ended, and the first of each wrong kind."""
     began = time.monotonic()
     counts, kinds = collections.Counter[str](), collections.Counter[str]()
     wrong: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=MEMORY_DISK) as folder:
         box = Path(folder).resolve()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -258,7 +261,7 @@ def campaign(parser: Parser, cases: int, seed: int, first: int = 0) -> dict[str,
         gc.collect()
         gc.freeze()
         number = first
-        while number < first + cases:
+        while number < first + cases and time.monotonic() - began < seconds:
             numbers = range(number, min(number + BATCH, first + cases))
             number = numbers[-1] + 1
             for case, outcome, kind, about in batch(parser, seed, numbers, box):
@@ -297,6 +300,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """The command."""
     asked = argparse.ArgumentParser(prog="./x fuzz", description="Damages files of every kind and reads them.")
     asked.add_argument("--cases", type=int, default=10_000, help="of each parser [10000]")
+    asked.add_argument("--seconds", type=float, default=math.inf, help="then a parser begins no more cases [no limit]")
     asked.add_argument("--seed", type=int, default=0)
     asked.add_argument("--only", action="append", metavar="PARSER", help="; ".join(one.name for one in PARSERS))
     asked.add_argument("--case", type=int, help="repeat this one")
@@ -310,7 +314,7 @@ def main(words: Sequence[str] | None = None) -> int:
         repeat(chosen[0], given.seed, given.case)
         return 0
     rows = []
-    made = ((parser, campaign(parser, given.cases, given.seed)) for parser in chosen)
+    made = ((parser, campaign(parser, given.cases, given.seed, seconds=given.seconds)) for parser in chosen)
     for parser, row in progress(made, "fuzzing", total=len(chosen), prints=True):
         rows.append(row)
         counts = " ".join(f"{name} {row[name]}" for name in ("read", "refused", *WRONG) if row[name])
@@ -318,7 +322,8 @@ def main(words: Sequence[str] | None = None) -> int:
         for name, found in row["found"].items():
             print(f"    {found['times']} x {name}: case {found['case']}: {found['about']}", flush=True)
         if given.json is not None:
-            given.json.write_text(json.dumps({"command": f"./x fuzz --cases {given.cases} --seed {given.seed}",
+            limit = f" --seconds {given.seconds:g}" if given.seconds < math.inf else ""
+            given.json.write_text(json.dumps({"command": f"./x fuzz --cases {given.cases}{limit} --seed {given.seed}",
                                               "ottava": ottava.__version__, "torch": torch.__version__,
                                               "parsers": rows}, indent=1) + "\n")  # fmt: skip
     return int(any(row["found"] for row in rows))

@@ -24,6 +24,7 @@ import yaml
 
 from ottava.interop.event_file import masked_crc
 
+_Loader, _Dumper = (getattr(yaml, f"CSafe{name}", getattr(yaml, f"Safe{name}")) for name in ("Loader", "Dumper"))
 NAMES = (
     "../outside", "/tmp/outside", "..", "", ".", "a/b", "a\0b", "\ud800", "é" * 200, "~root", "CON", "x" * 5000, "{0}",
     "{% raw %}", "<script>", "a\nb", "\x1b[2J", "__class__", "step-000002", "%s",
@@ -152,9 +153,9 @@ def yaml_text(content: bytes, chance: Random) -> bytes:
         key = chance.choice(("x", "steps", "recipe", "parallel", "<<", "model"))
         lines.insert(at, " " * chance.choice((0, 0, 2)) + f"{key}: {chance.choice(CANARY_YAML)}")
         return "\n".join(lines).encode()
-    value = tree(yaml.safe_load(content), chance)
+    value = tree(yaml.load(content, _Loader), chance)
     try:
-        return yaml.safe_dump(value, allow_unicode=chance.random() < 0.5).encode("utf-8", "surrogatepass")
+        return yaml.dump(value, Dumper=_Dumper, allow_unicode=chance.random() < 0.5).encode("utf-8", "surrogatepass")
     except (yaml.YAMLError, RecursionError, AttributeError):
         return as_json(value, chance)
 

@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from typer.main import get_command
 
 import ottava
 import ottava.debug
@@ -216,11 +217,16 @@ def _parts(folder: Path, chance: Random) -> None:
     mutations.file(part, chance)
 
 
+@functools.cache
+def _command() -> Any:
+    return get_command(app)  # which reads the types of every option of every command: half a second, paid once
+
+
 def quiet(*words: object) -> None:
     """A command, in this process."""
     said = io.TextIOWrapper(io.BytesIO(), "utf-8")
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-        app(list(map(str, words)), standalone_mode=False)
+        _command().main(list(map(str, words)), standalone_mode=False)
 
 
 def _read_by_command(folder: Path, out: Path) -> None:

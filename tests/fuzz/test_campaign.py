@@ -40,6 +40,13 @@ def test_a_damaged_file_is_read_or_refused(parser: Parser) -> None:
     assert row["refused"] > 0 or parser.name in ("kernel choices", "requests of a live page")
 
 
+@pytest.mark.parametrize("name, seed, case", [("rollouts", 8, 77), ("device constants", 8, 1466)])
+def test_a_case_that_was_wrong_is_refused(name: str, seed: int, case: int) -> None:
+    """Of a campaign: each ended in a traceback."""
+    row = campaign.campaign(next(one for one in PARSERS if one.name == name), 1, seed, first=case)
+    assert (row["refused"], row["found"]) == (1, {})
+
+
 def _refuses(*_: Path) -> None:
     parse_json("{")  # only a line of ottava is its sentence
 

@@ -176,7 +176,11 @@ def test_mistakes_are_named() -> None:
     for tree, message in (
         (config({"layer": ["fc1"]}, **statistics()), "needs one of layer_name_regex_pattern"),
         (config({"layer_types": ["a"], "layer_nums": 1}, **statistics()), "layer_nums"),
-        (config({"layer_numbers": ["a-b"]}, **statistics()), "ranges such as 0-3"),
+        (config({"layer_numbers": ["a-b"]}, **statistics()), "ranges as 0-3"),
+        (config({"layer_numbers": ["0-999999999"]}, **statistics()), "numbers below 10,000"),
+        (config({"layer_types": 5}, **statistics()), "layer_types: got 5; needs a name or a list"),
+        (config({"exact_layer_names": 5}, **statistics()), "exact_layer_names: got 5; needs a name or a list"),
+        ({"stats": {"enabled": True, "layers": {"layer_types": ["a"]}, "transformer_engine": ["a"]}}, "of features"),
         (config({"layer_types": ["a"]}, **statistics(tensors=["activations"])), "did you mean 'activation'"),
         (config({"layer_types": ["a"]}, **statistics(tensors=None)), "needs a name or a list"),
         (config({"layer_types": ["a"]}, **statistics(freq="often")), "freq: got 'often'; needs a whole number"),
@@ -187,5 +191,7 @@ def test_mistakes_are_named() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             WatchConfig.load(tree)
+    one_name = read_te_config(config({"layer_types": "fc1"}, **statistics()))
+    assert one_name["looks"][0]["layers"] == ["re:fc1"]  # not its letters
     assert read_te_config({}) == {"looks": [], "sample": 1, "notes": []}
     assert Period(every=3).chooses(9)

@@ -136,6 +136,9 @@ def test_constants_are_read_and_wrong_files_refused(tmp_path: Path) -> None:
         path.write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match="needs an object 'constants'"):
             Device.read(path)
+    path.write_text(json.dumps({"constants": {"capability": None}}))
+    with pytest.raises(ValueError, match="capability is null"):
+        Device.read(path)
 
 
 def test_wrong_sizes_are_refused() -> None:

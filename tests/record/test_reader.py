@@ -149,6 +149,22 @@ def test_a_torn_part_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogC
     assert "part-0-000001.parquet is torn" in caplog.text
 
 
+def test_a_flipped_bit_in_a_page_names_its_part(tmp_path: Path) -> None:
+    """Its checksum is looked at when its numbers are read."""
+    with RunWriter(tmp_path / "run") as writer:
+        writer.tally(1, key(), tally_of(a_tensor(1)))
+    (part,) = (tmp_path / "run" / STATS).glob("*.parquet")
+    data = part.read_bytes()
+    said = []
+    for at in range(100, len(data) // 2, len(data) // 40):
+        part.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        try:
+            Run.open(tmp_path / "run").table().dicts("amax", "mse", "row_sqnr_p50_db")
+        except RunError as error:
+            said.append(str(error))
+    assert any(f"{part}: is damaged (could not verify page integrity" in one for one in said), said
+
+
 def test_after_a_resumption_the_later_rows_count(tmp_path: Path) -> None:
     """Steps that were done twice are there once, as they were the second time."""
     with RunWriter(tmp_path / "run") as writer:

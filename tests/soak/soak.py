@@ -2,9 +2,10 @@
 
     ./x soak --minutes 60 [--out FILE.json]
 
-A small transformer trains under a watch, and a twin of it without one. A round trains both for the same few steps
-under every recipe in turn, evaluates, and takes a sample: resident memory, Python objects, file descriptors, threads,
-CPU time of a step, and CPU time of the watched steps over that of the twin's. The run folder grows meanwhile.
+A small transformer trains under a watch, and a twin of it without one. `ottava live` serves the run meanwhile. A round
+trains both for the same few steps under every recipe in turn, evaluates, loads the live page and its events, and takes
+a sample: resident memory, Python objects, file descriptors, threads, CPU time of a step, CPU time of the watched steps
+over that of the twin's, and memory, descriptors and threads of the page's server. The run folder grows meanwhile.
 
 The slope of each series is Theil's and Sen's, in units an hour, after a tenth of the rounds as a warm-up. Its interval
 comes from means of blocks of rounds: neighbouring samples are not independent. A series is flat if the whole interval
@@ -15,13 +16,17 @@ lies below the bound (exit code 0), grows if it lies above (1), and else the run
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
 import platform
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +47,9 @@ BOUNDS: Mapping[str, tuple[str, float, str]] = MappingProxyType(
         "threads": ("threads", 0.5, "absolute"),
         "step": ("ms of CPU time", 0.10, "of its mean"),
         "overhead": ("CPU time of watched steps over the twin's", 0.05, "absolute"),
+        "page memory": ("MiB", 64.0, "absolute"),  # the statistics that it keeps may fill 48
+        "page descriptors": ("open files", 0.5, "absolute"),
+        "page threads": ("threads", 0.5, "absolute"),
     }
 )
 """Series -> unit, what it may grow an hour, and of what."""
@@ -116,6 +124,39 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str, seed
     return time.process_time() - began, float(loss.detach())
 
 
+class Page:
+    """`ottava live` on a run: a process of its own, and a reader who comes and goes."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "ottava", "live", str(folder), "--no-open"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.address = self.process.stderr.readline().rpartition(" ")[2].strip()
+
+    def visit(self) -> dict[str, float]:
+        """Loads the page, listens until steps arrive, leaves; what the server holds then."""
+        for path in ("", "events"):
+            with urllib.request.urlopen(self.address + path, timeout=60) as answer:
+                while (line := answer.readline()) and not line.startswith(b"event: steps"):
+                    pass
+        place = Path(f"/proc/{self.process.pid}")
+        return {"page " + name: value for name, value in held(place).items()}
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(60)
+
+
+def held(process: Path) -> dict[str, float]:
+    """Resident MiB, file descriptors and threads of a process."""
+    pages = int((process / "statm").read_text().split()[1])
+    return {
+        "memory": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "descriptors": len(os.listdir(process / "fd")),
+        "threads": len(os.listdir(process / "task")),
+    }
+
+
 def _round(sides: Sequence[Any], number: int) -> dict[str, float]:
     """Both models under every recipe, the one or the other first, and an evaluation; one sample."""
     spent, losses = [0.0, 0.0], [0.0, 0.0]
@@ -129,12 +170,8 @@ def _round(sides: Sequence[Any], number: int) -> dict[str, float]:
     if losses[0] != losses[1]:
         raise RuntimeError(f"soak: the watch changed the training in round {number}: {losses[0]} against {losses[1]}")
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "memory": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+    return held(Path("/proc/self")) | {
         "objects": len(gc.get_objects()),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
         "step": 1000 * spent[0] / (_STEPS * len(ottava.RECIPES)),
         "overhead": spent[0] / spent[1],
         "loss": losses[0],
@@ -146,9 +183,9 @@ def soak(minutes: float, folder: Path, after_round: Callable[[Mapping[str, float
     sides = [_network(), _network()]
     samples: list[dict[str, float]] = []
     began = time.monotonic()
-    with ottava.watch(sides[0][0], folder / "run"):
+    with ottava.watch(sides[0][0], folder / "run"), contextlib.closing(Page(folder / "run")) as page:
         while len(samples) < 12 or time.monotonic() - began < 60 * minutes:
-            sample = _round(sides, len(samples))
+            sample = _round(sides, len(samples)) | page.visit()
             size = sum(path.stat().st_size for path in (folder / "run").rglob("*") if path.is_file())
             samples.append({"seconds": time.monotonic() - began, **sample, "folder": size / 2**20})
             after_round(samples[-1])

@@ -124,6 +124,7 @@ def test_what_others_write_is_read_or_refused() -> None:
         ({"quant_method": "fp9"}, "unknown quant_method 'fp9'; did you mean 'fp8'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "unknown quant_algo 'NVFP4'"),
         ({"quant_method": "fp8", "activation_scheme": "statik"}, "needs 'dynamic' or 'static'"),
+        (compressed({}, {"strategy": {}}), "input_activations.strategy is {}; needs a text"),
         (compressed({"strategy": "chanel"}), "unknown strategy 'chanel'; did you mean 'channel'"),
         (compressed({"strategy": "token"}), "unknown strategy 'token'"),
         (compressed({}, {"strategy": "channel"}), "unknown strategy 'channel'"),

@@ -8,7 +8,9 @@ has the same limits for pickles, and `interop.event_file` for event files.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import math
 import stat
@@ -66,19 +68,30 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a regular file, as 64 hexadecimal digits.
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[io.BufferedReader]:
+    """A regular file, open for its bytes.
 
     Raises:
-        OSError: the file cannot be read; the error names it.
-        UntrustedError: it is no regular file.
+        OSError: it cannot be opened, or a read fails; the error names the file, as the system's of a read does not.
+        UntrustedError: as in `regular_size`.
     """
     regular_size(path)
     try:
         with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:  # of a read, which names no file
-        raise OSError(error.errno, error.strerror, str(path)) from error
+            yield stream
+    except OSError as error:
+        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from error
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a regular file, as 64 hexadecimal digits.
+
+    Raises:
+        OSError, UntrustedError: as in `opened`.
+    """
+    with opened(path) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def read_text(path: Path, *, most: int = MAX_BYTES) -> str:
@@ -88,7 +101,7 @@ def read_text(path: Path, *, most: int = MAX_BYTES) -> str:
         path: the file.
         most: the largest size in bytes.
     Raises:
-        OSError: as in `regular_size`.
+        OSError: as in `opened`.
         UntrustedError: it is no regular file, too large, or not UTF-8.
 
     Example:
@@ -101,11 +114,8 @@ def read_text(path: Path, *, most: int = MAX_BYTES) -> str:
     """
     if (size := regular_size(path)) > most:
         raise LimitError(f"has {size:,} bytes; at most {most:,} are read")
-    with path.open("rb") as stream:
-        try:
-            data = stream.read(most + 1)
-        except OSError as error:  # a failing disk: the system names no file
-            raise UntrustedError(f"cannot be read ({error.strerror})") from error
+    with opened(path) as stream:
+        data = stream.read(most + 1)
     if len(data) > most:  # files of /proc have size 0
         raise LimitError(f"has more than the {most:,} bytes that are read")
     try:
@@ -118,19 +128,15 @@ def read_lines(path: Path, *, longest: int = MAX_LINE) -> Iterator[bytes]:
     """The lines of a file of any size, one at a time, without line ends. A line that is too long is "".
 
     Raises:
-        OSError, UntrustedError: as in `regular_size`.
+        OSError, UntrustedError: as in `opened`.
     """
-    regular_size(path)
-    with path.open("rb") as stream:
-        try:
-            while line := stream.readline(longest + 1):
-                whole = len(line) <= longest
-                while len(line) > longest and not line.endswith(b"\n"):
-                    line = stream.readline(longest + 1)
-                    whole = False
-                yield line.rstrip(b"\r\n") if whole else b""
-        except OSError as error:  # as in `read_text`
-            raise UntrustedError(f"{path}: cannot be read ({error.strerror})") from error
+    with opened(path) as stream:
+        while line := stream.readline(longest + 1):
+            whole = len(line) <= longest
+            while len(line) > longest and not line.endswith(b"\n"):
+                line = stream.readline(longest + 1)
+                whole = False
+            yield line.rstrip(b"\r\n") if whole else b""
 
 
 def parse_json(text: str | bytes) -> Any:

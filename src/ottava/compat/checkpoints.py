@@ -69,7 +69,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
     except (RefusedError, DamagedError) as error:
         raise UntrustedError(f"{path}: {error}") from error
     except Exception as error:
-        if isinstance(error, OSError | UntrustedError):
+        if isinstance(error, UntrustedError) or getattr(error, "filename", None):  # safetensors names no file
             raise
         raise UntrustedError(f"{path}: is damaged, or no checkpoint ({str(error).splitlines()[0]})") from error
     state: dict[str, Tensor] = {}

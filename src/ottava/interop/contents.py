@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +38,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ottava.base.text import columns, finite
-from ottava.base.untrusted import MAX_DEPTH, MAX_PARTS, LimitError, UntrustedError, parse_json, read_text, regular_size
+from ottava.base.untrusted import MAX_DEPTH, MAX_PARTS, LimitError, UntrustedError, opened, parse_json, read_text
 from ottava.interop.safe_pickle import RefusedError, StandIn, StandInTensor, check_tensors, load_pickle, load_torch
 from ottava.numerics.formats import E4M3, E5M2, Format
 
@@ -197,11 +198,11 @@ def read_entries(path: Path, wanted: Callable[[str], bool] = lambda name: True) 
     files = _files(path)
     for file in files:
         try:
-            size = regular_size(file)
-            with file.open("rb") as stream:
+            with opened(file) as stream:
+                size = os.fstat(stream.fileno()).st_size
                 first = stream.read(9)  # a header of 128 + 256 n bytes begins as a pickle does
                 is_torch = first.startswith(_TORCH_MAGIC) and first[6:] != b"\0\0{"
-        except OSError as error:  # the system names no file where a disk fails in the middle
+        except OSError as error:
             missing = isinstance(error, FileNotFoundError)
             raise StateFileError(f"{file}: {'does not exist' if missing else error.strerror}") from error
         except UntrustedError as error:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ottava.base.files import append
-from ottava.base.untrusted import regular_size
+from ottava.base.untrusted import opened
 
 _MAX_RECORD = 16 << 20
 """Bytes. The reader skips larger records, such as pictures; a record of scalars has some kilobytes."""
@@ -118,7 +118,7 @@ def read_scalars(path: Path) -> Iterator[Scalar]:
 
     Raises:
         ValueError: the file does not begin with a record, or an undamaged record is no event.
-        OSError, UntrustedError: as in `untrusted.regular_size`.
+        OSError, UntrustedError: as in `untrusted.opened`.
     Edge cases: stops at a torn or damaged record, as a killed writer leaves it. Skips records above 16 MiB.
     """
     for payload in _records(path):
@@ -174,8 +174,8 @@ def _of_tensor(tensor: bytes) -> float | None:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    remaining = regular_size(path)
-    with path.open("rb") as stream:
+    with opened(path) as stream:
+        remaining = os.fstat(stream.fileno()).st_size
         while len(head := stream.read(12)) == 12:
             length, check = head[:8], struct.unpack("<I", head[8:])[0]
             if masked_crc(length) != check:

@@ -58,6 +58,8 @@ _INSTEAD = MappingProxyType(
 """Statistic that the watch does not record by itself -> what to read."""
 _STEPS = frozenset({"freq", "start_step", "end_step", "start_end_list"})
 _FOREVER = 2**53
+_DIGITS = 4
+"""Of the number of a layer: a range is written out, and no model has 10,000 layers."""
 
 
 def is_te_config(tree: Mapping[str, Any]) -> bool:
@@ -128,7 +130,10 @@ class _Reader:
     def section(self, name: str, section: Mapping[str, Any]) -> None:
         layers = _layers(name, section["layers"])
         features = {key: value for key, value in section.items() if key not in ("enabled", "layers")}
-        features |= features.pop("transformer_engine", None) or {}
+        of_engine = features.pop("transformer_engine", None) or {}
+        if not isinstance(of_engine, Mapping):
+            raise ConfigError(f"{name}.transformer_engine: got {of_engine!r}; needs a mapping of features")
+        features |= of_engine
         for feature, config in features.items():
             where = f"{name}.{feature}"
             if feature not in self.features:  # one of their own in Python, or a typo: the rest of the file stands
@@ -213,13 +218,13 @@ def _layers(name: str, config: Any) -> list[str]:
     if unknown := [key for key in config if key not in known]:
         raise ConfigError(f"{name}.layers: {unknown_name('key', str(unknown[0]), known)}")
     if names := config.get("exact_layer_names"):
-        return [f"re:^{re.escape(str(layer))}$" for layer in names]
+        return [f"re:^{re.escape(layer)}$" for layer in _words(f"{name}.layers", "exact_layer_names", names)]
     if pattern := config.get("layer_name_regex_pattern"):
         return [f"re:{pattern}"]
     parts = []
     types, numbers = config.get("layer_types"), config.get("layer_numbers")
-    if types is not None and "all" not in types:
-        parts.append("|".join(re.escape(str(word)) for word in types))
+    if types is not None and "all" not in (words := _words(f"{name}.layers", "layer_types", types)):
+        parts.append("|".join(map(re.escape, words)))
     if numbers is not None and "all" not in (numbers if isinstance(numbers, list) else [numbers]):
         # a number that is a part of the name, and not the number in fc1
         parts.append(rf"(?<!fc)(?<!\d)(?:{'|'.join(map(str, _numbers(name, numbers)))})(?!\d)")
@@ -231,8 +236,8 @@ def _layers(name: str, config: Any) -> list[str]:
 def _numbers(name: str, given: Any) -> Iterator[int]:
     for entry in given if isinstance(given, list) else [given]:
         first, _, last = str(entry).partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()):
-            raise ConfigError(f"{name}.layers: layer_numbers {entry!r}: needs numbers, or ranges such as 0-3")
+        if not all(end.isdecimal() and len(end) <= _DIGITS for end in (first, last or first)):
+            raise ConfigError(f"{name}.layers: layer_numbers {entry!r}: needs numbers below 10,000, or ranges as 0-3")
         yield from range(int(first), int(last or first) + 1)
 
 

@@ -82,6 +82,8 @@ class Device:
                 f"{path}: needs an object 'constants' with some of {', '.join(sorted(known))}; write one with "
                 "`ottava bench ceilings`"
             )
+        if empty := [name for name, value in constants.items() if value is None]:
+            raise ValueError(f"{path}: constants.{empty[0]} is null; needs a number, or leave it out")
         if wrong := misfit(constants, {"name": str, "capability": [int], "*": float}, "constants"):
             raise ValueError(f"{path}: {wrong}")
         if "capability" in constants:

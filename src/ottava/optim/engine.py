@@ -175,7 +175,7 @@ class Engine(Optimizer):
         for index, parameter in enumerate(group["params"], place):
             if parameter.grad is None:
                 continue
-            gradient = local(parameter.grad)
+            gradient = local(summed(parameter))
             if gradient.layout != torch.strided:
                 raise TypeError(
                     f"{type(self).__name__}: got a gradient of layout {gradient.layout}; it takes dense ones"
@@ -457,6 +457,14 @@ def _stream(group: Mapping[str, Any], index: int, place: int) -> int:
     """The key of a parameter's random numbers: its name as the model has it, if the optimizer knows names."""
     names = group.get("param_names")
     return zlib.crc32(_WRAPPERS.sub("", names[index]).encode()) if names else place
+
+
+def summed(parameter: Tensor) -> Any:
+    """Its gradient, split as the parameter is. Ranks that each see a part of the tokens may hold parts of a sum."""
+    gradient: Any = parameter.grad
+    if any(place.is_partial() for place in getattr(gradient, "placements", ())):
+        return gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return gradient
 
 
 def _sharded(tensor: Any, like: Tensor) -> Any:

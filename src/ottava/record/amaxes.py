@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ottava.base.errors import RefusesUnknownFields, unknown_name
-from ottava.base.untrusted import parse_json
+from ottava.base.untrusted import opened, parse_json
 from ottava.numerics.formats import Format, get_format
 from ottava.numerics.scaling import ScaleFormat
 from ottava.numerics.tensor import QuantizationSpec
@@ -279,7 +279,7 @@ def read_series(run_dir: Path | str) -> Recording:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as stream:
+    with opened(path) as stream:
         for line in stream:
             if line.endswith(b"\n"):  # a killed process leaves a torn line
                 yield line

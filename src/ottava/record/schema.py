@@ -37,7 +37,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ottava.base.untrusted import MAX_STEP, UntrustedError, misfit, parse_json, read_text, regular_size
+from ottava.base.untrusted import MAX_STEP, UntrustedError, misfit, opened, parse_json, read_text
 from ottava.measure.tally import Tally, tally_fields
 
 if TYPE_CHECKING:
@@ -224,8 +224,8 @@ class Part:
         self.path = path
         with self._damage():
             if data is None:
-                regular_size(path)
-                data = path.read_bytes()
+                with opened(path) as stream:
+                    data = stream.read()
             self.nbytes = len(data)
             self._file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
             about = self._file.metadata
@@ -243,12 +243,12 @@ class Part:
             RunError: a column is missing or of another type; the message names it.
         """
         with self._damage():
-            return _checked(self.path, self._file.read(columns=list(names)), names)
+            return _checked(self.path, self._numbers(list(names)), names)
 
     def without(self, steps: Collection[int]) -> Part | None:
         """The part without the rows of these steps, in memory; None if no row is left."""
         with self._damage():
-            whole = self._file.read()
+            whole = self._numbers()
             kept = whole.filter(pc.invert(pc.is_in(whole["step"], pa.array(sorted(steps), pa.int64()))))
             if kept.num_rows == whole.num_rows:
                 return self
@@ -256,6 +256,12 @@ class Part:
                 return None
             store(kept, sink := pa.BufferOutputStream())
             return Part(self.path, sink.getvalue().to_pybytes())
+
+    def _numbers(self, names: list[str] | None = None) -> pa.Table:
+        try:
+            return self._file.read(columns=names)
+        except OSError as error:  # a wrong checksum of a page, from bytes that lie in memory: it names no file
+            raise ValueError(str(error)) from error
 
     @contextmanager
     def _damage(self) -> Iterator[None]:

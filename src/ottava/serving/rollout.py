@@ -231,6 +231,8 @@ def _rollout(fields: Mapping[str, list[Any]], form: DumpFormat) -> Rollout:
         at.append(chosen[present].nonzero()[:, 0])
         for name, column in values.items():
             if (one := get(name, i, torch.float32)) is not None:
+                if one.ndim > 1:
+                    raise UntrustedError(f"{name} has {one.ndim} dimensions in sequence {i}; needs one number a token")
                 column.append(_same(one, len(counted), name.removesuffix("?"), form, i)[chosen[offset:]])
         if "routed_experts" in fields and (one := get("routed_experts", i, torch.int64)) is not None:
             routes.append(_same(one, len(whole), "routed_experts", form, i)[present])

@@ -500,10 +500,10 @@ def restore_shards(
     for parameter, name in _parameters(model, optimizer):
         for entry in (key for key in entries if key.rpartition(".")[0] == f"optimizer.{name}"):
             shape, dtype = entries[entry]
-            if shape == parameter.shape:
-                wanted[entry] = torch.empty_like(_plain(parameter.detach()), dtype=dtype)
-            elif not isinstance(parameter, DTensor) or not shape:  # group scales fit no other split into shards
+            if not isinstance(parameter, DTensor) or not shape:
                 wanted[entry] = torch.empty(shape, dtype=dtype)
+            elif shape == parameter.shape:  # group scales fit no other split into shards
+                wanted[entry] = torch.empty_like(_plain(parameter.detach()), dtype=dtype)
     prefix = f"random.{rank}." if any(name.startswith(f"random.{rank}.") for name in entries) else "random."
     random = [name for name in entries if name.startswith(prefix) and name.removeprefix(prefix) in ("cpu", "cuda")]
     wanted |= {name: torch.empty(entries[name][0], dtype=torch.uint8) for name in random}
@@ -608,8 +608,17 @@ def _as_whole(value: Any, order: Tensor | None) -> Any:
     value = _plain(value.detach() if isinstance(value, Tensor) else value)
     if order is None:
         return value
-    whole = value.full_tensor()
+    whole = _gathered(value)
     return torch.empty_like(whole).index_copy_(0, order, whole)
+
+
+def _gathered(value: DTensor) -> Tensor:
+    """The whole of a DTensor. Gloo gathers no int16, the dtype of remainders, but these bits under another name."""
+    part, known = local(value), value.dtype != torch.int16
+    whole: dict[str, Any] = {"shape": value.shape, "stride": value.stride()}
+    part = part if known else part.view(torch.float16)
+    full = DTensor.from_local(part, value.device_mesh, value.placements, run_check=False, **whole).full_tensor()
+    return full if known else full.view(torch.int16)
 
 
 def _fill(target: Any, whole: Tensor) -> None:

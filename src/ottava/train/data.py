@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ottava.base.settings import ConfigError
-from ottava.base.untrusted import UntrustedError, regular_size
+from ottava.base.untrusted import UntrustedError, opened
 from ottava.train.config import DataConfig, TrainConfig
 
 # The default text leaves out tests (a third of the library, with many tables), generated tables and other packages.
@@ -170,8 +170,7 @@ def _read(files: Iterable[Path], max_bytes: int | None, *, skip_binary: bool) ->
         if budget == 0:
             return
         try:
-            regular_size(file)
-            with file.open("rb") as stream:
+            with opened(file) as stream:
                 text = stream.read(-1 if budget is None else budget)
         except (OSError, UntrustedError) as error:
             raise DataError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ottava.base.settings import ConfigError
 from ottava.distributed import ColwiseParallel, ContextParallel, ExpertParallel, RowwiseParallel, fully_shard
 from ottava.nn.moe import MoE
+from ottava.optim.engine import summed
 from ottava.train.config import ModelConfig, ParallelConfig
 from ottava.train.model import VOCABULARY, ByteTransformer, entropy, loss
 from ottava.train.ranks import Orders, Ranks, local
@@ -259,8 +260,11 @@ class Stage(nn.Module):
 
 
 def finish_gradients(model: nn.Module, count: int, ranks: Ranks) -> None:
-    """Turns sums of gradients into means: over microbatches, and over replicas that no wrapper averages."""
+    """Adds what ranks with other tokens have of a gradient; then sums become means: over microbatches, and over
+    replicas that no wrapper averages."""
     config = ranks.config
+    for parameter in model.parameters() if config.tp > 1 else ():
+        parameter.grad = summed(parameter)
     wrapped = config.shard > 1 or (ranks.size == config.replicas and ranks.experts is None)
     replicas = 1 if wrapped else config.replicas
     if count == replicas == 1:

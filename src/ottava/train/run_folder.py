@@ -34,7 +34,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from ottava.base.settings import ConfigError, flatten
 from ottava.base.text import to_json
-from ottava.base.untrusted import parse_json, read_text, regular_size
+from ottava.base.untrusted import opened, parse_json, read_text
 from ottava.train.checkpoint import CheckpointError, as_checkpoint_error, atomic_write
 from ottava.train.config import FREE, TrainConfig, load_config
 
@@ -185,8 +185,8 @@ class RunFolder:
         lines: list[bytes] = []
         try:
             if self._metrics.exists():
-                regular_size(self._metrics)
-                lines = self._metrics.read_bytes().splitlines(keepends=True)[:step]
+                with opened(self._metrics) as stream:
+                    lines = stream.read().splitlines(keepends=True)[:step]
             records = [StepRecord.from_json(line.decode()) for line in lines]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{self._metrics}: has a line without a step ({error})") from error

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ottava.base.errors import unknown_name
 from ottava.base.text import listed
-from ottava.base.untrusted import UntrustedError, misfit, parse_json, read_text, regular_size
+from ottava.base.untrusted import UntrustedError, misfit, opened, parse_json, read_text, regular_size
 from ottava.numerics.formats import E2M1, E4M3
 from ottava.numerics.rounding import code_values, round_to_format
 from ottava.numerics.scaling import (
@@ -373,10 +373,11 @@ def compiled(pattern: str, where: str = "ignored layers", shown: str = "") -> re
         raise UntrustedError(f"pattern {shown or pattern!r} of {where} is no regular expression: {error}") from error
 
 
-_ARGUMENTS = MappingProxyType({"num_bits": int, "type": str, "strategy": str, "block_structure": [int]})
-_SHAPE = MappingProxyType(
-    {"quant_method": str, "weight_block_size": [int], "config_groups": {"*": {"targets": [str], "weights": _ARGUMENTS}}}
+_ARGUMENTS = MappingProxyType(
+    {"num_bits": int, "type": str, "strategy": str, "group_size": int, "block_structure": [int]}
 )
+_GROUP = MappingProxyType({"targets": [str], "weights": _ARGUMENTS, "input_activations": _ARGUMENTS})
+_SHAPE = MappingProxyType({"quant_method": str, "weight_block_size": [int], "config_groups": {"*": _GROUP}})
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization:
@@ -595,9 +596,9 @@ def _open(folder: Path, name: str, files: ExitStack) -> Any:
     regular_size(path)
     try:
         file = files.enter_context(safe_open(path, framework="pt"))
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:  # of a file that cannot be mapped, too
         raise UntrustedError(f"{name} is no safetensors file, or cut short ({error})") from error
-    with path.open("rb") as stream:  # the library takes the last of two equal keys
+    with opened(path) as stream:  # the library takes the last of two equal keys
         header = stream.read(int.from_bytes(stream.read(8), "little"))
     try:
         parse_json(header)
