@@ -169,7 +169,8 @@ def test_gates_and_ups_lie_in_blocks_in_turn(shape: tuple[int, ...]) -> None:
     rows = torch.arange(float(torch.Size(shape).numel())).view(shape)
     gates, ups = rows.chunk(2)
     turned = te.interleave_glu_tensor(rows, 2)
-    assert torch.equal(turned, torch.cat([part for pair in zip(gates.split(2), ups.split(2), strict=True) for part in pair]))
+    blocks = zip(gates.split(2), ups.split(2), strict=True)
+    assert torch.equal(turned, torch.cat([block for pair in blocks for block in pair]))
     assert torch.equal(te.deinterleave_glu_tensor(turned, 2), rows)
     with pytest.raises(ValueError, match="needs a multiple of two blocks"):
         te.interleave_glu_tensor(rows, 5)
