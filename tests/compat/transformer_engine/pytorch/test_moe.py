@@ -162,3 +162,15 @@ def test_the_balance_loss() -> None:
     # as in Switch Transformer: experts * sum of (share of choices) * (mean score)
     wanted = 0.1 * 4 * sum(float(there[:, e].sum()) / 12 * float(scores[:, e].mean()) for e in range(4))
     assert abs(float(loss) - wanted) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(12,), (12, 3), (4, 2)])
+def test_gates_and_ups_lie_in_blocks_in_turn(shape: tuple[int, ...]) -> None:
+    rows = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    gates, ups = rows.chunk(2)
+    turned = te.interleave_glu_tensor(rows, 2)
+    blocks = zip(gates.split(2), ups.split(2), strict=True)
+    assert torch.equal(turned, torch.cat([block for pair in blocks for block in pair]))
+    assert torch.equal(te.deinterleave_glu_tensor(turned, 2), rows)
+    with pytest.raises(ValueError, match="needs a multiple of two blocks"):
+        te.interleave_glu_tensor(rows, 5)

@@ -152,7 +152,10 @@ BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "set_capture_start",
         ),
         "gradients": ("get_dummy_wgrad",),
-        "moe": ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"),
+        "moe": (
+            *("deinterleave_glu_tensor", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"),
+            *("fused_topk_with_score_function", "interleave_glu_tensor"),
+        ),
         "state": ("TransformerEngineBaseModule",),
         "module": (*("L2Normalization", "get_default_init_method", "init_method_normal", "scaled_init_method_normal"),),
         "quantization": (

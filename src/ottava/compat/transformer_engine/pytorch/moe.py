@@ -348,3 +348,32 @@ def _map(chosen: Tensor, logits: Tensor, form: object) -> Tensor:
     bits = torch.nn.functional.pad(there, (0, -experts % 8)).view(len(chosen), -1, 8).to(torch.uint8)
     weights = 2 ** torch.arange(8, device=chosen.device, dtype=torch.uint8)
     return (bits * weights).sum(-1, dtype=torch.uint8).view(*logits.shape[:-1], -1)
+
+
+def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
+    """Rows of all gates, then of all ups, become blocks of interleave_size rows in turn: gates, ups, gates, ...
+
+    Raises:
+        ValueError: the rows are no multiple of two blocks.
+
+    Example:
+        >>> interleave_glu_tensor(torch.arange(8), 2)
+        tensor([0, 1, 4, 5, 2, 3, 6, 7])
+    """
+    return _swap_blocks("interleave_glu_tensor", tensor, interleave_size, (2, -1))
+
+
+def deinterleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
+    """Undoes `interleave_glu_tensor`.
+
+    Example:
+        >>> deinterleave_glu_tensor(torch.tensor([0, 1, 4, 5, 2, 3, 6, 7]), 2)
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    return _swap_blocks("deinterleave_glu_tensor", tensor, interleave_size, (-1, 2))
+
+
+def _swap_blocks(where: str, tensor: Tensor, size: int, blocks: tuple[int, int]) -> Tensor:
+    if size < 1 or tensor.shape[0] % (2 * size):
+        raise ValueError(f"{where}: got {tensor.shape[0]} rows and blocks of {size}; needs a multiple of two blocks")
+    return tensor.reshape(*blocks, size, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
