@@ -444,6 +444,7 @@ class MergedColumns:
         self.tallies, self.group = tallies, group
 
     def rows(self, name: str, index: Index) -> Array:
+        """A field of these groups, merged as its sum is."""
         position = np.full(int(self.group.max(initial=-1)) + 1, -1)
         position[index] = np.arange(len(index))
         members = np.flatnonzero(position[self.group] >= 0)
@@ -454,6 +455,7 @@ class MergedColumns:
         return merged
 
     def filled(self, name: str, index: Index) -> Array:
+        """Whether any row of a group has a histogram."""
         any_of_group = np.zeros(int(self.group.max(initial=-1)) + 1, dtype=bool)
         np.logical_or.at(any_of_group, self.group, self.tallies.filled(name))
         return np.asarray(any_of_group[index])
