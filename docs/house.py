@@ -31,17 +31,17 @@ ENTRANCES = MappingProxyType(
 """A way into the package -> its module, and the functions in it that run: what they import counts too."""
 LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
-        "Python lines in src": (83_100, 48_000),
-        "files": (298, 200),
+        "Python lines in src": (83_900, 48_000),
+        "files": (299, 200),
         "modules in the root": (3, 6),
-        "longest import chain": (29, 22),
+        "longest import chain": (28, 22),
         "modules behind import ottava.train.config": (21, 20),
         "modules behind ottava table": (15, 15),
-        "modules behind ottava export": (80, 60),
+        "modules behind ottava export": (45, 60),
         "public class names with more than one home": (9, 12),
         "comments per 1,000 lines in kernels, ops, engine": (60, 60),
-        "test lines": (71_700, 46_000),
-        "benchmark lines": (4_500, 4_000),
+        "test lines": (73_500, 46_000),
+        "benchmark lines": (4_900, 4_000),
     }
 )
 """Figure -> the limit that a test holds today, and the goal. All are "at most", but comments are "at least".
