@@ -604,3 +604,30 @@ def test_casts_that_hurt_late_or_for_a_moment_began_nothing(tmp_path: Path) -> N
     for name, errors, part in (("settles", (0.4, 0.2, 0.1), "innocent"), ("stays", (0.4, 0.2, 0.3), "guilty")):
         lines = tuple(shadow(step, error) for step, error in zip((3, 5, 10), errors, strict=True))
         assert diagnose(record(tmp_path / name, jump, casts=True, experiments=lines)).fp8 == part, name
+
+
+def test_labels_that_turn_within_a_run_are_told_with_their_step(tmp_path: Path) -> None:
+    """Shifted twice from step 25 on: without a good run, and beside one that has the same inputs."""
+
+    def run(name: str, turn: int) -> Run:
+        def change(s: int) -> dict[str, float]:
+            ahead = {f"labels_ahead_{k}_pct": 100.0 * (k == (1 if s < turn else 2)) for k in range(3)}
+            return {
+                **ahead,
+                "loss": 4.0 - 0.02 * s + (3.0 if s >= turn else 0.0),
+                "input_hash": 7.0 * s,
+                "label_hash": 3.0 * s + (s >= turn),
+            }
+
+        return record(tmp_path / name, change)
+
+    bad, good = run("bad", 25), run("good", 99)
+    alone = diagnose(bad)
+    assert first(alone) == "D6"
+    assert "From step 25 on the labels ask at each place for the token after the next one" in alone.sentence
+    assert diagnose(good).findings == []
+    beside = diagnose(bad, baseline=good)
+    said = " ".join(f"{one.title}. {one.cause} {one.remedies}" for one in (*beside.findings, *beside.notes))
+    assert "The inputs are those of the good run, and the labels are not" in said
+    assert "in 100 % of the steps from there" in said
+    assert "collator" in said

@@ -437,6 +437,7 @@ _TITLES = MappingProxyType(
         "weights": "The run begins with other weights than the good run",
         "program": "The loop does something else than in the good run",
         "batch": "The run sees other batches than the good run",
+        "labels": "The inputs are those of the good run, and the labels are not",
     }
 )
 
@@ -458,8 +459,8 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
         values |= {k: f"{v:.6g}" for k, v in values.items() if isinstance(v, float)}
         trial = {"settings": {one.key: one.good}} if one.key in GROUP_SETTINGS[1:] else None
         return render("good_lr" if one.key == "lr" else "good_setting", values, frameworks, trial)
-    names = {"weights": "good_weights", "batch": "good_batch", "optimizer": "good_setting", "casting": "good_setting",
-             "parameter": "optimizer"}  # fmt: skip
+    names = {"weights": "good_weights", "batch": "good_batch", "labels": "good_labels", "optimizer": "good_setting",
+             "casting": "good_setting", "parameter": "optimizer"}  # fmt: skip
     return render(names.get(one.kind, "good_code"), values, frameworks)
 
 

@@ -44,7 +44,7 @@ class Difference:
     """One difference of two runs."""
 
     kind: str
-    """recipe, casting, optimizer, setting, code, cast, parameter, program, weights, batch or ranks."""
+    """recipe, casting, optimizer, setting, code, cast, parameter, program, weights, batch, labels or ranks."""
     key: str
     good: Any
     bad: Any
@@ -231,13 +231,17 @@ def _batch(good: Facts, bad: Facts) -> list[Difference]:
     found = compare_batches(good, bad)
     if found is None or found["step"] is None:
         return []
-    said = f"The {found['what']} differ from step {found['step']} on, in {found['share_pct']:.0f} % of the steps."
-    return [Difference("batch", found["what"], None, None, said, int(found["step"]))]
+    share = f"{found['share_pct']:.0f} % of the steps"
+    said = f"The {found['what']} differ from step {found['step']} on, in {share} from there."
+    hashed = all(side.column("input_hash") is not None for side in (good, bad))
+    # equal inputs with other labels are no other order of the data
+    kind = "labels" if found["what"] == "labels" and hashed else "batch"
+    return [Difference(kind, found["what"], None, None, said, int(found["step"]))]
 
 
 def compare_batches(good: Facts, bad: Facts) -> dict[str, Any] | None:
-    """{step, what, share_pct}: the first step whose batch differs, and the share of such steps; step is None if none
-    does; None if a run has no hashes."""
+    """{step, what, share_pct}: the first step whose batch differs, and the share of such steps from it on; step is None
+    if none does; None if a run has no hashes."""
     common, mine, theirs = np.intersect1d(good.steps, bad.steps, return_indices=True)
     apart: dict[str, Any] = {}
     known = np.zeros(len(common), dtype=bool)  # a watch with a budget hashes some steps only
@@ -253,7 +257,8 @@ def compare_batches(good: Facts, bad: Facts) -> dict[str, Any] | None:
         return {"step": None, "what": "", "share_pct": 0.0}
     first = int(np.flatnonzero(either)[0])
     what = " and ".join(name for name, values in apart.items() if values[first])
-    return {"step": int(common[first]), "what": what, "share_pct": float(f"{100 * float(either[known].mean()):.4g}")}
+    share = 100 * float(either[first:][known[first:]].mean())
+    return {"step": int(common[first]), "what": what, "share_pct": float(f"{share:.4g}")}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -122,12 +122,22 @@ def _labels_shifted(facts: Facts, event: Event | None) -> Broken | None:
         (same, "the token that it is given: nothing has shifted them"),
         (after, "the token after the next one: they are shifted twice"),
     ):
-        if (hit := (np.nan_to_num(column) >= _MATCH) & ~(following >= _CHANCE)).mean() > 0.9:
+        hit = (np.nan_to_num(column) >= _MATCH) & ~(following >= _CHANCE)
+        if hit.mean() > 0.9:
             return Broken(f"The labels ask at each place for {said}, in {hit.sum()} of {len(hit)} steps.")
+        known = np.isfinite(column)
+        seen, right = hit[known], (following >= _MATCH)[known]
+        turn = len(seen) - int(np.argmin(seen[::-1])) if len(seen) else 0  # behind the last step that does not
+        if len(seen) - turn >= _MANY and right[:turn].sum() > 0.9 * max(turn, _MANY):
+            step = int(facts.steps[known][turn])
+            return Broken(
+                f"From step {step} on the labels ask at each place for {said}; before, for the next token.", step
+            )
     return None
 
 
 _MATCH, _CHANCE = 99.0, 90.0  # percent of the labels
+_MANY = 8  # steps of one kind of labels
 
 
 def _same_batch(facts: Facts, event: Event | None) -> Broken | None:

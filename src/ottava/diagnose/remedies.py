@@ -70,6 +70,9 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         "good_batch": Remedy(
             "Give both runs the same batches: the seed, the order of workers, and the resumed position."
         ),
+        "good_labels": Remedy(
+            "Compare what makes the labels of both runs: the collator, masks, a shift, the index -100."
+        ),
         "good_code": Remedy("Compare the code of the two runs at this place."),
         "clip": Remedy(
             "Clip the gradient norm at ${norm}.",
