@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -622,7 +623,7 @@ def _of_attention() -> Iterator[Fault]:
     )
 
 
-_ATTENTION = {"qkv": "q, k and v go", "s": "Probabilities go", "o": "o goes", "do": "grad goes", "dp": "The gradient of the scores goes", "dqkv": "dq, dk and dv go"}
+_ATTENTION = MappingProxyType({"qkv": "q, k and v go", "s": "Probabilities go", "o": "o goes", "do": "grad goes", "dp": "The gradient of the scores goes", "dqkv": "dq, dk and dv go"})
 
 
 def _of_optimizers() -> Iterator[Fault]:

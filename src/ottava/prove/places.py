@@ -39,9 +39,9 @@ def part_of(kind: str, parts: Sequence[Part]) -> str:
     """A sentence that is true of all given numbers, and of none of the others; "" if none is known.
 
     Example:
-        >>> given = torch.arange(40)[:, None].expand(40, 4) >= 32
-        >>> part_of("cast", [Part(KernelCase("", {"x": torch.ones(40, 4)}), {}, "data", given, ~given)])
-        'in rows beyond the last whole 16'
+        >>> given = torch.arange(40)[:, None].expand(40, 5) >= 32
+        >>> part_of("cast", [Part(KernelCase("", {"x": torch.ones(40, 5)}), {}, "data", given, ~given)])
+        'in rows beyond the last whole 32'
     """
     if not any(bool(part.others.any()) for part in parts):
         return "everywhere"
@@ -60,7 +60,7 @@ def _tail(parts: Sequence[Part]) -> str:
     """The row or column from which on all numbers are given ones, and none before."""
     for dim, word in ((0, "row"), (1, "column")):
         firsts = set()
-        for part in parts:
+        for part in (part for part in parts if part.given.numel()):
             given = (
                 part.given.reshape(-1, part.given.shape[-1]) if part.given.dim() > 1 else part.given[None].flatten(1)
             )

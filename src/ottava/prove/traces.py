@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -43,8 +44,16 @@ def load_trace(path: Path) -> StepRecording:
 
 
 _TE = re.compile(r"(?P<layer>.+)_(?P<tensor>activation|gradient|weight|output|wgrad|dgrad)_iter_(?P<step>\d+)")
-_TE_KINDS = {"weight": "weight", "activation": "input", "output": "output", "gradient": "output gradient",
-             "dgrad": "input gradient", "wgrad": "gradient"}  # fmt: skip
+_TE_KINDS = MappingProxyType(
+    {
+        "weight": "weight",
+        "activation": "input",
+        "output": "output",
+        "gradient": "output gradient",
+        "dgrad": "input gradient",
+        "wgrad": "gradient",
+    }
+)
 
 
 def _numbers(path: Path) -> list[tuple[int, str]]:
