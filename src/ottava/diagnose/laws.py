@@ -402,7 +402,8 @@ def _shortened(facts: Facts, step: int) -> str:
     now = facts.at("lr", step)
     if lr is not None and lr[-1] >= float(np.nanmax(lr)) > 1.2 * now:
         return f" The learning rate rises up to the end of the run: it is {now:.3g} there, and {lr[-1]:.3g} at last."
-    if lr is not None and now < 0.1 * (largest := float(np.nanmax(lr))):
+    # a schedule with restarts is low now and then; one that spends most of the run there is at fault
+    if lr is not None and now < 0.1 * (largest := float(np.nanmax(lr))) and np.nanmean(lr < 0.1 * largest) > 0.5:
         return f" The learning rate is {now:.3g} there; the largest is {largest:.3g}."
     look = facts.moves.get(max((s for s in facts.moves if s <= step), default=0), {})
     looks = [(row["gradient"], facts.held(name).get("eps")) for name, row in look.items()]
