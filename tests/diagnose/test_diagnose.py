@@ -252,8 +252,8 @@ def test_short_steps_are_told_from_those_of_a_schedule(tmp_path: Path) -> None:
     falls = lambda s: {"lr": rates[s], "lr/0": rates[s]}  # noqa: E731
     for name, steps in (("falls", short), ("falls to nothing", {29: 0.99, 31: 1.0})):
         assert "; the largest is 0.08." in said(name, steps, falls)
-    restarts = {s: 0.1 if s % 20 < 14 else 1e-3 for s in range(1, 41)}
-    assert not said("restarts", {16: 0.5, 32: 0.5}, lambda s: {"lr": restarts[s], "lr/0": restarts[s]})
+    restarts = {s: 0.1 if s % 14 < 10 else 1e-3 for s in range(1, 41)}
+    assert not said("restarts", {12: 0.5, 26: 0.5}, lambda s: {"lr": restarts[s], "lr/0": restarts[s]})
     assert "rises up to the end of the run: it is 0.03 there, and 0.04 at last." in said(
         "rises", short, lambda s: {"lr": 1e-3 * s, "lr/0": 1e-3 * s}
     )
