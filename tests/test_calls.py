@@ -41,8 +41,9 @@ MOST_CALLS = {
     "averis": 130,  # products of parts decode a tensor, by no plan
     "mxfp4": 43,
 }
-MOST_FILES = {"delayed": 12, "guarded": 12, "rowwise_with_gw_hp": 9, "nvfp4": 9, "nvfp4_rht": 11, "mxfp4": 9}
+MOST_FILES = {"delayed": 12, "guarded": 12, "nvfp4": 9, "nvfp4_rht": 11, "mxfp4": 9}
 MOST_FILES |= {"four_over_six": 11, "four_over_six_te": 9, "ms_eden": 11, "averis": 14}
+MOST_FILES["rowwise_with_gw_hp"] = 10 if torch_is_beaten() else 9  # sums of columns beside our own dense GEMM
 OTHERS = 40, 8
 
 

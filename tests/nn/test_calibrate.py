@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava.engine.quantizer import Quantizer
+from ottava.engine.quantizer import Quantizer, stage
 from scaling_samples import (
     DELAYED,
     WIDTH,
@@ -290,10 +290,10 @@ def test_calibration_stages_the_amax_of_all_rows() -> None:
     for shape, value, staged in (((2, 3, 4), -5.0, [5, 0, 0]), ((4,), 9.0, [9, 0, 0]), ((2, 2), math.nan, [9, 1, 0])):
         x = torch.zeros(shape)
         x.view(-1)[-1] = value
-        door.calibrate(x, DELAYED)
+        stage(door.calibrated(x, DELAYED))
         assert door.spec == DELAYED
         assert door.staged.tolist() == staged
     longer = replace(DELAYED, amax_history_len=9)
     with pytest.warns(UserWarning, match="amax_history_len changed"):
-        door.calibrate(torch.ones(2, 2), longer)
+        stage(door.calibrated(torch.ones(2, 2), longer))
     assert (door.spec, len(door.amax_history), door.staged.tolist()) == (longer, 9, [9, 1, 0])
