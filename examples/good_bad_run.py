@@ -4,7 +4,7 @@ Trains the byte model twice in FP8, from the same weights and on the same batche
 one number: its learning rate is far too high. `compare` names the setting that differs, the tensor that left the good
 run's band first, and the most damaged tensors. `diagnose` names the learning rate, and says what trying the casts
 told about FP8. The folders stay for `ottava compare`, `ottava diagnose`, `ottava what-if` and `ottava report`.
-Half a minute on one CPU core.
+A minute on one CPU core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Many processes on torch's own engine: FP8 under `parallelize_module`, FSDP2 and DDP; what is sent; do ranks agree?"""
 
 from ottava.distributed.fsdp import fully_shard
-from ottava.distributed.gradients import FP8ReduceScatter, fp8_gradient_hook
+from ottava.distributed.gradients import FP8ReduceScatter, each_gradient_hook, fp8_gradient_hook
 from ottava.distributed.styles import (
     ColwiseParallel,
     ContextParallel,
@@ -23,6 +23,7 @@ __all__ = [
     "PrepareInput",
     "RowwiseParallel",
     "SequenceParallel",
+    "each_gradient_hook",
     "fp8_gradient_hook",
     "fully_shard",
     "tensor_parallel_plan",

@@ -62,6 +62,38 @@ def fp8_gradient_hook(
     return future
 
 
+def each_gradient_hook(
+    group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch's stub leaves it out
+) -> torch.futures.Future[Tensor]:
+    """The mean of each gradient, summed by itself: a run that is resumed under DDP has the bits of one that was not.
+
+    The ranks of a ring add the parts of a buffer in different orders, and DistributedDataParallel lays its buffers out
+    anew after its first backward. So with three ranks or more, torch's own sum has other last bits in the first step
+    after a resume than in the same step of a run without a break.
+
+    Args:
+        group: of the DistributedDataParallel; None: the default one.
+        bucket: gradients in any dtype.
+    Returns:
+        The mean, in the bucket's memory and dtype. It sends what torch's own sum does, in one call for each parameter.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
+        >>> ddp.register_comm_hook(None, each_gradient_hook)
+        >>> ddp(torch.tensor([[1.0, 2.0, 3.0, 4.0]])).sum().backward()
+        >>> ddp.module.weight.grad
+        tensor([[1., 2., 3., 4.]])
+        >>> dist.destroy_process_group()
+    """
+    size = dist.get_world_size(group)
+    parts = [gradient.div_(size) for gradient in bucket.gradients()]
+    sums = [dist.all_reduce(part, group=group, async_op=True).get_future() for part in parts]
+    return torch.futures.collect_all(sums).then(lambda _: bucket.buffer())
+
+
 class FP8ReduceScatter:
     """FSDP2's reduce-scatter, with FP8 codes on the wire: for `module.set_custom_reduce_scatter(FP8ReduceScatter())`.
 

@@ -21,7 +21,14 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from ottava.base.settings import ConfigError
-from ottava.distributed import ColwiseParallel, ContextParallel, ExpertParallel, RowwiseParallel, fully_shard
+from ottava.distributed import (
+    ColwiseParallel,
+    ContextParallel,
+    ExpertParallel,
+    RowwiseParallel,
+    each_gradient_hook,
+    fully_shard,
+)
 from ottava.nn.moe import MoE
 from ottava.optim.engine import summed
 from ottava.train.config import ModelConfig, ParallelConfig
@@ -68,7 +75,9 @@ def split(model: ByteTransformer, sizes: ModelConfig, ranks: Ranks) -> tuple[nn.
             raise ConfigError(f"parallel.shard is {config.shard}: {error}") from error
     elif ranks.size == config.replicas and ranks.experts is None:  # DistributedDataParallel refuses split weights
         index = ranks.device.index if ranks.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=None if index is None else [index]), orders
+        wrapper = DistributedDataParallel(model, device_ids=None if index is None else [index])
+        wrapper.register_comm_hook(None, each_gradient_hook)  # a resumed run has the bits of a whole one
+        return wrapper, orders
     return model, orders
 
 
