@@ -399,6 +399,40 @@ def test_a_high_learning_rate_is_more_than_chance(tmp_path: Path) -> None:
         assert [f.id for f in diagnose(run).findings] == said, trials
 
 
+def test_a_step_that_replaced_the_weights_is_told_though_the_loss_comes_back(tmp_path: Path) -> None:
+    """The loss is then worse than before any training; neither the step alone nor the jump alone is enough."""
+
+    def run(name: str, ratio: float, jump: float) -> Diagnosis:
+        change = lambda s: {"loss": 4.0 - 0.04 * s + jump * (3 <= s < 9)}  # noqa: E731
+        return diagnose(record(tmp_path / name, change, move=lambda name, step: {"ratio": ratio}))
+
+    found = run("both", 2.6, 6.0)
+    assert (first(found), found.verdict) == ("O12", "warning")
+    assert found.findings[0].cause == "Step 1 moves the median weight matrix by 260 % of itself with lr 0.001."
+    assert found.event == "The loss leaves the band of its own noise at step 3 and is back at step 9."
+    assert [run("calm", 0.9, 6.0).findings, run("low", 2.6, 0.1).findings] == [[], []]
+
+
+def test_a_loss_that_comes_back_a_part_of_the_way_is_said_so(tmp_path: Path) -> None:
+    loss = lambda s: {"loss": 9.0 - 0.4 * s if s <= 20 else 5.0 if s < 24 else 1.9}  # noqa: E731
+    part = diagnose(record(tmp_path / "part", loss))
+    said = (
+        "The loss leaves the band of its own noise at step 21 and comes back to 1.9 only; before, its median was 1.8."
+    )
+    assert part.event == said
+
+
+def test_a_law_that_the_good_run_keeps_comes_before_the_place(tmp_path: Path) -> None:
+    """It says what the place does. A law that both break says nothing of the difference."""
+    others = [{**p, "held": None if p["name"] == NAMES[0] else HELD} for p in parameters()]
+
+    good = record(tmp_path / "good", trace=pairs("linear", trains=False))
+    bad = record(tmp_path / "bad", rises, trace=pairs("unsqueeze", trains=False), parameters=others)
+    both = record(tmp_path / "both", trace=pairs("linear", trains=False), parameters=others)
+    ids = [[f.id for f in diagnose(bad, baseline=one).findings] for one in (good, both)]
+    assert [names[0] for names in ids] == ["O3", "DIFF"]
+
+
 def test_what_a_clean_training_does_is_no_finding(tmp_path: Path) -> None:
     """A teacher without gradients, a second optimizer for a second task, missing values, a warm restart, a jump of the
     loss that comes back."""

@@ -20,7 +20,7 @@ BACKWARD, SCALE = torch.autograd.backward, torch.amp.GradScaler.scale
 @pytest.fixture
 def losses() -> Iterator[list[float]]:
     seen: list[float] = []
-    tap = LossTap(lambda loss: seen.append(loss.item()))
+    tap = LossTap(lambda loss, share: seen.append(loss.item()))
     tap.attach()
     yield seen
     tap.detach()
@@ -84,7 +84,7 @@ def test_keeps_no_graph(losses: list[float]) -> None:
 def test_one_who_wraps_after_us_stays_wrapped() -> None:
     seen: list[Tensor] = []
     calls: list[str] = []
-    tap = LossTap(seen.append)
+    tap = LossTap(lambda loss, share: seen.append(loss))
     tap.attach()
     ours = torch.autograd.backward
 

@@ -103,7 +103,7 @@ def test_what_is_logged_has_the_last_word(tmp_path: Path) -> None:
 def test_accumulation_is_one_step_with_the_mean_loss(tmp_path: Path) -> None:
     """Micro-batches end where the optimizer steps."""
     model = build()
-    with watch(model, tmp_path / "run", every=1, sample=1) as seen:
+    with watch(model, tmp_path / "run", every=1, sample=1, loss="mean") as seen:
         losses = train(model, 2, micro_batches=3)
     run = Run.open(seen.folder)
     assert run.steps["loss"] == pytest.approx([np.mean(losses[:3]), np.mean(losses[3:])], rel=1e-6)
@@ -111,11 +111,38 @@ def test_accumulation_is_one_step_with_the_mean_loss(tmp_path: Path) -> None:
     assert dict(zip(casts["tensor"], casts.tallies.n_casts, strict=True)) == {"input": 3, "weight": 1, "grad_output": 3}
 
 
-def test_a_loop_that_divides_its_losses_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", ["sum", "auto"])
+def test_a_loop_that_divides_its_losses_says_so(loss: Any, tmp_path: Path) -> None:
     model = build()
-    with watch(model, tmp_path / "run", loss="sum") as seen:
+    with watch(model, tmp_path / "run", loss=loss) as seen:
         losses = train(model, 2, micro_batches=3)
     assert Run.open(seen.folder).steps["loss"] == pytest.approx([sum(losses[:3]), sum(losses[3:])], rel=1e-6)
+
+
+@pytest.mark.parametrize("division", ["none", "by number", "by tokens", "by tokens, scaled", "masked"])
+def test_the_loss_of_a_step_is_read_from_the_graph(division: str, tmp_path: Path) -> None:
+    """Of micro-batches with 2, 5 and 3 labels. What a mask hides is not read, so the mean of what came is recorded."""
+    model, counts = nn.Linear(4, 6), (2, 5, 3)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=64.0)
+    torch.manual_seed(3)
+    means, roots = [], []
+    with watch(model, tmp_path / "run") as seen:
+        for count in counts:
+            logits, labels = model(torch.randn(8, 4)), torch.arange(8) % 6
+            labels[count:] = -100
+            whole = nn.functional.cross_entropy(logits, labels, reduction="sum")
+            means.append(whole.item() / count)
+            if division.startswith("by tokens"):
+                loss = whole / torch.tensor(sum(counts))
+            elif division == "masked":
+                loss = (nn.functional.cross_entropy(logits, labels, reduction="none") * (labels >= 0)).sum() / count
+            else:
+                loss = nn.functional.cross_entropy(logits, labels) * (1.0 if division == "none" else 1 / len(counts))
+            roots.append(loss.item())
+            (scaler.scale(loss) if division.endswith("scaled") else loss).backward()
+        optimizer.step()
+    wanted = np.average(means, weights=counts) if division.startswith("by tokens") else np.mean(means)
+    assert Run.open(seen.folder).steps["loss"] == pytest.approx([wanted], rel=1e-5)
 
 
 def test_outputs_of_our_layers_are_seen_too(tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ def watch(
     ] = None,
     loss: Annotated[
         str | None,
-        Option(metavar="HOW", help="mean of micro-batches, or sum if the loop divides their losses (HF) [mean]."),
+        Option(
+            metavar="HOW", help="Of micro-batches: mean, sum (the loop divides), or auto: as the graph says [auto]."
+        ),
     ] = None,
     shadow: Annotated[
         int | None, Option(metavar="N", help="Steps from one gradient without casts to the next [100]; 0: none.")

@@ -174,6 +174,10 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     # with a good run beside, the place where the code parts is the answer, and a broken law may follow from it
     parted = any(d.kind in _PLACES[:3] for d in differ)
     placed = _differing([d for d in differ if parted and d.kind in _PLACES], happened, frameworks)
+    lead = [] if good is None or of_casts else _led([*found[1:], *others], placed, good)
+    found, others = ([f for f in fs if all(f is not one for one, _ in lead)] for fs in (found, others))
+    found[1:1] = [f for _, f in lead if f.id not in _OF_CASTS]
+    placed = [*(f for _, f in lead if f.id in _OF_CASTS), *placed]
     others += _differing([d for d in differ if not (parted and d.kind in _PLACES)], happened, frameworks)
     others += [f for (_, _, f), exact in zip(laws, strong, strict=True) if not exact]
     # casts that were tried only after the event may suffer from what made it
@@ -192,7 +196,8 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     if trial.part == "guilty" and (of_casts or not after):
         found += [hurt, *placed, *others]
     else:
-        found = [*found[:1], *placed, *found[1:], *([*others, hurt] if after else [hurt, *others])]
+        first = 1 + sum(f.id not in _OF_CASTS for _, f in lead)
+        found = [*found[:first], *placed, *found[first:], *([*others, hurt] if after else [hurt, *others])]
     known = _one_answer([finding for finding in found if finding is not None])
     findings = [f for f in known if f.severity != "note"]
     notes = [f for f in known if f.severity == "note"]
@@ -451,6 +456,19 @@ def _titled(one: Difference) -> str:
             else (f"The learning rate is {1 / times:.3g} times smaller than in the good run")
         )
     return _TITLES.get(one.kind, f"The {one.key.replace('_', ' ')} is not that of the good run")
+
+
+def _led(
+    laws: Sequence[Finding | None], placed: Sequence[Finding | None], good: Facts
+) -> list[tuple[Finding, Finding]]:
+    """Each broken law that the good run keeps, and the same with the place where the code parts: the law says what the
+    place does."""
+    place = next((f for f in placed if f is not None and f.severity != "note"), None)
+    if place is None:
+        return []
+    there = {law.id for law, how in broken(good, None) if how.grave}
+    own = [f for f in laws if f is not None and f.severity != "note" and f.id not in there]
+    return [(f, replace(f, cause=f"{f.cause} {place.cause}", remedies=[*f.remedies, *place.remedies])) for f in own]
 
 
 def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:

@@ -347,7 +347,7 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
     asked = [e for e in tried if e.get("why") != OVERSHOOTS]
     often = [(e, part) for e, part in parts if e in asked]
     if not made and not beyond_chance(len(often), len(asked)):
-        return _long_steps(facts, event, rate)
+        return _long_steps(facts, event)
     one, part = (made or often)[0]
     said = (
         f"The step makes its own batch worse in {len(often)} of {len(asked)} trials{rate}, and a tenth of it better: "
@@ -419,15 +419,20 @@ _SOON = 3  # steps from what makes an event to the event
 _LONG = 0.3  # of the weight in one step; AdamW at lr 1e-3 gives 5 % on weights of std 0.02
 
 
-def _long_steps(facts: Facts, event: Event | None, rate: str) -> Broken | None:
+def _long_steps(facts: Facts, event: Event | None) -> Broken | None:
     """Before the loss left its noise, most steps that were looked at moved a large part of each weight."""
     ratios = [] if event is None else facts.update_ratio(last=event.step)
     high = [(step, ratio) for step, ratio in ratios if ratio > _LONG]
     if not high or len(high) < 0.5 * len(ratios):
         return None
     step, ratio = max(high, key=lambda pair: pair[1])
+    lr = facts.at("lr", step)
+    rate = f" with lr {lr:.3g}" if math.isfinite(lr) else ""
     said = f"Step {step} moves the median weight matrix by {100 * ratio:.3g} % of itself{rate}."
-    return Broken(said, step, numbers={"update_ratio": ratio})
+    # new weights in place of old ones, and at once a loss worse than that of no training at all: no noise does both
+    lost = facts.loss.worst(event.step) > facts.loss.loss[0] + facts.loss.rise if event is not None else False
+    made = lost and event is not None and ratio > 1 and event.step - step <= _SOON
+    return Broken(said, step, numbers={"update_ratio": ratio}, shown=made)
 
 
 def _known(entry: Any, *names: str) -> bool:

@@ -98,6 +98,11 @@ class LossCurve:
         part = part[np.isfinite(part)]
         return float(part.min()) if len(part) else float(self.loss[0]) if len(self.loss) else math.nan
 
+    def worst(self, left: float) -> float:
+        """The largest smoothed loss from a step on; minus infinity without one."""
+        part = self.smooth[self.steps >= left]
+        return float(part[np.isfinite(part)].max(initial=-math.inf))
+
     def back(self, left: float) -> float:
         """The first step behind one that left at which the loss is no more than `rise` above its best before; inf if
         it is never."""
@@ -298,9 +303,20 @@ def event(loss: LossCurve, good: LossCurve | None = None, guess: float = math.na
     band = "the good run's band" if known else "the band of its own noise"
     if known and at <= start + 1 and lasting is not None and lasting <= start + 1:
         return Event("high", int(at), lasting, f"The loss is above the good run's from step {at:.0f} on.")
-    ends = " and comes back" if lasting is None else " and stays above it"
+    ends = _back(loss, at) if lasting is None and not known else " and comes back"
+    ends = ends if lasting is None else " and stays above it"
     ends += f" from step {lasting} on" if lasting not in (None, int(at)) else ""
     return Event("leaves", int(at), lasting, f"The loss leaves {band} at step {at:.0f}{ends}.")
+
+
+def _back(loss: LossCurve, left: float) -> str:
+    """How a loss comes back: to what, if that is above all noise of the best one before."""
+    best, finite = loss.at_best(left), loss.smooth[np.isfinite(loss.smooth)]
+    end = float(finite[-1])
+    if end - best > 4 * loss._early:
+        return f" and comes back to {end:.3g} only; before, its median was {best:.3g}"
+    back = loss.back(left)
+    return f" and is back at step {back:.0f}" if math.isfinite(back) else " and comes back"
 
 
 def _flat(loss: LossCurve, guess: float) -> Event | None:

@@ -209,9 +209,10 @@ class WatchConfig(Section):
     compiled: Literal["warn", "eager"] = "warn"
     """Compiled code calls no hooks. "warn": warn about layers that are not seen. "eager": run steps with a full look
     uncompiled, which may change their last bits."""
-    loss: Literal["mean", "sum"] = "mean"
+    loss: Literal["auto", "mean", "sum"] = "auto"
     """How the losses of micro-batches make the loss of a step. "sum" is for loops that divide each loss by the number
-    of micro-batches or by the tokens of the step, as Hugging Face's Trainer does."""
+    of micro-batches or by the tokens of the step, as Hugging Face's Trainer does. "auto" reads the division in the
+    graph of the loss, and takes the mean where it sees none."""
     notes: tuple[str, ...] = ()
     """Parts of another tool's configuration that this watch cannot do; it repeats them as warnings."""
     max_overhead: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03

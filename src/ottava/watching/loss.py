@@ -7,19 +7,25 @@ The tap patches `torch.autograd.backward`, which `Tensor.backward` calls, to see
 from __future__ import annotations
 
 import functools
+import math
+import statistics
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Share = float | Tensor | None
 
 
 class LossTap:
     """Calls `seen` with every scalar loss before its backward begins.
 
     Args:
-        seen: called with a detached tensor of one element, on its device; reading it waits for the device.
+        seen: called with a detached tensor of one element, on its device (reading it waits for the device), and with
+            what it is times the mean over its labels: 1 for a mean, 1/4 where a loop divides by four micro-batches.
+            A number, a tensor, or None where the graph does not say.
         rooted: called before a backward with all its roots, which lead to the graph.
         ended: called when a backward has ended and every gradient is in place, with the factor of a GradScaler, or
             None.
@@ -27,23 +33,23 @@ class LossTap:
             backward begins with, and whether the graph is retained.
 
     Edge cases: ignores roots that are no scalars (a pipeline stage passes gradients on), and a backward inside a
-        backward (reentrant checkpointing). If a loop divides its loss by the number of micro-batches, the root is the
-        quotient. It does not see `torch.autograd.grad`, which is no training step, nor a backward inside compiled
-        code: give that loss to `Watch.log`.
+        backward (reentrant checkpointing). It does not see `torch.autograd.grad`, which is no training step, nor a
+        backward inside compiled code: give that loss to `Watch.log`.
 
     Example:
         >>> losses = []
-        >>> tap = LossTap(lambda loss: losses.append(loss.item()))
+        >>> tap = LossTap(lambda loss, share: losses.append((loss.item(), share)))
         >>> tap.attach()
         >>> (torch.ones(3, requires_grad=True) * 2).sum().backward()
+        >>> (torch.nn.functional.mse_loss(torch.ones(3, requires_grad=True), torch.zeros(3)) / 4).backward()
         >>> tap.detach()
         >>> losses
-        [6.0]
+        [(6.0, None), (0.25, 0.25)]
     """
 
     def __init__(
         self,
-        seen: Callable[[Tensor], None],
+        seen: Callable[[Tensor, Share], None],
         rooted: Callable[[list[Tensor]], None] = lambda roots: None,
         ended: Callable[[Tensor | None], None] = lambda scale: None,
         began: Callable[[Tensor, Tensor, Tensor | None, bool], None] = lambda root, loss, gradient, retain: None,
@@ -107,7 +113,10 @@ class LossTap:
         usable = [x for x in roots if isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta]
         for root in usable:
             if root.numel() == 1:
-                self._seen(self._as_it_was(root).detach())
+                loss = self._as_it_was(root)
+                # behind the scaler's factor the graph goes on
+                node = root.grad_fn if loss is root or root.grad_fn is None else root.grad_fn.next_functions[0][0]
+                self._seen(loss.detach(), _share(node))
         self._rooted(usable)
 
     def _after_backward(self, *_: Any, **__: Any) -> None:
@@ -124,3 +133,47 @@ class LossTap:
             self._scale = self._unscaled[2]
             return self._unscaled[1]
         return root
+
+
+def of_step(parts: Sequence[float], shares: Sequence[float], how: str = "auto") -> float:
+    """The loss of a step, from the losses of its micro-batches and what each is times a mean over its labels.
+
+    Where the shares add to about one, and not to their number, the loop has divided.
+
+    Example:
+        >>> of_step([3.0, 5.0], [1.0, 1.0]), of_step([1.5, 2.5], [0.5, 0.5]), of_step([3.0, 5.0], [math.nan, math.nan])
+        (4.0, 4.0, 4.0)
+    """
+    total = math.fsum(shares)
+    divided = len(parts) > 1 and 0 < total < math.sqrt(len(parts))
+    if how == "sum" or (how == "auto" and divided):
+        return math.fsum(parts) / (total if how == "auto" else 1)
+    return statistics.fmean(parts)
+
+
+def _share(node: Any) -> Share:
+    """What a loss is times the mean over its labels, from the products and sums between it and the reduction."""
+    share: Any = 1.0
+    for _ in range(64):  # nodes; a loss is a few operations behind its reduction
+        if node is None:
+            return None
+        try:
+            target, reduction = getattr(node, "_saved_target", None), getattr(node, "_saved_reduction", None)
+            other = getattr(node, "_saved_other", None)
+        except RuntimeError:  # the graph was freed
+            return None
+        if isinstance(target, Tensor):
+            counted = target.numel()
+            if (ignored := getattr(node, "_saved_ignore_index", None)) is not None and not target.is_floating_point():
+                counted = (target != (ignored if ignored < 1 << 63 else ignored - (1 << 64))).sum()
+            return share if reduction == 1 else share * counted if reduction == 2 else None
+        if node.name().startswith("Mean"):
+            return share
+        following = [after for after, _ in node.next_functions if after is not None]
+        if node.name().startswith(("Div", "Mul")):
+            if len(following) != 1 or not isinstance(other, Tensor) or other.numel() != 1:
+                return None
+            factor = other.detach() if other.device.type != "cpu" else float(other)
+            share = share / factor if node.name().startswith("Div") else share * factor
+        node = following[0] if following else None
+    return None

@@ -14,7 +14,6 @@ import atexit
 import logging
 import math
 import os
-import statistics
 import sys
 import time
 import weakref
@@ -45,7 +44,7 @@ from ottava.watching.checks import Checks
 from ottava.watching.collector import Collector, DumpPlan
 from ottava.watching.config import EVERY, WatchConfig
 from ottava.watching.doors import DoorTap, Interventions
-from ottava.watching.loss import LossTap
+from ottava.watching.loss import LossTap, Share, of_step
 from ottava.watching.manifest import coverage, start_of_run
 from ottava.watching.modules import ModuleTap
 from ottava.watching.readback import Amaxes, Ended, Reading
@@ -328,9 +327,11 @@ class Watch:
     def _disagrees(self, facts: Mapping[str, Any]) -> None:
         self.writer.event(self.steps_done + 1, "check", **facts)
 
-    def _saw_loss(self, loss: Tensor) -> None:
+    def _saw_loss(self, loss: Tensor, share: Share) -> None:
         self._active = True
         self._loss_parts.append(loss.detach().to(torch.float32))
+        known = share if isinstance(share, Tensor) else torch.tensor(math.nan if share is None else share)
+        self._loss_parts.append(known.detach().to(torch.float32))
 
     def _learned(self) -> None:
         with self.collector.timed():
@@ -500,8 +501,7 @@ class Watch:
                 continue
             training = self._saw_training(ended, losses)
             parts = [part for (part,) in losses[len(ended.training.numbers) :]]
-            of_step = statistics.fmean if self.config.loss == "mean" else math.fsum
-            loss = {"loss": of_step(parts)} if parts else {}
+            loss = {"loss": of_step(parts[::2], parts[1::2], self.config.loss)} if parts else {}
             numbers = training | loss | ended.numbers
             write = self.writer.step_later if ended.tallies is self._nothing else self.writer.step
             write(ended.step, **numbers)
