@@ -140,6 +140,33 @@ def test_a_twin_goes_where_the_formula_leads() -> None:
         assert 0.0 < (twin.error() or 0.0) < 1.0
 
 
+@pytest.mark.parametrize("block", [64, 16384])
+def test_codes_inside_a_library_s_optimizer_are_seen_and_tried(block: int, tmp_path: Path) -> None:
+    """torchao's moments are tensors of a class of its own. A scale for 64 of them is harmless, one for all is not:
+    second moments of rare words are lost beside those of frequent ones."""
+    optim = pytest.importorskip("torchao.optim")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256))
+    optimizer = optim.AdamWFp8(model.parameters(), lr=3e-3, block_size=block)
+    torch.compiler.set_stance("force_eager")
+    try:
+        with ottava.watch(model, tmp_path / "run"):
+            for _ in range(24):
+                words = torch.multinomial(1 / (1 + torch.arange(256.0)) ** 1.5, 128, replacement=True)
+                loss = nn.functional.cross_entropy(model(words), (words * 7 + 1) % 256)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    finally:
+        torch.compiler.set_stance("default")
+    answer = diagnose(Run.open(tmp_path / "run"))
+    assert answer.fp8 == ("guilty" if block > 64 else "unknown"), answer.sentence
+    if answer.findings:
+        assert answer.findings[0].title == "FP8 casts hurt the updates: the state of AdamWFp8"
+    else:
+        assert "outside the model: the state of AdamWFp8. The weights go where" in answer.tried[0]
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_weights_without_an_exact_copy_are_fp8_s_fault(exact: bool, tmp_path: Path) -> None:
     """Cast weights compute; the step is made on the exact ones, or on the rounded ones."""

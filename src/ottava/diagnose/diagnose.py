@@ -330,7 +330,7 @@ def _fp8(facts: Facts, trial: Trial, happened: Event | None, frameworks: Sequenc
     # the worst cast of the place says how; if it is healthy, so may be one before it
     hurt = hurt if hurt.kind or sites else damage(facts)
     place = named(trial.place) or hurt.layer
-    title = f"FP8 casts hurt the gradient: {place}" if place else "FP8 casts hurt the gradient"
+    title = f"FP8 casts hurt the {trial.hurts}: {place}" if place else f"FP8 casts hurt the {trial.hurts}"
     proof = [Evidence("", "", "gradient error", trial.error, "", trial.step)] if math.isfinite(trial.error) else []
     if hurt.kind:
         proof.append(Evidence(hurt.layer, hurt.tensor, hurt.metric, hurt.value, "", hurt.step))
@@ -388,13 +388,15 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
     kinds = (
         ["wire"]
         if trial.place and "ranks" in trial.place[0]
+        else ["outside"]
+        if trial.place and "outside" in trial.place[0]
         else ["site"]
         if sites
         else ["derivative"]
         if any(p.get("function") for p in trial.place)
         else kinds
     )
-    values["site"] = ", ".join(map(spoken, sites))
+    values["site"] = ", ".join(map(spoken, sites or [str(p["outside"]) for p in trial.place if p.get("outside")]))
     trials: dict[str, dict[str, Any]] = {
         "site": {"sites": sites}, "derivative": {"derivatives": True}, "current": {"recipe": "tensorwise"},
         "finer": {"recipe": "blockwise", "layers": layers}, "high_precision": {"recipe": "bf16", "layers": layers},

@@ -123,6 +123,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         # the casts
         "arm": Remedy("Train under ${name}: ${came}.", cost="see docs/performance.md", patch={"ottava": "${code}"}),
         "site": Remedy("Give ${site} a scale of its present amax, or a narrower block, or leave it out."),
+        "outside": Remedy("Keep ${site} in 16 or 32 bits, or give it scales of narrower blocks."),
         "wire": Remedy("Give all ranks one scale before their codes are added (${site}), or send 16 bits."),
         "derivative": Remedy("Mend the backward: look at transposes, reshapes and scales, and try it without casts."),
         "current": Remedy(

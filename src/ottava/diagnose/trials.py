@@ -64,9 +64,12 @@ class Trial:
     """The same with the casts of `place` off."""
     place: tuple[Mapping[str, str], ...] = ()
     """{layer, gemm, operand}: the smallest set of casts that makes it; operand and gemm may be missing. Or {site}:
-    where the script itself casts. Or {function}: whose backward is wrong."""
+    where the script itself casts. Or {outside}: where it casts outside of the model. Or {function}: whose backward is
+    wrong."""
     arms: tuple[Mapping[str, Any], ...] = ()
     """{name, loss or error}: remedies that were tried, cheapest first."""
+    hurts: str = "gradient"
+    """What the casts move: the gradient, or the updates behind it."""
     sound: bool = False
     """Whether it holds whatever has become of the model: what goes in is held against what comes out."""
 
@@ -93,7 +96,7 @@ def judge(facts: Facts, event: Event | None) -> Trial:
     if (changed := _arrived(facts, outside) or (_changed(facts, outside, event) if outside else None)) is not None:
         return changed
     if facts.casts is False and outside:
-        said = f"No layer casts, but the script converts to FP8 at {outside}, outside the model."
+        said = f"No layer casts, but the script converts to FP8 outside the model: {outside}."
         tried = [e for e in facts.experiments("optimizer") if _error(e) is not None]
         ends = " No experiment tries that."
         if tried:
@@ -138,8 +141,8 @@ def _arrived(facts: Facts, outside: str) -> Trial | None:
             said = (
                 f"At step {entry['step']} {100 * entry['vanished']:.3g} % of the gradient's elements are zero at the "
             )
-            said += f"optimizer, though the backward gave numbers: the script converts to FP8 at {where} on the way."
-            return Trial("guilty", (said,), int(entry["step"]), math.nan, sound=True)
+            said += f"optimizer, though the backward gave numbers: the script converts to FP8 on the way: {where}."
+            return Trial("guilty", (said,), int(entry["step"]), place=({"outside": where},), sound=True)
     return None
 
 
@@ -170,12 +173,13 @@ def _changed(facts: Facts, outside: str, event: Event | None) -> Trial | None:
         if (error := _error(entry)) is not None and error > WAY and entry.get("converts"):
             said = f"From step {entry['from']} to {entry['step']} the weights do not go where the optimizer's formula "
             said += f"takes them in FP32 and without conversions: the two ways are {100 * error:.3g} % apart (level "
-            said += f"{100 * WAY:.0f} %). The script converts to FP8 at {outside}, outside the model."
-            return Trial("guilty", (said,), int(entry["step"]), error, sound=True)
+            said += f"{100 * WAY:.0f} %). The script converts to FP8 outside the model: {outside}."
+            place = ({"outside": outside},)
+            return Trial("guilty", (said,), int(entry["step"]), error, place=place, sound=True, hurts="updates")
     for step, error, _ in arrived(facts):
         if error > WAY:
             said = f"At step {step} the gradient at the optimizers differs by {100 * error:.3g} % from the average of "
-            said += f"what the ranks computed, and the script converts to FP8 at {outside} on the way."
+            said += f"what the ranks computed, and the script converts to FP8 on the way: {outside}."
             return Trial("guilty", (said,), step, error, place=({"site": outside, "ranks": "all"},), sound=True)
     for entry in facts.experiments("shadow"):
         error = entry.get("replay_error")
@@ -183,8 +187,8 @@ def _changed(facts: Facts, outside: str, event: Event | None) -> Trial | None:
             if event is not None and entry["step"] >= event.step:
                 return None
             said = f"At step {entry['step']} the gradient at the optimizer differs by {100 * error:.3g} % from that "
-            said += f"of the backward, and the script converts to FP8 at {outside}, outside the model."
-            return Trial("guilty", (said,), int(entry["step"]), float(error))
+            said += f"of the backward, and the script converts to FP8 outside the model: {outside}."
+            return Trial("guilty", (said,), int(entry["step"]), float(error), place=({"outside": outside},))
     return None
 
 
@@ -395,8 +399,8 @@ def named(place: Sequence[Mapping[str, str]]) -> str:
         words.append(
             f"the backward of {part['function']}"
             if part.get("function")
-            else spoken(part["site"])
-            if part.get("site")
+            else spoken(part.get("site") or part["outside"])
+            if part.get("site") or part.get("outside")
             else f"{symbol(operand)} of {layer}'s {gemm}"
             if operand and gemm
             else f"{layer}'s {gemm}"

@@ -41,7 +41,7 @@ from ottava.experiments.shadow import (
 )
 from ottava.experiments.snapshot import NotReplayableError, Snapshot, stepped_by
 from ottava.experiments.trace import Trace
-from ottava.experiments.twin import STEPS, OptimizerTwin, narrow
+from ottava.experiments.twin import STEPS, OptimizerTwin, keeps_codes, narrow
 from ottava.measure.limits import LEAST, OVERSHOOTS, SUSPICIOUS, gradient_hurts, overshoots, robust_z
 from ottava.recipe import Recipe, get_recipe
 
@@ -480,6 +480,8 @@ class Laboratory:
     def _follow(self, optimizer: Optimizer) -> None:
         """Lets a twin go along with an optimizer that a conversion outside of the model may hurt."""
         began = time.perf_counter()
+        if self._why and keeps_codes(optimizer):
+            self._convert(f"the state of {type(optimizer).__name__}")
         twin, self._twin = self._twin, None  # one that fails goes no further
         wanted = self._wants_twin or (self._why and self._twins < self._most_twins and narrow(optimizer))
         # a step of another optimizer may talk to other ranks, which do not repeat it

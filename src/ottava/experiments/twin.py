@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ottava.experiments.handmade import Exact
 from ottava.experiments.shadow import local
@@ -62,6 +63,9 @@ class OptimizerTwin:
         self._start = [local(p.detach()).float().clone() for p in self._live]
         self._twins = [nn.Parameter(x.clone()) for x in self._start]
         memo: dict[int, Any] = {id(p): twin for p, twin in zip(self._live, self._twins, strict=True)}
+        for x in (x for p in self._live for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor)):
+            if _codes(x):
+                memo[id(x)] = x.dequantize() if type(x) is not Tensor else x.float()
         self._twin: Any = object.__new__(type(optimizer))
         for name, value in vars(optimizer).items():
             hooks = isinstance(value, OrderedDict) and "hook" in name
@@ -105,5 +109,20 @@ class OptimizerTwin:
 def narrow(optimizer: Optimizer) -> bool:
     """Whether an optimizer keeps parameters or their state in fewer than 32 bits."""
     kept = [p for group in optimizer.param_groups for p in group["params"]]
-    kept += [x for p in kept[:64] for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
-    return any(x.is_floating_point() and x.itemsize < 4 for x in kept)
+    return any(x.is_floating_point() and x.itemsize < 4 for x in (*kept, *_states(optimizer)))
+
+
+def keeps_codes(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps its state as FP8 codes, plain or inside a tensor of a library."""
+    return any(_codes(x) for x in _states(optimizer))
+
+
+def _states(optimizer: Optimizer) -> list[Tensor]:
+    kept = [p for group in optimizer.param_groups for p in group["params"]]
+    return [x for p in kept[:64] for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
+
+
+def _codes(x: Tensor) -> bool:
+    if not is_traceable_wrapper_subclass(x):
+        return "float8" in str(x.dtype)
+    return any(_codes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
