@@ -466,6 +466,22 @@ def test_what_a_clean_training_does_is_no_finding(tmp_path: Path) -> None:
         assert result.sentence.startswith("No fault found in 40 steps."), (name, result.sentence)
 
 
+def test_an_error_that_noise_hides_is_not_cleared_where_the_casts_cost_loss(tmp_path: Path) -> None:
+    """Of the same batch, in every trial; the site whose tensor is lost is named."""
+    for name, costs, said in (("costs", (4.2, 4.3), "unknown"), ("once", (4.2, 4.0), "innocent")):
+        sites = {"train.py:18": {"error": 1.0, "flushed": 1.0, "clipped": 0.0}}
+        lines = tuple(
+            shadow(5 * (i + 1), 12.0, norm=1e-5, sites=sites, loss=cost, loss_without=4.0)
+            for i, cost in enumerate(costs)
+        )
+        answer = diagnose(record(tmp_path / name, casts=True, experiments=lines))
+        assert answer.fp8 == said, answer.sentence
+        ends = (
+            "by 7.5 % in one trial. 100 % of the elements of the tensor of the cast at train.py:18 underflow to zero."
+        )
+        assert answer.tried[0].endswith(ends) == (said == "unknown")
+
+
 def test_a_trial_of_several_is_no_accusation(tmp_path: Path) -> None:
     """Of a healthy run an odd batch comes above the level; a batch that fits has a gradient of almost zero."""
     fine = tuple(shadow(step, 0.05) for step in (5, 10, 20))

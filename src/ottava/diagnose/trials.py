@@ -36,6 +36,7 @@ WAY = 0.3
 the errors of many steps."""
 _FEW = 64  # elements: a bias may be small
 _STILL = 1e-3  # of the largest gradient
+_DEARER = 0.01  # of the loss of the same batch
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
 _OPERANDS = MappingProxyType(
     {
@@ -278,6 +279,11 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         why = why if noise is None else f"{noise:.2g} times the noise of the batch, which hides it"
         why = "of a gradient below a thousandth of the largest" if _small(facts, worst) else why
         ends += f"; {why})." if over else ")."
+    dearer = [_number(e, "loss") / _number(e, "loss_without") - 1 for e in before or after]
+    if over and len(dearer) > 1 and min(dearer) > _DEARER:
+        ends += f" But with casts the loss of the same batch is higher, by {100 * max(dearer):.2g} % in one trial."
+        ends = f"{ends} {damage(facts, sites=list(worst.get('sites') or ())).sentence}".rstrip()
+        return Trial("unknown", (ends,), int(worst["step"]), float(worst["error"]))
     return Trial("innocent", (ends,), int(worst["step"]), float(worst["error"]))
 
 
