@@ -164,6 +164,43 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     trial = judge(facts, happened)
     trial = _of_cast(facts, trial, happened, differ) if of_casts else _parting(trial, good)
     frameworks = ran(facts.frameworks, facts.packages) if framework is None else [framework]
+    found, trial = _answers(facts, good, happened, differ, trial, frameworks)
+    known = _one_answer(found)
+    findings = [f for f in known if f.severity != "note"]
+    notes = [f for f in known if f.severity == "note"]
+    rates = None if good is None else good.column("lr")
+    for remedy in (r for f in findings for r in f.remedies if r["name"] == "good_lr" and rates is not None):
+        remedy["trial"] = {"schedule": [float(x) for x in np.nan_to_num(rates)]}  # type: ignore[arg-type]
+    untested = [{"id": law.id, "title": law.title, "needs": law.needs} for law in LAWS if not _has(facts, law)]
+    return Diagnosis(
+        verdict=next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none"),
+        sentence=_sentence(facts, findings, happened, trial, good is not None),
+        fp8=trial.part,
+        event="" if happened is None else happened.sentence,
+        tried=[
+            *trial.tried,
+            *(f"Step {e['step']}: {e.get('why')}." for e in facts.experiments("refused") if e.get("of") == "trace"),
+        ],
+        findings=findings,
+        notes=notes,
+        forecast=forecast(facts) if facts.casts is False else [],
+        questions=triage(facts, good, happened, trial),
+        untested=untested,
+        tested=len(LAWS) - len(untested),
+        coverage_pct=facts.coverage,
+    )
+
+
+def _answers(
+    facts: Facts,
+    good: Facts | None,
+    happened: Event | None,
+    differ: Sequence[Difference],
+    trial: Trial,
+    frameworks: Sequence[str],
+) -> tuple[list[Finding], Trial]:
+    """All findings, the answer first, and the trial that stands beside them."""
+    of_casts = any(d.kind in ("cast", "casting") for d in differ)
     found = [_checked(facts, frameworks)]
     hits = broken(facts, happened)
     laws = [(law, how, _law(law, how, happened, facts, frameworks)) for law, how in hits]
@@ -198,30 +235,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     else:
         first = 1 + sum(f.id not in _OF_CASTS for _, f in lead)
         found = [*found[:first], *placed, *found[first:], *([*others, hurt] if after else [hurt, *others])]
-    known = _one_answer([finding for finding in found if finding is not None])
-    findings = [f for f in known if f.severity != "note"]
-    notes = [f for f in known if f.severity == "note"]
-    rates = None if good is None else good.column("lr")
-    for remedy in (r for f in findings for r in f.remedies if r["name"] == "good_lr" and rates is not None):
-        remedy["trial"] = {"schedule": [float(x) for x in np.nan_to_num(rates)]}  # type: ignore[arg-type]
-    untested = [{"id": law.id, "title": law.title, "needs": law.needs} for law in LAWS if not _has(facts, law)]
-    return Diagnosis(
-        verdict=next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none"),
-        sentence=_sentence(facts, findings, happened, trial, good is not None),
-        fp8=trial.part,
-        event="" if happened is None else happened.sentence,
-        tried=[
-            *trial.tried,
-            *(f"Step {e['step']}: {e.get('why')}." for e in facts.experiments("refused") if e.get("of") == "trace"),
-        ],
-        findings=findings,
-        notes=notes,
-        forecast=forecast(facts) if facts.casts is False else [],
-        questions=triage(facts, good, happened, trial),
-        untested=untested,
-        tested=len(LAWS) - len(untested),
-        coverage_pct=facts.coverage,
-    )
+    return [finding for finding in found if finding is not None], trial
 
 
 def _of_cast(facts: Facts, trial: Trial, happened: Event | None, differ: Sequence[Difference]) -> Trial:
@@ -330,7 +344,8 @@ def _fp8(facts: Facts, trial: Trial, happened: Event | None, frameworks: Sequenc
     # the worst cast of the place says how; if it is healthy, so may be one before it
     hurt = hurt if hurt.kind or sites else damage(facts)
     place = named(trial.place) or hurt.layer
-    title = f"FP8 casts hurt the {trial.hurts}: {place}" if place else f"FP8 casts hurt the {trial.hurts}"
+    title = "FP8 casts hurt the updates" if trial.hurts == "updates" else "FP8 casts hurt the gradient"
+    title = f"{title}: {place}" if place else title
     proof = [Evidence("", "", "gradient error", trial.error, "", trial.step)] if math.isfinite(trial.error) else []
     if hurt.kind:
         proof.append(Evidence(hurt.layer, hurt.tensor, hurt.metric, hurt.value, "", hurt.step))
