@@ -59,12 +59,12 @@ def test_rules_are_what_transformers_multiplies(family: str, tmp_path: Path) -> 
         assert row.get("disagreements", []) == [], row
         assert (row["verdict"], row.get("causes")) == (known["verdict"], known.get("causes")), row
         if "logits" in row:
-            assert (row["verdict"] == "equal") == (row["logits"] == 0), row
+            assert row["verdict"] != "equal" or row["logits"] == 0, row
 
 
 @pytest.mark.slow
 def test_the_example_of_the_docs_by_running(tmp_path: Path) -> None:
-    """The checkpoint of a run under mxfp8 is equal, under tensorwise or in another layout it is not; and so it ran."""
+    """None is equal: under mxfp8 by blocks of one largest number in 128 only, else nearly everywhere. And so it ran."""
     pytest.importorskip("compressed_tensors")
     import ottava
     from ottava.serving.executed import execute
@@ -75,19 +75,19 @@ def test_the_example_of_the_docs_by_running(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = ModelConfig(d_model=128, layers=2, heads=2, kv_heads=2, ffn=256)
     ids = torch.randint(0, 256, (24,))
-    for recipe, layout, verdict in (
-        ("mxfp8", "compressed-tensors-mxfp8", "equal"),
-        ("tensorwise", "compressed-tensors-tensor", "different"),
-        ("mxfp8", "mxfp8", "different"),
+    for recipe, layout, causes in (
+        ("mxfp8", "compressed-tensors-mxfp8", {"activation-arithmetic"}),
+        ("tensorwise", "compressed-tensors-tensor", {"activation-arithmetic", "decoded"}),
+        ("mxfp8", "mxfp8", {"device"}),
     ):
         model = ByteTransformer(config, 64).eval()
         ottava.convert(model, recipe)
         source, folder = as_llama(model, config, 64), tmp_path / f"{recipe}-{layout}"
         export(source, folder, layout=layout)
         certificate = parity(source, folder, "transformers", device="cpu", run=True)
-        assert certificate.verdict == verdict, certificate
+        assert certificate.verdict == "different", certificate
+        assert {one.cause for one in certificate.findings} == causes, certificate
         assert "15 of 15 linears" in certificate.ran
-        assert any("1.75 times a power" in note for note in certificate.notes) == (verdict == "equal")
         theirs = {name.removeprefix("model."): real for name, real in execute(folder, ids).operands.items()}
         same = []  # a witness: what ran, against the trained layer's own operands for the same input
         for weight in source.weights:
@@ -95,11 +95,11 @@ def test_the_example_of_the_docs_by_running(tmp_path: Path) -> None:
                 real = theirs[weight.module.removeprefix("model.")]
                 rows = ottava.quantize(real.x, weight.input_spec).dequantize(torch.float32)
                 tops = real.x.float().unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1)
-                doubled = torch.frexp(tops).mantissa == 1.75 / 2  # as a note of the certificate says
+                doubled = torch.frexp(tops).mantissa == 1.75 / 2  # the engine takes twice the scale there
                 alike = bool(((real.rows == rows) | doubled).all()) and float(doubled.double().mean()) < 0.1
                 same.append(alike and torch.equal(real.weight, weight.cast.dequantize(torch.float32)))
         assert len(same) == 14
-        assert all(same) if verdict == "equal" else not any(same)
+        assert all(same) if layout.endswith("-mxfp8") else not any(same)
 
 
 @pytest.mark.slow

@@ -245,7 +245,7 @@ FAULTS = {
         pair=TENSOR,
         families=DENSE,
     ),
-    "regex-dot": Fault("regex-dot", gate, config=dotted_gate, pair=MXFP8, engine="transformers", families=DENSE),
+    "regex-dot": Fault("regex-dot", gate, config=dotted_gate, pair=MXFP8, families=DENSE),
     "router": Fault("router", "model.layers.0.mlp.gate", cast_too, families=("moe",)),
     "head": Fault("head", "lm_head", cast_too, lambda one: {"ignore": []}, families=("llama", "moe")),
     "master": Fault("master", first, of_all(Tensor.bfloat16)),

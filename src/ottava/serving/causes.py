@@ -349,7 +349,7 @@ def _row_set(codes: Tensor) -> list[bytes]:
 def activation_cause(side: Side, there: Side) -> tuple[str, str] | None:
     """(cause, what was found) if the input of a linear is cast in another way; both sides cast the weight.
 
-    What their descriptions do not tell apart, a batch of random numbers does.
+    What their descriptions do not tell apart, a batch of hard numbers does.
     """
     ours, theirs = side.activations, there.activations
     if there.arithmetic.inputs == "none":
@@ -369,11 +369,21 @@ def activation_cause(side: Side, there: Side) -> tuple[str, str] | None:
         return "activation-format", said
     if ours.rounded != theirs.rounded:
         return "activation-rounding", "training rounds the activation to BF16 before its cast, the engine does not"
-    probe = torch.randn(_PROBE, side.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    probe = _probe(side.weight.shape[1])
     if there.arithmetic.inputs != "fp32" and not torch.equal(x := side.rows(probe), y := there.rows(probe)):
         share = float((x != y).double().mean())
-        return "activation-arithmetic", f"of random numbers {share:.1%} become others: {said}, by another arithmetic"
+        return "activation-arithmetic", f"of hard numbers {share:.2%} become others: {said}, by another arithmetic"
     return None
+
+
+def _probe(width: int) -> Tensor:
+    """Rows of bf16 in which rules of scales part: random ones, and each of BF16's 128 fractions as the largest number
+    of a block above numbers of all sizes."""
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.randn(_PROBE, width, generator=generator)
+    wide = torch.exp2(-24 * torch.rand(128, width, generator=generator)) * plain.sign().repeat(2, 1)
+    wide[:, ::16] = 1 + torch.arange(128)[:, None] / 128
+    return torch.cat([plain, wide]).bfloat16()
 
 
 def plain_causes(ours: Model, theirs: Model) -> Mapping[str, tuple[str, str]]:

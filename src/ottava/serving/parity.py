@@ -358,20 +358,11 @@ def _whole(model: Model) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-_DOUBLED = (
-    "the engine doubles the scale of a block of activations whose largest number is 1.75 times a power of two: its "
-    "smallest numbers may become others"
-)
-
-
 def _notes(ours: Model, theirs: Model) -> tuple[str, ...]:
     notes = ["kernels of the engine did not run: sums inside its GEMMs and its attention may round differently"]
     dynamic = [s for s in ours.linears.values() if s.activations and s.activations.granularity.rows is None]
     if any(side.activations and not side.activations.static for side in dynamic):
         notes.append("one dynamic scale for all tokens depends on the batch: no engine repeats the batches of training")
-    casts = [(s.activations, s.arithmetic.inputs) for s in theirs.linears.values()]
-    if any(cast is not None and cast.powers and how == "bf16" for cast, how in casts):
-        notes.append(_DOUBLED)
     if any(tensor.dtype == torch.float32 for tensor in ours.plain.values()):
         notes.append("training has FP32 tensors: what it computes in FP32 between linears, the engine computes in BF16")
     if not any(side.cast is not None for side in ours.linears.values()):
