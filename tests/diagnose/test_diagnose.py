@@ -198,6 +198,11 @@ BREAKS: dict[str, dict[str, Any]] = {
             "grad_norm_used": 1.0 if s != 19 else 500.0,
         }
     },
+    "O14": {
+        "change": lambda s: {**rises(s), "backwards": 4.0, "loss_share": 4.0},
+        "parameters": [{**p, "held": {**HELD, "optimizer": "SGD"}} for p in parameters()],
+        "experiments": tuple(trial(5 + k, 3.0) for k in range(3)),
+    },
     "O13": {
         "change": lambda s: {"grad_norm": 317.0, "grad_norm_used": 1.0},
         "experiments": tuple(longer(step) for step in (5, 10, 20)),

@@ -505,7 +505,7 @@ def _has(facts: Facts, law: Law) -> bool:
         "D1": "input_hash", "D3": "labels_ignored_pct", "D4": "input_hash",
         "O2": "lr", "O5": "kept_gradient", "O6": "extra_steps", "G1": "grad_norm",
         "M6": "train_forwards_in_eval_mode",
-        "D6": "labels_ahead_1_pct",
+        "D6": "labels_ahead_1_pct", "O14": "loss_share",
     }  # fmt: skip
     if law.id in columns:
         return facts.column(columns[law.id]) is not None

@@ -442,6 +442,21 @@ def _known(entry: Any, *names: str) -> bool:
 # gradients and the loop
 
 
+def _summed(facts: Facts, event: Event | None) -> Broken | None:
+    """Each loss is a mean, and the gradient is their sum: SGD makes a step of as many times the length."""
+    share, backwards = facts.column("loss_share"), facts.column("backwards")
+    names = {str((p.get("held") or {}).get("optimizer")) for p in facts.parameters if p.get("held")}
+    if share is None or backwards is None or names != {"SGD"}:
+        return None
+    known = np.isfinite(share) & np.isfinite(backwards)
+    parts, adds = float(np.median(backwards[known])), float(np.median(share[known]))
+    if not adds > 0.9 * parts > 1:
+        return None
+    said = f"Each of {parts:.0f} micro-batches gives the mean of its own loss, and nothing divides them."
+    said += f" The gradient is their sum, so a step of SGD is {adds:.3g} times as long."
+    return Broken(said, grave=event is not None and _lr_high(facts, event) is not None)  # a small rate may allow for it
+
+
 def _explodes(facts: Facts, event: Event | None) -> Broken | None:
     norm = facts.column("grad_norm")
     if event is None or norm is None:
@@ -591,6 +606,7 @@ LAWS: tuple[Law, ...] = (
     Law("O8", "Updates vanish in 16-bit weights", _vanish, True, "masters", "full looks"),
     Law("O13", "The steps are far too short", _lr_low, False, "raise_lr", "shadow steps", always=True),
     Law("O12", "The learning rate is too high", _lr_high, False, "lower_lr", "a shadow step, or full looks"),
+    Law("O14", "Losses of micro-batches add up", _summed, True, "divide", "losses of several micro-batches"),
     Law("G1", "The gradient explodes, and nothing clips it", _explodes, False, "clip", "grad_norm"),
     Law("R1", "The ranks do not work as one", _ranks_part, True, "ranks", "several ranks"),
     Law("M6", "The training is in evaluation mode", _trains_in_eval, True, "train", "modes of forwards"),

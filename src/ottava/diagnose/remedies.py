@@ -52,6 +52,13 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         "zero_grad": Remedy(
             "Clear the gradients after each step.", patch={"torch": "optimizer.step()\noptimizer.zero_grad()"}
         ),
+        "divide": Remedy(
+            "Divide each loss by the number of micro-batches, or a sum over tokens by those of the whole step.",
+            patch={
+                "torch": "(loss / micro_batches).backward()",
+                "transformers": "loss = each.sum() / num_items_in_batch    # in compute_loss",
+            },
+        ),
         "written": Remedy("Find what writes to these weights: an EMA, a clamp, a load_state_dict in the loop."),
         "masters": Remedy(
             "Keep FP32 master weights, or round updates stochastically.",

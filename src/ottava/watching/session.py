@@ -502,6 +502,8 @@ class Watch:
             training = self._saw_training(ended, losses)
             parts = [part for (part,) in losses[len(ended.training.numbers) :]]
             loss = {"loss": of_step(parts[::2], parts[1::2], self.config.loss)} if parts else {}
+            if len(parts) > 2 and math.isfinite(share := math.fsum(parts[1::2])):
+                loss["loss_share"] = share
             numbers = training | loss | ended.numbers
             write = self.writer.step_later if ended.tallies is self._nothing else self.writer.step
             write(ended.step, **numbers)
