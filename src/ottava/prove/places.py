@@ -61,9 +61,7 @@ def _tail(parts: Sequence[Part]) -> str:
     for dim, word in ((0, "row"), (1, "column")):
         firsts = set()
         for part in (part for part in parts if part.given.numel()):
-            given = (
-                part.given.reshape(-1, part.given.shape[-1]) if part.given.dim() > 1 else part.given[None].flatten(1)
-            )
+            given = part.given.reshape(-1, part.given.shape[-1] if part.given.dim() > 1 else part.given.numel())
             lines = given.all(1 - dim)
             if bool(given.any(1 - dim).ne(lines).any()) or not bool(lines.any()):
                 firsts |= {-1} if bool(given.any()) else set()
