@@ -3,7 +3,8 @@
     look SET   every kernel of benchmarks/blind/SET, 100 cases each, seed 0; a JSON line each, beside the truth
     sweep      every ready adapter on new shapes, those of Triton interpreted; alarms and different shapes by library
 
-`sweep` writes benchmarks/results/kernels-sweep.json. It ends when `--shapes` different shapes have been judged.
+`sweep` writes benchmarks/results/kernels-sweep.json. It ends when `--shapes` different shapes have been judged, or
+behind the adapter that runs when `--minutes` have passed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def look(name: str, only: str) -> list[dict[str, Any]]:
     return rows
 
 
-def sweep(shapes: int, seed: int) -> dict[str, Any]:
+def sweep(shapes: int, seed: int, minutes: float) -> dict[str, Any]:
     """How many different shapes each library's kernels met, and which were called wrong."""
     sys.path.insert(0, str(HERE.parent / "tests"))
     importlib.import_module("triton_mode")
@@ -54,6 +55,8 @@ def sweep(shapes: int, seed: int) -> dict[str, Any]:
     names = list(ready())
     for turn in itertools.count():
         for place, name in enumerate(names):
+            if time.perf_counter() - began > 60 * minutes:
+                break
             library = "triton" if ".triton" in name else name.partition(".")[0]
             mine = counts.setdefault(library, {"adapters": set(), "cases": 0, "shapes": set(), "alarms": 0})
             if turn and (name not in mine["adapters"] or library == "triton" or len(everything) >= shapes):
@@ -81,7 +84,7 @@ def sweep(shapes: int, seed: int) -> dict[str, Any]:
                 alarms.append({"adapter": name, "seed": seed + 1000 * turn + place, "said": str(found)})
                 print(found, flush=True)
             print(f"{len(everything):6} shapes, {len(alarms)} alarms, {name}", file=sys.stderr, flush=True)
-        if len(everything) >= shapes:
+        if len(everything) >= shapes or time.perf_counter() - began > 60 * minutes:
             break
     rows = {
         library: {key: len(value) if isinstance(value, set) else value for key, value in mine.items()}
@@ -105,6 +108,7 @@ def main() -> None:
     parser.add_argument("name", nargs="?", default="kernels")
     parser.add_argument("--only", default="")
     parser.add_argument("--shapes", type=int, default=10_000)
+    parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -112,7 +116,7 @@ def main() -> None:
         look(asked.name, asked.only)
     else:
         (HERE / "results" / "kernels-sweep.json").write_text(
-            json.dumps(sweep(asked.shapes, asked.seed), indent=1) + "\n", "utf-8"
+            json.dumps(sweep(asked.shapes, asked.seed, asked.minutes), indent=1) + "\n", "utf-8"
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ottava.kernels import reference
 from ottava.numerics import rounding
 from ottava.numerics.formats import FORMATS, get_format
-from ottava.prove import adapter, codes, hypotheses, judge, matrix
+from ottava.prove import adapter, codes, hypotheses, judge, matrix, places
 from ottava.prove.adapters import KINDS, KernelAdapter
 from ottava.prove.certificate import KernelCertificate, certify
 from ottava.prove.explain import Failure, explain
@@ -160,6 +160,21 @@ def test_a_fault_without_a_name_is_placed() -> None:
     assert said is not None
     assert said["hypothesis"] == "tail not written"
     assert explain("encode", {}, [], [], lambda case, **change: {}) is None
+
+
+def test_a_scale_without_dimensions_has_no_rows_to_name() -> None:
+    """Nothing tells two cases apart: no place, and no traceback."""
+    yes, no, case = torch.tensor(True), torch.tensor(False), matrix.KernelCase("", {"x": torch.ones(4, 4)})
+    parts = [places.Part(case, {}, "scale_inv", *masks) for masks in ((yes, no), (no, yes))]
+    assert places.part_of("cast", parts) == ""
+
+
+def test_no_layer_is_without_features() -> None:
+    """`reshape(-1, 0)` raises: a case without columns would be an alarm on a right layer, of no use to anybody."""
+    made = matrix.cases("linear", {"recipe": "tensorwise"}, 300, matrix.Draws(0, torch.device("cpu")))
+    sizes = [case.inputs["weight"].shape for case in made]
+    assert all(min(size) > 0 for size in sizes)
+    assert len(set(sizes)) > 30
 
 
 def test_a_bias_of_stochastic_rounding_is_seen() -> None:

@@ -402,7 +402,7 @@ def _linear(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[Kern
     layouts = ("contiguous", "offset", "transposed", "sliced", "broadcast")
     listed = combinations(_LAYERS, layouts, kinds, source, count - 2)
     for (lead, n, k), layout, operands in listed:
-        rows = math.prod(lead)
+        rows, n, k = math.prod(lead), max(n, 1), max(k, 1)  # a layer without features is none
         wide = operands == "weight of wide range"
         x, w = source.operand("normal" if wide else operands, rows, k).to(dtype), source.normal(n, k)
         # beside large columns small ones lose bits if blocks run along K; along N they have scales of their own

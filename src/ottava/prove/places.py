@@ -59,18 +59,16 @@ def part_of(kind: str, parts: Sequence[Part]) -> str:
 def _tail(parts: Sequence[Part]) -> str:
     """The row or column from which on all numbers are given ones, and none before."""
     for dim, word in ((0, "row"), (1, "column")):
-        firsts = set()
+        firsts, free = set(), 0
         for part in (part for part in parts if part.given.numel()):
-            given = (
-                part.given.reshape(-1, part.given.shape[-1]) if part.given.dim() > 1 else part.given[None].flatten(1)
-            )
+            given = part.given.reshape(-1, part.given.shape[-1] if part.given.dim() > 1 else part.given.numel())
             lines = given.all(1 - dim)
-            if bool(given.any(1 - dim).ne(lines).any()) or not bool(lines.any()):
-                firsts |= {-1} if bool(given.any()) else set()
+            if not bool(given.any()):
+                free = max(free, given.shape[dim])
                 continue
-            first = int(lines.int().argmax())
-            firsts.add(first if bool(lines[first:].all()) else -1)
-        if len(firsts) == 1 and -1 not in firsts:
+            first, mixed = len(lines) - int(lines.sum()), given.any(1 - dim) != lines
+            firsts.add(first if bool(lines[first:].all()) and not bool(mixed.any()) else -1)
+        if len(firsts) == 1 and min(firsts) >= free:  # a case without such numbers ends before that line
             return f"from {word} {firsts.pop()} on"
     return ""
 
