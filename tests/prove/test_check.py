@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
+import math
 import subprocess
 import sys
+from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +22,10 @@ import command
 import ottava
 from ottava.prove import Subject, check
 from ottava.prove.align import UnlikeError
+from ottava.prove.page import check_page
+from ottava.prove.prover import Judged
 from ottava.prove.recorder import StepRecorder, StepRecording, TraceError
-from ottava.prove.tolerance import Nudge, distance, unit
+from ottava.prove.tolerance import Distance, Nudge, distance, unit
 
 
 class Net(nn.Module):
@@ -128,6 +134,35 @@ def test_the_reproducer_reproduces(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(verdict.reproducer)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("distance ")
+
+
+def test_the_page_has_the_answer_the_picture_and_names_as_text(tmp_path: Path) -> None:
+    """Names are text; thousands of tensors stay below 400 kB, and the first that is wrong has its point."""
+
+    def net(gelu: nn.Module) -> nn.Module:
+        parts = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        parts.insert(1, nn.Sequential(OrderedDict({"<script>alert(1)</script>": gelu})))
+        return parts
+
+    verdict = check(net(nn.GELU()), net(nn.GELU("tanh")), torch.randn(16, 8), reproducer=tmp_path / "shown.py")
+    page = verdict.write(tmp_path / "page.html", command="ottava check a.py -- --x").read_text("utf-8")
+    name = "1.&lt;script&gt;alert(1)&lt;/script&gt;"
+    assert f"<h1>The first tensor that differs: output of {name}, forward</h1>" in page
+    assert "<script>alert" not in page
+    assert "ottava check a.py -- --x" in page
+    assert "aten.gelu" in page
+    assert page.count('<td class="wrong">') > page.count('<td class="exact">') > 0
+    same = check(net(nn.GELU()), net(nn.GELU()), torch.randn(16, 8))
+    assert "<h1>B computes what A computes</h1>" in check_page(same)
+    assert 'class="wrong"' not in check_page(same)
+    wrong = next(j for j in verdict.judged if j.wrong)
+    deep = replace(wrong.row, key=wrong.row.key._replace(path="model.layers." * 40 + "up"))
+    far = Judged(deep, Distance(*[math.inf] * 4), wrong.limit)
+    many = replace(verdict, judged=[verdict.judged[0]] * 2000 + [wrong] + [far] * 2000, reproducer=None)
+    page = check_page(many)
+    assert len(page.encode()) < 400_000
+    assert f"[2001.0,{json.dumps(str(wrong.row.key))}]" in html.unescape(page).replace(", ", ","), "its point is there"
+    assert json.loads(many.write(tmp_path / "data.json").read_text("utf-8"))["tensors"] == 4001
 
 
 def recorded(model: nn.Module, nudge: Nudge | None = None) -> StepRecording:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 from browser_pipe import Page, opened
+from torch import nn
 
 from demo_samples import made_demo, made_run, usual_runs
 from lab_samples import study
 from ottava.explorer.page import explorer_page
-from ottava.lab.page import write_page
+from ottava.lab.page import lab_page
 from ottava.numerics.formats import get_format
+from ottava.prove import check
 from ottava.prove.adapters import KernelAdapter
 from ottava.prove.certificate import certify
+from ottava.prove.page import check_page
 from ottava.prove.page import page as certify_page
 from ottava.recipe import RECIPES
 from ottava.record.reader import Run
@@ -73,6 +77,17 @@ def certificates() -> str:
     return certify_page([found], {"cases": 4, "seed": 0, "device": "cpu"})
 
 
+def checked(other: nn.Module) -> str:
+    """A model against itself, or with another function in a layer of a long path."""
+
+    def net(gelu: nn.Module) -> nn.Module:
+        deep = nn.Sequential(OrderedDict({"a_layer_with_a_name": nn.Sequential(OrderedDict({"its_function": gelu}))}))
+        return nn.Sequential(nn.Linear(8, 8), deep, *(nn.Linear(8, 8) for _ in range(20)))
+
+    torch.manual_seed(0)
+    return check_page(check(net(nn.GELU()), net(other), torch.randn(16, 8)), "ottava check train.py -- --compile")
+
+
 @pytest.fixture(scope="module")
 def pages(small_run: Run, good_run: Run) -> dict[str, Callable[[], str]]:
     """Name -> the page, with findings, with every picture, and with names as long as they get."""
@@ -83,10 +98,12 @@ def pages(small_run: Run, good_run: Run) -> dict[str, Callable[[], str]]:
         "report": lambda: make_report(small_run, baseline=good_run).html,
         "demo": lambda: render_report(made_demo(usual_runs())),
         "demo of ten": lambda: render_report(made_demo([*usual_runs()[:3], *many, lost])),
-        "lab": lambda: write_page(study(recipes, seeds=2)),
+        "lab": lambda: lab_page(study(recipes, seeds=2)),
         "parity": parity_page,
         "certify": certificates,
         "explorer": explorer_page,
+        "check": lambda: checked(nn.GELU("tanh")),
+        "check of equals": lambda: checked(nn.GELU()),
     }
 
 
@@ -98,7 +115,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         yield tab
 
 
-NAMES = ("report", "demo", "demo of ten", "lab", "parity", "certify", "explorer")
+NAMES = ("report", "demo", "demo of ten", "lab", "parity", "certify", "explorer", "check", "check of equals")
 
 
 @pytest.mark.parametrize("name", NAMES)

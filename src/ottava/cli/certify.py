@@ -9,6 +9,7 @@ import typer
 from typer import Argument, Option
 
 from ottava.base.text import progress, to_json
+from ottava.cli.console import SpeaksOption
 
 
 def certify(
@@ -30,6 +31,7 @@ def certify(
     list_ready: Annotated[bool, Option("--list", help="Show the ready adapters.")] = False,
     json: Annotated[Path | None, Option(help="Write the certificates to this file, as JSON.")] = None,
     html: Annotated[Path | None, Option(help="Write one page with all certificates.")] = None,
+    language: SpeaksOption = "en",
 ) -> int:
     """Certify kernels: run them on hard cases, and say whether they are exact, within a proved bound, or wrong.
 
@@ -61,6 +63,7 @@ def certify(
         )
     if html is not None:
         from ottava.prove.page import page
+        from ottava.report.frame import write_page
 
-        html.write_text(page(found, settings), "utf-8")
+        write_page(html, page(found, settings), language)
     return 0 if all(one.good for one in found) else 1

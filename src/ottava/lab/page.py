@@ -28,7 +28,7 @@ _PART_COLORS = MappingProxyType(
 _SHADES = ((30.0, 0), (22.0, 1), (14.0, 2))  # dB; below the last: 3
 
 
-def write_page(result: LabResult) -> str:
+def lab_page(result: LabResult) -> str:
     """The whole page.
 
     Raises:

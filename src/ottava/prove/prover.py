@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ottava.base.text import columns, listed
+from ottava.base.text import columns, listed, to_json
 from ottava.experiments.program import tensors_in, tree_map
 from ottava.prove.align import Aligned, JudgedTensor, UnlikeError, align
 from ottava.prove.recorder import Key, StepRecorder, StepRecording, bare
@@ -116,15 +116,35 @@ class Verdict:
         else:
             count = f"{len(wrong)} of {len(self.judged)} tensors are beyond their limits"
             lines = [self.finding.sentence, "", f"{count}; the first, in program order:"]
-            first = self.judged.index(wrong[0])
             rows = [
                 (str(j.row.key), f"{j.far[j.worst]:.2g}", f"{j.limit[j.worst]:.2g}", "wrong" if j.wrong else "right")
-                for j in self.judged[max(first - 2, 0) : first] + wrong[:6]
+                for j in self.around()
             ]
             lines += [f"  {line}" for line in columns(("tensor", "distance", "limit", ""), *rows)]
         lines += ["", *(f"Note: {note}" for note in self.notes)] if self.notes else []
         lines += ["", f"Reproducer: python {self.reproducer}"] if self.reproducer is not None else []
         return "\n".join(lines)
+
+    def around(self) -> list[Judged]:
+        """The first tensors beyond their limits, behind the two that come before."""
+        wrong = [j for j in self.judged if j.wrong]
+        first = self.judged.index(wrong[0]) if wrong else 0
+        return self.judged[max(first - 2, 0) : first] + wrong[:6]
+
+    def write(self, path: Path | str, *, command: str = "", language: str = "en") -> Path:
+        """Writes the verdict as a page if the path ends in .html, else as JSON. Returns the path.
+
+        Args:
+            path: of the file.
+            command: what repeats the comparison, for the page.
+            language: "en" or "zh", of the page.
+        """
+        from ottava.prove.page import check_page
+        from ottava.report.frame import write_page
+
+        if str(path).endswith(".html"):
+            return write_page(Path(path), check_page(self, command), language)
+        return write_page(Path(path), to_json({"schema_version": 1, **self.to_dict()}) + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -6,9 +6,7 @@ A part that was not asked for is not on the page. The headline is the sentence o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from ottava.base.files import replacing
 from ottava.report.charts import Chart, Line
 from ottava.report.frame import render
 from ottava.serving.attribution import CAUSES, Attribution
@@ -49,14 +47,6 @@ def render_page(
         tensors=[] if answers is None else sorted(answers.weights.tensors, key=lambda one: not one.wrong),
         shown=_shown,
     )
-
-
-def write_page(path: Path, page: str) -> Path:
-    """Writes the page, whole or not at all, and returns its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as scratch:
-        scratch.write_text(page, encoding="utf-8")
-    return path
 
 
 def _of_blocks(errors: Sequence[tuple[float, float]]) -> Chart:
