@@ -110,7 +110,12 @@ def _by_distribution(
         values = ([percent * v for v in result.values(recipe, d, "gemms", gemm, name)] for d in DISTRIBUTIONS)
         found = [_estimate(of_one, i, dots=False) for i, of_one in enumerate(values)]
         rows.append((recipe, [one for one in found if one]))
-    return Forest(rows=rows, legend=[(one, i) for i, one in enumerate(DISTRIBUTIONS)], width=500, **words)
+    return Forest(
+        rows=rows,
+        legend=[(one.replace("normal", "normal data"), i) for i, one in enumerate(DISTRIBUTIONS)],
+        width=500,
+        **words,
+    )
 
 
 def error_chart(result: LabResult, gemm: str) -> Forest:

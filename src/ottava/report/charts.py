@@ -281,7 +281,8 @@ def _axes(chart: Chart, frame: _Frame) -> str:
         css = "zero" if chart.signed and tick == 0 else "grid"
         parts.append(f'<line class="{css}" x1="{frame.left}" x2="{frame.right}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="{frame.left - 8}" y="{y + 4}" text-anchor="end">{label}</text>')
-    for tick in nice_ticks(*frame.x_range, count=6):
+    whole = all(float(x).is_integer() for line in chart.lines for x, _ in line.points)
+    for tick in (tick for tick in nice_ticks(*frame.x_range, count=6) if tick.is_integer() or not whole):
         parts.append(f'<text x="{frame.x(tick)}" y="{frame.bottom + 18}" text-anchor="middle">{tick:g}</text>')
     middle = (frame.left + frame.right) / 2
     parts.append(f'<text x="{middle}" y="{chart.height - 6}" text-anchor="middle">{escape(chart.x_label)}</text>')
@@ -512,7 +513,7 @@ def bars(chart: Bars, *, chart_id: str) -> str:
             a, b = sorted((axis.x(start), axis.x(ends[part > 0])))
             drawn.append(
                 f'<rect x="{a}" y="{y}" width="{b - a:.1f}" height="{_LANE}" fill="{fill}">'
-                f"<title>{escape(name)}, {escape(part_name)}: {part:.3g}{chart.unit}</title></rect>"
+                f"<title>{escape(part_name)}: {part:.3g}{chart.unit}</title></rect>"
             )
         drawn.append(f'<text x="{chart.width}" y="{y + 11.5}" text-anchor="end">{escape(text)}</text>')
         y += _LANE + _GAP - 4
@@ -617,7 +618,9 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     steps, every = (1, 2, 5) if high - low < 2.2 else (1,), max(1, math.ceil((high - low) / 8))
     decades = [n for n in range(math.floor(low), math.ceil(high) + 1) if n % every == 0]
     found = [(math.log10(step) + decade, step, decade) for decade in decades for step in steps]
-    return [(at, _power(step, decade)) for at, step, decade in found if low <= at <= high]
+    shown = [(at, _power(step, decade)) for at, step, decade in found if low <= at <= high]
+    plain = nice_ticks(10**low, 10**high, 4) if len(shown) < 2 else []  # a shorter axis has none of them
+    return [(math.log10(tick), f"{tick:g}") for tick in plain] or shown
 
 
 def _power(step: int, decade: int) -> str:

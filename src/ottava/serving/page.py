@@ -70,7 +70,9 @@ def _row(title: str, said: str, labels: tuple[str, str], lines: Mapping[str, tup
         x_label=labels[0],
         y_label=labels[1],
         lines=[
-            Line(name=name, points=[(float(i), y) for i, y in enumerate(values)], style=style, markers=True)
+            Line(
+                name=name, points=[(float(i), y) for i, y in enumerate(values)], style=style, markers=True, joined=False
+            )
             for name, (style, values) in lines.items()
         ],
         x_range=(0, max(1, *(len(values) - 1 for _, values in lines.values()))),
