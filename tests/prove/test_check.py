@@ -145,7 +145,7 @@ def test_the_page_has_the_answer_the_picture_and_names_as_text(tmp_path: Path) -
         return parts
 
     verdict = check(net(nn.GELU()), net(nn.GELU("tanh")), torch.randn(16, 8), reproducer=tmp_path / "shown.py")
-    page = verdict.write(tmp_path / "page.html", command="ottava check a.py -- --x").read_text("utf-8")
+    page = check_page(verdict, "ottava check a.py -- --x")
     name = "1.&lt;script&gt;alert(1)&lt;/script&gt;"
     assert f"<h1>The first tensor that differs: output of {name}, forward</h1>" in page
     assert "<script>alert" not in page
@@ -162,7 +162,6 @@ def test_the_page_has_the_answer_the_picture_and_names_as_text(tmp_path: Path) -
     page = check_page(many)
     assert len(page.encode()) < 400_000
     assert f"[2001.0,{json.dumps(str(wrong.row.key))}]" in html.unescape(page).replace(", ", ","), "its point is there"
-    assert json.loads(many.write(tmp_path / "data.json").read_text("utf-8"))["tensors"] == 4001
 
 
 def recorded(model: nn.Module, nudge: Nudge | None = None) -> StepRecording:
@@ -186,8 +185,13 @@ def test_saved_traces_and_their_command(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(torch.equal(x.value, y.value) for x, y in zip(loaded.entries, good.entries, strict=True))
     assert command.run("check", tmp_path / "good", tmp_path / "good") == 0
     capsys.readouterr()
-    assert command.run("check", tmp_path / "good", tmp_path / "bad", "--json") == 1
-    assert json.loads(capsys.readouterr().out)["finding"]["phase"] == "forward"
+    written = tmp_path / "page.html", tmp_path / "data.json"
+    outs = [word for path in written for word in ("-o", path)]
+    assert command.run("check", tmp_path / "good", tmp_path / "bad", "--json", "--lang", "zh", *outs) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["finding"]["phase"] == "forward"
+    assert json.loads(written[1].read_text("utf-8"))["finding"] == said["finding"]
+    assert "<h1>第一个不同的张量：head 的输入，前向</h1>" in written[0].read_text("utf-8")
 
 
 def test_bad_input_is_refused(tmp_path: Path) -> None:

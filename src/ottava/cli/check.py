@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from ottava.base.text import progress
+from ottava.base.text import progress, to_json
 from ottava.cli.console import SpeaksOption, answer
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ def check(
     """
     if record is not None:
         _record(record, words, steps, nudge)
+    from ottava.prove.page import check_page
     from ottava.prove.prover import judge, nudge_for
+    from ottava.report.frame import write_page
 
     runs = words[0].endswith(".py")
     with tempfile.TemporaryDirectory(prefix="ottava-check-") if runs else nullcontext("") as scratch:
@@ -97,7 +99,8 @@ def check(
     behind = ["--", *words[1:]] if runs and len(words) > 1 else words[1:]
     command = ["ottava", "check", words[0], *(str(word) for pair in given for word in pair), *behind]
     for path in out or ():
-        verdict.write(path, command=shlex.join(command), language=language)
+        page = check_page(verdict, shlex.join(command)) if path.suffix == ".html" else to_json(verdict.to_dict()) + "\n"
+        write_page(path, page, language)
     answer(as_json, verdict.to_dict(), "\n\n".join(map(str, [verdict, *(out or ())])))
     return 0 if verdict.same else 1
 
@@ -129,7 +132,6 @@ def _run(
     folder: Path, script: str, arguments: Sequence[str], ranks: int, steps: int, nudge: Nudge | None = None
 ) -> StepRecording:
     """Records a script in processes of its own."""
-    from ottava.base.text import to_json
     from ottava.prove.recorder import StepRecording
 
     if not Path(script).exists():

@@ -324,10 +324,7 @@ def _told(
         from ottava.report.frame import write_page
         from ottava.serving.page import render_page
 
-        if path.suffix == ".html":
-            write_page(path, render_page(certificate, answers, rollout), language)
-        else:
-            write_page(path, said)
+        write_page(path, render_page(certificate, answers, rollout) if path.suffix == ".html" else said, language)
     typer.echo(said.rstrip() if as_json else "\n\n".join(map(str, [*parts, *(out or ())])))
     return int(not all(one.good for one in parts))
 

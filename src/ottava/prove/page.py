@@ -41,17 +41,16 @@ def check_page(verdict: Verdict, command: str = "") -> str:
         rank = f", rank {found.rank}" if found.rank is not None else ""
         step = f", step {found.key.step + 1}" if found.key.step else ""
         headline = f"The first tensor that differs: {elide(str(found.key), _LONGEST)}, {found.phase}{rank}{step}"
-    rows = [(i, j) for i, j in enumerate(verdict.judged) if j.wrong]
-    others = [(i, j) for i, j in enumerate(verdict.judged) if not j.wrong]
+    wrong_first = sorted(range(len(verdict.judged)), key=lambda i: not verdict.judged[i].wrong)
     return render(
         "ottava.prove",
         "check.html.j2",
         verdict=verdict,
         found=found,
         headline=headline,
-        wrong=len(rows),
+        wrong=sum(j.wrong for j in verdict.judged),
         first=verdict.around(),
-        rows=[j for _, j in sorted([*rows, *others][:_MOST_ROWS], key=lambda one: one[0])],
+        rows=[verdict.judged[i] for i in sorted(wrong_first[:_MOST_ROWS])],
         chart=_differences(verdict) if verdict.judged else None,
         equal=sum(j.far.whole == 0 == j.far.element for j in verdict.judged),
         command=command,
@@ -68,8 +67,13 @@ def _differences(verdict: Verdict) -> Chart:
     judged = verdict.judged
     first = next((i for i, j in enumerate(judged) if j.wrong), -1)
     every = math.ceil(len(judged) / _MOST_POINTS)
+
+    def beyond(one: Judged) -> float:
+        far, limit = one.far[one.worst], one.limit[one.worst]
+        return far / limit if limit else math.inf if far else 0.0
+
     near = (range(start, min(start + every, len(judged))) for start in range(0, len(judged), every))
-    shown = [max(places, key=lambda i: (i == first, *_beyond(judged[i]))) for places in near]
+    shown = [max(places, key=lambda i: (i == first, beyond(judged[i]))) for places in near]
     far, limit = ({i: getattr(judged[i], name)[judged[i].worst] for i in shown} for name in ("far", "limit"))
     known = [x for x in (*far.values(), *limit.values()) if 0 < x < math.inf] or [1.0]
     low, high = min(known) / 3, 10 * max(known)
@@ -101,9 +105,3 @@ def _differences(verdict: Verdict) -> Chart:
         width=760,
         height=380,
     )
-
-
-def _beyond(one: Judged) -> tuple[float, float]:
-    """How many times its limit a tensor is off, and how far."""
-    far, limit = one.far[one.worst], one.limit[one.worst]
-    return (far / limit if limit else math.inf if far else 0.0), far

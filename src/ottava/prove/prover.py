@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ottava.base.text import columns, listed, to_json
+from ottava.base.text import columns, listed
 from ottava.experiments.program import tensors_in, tree_map
 from ottava.prove.align import Aligned, JudgedTensor, UnlikeError, align
 from ottava.prove.recorder import Key, StepRecorder, StepRecording, bare
@@ -130,21 +130,6 @@ class Verdict:
         wrong = [j for j in self.judged if j.wrong]
         first = self.judged.index(wrong[0]) if wrong else 0
         return self.judged[max(first - 2, 0) : first] + wrong[:6]
-
-    def write(self, path: Path | str, *, command: str = "", language: str = "en") -> Path:
-        """Writes the verdict as a page if the path ends in .html, else as JSON. Returns the path.
-
-        Args:
-            path: of the file.
-            command: what repeats the comparison, for the page.
-            language: "en" or "zh", of the page.
-        """
-        from ottava.prove.page import check_page
-        from ottava.report.frame import write_page
-
-        if str(path).endswith(".html"):
-            return write_page(Path(path), check_page(self, command), language)
-        return write_page(Path(path), to_json({"schema_version": 1, **self.to_dict()}) + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -86,10 +86,10 @@ _PHONE = 350
 
 
 def write_page(path: Path, page: str, language: str = "en") -> Path:
-    """Writes a page in a language of `base.language`, whole or not at all, and returns its path."""
+    """Writes a file whole or not at all, a page (F.html) in a language of `base.language`, and returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as scratch:
-        scratch.write_text(Language(language).page(page), encoding="utf-8")
+        scratch.write_text(Language(language).page(page) if path.suffix == ".html" else page, encoding="utf-8")
     return path
 
 
