@@ -12,7 +12,9 @@ import pytest
 import ottava
 from command import ended
 from ottava.base.language import Language, catalog
+from ottava.prove import hypotheses
 from ottava.record.writer import RunWriter
+from ottava.serving import attribution, causes
 
 SOURCE = Path(ottava.__file__).parent
 ROOMS = ("laws", "remedies", "diagnose", "loss", "trials", "ranks", "compare")
@@ -81,6 +83,16 @@ def test_every_heading_of_the_report_has_its_chinese() -> None:
     found = [head.strip() for head in re.findall(r"<(?:h[123]|summary)\b[^>]*>([^<{]+)<", pages)]
     assert len(found) > 10
     assert sorted({head for head in found if head and head not in ZH}) == []
+
+
+def test_every_cause_of_certify_and_parity_has_its_chinese() -> None:
+    """What a kernel does wrong, why an engine multiplies other numbers, why a rollout differs."""
+    say = Language("zh")
+    found = {one.sentence for one in hypotheses.all_hypotheses()} | {*causes.CAUSES.values()}
+    found |= {*attribution.CAUSES.values()}
+    assert len(found) > 700
+    missing = [one for one in found if not re.search("[一-鿿]", say(one)) or re.search(r"(?:[a-z]{3,} ){3}", say(one))]
+    assert sorted(missing) == []
 
 
 def test_both_sides_leave_the_same_open() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from lab_samples import study
 from ottava.base.text import to_json
-from ottava.lab.page import LabResult, parts, write_page
+from ottava.lab.page import LabResult, lab_page, parts
 from ottava.lab.study import DISTRIBUTIONS
 from ottava.recipe import GEMMS
 from ottava.train.verdict import Interval
@@ -23,7 +23,7 @@ def test_the_page_holds_every_finding_and_no_number_that_is_none() -> None:
         study({"mxfp8": [0.01, 0.02, 0.03, 0.02], "nvfp4": [0.1, math.nan, 0.1, 0.1]}),
         study({"tensorwise": [0.01]}, seeds=1),
     ):
-        page = write_page(result)
+        page = lab_page(result)
         HTMLParser().feed(page)
         assert not re.search(r"nan|None|\binf\b", re.sub(r"(?s)<(style|script)>.*?</\1>", "", page)), (
             "a number is missing"
@@ -46,7 +46,7 @@ def test_the_page_holds_every_finding_and_no_number_that_is_none() -> None:
         assert parts(result, "bf16", "normal", "X") == []
         assert "NaN" not in to_json(result.to_dict())
     with pytest.raises(ValueError, match="no measurement"):
-        write_page(LabResult(result.settings, {}, ""))
+        lab_page(LabResult(result.settings, {}, ""))
 
 
 def test_a_claim_needs_an_interval_without_zero() -> None:

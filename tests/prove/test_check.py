@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
+import math
 import subprocess
 import sys
+from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +22,10 @@ import command
 import ottava
 from ottava.prove import Subject, check
 from ottava.prove.align import UnlikeError
+from ottava.prove.page import check_page
+from ottava.prove.prover import Judged
 from ottava.prove.recorder import StepRecorder, StepRecording, TraceError
-from ottava.prove.tolerance import Nudge, distance, unit
+from ottava.prove.tolerance import Distance, Nudge, distance, unit
 
 
 class Net(nn.Module):
@@ -130,6 +136,34 @@ def test_the_reproducer_reproduces(tmp_path: Path) -> None:
     assert done.stdout.startswith("distance ")
 
 
+def test_the_page_has_the_answer_the_picture_and_names_as_text(tmp_path: Path) -> None:
+    """Names are text; thousands of tensors stay below 400 kB, and the first that is wrong has its point."""
+
+    def net(gelu: nn.Module) -> nn.Module:
+        parts = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        parts.insert(1, nn.Sequential(OrderedDict({"<script>alert(1)</script>": gelu})))
+        return parts
+
+    verdict = check(net(nn.GELU()), net(nn.GELU("tanh")), torch.randn(16, 8), reproducer=tmp_path / "shown.py")
+    page = check_page(verdict, "ottava check a.py -- --x")
+    name = "1.&lt;script&gt;alert(1)&lt;/script&gt;"
+    assert f"<h1>The first tensor that differs: output of {name}, forward</h1>" in page
+    assert "<script>alert" not in page
+    assert "ottava check a.py -- --x" in page
+    assert "aten.gelu" in page
+    assert page.count('<td class="wrong">') > page.count('<td class="exact">') > 0
+    same = check(net(nn.GELU()), net(nn.GELU()), torch.randn(16, 8))
+    assert "<h1>B computes what A computes</h1>" in check_page(same)
+    assert 'class="wrong"' not in check_page(same)
+    wrong = next(j for j in verdict.judged if j.wrong)
+    deep = replace(wrong.row, key=wrong.row.key._replace(path="model.layers." * 40 + "up"))
+    far = Judged(deep, Distance(*[math.inf] * 4), wrong.limit)
+    many = replace(verdict, judged=[verdict.judged[0]] * 2000 + [wrong] + [far] * 2000, reproducer=None)
+    page = check_page(many)
+    assert len(page.encode()) < 400_000
+    assert f"[2001.0,{json.dumps(str(wrong.row.key))}]" in html.unescape(page).replace(", ", ","), "its point is there"
+
+
 def recorded(model: nn.Module, nudge: Nudge | None = None) -> StepRecording:
     model = copy.deepcopy(model)
     with StepRecorder(model, nudge=nudge) as recorder:
@@ -151,8 +185,13 @@ def test_saved_traces_and_their_command(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(torch.equal(x.value, y.value) for x, y in zip(loaded.entries, good.entries, strict=True))
     assert command.run("check", tmp_path / "good", tmp_path / "good") == 0
     capsys.readouterr()
-    assert command.run("check", tmp_path / "good", tmp_path / "bad", "--json") == 1
-    assert json.loads(capsys.readouterr().out)["finding"]["phase"] == "forward"
+    written = tmp_path / "page.html", tmp_path / "data.json"
+    outs = [word for path in written for word in ("-o", path)]
+    assert command.run("check", tmp_path / "good", tmp_path / "bad", "--json", "--lang", "zh", *outs) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["finding"]["phase"] == "forward"
+    assert json.loads(written[1].read_text("utf-8"))["finding"] == said["finding"]
+    assert "<h1>第一个不同的张量：head 的输入，前向</h1>" in written[0].read_text("utf-8")
 
 
 def test_bad_input_is_refused(tmp_path: Path) -> None:

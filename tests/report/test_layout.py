@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import shutil
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,18 @@ from typing import Any
 import pytest
 import torch
 from browser_pipe import Page, opened
+from torch import nn
 
 from demo_samples import made_demo, made_run, usual_runs
 from lab_samples import study
+from ottava.base.language import Language
 from ottava.explorer.page import explorer_page
-from ottava.lab.page import write_page
+from ottava.lab.page import lab_page
 from ottava.numerics.formats import get_format
+from ottava.prove import check
 from ottava.prove.adapters import KernelAdapter
 from ottava.prove.certificate import certify
+from ottava.prove.page import check_page
 from ottava.prove.page import page as certify_page
 from ottava.recipe import RECIPES
 from ottava.record.reader import Run
@@ -29,7 +36,6 @@ from ottava.serving.parity import Certificate, LinearRow, Mismatch
 from ottava.train.demo import render_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 SCREENS = {"screen": 1280, "tablet": 768, "phone": 390}
 LINES = {"screen": 2, "tablet": 3, "phone": 4, "paper": 2}
 """The most lines of a headline."""
@@ -73,6 +79,17 @@ def certificates() -> str:
     return certify_page([found], {"cases": 4, "seed": 0, "device": "cpu"})
 
 
+def checked(other: nn.Module) -> str:
+    """A model against itself, or with another function in a layer of a long path."""
+
+    def net(gelu: nn.Module) -> nn.Module:
+        deep = nn.Sequential(OrderedDict({"a_layer_with_a_name": nn.Sequential(OrderedDict({"its_function": gelu}))}))
+        return nn.Sequential(nn.Linear(8, 8), deep, *(nn.Linear(8, 8) for _ in range(20)))
+
+    torch.manual_seed(0)
+    return check_page(check(net(nn.GELU()), net(other), torch.randn(16, 8)), "ottava check train.py -- --compile")
+
+
 @pytest.fixture(scope="module")
 def pages(small_run: Run, good_run: Run) -> dict[str, Callable[[], str]]:
     """Name -> the page, with findings, with every picture, and with names as long as they get."""
@@ -83,22 +100,39 @@ def pages(small_run: Run, good_run: Run) -> dict[str, Callable[[], str]]:
         "report": lambda: make_report(small_run, baseline=good_run).html,
         "demo": lambda: render_report(made_demo(usual_runs())),
         "demo of ten": lambda: render_report(made_demo([*usual_runs()[:3], *many, lost])),
-        "lab": lambda: write_page(study(recipes, seeds=2)),
+        "lab": lambda: lab_page(study(recipes, seeds=2)),
         "parity": parity_page,
         "certify": certificates,
         "explorer": explorer_page,
+        "check": lambda: checked(nn.GELU("tanh")),
+        "check of equals": lambda: checked(nn.GELU()),
     }
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """One tab for all pages."""
-    assert CHROMIUM is not None
+    if CHROMIUM is None:
+        pytest.skip("needs chromium")
     with opened(CHROMIUM, "about:blank", tmp_path_factory.mktemp("profile")) as tab:
         yield tab
 
 
-NAMES = ("report", "demo", "demo of ten", "lab", "parity", "certify", "explorer")
+NAMES = ("report", "demo", "demo of ten", "lab", "parity", "certify", "explorer", "check", "check of equals")
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"report", "explorer"}))
+def test_no_sentence_of_a_page_stays_english(name: str, pages: dict[str, Callable[[], str]]) -> None:
+    """Text and tooltips of every page in Chinese, but for code, lists of names and the sample's own words."""
+    page = Language("zh").page(pages[name]())
+    assert '<html lang="zh">' in page
+    read = re.sub(r"(?s)<(script|style|code|pre)\b.*?</\1>", "", page)
+    texts = [
+        " ".join(html.unescape(one).split()) for one in re.findall(r'(?:>|label="|title=")([^<>"]+)(?=[<"])', read)
+    ]
+    assert len([one for one in texts if re.search("[一-鿿]", one)]) > 9
+    sentences = [one for one in texts if re.search(r"(?:\b[a-z]{2,}[ ,]+){2}[a-z]{2,}\b", one)]
+    assert [one for one in sentences if one != "128 bytes of a sentence."] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ottava.nn.convert import convert
+from ottava.report.frame import write_page
 from ottava.serving.answers import Answers, ChunkMean, View
 from ottava.serving.difference import Difference, Differences
 from ottava.serving.evaluate import RULES, Compared, Evaluation, Generation, evaluate, judge
-from ottava.serving.page import render_page, write_page
+from ottava.serving.page import render_page
 from ottava.serving.source import Source, Weight
 from ottava.serving.trained import cast_of
 from ottava.train.llama import open_view

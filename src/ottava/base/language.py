@@ -23,6 +23,8 @@ _MARGIN = re.compile(r"\s*(?:(?:\d+\.|[a-h]\)) )?")
 _SENTENCE = re.compile(r"(?<=[.!?]) ")
 _UNTOUCHED = re.compile(r"(<(script|style|code|pre)\b.*?</\2>)", re.DOTALL)
 
+_TOOLTIPS = re.compile(r'data-chart="([^"]*)"')
+
 
 class _Said(NamedTuple):
     text: str
@@ -108,9 +110,11 @@ class Language:
             return page
         parts = _UNTOUCHED.split(page)  # text, what stays, its tag, text, ...
         for i in range(0, len(parts), 3):
-            parts[i] = re.sub(r"((?:^|>)|aria-label=\")([^<>\"]*[^<>\"\s][^<>\"]*)(?=[<\"]|$)", self._node, parts[i])
+            parts[i] = re.sub(
+                r"((?:^|>)|(?:aria-label|title)=\")([^<>\"]*[^<>\"\s][^<>\"]*)(?=[<\"]|$)", self._node, parts[i]
+            )
         kept = [part for i, part in enumerate(parts) if i % 3 != 2]
-        words = json.dumps(self._of_scripts("".join(parts[1::3]))).replace("<", "\\u003c")
+        words = json.dumps(self._of_scripts("".join([*parts[1::3], *_TOOLTIPS.findall(page)]))).replace("<", "\\u003c")
         script = f'</main>\n<script type="application/json" id="words">{words}</script>'
         translated = "".join(kept).replace('<html lang="en"', f'<html lang="{self.name}"', 1)
         return translated.replace("</main>", script, 1)

@@ -9,6 +9,7 @@ import typer
 from typer import Argument, Option
 
 from ottava.base.text import progress, to_json
+from ottava.cli.console import SpeaksOption
 
 
 def certify(
@@ -30,6 +31,7 @@ def certify(
     list_ready: Annotated[bool, Option("--list", help="Show the ready adapters.")] = False,
     json: Annotated[Path | None, Option(help="Write the certificates to this file, as JSON.")] = None,
     html: Annotated[Path | None, Option(help="Write one page with all certificates.")] = None,
+    language: SpeaksOption = "en",
 ) -> int:
     """Certify kernels: run them on hard cases, and say whether they are exact, within a proved bound, or wrong.
 
@@ -39,7 +41,9 @@ def certify(
     Exit code 1 if something is wrong or raises, 2 for an unknown adapter, kind or recipe.
     """
     from ottava.prove.certificate import certify as run
+    from ottava.prove.page import page
     from ottava.prove.ready import load, ready
+    from ottava.report.frame import write_page
 
     if list_ready:
         typer.echo("\n".join(ready()))
@@ -55,12 +59,8 @@ def certify(
         found.append(certificate)
     settings = {"cases": cases, "seed": seed, "device": device}
     if json is not None:
-        json.write_text(
-            to_json({"schema_version": 1, **settings, "adapters": [one.to_dict() for one in found]}, indent=1) + "\n",
-            "utf-8",
-        )
+        told = {"schema_version": 1, **settings, "adapters": [one.to_dict() for one in found]}
+        write_page(json, to_json(told, indent=1) + "\n")
     if html is not None:
-        from ottava.prove.page import page
-
-        html.write_text(page(found, settings), "utf-8")
+        write_page(html, page(found, settings), language)
     return 0 if all(one.good for one in found) else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from ottava.base.text import progress
-from ottava.cli.console import answer
+from ottava.base.text import progress, to_json
+from ottava.cli.console import SpeaksOption, answer
 
 if TYPE_CHECKING:
+    from ottava.prove.prover import Verdict
     from ottava.prove.recorder import StepRecording
     from ottava.prove.tolerance import Nudge
 
@@ -40,6 +42,10 @@ def check(
     save: Annotated[
         Path | None, Option("--save", metavar="FOLDER", help="Save the trace of the script, and compare nothing.")
     ] = None,
+    out: Annotated[
+        list[Path] | None, Option("--out", "-o", metavar="F", help="Write the result: a page as F.html, else JSON.")
+    ] = None,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
     record: Annotated[Path | None, Option("--record", hidden=True)] = None,
     nudge: Annotated[str, Option("--nudge", hidden=True)] = "",
@@ -52,9 +58,9 @@ def check(
     """
     if record is not None:
         _record(record, words, steps, nudge)
-    from ottava.prove.logs import compare_logs, load_log
+    from ottava.prove.page import check_page
     from ottava.prove.prover import judge, nudge_for
-    from ottava.prove.traces import load_trace
+    from ottava.report.frame import write_page
 
     runs = words[0].endswith(".py")
     with tempfile.TemporaryDirectory(prefix="ottava-check-") if runs else nullcontext("") as scratch:
@@ -83,24 +89,37 @@ def check(
                 count = len(a.entries)
                 answer(as_json, {"saved": str(save), "tensors": count}, f"Saved {count} tensors to {save}.")
                 return 0
+            a.name, b.name = "A", "B"
+            verdict = judge(a, b)
         elif len(words) == 2:
-            logs = [_log_of(Path(word)) for word in words]
-            if any(logs):
-                if not all(logs):
-                    raise ValueError(
-                        f"check: one of {words[0]} and {words[1]} is a log, the other is none; give two logs"
-                    )
-                one, other = (load_log(log) for log in logs if log is not None)
-                verdict = compare_logs(one, other, (words[0], words[1]))
-                answer(as_json, verdict.to_dict(), str(verdict))
-                return 0 if verdict.same else 1
-            a, b = (load_trace(Path(word)) for word in words)
+            verdict = _saved(words)
         else:
             raise ValueError(f"check: got {' '.join(words)!r}; give SCRIPT.py -- ARGUMENTS, or two saved traces")
-        a.name, b.name = ("A", "B") if runs else words
-        verdict = judge(a, b)
-    answer(as_json, verdict.to_dict(), str(verdict))
+    given = [(name, value) for name, value, usual in (("--ranks", ranks, 1), ("--steps", steps, 1)) if value != usual]
+    behind = ["--", *words[1:]] if runs and len(words) > 1 else words[1:]
+    command = ["ottava", "check", words[0], *(str(word) for pair in given for word in pair), *behind]
+    for path in out or ():
+        page = check_page(verdict, shlex.join(command)) if path.suffix == ".html" else to_json(verdict.to_dict()) + "\n"
+        write_page(path, page, language)
+    answer(as_json, verdict.to_dict(), "\n\n".join(map(str, [verdict, *(out or ())])))
     return 0 if verdict.same else 1
+
+
+def _saved(words: Sequence[str]) -> Verdict:
+    """The verdict of two traces, or of two logs."""
+    from ottava.prove.logs import compare_logs, load_log
+    from ottava.prove.prover import judge
+    from ottava.prove.traces import load_trace
+
+    logs = [_log_of(Path(word)) for word in words]
+    if not any(logs):
+        a, b = (load_trace(Path(word)) for word in words)
+        a.name, b.name = words
+        return judge(a, b)
+    if not all(logs):
+        raise ValueError(f"check: one of {words[0]} and {words[1]} is a log, the other is none; give two logs")
+    one, other = (load_log(log) for log in logs if log is not None)
+    return compare_logs(one, other, (words[0], words[1]))
 
 
 def _log_of(path: Path) -> Path | None:
@@ -113,7 +132,6 @@ def _run(
     folder: Path, script: str, arguments: Sequence[str], ranks: int, steps: int, nudge: Nudge | None = None
 ) -> StepRecording:
     """Records a script in processes of its own."""
-    from ottava.base.text import to_json
     from ottava.prove.recorder import StepRecording
 
     if not Path(script).exists():

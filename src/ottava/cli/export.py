@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from ottava.cli.console import answer, print_table
+from ottava.cli.console import SpeaksOption, answer, print_table
 
 if TYPE_CHECKING:
     from ottava.serving.answers import View
@@ -222,6 +222,7 @@ def parity(
     before: _Before = None,
     temperature: Annotated[float, Option(help="By which training divides its logits.")] = 1.0,
     out: _Out = None,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Compare what training multiplied with what an engine multiplies, and what both answer to text.
@@ -250,7 +251,9 @@ def parity(
         theirs = None if b is None else served(Path(b), engine or "vllm", _object(settings), device=device)
         earlier = [(folder.name, _trained(str(folder), recipe)) for folder in before or ()]
         dump = read_rollout(logprobs, form)
-        return _told(out, as_json, rollout=attribute(dump, ours, theirs, before=earlier, temperature=temperature))
+        return _told(
+            out, as_json, language, rollout=attribute(dump, ours, theirs, before=earlier, temperature=temperature)
+        )
     if a is None or b is None:
         raise typer.BadParameter("needs A and B, or --logprobs")
     if engine is None:
@@ -263,7 +266,7 @@ def parity(
     if engine == "none" or answers:
         sizes = {"length": length, "chunks": chunks, "generate": generate, "tolerance": tolerance}
         answered = _answered(a, b, recipe, text or (), engine=engine, **sizes)
-    return _told(out, as_json, certificate, answered)
+    return _told(out, as_json, language, certificate, answered)
 
 
 def _certified(
@@ -302,6 +305,7 @@ def _served(folder: str) -> View:
 def _told(
     out: Sequence[Path] | None,
     as_json: bool,
+    language: str,
     certificate: Certificate | None = None,
     answers: Evaluation | None = None,
     rollout: Attribution | None = None,
@@ -317,9 +321,10 @@ def _told(
     else:
         said = to_json({**certificate.to_dict(), "answers": answers.to_dict()}) + "\n"
     for path in out or ():
-        from ottava.serving.page import render_page, write_page
+        from ottava.report.frame import write_page
+        from ottava.serving.page import render_page
 
-        write_page(path, render_page(certificate, answers, rollout) if path.suffix == ".html" else said)
+        write_page(path, render_page(certificate, answers, rollout) if path.suffix == ".html" else said, language)
     typer.echo(said.rstrip() if as_json else "\n\n".join(map(str, [*parts, *(out or ())])))
     return int(not all(one.good for one in parts))
 

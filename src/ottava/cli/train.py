@@ -20,7 +20,16 @@ import typer
 from typer import Argument, Option
 
 from ottava.base.text import fixed, listed, signed, to_json
-from ottava.cli.console import answer, joined, open_page, print_table, print_verdict, say_saved, stop_on_interrupt
+from ottava.cli.console import (
+    SpeaksOption,
+    answer,
+    joined,
+    open_page,
+    print_table,
+    print_verdict,
+    say_saved,
+    stop_on_interrupt,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -208,6 +217,7 @@ def demo(
     resume: Annotated[bool, Option("--resume", help="Continue the unfinished demo in DIR.")] = False,
     fresh: Annotated[bool, Option("--fresh", help="Discard an unfinished demo and start over.")] = False,
     no_open: Annotated[bool, Option("--no-open", help="Do not open the report in the browser.")] = False,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Train a small Llama on real text in BF16 and in FP8, and say whether FP8 cost accuracy.
@@ -238,7 +248,7 @@ def demo(
             return say_saved(stopping(), f"ottava demo --resume{where}")
         console.print("[dim]evaluating every run in BF16, too, and measuring every cast ...[/]", highlight=False)
         result = trained.result()
-        trained.write(result)
+        trained.write(result, language)
     if as_json:
         typer.echo(to_json(result.to_dict()))
     else:
@@ -340,6 +350,7 @@ def lab(
     quick: Annotated[bool, Option("--quick", help="2 seeds of 16 small steps, to see that all works.")] = False,
     out: Annotated[Path | None, Option(metavar="FILE", help="The page [DIR/lab.html].")] = None,
     run_dir: Annotated[Path, Option(metavar="DIR", help="Keeps what is measured.")] = _FOLDER,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> int:
     """Compare recipes with BF16: loss, errors of casts and GEMMs, bias, parts of errors, cost. Writes one page.
@@ -352,9 +363,9 @@ def lab(
     """
     from rich.console import Console
 
-    from ottava.lab.page import LabResult, write_page
+    from ottava.lab.page import LabResult, lab_page
     from ottava.lab.study import LabSettings, Study, read_recipe
-    from ottava.train.checkpoint import atomic_write
+    from ottava.report.frame import write_page
 
     console = Console(stderr=as_json)
     settings = LabSettings(
@@ -378,9 +389,7 @@ def lab(
         if not study.run(stopping):
             return say_saved(stopping(), command)
     result = LabResult(settings, study.done(), command)
-    page.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(page) as unfinished:
-        unfinished.write_text(write_page(result), encoding="utf-8")
+    write_page(page, lab_page(result), language)
     if as_json:
         typer.echo(to_json(result.to_dict()))
     else:

@@ -470,12 +470,11 @@ def report(
     """
     from ottava.base.language import Language
     from ottava.record.reader import Run
-    from ottava.report.page import Report, make_report
+    from ottava.report.page import make_report
 
     say = Language(language)
     page = make_report(Run.open(run), baseline=None if baseline is None else Run.open(baseline))
-    page = Report(say.page(page.html), page.diagnosis)
-    path = page.write(out or run / "report.html")
+    path = page.write(out or run / "report.html", language)
     verdict, sentence, size = page.diagnosis["verdict"], page.diagnosis["sentence"], path.stat().st_size
     values = {"run_dir": str(run), "report": str(path), "bytes": size, "verdict": verdict, "sentence": sentence}
     answer(as_json, values, f"{say(sentence)}\n{path}  {size / 1000:,.0f} kB")

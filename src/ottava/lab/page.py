@@ -28,7 +28,7 @@ _PART_COLORS = MappingProxyType(
 _SHADES = ((30.0, 0), (22.0, 1), (14.0, 2))  # dB; below the last: 3
 
 
-def write_page(result: LabResult) -> str:
+def lab_page(result: LabResult) -> str:
     """The whole page.
 
     Raises:
@@ -110,7 +110,12 @@ def _by_distribution(
         values = ([percent * v for v in result.values(recipe, d, "gemms", gemm, name)] for d in DISTRIBUTIONS)
         found = [_estimate(of_one, i, dots=False) for i, of_one in enumerate(values)]
         rows.append((recipe, [one for one in found if one]))
-    return Forest(rows=rows, legend=[(one, i) for i, one in enumerate(DISTRIBUTIONS)], width=500, **words)
+    return Forest(
+        rows=rows,
+        legend=[(one.replace("normal", "normal data"), i) for i, one in enumerate(DISTRIBUTIONS)],
+        width=500,
+        **words,
+    )
 
 
 def error_chart(result: LabResult, gemm: str) -> Forest:

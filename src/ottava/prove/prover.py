@@ -116,15 +116,20 @@ class Verdict:
         else:
             count = f"{len(wrong)} of {len(self.judged)} tensors are beyond their limits"
             lines = [self.finding.sentence, "", f"{count}; the first, in program order:"]
-            first = self.judged.index(wrong[0])
             rows = [
                 (str(j.row.key), f"{j.far[j.worst]:.2g}", f"{j.limit[j.worst]:.2g}", "wrong" if j.wrong else "right")
-                for j in self.judged[max(first - 2, 0) : first] + wrong[:6]
+                for j in self.around()
             ]
             lines += [f"  {line}" for line in columns(("tensor", "distance", "limit", ""), *rows)]
         lines += ["", *(f"Note: {note}" for note in self.notes)] if self.notes else []
         lines += ["", f"Reproducer: python {self.reproducer}"] if self.reproducer is not None else []
         return "\n".join(lines)
+
+    def around(self) -> list[Judged]:
+        """The first tensors beyond their limits, behind the two that come before."""
+        wrong = [j for j in self.judged if j.wrong]
+        first = self.judged.index(wrong[0]) if wrong else 0
+        return self.judged[max(first - 2, 0) : first] + wrong[:6]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

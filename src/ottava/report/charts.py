@@ -52,6 +52,8 @@ class Line:
     """Draw a marker at every point (measured values) instead of a plain line (a smoothed curve)."""
     faint: bool = False
     """A thin line in the background, without a legend entry."""
+    joined: bool = True
+    """Draw a line from point to point."""
     dashed: bool | None = None
     """True or False replaces the dashes of `style`: one run solid, another run dashed."""
 
@@ -81,6 +83,10 @@ class Chart:
     """The y axis is logarithmic; numbers that are not positive leave a gap."""
     signed: bool = False
     """Write + before positive ticks: the y axis is a difference."""
+    marks: Sequence[tuple[float, str]] = ()
+    """Vertical lines with their names, from left to right."""
+    names: Sequence[tuple[float, str]] = ()
+    """What a tooltip says instead of an x."""
     width: int = 560
     height: int = 340
 
@@ -149,6 +155,7 @@ def render(chart: Chart, *, chart_id: str, tooltips: bool = False) -> str:
         f'<clipPath id="{clip_id}"><rect x="{frame.left - 5}" y="{frame.top}" '  # 5: half a marker
         f'width="{frame.right - frame.left + 10}" height="{frame.bottom - frame.top}"/></clipPath>',
         _axes(chart, frame),
+        _marks(chart, frame),
         f'<g clip-path="url(#{clip_id})">',
         *(_band(band, frame) for band in chart.bands),
         *(_line(line, frame) for line in chart.lines),
@@ -267,14 +274,15 @@ def _axes(chart: Chart, frame: _Frame) -> str:
     parts = [f'<text x="0" y="12" class="heading">{escape(chart.title)}</text>']
     ticks = nice_ticks(*frame.y_range, count=6)
     decimals = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9)) if len(ticks) > 1 else 2
-    for tick in ticks:
-        y = frame.y(tick)
+    sign = "+" if chart.signed else ""
+    labels = [(tick, f"{sign if tick > 0 else ''}{tick:.{decimals}f}") for tick in ticks]
+    for tick, label in log_ticks(*frame.y_range) if chart.log else labels:
+        y, label = frame.y(tick), label.replace("-", "\N{MINUS SIGN}")
         css = "zero" if chart.signed and tick == 0 else "grid"
         parts.append(f'<line class="{css}" x1="{frame.left}" x2="{frame.right}" y1="{y}" y2="{y}"/>')
-        sign = "+" if chart.signed and tick > 0 else ""
-        label = f"{10**tick:.3g}" if chart.log else f"{sign}{tick:.{decimals}f}".replace("-", "\N{MINUS SIGN}")
         parts.append(f'<text x="{frame.left - 8}" y="{y + 4}" text-anchor="end">{label}</text>')
-    for tick in nice_ticks(*frame.x_range, count=6):
+    whole = all(float(x).is_integer() for line in chart.lines for x, _ in line.points)
+    for tick in (tick for tick in nice_ticks(*frame.x_range, count=6) if tick.is_integer() or not whole):
         parts.append(f'<text x="{frame.x(tick)}" y="{frame.bottom + 18}" text-anchor="middle">{tick:g}</text>')
     middle = (frame.left + frame.right) / 2
     parts.append(f'<text x="{middle}" y="{chart.height - 6}" text-anchor="middle">{escape(chart.x_label)}</text>')
@@ -282,9 +290,25 @@ def _axes(chart: Chart, frame: _Frame) -> str:
     return "".join(parts)
 
 
+def _marks(chart: Chart, frame: _Frame) -> str:
+    """Names lie above each other where they would overlap, and to the left of their line at the right edge."""
+    parts, ends = [], [0.0] * 4
+    for at, name in chart.marks:
+        x, size = frame.x(at), _LETTER * len(name) + 8
+        late = x + size > frame.right
+        parts.append(f'<line class="cross" x1="{x}" x2="{x}" y1="{frame.top}" y2="{frame.bottom}"/>')
+        row = next((row for row, end in enumerate(ends) if end <= x - size * late), None)
+        if row is None:  # too many: the line stands for itself
+            continue
+        ends[row] = x + size * (not late)
+        side = f'x="{x - 4}" text-anchor="end"' if late else f'x="{x + 4}"'
+        parts.append(f'<text {side} y="{frame.top + 12 + 14 * row}">{escape(name)}</text>')
+    return "".join(parts)
+
+
 def _legend_layout(chart: Chart) -> list[tuple[Line | Band, float, int]]:
     """Each legend entry with its x and its row."""
-    entries: list[Line | Band] = [*(line for line in chart.lines if not line.faint), *chart.bands]
+    entries: list[Line | Band] = [*(line for line in chart.lines if not line.faint and line.points), *chart.bands]
     places = _flow([46 + 6.4 * len(entry.name) for entry in entries], chart.width)
     return [(entry, *place) for entry, place in zip(entries, places, strict=True)]
 
@@ -307,7 +331,7 @@ def _legend(chart: Chart, frame: _Frame) -> str:
         if isinstance(entry, Band):
             parts.append(f'<rect class="band" x="{x}" y="{y - 5}" width="26" height="10"/>')
         else:
-            parts.append(f'<path class="curve" {_stroke(entry)} d="M{x} {y}h26"/>')
+            parts.append(f'<path class="curve" {_stroke(entry)} d="M{x} {y}h26"/>' if entry.joined else "")
             parts.append(marker(x + 13, y, entry.style) if entry.markers else "")
         parts.append(f'<text class="name" x="{x + 32}" y="{y + 4}">{escape(entry.name)}</text>')
     return "".join(parts)
@@ -328,7 +352,7 @@ def _line(line: Line, frame: _Frame) -> str:
         if math.isfinite(y):
             commands.append(f"{'L' if pen_down else 'M'}{frame.x(x)} {frame.y(y)}")
         pen_down = math.isfinite(y)
-    curve = f'<path class="curve" {_stroke(line)} d="{"".join(commands)}"/>' if commands else ""
+    curve = f'<path class="curve" {_stroke(line)} d="{"".join(commands)}"/>' if commands and line.joined else ""
     marks = (marker(frame.x(x), frame.y(y), line.style) for x, y in points if line.markers and math.isfinite(y))
     return curve + "".join(marks)
 
@@ -361,6 +385,7 @@ def _tooltip_data(chart: Chart, frame: _Frame) -> str:
     return to_json(
         {
             "x_label": chart.x_label,
+            "names": chart.names,
             "box": {"left": frame.left, "right": frame.right, "top": frame.top, "bottom": frame.bottom},
             "x_range": frame.x_range,
             "signed": chart.signed,
@@ -449,7 +474,11 @@ def forest(chart: Forest, *, chart_id: str) -> str:
                 parts.append(_estimate(axis, estimate, y + _LANE * (lane + 0.5), chart.log))
         y += height + _GAP
     band = "" if chart.band is None else _range(axis, chart.band, y - _GAP / 2, chart.log)
-    ticks = _log_ticks(axis) if chart.log else [(tick, f"{tick:g}") for tick in nice_ticks(axis.low, axis.high, 6)]
+    ticks = (
+        log_ticks(axis.low, axis.high)
+        if chart.log
+        else [(tick, f"{tick:g}") for tick in nice_ticks(axis.low, axis.high, 6)]
+    )
     if chart.signed:
         ticks = [(tick, f"+{text}" if tick > 0 else text) for tick, text in ticks]
     grid = _grid(axis, ticks, y - _GAP / 2, chart.x_label, zero=chart.signed)
@@ -484,7 +513,7 @@ def bars(chart: Bars, *, chart_id: str) -> str:
             a, b = sorted((axis.x(start), axis.x(ends[part > 0])))
             drawn.append(
                 f'<rect x="{a}" y="{y}" width="{b - a:.1f}" height="{_LANE}" fill="{fill}">'
-                f"<title>{escape(name)}, {escape(part_name)}: {part:.3g}{chart.unit}</title></rect>"
+                f"<title>{escape(part_name)}: {part:.3g}{chart.unit}</title></rect>"
             )
         drawn.append(f'<text x="{chart.width}" y="{y + 11.5}" text-anchor="end">{escape(text)}</text>')
         y += _LANE + _GAP - 4
@@ -579,12 +608,26 @@ def _range(axis: _Axis, band: tuple[float, float], bottom: float, log: bool) -> 
     return f'<rect class="band" x="{low}" y="{axis.top - 4}" width="{high - low:.1f}" height="{height:.1f}"/>'
 
 
-def _log_ticks(axis: _Axis) -> list[tuple[float, str]]:
-    """Powers of ten, with 2 and 5 between them where the axis is short."""
-    steps = (1, 2, 5) if axis.high - axis.low < 2.2 else (1,)
-    decades = range(math.floor(axis.low), math.ceil(axis.high) + 1)
-    values = [step * 10.0**decade for decade in decades for step in steps]
-    return [(math.log10(v), f"{v:.3g}") for v in values if axis.low <= math.log10(v) <= axis.high]
+def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Powers of ten between 10**low and 10**high, with 2 and 5 between them where the axis is short: (log10, text).
+
+    Example:
+        >>> log_ticks(-6.5, -3.9), log_ticks(0, 0.5)
+        ([(-6.0, '10⁻⁶'), (-5.0, '10⁻⁵'), (-4.0, '10⁻⁴')], [(0.0, '1'), (0.3010299956639812, '2')])
+    """
+    steps, every = (1, 2, 5) if high - low < 2.2 else (1,), max(1, math.ceil((high - low) / 8))
+    decades = [n for n in range(math.floor(low), math.ceil(high) + 1) if n % every == 0]
+    found = [(math.log10(step) + decade, step, decade) for decade in decades for step in steps]
+    far = {n: "10" + str(n).translate(_SUPERSCRIPT) for n in decades if not -4 < n < 6}
+    texts = [
+        (at, f"{step}·{far[n]}".removeprefix("1·") if n in far else f"{step * 10.0**n:.3g}") for at, step, n in found
+    ]
+    shown = [one for one in texts if low <= one[0] <= high]
+    plain = nice_ticks(10**low, 10**high, 4) if len(shown) < 2 else []  # a shorter axis has none of them
+    return [(math.log10(tick), f"{tick:g}") for tick in plain] or shown
+
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def _grid(axis: _Axis, ticks: Sequence[tuple[float, str]], bottom: float, label: str, *, zero: bool) -> str:

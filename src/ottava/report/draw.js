@@ -78,10 +78,10 @@ function follow(svg, { left, right, top, bottom, low, high }, xs, describe) {
 }
 // Tooltips of the curves that Python drew; a difference has its sign.
 for (const svg of document.querySelectorAll("svg[data-chart]")) {
-  const { box, x_range: [low, high], series, signed, x_label } = JSON.parse(svg.dataset.chart);
+  const { box, x_range: [low, high], series, signed, x_label, names } = JSON.parse(svg.dataset.chart);
   const known = series.map(({ points, ...line }) => ({ ...line, at: new Map(points) }));
-  const text = (y) => (signed && y > 0 ? "+" : "") + human(y);
+  const called = new Map(names), text = (y) => (signed && y > 0 ? "+" : "") + human(y);
   follow(svg, { ...box, low, high }, known.flatMap(({ at }) => [...at.keys()]), (x) => [
-    `${x_label} ${plain(x)}`, ...known.map(({ name, color, at }) => ({ name, color, value: text(at.get(x)) })),
+    called.get(x) ?? `${x_label} ${plain(x)}`, ...known.map(({ name, color, at }) => ({ name, color, value: text(at.get(x)) })),
   ]);
 }

@@ -10,12 +10,15 @@ import functools
 import json
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
 
 from ottava.base import text
+from ottava.base.files import replacing
+from ottava.base.language import Language
 from ottava.report import charts
 from ottava.report.charts import DARK, LIGHT, Bars, Chart, Forest, css_variables
 
@@ -80,6 +83,14 @@ def figure(chart: Chart | Forest | Bars, name: str, caption: str = "") -> Markup
 
 
 _PHONE = 350
+
+
+def write_page(path: Path, page: str, language: str = "en") -> Path:
+    """Writes a file whole or not at all, a page (F.html) in a language of `base.language`, and returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as scratch:
+        scratch.write_text(Language(language).page(page) if path.suffix == ".html" else page, encoding="utf-8")
+    return path
 
 
 def breakable(name: str) -> Markup:

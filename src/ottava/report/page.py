@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ottava.base import text
-from ottava.base.files import replacing
 from ottava.base.text import rounded_alike
 from ottava.diagnose.compare import compare
 from ottava.diagnose.diagnose import diagnose
@@ -36,7 +35,7 @@ from ottava.numerics.formats import FORMATS
 from ottava.record.amaxes import recorded
 from ottava.record.reader import Run, Table
 from ottava.report import sections
-from ottava.report.frame import render, script_json
+from ottava.report.frame import render, script_json, write_page
 from ottava.report.grid import SCALES, Grid, Values
 
 MOST_POINTS = 800
@@ -56,11 +55,9 @@ class Report:
     diagnosis: Mapping[str, Any]
     """`Diagnosis.to_dict()`."""
 
-    def write(self, path: Path) -> Path:
+    def write(self, path: Path, language: str = "en") -> Path:
         """Writes the file under another name and renames it, so that no reader sees half of it."""
-        with replacing(path) as scratch:
-            scratch.write_text(self.html, encoding="utf-8")
-        return path
+        return write_page(path, self.html, language)
 
 
 def make_report(

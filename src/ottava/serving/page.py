@@ -6,9 +6,7 @@ A part that was not asked for is not on the page. The headline is the sentence o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from ottava.base.files import replacing
 from ottava.report.charts import Chart, Line
 from ottava.report.frame import render
 from ottava.serving.attribution import CAUSES, Attribution
@@ -51,14 +49,6 @@ def render_page(
     )
 
 
-def write_page(path: Path, page: str) -> Path:
-    """Writes the page, whole or not at all, and returns its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as scratch:
-        scratch.write_text(page, encoding="utf-8")
-    return path
-
-
 def _of_blocks(errors: Sequence[tuple[float, float]]) -> Chart:
     total, own = zip(*errors, strict=True)
     said = "Relative error of the hidden state behind each block, and of each block alone on A's stream."
@@ -80,7 +70,9 @@ def _row(title: str, said: str, labels: tuple[str, str], lines: Mapping[str, tup
         x_label=labels[0],
         y_label=labels[1],
         lines=[
-            Line(name=name, points=[(float(i), y) for i, y in enumerate(values)], style=style, markers=True)
+            Line(
+                name=name, points=[(float(i), y) for i, y in enumerate(values)], style=style, markers=True, joined=False
+            )
             for name, (style, values) in lines.items()
         ],
         x_range=(0, max(1, *(len(values) - 1 for _, values in lines.values()))),

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from ottava.base.language import Language
 from ottava.base.settings import ConfigError, Section
 from ottava.base.text import progress, to_json
 from ottava.base.untrusted import parse_json, read_text
@@ -176,9 +177,9 @@ class Demo:
             training_seconds=sum(record.seconds for run in self.runs for record in run.trainer.history),
         )
 
-    def write(self, result: DemoResult) -> None:
+    def write(self, result: DemoResult, language: str = "en") -> None:
         """Writes report.html, loss.svg and summary.json, and marks the demo as finished."""
-        self.folder.write("report.html", render_report(result))
+        self.folder.write("report.html", Language(language).page(render_report(result)))
         self.folder.write("loss.svg", render_picture(result))
         self.folder.write("summary.json", to_json(result.to_dict(), indent=1) + "\n")
         self.folder.mark(finished=True)
