@@ -109,6 +109,10 @@ class Engine(Optimizer):
         """
         return None
 
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """What a step reads; None: it leaves the parameter alone."""
+        return parameter.grad
+
     def elementwise(self, group: Mapping[str, Any]) -> bool:
         """Whether the rule treats each element alone, so that the engine may update slice after slice."""
         return True
@@ -165,7 +169,7 @@ class Engine(Optimizer):
                 self._update(pieces, group)
             place += len(group["params"])
         for parameter in self._marks:
-            if parameter.grad is not None:
+            if self.gradient(parameter) is not None:
                 self._marks[parameter] = _mark(parameter)
         return loss
 
@@ -173,9 +177,10 @@ class Engine(Optimizer):
         """What foreach updates at once: whole parameters where all states lie in FP32, else slices."""
         storage = STORAGES[group["moments"]]
         for index, parameter in enumerate(group["params"], place):
-            if parameter.grad is None:
+            whole = self.gradient(parameter)
+            if whole is None:
                 continue
-            gradient = local(summed(parameter))
+            gradient = local(summed(parameter, whole))
             if gradient.layout != torch.strided:
                 raise TypeError(
                     f"{type(self).__name__}: got a gradient of layout {gradient.layout}; it takes dense ones"
@@ -459,9 +464,8 @@ def _stream(group: Mapping[str, Any], index: int, place: int) -> int:
     return zlib.crc32(_WRAPPERS.sub("", names[index]).encode()) if names else place
 
 
-def summed(parameter: Tensor) -> Any:
-    """Its gradient, split as the parameter is. Ranks that each see a part of the tokens may hold parts of a sum."""
-    gradient: Any = parameter.grad
+def summed(parameter: Tensor, gradient: Any) -> Any:
+    """The gradient, split as the parameter is. Ranks that each see a part of the tokens may hold parts of a sum."""
     if any(place.is_partial() for place in getattr(gradient, "placements", ())):
         return gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return gradient
