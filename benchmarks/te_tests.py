@@ -95,6 +95,10 @@ class _Missing(type):
     def __getitem__(cls, key: Any) -> Any:
         return cls() if not _Missing.collecting else _missing(f"{cls.__name__}[{key}]", cls.__dict__.get("refused"))
 
+    def __setitem__(cls, key: Any, value: Any) -> None:
+        if not _Missing.collecting:
+            cls()  # which refuses
+
     def __lt__(cls, other: object) -> bool:
         return False
 

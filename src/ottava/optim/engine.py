@@ -76,6 +76,8 @@ class Engine(Optimizer):
     A subclass has the names of its states and its rule.
     """
 
+    gradient = "grad"
+    """The attribute of a parameter that a step reads."""
     ran: Sequence[Counter[str]] = ()
     """The code of the last step, for each group: "triton", or "foreach" with the reason -> number of parameters."""
 
@@ -108,10 +110,6 @@ class Engine(Optimizer):
         index: of the piece in `work`.
         """
         return None
-
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        """What a step reads; None: it leaves the parameter alone."""
-        return parameter.grad
 
     def elementwise(self, group: Mapping[str, Any]) -> bool:
         """Whether the rule treats each element alone, so that the engine may update slice after slice."""
@@ -169,7 +167,7 @@ class Engine(Optimizer):
                 self._update(pieces, group)
             place += len(group["params"])
         for parameter in self._marks:
-            if self.gradient(parameter) is not None:
+            if getattr(parameter, self.gradient, None) is not None:
                 self._marks[parameter] = _mark(parameter)
         return loss
 
@@ -177,7 +175,7 @@ class Engine(Optimizer):
         """What foreach updates at once: whole parameters where all states lie in FP32, else slices."""
         storage = STORAGES[group["moments"]]
         for index, parameter in enumerate(group["params"], place):
-            whole = self.gradient(parameter)
+            whole = getattr(parameter, self.gradient, None)
             if whole is None:
                 continue
             gradient = local(summed(parameter, whole))

@@ -163,6 +163,15 @@ def test_a_scale_that_is_given_is_the_scale_and_amax_is_kept() -> None:
     assert not x_q.dequantize().any()
 
 
+def test_a_tensor_below_epsilon_has_the_scale_of_epsilon() -> None:
+    quantizer = te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, amax_epsilon=2.0)
+    small, large = (quantizer(torch.tensor([[0.0, top]])) for top in (1.0, 4.0))
+    assert torch.equal(small._scale_inv, torch.tensor([224.0]).reciprocal())  # type: ignore[attr-defined]
+    assert torch.equal(large._scale_inv, torch.tensor([112.0]).reciprocal())  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match=r"amax_epsilon=2\.0 is not in ottava"):
+        quantizer.specs("input")
+
+
 def test_usages_say_which_codes_there_are() -> None:
     quantizer = te.MXFP8Quantizer(DType.kFloat8E4M3, columnwise=False)
     x_q: Any = quantizer(matrix(32, 64))

@@ -42,8 +42,6 @@ class FusedAdam(optim.AdamW):
         'fp32'
     """
 
-    use_decoupled_grad = False
-
     def __init__(
         self,
         params: ParamsT,
@@ -70,13 +68,8 @@ class FusedAdam(optim.AdamW):
         master: Any = ("remainder" if store_param_remainders else "fp32") if master_weights else None
         moments: Any = _MOMENTS[exp_avg_dtype]
         super().__init__(params, lr, betas, eps, weight_decay, master=master, moments=moments, capturable=capturable)
-        self.use_decoupled_grad = use_decoupled_grad
+        self.gradient = "decoupled_grad" if use_decoupled_grad else "grad"
         self.register_step_post_hook(_count)
-
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        """`.grad`, or `.decoupled_grad`."""
-        found: Tensor | None = getattr(parameter, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
-        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, of both gradients."""

@@ -95,8 +95,12 @@ class Quantizer:
 
     def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes | None:
         """The codes of a matrix, or of its transpose; None: it stays in high precision."""
-        spec = self.specs()[columns]
-        return None if spec is None else quantize(matrix.t().contiguous() if columns else matrix, spec)
+        spec, own = self.specs()[columns], matrix.t().contiguous() if columns else matrix
+        return None if spec is None else quantize(own, spec, scale=self.given(own, spec))
+
+    def given(self, matrix: Tensor, spec: QuantizationSpec) -> Tensor | None:
+        """The scale of a matrix, fp32 (1,); None: that of its amaxes."""
+        return None
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The quantized tensor; gradients pass through it unchanged."""
@@ -177,13 +181,10 @@ class Float8Quantizer(Quantizer):
         """As `Quantizer.specs`."""
         return (QuantizationSpec(_format("Float8Quantizer", self.dtype)),) * 2
 
-    def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes | None:
-        """As `Quantizer.cast`, by the scale."""
-        spec = self.specs()[columns]
-        assert spec is not None
-        if matrix.numel():
-            self.amax.copy_(torch.maximum(self.amax, matrix.detach().abs().amax().float()))
-        return quantize(matrix.t().contiguous() if columns else matrix, spec, scale=self.scale.reshape(1))
+    def given(self, matrix: Tensor, spec: QuantizationSpec) -> Tensor:
+        """The scale; the amax is kept."""
+        self.amax.copy_(torch.maximum(self.amax, amax(matrix.detach()).view_as(self.amax)))
+        return self.scale.reshape(1)
 
     def calibrate(self, tensor: Tensor) -> None:
         """Writes the largest magnitude of a tensor into amax."""
@@ -193,8 +194,8 @@ class Float8Quantizer(Quantizer):
 def _no_floor(where: str, amax_epsilon: float) -> None:
     if amax_epsilon:
         raise NotImplementedError(
-            f"{where}: amax_epsilon={amax_epsilon!r} is not in ottava: the scale of a tiny block ends at FP32's "
-            "largest number. Leave it out"
+            f"{where}: amax_epsilon={amax_epsilon!r} is not in ottava: the scale of a tiny block, or of a tensor in a "
+            "recipe, ends at FP32's largest number. Leave it out"
         )
 
 
@@ -216,12 +217,18 @@ class Float8CurrentScalingQuantizer(Quantizer):
         amax_epsilon: float = 0.0,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        _no_floor("Float8CurrentScalingQuantizer", amax_epsilon)
         self.dtype, self.force_pow_2_scales, self.amax_epsilon = DType.cast(fp8_dtype), force_pow_2_scales, amax_epsilon
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
 
+    def given(self, matrix: Tensor, spec: QuantizationSpec) -> Tensor | None:
+        """A tensor below amax_epsilon has the scale of that amax."""
+        if not self.amax_epsilon:
+            return None
+        return spec.scale_of(amax(matrix.detach()).clamp(min=self.amax_epsilon)).scale.view(1)
+
     def specs(self, tensor: str = "") -> Cells:
         """As `Quantizer.specs`."""
+        _no_floor("Float8CurrentScalingQuantizer", self.amax_epsilon if tensor else 0.0)
         scales: Any = "pow2" if self.force_pow_2_scales else "fp32"
         return (QuantizationSpec(_format("Float8CurrentScalingQuantizer", self.dtype), scale_format=scales),) * 2
 
