@@ -36,7 +36,18 @@ DEVICE_CODE = tuple(f"ottava.kernels.triton.{name}device_code" for name in ("", 
 """Modules that are Triton's: they may import it, and nobody imports them before a kernel is launched."""
 
 PURE_CALLS = frozenset(
-    {"MappingProxyType", "frozenset", "tuple", "TypeVar", "ParamSpec", "get_args", "compile", "ConfigDict", "Path"}
+    {
+        "MappingProxyType",
+        "frozenset",
+        "property",
+        "tuple",
+        "TypeVar",
+        "ParamSpec",
+        "get_args",
+        "compile",
+        "ConfigDict",
+        "Path",
+    }
     | {"replace", "finfo", "len", "log", "sqrt", "version", "getLogger", "sum", "Struct", "staticmethod"}
     | {"_histogram"}  # measure.tally: a dataclass `field` with a factory, made where nine fields want the same
 )

@@ -83,14 +83,14 @@ BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Module of ours -> names that TransformerEngine has below its public interface, in modules of its own."""
 
 
-_HOMES = MappingProxyType(
+_PLACES = MappingProxyType(
     {f"{__name__}.{home}": PUBLIC.get(home, ()) + BELOW.get(home, ()) for home in {**PUBLIC, **BELOW}}
     | {"ottava.compat.transformer_engine.common.recipe": ("QuantizerRole",)}
 )
 
 
 def __getattr__(name: str) -> Any:
-    return absent(name) if name in NAMES or name in refused.BELOW else first_use(__name__, _HOMES, name)
+    return absent(name) if name in NAMES or name in refused.BELOW else first_use(__name__, _PLACES, name)
 
 
 def __dir__() -> list[str]:
