@@ -36,19 +36,8 @@ DEVICE_CODE = tuple(f"ottava.kernels.triton.{name}device_code" for name in ("", 
 """Modules that are Triton's: they may import it, and nobody imports them before a kernel is launched."""
 
 PURE_CALLS = frozenset(
-    {
-        "MappingProxyType",
-        "frozenset",
-        "property",
-        "tuple",
-        "TypeVar",
-        "ParamSpec",
-        "get_args",
-        "compile",
-        "ConfigDict",
-        "Path",
-    }
-    | {"replace", "finfo", "len", "log", "sqrt", "version", "getLogger", "sum", "Struct", "staticmethod"}
+    {"MappingProxyType", "frozenset", "tuple", "TypeVar", "ParamSpec", "get_args", "compile", "ConfigDict", "Path"}
+    | {"replace", "finfo", "len", "log", "sqrt", "version", "getLogger", "sum", "Struct", "property", "staticmethod"}
     | {"_histogram"}  # measure.tally: a dataclass `field` with a factory, made where nine fields want the same
 )
 """Calls whose result may stand at module level: immutable, or (ConfigDict) declarative."""
