@@ -1,10 +1,12 @@
 """TransformerEngine's own tests through our names, on a CPU: `python benchmarks/te_tests.py FOLDER [--sample 12]`.
 
 FOLDER is a checkout of TransformerEngine; nothing of it is copied. `import transformer_engine` gives
-ottava.compat.transformer_engine, and CUDA means the CPU (`ottava.compat.on_cpu`). Each file of tests/pytorch is
-collected in a fork of this process, and each test runs in a fork of that one, with limits of time and memory.
-`--sample` takes that many tests of each file: those with the smallest hash of seed and name, so the choice of one does
-not depend on the others. A missing name can be imported and asked for attributes; calling it in a test fails by name.
+ottava.compat.transformer_engine, and CUDA means the CPU (`ottava.compat.on_cpu`). Only their references in Python, to
+which their tests compare, are theirs (`custom_recipes/reference_*.py` and `gemm.py`), on our base classes. Each file of
+tests/pytorch is collected in a fork of this process, and each test runs in a fork of that one, with limits of time and
+memory. `--sample` takes that many tests of each file: those with the smallest hash of seed and name, so the choice of
+one does not depend on the others. A missing name can be imported and asked for attributes; calling it in a test fails
+by name.
 
     passed, skipped   as their test says; their own conditions and expected failures skip
     ours              an error of ottava, a missing attribute, or other numbers than theirs
@@ -35,7 +37,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -52,6 +56,10 @@ _DEVICE = re.compile(
     r"torch.distributed.run|Could not find checkpoint|No module named '(triton|onnx\w*|nvshmem\w*|flash_attn\w*|cudnn)"
 )
 _REFUSAL = re.compile(r"is not in ottava|are not in ottava|ottava has no|ottava does not|ottava lacks")
+
+
+_WITNESS = re.compile(r"transformer_engine\.pytorch\.custom_recipes\.(reference_\w+|gemm)")
+"""Their own references in Python."""
 
 
 class InternalName(Exception):
@@ -87,6 +95,10 @@ class _Missing(type):
     def __getitem__(cls, key: Any) -> Any:
         return cls() if not _Missing.collecting else _missing(f"{cls.__name__}[{key}]", cls.__dict__.get("refused"))
 
+    def __setitem__(cls, key: Any, value: Any) -> None:
+        if not _Missing.collecting:
+            cls()  # which refuses
+
     def __lt__(cls, other: object) -> bool:
         return False
 
@@ -100,30 +112,29 @@ def _missing(name: str, refused: Any = None) -> Any:
     return _Missing(name, (), {"refused": refused})
 
 
-def _stand_in() -> Any:
-    """The finder of the command, but a missing name can be imported."""
+def _stand_in(folder: Path) -> Any:
+    """The finder of the command, but a missing name can be imported, and references lie in the folder."""
     from ottava.compat.transformer_engine.__main__ import StandIn
-    from ottava.compat.transformer_engine.pytorch import DType
     from ottava.compat.transformer_engine.pytorch.refused import Absent
 
     class Lenient(StandIn):
         def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+            if _WITNESS.fullmatch(fullname):
+                return spec_from_file_location(fullname, (folder / fullname.replace(".", "/")).with_suffix(".py"))
             try:
                 return super().find_spec(fullname, path, target)
             except ModuleNotFoundError:
                 return ModuleSpec(fullname, self, is_package=True)
 
         def create_module(self, spec: ModuleSpec) -> ModuleType:
-            if not spec.name.startswith("transformer_engine_"):  # the extension has no module here
-                module = super().create_module(spec)
-            else:
-                module = ModuleType(spec.name)
-                vars(module)["DType"] = DType
-            real = vars(module).get("__getattr__")
+            module = super().create_module(spec)
+            real = None if spec.name.startswith("transformer_engine_") else vars(module).get("__getattr__")
 
             def find(name: str) -> Any:
                 if name.startswith("__"):
                     raise AttributeError(name)
+                if _WITNESS.fullmatch(f"{spec.name}.{name}"):
+                    return import_module(f"{spec.name}.{name}")
                 where = f"{spec.name}.{name}".removeprefix("transformer_engine.pytorch.")
                 with contextlib.suppress(AttributeError):
                     if real is not None:
@@ -254,7 +265,7 @@ def run_file(folder: Path, path: Path, options: argparse.Namespace) -> dict[str,
 
     from ottava.compat.on_cpu import on_cpu
 
-    sys.meta_path.insert(0, _stand_in())
+    sys.meta_path.insert(0, _stand_in(folder))
     home = folder / "tests" / "pytorch"
     os.environ |= {"NVTE_TEST_CHECKPOINT_ARTIFACT_PATH": "/nonexistent", "TE_PATH": str(folder)}
     sys.path[:0] = [str(home)]
@@ -281,8 +292,10 @@ def run_all(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, An
         raise SystemExit(f"{home}: got no test_*.py; needed: a checkout of TransformerEngine")
     import torch
 
-    import ottava.compat.transformer_engine.pytorch  # noqa: F401  # once, for all forks
+    from ottava.compat.transformer_engine import pytorch as te
 
+    for name in te.__all__:
+        getattr(te, name)  # imports its module once, for all forks
     torch.set_num_threads(1)
     found: dict[str, dict[str, Any]] = {}
     for path in files:

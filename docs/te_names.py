@@ -28,9 +28,16 @@ OURS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "fp8_autocast": ("ottava.autocast", "pytorch/test_quantization.py"),
         "quantized_model_init": ("ottava.model_init", "pytorch/test_quantization.py"),
         "fp8_model_init": ("ottava.model_init", "pytorch/test_quantization.py"),
-        "optimizers": ("ottava.optim: FusedAdam is AdamW, FusedSGD is SGD", "pytorch/test_optimizers.py"),
+        "optimizers": (
+            "ottava.optim: FusedAdam is AdamW, also of `decoupled_grad`, FusedSGD is SGD",
+            "pytorch/test_optimizers.py",
+        ),
         "checkpoint": ("torch.utils.checkpoint", "pytorch/test_distributed.py"),
         "CudaRNGStatesTracker": ("states of torch's generator, by name", "pytorch/test_gradients.py"),
+        "pad_thd_sequences_for_cp, generate_positional_ids_for_cp, get_batch_on_this_cp_rank": (
+            "torch's operations",
+            "pytorch/test_distributed.py",
+        ),
         "parallel_cross_entropy": ("the formulas of ottava.nn.LinearCrossEntropy", "pytorch/test_distributed.py"),
         "moe_permute, moe_permute_with_probs, moe_permute_and_pad_with_probs, moe_unpermute": (
             "ottava.nn.permute and unpermute",
@@ -73,7 +80,11 @@ OURS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "pytorch/test_quantizers.py",
         ),
         "QuantizedTensor, Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, NVFP4Tensor, IdentityTensor, "
-        "HybridQuantizedTensor": ("what ottava.quantize gives, as a tensor that decodes", "pytorch/test_quantizers.py"),
+        "HybridQuantizedTensor": (
+            "what ottava.quantize gives, as a tensor that decodes; buffers such as `_rowwise_data` are copies in their "
+            "layout",
+            "pytorch/test_quantizers.py",
+        ),
         "apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb": ("ottava.nn.rope.rotate", "pytorch/test_rope.py"),
         "general_gemm": ("ottava's GEMM, of the two casts that the layout needs", "pytorch/test_quantizers.py"),
         "fp8": ("its contexts under their old path", "pytorch/test_quantization.py"),
@@ -110,7 +121,12 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
         f"{_TESTS}/pytorch/test_quantizers.py",
     ),
     ("`backward_override`", "high_precision, dequantized", "high_precision; dequantized is refused", _RECIPES),
-    ("NVFP4 with a scale for each row", "yes", "refused", _RECIPES),
+    (
+        "NVFP4 with a scale for each row",
+        "yes",
+        "quantizers do it; recipes refuse it",
+        f"{_TESTS}/pytorch/test_quantizers.py",
+    ),
     ("NVFP4's four over six, by MAE and MSE", "yes", "yes, the same codes", _RECIPES),
     ("FP8 attention", "by cuDNN, under three recipes", "emulated, under current scaling", _RECIPES),
     (
@@ -155,14 +171,15 @@ def refused() -> str:
 def _title(one: Mapping[str, Any]) -> str:
     carried = len(one.get("carried", ()))
     name: str = one["title"].partition(":")[0]
+    name = f"{name}, {one['sample'][0]} tests a file"
     return f"{name} ({carried} of {len(one['files'])} files not run again: counts as before)" if carried else name
 
 
 def counted() -> str:
-    """TransformerEngine's own tests through our names: the first table of benchmarks/te_tests.py, and the last."""
+    """TransformerEngine's own tests through our names: the tables of benchmarks/te_tests.py."""
     tables = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "te_tests.json").read_text())
     rows = []
-    for one in (tables[0], tables[-1]):
+    for one in tables:
         counts = tuple(
             str(one[name]) for name in ("ran", "skipped", "cuda", "limit", "passed", "refused", "internal", "ours")
         )

@@ -21,12 +21,17 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.cpp_extensions import swizzle_scales
 from transformer_engine.pytorch.depths import below, table
 from transformer_engine.pytorch import newton_schulz, does_not_exist
+from transformer_engine.pytorch.custom_recipes import reference_nvfp4       # theirs
+import transformer_engine_torch as tex
 
 available, reason = below(return_reason=True)      # a missing name may be asked while tests are collected
 
 def test_passes():
     with te.autocast():
         assert te.Linear(64, 32, device="cuda")(torch.ones(2, 64, device="cuda")).shape == (2, 32)
+
+def test_compares():
+    assert reference_nvfp4.Reference(te.Linear(64, 32)).answer == (tex.DType.kFloat8E4M3, "theirs")
 
 def test_skips():
     pytest.skip("no NVLink")
@@ -50,6 +55,15 @@ def test_needs_a_graph():
 
 def test_hangs():
     time.sleep(600)
+"""
+
+REFERENCE = """
+from transformer_engine.pytorch.quantized_tensor import Quantizer
+
+class Reference(Quantizer):
+    def __init__(self, layer):
+        super().__init__(rowwise=layer is not None)
+        self.answer = self.dtype, "theirs"
 """
 
 
@@ -89,12 +103,16 @@ def test_each_class_is_recognised(te_tests: ModuleType, tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "pytorch"
     folder.mkdir(parents=True)
     (folder / "test_of_theirs.py").write_text(THEIRS)
+    references = tmp_path / "transformer_engine" / "pytorch" / "custom_recipes"
+    references.mkdir(parents=True)
+    (references / "reference_nvfp4.py").write_text(REFERENCE)
     options = argparse.Namespace(file="", only="", sample=0, seed=0, seconds=5.0, gigabytes=6.0)
     found = te_tests.run_all(tmp_path, options)
     records = found["test_of_theirs.py"]["records"]
     results = {test.partition("::")[2].partition("[")[0]: result for test, result, _ in records}
     assert results == {
         "test_passes": "passed",
+        "test_compares": "passed",
         "test_skips": "skipped",
         "test_differs": "ours",
         "test_goes_below": "internal",
@@ -106,7 +124,7 @@ def test_each_class_is_recognised(te_tests: ModuleType, tmp_path: Path) -> None:
     names = [detail for _, result, detail in records if result == "internal"]
     assert names == ["depths.below"]
     table = te_tests.table(found)
-    assert (table["collected"], table["ran"], table["share"]) == (8, 8, 0.25)
+    assert (table["collected"], table["ran"], table["share"]) == (9, 9, 0.4)
     options.sample = 3
     chosen = te_tests.run_all(tmp_path, options)["test_of_theirs.py"]["records"]
     assert [record[0] for record in chosen] == [

@@ -37,6 +37,8 @@ def test_a_rotation_keeps_products_and_is_that_of_its_definition() -> None:
     assert Hadamard().apply(x32, None).dtype == torch.float32
     assert torch.equal(Hadamard().apply(x32, None), torch.from_numpy(fp4.rotated(x32.numpy(), to_bf16=False)))
     assert Hadamard().apply(torch.empty(0, 5), None).shape == (0, 16)
+    plain = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(4)] for i in range(4)]) / 2  # Sylvester's
+    assert torch.equal(Hadamard(4, "none").apply(torch.eye(4), None), plain)
 
 
 def test_means_and_factors() -> None:

@@ -123,6 +123,7 @@ def _states(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _codes(x: Tensor) -> bool:
-    if not is_traceable_wrapper_subclass(x):
+    parts: Any = x  # mypy: no tensor can be such a subclass
+    if not is_traceable_wrapper_subclass(parts):
         return "float8" in str(x.dtype)
-    return any(_codes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+    return any(_codes(getattr(x, name)) for name in parts.__tensor_flatten__()[0])

@@ -22,7 +22,8 @@ from ottava.base.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.numerics.rounding import draw_seed, floor_log2, power_of_two, random_bits
 from ottava.numerics.scaling import Granularity, amax
 
-Signs = int | Literal["nvidia", "fresh"]
+SignRule = Literal["nvidia", "none", "fresh"]
+Signs = int | SignRule
 Tokens = Literal["rows", "columns"]
 
 _NVIDIA_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -139,8 +140,8 @@ class Hadamard(Transform):
     size: int = 16
     """Columns of a group, a power of two."""
     signs: Signs = "nvidia"
-    """"nvidia": the 16 signs of TransformerEngine. "fresh": a new seed from torch's generator for each pair of
-    operands. A number: a fixed seed."""
+    """"nvidia": the 16 signs of TransformerEngine. "none": no sign changes. "fresh": a new seed from torch's generator
+    for each pair of operands. A number: a fixed seed."""
     rounded: bool = True
     """Whether a BF16 tensor is rounded to BF16 again, as TransformerEngine does; False: the result is fp32."""
 
@@ -148,8 +149,8 @@ class Hadamard(Transform):
         need_type("Hadamard: size", self.size, int)
         if not 2 <= self.size <= _LARGEST_HADAMARD or self.size & (self.size - 1):
             raise ValueError(f"Hadamard: size is {self.size}; needs a power of two from 2 to {_LARGEST_HADAMARD}")
-        if isinstance(self.signs, bool) or not (isinstance(self.signs, int) or self.signs in ("nvidia", "fresh")):
-            known = ("nvidia", "fresh", "or a seed")
+        if isinstance(self.signs, bool) or not (isinstance(self.signs, int) or self.signs in get_args(SignRule)):
+            known = (*get_args(SignRule), "or a seed")
             raise ValueError(f"Hadamard: {unknown_name('signs', self.signs, known)}")
         if self.signs == "nvidia" and self.size != len(_NVIDIA_SIGNS):
             raise ValueError(
@@ -206,8 +207,8 @@ class Hadamard(Transform):
 
 @functools.lru_cache(maxsize=16)
 def _fixed_signs(size: int, signs: Signs, device: torch.device) -> Tensor:
-    if signs == "nvidia":
-        return torch.tensor(_NVIDIA_SIGNS, dtype=torch.float64, device=device)
+    if isinstance(signs, str):
+        return torch.tensor(_NVIDIA_SIGNS if signs == "nvidia" else (1,) * size, dtype=torch.float64, device=device)
     return _signs(torch.tensor(signs, device=device), size)
 
 

@@ -76,6 +76,8 @@ class Engine(Optimizer):
     A subclass has the names of its states and its rule.
     """
 
+    gradient = "grad"
+    """The attribute of a parameter that a step reads."""
     ran: Sequence[Counter[str]] = ()
     """The code of the last step, for each group: "triton", or "foreach" with the reason -> number of parameters."""
 
@@ -165,7 +167,7 @@ class Engine(Optimizer):
                 self._update(pieces, group)
             place += len(group["params"])
         for parameter in self._marks:
-            if parameter.grad is not None:
+            if getattr(parameter, self.gradient, None) is not None:
                 self._marks[parameter] = _mark(parameter)
         return loss
 
@@ -173,9 +175,10 @@ class Engine(Optimizer):
         """What foreach updates at once: whole parameters where all states lie in FP32, else slices."""
         storage = STORAGES[group["moments"]]
         for index, parameter in enumerate(group["params"], place):
-            if parameter.grad is None:
+            whole = getattr(parameter, self.gradient, None)
+            if whole is None:
                 continue
-            gradient = local(summed(parameter))
+            gradient = local(summed(parameter, whole))
             if gradient.layout != torch.strided:
                 raise TypeError(
                     f"{type(self).__name__}: got a gradient of layout {gradient.layout}; it takes dense ones"
@@ -459,9 +462,8 @@ def _stream(group: Mapping[str, Any], index: int, place: int) -> int:
     return zlib.crc32(_WRAPPERS.sub("", names[index]).encode()) if names else place
 
 
-def summed(parameter: Tensor) -> Any:
-    """Its gradient, split as the parameter is. Ranks that each see a part of the tokens may hold parts of a sum."""
-    gradient: Any = parameter.grad
+def summed(parameter: Tensor, gradient: Any) -> Any:
+    """The gradient, split as the parameter is. Ranks that each see a part of the tokens may hold parts of a sum."""
     if any(place.is_partial() for place in getattr(gradient, "placements", ())):
         return gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return gradient

@@ -273,7 +273,7 @@ def finish_gradients(model: nn.Module, count: int, ranks: Ranks) -> None:
     replicas that no wrapper averages."""
     config = ranks.config
     for parameter in model.parameters() if config.tp > 1 else ():
-        parameter.grad = summed(parameter)
+        parameter.grad = summed(parameter, parameter.grad)
     wrapped = config.shard > 1 or (ranks.size == config.replicas and ranks.experts is None)
     replicas = 1 if wrapped else config.replicas
     if count == replicas == 1:

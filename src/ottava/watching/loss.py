@@ -166,7 +166,8 @@ def _share(node: Any) -> Share:
             counted = target.numel()
             if (ignored := getattr(node, "_saved_ignore_index", None)) is not None and not target.is_floating_point():
                 counted = (target != (ignored if ignored < 1 << 63 else ignored - (1 << 64))).sum()
-            return share if reduction == 1 else share * counted if reduction == 2 else None
+            mean: Share = share if reduction == 1 else share * counted if reduction == 2 else None
+            return mean
         if node.name().startswith("Mean"):
             return share
         following = [after for after, _ in node.next_functions if after is not None]

@@ -58,6 +58,14 @@ def test_what_cannot_run_says_what_to_do(tmp_path: Path) -> None:
         2,
         f"{tmp_path / 'nowhere.py'}: No such file or directory; needed: a Python script",
     )
+    script = tmp_path / "kernels.py"
+    script.write_text(
+        "import torch, transformer_engine_torch as tex\nx = torch.ones(2)\n"
+        "tex.multi_tensor_scale(0, torch.zeros(1), [[x], [x]], 0.5)\nprint(x, tex.DType.kFloat8E4M3.value)\ntex.gelu(x)"
+    )
+    kernels = run(script)
+    assert kernels.stdout == "tensor([0.5000, 0.5000]) 7\n"
+    assert "transformer_engine_torch.gelu is not in ottava: it is a kernel of CUDA" in kernels.stderr
     script = tmp_path / "jax.py"
     script.write_text("try:\n    import transformer_engine.jax\nexcept ModuleNotFoundError as no:\n    print(no)\n")
     assert run(script).stdout == "transformer_engine.jax is not in ottava, only transformer_engine.pytorch\n"

@@ -1,8 +1,9 @@
 """`python -m ottava.compat.transformer_engine [--cpu] script.py [arguments]`: runs a TransformerEngine script here.
 
 Every `import transformer_engine...` in the script imports this package. A module below transformer_engine.pytorch that
-ottava lacks offers the names of transformer_engine.pytorch. With --cpu, what the script asks of CUDA goes to the CPU:
-devices, `.cuda()` and the questions of torch.cuda (`ottava.compat.on_cpu` lists them). CUDA graphs do not.
+ottava lacks offers the names of transformer_engine.pytorch; transformer_engine_torch has DType and the functions of
+lists of tensors. With --cpu, what the script asks of CUDA goes to the CPU: devices, `.cuda()` and the questions of
+torch.cuda (`ottava.compat.on_cpu` lists them). CUDA graphs do not.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any, NoReturn
 import torch
 
 from ottava.compat.on_cpu import SENTENCE, missing, on_cpu
-from ottava.compat.transformer_engine.pytorch.refused import BELOW, DEBUG, NAMES, absent
+from ottava.compat.transformer_engine.pytorch.refused import BELOW, DEBUG, KERNELS, NAMES, absent
 
-_TOOL = "nvdlfw_inspect"
+_TOOL, _KERNELS = "nvdlfw_inspect", "transformer_engine_torch"
 _THEIRS, _OURS = "transformer_engine", "ottava.compat.transformer_engine"
 
 
@@ -41,12 +42,12 @@ class StandIn(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         """The spec of transformer_engine or a module below it; None for other packages."""
         top, _, below = fullname.partition(".")
-        if top in (f"{_THEIRS}_torch", f"{_THEIRS}_extensions") or below.split(".")[0] == "jax":
+        if top == f"{_THEIRS}_extensions" or below.split(".")[0] == "jax":
             raise ModuleNotFoundError(f"{fullname} is not in ottava, only transformer_engine.pytorch", name=fullname)
         if top == _THEIRS and below.rpartition(".")[2].lstrip("_")[:1].isupper():
             return None  # `from module import Class`: a class that ottava lacks is no module
         # their debug tool would find no layer of theirs, and record nothing
-        return ModuleSpec(fullname, self, is_package=True) if top in (_THEIRS, _TOOL) else None
+        return ModuleSpec(fullname, self, is_package=True) if top in (_THEIRS, _TOOL, _KERNELS) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """A module with the names of ottava's module at the same path."""
@@ -59,12 +60,18 @@ class StandIn(MetaPathFinder, Loader):
                 raise
             real = names
         module = _Module(spec.name, real.__doc__)
+        if spec.name == _KERNELS:
+            vars(module).update({name: getattr(names.optimizers, name) for name in names.optimizers.__all__})
+            vars(module)["DType"] = names.DType
         below = spec.name.removeprefix(f"{_THEIRS}.pytorch.").split(".")[0]
 
         def find(name: str) -> Any:
+            if spec.name == _KERNELS and not name.startswith("__"):
+                return absent(f"{_KERNELS}.{name}", KERNELS)
             if spec.name.startswith((f"{_THEIRS}.debug", _TOOL)) and not name.startswith("__"):
                 return absent(f"{spec.name}.{name}", DEBUG)
-            if (below in NAMES or below in BELOW) and name not in names.BELOW["module"] and not name.startswith("__"):
+            known = (*names.BELOW["module"], *names.BELOW["tensors"])
+            if (below in NAMES or below in BELOW) and name not in known and not name.startswith("__"):
                 return absent(f"{below}.{name}", NAMES.get(below) or BELOW[below])  # te.ops.Linear is not te.Linear
             with contextlib.suppress(AttributeError):
                 return getattr(real, name)

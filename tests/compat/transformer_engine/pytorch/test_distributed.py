@@ -94,3 +94,30 @@ def test_cross_entropy_is_torchs() -> None:
         torch.testing.assert_close(logits.grad.float(), wide.grad, rtol=4 * eps, atol=1e-6)
     with pytest.raises(ValueError, match=r"got logits \(2, 3\) for targets \(3,\); needs \(3, classes\)"):
         te.parallel_cross_entropy(torch.ones(2, 3), torch.zeros(3, dtype=torch.int64))
+
+
+def test_ranks_share_padded_sequences_from_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of 3 and 6 tokens, padded to 4 and 8; two ranks; padding and tokens by hand."""
+    from ottava.compat.transformer_engine.pytorch import distributed
+
+    ids = torch.tensor([[11, 12, 13, 21, 22, 23, 24, 25, 26]])
+    starts = torch.tensor([0, 3, 9])
+    padded, labels, cu_seqlens = distributed.pad_thd_sequences_for_cp(ids, ids + 100, starts, 4, padding_token_id=9)
+    assert padded.tolist() == [11, 12, 13, 9, 21, 22, 23, 24, 25, 26, 9, 9]
+    assert (labels[2:5].tolist(), cu_seqlens.tolist()) == ([113, -100, 121], [0, 4, 12])
+    places = distributed.generate_positional_ids_for_cp(starts, 4)
+    assert places.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    for rank, tokens, own in (
+        (0, [11, 9, 21, 22, 9, 9], [0, 3, 0, 1, 6, 7]),
+        (1, [12, 13, 23, 24, 25, 26], [1, 2, 2, 3, 4, 5]),
+    ):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
+        batch = distributed.get_batch_on_this_cp_rank(cu_seqlens, padded[None], None, torch.stack([places] * 2, 1))
+        assert batch[0] is not None
+        assert batch[2] is not None
+        assert (batch[0].tolist(), batch[1], batch[2][:, 1].tolist()) == ([tokens], None, own)
+    with pytest.raises(ValueError, match="needs a dimension of 12 tokens"):
+        distributed.get_batch_on_this_cp_rank(cu_seqlens, ids, None, None)
+    with pytest.raises(ValueError, match="needs 'thd'"):
+        distributed.get_batch_on_this_cp_rank(cu_seqlens, padded, None, None, qvk_format="bshd")

@@ -172,3 +172,9 @@ def test_outside_amp_a_norm_has_its_weights_dtype_and_an_fp32_stream_is_saved_on
         layer(torch.randn(16, 2, 64))
     wide = {dtype for dtype, shape in kept if shape in ((16, 2, 64), (32, 64))}
     assert wide == {torch.bfloat16}
+
+
+def test_groups_take_rows_in_several_dimensions() -> None:
+    layer, x = te.GroupedLinear(2, 8, 4), torch.randn(5, 1, 8)
+    assert torch.equal(layer(x, [2, 3]), layer(x.view(5, 8), [2, 3]).view(5, 1, 4))
+    assert layer.num_gemms == 2

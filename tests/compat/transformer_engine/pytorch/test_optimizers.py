@@ -33,6 +33,43 @@ def test_steps_are_those_of_torch() -> None:
         assert torch.equal(models[0].weight, models[1].weight)
 
 
+def test_gradients_beside_the_parameter_are_read_and_a_state_of_theirs_goes_on() -> None:
+    """BF16 weights with FP32 masters and FP32 gradients, against torch's AdamW on FP32 weights."""
+    torch.manual_seed(0)
+    start = torch.randn(64).bfloat16()
+    theirs = torch.nn.Parameter(start.float())
+    witness = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0)
+    for remainders in (False, True):
+        ours = torch.nn.Parameter(start.clone())
+        theirs.data.copy_(start)
+        witness.state.clear()
+        settings: Any = {"lr": 0.1, "master_weights": True, "use_decoupled_grad": True}
+        optimizer = FusedAdam([ours], store_param_remainders=remainders, **settings)
+        for step in range(4):
+            theirs.grad = torch.randn(64)
+            ours.decoupled_grad = theirs.grad.clone()  # type: ignore[attr-defined]
+            optimizer.step()
+            witness.step()
+            assert optimizer.param_groups[0]["step"] == step + 1
+            assert torch.equal(optimizer.get_unscaled_state(ours, "exp_avg"), witness.state[theirs]["exp_avg"])
+            master = optimizer.get_unscaled_state(ours, "master_param")
+            if remainders:  # bits of the weight and remainder, as transformer_engine/common/multi_tensor/adam.cu has it
+                master = ((ours.detach().view(torch.int16).int() << 16) + master.int()).view(torch.float32)
+            assert torch.equal(master, theirs)
+            if step == 1:  # as TransformerEngine saves it: a group counts the steps, and a master has another name
+                names = ("exp_avg", "exp_avg_sq", "master_param")
+                state = {name: optimizer.get_unscaled_state(ours, name).clone() for name in names}
+                groups = [{**optimizer.state_dict()["param_groups"][0], "step": 2}]
+                optimizer = FusedAdam([ours], store_param_remainders=remainders, **settings)
+                optimizer.load_state_dict({"param_groups": groups, "state": {0: state}})
+        optimizer.zero_grad(set_to_none=False)
+        assert not ours.decoupled_grad.any()  # type: ignore[attr-defined]
+        optimizer.zero_grad()
+        assert ours.decoupled_grad is None  # type: ignore[attr-defined]
+        optimizer.step()  # no gradient: the weight stays
+        assert ours.grad is None
+
+
 def test_options_have_our_names() -> None:
     parameters = [torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))]
     for given, wanted in (

@@ -77,6 +77,80 @@ def test_operations_decode_and_those_in_place_cast_again(name: str) -> None:
     assert torch.equal(leaf.grad, x)
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def read(x_q: Any, way: str, shape: tuple[int, int], swizzled: bool) -> Tensor:
+    """The numbers in TransformerEngine's buffers, from NVIDIA's description of their layout alone."""
+    data, scales = getattr(x_q, f"_{way}_data"), getattr(x_q, f"_{way}_scale_inv")
+    columns = way == "columnwise"
+    rows, cols = reversed(shape) if columns else shape
+    if isinstance(x_q, te.Float8BlockwiseQTensor):
+        scales = scales.repeat_interleave(128, 0) if x_q._is_2D_scaled else scales.t()
+        scales = scales[:rows].repeat_interleave(128, 1)[:, :cols]
+        return data.view(torch.float8_e4m3fn).float() * scales
+    size = 16 if isinstance(x_q, te.NVFP4Tensor) else 32
+    transposed = columns and size == 32  # its columns stand as x does
+    flat, grid = (scales.t() if transposed and not swizzled else scales).flatten(), (rows, -(-cols // size))
+    row, block = torch.meshgrid(*map(torch.arange, grid), indexing="ij")
+    across = -(-grid[1] // 4) * 4
+    tile = (row // 128 * (across // 4) + block // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+    bytes_ = flat[tile if swizzled else row * across + block].repeat_interleave(size, 1)[:, :cols]
+    if size == 32:
+        return (data.t() if transposed else data).view(torch.float8_e4m3fn).float() * 2.0 ** (bytes_.double() - 127)
+    codes = torch.stack([data & 15, data >> 4], -1).flatten(-2).long()
+    amax = x_q._amax_columnwise if columns else x_q._amax_rowwise
+    numbers = E2M1[codes & 7] * torch.where(codes > 7, -1, 1) * bytes_.view(torch.float8_e4m3fn).float()
+    return numbers * amax.view(-1, 1).double() / 2688
+
+
+@sweep(
+    make=(
+        lambda: te.Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=1),
+        lambda: te.Float8BlockQuantizer(DType.kFloat8E4M3),
+        lambda: te.MXFP8Quantizer(DType.kFloat8E4M3),
+        lambda: te.MXFP8Quantizer(DType.kFloat8E4M3, with_2d_quantization=True),
+        lambda: te.NVFP4Quantizer(),
+        lambda: te.NVFP4Quantizer(with_2d_quantization=True),
+        lambda: te.NVFP4Quantizer(row_scaled_nvfp4=True),
+    ),
+    shape=((64, 96), (256, 128), (160, 320)),
+    swizzled=(False, True),
+)
+def test_buffers_lie_as_theirs_do(make: Any, shape: tuple[int, int], swizzled: bool) -> None:
+    """Also of blocks of zeros. Shapes are those of `get_scale_shape` of TransformerEngine."""
+    quantizer, x = make(), matrix(*shape)
+    x[:32, :32] = 0.0
+    quantizer.optimize_for_gemm = swizzled
+    x_q = quantizer(x)
+    for way, held in (("rowwise", x_q.rows), ("columnwise", x_q.columns)):
+        expected = held.dequantize().double()
+        eps = torch.finfo(torch.float32).eps
+        assert torch.allclose(read(x_q, way, shape, swizzled).double(), expected, rtol=4 * eps, atol=0.0), way
+    if isinstance(x_q, te.MXFP8Tensor):
+        assert x_q._columnwise_data.shape == shape
+        assert x_q._columnwise_scale_inv.shape == (-(-shape[0] // 128) * 4, -(-shape[1] // 128) * 128)
+        assert swizzled or int(x_q._rowwise_scale_inv[0, 0]) == 0
+
+
+def test_rows_of_their_own_have_the_codes_of_tensors_of_one_row() -> None:
+    x, quantizer = matrix(5, 32), te.NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)
+    alone = torch.cat([te.NVFP4Quantizer()(row).dequantize() for row in x.split(1)])
+    assert torch.equal(quantizer(x).dequantize(), alone)
+    assert torch.equal(quantizer(x)._amax_rowwise, x.abs().amax(1))  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match="row_scaled_nvfp4=True is not in ottava's recipes"):
+        recipes.CustomRecipe(qfactory=lambda role: quantizer).ottava.cells("input")
+
+
+def test_each_direction_of_a_hybrid_is_a_tensor() -> None:
+    x_q: Any = QUANTIZERS["hybrid"](matrix(32, 64))
+    row, column = x_q._rowwise_storage, x_q._columnwise_storage
+    assert (type(row), type(column)) == (te.MXFP8Tensor, te.NVFP4Tensor)
+    assert torch.equal(row.dequantize(), x_q.dequantize())
+    assert (row.columns, column.rows) == (None, None)
+    assert column._columnwise_data.shape == (64, 16)
+
+
 def test_a_scale_that_is_given_is_the_scale_and_amax_is_kept() -> None:
     quantizer = te.Float8Quantizer(torch.tensor([4.0]), torch.zeros(1), DType.kFloat8E4M3)
     x_q: Any = quantizer(torch.tensor([[1.0, -3.0, 200.0]]))
@@ -87,6 +161,15 @@ def test_a_scale_that_is_given_is_the_scale_and_amax_is_kept() -> None:
     assert float(x_q.dequantize()[0, 0]) == 1.0
     x_q.quantize_(torch.zeros(1, 3), noop_flag=noop.zero_())
     assert not x_q.dequantize().any()
+
+
+def test_a_tensor_below_epsilon_has_the_scale_of_epsilon() -> None:
+    quantizer = te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, amax_epsilon=2.0)
+    small, large = (quantizer(torch.tensor([[0.0, top]])) for top in (1.0, 4.0))
+    assert torch.equal(small._scale_inv, torch.tensor([224.0]).reciprocal())  # type: ignore[attr-defined]
+    assert torch.equal(large._scale_inv, torch.tensor([112.0]).reciprocal())  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match=r"amax_epsilon=2\.0 is not in ottava"):
+        quantizer.specs("input")
 
 
 def test_usages_say_which_codes_there_are() -> None:
@@ -175,7 +258,7 @@ def test_a_layer_asks_the_factory_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: te.NVFP4Quantizer(row_scaled_nvfp4=True), "row_scaled_nvfp4=True is not in ottava"),
+        (lambda: te.NVFP4Quantizer(with_rht=True), "without with_post_rht_amax is not in ottava"),
         (lambda: te.Float8BlockQuantizer(DType.kFloat8E4M3, amax_epsilon=1e-4), "amax_epsilon=0.0001 is not in"),
         (lambda: te.Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=3), "needs 1 or 2"),
         (lambda: te.HybridQuantizer(rowwise_quantizer=Quantizer(), columnwise_quantizer=te.DelayedScalingRequest()),

@@ -1,143 +1,45 @@
 """TransformerEngine's PyTorch names. A name that ottava lacks can be imported; using it raises an error with advice."""
 
-import importlib
 import os
 import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ottava.compat.transformer_engine.common.recipe import QuantizerRole
-from ottava.compat.transformer_engine.pytorch import fp8, optimizers, refused
-from ottava.compat.transformer_engine.pytorch.attention import (
-    DotProductAttention,
-    InferenceParams,
-    MultiheadAttention,
-    RotaryPositionEmbedding,
-)
-from ottava.compat.transformer_engine.pytorch.distributed import (
-    CudaRNGStatesTracker,
-    checkpoint,
-    parallel_cross_entropy,
-)
-from ottava.compat.transformer_engine.pytorch.execution import (
-    get_cpu_offload_context,
-    make_graphed_callables,
-    mark_not_offload,
-)
-from ottava.compat.transformer_engine.pytorch.module import (
-    GroupedLinear,
-    LayerNorm,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    RMSNorm,
-)
-from ottava.compat.transformer_engine.pytorch.moe import (
-    moe_permute,
-    moe_permute_and_pad_with_probs,
-    moe_permute_with_probs,
-    moe_sort_chunks_by_index,
-    moe_sort_chunks_by_index_with_probs,
-    moe_unpermute,
-)
-from ottava.compat.transformer_engine.pytorch.quantization import (
-    autocast,
-    fp8_autocast,
-    fp8_model_init,
-    get_cudnn_version,
-    get_default_recipe,
-    get_device_compute_capability,
-    is_bf16_available,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
-    quantized_model_init,
-)
-from ottava.compat.transformer_engine.pytorch.quantizers import (
-    DelayedScalingRequest,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-    QuantizerRequest,
-)
+from ottava.base import first_use
+from ottava.compat.transformer_engine.pytorch import refused
 from ottava.compat.transformer_engine.pytorch.refused import NAMES, absent, unread_variables
-from ottava.compat.transformer_engine.pytorch.tensors import (
-    DType,
-    Float8BlockwiseQTensor,
-    Float8Tensor,
-    HybridQuantizedTensor,
-    IdentityTensor,
-    MXFP8Tensor,
-    NVFP4Tensor,
-    QuantizedTensor,
-)
-from ottava.compat.transformer_engine.pytorch.transformer import TransformerLayer
 
-__all__ = [
-    "CudaRNGStatesTracker",
-    "DType",
-    "DelayedScalingRequest",
-    "DotProductAttention",
-    "Float8BlockQuantizer",
-    "Float8BlockwiseQTensor",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "Float8Tensor",
-    "GroupedLinear",
-    "HybridQuantizedTensor",
-    "HybridQuantizer",
-    "IdentityQuantizer",
-    "IdentityTensor",
-    "InferenceParams",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MXFP8Quantizer",
-    "MXFP8Tensor",
-    "MultiheadAttention",
-    "NVFP4Quantizer",
-    "NVFP4Tensor",
-    "QuantizedTensor",
-    "Quantizer",
-    "QuantizerRequest",
-    "QuantizerRole",
-    "RMSNorm",
-    "RotaryPositionEmbedding",
-    "TransformerLayer",
-    "autocast",
-    "checkpoint",
-    "fp8",
-    "fp8_autocast",
-    "fp8_model_init",
-    "get_cpu_offload_context",
-    "get_cudnn_version",
-    "get_default_recipe",
-    "get_device_compute_capability",
-    "is_bf16_available",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
-    "make_graphed_callables",
-    "mark_not_offload",
-    "moe_permute",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
-    "optimizers",
-    "parallel_cross_entropy",
-    "quantized_model_init",
-]
+PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "attention": ("DotProductAttention", "InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding"),
+        "distributed": ("CudaRNGStatesTracker", "checkpoint", "parallel_cross_entropy"),
+        "execution": ("get_cpu_offload_context", "make_graphed_callables", "mark_not_offload"),
+        "module": ("GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"),
+        "moe": (
+            *("moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index"),
+            *("moe_sort_chunks_by_index_with_probs", "moe_unpermute"),
+        ),
+        "quantization": (
+            *("autocast", "fp8_autocast", "fp8_model_init", "get_cudnn_version", "get_default_recipe"),
+            *("get_device_compute_capability", "is_bf16_available", "is_fp8_available", "is_mxfp8_available"),
+            *("is_fp8_block_scaling_available", "is_nvfp4_available", "quantized_model_init"),
+        ),
+        "quantizers": (
+            *("DelayedScalingRequest", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer"),
+            *("HybridQuantizer", "IdentityQuantizer", "MXFP8Quantizer", "NVFP4Quantizer", "Quantizer"),
+            "QuantizerRequest",
+        ),
+        "tensors": (
+            *("DType", "Float8BlockwiseQTensor", "Float8Tensor", "HybridQuantizedTensor", "IdentityTensor"),
+            *("MXFP8Tensor", "NVFP4Tensor", "QuantizedTensor"),
+        ),
+        "transformer": ("TransformerLayer",),
+    }
+)
+"""Module of ours -> names of TransformerEngine's public interface."""
+
+__all__ = sorted(["QuantizerRole", "fp8", "optimizers", *(name for names in PUBLIC.values() for name in names)])
 
 
 if unread := unread_variables(os.environ):
@@ -146,7 +48,10 @@ if unread := unread_variables(os.environ):
 
 BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "distributed": ("in_fp8_activation_recompute_phase", "is_fp8_activation_recompute_enabled"),
+        "distributed": (
+            *("generate_positional_ids_for_cp", "get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"),
+            *("in_fp8_activation_recompute_phase", "is_fp8_activation_recompute_enabled"),
+        ),
         "execution": (
             *("is_cpu_offload_enabled", "restore_fp8_tensors", "save_fp8_tensors", "set_capture_end"),
             "set_capture_start",
@@ -168,16 +73,25 @@ BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("float8_block_scaling_factory", "high_precision_factory", "mxfp8_factory", "nvfp4_factory"),
         ),
         "rope": ("apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"),
-        "tensors": ("TE_DType", "TE_DType_To_Torch", "general_gemm", "get_fp8_te_dtype", "get_fp8_torch_dtype"),
+        "tensors": (
+            *("Float8BlockwiseQTensorStorage", "Float8TensorStorage", "HybridQuantizedTensorStorage"),
+            *("IdentityTensorStorage", "MXFP8TensorStorage", "NVFP4TensorStorage", "QuantizedTensorStorage"),
+            *("TE_DType", "TE_DType_To_Torch", "general_gemm", "get_fp8_te_dtype", "get_fp8_torch_dtype"),
+        ),
     }
 )
 """Module of ours -> names that TransformerEngine has below its public interface, in modules of its own."""
 
 
+_PLACES = MappingProxyType(
+    {f"{__name__}.{home}": PUBLIC.get(home, ()) + BELOW.get(home, ()) for home in {**PUBLIC, **BELOW}}
+    | {"ottava.compat.transformer_engine.common.recipe": ("QuantizerRole",)}
+)
+
+
 def __getattr__(name: str) -> Any:
-    if name in NAMES or name in refused.BELOW:
-        return absent(name)
-    for module, names in BELOW.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return absent(name) if name in NAMES or name in refused.BELOW else first_use(__name__, _PLACES, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

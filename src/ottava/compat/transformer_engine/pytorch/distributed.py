@@ -1,4 +1,4 @@
-"""TransformerEngine's activation checkpointing, random states of ranks, and the loss over a split vocabulary."""
+"""TransformerEngine's activation checkpointing, random states and batches of ranks, loss over a split vocabulary."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 
+from ottava.compat.transformer_engine.pytorch.rope import on_rank
 from ottava.engine.functional import refuse_second_derivative
 from ottava.kernels.gate import no_autocast
 from ottava.nn.cross_entropy import CrossEntropy, Vocabulary
 from ottava.nn.layer import recomputing
+from ottava.nn.rope import packed_positions
 from ottava.nn.sharding import SharedVocabulary, all_gather
 
 
@@ -254,3 +256,79 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             wide = logits.to(torch.float32, copy=True)
             d = ctx.settings.gradient(wide, lse, target, grads[0].float(), ctx.vocabulary)
         return None, None, d.to(logits.dtype), None
+
+
+def _padded(cu_seqlens: Tensor, factor: int) -> Tensor:
+    """Starts of the sequences once each is as long as a multiple of the factor."""
+    return torch.cat([cu_seqlens[:1], (-(-cu_seqlens.diff() // factor) * factor).cumsum(0).to(cu_seqlens.dtype)])
+
+
+def pad_thd_sequences_for_cp(
+    input_ids: Tensor,
+    labels: Tensor,
+    cu_seqlens: Tensor,
+    divisibility_factor: int,
+    padding_token_id: int = 0,
+    padding_label_id: int = -100,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pads each of the packed sequences to a multiple of the factor, for context parallelism.
+
+    Args:
+        input_ids, labels: (1, T) or (T,).  cu_seqlens: starts of the sequences, and T.
+    Returns:
+        both as (padded T,), and the new starts.
+
+    Example:
+        >>> pad_thd_sequences_for_cp(torch.tensor([5, 6, 7]), torch.zeros(3), torch.tensor([0, 1, 3]), 2)[0]
+        tensor([5, 0, 6, 7])
+    """
+    padded = _padded(cu_seqlens, divisibility_factor)
+    places = packed_positions(cu_seqlens) + padded[:-1].repeat_interleave(cu_seqlens.diff())
+    made = [
+        one.new_full((int(padded[-1]),), fill).index_copy(0, places, one.flatten())
+        for one, fill in ((input_ids, padding_token_id), (labels, padding_label_id))
+    ]
+    return made[0], made[1], padded
+
+
+def generate_positional_ids_for_cp(
+    cu_seqlens: Tensor, divisibility_factor: int, dtype: torch.dtype = torch.long
+) -> Tensor:
+    """Positions (padded T,) of sequences padded by `pad_thd_sequences_for_cp`; they count through the padding."""
+    return packed_positions(_padded(cu_seqlens, divisibility_factor)).to(dtype)
+
+
+def get_batch_on_this_cp_rank(
+    cu_seqlens_padded: Tensor,
+    input_ids_padded: Tensor | None,
+    labels_padded: Tensor | None,
+    position_ids_padded: Tensor | None,
+    cp_group: dist.ProcessGroup | None = None,
+    qvk_format: str = "thd",
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """This rank's part of packed sequences: of each, a piece from the front and its mirror image from the back.
+
+    Args:
+        input_ids_padded, labels_padded, position_ids_padded: (T,), (B, T, ...), else (T, B, ...).
+    Raises:
+        ValueError: another format than "thd", or no dimension of the tokens.
+    """
+    if qvk_format != "thd":
+        raise ValueError(f"get_batch_on_this_cp_rank: got qvk_format {qvk_format!r}; needs 'thd': packed sequences")
+    size, rank = dist.get_world_size(cp_group), dist.get_rank(cp_group)
+    here = cu_seqlens_padded // size
+    lengths, total = here.diff(), int(cu_seqlens_padded[-1])
+    places = on_rank(packed_positions(here), lengths.repeat_interleave(lengths), size, rank)
+    places = places + cu_seqlens_padded[:-1].repeat_interleave(lengths)
+
+    def part(whole: Tensor | None) -> Tensor | None:
+        if whole is None:
+            return None
+        dimension = next((at for at in (1, 0) if at < whole.dim() and whole.shape[at] == total), None)
+        if dimension is None:
+            raise ValueError(
+                f"get_batch_on_this_cp_rank: got {tuple(whole.shape)}; needs a dimension of {total} tokens"
+            )
+        return whole.index_select(dimension, places.to(whole.device))
+
+    return part(input_ids_padded), part(labels_padded), part(position_ids_padded)

@@ -419,6 +419,7 @@ class GroupedLinear(TEState, WeightGradients, ours.GroupedLinear):
         )
         with extras.initial():
             self.starts(partial(started, self, init_method))
+        self.num_gemms = num_gemms
         stacked = {name: tuple((f"{name}{g}", 0) for g in range(num_gemms)) for name in ("weight", "bias")}
         self.uses_their_keys(stacked, {"": tuple(f"groups.{g}" for g in range(num_gemms))})
         self.names_layers(others.get("name"))
@@ -427,10 +428,11 @@ class GroupedLinear(TEState, WeightGradients, ours.GroupedLinear):
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, **others: Any
     ) -> Tensor:
-        """(tokens, in_features) and the number of rows of each group -> (tokens, out_features)."""
+        """(..., in_features) and the number of rows of each group -> (..., out_features)."""
         refuse("GroupedLinear", others)
         self.begins(is_first_microbatch)
-        return super().forward(inp, m_splits)
+        y: Tensor = super().forward(inp.reshape(-1, inp.shape[-1]), m_splits)
+        return y.view(*inp.shape[:-1], y.shape[-1])
 
 
 def _returned(bias: Tensor | None, y: Tensor) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -11,11 +12,12 @@ from torch.optim.optimizer import ParamsT
 
 from ottava import optim
 from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.optim.engine import widened
 from ottava.weights.parameter import local
 
 __all__ = [
-    *("FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"),
-    "multi_tensor_unscale_l2norm",
+    *("FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_applier", "multi_tensor_l2norm"),
+    *("multi_tensor_scale", "multi_tensor_scale_tensor", "multi_tensor_unscale_l2norm"),
 ]
 
 _MOMENTS = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "fp8"})
@@ -28,6 +30,7 @@ class FusedAdam(optim.AdamW):
         params, lr, betas, eps, weight_decay: as in torch's AdamW; weight_decay is 0 by default.
         master_weights: keep FP32 masters.
         store_param_remainders: store each master as the BF16 weight and a remainder of 16 bits.
+        use_decoupled_grad: a step reads `parameter.decoupled_grad`, of any dtype, and not `.grad`.
         exp_avg_dtype, exp_avg_sq_dtype: torch.float32, bfloat16, or uint8 for FP8; the same dtype for both.
     Raises:
         NotImplementedError: ottava lacks the argument's value (adam_w_mode=False, bias_correction=False, moments of two
@@ -53,6 +56,7 @@ class FusedAdam(optim.AdamW):
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
+        use_decoupled_grad: bool = False,
         **others: Any,
     ) -> None:
         refuse("FusedAdam", {"amsgrad": amsgrad, **others})
@@ -64,6 +68,43 @@ class FusedAdam(optim.AdamW):
         master: Any = ("remainder" if store_param_remainders else "fp32") if master_weights else None
         moments: Any = _MOMENTS[exp_avg_dtype]
         super().__init__(params, lr, betas, eps, weight_decay, master=master, moments=moments, capturable=capturable)
+        self.gradient = "decoupled_grad" if use_decoupled_grad else "grad"
+        self.register_step_post_hook(_count)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, of both gradients."""
+        super().zero_grad(set_to_none)
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            if getattr(parameter, "decoupled_grad", None) is not None:
+                parameter.decoupled_grad = None if set_to_none else parameter.decoupled_grad.zero_()
+
+    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
+        """A state of a parameter in FP32: "exp_avg", "exp_avg_sq" or "master_param"; remainders stay int16."""
+        state = {name: local(value) for name, value in self.state[param].items()}
+        master = state.get("remainder", state.get("master", param))
+        found: Tensor = (widened(state) | {"master_param": master})[state_name]
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As `ottava.optim.AdamW`'s; takes TransformerEngine's, whose groups count the steps, too."""
+        groups, state = state_dict.get("param_groups", ()), state_dict.get("state", {})
+        steps = {key: group["step"] for group in groups for key in group["params"] if "step" in group}
+        if any("master_param" in one or ("step" not in one and one) for one in state.values()):
+            state = {key: {"step": steps.get(key, 0), **_ours(one)} for key, one in state.items()}
+        super().load_state_dict({**state_dict, "state": state})
+
+
+def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Counts the steps of each group where TransformerEngine does."""
+    for group in optimizer.param_groups:
+        group["step"] = group.get("step", 0) + 1
+
+
+def _ours(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state of TransformerEngine under our names."""
+    master = state.get("master_param")
+    own = {name: value for name, value in state.items() if name != "master_param"}
+    return own if master is None else own | {"remainder" if master.dtype == torch.int16 else "master": master}
 
 
 class FusedSGD(optim.SGD):
@@ -106,7 +147,14 @@ def multi_tensor_applier(op: Any, noop_flag_buffer: Tensor, tensor_lists: list[l
     return op(0, noop_flag_buffer, lists, *args) if kept else None
 
 
-def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: float) -> None:
+def MultiTensorApply(chunk_size: int) -> Any:
+    """`multi_tensor_applier`; the size of its chunks changes nothing."""
+    return multi_tensor_applier
+
+
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: float | Tensor
+) -> None:
     """Writes scale times each tensor of the first list into the second; the flag becomes 1 if one is not finite.
 
     Example:
@@ -120,6 +168,9 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: list[li
             wide = source.float() * scale
             target.copy_(wide)
             noop_flag.logical_or_(~wide.isfinite().all())
+
+
+multi_tensor_scale_tensor = multi_tensor_scale  # its factor may be a tensor
 
 
 def multi_tensor_l2norm(

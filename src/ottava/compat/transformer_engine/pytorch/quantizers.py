@@ -29,11 +29,21 @@ from ottava.compat.transformer_engine.pytorch.tensors import (
     quantized,
 )
 from ottava.numerics import formats
-from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, TE_FOUR_OVER_SIX, Granularity
+from ottava.numerics.scaling import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    PER_ROW,
+    PER_TENSOR,
+    TE_FOUR_OVER_SIX,
+    Granularity,
+    amax,
+)
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.tensor import QuantizedTensor as Codes
+from ottava.numerics.transforms import Hadamard
 from ottava.ops.quantize import quantize
-from ottava.recipe import get_recipe
 
 Cells = tuple[QuantizationSpec | None, QuantizationSpec | None]
 """Of x and of x.T; None stays in high precision."""
@@ -85,8 +95,12 @@ class Quantizer:
 
     def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes | None:
         """The codes of a matrix, or of its transpose; None: it stays in high precision."""
-        spec = self.specs()[columns]
-        return None if spec is None else quantize(matrix.t().contiguous() if columns else matrix, spec)
+        spec, own = self.specs()[columns], matrix.t().contiguous() if columns else matrix
+        return None if spec is None else quantize(own, spec, scale=self.given(own, spec))
+
+    def given(self, matrix: Tensor, spec: QuantizationSpec) -> Tensor | None:
+        """The scale of a matrix, fp32 (1,); None: that of its amaxes."""
+        return None
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The quantized tensor; gradients pass through it unchanged."""
@@ -167,13 +181,10 @@ class Float8Quantizer(Quantizer):
         """As `Quantizer.specs`."""
         return (QuantizationSpec(_format("Float8Quantizer", self.dtype)),) * 2
 
-    def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes | None:
-        """As `Quantizer.cast`, by the scale."""
-        spec = self.specs()[columns]
-        assert spec is not None
-        if matrix.numel():
-            self.amax.copy_(torch.maximum(self.amax, matrix.detach().abs().amax().float()))
-        return quantize(matrix.t().contiguous() if columns else matrix, spec, scale=self.scale.reshape(1))
+    def given(self, matrix: Tensor, spec: QuantizationSpec) -> Tensor:
+        """The scale; the amax is kept."""
+        self.amax.copy_(torch.maximum(self.amax, amax(matrix.detach()).view_as(self.amax)))
+        return self.scale.reshape(1)
 
     def calibrate(self, tensor: Tensor) -> None:
         """Writes the largest magnitude of a tensor into amax."""
@@ -183,8 +194,8 @@ class Float8Quantizer(Quantizer):
 def _no_floor(where: str, amax_epsilon: float) -> None:
     if amax_epsilon:
         raise NotImplementedError(
-            f"{where}: amax_epsilon={amax_epsilon!r} is not in ottava: the scale of a tiny block ends at FP32's "
-            "largest number. Leave it out"
+            f"{where}: amax_epsilon={amax_epsilon!r} is not in ottava: the scale of a tiny block, or of a tensor in a "
+            "recipe, ends at FP32's largest number. Leave it out"
         )
 
 
@@ -206,12 +217,18 @@ class Float8CurrentScalingQuantizer(Quantizer):
         amax_epsilon: float = 0.0,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        _no_floor("Float8CurrentScalingQuantizer", amax_epsilon)
         self.dtype, self.force_pow_2_scales, self.amax_epsilon = DType.cast(fp8_dtype), force_pow_2_scales, amax_epsilon
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
 
+    def given(self, matrix: Tensor, spec: QuantizationSpec) -> Tensor | None:
+        """A tensor below amax_epsilon has the scale of that amax."""
+        if not self.amax_epsilon:
+            return None
+        return spec.scale_of(amax(matrix.detach()).clamp(min=self.amax_epsilon)).scale.view(1)
+
     def specs(self, tensor: str = "") -> Cells:
         """As `Quantizer.specs`."""
+        _no_floor("Float8CurrentScalingQuantizer", self.amax_epsilon if tensor else 0.0)
         scales: Any = "pow2" if self.force_pow_2_scales else "fp32"
         return (QuantizationSpec(_format("Float8CurrentScalingQuantizer", self.dtype), scale_format=scales),) * 2
 
@@ -285,15 +302,10 @@ class NVFP4Quantizer(Quantizer):
         with_random_sign_mask: bool = True,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        if row_scaled_nvfp4:
+        if with_rht and not with_post_rht_amax:
             raise NotImplementedError(
-                "NVFP4Quantizer: row_scaled_nvfp4=True is not in ottava: each tensor has one fp32 scale above those of "
-                "its blocks. Leave it out"
-            )
-        if with_rht and not (with_post_rht_amax and with_random_sign_mask):
-            raise NotImplementedError(
-                "NVFP4Quantizer: with_rht=True without with_post_rht_amax and with_random_sign_mask is not in ottava: "
-                "amaxes are those of the turned tensor, and NVIDIA's signs are applied. Give both"
+                "NVFP4Quantizer: with_rht=True without with_post_rht_amax is not in ottava: amaxes are those of the "
+                "turned tensor. Give both"
             )
         bound = float(nvfp4_e4m3_max if nvfp4_use_4over6 else 448)
         if (bound, nvfp4_4over6_err_mode) not in TE_FOUR_OVER_SIX.values():
@@ -306,9 +318,24 @@ class NVFP4Quantizer(Quantizer):
         self.with_2d_quantization, self.stochastic_rounding = with_2d_quantization, stochastic_rounding
         self.row_scaled_nvfp4, self.nvfp4_use_4over6 = row_scaled_nvfp4, nvfp4_use_4over6
         self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode = int(bound), nvfp4_4over6_err_mode
+        self.with_random_sign_mask = with_random_sign_mask
+
+    def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes:
+        """As `Quantizer.cast`, with the amax of the tensor, or of each row, where rows are tensors of their own."""
+        own, spec = matrix.t().contiguous() if columns else matrix, self.specs()[columns]
+        assert spec is not None
+        parts = [quantize(part, spec) for part in (own.split(1) if self.row_scaled_nvfp4 else [own])]
+        data, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("data", "scale_inv"))
+        seen = amax(parts[0].transformed(own), PER_ROW if self.row_scaled_nvfp4 else PER_TENSOR)
+        return Codes(data, scales, spec, matrix.dtype, seen)
 
     def specs(self, tensor: str = "") -> Cells:
         """As `Quantizer.specs`: the transform is for columns only, as in TransformerEngine."""
+        if self.row_scaled_nvfp4 and tensor:
+            raise NotImplementedError(
+                "NVFP4Quantizer: row_scaled_nvfp4=True is not in ottava's recipes: each tensor of a GEMM has one fp32 "
+                "scale above those of its blocks. Leave it out"
+            )
         rules = {arithmetic: rule for rule, arithmetic in TE_FOUR_OVER_SIX.items()}
         row = QuantizationSpec(
             _format("NVFP4Quantizer", self.dtype),
@@ -319,9 +346,8 @@ class NVFP4Quantizer(Quantizer):
             if self.nvfp4_use_4over6
             else "amax",
         )
-        turned = get_recipe("nvfp4_rht").wgrad.rhs
-        assert turned is not None
-        return row, replace(row, transform=turned.transform) if self.with_rht else row
+        turned = Hadamard(signs="nvidia" if self.with_random_sign_mask else "none")
+        return row, replace(row, transform=turned) if self.with_rht else row
 
 
 class IdentityQuantizer(Quantizer):

@@ -19,26 +19,20 @@ _CASTS = "a cell of a recipe, an ottava.QuantizationSpec, sets the cast of a ten
 _USERBUFFERS = "collectives are torch.distributed's own; leave it out"
 _OFFLOAD = "torch.autograd.graph.save_on_cpu() moves saved tensors"
 _STATES = "recipe.ottava.cells(tensor) shows the casts of a recipe, and layer.last_call the recipe of a forward"
-_FOREACH = "torch's own torch._foreach functions, or torch.nn.utils.clip_grad_norm_"
 DEBUG = (
     "ottava.watch(model, config='their.yaml') reads the same file and acts by it; `ottava watch` does so in a script"
 )
 """Instead of TransformerEngine's debug tool."""
+KERNELS = "it is a kernel of CUDA; ottava.quantize casts, and ottava.gemm multiplies, on every device"
+"""Instead of the functions of transformer_engine_torch."""
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "CusolverMpCtx": "torch.linalg has the matrix functions of one device",
-        "Float8BlockwiseQTensorStorage": _TENSORS,
-        "Float8TensorStorage": _TENSORS,
         "Fp8Padding": "GroupedLinear accepts splits of any size: leave it out",
         "Fp8Unpadding": "GroupedLinear accepts splits of any size: leave it out",
         "FusedMLAQUpProjRopeQuant": "write the projection with Linear and the rotation with ottava.nn",
-        "HybridQuantizedTensorStorage": _TENSORS,
-        "IdentityTensorStorage": _TENSORS,
-        "MXFP8TensorStorage": _TENSORS,
         "ManualOffloadSynchronizer": _OFFLOAD,
-        "NVFP4TensorStorage": _TENSORS,
-        "QuantizedTensorStorage": _TENSORS,
         "UserBufferQuantizationMode": _USERBUFFERS,
         "constants": "use torch's dtypes and ottava.RECIPES",
         "destroy_ub": _USERBUFFERS,
@@ -61,7 +55,6 @@ BELOW: Mapping[str, str] = MappingProxyType(
         "Float8CurrentScalingRecipeState": _STATES,
         "GroupedTensor": "GroupedLinear keeps the weights of its groups as one tensor, .weight",
         "MXFP8BlockScalingRecipeState": _STATES,
-        "MultiTensorApply": _FOREACH,
         "NVFP4BlockScalingRecipeState": _STATES,
         "RecipeState": _STATES,
         "distributed_weight": "torch's fully_shard gathers weights, also those of ottava",
@@ -72,27 +65,20 @@ BELOW: Mapping[str, str] = MappingProxyType(
 
 _SHARES = "Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention and TransformerLayer can be split"
 _UB = "ottava does not overlap communication by user buffers"
-_ACCUMULATION = "autograd accumulates gradients in .grad"
 
 ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
         "sequence_parallel": ((False, None), _SHARES),
-        "tp_group": ((None,), _SHARES),
+        **dict.fromkeys(("tp_group", "parallel_mode"), ((None,), _SHARES)),
         "tp_size": ((1,), _SHARES),
-        "parallel_mode": ((None,), _SHARES),
         "set_parallel_mode": ((False,), _SHARES),
         "symmetric_ar_type": ((None,), _USERBUFFERS),
         "save_original_input": ((False, True), "ottava saves the input's codes for the backward: half the bytes"),
         "parameters_split": ((None,), "slice .weight, or make a Linear for each part"),
-        "ub_overlap_ag": ((False, True), _UB),
-        "ub_overlap_rs": ((False, True), _UB),
-        "ub_overlap_rs_dgrad": ((False,), _UB),
-        "ub_bulk_dgrad": ((False, True), _UB),
-        "ub_bulk_wgrad": ((False, True), _UB),
-        "ub_tp_comm_overlap": ((False,), _UB),
+        **dict.fromkeys(("ub_overlap_ag", "ub_overlap_rs", "ub_bulk_dgrad", "ub_bulk_wgrad"), ((False, True), _UB)),
+        **dict.fromkeys(("ub_overlap_rs_dgrad", "ub_tp_comm_overlap"), ((False,), _UB)),
         "ub_name": (("any",), "it names a buffer that the other ub arguments ask for"),
-        "seq_length": (("any",), "only the warm-up of TransformerEngine's fused kernels uses it"),
-        "micro_batch_size": (("any",), "only the warm-up of TransformerEngine's fused kernels uses it"),
+        **dict.fromkeys(("seq_length", "micro_batch_size"), (("any",), "only TransformerEngine's warm-up uses it")),
         "layer_number": (("any",), "only attention uses it, to find its cache in InferenceParams"),
         "name": (("any",), "by it a CustomRecipe asks for a layer's quantizers; records take names from the model"),
         "is_first_microbatch": (("any",), "ottava itself keeps and drops casts of weights"),
@@ -102,7 +88,6 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "amsgrad": ((False,), "AdamW keeps no largest second moment"),
         "bias_correction": ((True,), "set betas or a warm-up instead"),
         "adam_w_mode": ((True,), "weight decay is always decoupled; torch.optim.Adam adds it to the gradient"),
-        "use_decoupled_grad": ((False,), _ACCUMULATION),
         "master_weight_dtype": ((torch.float32,), "masters are FP32, or 16-bit remainders with store_param_remainders"),
         "set_grad_none": (("any",), "pass it to zero_grad"),
         "dampening": ((0.0, 0), "ottava.optim.SGD has none"),
@@ -112,11 +97,7 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "use_grouped_tensor": ((None,), "each expert has a weight of its own"),
         "single_grouped_weight": ((False,), "each expert has a weight of its own"),
         "single_grouped_bias": ((False,), "each expert has a bias of its own"),
-        "cu_seqlens_q_padded": (
-            (None,),
-            "DotProductAttention takes it",
-        ),
-        "cu_seqlens_kv_padded": ((None,), "DotProductAttention takes it"),
+        **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), ((None,), "DotProductAttention takes it")),
         "pad_between_seqs": ((None, False), "DotProductAttention takes it"),
         "bottom_right_diagonal": ((None,), "use a mask type that ends in bottom_right"),
         "enc_dec_bottom_right_diagonal": ((None,), "use a mask type that ends in bottom_right"),
@@ -131,12 +112,10 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "return_max_logit": ((False,), "DotProductAttention takes it"),
         "num_splits": ((1,), "torch's kernels choose the splits"),
         "score_mod": ((None,), "DotProductAttention takes it, in torch's form"),
-        "score_mod_bprop": ((None,), "autograd makes the backward of score_mod"),
+        **dict.fromkeys(("score_mod_bprop", "score_mod_bprop_tensors"), ((None,), "autograd makes its backward")),
         "score_mod_tensors": ((None,), "score_mod may read tensors of its own"),
-        "score_mod_bprop_tensors": ((None,), "autograd makes the backward of score_mod"),
         "bf16_backward": ((False,), "attention runs in high precision"),
-        "out": ((None,), "ottava returns new tensors"),
-        "dgrad_out": ((None,), "ottava returns new tensors"),
+        **dict.fromkeys(("out", "dgrad_out"), ((None,), "ottava returns new tensors")),
     }
 )
 """Argument -> (accepted values, which change nothing; why other values are refused). ("any",): all are accepted."""
@@ -158,14 +137,12 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "NVTE_DPA_FP8DS_AMAX_ALGO": _FP8_ATTENTION,
         "NVTE_DPA_FP8DS_AMAX_HISTLEN": _FP8_ATTENTION,
         "NVTE_DPA_FP8DS_REDUCE_AMAX": _FP8_ATTENTION,
-        "NVTE_DPA_FP8_FORMAT": _FP8_ATTENTION,
-        "NVTE_DPA_FP8_RECIPE": _FP8_ATTENTION,
+        **dict.fromkeys(("NVTE_DPA_FP8_FORMAT", "NVTE_DPA_FP8_RECIPE"), _FP8_ATTENTION),
         "NVTE_FLASH_ATTN": _ATTENTION,
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": _FIELD.format("use_f32_scales=True"),
         "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": _FIELD.format("use_power_2_scales=True"),
         "NVTE_FP8_DPA_BWD": _FP8_ATTENTION,
-        "NVTE_FUSED_ATTN": _ATTENTION,
-        "NVTE_FUSED_ATTN_BACKEND": _ATTENTION,
+        **dict.fromkeys(("NVTE_FUSED_ATTN", "NVTE_FUSED_ATTN_BACKEND"), _ATTENTION),
         "NVTE_NVFP4_4OVER6": _FIELD.format("nvfp4_4over6"),
         "NVTE_NVFP4_4OVER6_E4M3_USE_256": _FIELD.format("nvfp4_4over6_e4m3_use_256"),
         "NVTE_NVFP4_4OVER6_ERR_MODE": _FIELD.format("nvfp4_4over6_err_mode"),

@@ -51,13 +51,13 @@ def apply_rotary_pos_emb(
         here = cu_seqlens // cp_size
         lengths = here.diff()
         length = lengths.repeat_interleave(lengths)  # of the sequence of each token
-        positions = _whole(packed_positions(here), length, cp_size, cp_rank)
+        positions = on_rank(packed_positions(here), length, cp_size, cp_rank)
         if start_positions is not None:
             positions = positions + start_positions.to(positions.device).repeat_interleave(lengths)
     else:
         count = t.shape[0 if tensor_format == "sbhd" else 1]
         order = torch.arange(count, device=freqs.device)
-        positions = _whole(order, torch.full_like(order, count), cp_size, cp_rank)[:, None]
+        positions = on_rank(order, torch.full_like(order, count), cp_size, cp_rank)[:, None]
         if start_positions is not None:
             positions = positions + start_positions.to(positions.device)  # (s, b)
         positions = positions if tensor_format == "sbhd" else positions.t()
@@ -94,7 +94,7 @@ def apply_fused_qkv_rotary_pos_emb(
     return apply_rotary_pos_emb(q, q_freqs, *options), apply_rotary_pos_emb(k, k_freqs, *options), v.contiguous()
 
 
-def _whole(order: Tensor, length: Tensor, size: int, rank: int) -> Tensor:
+def on_rank(order: Tensor, length: Tensor, size: int, rank: int) -> Tensor:
     """Places in whole sequences of the tokens with these places on a rank that holds `length` of each."""
     half = length // 2
     front = order + rank * half

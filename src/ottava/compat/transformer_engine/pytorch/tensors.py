@@ -1,8 +1,9 @@
 """TransformerEngine's quantized tensors: a torch tensor that shows the shape and dtype of the original and holds codes.
 
 Any operation of torch on one decodes it first; one in place casts the result again. ottava's own layers never make
-them: `ottava.quantize` gives plain containers, in which nothing decodes silently. Codes are in the layout of ottava,
-`rows` those of x and `columns` those of x.T.
+them: `ottava.quantize` gives plain containers, in which nothing decodes silently. `rows` holds the codes of x and
+`columns` those of x.T, in the layout of ottava. `_rowwise_data`, `_rowwise_scale_inv`, `_amax_rowwise` and the same of
+columns are copies in TransformerEngine's layout; new numbers are written by `quantize_`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ottava.kernels.scaled_mm import swizzled
 from ottava.numerics import formats
+from ottava.numerics.scaling import TE_FOUR_OVER_SIX, amax, exponent_bytes
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.tensor import QuantizedTensor as Codes
 from ottava.ops.gemm import gemm
+from ottava.weights.layouts import LAYOUTS
 
 _aten = torch.ops.aten
 
@@ -67,7 +71,11 @@ FORMATS = MappingProxyType(
 )
 
 
-class QuantizedTensor(Tensor):
+class QuantizedTensorStorage:
+    """The base class of what holds codes: quantized tensors, and a script's own containers."""
+
+
+class QuantizedTensor(Tensor, QuantizedTensorStorage):
     """The base class of quantized tensors; `quantizer(x)` makes one.
 
     Example:
@@ -195,17 +203,30 @@ class QuantizedTensor(Tensor):
         assert isinstance(held, Codes)
         return next(dtype for dtype, fmt in FORMATS.items() if fmt == held.spec.format)
 
-    @property
-    def _rowwise_data(self) -> Tensor | None:
-        return _bytes(self.rows)
+    def _laid(self, turned: bool, part: int) -> Tensor | None:
+        """Codes (part 0) or scales (1) of one direction in TransformerEngine's layout; None: there are none."""
+        codes = self.columns if turned else self.rows
+        return self._layout(codes, turned)[part] if isinstance(codes, Codes) else None
 
-    @property
-    def _rowwise_scale_inv(self) -> Tensor | None:
-        return self.rows.scale_inv if isinstance(self.rows, Codes) else None
+    def _layout(self, codes: Codes, turned: bool) -> tuple[Tensor, Tensor]:
+        """One scale a tensor: bytes in the shape of x or x.T, and the scale."""
+        return self._shaped(codes.data.view(torch.uint8), turned), codes.scale_inv.reshape(-1)
 
-    @property
-    def _columnwise_scale_inv(self) -> Tensor | None:
-        return self.columns.scale_inv if isinstance(self.columns, Codes) else None
+    def _shaped(self, matrix: Tensor, turned: bool) -> Tensor:
+        """A matrix as (..., C), or turned as (C, ...); C in bytes."""
+        outer = (self.shape[-1:] + self.shape[:-1] if turned else self.shape)[:-1]
+        return matrix.reshape(*outer, matrix.numel() // max(outer.numel(), 1)) if self.shape else matrix.view(())
+
+    def _tiled(self, scales: Tensor) -> Tensor:
+        """Bytes (R, blocks) padded by zeros to tiles of 128 x 4; in the order of tensor cores if that was asked for."""
+        padded = nn.functional.pad(scales, (0, -scales.shape[1] % 4, 0, -scales.shape[0] % 128))
+        return swizzled(scales).view(torch.uint8).view(padded.shape) if self._with_gemm_swizzled_scales else padded
+
+    _rowwise_data = property(lambda self: self._laid(False, 0))
+    _rowwise_scale_inv = property(lambda self: self._laid(False, 1))
+    _columnwise_data = property(lambda self: self._laid(True, 0))
+    _columnwise_scale_inv = property(lambda self: self._laid(True, 1))
+    _with_gemm_swizzled_scales = property(lambda self: bool(getattr(self._quantizer, "optimize_for_gemm", False)))
 
     def float(self) -> Tensor:
         """The numbers in FP32."""
@@ -268,10 +289,6 @@ def _copied(codes: Any) -> Any:
     return Codes(codes.data.clone(), codes.scale_inv.clone(), codes.spec, codes.dtype, codes.amax, codes.aside)
 
 
-def _bytes(codes: Any) -> Tensor | None:
-    return codes.data.view(torch.uint8) if isinstance(codes, Codes) else None
-
-
 def _plain(x: Tensor) -> Tensor:
     return x.numbers() if isinstance(x, QuantizedTensor) else x.detach()
 
@@ -310,19 +327,8 @@ class Float8Tensor(QuantizedTensor):
         last = theirs.get("quantizer"), theirs.get("requires_grad", False)
         return QuantizedTensor.__new__(cls, shape, dtype, rows, None, *last)
 
-    @property
-    def _data(self) -> Tensor | None:
-        data = _bytes(self.rows)
-        return None if data is None else data.view(self.shape)
-
-    @property
-    def _transpose(self) -> Tensor | None:
-        data = _bytes(self.columns)
-        return None if data is None else data.view((self.shape[-1], *self.shape[:-1]) if self.shape else ())
-
-    @property
-    def _transpose_invalid(self) -> bool:
-        return self.columns is None
+    _data, _transpose = QuantizedTensor._rowwise_data, QuantizedTensor._columnwise_data
+    _transpose_invalid = property(lambda self: self.columns is None)
 
     @property
     def _scale_inv(self) -> Tensor:
@@ -334,34 +340,69 @@ class Float8Tensor(QuantizedTensor):
 class Float8BlockwiseQTensor(QuantizedTensor):
     """Blocks of 1x128 or 128x128."""
 
-    @property
-    def _is_2D_scaled(self) -> bool:
-        return getattr(self._quantizer, "block_scaling_dim", 1) == 2
+    _is_2D_scaled = property(lambda self: getattr(self._quantizer, "block_scaling_dim", 1) == 2)
 
-    @property
-    def _columnwise_data(self) -> Tensor | None:
-        return _bytes(self.columns)
+    def _layout(self, codes: Codes, turned: bool) -> tuple[Tensor, Tensor]:
+        """Scales of 1x128 stand transposed; the last dimension is padded to fours."""
+        scales = codes.scale_inv.t() if codes.spec.granularity.rows == 1 else codes.scale_inv
+        return super()._layout(codes, turned)[0], nn.functional.pad(scales, (0, -scales.shape[1] % 4)).contiguous()
 
 
 class MXFP8Tensor(QuantizedTensor):
     """Blocks of 32 with E8M0 scales."""
 
-    @property
-    def _columnwise_data(self) -> Tensor | None:
-        data = _bytes(self.columns)
-        return None if data is None else data.t()
+    def _layout(self, codes: Codes, turned: bool) -> tuple[Tensor, Tensor]:
+        """Columns stand as x does, not turned. A block of zeros has the byte 0, here the scale 1."""
+        magnitudes = codes.data.view(torch.uint8) & 127
+        used = amax(magnitudes.float(), codes.spec.granularity) > 0
+        scales = torch.where(used, exponent_bytes(codes.scale_inv), 0)
+        scales = self._tiled(scales.repeat_interleave(codes.spec.granularity.rows or 1, 0)[: codes.shape[0]])
+        data = codes.data.view(torch.uint8)
+        if not turned:
+            return self._shaped(data, False), scales
+        back = scales.view(scales.shape[::-1]) if self._with_gemm_swizzled_scales else scales.t().contiguous()
+        return self._shaped(data.t(), False), back
 
 
 class NVFP4Tensor(QuantizedTensor):
-    """Blocks of 16 with E4M3 scales; one code a byte."""
+    """Blocks of 16 with E4M3 scales; one code a byte, two in `_rowwise_data`."""
+
+    def _layout(self, codes: Codes, turned: bool) -> tuple[Tensor, Tensor]:
+        """As checkpoints store NVFP4, the first code in the low bits."""
+        assert codes.amax is not None  # `NVFP4Quantizer.cast` keeps it
+        top = TE_FOUR_OVER_SIX.get(codes.spec.block_scale, (448.0, ""))[0] * formats.E2M1.max
+        encode = torch.full_like(codes.amax, top).div_(codes.amax).clamp_(max=torch.finfo(torch.float32).max)
+        made = LAYOUTS["modelopt-nvfp4"].tensors(codes, encode.cpu())
+        data, scales = (made[name].view(torch.uint8).to(codes.device) for name in ("weight", "weight_scale"))
+        return self._shaped(data, turned), self._tiled(scales)
+
+    _amax_rowwise = property(lambda self: None if self.rows is None else self.rows.amax.view(-1))
+    _amax_columnwise = property(lambda self: None if self.columns is None else self.columns.amax.view(-1))
 
 
 class IdentityTensor(QuantizedTensor):
     """A tensor in high precision."""
 
+    _hp_data = property(lambda self: None if self.rows is None else self.rows.view(self.shape))
+
 
 class HybridQuantizedTensor(QuantizedTensor):
     """Rows and columns by different quantizers."""
+
+    _rowwise_storage = property(lambda self: self._half(False))
+    _columnwise_storage = property(lambda self: self._half(True))
+
+    def _half(self, turned: bool) -> Any:
+        """One direction, as a tensor of its own quantizer; None: it was not made."""
+        rows, columns = (None, self.columns) if turned else (self.rows, None)
+        own = self._quantizer.columnwise_quantizer if turned else self._quantizer.rowwise_quantizer
+        held = rows is not None or columns is not None
+        return own.tensor_class(self.shape, self.dtype, rows, columns, own) if held else None
+
+
+Float8TensorStorage, Float8BlockwiseQTensorStorage = Float8Tensor, Float8BlockwiseQTensor
+MXFP8TensorStorage, NVFP4TensorStorage, IdentityTensorStorage = MXFP8Tensor, NVFP4Tensor, IdentityTensor
+HybridQuantizedTensorStorage = HybridQuantizedTensor
 
 
 def _cast(quantizer: Any, x: Tensor, *, columns: bool) -> Codes | Tensor:
