@@ -618,16 +618,14 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     steps, every = (1, 2, 5) if high - low < 2.2 else (1,), max(1, math.ceil((high - low) / 8))
     decades = [n for n in range(math.floor(low), math.ceil(high) + 1) if n % every == 0]
     found = [(math.log10(step) + decade, step, decade) for decade in decades for step in steps]
-    far = {n: "10" + str(n).translate(_SUPERSCRIPT) for n in decades if not -4 < n < 6}
+    raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    far = {n: "10" + str(n).translate(raised) for n in decades if not -4 < n < 6}
     texts = [
         (at, f"{step}·{far[n]}".removeprefix("1·") if n in far else f"{step * 10.0**n:.3g}") for at, step, n in found
     ]
     shown = [one for one in texts if low <= one[0] <= high]
     plain = nice_ticks(10**low, 10**high, 4) if len(shown) < 2 else []  # a shorter axis has none of them
     return [(math.log10(tick), f"{tick:g}") for tick in plain] or shown
-
-
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def _grid(axis: _Axis, ticks: Sequence[tuple[float, str]], bottom: float, label: str, *, zero: bool) -> str:

@@ -153,7 +153,7 @@ def of_step(parts: Sequence[float], shares: Sequence[float], how: str = "auto") 
 
 def _share(node: Any) -> Share:
     """What a loss is times the mean over its labels, from the products and sums between it and the reduction."""
-    share: Any = 1.0
+    share: float | Tensor = 1.0
     for _ in range(64):  # nodes; a loss is a few operations behind its reduction
         if node is None:
             return None
@@ -163,11 +163,10 @@ def _share(node: Any) -> Share:
         except RuntimeError:  # the graph was freed
             return None
         if isinstance(target, Tensor):
-            counted = target.numel()
+            counted: Any = target.numel()
             if (ignored := getattr(node, "_saved_ignore_index", None)) is not None and not target.is_floating_point():
                 counted = (target != (ignored if ignored < 1 << 63 else ignored - (1 << 64))).sum()
-            mean: Share = share if reduction == 1 else share * counted if reduction == 2 else None
-            return mean
+            return share if reduction == 1 else share * counted if reduction == 2 else None
         if node.name().startswith("Mean"):
             return share
         following = [after for after, _ in node.next_functions if after is not None]
