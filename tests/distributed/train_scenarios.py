@@ -264,9 +264,9 @@ STORAGES = (
 
 def every_storage_is_resumed_to_the_bit(world: World) -> None:
     """Every storage in every division that takes it: half a run and the rest are the whole run, tensor for tensor. A
-    flipped bit in a shard is noticed, and the older one taken. Four processes take every third: each Trainer's mesh
-    keeps its threads until the process ends, and hundreds of them leave no time for the others."""
-    storages = STORAGES if world.size == 2 else STORAGES[::3]
+    flipped bit in a shard is noticed, and the older one taken. Four processes take the first storage: each Trainer's
+    mesh keeps its threads until the process ends, and hundreds of them leave no time for the others."""
+    storages = STORAGES if world.size == 2 else STORAGES[:1]
     for layout, (weights, master, moments) in itertools.product(("tp", "pp", "dp", "shard"), storages):
         if layout == "tp" and weights == "fp8":  # refused
             continue
