@@ -121,6 +121,8 @@ def test_the_deciding_experiment_is_a_picture() -> None:
     ]
     assert picture.bars[0][1].index(0.0) != picture.bars[1][1].index(2.5)  # their colours differ
     assert sections.decisive([], sections.experiment([], []), {}) is None
+    # casts that only an experiment made show nothing of the answer
+    assert sections.decisive(shadows, sections.experiment(shadows, ["E4M3"]), {"fp8": "none"}) is None
 
 
 def test_the_picture_is_of_the_experiment_that_the_answer_tells() -> None:

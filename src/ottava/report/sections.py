@@ -193,7 +193,7 @@ def decisive(lines: Sequence[Json], shadow: Json, diagnosis: Json) -> tuple[Bars
         for arm in replay.get("arms") or ():
             name = str(arm.get("name"))
             rows.append((names.get(name, name), _finite((arm.get("losses") or [None])[-1])))
-    elif shadow["rows"]:
+    elif shadow["rows"] and diagnosis.get("fp8") != "none":  # casts that nobody made show nothing of the answer
         told = " ".join(
             [*(diagnosis.get("tried") or ()), *(str(f.get("cause")) for f in diagnosis.get("findings") or ())]
         )
