@@ -199,7 +199,7 @@ BREAKS: dict[str, dict[str, Any]] = {
         }
     },
     "O14": {
-        "change": lambda s: {**rises(s), "backwards": 4.0, "loss_share": 4.0},
+        "change": lambda s: {**rises(s), "backwards": 4.0, "loss_share": 4.0, "accumulated": 3.0},
         "parameters": [{**p, "held": {**HELD, "optimizer": "SGD"}} for p in parameters()],
         "experiments": tuple(trial(5 + k, 3.0) for k in range(3)),
     },

@@ -450,7 +450,9 @@ def _summed(facts: Facts, event: Event | None) -> Broken | None:
         return None
     known = np.isfinite(share) & np.isfinite(backwards)
     parts, adds = float(np.median(backwards[known])), float(np.median(share[known]))
-    if not adds > 0.9 * parts > 1:
+    # a loop of two passes for one step clears the gradient between them
+    added = facts.column("accumulated")
+    if not adds > 0.9 * parts > 1 or added is None or float(np.median(added[known])) < parts - 1:
         return None
     said = f"Each of {parts:.0f} micro-batches gives the mean of its own loss, and nothing divides them."
     said += f" The gradient is their sum, so a step of SGD is {adds:.3g} times as long."

@@ -107,7 +107,7 @@ class TrainingTap:
         self._roots: list[tuple[weakref.ref[nn.Module], Any]] = []
         self._numbers: dict[str, Tensor] = {}
         self._backwards = self._drained_at = 0
-        self._evaluations = self._optimizer_steps = self._extra_steps = 0
+        self._evaluations = self._optimizer_steps = self._extra_steps = self._accumulated = 0
         self._stepped_at: dict[int, int] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._held: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
@@ -236,9 +236,12 @@ class TrainingTap:
     def rooted(self, roots: Sequence[Tensor]) -> None:
         """A backward begins at these losses."""
         self._backwards += 1
+        first = self._backwards - 1 in self._stepped_at.values()  # since an optimizer stepped
+        if not first and self._backwards > 1:
+            self._accumulated += any(p.grad is not None for o in self._living() for p in _held(o))
         if self.idle or capturing():
             return
-        if self._backwards - 1 in self._stepped_at.values():  # the first one since an optimizer stepped
+        if first:
             # of several optimizers, one may leave its gradients until its own turn, as those of two players do
             # and a flat copy of the parameters takes its gradient by assignment: nothing is added to it
             mine = {id(p) for _, p in self._parameters()}
@@ -398,6 +401,7 @@ class TrainingTap:
             "train_forwards_in_eval_mode": float(seen.pop("evaluating")),
             "backwards": float(self._backwards - self._drained_at),
             "optimizer_steps": float(self._optimizer_steps),
+            "accumulated": float(self._accumulated),
         }
         numbers, self._numbers = seen | self._numbers, {}
         if self._stepped_at:  # without an optimizer in sight, none of its mistakes was looked for
@@ -408,6 +412,7 @@ class TrainingTap:
             numbers["updates"] = updates.sums.reshape(-1)
         self._drained_at = self._backwards
         self._extra_steps = self._restarts = self._shared = self._evaluations = self._optimizer_steps = 0
+        self._accumulated = 0
         self.gradients.drain()
         self.norm_wanted = False
         return Drained(numbers, host, updates)
