@@ -473,10 +473,14 @@ def test_what_a_clean_training_does_is_no_finding(tmp_path: Path) -> None:
 
 def test_an_error_that_noise_hides_is_not_cleared_where_the_casts_cost_loss(tmp_path: Path) -> None:
     """Of the same batch, in every trial; the site whose tensor is lost is named."""
-    for name, costs, said in (("costs", (4.2, 4.3), "unknown"), ("once", (4.2, 4.0), "innocent")):
+    for name, costs, said in (
+        ("costs", (4.2, 4.3), "unknown"),
+        ("once", (4.2, 4.0), "innocent"),
+        ("of nothing", (0.0, 0.0), "innocent"),
+    ):
         sites = {"train.py:18": {"error": 1.0, "flushed": 1.0, "clipped": 0.0}}
         lines = tuple(
-            shadow(5 * (i + 1), 12.0, norm=1e-5, sites=sites, loss=cost, loss_without=4.0)
+            shadow(5 * (i + 1), 12.0, norm=1e-5, sites=sites, loss=cost, loss_without=4.0 if cost else 0.0)
             for i, cost in enumerate(costs)
         )
         answer = diagnose(record(tmp_path / name, casts=True, experiments=lines))

@@ -279,7 +279,8 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         why = why if noise is None else f"{noise:.2g} times the noise of the batch, which hides it"
         why = "of a gradient below a thousandth of the largest" if _small(facts, worst) else why
         ends += f"; {why})." if over else ")."
-    dearer = [_number(e, "loss") / _number(e, "loss_without") - 1 for e in before or after]
+    losses = [(_number(e, "loss"), _number(e, "loss_without")) for e in before or after]
+    dearer = [(cast - exact) / abs(exact) if exact else 0.0 for cast, exact in losses]
     if over and len(dearer) > 1 and min(dearer) > _DEARER:
         ends += f" But with casts the loss of the same batch is higher, by {100 * max(dearer):.2g} % in one trial."
         ends = f"{ends} {damage(facts, sites=list(worst.get('sites') or ())).sentence}".rstrip()
