@@ -312,7 +312,7 @@ def event(loss: LossCurve, good: LossCurve | None = None, guess: float = math.na
 def _back(loss: LossCurve, left: float) -> str:
     """How a loss comes back: to what, if that is above all noise of the best one before."""
     best, finite = loss.at_best(left), loss.smooth[np.isfinite(loss.smooth)]
-    end = float(finite[-1])
+    end = float(finite[-1]) if len(finite) else math.nan
     if end - best > 4 * loss._early:
         return f" and comes back to {end:.3g} only; before, its median was {best:.3g}"
     back = loss.back(left)

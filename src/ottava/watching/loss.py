@@ -145,7 +145,7 @@ def of_step(parts: Sequence[float], shares: Sequence[float], how: str = "auto") 
         (4.0, 4.0, 4.0)
     """
     total = math.fsum(shares)
-    divided = len(parts) > 1 and 0 < total < math.sqrt(len(parts))
+    divided = len(parts) > 1 and 0.5 < total < math.sqrt(len(parts))
     if how == "sum" or (how == "auto" and divided):
         return math.fsum(parts) / (total if how == "auto" else 1)
     return statistics.fmean(parts)
@@ -174,6 +174,8 @@ def _share(node: Any) -> Share:
             if len(following) != 1 or not isinstance(other, Tensor) or other.numel() != 1:
                 return None
             factor = other.detach() if other.device.type != "cpu" else float(other)
+            if isinstance(factor, float) and not factor:
+                return None
             share = share / factor if node.name().startswith("Div") else share * factor
         node = following[0] if following else None
     return None
