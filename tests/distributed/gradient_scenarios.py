@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ottava
-from ottava.distributed import FP8ReduceScatter, fp8_gradient_hook
+from ottava.distributed import FP8ReduceScatter, each_gradient_hook, fp8_gradient_hook
 
 EPS = 2.0**-4
 """Half an ulp of E4M3 over the number, at most."""
@@ -38,6 +38,29 @@ def hooked(numbers: Tensor) -> Tensor:
 def noise(got: Tensor, wanted: Tensor) -> float:
     """SQNR, in decibels."""
     return float(10 * torch.log10(wanted.square().sum() / (got.double() - wanted).square().sum()))
+
+
+def a_sum_of_each_gradient_has_one_order(world: World) -> None:
+    """The first backward has the bits of the later ones; in torch's own sum of three ranks or more it has not."""
+    differ = {}
+    for hook in (None, each_gradient_hook):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+        ddp = DistributedDataParallel(model)
+        if hook is not None:
+            ddp.register_comm_hook(None, hook)
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(world.rank))
+        sums = []
+        for _ in range(3):
+            model.zero_grad()
+            ddp(x).square().sum().backward()
+            sums.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        assert torch.equal(sums[1], sums[2])
+        differ[hook] = int((sums[0] != sums[1]).sum()), sums[1]
+    assert differ[each_gradient_hook][0] == 0
+    assert (differ[None][0] > 0) == (world.size > 2)
+    torch.testing.assert_close(differ[each_gradient_hook][1], differ[None][1], rtol=2**-20, atol=2**-20)
+    print(f"{differ[None][0]} of {sums[0].numel()} sums of {world.size} ranks differ in torch's own order", flush=True)
 
 
 def a_mean_within_its_bound(world: World) -> None:

@@ -160,11 +160,8 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     facts, good = Facts(run), None if baseline is None else Facts(baseline)
     happened = event(facts.loss, None if good is None else good.loss, facts.guess)
     differ = [] if good is None else differences(good, facts)
-    of_casts = any(d.kind in ("cast", "casting") for d in differ)  # there only the experiments speak of FP8
-    trial = judge(facts, happened)
-    trial = _of_cast(facts, trial, happened, differ) if of_casts else _parting(trial, good)
     frameworks = ran(facts.frameworks, facts.packages) if framework is None else [framework]
-    found, trial = _answers(facts, good, happened, differ, trial, frameworks)
+    found, trial = _answers(facts, good, happened, differ, frameworks)
     known = _one_answer(found)
     findings = [f for f in known if f.severity != "note"]
     notes = [f for f in known if f.severity == "note"]
@@ -196,11 +193,12 @@ def _answers(
     good: Facts | None,
     happened: Event | None,
     differ: Sequence[Difference],
-    trial: Trial,
     frameworks: Sequence[str],
 ) -> tuple[list[Finding], Trial]:
     """All findings, the answer first, and the trial that stands beside them."""
-    of_casts = any(d.kind in ("cast", "casting") for d in differ)
+    of_casts = any(d.kind in ("cast", "casting") for d in differ)  # there only the experiments speak of FP8
+    trial = judge(facts, happened)
+    trial = _of_cast(facts, trial, happened, differ) if of_casts else _parting(trial, good)
     found = [_checked(facts, frameworks)]
     hits = broken(facts, happened)
     laws = [(law, how, _law(law, how, happened, facts, frameworks)) for law, how in hits]

@@ -208,7 +208,8 @@ class Hadamard(Transform):
 @functools.lru_cache(maxsize=16)
 def _fixed_signs(size: int, signs: Signs, device: torch.device) -> Tensor:
     if isinstance(signs, str):
-        return torch.tensor(_NVIDIA_SIGNS if signs == "nvidia" else (1,) * size, dtype=torch.float64, device=device)
+        fixed = {"nvidia": _NVIDIA_SIGNS, "none": (1,) * size}  # fresh ones come with their operands
+        return torch.tensor(fixed[signs], dtype=torch.float64, device=device)
     return _signs(torch.tensor(signs, device=device), size)
 
 
