@@ -27,7 +27,9 @@ def test_the_stored_table_has_no_disagreement() -> None:
     assert len(ran) > 50
     for row in ran:
         assert row["disagreements"] == [], row
-        assert (row["verdict"] == "equal") == (row["logits"] == 0), row
+        assert row["logits"] == 0 or row["verdict"] != "equal", row
+        if row["logits"] == 0 and row["verdict"] != "equal":  # the probe's hard numbers did not come up in 32 tokens
+            assert row["causes"] == ["activation-arithmetic"] and "of hard numbers" in row["found"], row
     assert all(row["why"] for row in RESULTS if row not in ran)
 
 

@@ -47,7 +47,7 @@ def test_to_dict_and_load_are_inverse() -> None:
         ({"every": 0}, "^every: got 0; input should be greater than or equal to 1$"),
         ({"sample": 0.5}, "^sample: got 0.5; input should be a valid integer"),
         ({"compiled": "egaer"}, "^compiled: got 'egaer'; input should be 'warn' or 'eager'"),
-        ({"loss": "total"}, "^loss: got 'total'; input should be 'mean' or 'sum'"),
+        ({"loss": "total"}, "^loss: got 'total'; input should be 'auto', 'mean' or 'sum'"),
         ({"layers": ()}, "^layers: got .*at least 1 item"),
         ({"triggers": 5}, "^triggers: got 5; input should be"),
         ({"dump": 5}, "^dump: got 5; input should be"),

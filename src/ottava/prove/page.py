@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ottava.base.text import elide
+from ottava.base.untrusted import read_text
 from ottava.prove.certificate import KernelCertificate
 from ottava.prove.prover import Judged, Verdict
 from ottava.report.charts import Band, Chart, Line
@@ -55,7 +56,7 @@ def check_page(verdict: Verdict, command: str = "") -> str:
         equal=sum(j.far.whole == 0 == j.far.element for j in verdict.judged),
         command=command,
         longest=_LONGEST,
-        reproducer=source.read_text("utf-8") if source is not None and source.is_file() else "",
+        reproducer=read_text(source) if source is not None and source.is_file() else "",
     )
 
 
