@@ -126,4 +126,5 @@ def _codes(x: Tensor) -> bool:
     parts: Any = x  # mypy: no tensor can be such a subclass
     if not is_traceable_wrapper_subclass(parts):
         return "float8" in str(x.dtype)
-    return any(_codes(getattr(x, name)) for name in parts.__tensor_flatten__()[0])
+    inner = (getattr(x, name) for name in parts.__tensor_flatten__()[0])
+    return any(_codes(y) for y in inner if isinstance(y, Tensor))  # a DTensor names its mesh, too
