@@ -1,161 +1,26 @@
-"""Every parser of files from outside, with damaged ones: each reads what it can or says what is wrong, soon.
-
-Damage is by chance, from a fixed seed, so that a failure comes again. An error must be one that the command line shows
-as a sentence (exit code 2 or 4); anything else would be a traceback and "a bug of ottava's" for the user.
-"""
+"""Hostile files that once hung a command, filled the memory or ended in a traceback; `fuzz` has those by chance."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import os
-import pickle
-import random
 import struct
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import save_file
 
-import ottava
-from ottava.base.untrusted import parse_json, parse_yaml
-from ottava.cli.app import app, exit_code
+from fuzz.mutations import record
+from fuzz.parsers import watched
+from ottava.cli.app import app
 from ottava.interop.contents import StateFileError, read_scaling_state
-from ottava.interop.event_file import EventWriter, masked_crc, read_scalars
+from ottava.interop.event_file import masked_crc, read_scalars
 from ottava.interop.importers import import_run
 from ottava.interop.safe_pickle import DamagedError, load_pickle
-from ottava.measure.walk import measure
-from ottava.nn.plan import Device
-from ottava.record.amaxes import FILE_NAME, read_series
-from ottava.record.dumps import read_dump, save_batch
 from ottava.record.reader import Run
-from ottava.record.schema import RunError, SlotKey
-from ottava.record.writer import RunWriter
-
-JUNK = (
-    None,
-    True,
-    5,
-    -1,
-    1.5,
-    float("nan"),
-    float("inf"),
-    "x",
-    "",
-    [],
-    [5],
-    ["x"],
-    {},
-    {"a": 5},
-    10**30,
-    -(2**60),
-    [[1]],
-)
-"""Values that nobody expects where they stand."""
-
-Read = Callable[[Path], object]
-
-
-def damaged(content: bytes, chance: random.Random) -> bytes:
-    """Some bytes changed, cut away, repeated or put in."""
-    data = bytearray(content)
-    for _ in range(chance.randint(1, 4)):
-        at = chance.randrange(len(data) + 1)
-        match chance.randrange(6):
-            case 0:
-                del data[at:]
-            case 1:
-                del data[at : at + chance.randint(1, 20)]
-            case 2:
-                data[at:at] = data[at : at + chance.randint(1, 50)] * chance.choice((1, 30))
-            case 3:
-                data[at:at] = chance.choice((b"\xff" * 9, b"\0" * 8, b"[" * 300, b"9" * 40, b"-", b"\n", b"{}", b":"))
-            case _:
-                data[at : at + 1] = bytes([chance.randrange(256)])
-    return bytes(data)
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of every part of a JSON value."""
-    yield path
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(part, (*path, key))
-
-
-def mistyped(content: bytes, chance: random.Random) -> bytes:
-    """One value of one line of JSON replaced by something else."""
-    whole = content.decode()
-    lines = [whole] if whole.startswith("{\n") else whole.splitlines()
-    number = chance.randrange(len(lines))
-    value = json.loads(lines[number])
-    path = chance.choice([*places(value)])
-    if path:
-        parent = value
-        for key in path[:-1]:
-            parent = parent[key]
-        parent[path[-1]] = chance.choice(JUNK)
-    else:
-        value = chance.choice(JUNK)
-    lines[number] = json.dumps(value)
-    return "\n".join(lines).encode() + b"\n"
-
-
-def outcome(read: Read, path: Path) -> str:
-    """What became of reading: "read", or the class of the error; it must be one that is shown as a sentence."""
-    try:
-        read(path)
-    except Exception as error:
-        if exit_code(error) not in (2, 4) or not str(error):
-            raise
-        return type(error).__name__
-    return "read"
-
-
-def fuzz(
-    path: Path, read: Read, times: int, *, change: Callable[[bytes, random.Random], bytes] = damaged
-) -> Counter[str]:
-    """What became of so many damaged versions of a file; the whole one is put back."""
-    whole, chance = path.read_bytes(), random.Random(path.name)
-    assert outcome(read, path) == "read"
-    outcomes = Counter[str]()
-    for _ in range(times):
-        path.write_bytes(change(whole, chance))
-        outcomes[outcome(read, path)] += 1
-    path.write_bytes(whole)
-    return outcomes
-
-
-def watched(folder: Path) -> Path:
-    """A small run with everything in it that a reader asks for."""
-    key = SlotKey("layers.1.mlp.down_proj", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
-    torch.manual_seed(0)
-    with RunWriter(folder) as writer:
-        layer = {"name": key.layer, "kind": "fc2", "type": "Linear", "shape": [64, 64], "recipe": "tensorwise"}
-        writer.describe(
-            versions={"torch": "2"},
-            host={"device": "cpu", "platform": "x", "world_size": 1},
-            command=["python", "train.py"],
-            config={"lr": 1e-3, "model": {"layers": 1}},
-            settings={"recipes": ["tensorwise"], "every": 3},
-            layers=[layer],
-            coverage={"linear": 2, "seen": 1, "skipped": [{"name": "a", "why": "b"}]},
-            overhead={"share": 0.1, "looks": 3, "watching_s": 1.0, "total_s": 5.0},
-        )
-        for step in range(1, 5):
-            x = torch.randn(64, 64)
-            writer.step(step, loss=2.0 - 0.1 * step, grad_norm=1.0)
-            writer.tally(step, key, measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))))
-        writer.event(2, "trigger", reason="clipping", layer=key.layer, tensor="input", value=0.1, threshold=0.01)
-        writer.event(3, "burst", until=4)
-        writer.event(3, "check", check="scale", layer=key.layer, value=2.0)
-    return folder
+from ottava.record.schema import RunError
 
 
 def read_run(path: Path) -> object:
@@ -163,16 +28,6 @@ def read_run(path: Path) -> object:
     run = Run.open(next(parent for parent in path.parents if (parent / "watch.json").exists()))
     table = run.table()
     return run.steps, run.events, table.metric("row_sqnr_p50_db"), table.merged()
-
-
-def test_a_damaged_run_folder_is_refused_or_read(tmp_path: Path) -> None:
-    """Its manifest, its lines, its Parquet: bytes and, where there is JSON, values."""
-    folder = watched(tmp_path / "run")
-    (part,) = (folder / "stats").glob("*.parquet")
-    for path in (folder / "watch.json", folder / "steps.jsonl", folder / "events.jsonl"):
-        fuzz(path, read_run, 12)  # a torn line is passed over
-        assert fuzz(path, read_run, 20, change=mistyped)["RunError"] > 0, path
-    assert fuzz(part, read_run, 25)["read"] > 0
 
 
 def test_a_parquet_part_whose_columns_are_others_is_refused(tmp_path: Path) -> None:
@@ -218,107 +73,6 @@ def test_commands_on_a_damaged_run_end_with_a_sentence(tmp_path: Path) -> None:
             with pytest.raises(RunError, match=name.replace(".", r"\.")):
                 app(list(map(str, words)), standalone_mode=False)
         (bad / name).write_bytes(whole)
-    chance = random.Random(3)
-    for name in ("watch.json",):
-        whole = (bad / name).read_bytes()
-        for words in commands:
-            (bad / name).write_bytes(mistyped(whole, chance))
-            with contextlib.redirect_stdout(io.StringIO()):
-                outcome(lambda _, words=words: app(list(map(str, words)), standalone_mode=False), bad)
-        (bad / name).write_bytes(whole)
-
-
-def record(payload: bytes) -> bytes:
-    """A record of an event file around whatever."""
-    length = struct.pack("<Q", len(payload))
-    return length + struct.pack("<I", masked_crc(length)) + payload + struct.pack("<I", masked_crc(payload))
-
-
-def test_damaged_event_files_and_logs_are_imported_as_far_as_they_go(tmp_path: Path) -> None:
-    """Also where the checksums are right and what is under them is not."""
-    writer = EventWriter(tmp_path)
-    for step in range(4):
-        writer.scalars(step, {"loss": float(step), "layers.0.fc1_activation_cur_amax": 2.0})
-    writer.close()
-    assert fuzz(writer.path, lambda path: list(read_scalars(path)), 60)["read"] > 0
-    data = writer.path.read_bytes()
-    payloads, at = [], 0
-    while at < len(data):
-        (size,) = struct.unpack("<Q", data[at : at + 8])
-        payloads.append(data[at + 12 : at + 12 + size])
-        at += 16 + size
-    chance = random.Random(0)
-    for number in range(60):
-        writer.path.write_bytes(b"".join(record(damaged(payload, chance)) for payload in payloads))
-        outcome(lambda path: list(read_scalars(path)), writer.path)
-        if number < 5:
-            outcome(lambda path, number=number: import_run(path, tmp_path / f"run{number}"), writer.path)
-    log = tmp_path / "nvdlfw_inspect_globalrank-0.log"
-    lines = [
-        f"INFO - layers.0.fc1_activation_{name} \t iteration=000100 \t value=12.5\n" for name in ("mse", "std", "max")
-    ]
-    log.write_text("".join(lines))
-    counter = iter(range(100))
-    fuzz(log, lambda path: import_run(path, tmp_path / f"log{next(counter)}"), 15)
-
-
-def test_damaged_checkpoints_are_refused_or_read(tmp_path: Path) -> None:
-    """torch.save in both of its forms, safetensors, and TransformerEngine's pickle in one of them."""
-    state = {
-        f"fc.quantizers.{tensor}.{part}": value
-        for tensor in ("input", "weight")
-        for part, value in (
-            ("amax_history", torch.ones(4)),
-            ("scale", torch.tensor(448.0)),
-            ("nonfinite_count", torch.tensor(0)),
-            ("guard_count", torch.tensor(0)),
-        )
-    }
-    torch.save(state, tmp_path / "new.pt")
-    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    save_file(state, tmp_path / "a.safetensors")
-    te = {"scale_fwd": torch.ones(3), "amax_history_fwd": torch.ones(4, 3)}
-    te |= {"scale_bwd": torch.ones(2), "amax_history_bwd": torch.ones(4, 2)}
-    inner = torch.frombuffer(bytearray(pickle.dumps(te)), dtype=torch.uint8)
-    torch.save({"fc._extra_state": inner}, tmp_path / "te.pt")
-    for name in ("new.pt", "old.pt", "a.safetensors", "te.pt"):
-        assert fuzz(tmp_path / name, read_scaling_state, 60)["StateFileError"] > 0, name
-    path = tmp_path / "inner"
-    path.write_bytes(pickle.dumps(te, protocol=4))
-    assert fuzz(path, lambda path: load_pickle(path.read_bytes()), 300).keys() >= {"read", "DamagedError"}
-
-
-def test_damaged_texts_are_refused_or_read(tmp_path: Path) -> None:
-    """JSON, YAML, rule books, conditions, constants of a device, recordings, dumped batches."""
-    files: dict[str, tuple[str, Read, int]] = {
-        "a.json": (
-            json.dumps({"rules": [{"id": "MINE", "support": ["amax > 1"]}], "q": {"ask": "?"}}),
-            lambda path: parse_json(path.read_bytes()),
-            100,
-        ),
-        "a.yaml": (
-            "a: &x [1, 2.5, yes]\nb: {c: *x, d: '1'}\n",
-            lambda path: parse_yaml(path.read_text("latin-1")),
-            100,
-        ),
-        "device.json": ('{"constants": {"bf16": 1e14, "capability": [9, 0]}}', Device.read, 60),
-    }
-    for name, (text, read, times) in files.items():
-        path = tmp_path / name
-        path.write_text(text)
-        fuzz(path, read, times)
-        if text.startswith("{"):
-            fuzz(path, read, times, change=mistyped)
-
-    header = {"schema_version": 1, "tensors": [{"layer": "fc1", "tensor": "input", "format": "E4M3"}]}
-    series = tmp_path / FILE_NAME
-    series.write_text(
-        "".join(json.dumps(line) + "\n" for line in (header, *({"step": i, "amax": [1.5]} for i in (1, 2))))
-    )
-    fuzz(series, lambda path: read_series(path.parent), 60)
-    fuzz(series, lambda path: read_series(path.parent), 60, change=mistyped)
-    batch = save_batch(tmp_path / "batch.safetensors", {"x": torch.ones(2), "y": [torch.zeros(1), 3]})
-    fuzz(batch, read_dump, 100)
 
 
 def test_the_files_of_the_review_are_refused_at_once(tmp_path: Path) -> None:
