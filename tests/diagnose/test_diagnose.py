@@ -342,6 +342,26 @@ def test_fp8_is_blamed_by_an_experiment_only(tmp_path: Path) -> None:
     )
 
 
+def test_casts_that_cost_the_loss_are_guilty_where_the_gradient_passes(tmp_path: Path) -> None:
+    dear, place = shadow(30, 0.04, loss=3.7, loss_without=3.4), {"step": 30, "of_loss": True, "error_before": 0.3}
+    tried = (shadow(10, 0.04), dear, ABLATION | place)
+    guilty = diagnose(record(tmp_path / "a", casts=True, experiments=tried))
+    assert (guilty.fp8, guilty.findings[0].title) == ("guilty", "FP8 casts hurt the loss: X of layers.0.fc2's fprop")
+    assert "3.7 with casts and 3.4 without: they take 50 % of what training gained" in guilty.sentence
+    assert "cost 0.03 of the loss in place of 0.3" in " ".join(guilty.findings[0].tried)
+    unplaced = diagnose(record(tmp_path / "b", casts=True, experiments=(dear, ABLATION)))
+    assert unplaced.findings[0].title == "FP8 casts hurt the loss"  # of another search
+    innocent = {
+        "little": (shadow(30, 0.04, loss=3.45, loss_without=3.4),),
+        "before training gained": (shadow(3, 0.04, loss=4.24, loss_without=3.94),),
+        "passed": (shadow(20, 0.04, loss=3.9, loss_without=3.6), shadow(30, 0.04, loss=3.41, loss_without=3.4)),
+    }
+    for name, tried in innocent.items():
+        assert diagnose(record(tmp_path / name, casts=True, experiments=tried)).fp8 == "innocent", name
+    late = diagnose(record(tmp_path / "late", rises, casts=True, experiments=(shadow(5, 0.04), dear)))
+    assert late.fp8 == "unknown"  # the loss had left
+
+
 def test_a_trial_behind_the_event_does_not_say_who_began(tmp_path: Path) -> None:
     """Casts of a model that went wrong for another reason hurt, too."""
     good = record(tmp_path / "good", casts=True, experiments=(shadow(10, 0.05),))

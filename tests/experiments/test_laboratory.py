@@ -177,14 +177,10 @@ def network(recipe: str) -> nn.Module:
 
 def test_the_step_after_an_event_gets_a_shadow() -> None:
     lines = lines_of(network("tensorwise"), 25, every=12, asked=14)
-    assert [(line["step"], line["why"]) for line in lines] == [
-        (5, "schedule"),
-        (10, "schedule"),
-        (12, "schedule"),
-        (15, "trigger: loss_z"),
-        *[(line["step"], line["why"]) for line in lines[4:]],
-    ]
-    assert {line["step"] for line in lines[4:]} <= {24, 25}  # the budget of time may put step 24 off
+    came = {line["step"]: line["why"] for line in lines}
+    assert came.keys() - {12, 13, 14, 16, 24, 25} == {5, 10, 15, 20}  # the budget of time may put steps 12 and 24 off
+    assert {step for step, why in came.items() if why != "schedule"} == {15}
+    assert came[15] == "trigger: loss_z"
     assert {(line["kind"], line["mode"], line["reproduces"]) for line in lines} == {("shadow", "real", True)}
     assert all(0 < line["error"] < 0.15 and line["loss_after"] < line["loss"] for line in lines)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ottava.base.errors import unknown_name
 
 LANGUAGES = ("en", "zh")
-_WORD = re.compile(r"(?<![\w./`=])[A-Za-z]{2,}(?![\w/`=(]|\.\w)")
+_WORD = re.compile(r"(?<![\w./`=])(?!(?:fprop|dgrad|wgrad)\b)[A-Za-z]{2,}(?![\w/`=(]|\.\w)")
 _HOLE = re.compile(r"\{\d*\}")
 _MARGIN = re.compile(r"\s*(?:(?:\d+\.|[a-h]\)) )?")
 _SENTENCE = re.compile(r"(?<=[.!?]) ")

@@ -342,7 +342,8 @@ def _fp8(facts: Facts, trial: Trial, happened: Event | None, frameworks: Sequenc
     # the worst cast of the place says how; if it is healthy, so may be one before it
     hurt = hurt if hurt.kind or sites else damage(facts)
     place = named(trial.place) or hurt.layer
-    title = "FP8 casts hurt the updates" if trial.hurts == "updates" else "FP8 casts hurt the gradient"
+    titles = ("FP8 casts hurt the gradient", "FP8 casts hurt the updates", "FP8 casts hurt the loss")
+    title = next(one for one in titles if one.endswith(trial.hurts))
     title = f"{title}: {place}" if place else title
     proof = [Evidence("", "", "gradient error", trial.error, "", trial.step)] if math.isfinite(trial.error) else []
     if hurt.kind:

@@ -25,7 +25,7 @@ from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import arrived
 from ottava.measure.layer_names import symbol
-from ottava.measure.limits import SUSPICIOUS, beyond_chance, critical_db, gradient_hurts, gradient_level
+from ottava.measure.limits import SUSPICIOUS, beyond_chance, critical_db, gradient_hurts, gradient_level, loss_taken
 from ottava.numerics.formats import FORMATS
 
 Part = Literal["none", "innocent", "guilty", "unknown"]
@@ -70,7 +70,7 @@ class Trial:
     arms: tuple[Mapping[str, Any], ...] = ()
     """{name, loss or error}: remedies that were tried, cheapest first."""
     hurts: str = "gradient"
-    """What the casts move: the gradient, or the updates behind it."""
+    """What the casts move: the gradient, the updates behind it, or the loss."""
     sound: bool = False
     """Whether it holds whatever has become of the model: what goes in is held against what comes out."""
 
@@ -257,7 +257,7 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     for entry in after:
         # a jump between two shadow steps shows in that of the trigger; later ones see what has come of it
         if before and event is not None and entry["step"] > event.step + _NEAR:
-            if not _hurts(facts, entry):
+            if not (_hurts(facts, entry) or _takes(facts, entry)):
                 continue
             said = f"{_said(entry, facts)} The loss had left at step {event.step}, so this does not say who began."
             return Trial("unknown", (said,), int(entry["step"]), float(entry["error"]))
@@ -267,6 +267,8 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
                 said = f"{_said(entry, facts)} The gradient had already blown up, so this does not say who began."
                 return Trial("unknown", (said,), int(entry["step"]), float(entry["error"]))
             return Trial("guilty", (_said(entry, facts),), int(entry["step"]), float(entry["error"]))
+    if before and _takes(facts, last := max(before, key=_step)):
+        return Trial("guilty", (_said(last, facts),), int(last["step"]), float(last["error"]), hurts="loss")
     worst = max(before or after, key=lambda e: float(e["error"]))
     said = f"{steps}: with casts the gradient differs by at most {100 * worst['error']:.3g} % from that without"
     ends = f"{said} (level {100 * _level(facts, worst):.0f} %"
@@ -348,6 +350,13 @@ def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:
     return gradient_hurts(*about) or (gradient_hurts(*about, hidden=SUSPICIOUS) and bool(damage(facts).kind))
 
 
+def _takes(facts: Facts, entry: Mapping[str, Any]) -> float:
+    """What casts take from the loss of one batch, see `loss_taken`."""
+    loss = facts.loss.loss[np.isfinite(facts.loss.loss)]
+    first = float(np.median(loss[:3])) if len(loss) else math.nan
+    return loss_taken(first, _number(entry, "loss"), _number(entry, "loss_without"), facts.loss.noise)
+
+
 def _said(entry: Mapping[str, Any], facts: Facts) -> str:
     noise, bias = entry.get("noise"), entry.get("bias")
     rank = f" on rank {entry['rank']}" if entry.get("rank") else ""
@@ -357,6 +366,9 @@ def _said(entry: Mapping[str, Any], facts: Facts) -> str:
         said += f", {noise:.2g} times the noise of the batch"
     if isinstance(bias, (int, float)) and abs(bias) > 0.05:
         said += f"; it is {100 * abs(bias):.0f} % too {'long' if bias > 0 else 'short'} along the gradient"
+    if share := _takes(facts, entry):
+        said += f". The loss of its batch is {entry['loss']:.3g} with casts and {entry['loss_without']:.3g} without: "
+        said += f"they take {100 * share:.0f} % of what training gained"
     return said + "."
 
 
@@ -364,7 +376,8 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
     """The trial with the place that an ablation found, or else that of the worst parameter."""
     if trial.part != "guilty":
         return trial
-    found = [e for e in facts.experiments("ablation") if e.get("set")]
+    by_loss = trial.hurts == "loss"
+    found = [e for e in facts.experiments("ablation") if e.get("set") and bool(e.get("of_loss")) == by_loss]
     if found:
         best = min(found, key=lambda e: abs(e["step"] - (trial.step or 0)))
         place = tuple(
@@ -372,9 +385,15 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
             for p in best["set"]
         )
         before, after = float(best.get("error_before", math.nan)), float(best.get("error_after", math.nan))
+        if by_loss:
+            here, less = named(place), max(after, 0.0)
+            said = f"With {here} in high precision the casts cost {less:.2g} of the loss in place of {before:.2g}."
+            return replace(trial, tried=(*trial.tried, said), place=place)
         fell = f"falls from {100 * before:.3g} % to {100 * after:.3g} %"
         said = f"With {named(place)} in high precision the gradient's error {fell}."
         return Trial("guilty", (*trial.tried, said), trial.step, trial.error, after, place, trial.arms)
+    if by_loss:
+        return trial  # the gradient's worst parameters say nothing of the loss
     shadow = next((e for e in facts.experiments("shadow") if e["step"] == trial.step), None)
     worst = (shadow or {}).get("worst") or []
     layers = [str(w["parameter"]).rpartition(".")[0] for w in worst[:1] if w.get("parameter")]

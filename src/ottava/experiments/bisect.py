@@ -50,7 +50,7 @@ from ottava.base.errors import unknown_name
 from ottava.base.text import finite
 from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.casts import Casts, is_torchao, only_without
-from ottava.experiments.program import Gradients, Player
+from ottava.experiments.program import Gradients, Pass, Player
 from ottava.experiments.replay import (
     Deviation,
     Loss,
@@ -565,10 +565,22 @@ class Ablation:
         exact: the gradients without casts.
         error: the error with all of them.
         tail: as the shadow's.
+        excess: what a pass's loss has above that without casts: the search is for the casts that make it. None: the
+            gradient's error.
     """
 
-    def __init__(self, player: Player, casts: Casts, exact: Gradients, error: float, *, tail: bool) -> None:
+    def __init__(
+        self,
+        player: Player,
+        casts: Casts,
+        exact: Gradients,
+        error: float,
+        *,
+        tail: bool,
+        excess: Callable[[Pass], float] | None = None,
+    ) -> None:
         self.player, self.casts, self.exact, self.error, self.tail = player, casts, exact, error, tail
+        self.excess = excess
         self.trials = 0
         self._began = time.perf_counter()
         self._known: dict[tuple[frozenset[Unit], str], float] = {}
@@ -587,6 +599,7 @@ class Ablation:
                 for (n, g), o in zip(kept, parts, strict=True)
             ],
             "of": len(units),
+            "of_loss": self.excess is not None,
             "complete": not self._spent,
             "error_before": self.error,
             "error_after": after if math.isfinite(after) else None,
@@ -658,8 +671,11 @@ class Ablation:
                     stack.enter_context(door_hooks(layer, one_operand(gemm, quantized)))
                 yield
 
-        found = self.player.run(replace(way, switched=switched), tail=self.tail).gradients
-        error = compared(found, self.exact, None, self.player.parameters, _unnamed)["error"]
+        found = self.player.run(replace(way, switched=switched), tail=self.tail)
+        if self.excess is not None:
+            error = self.excess(found)
+        else:
+            error = compared(found.gradients, self.exact, None, self.player.parameters, _unnamed)["error"]
         self._known[key] = math.inf if error is None else error
         return self._known[key]
 

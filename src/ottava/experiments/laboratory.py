@@ -42,7 +42,7 @@ from ottava.experiments.shadow import (
 from ottava.experiments.snapshot import NotReplayableError, Snapshot, stepped_by
 from ottava.experiments.trace import Trace
 from ottava.experiments.twin import STEPS, OptimizerTwin, keeps_codes, narrow
-from ottava.measure.limits import LEAST, OVERSHOOTS, SUSPICIOUS, gradient_hurts, overshoots, robust_z
+from ottava.measure.limits import LEAST, OVERSHOOTS, SUSPICIOUS, gradient_hurts, loss_taken, overshoots, robust_z
 from ottava.recipe import Recipe, get_recipe
 
 CALM = 6.0
@@ -242,14 +242,14 @@ def _length(gradients: Gradients) -> float:
 
 
 _LOG = logging.getLogger(__name__)
-EARLY = (5, 10, 20, 50)
+EARLY = (5, 10, 20, 80, 320, 1280)
 """Steps of the first shadows, counted from the beginning of the watch; later ones are multiples of the period."""
 _MEASURED = 4
 """First steps whose length is tried: a training that breaks at once does so before the first shadow."""
 _LONGER = 100
 """Times a step that is tried where the step helps: a healthy one would go far too far."""
-_FREE, _SHARE = 3, 0.02
-"""Shadows that the budget does not count, and the largest share of the run's time for the others."""
+_SHARE = 0.02
+"""The largest share of the run's time for shadows behind the first ones."""
 _PRICE = 4
 """Steps that a shadow takes the time of: two and a half passes forward and backward, and one forward."""
 _SEARCH = 10
@@ -304,7 +304,6 @@ class Laboratory:
     ) -> None:
         self._share = min(share, _SHARE)
         self._early: tuple[int, ...] = EARLY if early else EARLY[:1]
-        self._free = _FREE if early else 1
         self._most_twins = int(early)  # a twin's eight steps are not paid for, either
         self._measured = _MEASURED if early and every else 0
         if every and not early:  # counted in steps, because ranks must agree
@@ -317,7 +316,8 @@ class Laboratory:
         self._asked = ""
         self._last_trigger = -_BETWEEN_TRIGGERS
         self._postponed = False
-        self._shadows = self._simulated = self._failures = 0
+        self._simulated = self._failures = 0
+        self._first_loss = math.nan
         self._ablated: int | None = None
         self._pending: tuple[Shadow, dict[str, Any] | None] | None = None
         self._versions: list[int] = []
@@ -389,6 +389,7 @@ class Laboratory:
     def lost(self, step: int, loss: float | None) -> None:
         """A step ended with this loss."""
         if loss is not None:
+            self._first_loss = loss if math.isnan(self._first_loss) else self._first_loss
             recent = [earlier for _, earlier in self._losses if math.isfinite(earlier)]
             self._losses.append((step, loss) if math.isfinite(loss) else (step, math.inf))
             if not math.isfinite(loss):
@@ -577,11 +578,11 @@ class Laboratory:
             self._last_trigger, why, self._asked = step, self._asked, ""
             return why if _alone() or self._no_collectives(step) else ""
         number = step - self._first
-        due = number in (n for n in self._early if n < self._every) or number % self._every == 0
+        due = number in self._early or number % self._every == 0
         if not (due or self._postponed):
             return ""
         spent = self.seconds / max(time.perf_counter() - self._started, 1e-9)
-        broke = self._shadows >= self._free and spent > self._share
+        broke = number not in self._early and spent > self._share
         self._postponed = _alone() and broke  # ranks must agree, clocks do not
         return "" if self._postponed else "schedule"
 
@@ -647,7 +648,6 @@ class Laboratory:
             began = time.perf_counter()
             facts = shadow.facts(self._name_of)
             took = time.perf_counter() - began
-            self._shadows += 1
             where = self._where
             if (
                 where is not None and not shadow.sites
@@ -657,8 +657,17 @@ class Laboratory:
                 return
             casts = shadow.casts
             self._pending = (shadow, {"why": self._why, **facts, **logic})
-            if casts.mode == "real" and self._ablates(facts, casts, took):
-                search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
+            if casts.mode == "real" and (worth := self._ablates(facts, casts, took)):
+                cast, exact = facts["loss"], facts["loss_without"]
+                by_loss = worth == "loss"
+                search = Ablation(
+                    shadow.player,
+                    casts,
+                    shadow.exact,
+                    cast - exact if by_loss else facts["error"],
+                    tail=shadow.tail,
+                    excess=(lambda found: (shadow.loss_of(found) or 0.0) - exact) if by_loss else None,
+                )
                 if (found := search.facts()) is not None:
                     self._ablated = self._step
                     self._blamed = [(entry.get("layer") or entry["site"], entry["gemm"]) for entry in found["set"]]
@@ -680,17 +689,21 @@ class Laboratory:
             self._found_nonfinite = True
             self._write(step, "nonfinite", **found)
 
-    def _ablates(self, facts: Mapping[str, Any], casts: Casts, took: float) -> bool:
-        """Whether the casts hurt, and the search for the worst of them is not too soon or, with a budget, too dear."""
+    def _ablates(self, facts: Mapping[str, Any], casts: Casts, took: float) -> str:
+        """What the casts hurt, if the search for the worst of them is not too soon or, with a budget, too dear."""
         early = self._ablated is not None and self._step - self._ablated < self._every
         if early or facts["error"] is None:
-            return False
+            return ""
+        what = "gradient"
         if not gradient_hurts(facts["error"], facts.get("noise"), facts.get("bias"), casts.bits, hidden=SUSPICIOUS):
-            return False
+            exact = facts["loss_without"]
+            if exact is None or not loss_taken(self._first_loss, facts["loss"], exact):
+                return ""
+            what = "loss"
         if self._early == EARLY or self._why != "schedule" or not _alone():  # ranks must agree, clocks do not
-            return True
+            return what
         budget = self._share * (time.perf_counter() - self._started)
-        return self.seconds + _SEARCH * took < budget
+        return what if self.seconds + _SEARCH * took < budget else ""
 
 
 def _alone() -> bool:

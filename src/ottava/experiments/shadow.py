@@ -119,8 +119,8 @@ class Shadow:
             "silent": [name_of(p) for p, g in zip(self.parameters, exact.gradients, strict=True) if _none(g)][:_SILENT],
             "tail": "replayed" if tail else "recorded",
             **({} if tail else {"why_recorded": self.program.broken or "the repeated loss has other bits"}),
-            "loss": _mean([float(x) / self.ratio for x in cast.losses]) if cast.losses and tail else self.loss,
-            "loss_without": _mean([float(x) / self.ratio for x in exact.losses]) if tail else None,
+            "loss": self.loss_of(cast) if cast.losses and tail else self.loss,
+            "loss_without": self.loss_of(exact) if tail else None,
             **summary,
             "seconds": time.perf_counter() - self.began[0],
             "cpu_seconds": time.process_time() - self.began[1],
@@ -139,6 +139,10 @@ class Shadow:
     def loss(self) -> float:
         """The loss of the step as it ran."""
         return _mean([float(x) / self.ratio for x in self._values()]) or 0.0
+
+    def loss_of(self, found: Pass) -> float | None:
+        """The loss of a pass."""
+        return _mean([float(x) / self.ratio for x in found.losses])
 
     def loss_now(self) -> float | None:
         """The loss of the same batch, as it ran, under the weights of now."""

@@ -103,6 +103,28 @@ SUSPICIOUS = 0.3
 """Noise from which casts deserve a search for the worst of them, and hurt if one does worse than rounding."""
 
 
+def loss_taken(first: float, cast: float, exact: float, noise: float = 0.0) -> float:
+    """The share of what training gained that casts take from the loss of one batch; 0 if it is not much.
+
+    Not much is a fifth of the gain, 1 % of the loss, or anything before training has gained 5 % of its first loss.
+
+    Args:
+        first: the loss that training began with.
+        cast: the loss of the batch with casts.
+        exact: without.
+        noise: standard deviation of the loss from batch to batch.
+
+    Example:
+        >>> [round(loss_taken(5.0, cast, exact), 2) for cast, exact in ((2.75, 2.0), (2.1, 2.0), (4.9, 4.8))]
+        [0.25, 0.0, 0.0]
+    """
+    cost, gain = cast - exact, first - exact
+    if not (cost > 0.01 * abs(exact) and gain > 0.05 * abs(first)):
+        return 0.0
+    share = cost / (gain + 2 * noise)
+    return share if share >= 0.2 else 0.0
+
+
 OVERSHOOTS = "the step made its own batch worse"
 """Why a step was tried that no schedule asked for: not every step of its kind is on record."""
 

@@ -219,7 +219,7 @@ class WatchConfig(Section):
     """Largest share of the run's time for watching; only if `every` is None. Shadow steps get as much again, at most
     2 %. What happens after a trigger is not held back."""
     early: bool = True
-    """The looks at steps 2, 4, 8, ... and the shadow steps 10, 20 and 50 come whatever they cost: a short run has some.
+    """The looks at steps 2, 4, 8, ... and the shadow steps 10, 20, 80, 320 and 1,280 come whatever they cost.
     False: after the first look and the first shadow step, none that `max_overhead` has not paid for. Where the
     facts of a step cost more than that, the steps between have their loss and their time only."""
 
