@@ -122,14 +122,15 @@ def certify(
     kept: list[Failure] = []
     passed: list[Failure] = []
     last: Mapping[str, Any] | None = None
-    earlier: dict[Any, Mapping[str, Any]] = {}  # a cache by shape keeps the first call's numbers
+    earlier: dict[Any, tuple[Mapping[str, Any], ...]] = {}  # the first call of these shapes, and the last
     within, faults, refusals = 0, Counter[tuple[str, str]](), Counter[str]()
     with _dirty():
         for case in cases(adapter.kind, adapter.what, count, Draws(seed, torch.device(device), listed)):
             found.cases += 1
             shapes = tuple((x.shape, x.dtype) for x in case.inputs.values())
-            first = earlier.setdefault(shapes, case.inputs)
-            previous, last = last if first is case.inputs else first, case.inputs
+            alike = earlier.get(shapes, ())
+            previous, last = (*alike[-1:], last)[0], case.inputs
+            earlier[shapes] = (*alike[:1], case.inputs)
             try:
                 failure, exact = judged(adapter, case, call(adapter, case))
             except NotImplementedError as error:
@@ -148,7 +149,7 @@ def certify(
                     faults["raises", said] += 1
                     found.first = found.first or {"case": case.name, "said": f"raises {said}"}
                 continue
-            failure = failure._replace(previous=previous)
+            failure = failure._replace(previous=previous, first=alike[0] if alike else None)
             if not failure.wrong:
                 if len(passed) < _KEPT and failure.size < _LARGE:
                     passed.append(failure)

@@ -198,6 +198,11 @@ def encode_allowed(x: Tensor, what: Values, **way: Any) -> Allowed:
     return Allowed(low, high, dtypes, also, free, rounding != "stochastic" and fmt.has_negative_zero, low, drawn)
 
 
+def grown_largest(x: Tensor, fmt: Format) -> Tensor:
+    """Numbers of a format, its largest replaced by the next power of two."""
+    return torch.where(x.abs() == fmt.max, torch.copysign(x.new_tensor(2.0 ** math.ceil(math.log2(fmt.max))), x), x)
+
+
 def decode_allowed(
     codes: Tensor,
     what: Values,
@@ -206,18 +211,25 @@ def decode_allowed(
     flush: bool = False,
     lost_nan: float | None = None,
     finite: bool = False,
+    normal: bool = False,
+    grown: bool = False,
 ) -> Allowed:
-    """The values of codes; finite: codes of infinity and NaN are read as numbers of one more binade."""
+    """The values of codes; finite: codes of infinity and NaN are read as numbers of one more binade.
+
+    normal: codes of subnormal numbers are read as normal ones. grown: the largest number is the next power of two.
+    """
     fmt = fmt or get_format(what.get("format", "e4m3"))
     held = codes.view(torch.uint8).to(torch.int64) & ((1 << fmt.bits) - 1)
     y = table(fmt, codes.device)[held]
-    if finite or lost_nan is not None:
+    if finite or normal or lost_nan is not None:
         mantissa = held & ((1 << fmt.mantissa_bits) - 1)
         power = (held >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
         beyond = torch.ldexp(1 + mantissa.double() * fmt.eps, power - fmt.bias)
         beyond = torch.where((held >> (fmt.bits - 1)) == 1, -beyond, beyond) if fmt.signed else beyond
         beyond = beyond if lost_nan is None else torch.full_like(y, lost_nan)
-        y = torch.where(y.isnan() if lost_nan is not None else ~y.isfinite(), beyond, y)
+        small = (power == 0) & (mantissa > 0)
+        y = torch.where(small if normal else y.isnan() if lost_nan is not None else ~y.isfinite(), beyond, y)
+    y = grown_largest(y, fmt) if grown else y
     if flush:
         y = torch.where(y.abs() < fmt.min_normal, 0.0 * y, y)
     return Allowed(y, y, (torch.float32, torch.bfloat16), signed=True, exact=y)

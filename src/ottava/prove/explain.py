@@ -2,8 +2,8 @@
 
 A hypothesis is a faulty reference. Of each case it gives some wrong numbers, which the right ones would fail, and it
 speaks against some right ones. The answer is the hypothesis that gives all wrong numbers and speaks against none; or
-one that does so in a part that a sentence can name, such as rows beyond the last whole 16; or two of which each gives a
-share. If none does, the adapter is called again with clean memory, with contiguous operands and so on: what makes the
+one that does so in a part that a sentence can name, such as rows beyond the last whole 16; or two that turn different
+knobs. If none does, the adapter is called again with clean memory, with contiguous operands and so on: what makes the
 result right is the reason. Else the answer says what the wrong numbers are, and where they lie.
 """
 
@@ -23,7 +23,7 @@ from ottava.prove.judge import expect
 from ottava.prove.matrix import KernelCase
 from ottava.prove.places import Part, copied, part_of, relation
 
-_AFTER = ("times", "cut", "through", "clamp", "only", "keys")
+_AFTER = ("times", "cut", "through", "clamp", "only", "keys", "plus")
 _ALMOST = 0.99
 """A share that counts as all: a number may be right by chance."""
 
@@ -37,7 +37,9 @@ class Failure(NamedTuple):
     wrong: Mapping[str, Tensor]
     """Where they are wrong; results without a wrong element are left out."""
     previous: Mapping[str, Any] | None = None
-    """The inputs of the call before; of the first one of these shapes, if there was one."""
+    """The inputs of the call before, of these shapes if there was one."""
+    first: Mapping[str, Any] | None = None
+    """The inputs of the first call of these shapes, if there was one."""
     allowed: Mapping[str, Allowed] | None = None
     """What the results may be."""
 
@@ -123,7 +125,7 @@ def explain(
         return probe
     if clean:
         return _named(clean[0], len(failures), "") | {}
-    return _two(fits, held) or _loose(fits, held, passed, kind) or _place(kind, held, passed)
+    return _loose(fits, held, passed, kind) or _place(kind, held, passed)
 
 
 def _named(fit: _Fit, count: int, where: str) -> dict[str, str]:
@@ -132,22 +134,6 @@ def _named(fit: _Fit, count: int, where: str) -> dict[str, str]:
     which = f"all {count}" if fit.solved == count else f"{fit.solved} of {count}"
     said = f"{fit.fault.sentence}{part}. This gives {which} wrong cases looked at {kind}."
     return {"hypothesis": fit.fault.name, "sentence": said}
-
-
-def _two(fits: Sequence[_Fit], held: Sequence[Failure]) -> dict[str, str] | None:
-    """Two hypotheses that give all wrong numbers between them, and speak against few right ones."""
-    few = [fit for fit in fits if not fit.fault.loose and fit.share > 0.05 and fit.against < 0.05][:24]
-    for a, b in combinations(few, 2):
-        if a.share + b.share < _ALMOST:
-            continue
-        shares = [_share(one.wrong, [x, y]) for one, x, y in zip(held, a.told, b.told, strict=True)]
-        if sum(shares) >= _ALMOST * len(held):
-            first, second = sorted((a, b), key=lambda fit: -fit.share)
-            said = (
-                f"{first.fault.sentence}. And beside it: {second.fault.sentence}. Together they give all wrong numbers."
-            )
-            return {"hypothesis": f"{first.fault.name}; {second.fault.name}", "sentence": said}
-    return None
 
 
 def _loose(
@@ -242,7 +228,7 @@ def _merged(fits: Sequence[_Fit], kind: str, what: Mapping[str, Any], held: Sequ
 
 
 def _supposed_of(hypothesis: Fault, kind: str, what: Mapping[str, Any], failure: Failure) -> dict[str, Allowed] | None:
-    call = Asked(kind, failure.case.inputs, what, failure.case.before or failure.previous)
+    call = Asked(kind, failure.case.inputs, what, failure.case.before or failure.previous, failure.first)
     try:
         allowed = supposed(hypothesis, call)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError):
@@ -268,6 +254,11 @@ def supposed(hypothesis: Fault, call: Asked) -> dict[str, Allowed] | None:
     if values is not None:
         name = "codes" if call.kind == "encode" else "data"
         allowed[name] = Allowed(values, values, allowed[name].dtypes, free=allowed[name].free)
+    if "plus" in after:
+        more = expect(call.kind, after["plus"], what, None, **knobs)
+        for name, one in allowed.items():
+            ends = ((x + y).float().to(one.dtypes[0]).double() for x, y in zip(one[:2], more[name][:2], strict=True))
+            allowed[name] = Allowed(*ends, one.dtypes, free=one.free)
     for name, one in allowed.items():
         if "only" not in after or name in after["only"]:
             factor = after.get("times", after.get("only", {}).get(name, 1.0))
@@ -288,35 +279,22 @@ def _bent(x: Tensor, factor: float, dtype: torch.dtype, after: Mapping[str, Any]
 
 # --- calls under changed conditions ----------------------------------------------------------------------------------
 
-_PROBES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "": (
-            "not repeatable",
-            "The same call again gives the right numbers: it depends on earlier calls, or on chance",
-        ),
-        "plain": (
-            "strides or offset ignored",
-            "It is right with contiguous operands: it ignores strides, or a storage offset",
-        ),
-        "fill": (
-            "reads what nobody wrote",
-            "It is right with buffers of zeros: it adds to a buffer, or leaves parts unwritten",
-        ),
-        "around": (
-            "reads past its operands",
-            "It is right with zeros around the operands: it reads memory beyond them",
-        ),
-        "plain fill around": ("memory around the operands", "It is right with contiguous operands in clean memory"),
-    }
+_PROBES = (
+    "not repeatable: The same call again gives the right numbers: it depends on earlier calls, or on chance",
+    "strides or offset ignored: It is right with contiguous operands: it ignores strides, or a storage offset",
+    "reads what nobody wrote: It is right with buffers of zeros: it adds to a buffer, or leaves parts unwritten",
+    "reads past its operands: It is right with zeros around the operands: it reads memory beyond them",
+    "memory around the operands: It is right with contiguous operands in clean memory",
 )
-"""What is changed -> a name, a sentence."""
-_CHANGES: Mapping[str, Any] = MappingProxyType({"plain": True, "fill": "zero", "around": "zero"})
+_CHANGES = MappingProxyType({"plain": True, "fill": "zero", "around": "zero"})
+_CONDITIONS = ((), ("plain",), ("fill",), ("around",), tuple(_CHANGES))
+"""Of each probe: what is changed."""
 
 
 def _probe(failures: Sequence[Failure], rerun: Rerun) -> dict[str, str] | None:
     """The change of conditions that makes most of the wrong cases right."""
-    for change, (name, sentence) in _PROBES.items():
-        conditions = {key: _CHANGES[key] for key in change.split()}
+    for changed, text in zip(_CONDITIONS, _PROBES, strict=True):
+        conditions, (name, _, sentence) = {key: _CHANGES[key] for key in changed}, text.partition(": ")
         right = sum(not rerun(failure.case, **conditions) for failure in failures)
         if right * 2 >= len(failures):
             return {"hypothesis": name, "sentence": f"{sentence} ({right} of {len(failures)} wrong cases)."}

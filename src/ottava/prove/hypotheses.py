@@ -25,7 +25,7 @@ from ottava.numerics.formats import FORMATS, Format, get_format
 from ottava.numerics.rounding import encode
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.prove.codes import numbers_of, on_grid
+from ottava.prove.codes import grown_largest, numbers_of, on_grid
 from ottava.prove.judge import block_amax, cast_spec, scale_inv_of
 from ottava.recipe import CELLS, GEMMS, RECIPES, get_recipe
 
@@ -37,7 +37,9 @@ class Asked(NamedTuple):
     inputs: Mapping[str, Any]
     what: Mapping[str, Any]
     before: Mapping[str, Any] | None
-    """The inputs of the call before, of the same shapes; None: there was none."""
+    """The inputs of the call before, of these shapes if there was one; None: there was none."""
+    first: Mapping[str, Any] | None = None
+    """Those of the first call of these shapes."""
 
     @property
     def spec(self) -> QuantizationSpec:
@@ -67,6 +69,7 @@ class Fault(NamedTuple):
 
 
 _CODES, _SUMS = ("encode", "cast"), ("gemm", "grouped")
+_HALVES = (("BF16", torch.bfloat16), ("FP16", torch.float16))
 _EIGHT = tuple(fmt for fmt in FORMATS.values() if fmt.bits <= 8 and fmt.name != "E8M0")
 
 
@@ -117,6 +120,14 @@ def _earlier(*keys: str) -> Knobs:
     return knobs
 
 
+def _stale(kinds: tuple[str, ...], *entries: tuple[str, str, Knobs]) -> Iterator[Fault]:
+    """Entries that ask for the call before, and again for the first call of these shapes."""
+    yield from rows(kinds, *((name, f"{said} the call before", knobs) for name, said, knobs in entries))
+    for name, said, knobs in entries:
+        text = f"{said} the first call of these shapes"
+        yield Fault(name, text, kinds, lambda c, knobs=knobs: knobs(c._replace(before=c.first)))
+
+
 def _reads(change: Change) -> Knobs:
     return lambda call: None if (new := change(call.inputs["x"])) is None else {"x": new}
 
@@ -125,8 +136,8 @@ def _amax(change: Callable[[Tensor], Tensor]) -> Knobs:
     return lambda call: {"amax": call.amax(change(call.inputs["x"]))} if call.inputs["x"].numel() else None
 
 
-def _of_amax(change: Callable[[Tensor], Tensor]) -> Knobs:
-    return lambda call: {"amax": change(call.amax())}
+def _of_amax(change: Change) -> Knobs:
+    return lambda call: None if (new := change(call.amax())) is None else {"amax": new}
 
 
 def _bits(change: Callable[[Tensor], Tensor]) -> Knobs:
@@ -163,6 +174,13 @@ def _as_codes(call: Asked, other: Format) -> dict[str, Any] | None:
     fmt = call.spec.format if call.kind == "cast" else get_format(call.what.get("format", "e4m3"))
     codes = encode(on_grid(call.inputs["x"], other).float(), other).view(torch.uint8)
     return None if other == fmt else {"values": numbers_of(codes, fmt)}
+
+
+def _of_bits(call: Asked, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Right codes with other bits."""
+    fmt = get_format(call.what.get("format", "e4m3"))
+    codes = encode(on_grid(call.inputs["x"], fmt).float(), fmt).view(torch.uint8)
+    return {"values": numbers_of(change(codes.int()).to(torch.uint8), fmt)}
 
 
 def _cast_as(call: Asked, other: Format, top: float | None) -> dict[str, Any] | None:
@@ -202,11 +220,6 @@ def _nan_tiles(values: Tensor, size: int) -> Tensor:
     return torch.where(tiles[:, None], math.nan, values)
 
 
-def _rolled(call: Asked, by: int) -> dict[str, Any] | None:
-    amax = call.amax()
-    return {"amax": amax.roll(by, 1 if amax.shape[1] > 1 else 0)} if amax.numel() > 1 else None
-
-
 def _other_blocks(call: Asked, blocks: Granularity, exponent: str | None = None) -> dict[str, Any] | None:
     """amaxes of other blocks, as far as one of them serves a whole block of the recipe."""
     own, x = call.spec.granularity, call.inputs["x"]
@@ -227,18 +240,17 @@ def _tail(x: Tensor, size: int) -> Tensor | None:
     return y.view(x.dtype)
 
 
-def _weighted(values: Tensor, size: int) -> Tensor:
-    y = values.clone()
-    y[:, values.shape[1] // size * size :] *= 2**0.5  # on both sides
-    return y
-
-
 def _flushed(codes: Tensor) -> Tensor | None:
     fmt = next((fmt for fmt in _EIGHT if fmt.dtype == codes.dtype), None)
     if fmt is None:
         return None
     held = codes.view(torch.uint8)
     return torch.where(numbers_of(codes, fmt).abs() < fmt.min_normal, held & 0x80, held).view(codes.dtype)
+
+
+def _anew(scale: Tensor, ends: Tensor) -> Tensor:
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([*(scale[:size] for size in sizes), scale[sum(sizes) :]])
 
 
 def _exchanged(call: Asked) -> dict[str, Any] | None:
@@ -265,28 +277,14 @@ def _twice(call: Asked, cell: str, turned: str) -> dict[str, Any] | None:
     return None if own is None or first is None else {"cells": {cell: {"twice": first}}}
 
 
-def _first_sequence(call: Asked) -> dict[str, Any] | None:
-    """x and the gradient of the first of several sequences."""
-    x, grad = call.inputs["x"], call.inputs["grad"]
-    if x.dim() < 3:
-        return None
-    kept = torch.arange(len(x)).view(-1, *(1,) * (x.dim() - 1)) == 0
-    return {
-        "inputs": {
-            **call.inputs,
-            "x": torch.where(kept, x, 0 * x),
-            "grad": torch.where(kept, grad.view(*x.shape[:-1], -1), 0 * grad.view(*x.shape[:-1], -1)),
-        }
-    }
-
-
-def _rows_cut(call: Asked, size: int) -> dict[str, Any] | None:
+def _rows_kept(call: Asked, count: Callable[[tuple[int, ...]], int]) -> dict[str, Any] | None:
+    """x and the gradient of the first rows; count: of their shape."""
     x, grad = call.inputs["x"], call.inputs["grad"]
     rows, dy = x.reshape(-1, x.shape[-1]).clone(), grad.reshape(-1, grad.shape[-1]).clone()
-    whole = rows.shape[0] // size * size
-    if whole == rows.shape[0]:
+    kept = count(tuple(x.shape))
+    if kept >= len(rows):
         return None
-    rows[whole:], dy[whole:] = 0, 0
+    rows[kept:], dy[kept:] = 0, 0
     return {"inputs": {**call.inputs, "x": rows.view(x.shape), "grad": dy.view(grad.shape)}}
 
 
@@ -341,11 +339,18 @@ def scale_faults() -> tuple[tuple[str, str, Change], ...]:
         *((f"scale of {n} rows", f"Each {n} rows use the first of their scales", lambda s, n=n: s[..., torch.arange(s.shape[-2]) // n * n, :] if s.dim() > 1 and s.shape[-2] > 1 else None) for n in (2, 4, 8, 16, 32, 128)),
         ("second of four scales", "Of each four scales along K the second is replaced by the first", lambda s: s[..., torch.where(torch.arange(s.shape[-1]) % 4 == 1, torch.arange(s.shape[-1]) - 1, torch.arange(s.shape[-1]))] if s.dim() > 1 and s.shape[-1] > 1 else None),
         ("first scale of each column", "The scales of the first row are used for all rows", lambda s: s[..., :1, :].expand(s.shape) if s.dim() > 1 else None),
+        ("NaN of scales lost", "The scale byte 255, NaN, is read as 254", _scales(torch.clone, lambda s: s)),
         ("scale in BF16", "The scale is rounded to BF16", _scales(lambda s: s.to(torch.bfloat16).to(s.dtype))),
         ("scale in FP16", "The scale is rounded to FP16", _scales(lambda s: s.to(torch.float16).to(s.dtype))),
         ("scale a power of two", "The scale is rounded down to a power of two", _scales(lambda s: torch.exp2(s.log2().floor()))),
         ("scale a power of two", "The scale is rounded up to a power of two", _scales(lambda s: torch.exp2(s.log2().ceil()))),
     )
+
+
+_ORDERS: tuple[tuple[str, str, Change], ...] = (
+    ("neighbours swapped", "Each two neighbours along K are swapped, as nibbles of a byte", lambda c: c[..., [min(k ^ 1, c.shape[-1] - 1) for k in range(c.shape[-1])]]),
+    *(("sign of every second number lost", f"Every second number along K, from number {rest} on, loses its sign", lambda c, rest=rest: torch.where(torch.arange(c.shape[-1]) % 2 == rest, torch.where(c < 16, c & 7, c & 0x7F), c)) for rest in (0, 1)),
+)
 
 
 # --- the list of each kind -------------------------------------------------------------------------------------------
@@ -371,7 +376,7 @@ def of_codes() -> Iterator[Fault]:
         ("rounds twice, FP16 first", "It rounds to FP16 before it rounds to the format", always(before=torch.float16)),
         *((f"rounds twice, {bits} bits first", f"It rounds to {bits} significant bits before it rounds to the format", always(before=bits)) for bits in (2, 3, 4, 5, 6, 7)),
         *(("NaN lost", f"NaN becomes {value:g}; it should stay NaN", always(lost_nan=value)) for value in (0.0, 448.0, 240.0, 57344.0, 6.0, 1.0)),
-        *((f"clamps at {top:g}", f"Larger numbers become {top:g}, below the format's largest", always(top=top)) for top in (240.0, 416.0, 256.0, 224.0, 120.0, 49152.0, 4.0, 3.0)),
+        *((f"clamps at {top:g}", f"Larger numbers become {top:g}, below the format's largest", always(top=top)) for top in (240.0, 448.0, 416.0, 256.0, 224.0, 120.0, 49152.0, 4.0, 3.0)),
     )
     yield Fault("rounds at random", "Each result is a neighbour of the input, not always the nearest: stochastic rounding", _CODES, _neighbours, True)
     yield from rows(
@@ -383,13 +388,18 @@ def of_codes() -> Iterator[Fault]:
         ("exponent bias off by minus one", "The exponent is one too small", changed(x=lambda x: x / 2)),
         ("all zeros", "The result is zero", changed(x=torch.zeros_like)),
         ("strides ignored", "It reads memory row by row, whatever the strides are", changed(x=_by_memory)),
+        *((f"small inputs flushed, {fmt}", f"Inputs below {fmt}'s smallest normal number become zero", changed(x=lambda x, fmt=fmt: torch.where(x.abs().double() < fmt.min_normal, 0 * x, x))) for fmt in _EIGHT),
         ("input subnormals flushed", "FP32's subnormal numbers are read as zero", changed(x=lambda x: torch.where(x.abs() < 2.0**-126, 0 * x, x))),
         *((f"{other} written", f"The codes are those of {other}", partial(_as_codes, other=other)) for other in _EIGHT),
+        *((f"bit {bit} lost", f"Bit {bit} of each code is zero", partial(_of_bits, change=lambda c, bit=bit: c & ~(1 << bit))) for bit in range(8)),
+        ("sign at bit 7", "The sign stands in bit 7 of a byte, whatever the format", partial(_of_bits, change=lambda c: torch.where(c & 8 != 0, c & 7 | 128, c))),
     )
     yield from rows(
         ("decode",),
         *((f"read as {other}", f"Codes are read as {other}", always(fmt=other)) for other in _EIGHT),
         ("subnormals flushed", "Codes of subnormal numbers are read as zero", always(flush=True)),
+        ("subnormals normal", "Codes of subnormal numbers are read with a leading 1, as normal ones", always(normal=True)),
+        ("largest number too large", "The largest number is read as the next power of two", always(grown=True)),
         ("NaN and infinity lost", "The codes of NaN and infinity are read as finite numbers", always(finite=True)),
         *(("NaN lost", f"The code of NaN is read as {value:g}", always(lost_nan=value)) for value in (480.0, 448.0, 0.0, torch.inf, 240.0, 57344.0)),
         ("strides ignored", "It reads memory row by row, whatever the strides are", changed(codes=partial(_bytes, _by_memory))),
@@ -403,11 +413,14 @@ def of_codes() -> Iterator[Fault]:
 
 def of_casts() -> Iterator[Fault]:
     """Casts with scales."""
+    yield from rows(("cast",), ("scale inverted", "scale_inv holds the scale, not its inverse", always(written=torch.reciprocal)))
+    yield from _stale(
+        ("cast",),
+        ("scale of another step", "The scale is that of", lambda c: None if c.before is None else {"amax": c.amax(c.before["x"])}),
+        ("stale result", "The result is that of", lambda c: None if c.before is None else {"x": c.before["x"]}),
+    )
     yield from rows(
         ("cast",),
-        ("scale inverted", "scale_inv holds the scale, not its inverse", always(written=torch.reciprocal)),
-        ("scale of another step", "The scale is that of the call before", lambda c: None if c.before is None else {"amax": c.amax(c.before["x"])}),
-        ("stale result", "The result is that of the call before", lambda c: None if c.before is None else {"x": c.before["x"]}),
         *((f"scale of {text}", f"The scale is that of {text}", partial(_other_blocks, blocks=blocks)) for text, blocks in _BLOCKS),
         *((f"scale of {text}", f"The scale is that of {text}, and no power of two", partial(_other_blocks, blocks=blocks, exponent="none")) for text, blocks in _BLOCKS),
         ("OCP's floor for the scale", "The exponent of the scale is floor(log2(amax)) - emax, so the largest numbers saturate", always(exponent="floor")),
@@ -419,15 +432,13 @@ def of_casts() -> Iterator[Fault]:
         ("amax without the last column", "amax leaves out the last columns", _amax(lambda x: torch.cat([x[:, :-1], 0 * x[:, -1:]], 1))),
         *(("amax without the tail", f"amax leaves out columns beyond the last whole {n}", _amax(partial(_cut, size=n))) for n in _SIZES),
         *(("amax without the tail of rows", f"amax leaves out rows beyond the last whole {n}", _amax(lambda x, n=n: _cut(x.t(), n).t())) for n in _SIZES),
-        ("amax of the block before", "A block has the scale of the block before it", partial(_rolled, by=1)),
-        ("amax of the block behind", "A block has the scale of the block behind it", partial(_rolled, by=-1)),
-        ("amax of the first block", "All blocks have the scale of the first", _of_amax(lambda amax: amax[:1, :1])),
+        *((name.replace("scale", "amax"), f"{sentence}, and codes are made with it", _of_amax(change)) for name, sentence, change in scale_faults()),
+        *((f"amax of every other {word}", f"amax skips every second {word}", _amax(lambda x, dim=dim: torch.where(torch.arange(x.shape[dim]).view((-1, 1) if dim == 0 else (1, -1)) % 2 == 0, x, 0 * x.nan_to_num()))) for dim, word in enumerate(("row", "column"))),
+        *((f"amax of the first {n}", f"amax looks at the first {n:,} numbers only", _amax(lambda x, n=n: torch.where(torch.arange(x.numel()).view(x.shape) < n, x, 0 * x.nan_to_num()))) for n in (1024, 2048, 4096, 8192, 16384)),
+        *((f"zeros below {eps:g}", f"Blocks whose amax is below {eps:g} become zeros", lambda c, eps=eps: {"x": torch.where(c.spec.granularity.expand(c.amax(), tuple(c.inputs["x"].shape)) < eps, 0 * c.inputs["x"], c.inputs["x"])}) for eps in (2.0**-10, 1e-4, 1e-5, 2.0**-20, 1e-8, 1e-10, 2.0**-126)),
         *((f"amax at least {eps:g}", f"amax ends at {eps:g}, so small numbers lose bits", _of_amax(lambda amax, eps=eps: amax.clamp(min=eps))) for eps in (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8)),
         ("amax a mean", "The scale comes from the mean magnitude", lambda c: {"amax": c.inputs["x"].abs().double().mean().reshape(1, 1)}),
         *((f"amax in {text}", f"amax is rounded to {text}", _of_amax(lambda amax, to=to: amax.to(to).double())) for text, to in (("FP16", torch.float16), ("BF16", torch.bfloat16))),
-        ("amax of every other column", "amax skips every second column", _amax(lambda x: x * (torch.arange(x.shape[1]) % 2 == 0))),
-        ("amax of every other row", "amax skips every second row", _amax(lambda x: x * (torch.arange(x.shape[0])[:, None] % 2 == 0))),
-        ("amax without the first column", "amax leaves out the first column", _amax(lambda x: torch.cat([0 * x[:, :1], x[:, 1:]], 1))),
         ("amax of finite numbers", "amax leaves out infinity and NaN", _amax(lambda x: x.nan_to_num(0.0, 0.0, 0.0))),
         *((f"scale shared by {n} rows", f"Each {n} rows share the largest of their scales", _of_amax(lambda amax, n=n: torch.nn.functional.pad(amax, (0, 0, 0, -len(amax) % n)).reshape(-1, n, amax.shape[1]).amax(1).repeat_interleave(n, 0)[: len(amax)])) for n in (2, 4, 8, 16)),
         *((f"scale shared by {n} blocks", f"Each {n} blocks along K share the largest of their scales", _of_amax(lambda amax, n=n: torch.nn.functional.pad(amax, (0, -amax.shape[1] % n)).reshape(len(amax), -1, n).amax(2).repeat_interleave(n, 1)[:, : amax.shape[1]])) for n in (2, 4)),
@@ -486,11 +497,12 @@ def _of_operands() -> Iterator[Fault]:
         ("strides of b ignored", "b is read row by row, whatever its strides are", changed(b=flat)),
         ("strides ignored", "Operands are read row by row, whatever their strides are", changed(a=flat, b=flat)),
         *(("tail of K dropped", f"Columns beyond the last whole {n} of K are not summed", changed(a=partial(_tail, size=n))) for n in (2, 4, 8, 16, 32, 64, 128, 256)),
-        *(("tail of K doubled", f"Columns beyond the last whole {n} of K are summed twice", always(operands=partial(_weighted, size=n))) for n in (2, 4, 8, 16, 32, 64, 128, 256)),
         ("last column of K dropped", "The last column of K is not summed", always(operands=lambda v: torch.cat([v[:, :-1], 0 * v[:, -1:]], 1))),
         ("first column of K dropped", "The first column of K is not summed", always(operands=lambda v: torch.cat([0 * v[:, :1], v[:, 1:]], 1))),
-        *((f"{text} of an earlier call", f"It uses {text} of an earlier call of these shapes", _earlier(*keys)) for text, keys in (("a", ("a", "scale_inv_a")), ("b", ("b", "scale_inv_b")), ("scale_inv_a", ("scale_inv_a",)), ("scale_inv_b", ("scale_inv_b",)), ("ends", ("ends",)))),
         ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(scale_inv_a=_as_bits, scale_inv_b=_as_bits)),
+        *((f"{name} ({text})", f"{sentence} ({text})", changed(**dict.fromkeys(sides, partial(_bytes, change)))) for name, sentence, change in _ORDERS for text, sides in (("a", "a"), ("b", "b"), ("both", "ab"))),
+        ("largest number too large", "The largest number of the format is read as the next power of two", always(codes=grown_largest)),
+        ("scales begin anew", "The scales of a begin anew with each group", lambda c: changed(scale_inv_a=lambda s: _anew(s, c.inputs["ends"]))(c) if "ends" in c.inputs else None),
         ("sign lost", "Operands lose their signs", always(operands=torch.abs)),
         ("NaN lost", "NaN is read as zero", always(operands=lambda v: v.nan_to_num(0.0))),
         ("operands rounded to BF16", "Codes times scales are rounded to BF16 before they are multiplied", always(operands=lambda v: v.to(torch.bfloat16).double())),
@@ -501,6 +513,12 @@ def _of_operands() -> Iterator[Fault]:
 
 
 def _of_results() -> Iterator[Fault]:
+    earlier = {"a": ("a", "scale_inv_a"), "b": ("b", "scale_inv_b"), **{name: (name,) for name in ("scale_inv_a", "scale_inv_b", "ends")}}
+    yield from _stale(
+        _SUMS,
+        *((f"{text} of an earlier call", f"It uses {text} of", _earlier(*keys)) for text, keys in earlier.items()),
+        ("result of an earlier call added", "The result is added to that of", lambda c: None if c.before is None else {"plus": c.before}),
+    )
     yield from rows(("attention",), *((f"{out} times {by:g}", f"{out} is {by:g} times what it should be", always(only={out: by})) for out in ("o", "dq", "dk", "dv") for by in (0.0, -1.0, 2.0, 0.5, 0.72)))
     yield from rows(
         (*_SUMS, "linear", "attention"),
@@ -530,8 +548,8 @@ def _of_results() -> Iterator[Fault]:
     yield from rows(
         _SUMS,
         *((f"accumulates like {name}", f"The sums are those of the accumulator {rule}", always(accumulator=name)) for name, rule in ACCUMULATORS.items()),
-        *((f"split in {n}", f"K is split in {n}, and the partial sums are rounded to {text} and added in it", always(split=(dtype, n))) for text, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)) for n in (2, 4, 8)),
-        *((f"accumulates in {text}", f"Sums are kept in {text}, {n} products at a time", always(steps=(dtype, n))) for text, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)) for n in (1, 2, 4, 8, 16, 32, 64, 128)),
+        *((f"split in {n}", f"K is split in {n}, and the partial sums are rounded to {text} and added in {end}", always(split=(dtype, n, to))) for text, dtype in _HALVES for n in (2, 4, 8) for end, to in ((text, dtype), ("FP32", torch.float32))),
+        *((f"accumulates in {text}", f"Sums are kept in {text}, {n} products at a time{behind}", always(steps=(dtype, n), late=late)) for late, behind in ((False, ""), (True, ", and scaled at the end")) for text, dtype in _HALVES for n in (1, 2, 4, 8, 16, 32, 64, 128)),
     )
     for text, unit in (("TF32 or FP16", 2.0**-11), ("BF16", 2.0**-8)):
         yield Fault(f"accumulates in {text}", f"The errors are those of sums in {text}: beyond FP32's bound, within that of {text}", _SUMS, always(unit=unit), True)
@@ -543,24 +561,18 @@ def _of_layers() -> Iterator[Fault]:
     yield from rows(
         ("linear",),
         *((f"recipe {name}", f"The numbers are those of recipe {name}", _told(recipe=lambda what, name=name: name)) for name, recipe in RECIPES.items() if not recipe.predicted),
-        *((f"{side} of the step before", f"It uses the {side} of the call before", _earlier(side)) for side in ("x", "weight", "grad")),
     )
+    yield from _stale(("linear",), *((f"{side} of the step before", f"It uses the {side} of", _earlier(side)) for side in ("x", "weight", "grad")))
     other = {"fprop.lhs": "wgrad.rhs", "fprop.rhs": "dgrad.rhs", "dgrad.lhs": "wgrad.lhs"}
-    other |= {b: a for a, b in other.items()}
-    for cell, turned in other.items():
-        gemm, side = cell.split(".")
-        text = f"the {'left' if side == 'lhs' else 'right'} operand of {gemm}"
-        yield from rows(
-            ("linear",),
-            (f"{gemm}.{side} rounded twice", f"{text[0].upper()}{text[1:]} is cast from what was cast along the other dimension", partial(_twice, cell=cell, turned=turned)),
-            *((f"{gemm}.{side} read as {fmt}", f"The codes of {text} are read as {fmt}", always(cells={cell: {"read": fmt}})) for fmt in _EIGHT if fmt.bits == 8),
-            (f"no cast in {gemm}.{side}", f"{text[0].upper()}{text[1:]} is not quantized", always(cells={cell: "skip"})),
-        )
+    for cell, turned in (other | {b: a for a, b in other.items()}).items():
+        (gemm, side), text = cell.split("."), "is cast from what was cast along the other dimension"
+        operands = {f"the {'left' if side == 'lhs' else 'right'} operand of {gemm}": (cell,)} | operands
+        yield from rows(("linear",), (f"{cell} rounded twice", f"{next(iter(operands)).capitalize()} {text}", partial(_twice, cell=cell, turned=turned)))
     for text, places in operands.items():
         yield from rows(
             ("linear",),
             (f"no cast of {text}", f"It does not quantize {text}", always(cells=dict.fromkeys(places, "skip"))),
-            *((f"{text}: {name}", f"{text[0].upper()}{text[1:]} {sentence}", always(cells=dict.fromkeys(places, knobs))) for name, sentence, knobs in _casts()),
+            *((f"{text}: {name}", f"{text[0].upper()}{text[1:]} {sentence}", always(cells=dict.fromkeys(places, knobs))) for name, sentence, knobs in _casts(len(places) == 1)),
         )
     yield from rows(
         ("linear",),
@@ -568,17 +580,24 @@ def _of_layers() -> Iterator[Fault]:
         ("no gradient of the weight", "dw is zero", always(only={"dw": 0.0})),
         ("no gradient of the input", "dx is zero", always(only={"dx": 0.0})),
         ("weight transposed", "The weight is read as (K, N)", changed(weight=lambda w: w.t().reshape(w.shape))),
-        ("first sequence only", "Only the first sequence of the batch is summed", _first_sequence),
+        ("first sequence only", "Only the first sequence of the batch is summed", partial(_rows_kept, count=lambda shape: math.prod(shape[1:-1] if len(shape) > 2 else shape))),
+        ("first half of the rows", "Only the first half of the rows is summed", partial(_rows_kept, count=lambda shape: max(math.prod(shape[:-1]) // 2, 1))),
         ("gradient transposed", "The gradient is read in the order of its transpose", changed(grad=lambda g: g.reshape(-1, g.shape[-1]).t().reshape(g.shape))),
         ("x transposed", "x is read in the order of its transpose", changed(x=lambda x: x.reshape(-1, x.shape[-1]).t().reshape(x.shape))),
         ("strides ignored", "x is read row by row, whatever its strides are", changed(x=_by_memory)),
         ("strides ignored", "The gradient is read row by row, whatever its strides are", changed(grad=_by_memory)),
-        *(("tail of rows dropped", f"Rows beyond the last whole {n} are left out", partial(_rows_cut, size=n)) for n in (16, 32, 64, 128)),
+        *(("tail of rows dropped", f"Rows beyond the last whole {n} are left out", partial(_rows_kept, count=lambda shape, n=n: math.prod(shape[:-1]) // n * n)) for n in (16, 32, 64, 128)),
         ("mean over rows", "dw is the mean over rows, not the sum", lambda c: {"only": {"dw": 1 / max(1, c.inputs["x"][..., 0].numel())}}),
     )
 
 
-def _casts() -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _casts(alone: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Of one operand of one GEMM alone, or of several."""
+    if alone:
+        yield from ((f"read as {fmt}", f"has codes that are read as {fmt}", {"read": fmt}) for fmt in _EIGHT if fmt.bits == 8)
+        yield from ((f"scale of {name}", f"has the scale of {name}", {"granularity": blocks}) for name, blocks in _BLOCKS)
+        yield "scale of 448", "is read with the scale of a cast to 448, E4M3's largest", {"other_top": 448.0}
+        return
     yield from (
         *((f"in {fmt}", f"is cast to {fmt}, not to the recipe's format", {"format": fmt}) for fmt in _EIGHT),
         ("truncates", "is rounded toward zero", {"rounding": "truncate"}),
@@ -586,7 +605,7 @@ def _casts() -> Iterator[tuple[str, str, dict[str, Any]]]:
         ("rounded at random", "is rounded stochastically", {"rounding": "stochastic"}),
         ("subnormals flushed", "loses numbers below the smallest normal one", {"flush": True}),
         ("scaled to 240", "is scaled to 240", {"scale_top": 240.0}),
-        ("scale of the whole tensor", "has the scale of the whole tensor", {"blocks": PER_TENSOR}),
+        ("scale of the whole tensor", "has the scale of the whole tensor", {"granularity": PER_TENSOR}),
         ("OCP's floor for the scale", "has the exponent floor(log2(amax)) - emax, so its largest numbers saturate", {"exponent": "floor"}),
         ("scale no power of two", "has max / amax as scale, no power of two", {"exponent": "none"}),
         ("scale rounded up", "has its scale rounded up to a power of two", {"exponent": "up"}),
@@ -608,6 +627,8 @@ def _of_attention() -> Iterator[Fault]:
         *((f"padded keys seen, {n}", f"Keys are padded with zeros to a multiple of {n}, and the padding takes part in softmax", always(pad=n)) for n in (8, 16, 32, 64, 128)),
         *((f"{part} cast to {fmt}", f"{text} to {fmt.upper()}, which the recipe does not ask for", always(casts={part: fmt})) for part, text in _ATTENTION.items() for fmt in ("e4m3", "e5m2")),
         *((f"{part} not cast", f"{text} by no cast, which the recipe asks for", lambda c, part=part: {"casts": {part: "skip"}} if c.what.get("recipe") == "fp8" else None) for part, text in _ATTENTION.items()),
+        *((f"window of {n}", f"A query sees the last {n} keys only", always(window=n)) for n in (2, 4, 8, 16, 32, 64, 128)),
+        *((f"{part} in {text}", f"{said} rounded to {text}", always(rounded={part: dtype})) for part, said in (("scores", "Scores are"), ("p", "Probabilities are")) for text, dtype in _HALVES),
         ("softmax not normalized", "Probabilities are not divided by their sum", always(fault="not normalized")),
         ("gradients without the softmax scale", "dq and dk lack the factor 1 / sqrt(D)", always(fault="gradients without scale")),
         ("no correction of dS", "dS lacks the row sum of dO * O", always(fault="no delta")),
@@ -650,6 +671,9 @@ _OPTIMIZERS = (
     ("no decay", "Weight decay is missing"),
     ("decay after the step", "Weight decay multiplies the parameter after the step"),
     ("betas swapped", "beta1 and beta2 are exchanged"),
+    ("betas of moments swapped", "beta1 and beta2 are exchanged in the moments, not in their corrections"),
+    ("first moment rounded", "The first moment is rounded to BF16 before it is used"),
+    ("second moment rounded", "The second moment is rounded to BF16 before it is used"),
     ("step one late", "The bias correction uses step - 1"),
     ("step one early", "The bias correction uses step + 1"),
     ("momentum undamped", "The first moment adds the gradient without 1 - beta1"),

@@ -230,13 +230,13 @@ def product(
     slack: tuple[Tensor, Tensor] | None = None,
     unit: float = U32,
     steps: tuple[torch.dtype, int] | None = None,
-    split: tuple[torch.dtype, int] | None = None,
+    split: tuple[torch.dtype, int, torch.dtype] | None = None,
 ) -> Allowed:
     """a (M, K) @ b (N, K).T in fp32 sums of any order, rounded once.
 
     slack: how far each number of a and b may be off.
     steps: a type, and how many products go into it at once, one step after the other; None: fp32.
-    split: a type, and the number of parts of K whose sums are rounded to it and added in it.
+    split: a type, the number of parts of K whose sums are rounded to it, and the type in which they are added.
     """
     k = a.shape[1]
     center, size = a @ b.t(), a.abs() @ b.abs().t()
@@ -248,7 +248,7 @@ def product(
     if split is not None:
         parts = zip(a.tensor_split(split[1], 1), b.tensor_split(split[1], 1), strict=True)
         center = torch.stack([(x @ y.t()).float().to(split[0]).double() for x, y in parts]).sum(0)
-        center = center.float().to(split[0]).double()
+        center = center.float().to(split[2]).double()
     error = (k + 4) * unit * size
     whole = size <= 2.0**24 * (_granule(a) * _granule(b).t())
     error = torch.where(whole & (unit == U32), 0.0, error + k * 2.0**-52 * size)
@@ -265,9 +265,10 @@ def between(center: Tensor, error: Tensor, dtype: torch.dtype) -> Allowed:
     return Allowed(low, high, (dtype,), exact=center.to(torch.float32).to(dtype).double())
 
 
-def decoded(codes: Tensor, scale: Tensor, spec: QuantizationSpec) -> Tensor:
-    """Codes (R, C) times their scales, float64; the format is that of the dtype."""
+def decoded(codes: Tensor, scale: Tensor, spec: QuantizationSpec, change: Any = None) -> Tensor:
+    """Codes (R, C), whose numbers `change` changes, times their scales, float64; the format is that of the dtype."""
     values = numbers_of(codes, spec.format)
+    values = values if change is None else change(values, spec.format)
     return values * spread(scales_of(scale, spec), spec, tuple(values.shape)) if values.numel() else values
 
 
@@ -280,20 +281,30 @@ def gemm_specs(what: Values) -> tuple[QuantizationSpec, QuantizationSpec]:
 
 
 def gemm_allowed(
-    inputs: Values, what: Values, *, operands: Any = None, accumulator: str | None = None, **way: Any
-) -> dict[str, Allowed]:
-    """out of a GEMM; the bits of a named accumulator."""
+    inputs: Values, what: Values, *, operands: Any = None, accumulator: str | None = None,
+    codes: Any = None, late: bool = False, **way: Any,
+) -> dict[str, Allowed]:  # fmt: skip
+    """out of a GEMM; the bits of a named accumulator.
+
+    codes: see `decoded`. late: sums are made of codes, and scaled at the end.
+    """
     lhs, rhs = gemm_specs(what)
     dtype = dtype_of(what, "out")
     name = accumulator or what.get("accumulator", "fp32")
     a, b, scale_a, scale_b = (inputs[key] for key in ("a", "b", "scale_inv_a", "scale_inv_b"))
-    if get_accumulator(name).emulated and operands is None:
+    if get_accumulator(name).emulated and operands is None and codes is None:
         from ottava.ops.gemm import gemm
 
         sides = (operand(x.contiguous(), y.contiguous(), spec) for x, y, spec in ((a, scale_a, lhs), (b, scale_b, rhs)))
         y = gemm(*sides, out_dtype=dtype, accumulator=name).double()
         return {"out": Allowed(y, y, (dtype,), exact=y)}
-    a, b = decoded(a, scale_a, lhs), decoded(b, scale_b, rhs)
+    if late:
+        sides = (scales_of(scale, spec).amax(1, keepdim=True) for scale, spec in ((scale_a, lhs), (scale_b, rhs)))
+        one = product(numbers_of(a, lhs.format), numbers_of(b, rhs.format), torch.float32, **way)
+        grid = next(sides) * next(sides).t()
+        ends = ((end * grid).float().to(dtype).double() for end in (one.low, one.high))
+        return {"out": Allowed(*ends, (dtype,))}
+    a, b = decoded(a, scale_a, lhs, codes), decoded(b, scale_b, rhs, codes)
     if operands is not None:
         a, b = operands(a), operands(b)
     return {"out": product(a, b, dtype, **way)}
@@ -352,7 +363,11 @@ def cast_interval(
     moved = torch.zeros_like(x, dtype=torch.float64) if off is None else off
     if spec is None:
         return x.double(), moved
-    fmt, shape = way.pop("format", spec.format), tuple(x.shape)
+    spec = replace(spec, granularity=way.pop("granularity", spec.granularity))
+    fmt, shape, other = way.pop("format", spec.format), tuple(x.shape), way.pop("other_top", None)
+    if other is not None:
+        center, far = cast_interval(x, spec, off)
+        return center * (spec.format.max / other), far * (spec.format.max / other)
     if (twice := way.pop("twice", None)) is not None:
         x = cast_interval(x.t(), twice)[0].t()  # what is cast has been cast along the other dimension
     if (read := way.pop("read", None)) is not None:
@@ -440,6 +455,8 @@ def attention_allowed(
     causal: bool | None = None,
     fault: str = "",
     pad: int = 0,
+    window: int = 0,
+    rounded: Mapping[str, torch.dtype] | None = None,
     casts: Mapping[str, str] | None = None,
 ) -> dict[str, Allowed]:
     """o, dq, dk and dv of softmax(q k.T / sqrt(D)) v; each rounding of an ordinary kernel to the operands' type counts.
@@ -448,6 +465,8 @@ def attention_allowed(
         offset: by which the causal mask is late; None is right.
         fault: what else is wrong, see `hypotheses`.
         pad: keys are padded to a multiple of it, with zeros that count.
+        window: keys that a query sees, itself among them; 0: all.
+        rounded: "scores" or "p", and a type that they are rounded to.
         casts: tensor of `AttentionRecipe` -> a format in place of its own, or "skip".
     """
     q, k, v, grad = (inputs[key].double() for key in ("q", "k", "v", "grad"))
@@ -462,7 +481,10 @@ def attention_allowed(
     off = off + (eq @ k.abs().mT + (q.abs() + eq) @ ek.mT) * scale
     if what.get("causal", False) if causal is None else causal:
         seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(offset)
+        seen = seen.triu(1 - window) if window else seen
         scores, off = scores.masked_fill(~seen, -math.inf), off.masked_fill(~seen, 0.0)
+    if rounded and "scores" in rounded:
+        scores = scores.to(rounded["scores"]).double()
     top = scores.amax(-1, keepdim=True).clamp(min=-1e300)
     raised = (scores - top).exp()
     total = raised.sum(-1, keepdim=True)
@@ -471,6 +493,7 @@ def attention_allowed(
     p = raised if fault == "not normalized" else raised / torch.where(total == 0, 1.0, total)
     # exp turns an absolute error into a relative one; the sum has that of its largest term
     ep = p * (2 * (off.amax(-1, keepdim=True) + off) + (keys + 16) * U32 + 2 * u)
+    p = p.to(rounded["p"]).double() if rounded and "p" in rounded else p
     ((s, es),) = _cast_together(specs.get("s"), (p, ep))
     o, eo = s @ v, es @ v.abs() + (s.abs() + es) @ ev + (keys + 4) * U32 * (s @ v.abs())
     ((o, eo),) = _cast_together(specs.get("o"), (o, eo))
@@ -524,7 +547,7 @@ def adamw(
     lr, (b1, b2) = float(what.get("lr", 1e-3)), what.get("betas", (0.9, 0.999))
     eps, decay = float(what.get("eps", 1e-8)), float(what.get("weight_decay", 0.01))
     g = gradient if stale is None else stale
-    if fault == "betas swapped":
+    if fault in ("betas swapped", "betas of moments swapped"):
         b1, b2 = b2, b1
     if fault == "decay coupled":
         g, decay = g + decay * p, 0.0
@@ -533,7 +556,9 @@ def adamw(
     kept = 1.0 if fault == "no decay" else kept
     m = b1 * m + (1 - b1) * g if fault != "momentum undamped" else b1 * m + g
     v = b2 * v + (1 - b2) * (g.abs() if fault == "gradient not squared" else g * g)
-    c1, c2 = 1 - b1**t, 1 - b2**t
+    m = m.float().bfloat16().double() if fault == "first moment rounded" else m
+    v = v.float().bfloat16().double() if fault == "second moment rounded" else v
+    c1, c2 = (1 - beta**t for beta in ((b1, b2) if fault != "betas of moments swapped" else (b2, b1)))
     c1 = 1.0 if fault in ("no bias correction", "first moment uncorrected") else c1
     c2 = 1.0 if fault in ("no bias correction", "second moment uncorrected") else c2
     hat = v / c2 if c2 else v * math.inf

@@ -19,6 +19,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -158,8 +159,7 @@ class Order:
     @property
     def name(self) -> str:
         """Short, such as "groups of 32 fused, one after another"."""
-        leaves = _leaves(self)
-        words = [_describe(self, leaves, self.n + len(self.additions) - 1)]
+        words = [_named(self)]
         if self.fused is not None and self.fused.aligned is not None:
             kept = "" if self.fused.kept in (None, self.fused.aligned) else f", sums keep {self.fused.kept}"
             words.append(f"terms cut to {self.fused.aligned} bits below the largest{kept}")
@@ -397,54 +397,45 @@ def _measure(search: _Search, order: Order, *, many: bool) -> Addition | None:
     return Addition(kept, aligned, modes.get(up, ""))
 
 
-def _describe(order: Order, leaves: list[list[int]], node: int) -> str:
-    """A tree in words: a chain, a balanced tree, or a flat sum, of parts that are such trees."""
-    n = order.n
-    if node < n:
-        return ""
-    spine, added = node, []
-    while spine >= n:
-        parts = order.additions[spine - n]
-        longest = max(parts, key=lambda part: len(leaves[part]))
-        rest = [part for part in parts if part != longest]
-        if len(leaves[longest]) == len(leaves[rest[0]]):
-            break
-        added.append(rest)
-        spine = longest
-    added.reverse()
-    if added:
-        return _chain(order, leaves, spine, added)
-    parts = order.additions[node - n]
-    if len(parts) > 2:
-        words = {_describe(order, leaves, part) for part in parts}
-        inner = words.pop() if len(words) == 1 else "of several shapes"
-        return f"{len(parts)} fused" + (f", each {inner}" if inner else "")
-    while True:
-        halves = [order.additions[part - n] if part >= n else () for part in parts]
-        if not all(len(pair) == 2 and len(leaves[pair[0]]) == len(leaves[pair[1]]) for pair in halves):
-            break
-        parts = tuple(part for pair in halves for part in pair)
-    return _of_parts(order, leaves, parts, "pairwise")
+def _named(order: Order) -> str:
+    """A chain, a balanced tree, or either of parts that are chains."""
+    n, leaves = order.n, _leaves(order)
+    sums = dict(enumerate(order.additions, n))
+    chains: set[int] = set()
+    for node, parts in sums.items():
+        inner = [part for part in parts if part >= n]
+        chains |= {node} if len(inner) < 2 and chains.issuperset(inner) else set()
+    top = n + len(sums) - 1
+    if top in chains:
+        return _chain(order)
+    balanced = all(len({len(leaves[part]) for part in parts}) == 1 and len(parts) == 2 for parts in sums.values())
+    if balanced:
+        return "pairwise"
+    above = [parts for node, parts in sums.items() if node not in chains]
+    held = [part for taken in above for part in taken if part < n or part in chains]
+    # the last block of a chain may be shorter
+    sizes = sorted({len(leaves[part]) for part in held})
+    steps = {b - a for part in held for a, b in pairwise(leaves[part])}
+    kind = "blocks" if steps <= {1} else "lanes" if len(steps) == 1 else "parts"
+    one_by_one = all(sum(part >= n and part not in chains for part in taken) < 2 for taken in above)
+    halved = all(len({len(leaves[part]) for part in taken}) == 1 for taken in above)
+    how = "pairwise" if halved else "one after another" if one_by_one else "a tree of them"
+    size = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]} (sequential)"
+    return f"{len(held)} {kind} of {size}, {how}"
 
 
-def _chain(order: Order, leaves: list[list[int]], start: int, added: list[list[int]]) -> str:
-    width = len(added[0])
-    begun = order.additions[start - order.n] if start >= order.n else (start,)
-    if all(part < order.n for parts in added for part in parts):
-        terms = [*leaves[start], *(part for parts in added for part in parts)]
-        if {*map(len, added[:-1]), width} == {width} and len(added[-1]) <= width and (width > 1 or len(begun) <= 2):
-            if width == 1:
-                return _sequential(terms)
-            even = len(begun) == width and terms == sorted(terms)
-            first = "" if even else f" after {len(begun)}"
-            return f"groups of {width} fused{first}, one after another"
-    if width == 1 and len({len(parts) for parts in added}) == 1:
-        singles = [start, *(parts[0] for parts in added)]
-        if len(begun) == 2 and len(leaves[begun[1]]) >= len(leaves[singles[1]]):
-            singles = [*begun, *singles[1:]]  # the first two parts of a chain look like a balanced tree
-        return _of_parts(order, leaves, singles, "one after another")
-    sizes = sorted({len(leaves[part]) for parts in added for part in parts})
-    return f"a chain of {len(added) + 1} parts of {sizes[0]} to {sizes[-1]} terms"
+def _chain(order: Order) -> str:
+    first, *rest = order.additions
+    added = [len(parts) - 1 for parts in rest]
+    if not rest or {*added} == {1}:
+        terms = [*first, *(min(parts) for parts in rest)]
+        return (
+            _sequential(terms) if len(first) == 2 else f"{len(first)} fused" + ", then one after another" * bool(rest)
+        )
+    if {*added[:-1], added[0]} == {added[0]} and added[-1] <= added[0]:
+        after = "" if len(first) == added[0] else f" after {len(first)}"
+        return f"groups of {added[0]} fused{after}, one after another"
+    return f"a chain of {len(order.additions)} additions of {min(added) + 1} to {max(added) + 1}"
 
 
 def _sequential(terms: list[int]) -> str:
@@ -455,18 +446,3 @@ def _sequential(terms: list[int]) -> str:
             many = "" if run == 1 else " from the last" if run == len(terms) else f", each {run} from the last"
             return f"sequential{many}"
     return "a chain, not in order"
-
-
-def _of_parts(order: Order, leaves: list[list[int]], parts: Sequence[int], how: str) -> str:
-    if all(part < order.n for part in parts):
-        return how if how == "pairwise" else "sequential"
-    whole = sorted(leaf for part in parts for leaf in leaves[part])
-    place = {leaf: at for at, leaf in enumerate(whole)}
-    steps = {place[b] - place[a] for part in parts for a, b in zip(leaves[part], leaves[part][1:], strict=False)}
-    kind = "blocks" if steps <= {1} else "lanes" if len(steps) == 1 else "parts"
-    sizes = [len(leaves[part]) for part in parts]
-    even = parts[:-1] if sizes[-1] < sizes[0] else parts  # the last block of a chain may be shorter
-    words = {_describe(order, leaves, part) for part in even}
-    size = str(sizes[0]) if len({*sizes[: len(even)]}) == 1 else f"{min(sizes)} to {max(sizes)}"
-    inner = words.pop() if len(words) == 1 else "of several shapes"
-    return f"{len(parts)} {kind} of {size} ({inner}), {how}"

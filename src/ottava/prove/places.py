@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -166,6 +166,12 @@ def _of_groups() -> Iterator[tuple[str, Where]]:
         return lambda part: chosen(*in_group(part)).expand(part.given.shape)
 
     yield "behind an empty group", rows(lambda i, n, behind: behind)
+    yield (
+        "in the last group",
+        lambda part: (torch.arange(part.given.shape[0]) >= int(part.case.inputs["ends"][-2:-1].sum()))[:, None].expand(
+            part.given.shape
+        ),
+    )
     yield "in the last row of a group", rows(lambda i, n, behind: i == n - 1)
     yield "in the first row of a group", rows(lambda i, n, behind: i == 0)
     odd = "in the last row of a group with an odd number of rows"
@@ -191,6 +197,9 @@ def _of_cases(kind: str) -> Iterator[tuple[str, Where]]:
     yield "for operands of three dimensions", lambda part: first(part).dim() > 2
     yield "where all of x is zero", lambda part: not bool(first(part).float().any())
     yield "for a second call in the same memory", lambda part: part.case.before is not None
+    for (name, one), (other, two) in combinations(_sizes(kind), 2):
+        yield f"where {name} equals {other}", lambda p, f=one, g=two: f(p) == g(p)
+        yield f"where {name} is not {other}", lambda p, f=one, g=two: f(p) != g(p)
     for name, size_of in _sizes(kind):
         for size in _SIZES:
             yield f"where {name} is no multiple of {size}", lambda p, f=size_of, n=size: (f(p) or n) % n != 0
@@ -252,10 +261,9 @@ def _of_values(kind: str) -> Iterator[tuple[str, Where]]:
     yield "where a negative number is right", lambda part: right(part) < 0
     yield "where a power of two is right", lambda part: torch.frexp(right(part).nan_to_num(0.3))[0].abs() == 0.5
     for name, smallest in (("E4M3", 2.0**-6), ("E5M2", 2.0**-14), ("E2M1", 1.0), ("E4M3FNUZ", 2.0**-7)):
-        yield (
-            f"where a subnormal number of {name} is right",
-            lambda part, s=smallest: (right(part) != 0) & (right(part).abs() < s),
-        )
+        text = f"normal number of {name} is right"
+        yield f"where a sub{text}", lambda part, s=smallest: (right(part) != 0) & (right(part).abs() < s)
+        yield f"where a {text}", lambda part, s=smallest: right(part).abs() >= s
 
 
 def _sizes_of(kind: str, parts: Sequence[Part]) -> str:

@@ -307,14 +307,8 @@ _PHASES = MappingProxyType(
         "weight": ("start", "the programs start from other weights: {path}"),
         "output": ("forward", "the forward of {named}"),
         "recomputed": ("recomputation", "the recomputed forward of {named}"),
-        "gradient": (
-            "weight gradient",
-            "the gradient of {path}{lost}, while the gradient that enters {named} is right",
-        ),
-        "clipped gradient": (
-            "clipping",
-            "what happens between the backward and the step of the optimizer, such as clipping or unscaling",
-        ),
+        "gradient": ("weight gradient", "the gradient of {path}{lost}, while that which enters {named} is right"),
+        "clipped gradient": ("clipping", "what happens between backward and optimizer, such as clipping or unscaling"),
         "update": ("update", "the step of the optimizer ({operation})"),
         "buffer": ("buffer", "the buffer {path}"),
     }

@@ -45,14 +45,8 @@ def load_trace(path: Path) -> StepRecording:
 
 _TE = re.compile(r"(?P<layer>.+)_(?P<tensor>activation|gradient|weight|output|wgrad|dgrad)_iter_(?P<step>\d+)")
 _TE_KINDS = MappingProxyType(
-    {
-        "weight": "weight",
-        "activation": "input",
-        "output": "output",
-        "gradient": "output gradient",
-        "dgrad": "input gradient",
-        "wgrad": "gradient",
-    }
+    {"weight": "weight", "activation": "input", "output": "output"}
+    | {"gradient": "output gradient", "dgrad": "input gradient", "wgrad": "gradient"}
 )
 
 
