@@ -443,10 +443,20 @@ class Experts(nn.Module):
         return Reduce.apply(Reduce.apply(y, True), False).chunk(n)[r]
 
 
-def pipeline(model: Any, batch: Tensor, fault: str) -> None:
-    """Forward and backward of this rank's stage."""
+def stage(model: Any) -> tuple[int, int]:
+    """The first block of this rank's stage, and that behind its last; the model loses what other ranks hold."""
     n, r = dist.get_world_size(), dist.get_rank()
     begin, end = (min(3, -(-3 * i // n)) for i in (r, r + 1))
+    for i in {0, 1, 2} - {*range(begin, end)}:
+        model.blocks[i] = nn.Identity()
+    for name in (*(("embed",) if r else ()), *(("norm", "head") if r < n - 1 else ())):
+        setattr(model, name, nn.Identity())
+    return begin, end
+
+
+def pipeline(model: Any, batch: Tensor, fault: str, begin: int, end: int) -> None:
+    """Forward and backward of this rank's stage."""
+    n, r = dist.get_world_size(), dist.get_rank()
     begin += fault == "pp: a block is in no stage" and r == n - 1 and begin < 3
     if r:
         x = torch.empty(*batch.shape, 32)
@@ -539,11 +549,12 @@ def rank_step(kind: str, fault: str, batch: Tensor) -> StepRecording:
         model.blocks[1].mlp.load_state_dict(whole.state_dict(), strict=False)
         for p in model.blocks[1].mlp.experts.parameters():
             p.register_hook(lambda g: g / n)  # it meets the tokens of all ranks
+    blocks = stage(model) if kind == "pp" else (0, 3)
     optimizer = adam(model.parameters())
     with StepRecorder(net) as recorder:
         parts = mine.chunk(2) if "micro" in kind else [mine]
         if kind == "pp":
-            pipeline(model, batch, fault)
+            pipeline(model, batch, fault, *blocks)
         elif kind == "cp":
             logits = net(mine)[:, : None if r < n - 1 else -1]
             targets = batch[:, 1:][:, r * mine.shape[1] : (r + 1) * mine.shape[1]]
