@@ -1,4 +1,4 @@
-"""The prover against planted faults and clean pairs: `python benchmarks/check.py [--ranks-only|--one-only]`.
+"""The prover against planted faults and clean pairs: `python benchmarks/check.py [--only faults|clean|ranks|traces]`.
 
 Faults are rebuilt small from public bugs: the 14 classes of TTrace (arXiv 2506.09280) and twenty of threads of
 Megatron-LM, TransformerEngine, torchao, torch, transformers. The author of the prover wrote them: the set is not blind.

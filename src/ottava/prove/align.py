@@ -375,8 +375,8 @@ def _add_missing(
         if key in lost or (lost and key.kind in GRADIENTS and key.path in paths):
             for call, entry in enumerate(mine[key]):
                 zero = torch.zeros_like(entry.value)
-                facts = entry.operation, entry.value.dtype, entry.order, [], "is missing in B"
-                aligned.rows.append(JudgedTensor(key, call, entry.value, zero, *facts))
+                how = entry.operation, entry.value.dtype, entry.order
+                aligned.rows.append(JudgedTensor(key, call, entry.value, zero, *how, [], "is missing in B"))
             aligned.only_a.remove(key)
     aligned.rows.sort(key=lambda row: (row.key.step, row.order))
 

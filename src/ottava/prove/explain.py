@@ -257,8 +257,9 @@ def supposed(hypothesis: Fault, call: Asked) -> dict[str, Allowed] | None:
     if "plus" in after:
         more = expect(call.kind, after["plus"], what, None, **knobs)
         for name, one in allowed.items():
-            ends = ((x + y).float().to(one.dtypes[0]).double() for x, y in zip(one[:2], more[name][:2], strict=True))
-            allowed[name] = Allowed(*ends, one.dtypes, free=one.free)
+            pairs = zip(one[:2], more[name][:2], strict=True)
+            low, high = ((x + y).float().to(one.dtypes[0]).double() for x, y in pairs)
+            allowed[name] = Allowed(low, high, one.dtypes, free=one.free)
     for name, one in allowed.items():
         if "only" not in after or name in after["only"]:
             factor = after.get("times", after.get("only", {}).get(name, 1.0))

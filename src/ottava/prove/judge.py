@@ -299,11 +299,11 @@ def gemm_allowed(
         y = gemm(*sides, out_dtype=dtype, accumulator=name).double()
         return {"out": Allowed(y, y, (dtype,), exact=y)}
     if late:
-        sides = (scales_of(scale, spec).amax(1, keepdim=True) for scale, spec in ((scale_a, lhs), (scale_b, rhs)))
+        rows, columns = (scales_of(x, spec).amax(1, keepdim=True) for x, spec in ((scale_a, lhs), (scale_b, rhs)))
         one = product(numbers_of(a, lhs.format), numbers_of(b, rhs.format), torch.float32, **way)
-        grid = next(sides) * next(sides).t()
-        ends = ((end * grid).float().to(dtype).double() for end in (one.low, one.high))
-        return {"out": Allowed(*ends, (dtype,))}
+        grid = rows * columns.t()
+        low, high = ((end * grid).float().to(dtype).double() for end in (one.low, one.high))
+        return {"out": Allowed(low, high, (dtype,))}
     a, b = decoded(a, scale_a, lhs, codes), decoded(b, scale_b, rhs, codes)
     if operands is not None:
         a, b = operands(a), operands(b)
