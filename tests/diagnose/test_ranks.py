@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,15 +12,15 @@ from ottava.diagnose.facts import Facts
 from ottava.diagnose.ranks import arrived
 from ottava.record.reader import Run
 from ottava.record.writer import RunWriter
+from warm import Warm
 
 SCRIPT = """
-import sys
+import os, sys
 import torch
 from torch import nn
 
-word = sys.argv[1]
-torch.distributed.init_process_group("gloo")
-rank = torch.distributed.get_rank()
+word, rank = sys.argv[1], int(os.environ["RANK"])
+torch.distributed.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
 torch.manual_seed(rank if word == "seeds" else 0)
 parts = [nn.Embedding(32, 32), nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 32)]
 model = nn.Sequential(*parts)
@@ -54,12 +52,10 @@ torch.distributed.destroy_process_group()
 def test_two_ranks_are_told_from_two_that_have_parted(word: str, said: str, tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ottava"]
-    done = subprocess.run(
-        [*command, "watch", "--out", str(folder), "--", str(script), word],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    command = ["-m", "ottava", "watch", "--out", str(folder), "--", str(script), word, f"file://{tmp_path}/meeting"]
+    ranks = [Warm(command, env={**os.environ, "WORLD_SIZE": "2", "RANK": str(i), "LOCAL_RANK": str(i)}) for i in (0, 1)]
+    for done in [rank.wait() for rank in ranks]:
+        assert done.returncode == 0, done.stderr
     result = diagnose(Run.open(folder))
     assert said in result.sentence
     assert [f.id for f in result.findings] == ([] if word == "healthy" else ["R1"])
