@@ -157,10 +157,10 @@ def held(process: Path) -> dict[str, float]:
     }
 
 
-def _round(sides: Sequence[Any], number: int) -> dict[str, float]:
-    """Both models under every recipe, the one or the other first, and an evaluation; one sample."""
+def _round(sides: Sequence[Any], number: int, recipes: Sequence[str]) -> dict[str, float]:
+    """Both models under each recipe, the one or the other first, and an evaluation; one sample."""
     spent, losses = [0.0, 0.0], [0.0, 0.0]
-    for at, recipe in enumerate(ottava.RECIPES):
+    for at, recipe in enumerate(recipes):
         for side in (0, 1) if (at + number) % 2 else (1, 0):
             seconds, losses[side] = _train(*sides[side], recipe, 1000 * number + at)
             spent[side] += seconds
@@ -172,20 +172,25 @@ def _round(sides: Sequence[Any], number: int) -> dict[str, float]:
     gc.collect()
     return held(Path("/proc/self")) | {
         "objects": len(gc.get_objects()),
-        "step": 1000 * spent[0] / (_STEPS * len(ottava.RECIPES)),
+        "step": 1000 * spent[0] / (_STEPS * len(recipes)),
         "overhead": spent[0] / spent[1],
         "loss": losses[0],
     }
 
 
-def soak(minutes: float, folder: Path, after_round: Callable[[Mapping[str, float]], None] = print) -> dict[str, Any]:
+def soak(
+    minutes: float,
+    folder: Path,
+    after_round: Callable[[Mapping[str, float]], None] = print,
+    recipes: Sequence[str] = tuple(ottava.RECIPES),
+) -> dict[str, Any]:
     """Trains for so long, at least twelve rounds; the facts, all samples and verdicts as JSON values."""
     sides = [_network(), _network()]
     samples: list[dict[str, float]] = []
     began = time.monotonic()
     with ottava.watch(sides[0][0], folder / "run"), contextlib.closing(Page(folder / "run")) as page:
         while len(samples) < 12 or time.monotonic() - began < 60 * minutes:
-            sample = _round(sides, len(samples)) | page.visit()
+            sample = _round(sides, len(samples), recipes) | page.visit()
             size = sum(path.stat().st_size for path in (folder / "run").rglob("*") if path.is_file())
             samples.append({"seconds": time.monotonic() - began, **sample, "folder": size / 2**20})
             after_round(samples[-1])
@@ -195,8 +200,8 @@ def soak(minutes: float, folder: Path, after_round: Callable[[Mapping[str, float
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "minutes": samples[-1]["seconds"] / 60,
-        "steps": len(samples) * _STEPS * len(ottava.RECIPES),
-        "switches": len(samples) * len(ottava.RECIPES),
+        "steps": len(samples) * _STEPS * len(recipes),
+        "switches": len(samples) * len(recipes),
         "folder_mib": [samples[0]["folder"], samples[-1]["folder"]],
         "series": judge(samples),
         "samples": [{name: round(value, 4) for name, value in sample.items()} for sample in samples],

@@ -50,7 +50,9 @@ def test_too_few_rounds_are_refused() -> None:
 def test_a_planted_leak_is_seen(tmp_path: Path) -> None:
     """Files that stay open, one a round; every other series may be undecided in so short a run."""
     held = []
-    found = soak.soak(0.01, tmp_path, lambda sample: held.append((tmp_path / f"{len(held)}").open("w")))
+    found = soak.soak(
+        0.01, tmp_path, lambda sample: held.append((tmp_path / f"{len(held)}").open("w")), ("bf16", "delayed", "mxfp8")
+    )
     for file in held:
         file.close()
     assert found["series"]["descriptors"]["verdict"] == soak.GROWS
