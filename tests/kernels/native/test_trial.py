@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import trial as native_trial
 
@@ -64,15 +65,14 @@ def test_what_a_compiler_cuts_off_is_never_published(tmp_path: Path) -> None:
         f'echo "int a = (__builtin_trap(), 1);" | {real} -x c++ -shared -fPIC - -o "$last.cut"': "SIG(ILL|TRAP)",
         'cp "$last" "$last.cut"': "^42$",
     }
-    command = [*(sys.executable, "-c", STARTS, str(cache), str(sources))]
-    command += [str(Path(native_build.__file__).parent), str(compiler)]
+    words = ["-c", STARTS, str(cache), str(sources), str(Path(native_build.__file__).parent), str(compiler)]
     for spoil, said in answers.items():
         compiler.write_text(f'#!/bin/sh\n{real} "$@" || exit 1\n[ "$1" = --version ] && exit 0\n{rest}\n')
         with compiler.open("a") as script:
             script.write(f'{spoil}\nmv "$last.cut" "$last"\n')
         compiler.chmod(0o755)
         for _ in range(2):
-            ran = subprocess.run(command, capture_output=True, text=True)
+            ran = warm.run(words)
             assert ran.returncode == 0, (spoil, ran)
             assert re.search(said, ran.stdout.strip()), (spoil, ran)
         if "trap" in spoil:
