@@ -6,11 +6,9 @@ import importlib
 import json
 import time
 import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from state_scenarios import World
 
 import warm
@@ -33,15 +31,15 @@ def run_all(rank: int, size: int, folder: str, scenarios: list[str]) -> None:
     """What each process does: all scenarios in turn, until one fails, since the ranks then no longer agree."""
     torch.set_num_threads(1)
     warm.look_for_garbage_rarely()
-    store = dist.FileStore(f"{folder}/meeting", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
+    world = World(rank, size, folder)
     results: dict[str, str] = {}
     for scenario in scenarios:
+        world.meet()
         torch.manual_seed(0)
         module, name = scenario.rsplit(".", 1)
         began = time.process_time()
         try:
-            getattr(importlib.import_module(module), name)(World(rank, size, folder))
+            getattr(importlib.import_module(module), name)(world)
             results[scenario] = ""
         except Exception:
             results[scenario] = traceback.format_exc()
@@ -51,10 +49,7 @@ def run_all(rank: int, size: int, folder: str, scenarios: list[str]) -> None:
         Path(folder, "new", f"{rank}.json").replace(Path(folder, f"{rank}.json"))
         if results[scenario]:
             break
-        dist.barrier()
-    store.set(f"left {rank}", "")  # a rank that closes its connections ends the barrier of a slower rank with an error
-    store.wait([f"left {other}" for other in range(size)])
-    dist.destroy_process_group()
+    world.leave()
 
 
 def start(size: int, folder: Path, scenarios: list[str]) -> list[dict[str, str]]:

@@ -6,12 +6,15 @@ Every rank has its own data. After each scenario the histories of all ranks are 
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
 import math
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,6 +42,7 @@ from scaling_samples import (
 )
 
 T = TypeVar("T")
+_MEETINGS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,25 @@ class World:
         made = [make() if self.rank == 0 else None]
         dist.broadcast_object_list(made)
         return made[0]  # type: ignore[return-value]
+
+    def meet(self) -> None:
+        """All processes, in a new group."""
+        if dist.is_initialized():
+            self.leave()
+        store = dist.FileStore(f"{self.folder}/meeting-{next(_MEETINGS)}", self.size)
+        limit = timedelta(seconds=600)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=limit)
+
+    def leave(self) -> None:
+        """Ends the group when all are ready, since a closed connection fails what a slower rank waits for.
+
+        A group keeps threads, and a training keeps its groups: hundreds of threads took most of the CPU time.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"left {self.rank}", "")
+        store.wait([f"left {other}" for other in range(self.size)])
+        dist.destroy_process_group()
+        gc.collect()
 
 
 def ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:

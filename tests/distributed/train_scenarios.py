@@ -79,6 +79,7 @@ def witness(world: World, name: str) -> Path:
 
 
 def run_of(world: World, name: str, *overrides: str, steps: int | None = None, resume: bool = False) -> Trainer:
+    world.meet()
     trainer = Trainer(tiny(*overrides), Path(world.folder, name), resume=resume)
     trainer.advance(steps)
     if not trainer.done:
@@ -222,7 +223,7 @@ def checkpoints_of_any_shape(world: World) -> None:
                     shutil.copy(source.parents[1] / file, folder)
                 copy = shutil.copytree if source.is_dir() else shutil.copy
                 copy(source, folder / "checkpoints" / source.name)  # type: ignore[operator]
-            dist.barrier()
+            world.meet()
             parallel = {"dp": 1, layout: world.size, "timeout": 300.0}
             changed = config.model_copy(update={"parallel": config.parallel.model_validate(parallel)})
             trainer = Trainer(changed, folder, resume=True)
@@ -264,8 +265,7 @@ STORAGES = (
 
 def every_storage_is_resumed_to_the_bit(world: World) -> None:
     """Every storage in every division that takes it: half a run and the rest are the whole run, tensor for tensor. A
-    flipped bit in a shard is noticed, and the older one taken. Four processes take the first storage: each Trainer's
-    mesh keeps its threads until the process ends, and hundreds of them leave no time for the others."""
+    flipped bit in a shard is noticed, and the older one taken. Four processes take the first storage."""
     storages = STORAGES if world.size == 2 else STORAGES[:1]
     for layout, (weights, master, moments) in itertools.product(("tp", "pp", "dp", "shard"), storages):
         if layout == "tp" and weights == "fp8":  # refused
@@ -375,6 +375,7 @@ def the_plan_counts_what_is_sent_and_held(world: World) -> None:
         sizes = f"model={{d_model: 128, layers: {layers}, heads: 4, kv_heads: 4, ffn: 384}}"
         config = tiny(sizes, *own, f"parallel={json.dumps({**mesh, 'verify_every': 0})}", f"microbatches={parts}")
         folder = Path(world.folder, "planned-" + "-".join(mesh))
+        world.meet()
         trainer = Trainer(config, folder)
         trainer.advance(1)
         with Counted() as sent:
@@ -475,14 +476,6 @@ def poison_on_one_rank_is_not_saved(world: World) -> None:
         assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-000002"]
 
 
-def meet_again(world: World, name: str) -> None:
-    """In a new group: in the old one the processes are out of step."""
-    dist.destroy_process_group()
-    limit = timedelta(seconds=300)
-    meeting = f"file://{world.folder}/{name}"
-    dist.init_process_group("gloo", init_method=meeting, rank=world.rank, world_size=world.size, timeout=limit)
-
-
 def wait_less() -> None:
     """From here on collectives end after 8 s; no start and no first step, which may be slow on a busy machine.
 
@@ -505,7 +498,6 @@ def a_rank_that_skips_a_layer_is_named(world: World) -> None:
     assert "step 2" in told, told
     assert "layers." in told or "norm" in told or "lm_head" in told, told
     trainer.folder.release()
-    meet_again(world, "after-skipped")
 
 
 def a_rank_that_fails_is_named(world: World) -> None:
@@ -526,7 +518,6 @@ def a_rank_that_fails_is_named(world: World) -> None:
             told
         )
         assert f"rank {world.rank} waited for it (step 2, forward of layers.1.mlp.gate_up_proj" in told, told
-    meet_again(world, "after-failed")
 
 
 QUICK: tuple[Callable[[World], None], ...] = (
