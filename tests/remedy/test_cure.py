@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
+import warm
 from ottava.record.reader import Run
 from ottava.remedy.cure import Retrained, last_loss, retrain
 
@@ -90,7 +89,7 @@ def trained(
         ({"settings": {"beta1": 0.5}}, {"betas": (0.9, 0.99)}, {"betas": (0.5, 0.99)}),
         ({"load": True}, {"prefix": "module."}, {}),
         ({"recipe": "bf16"}, {"recipe": "tensorwise"}, {"recipe": "bf16"}),
-        ({"sites": ["test_cure.py:29"]}, {"linear": Rounding}, {}),
+        ({"sites": ["test_cure.py:28"]}, {"linear": Rounding}, {}),
         ({"derivatives": True}, {"linear": Rounding, "factor": 2.0}, {}),
     ],
     ids=["lr", "schedule", "clear", "clip", "settings", "load", "recipe", "sites", "derivatives"],
@@ -140,8 +139,8 @@ for _ in range(30):
 
 def test_a_run_is_trained_again_with_its_remedy(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    command = [sys.executable, "-m", "ottava", "watch", "--out", "bad", "--", "train.py", "1e-6"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    ended = warm.run(["-m", "ottava", "watch", "--out", "bad", "--", "train.py", "1e-6"], cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
     bad = Run.open(tmp_path / "bad")
     came = retrain(bad, {"trial": {"lr": 1e6}}, tmp_path / "cure")
     assert came.cure < 0.5 * came.bad == 0.5 * last_loss(bad)
