@@ -25,6 +25,7 @@ def test_resuming_from_bf16_is_smooth_with_calibration(capsys: pytest.CaptureFix
     assert "calibrated" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_bad_run_is_told_from_the_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The one setting that differs comes first, FC2's inputs suffer, and FP8 is not blamed.
 

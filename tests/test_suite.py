@@ -167,6 +167,7 @@ sys.exit(pytest.main(["--collect-only", "-n0", "-p", "no:cacheprovider", "-rs", 
 """pytest where nobody finds these packages."""
 
 
+@pytest.mark.slow
 def test_tests_of_a_gpu_are_found_without_gfloat_pyarrow_and_pydantic() -> None:
     """A lent machine has few packages. A file that needs one is named and left out; without `-m gpu` it is an error."""
     files = ["kernels/test_scaled_mm.py", "nn/test_launches.py", "nn/test_graphed.py", "kernels/triton", "report"]
