@@ -18,15 +18,16 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and read
 
 @pytest.mark.slow
 def test_every_attack_is_survived(tmp_path: Path) -> None:
-    """Some cases of each; the program prints what is lost."""
+    """A round: each at least once, kills twelve times; the program prints what is lost."""
     ended = warm.run(
-        [str(PROGRAM), "--cases", "40", "--seed", "tests", "--out", str(tmp_path / "out.json")], timeout=850
+        [str(PROGRAM), "--cases", "24", "--seed", "tests", "--out", str(tmp_path / "out.json")], timeout=850
     )
     assert ended.returncode == 0, ended.stderr
     found = json.loads((tmp_path / "out.json").read_text())["attacks"]
-    assert sum(row["tries"] for row in found.values()) == 40
+    assert sum(row["tries"] for row in found.values()) == 24
+    assert len(found) >= 10
     assert all(row["resumed"] + row["refused"] == row["tries"] and not row["lost"] for row in found.values())
-    assert found["kill"]["kills"] > 20
+    assert found["kill"]["kills"] > 10
 
 
 @pytest.mark.slow

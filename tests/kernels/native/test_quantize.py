@@ -105,7 +105,7 @@ def test_every_spec_and_layout_gives_the_references_bits(
     for x in (tiles(37, 131, dtype), tiles(131, 37, dtype).t(), large):
         x[0, 5], x[3, 7], x[30, 30], x[20, 20], x[5] = math.inf, -math.inf, math.nan, -math.nan, x[5] * 1e-6
         x[6], x[7, ::2] = 0.0, -0.0
-        for fmt in (E4M3, E5M2, E2M1) if x is large else SMALL:
+        for fmt in SMALL if x is not large and rounding == "nearest_even" else (E4M3, E5M2, E2M1):
             assert_same(x, replace(spec, format=fmt))
 
 
