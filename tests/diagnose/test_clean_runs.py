@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 QUICK = ("missing_values", "one_batch", "scaled_half", "frozen_teacher")
 
@@ -40,6 +39,10 @@ def test_some_clean_trainings_raise_nothing(population: Any, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_no_clean_training_raises_anything(population: Any, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    assert len(population.CLEAN) >= 40
-    assert not raised(population, population.CLEAN, ("bf16", "tensorwise", "delayed"), tmp_path, 0)
+    """Each training under one of two recipes in turn, and a quarter in BF16: the laws read the same facts under each.
+    `python benchmarks/clean.py` runs every pair.
+    """
+    names = list(population.CLEAN)
+    assert len(names) >= 40
+    runs = {"tensorwise": names[::2], "delayed": names[1::2], "bf16": names[::4]}
+    assert not [said for recipe, some in runs.items() for said in raised(population, some, (recipe,), tmp_path, 0)]
