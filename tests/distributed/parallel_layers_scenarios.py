@@ -97,7 +97,10 @@ def compare(
 
 
 def fused_weights_have_the_gradients_of_one_process(world: World) -> None:
-    """NormMLP with a gate, MultiheadAttention with grouped heads: bits of one process, also with split tokens."""
+    """NormMLP with a gate, MultiheadAttention with grouped heads: bits of one process, also with split tokens.
+
+    Two processes take every recipe, four every other one: what more ranks change is the order of sums.
+    """
     heads = {"heads": 2 * world.size, "kv_heads": world.size, "head_dim": 128}
     makers: dict[str, Any] = {
         "mlp": lambda r: ottava.nn.NormMLP(
@@ -107,7 +110,7 @@ def fused_weights_have_the_gradients_of_one_process(world: World) -> None:
             WIDTH, **heads, norm="rmsnorm", recipe=r, dtype=torch.bfloat16
         ),
     }
-    for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8", "bf16"):
+    for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8", "bf16")[:: world.size // 2]:
         for kind, maker in makers.items():
             torch.manual_seed(0)
             whole = maker(nearest(recipe))
