@@ -273,7 +273,7 @@ def run_file(folder: Path, path: Path, options: argparse.Namespace) -> dict[str,
     arguments = [str(path), "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "-W", "ignore"]
     arguments += ["--rootdir", str(home), "-c", os.devnull]
     if "debug" in path.parts:
-        arguments += ["--feature_dirs", str(home), "--configs_dir", str(home / "debug" / "test_configs")]
+        arguments += ["--feature_dirs", str(home), "--configs_dir", f"{home}/debug/test_configs/"]
     os.chdir(tempfile.mkdtemp())  # their debug tests write logs where they are
     with contextlib.ExitStack() as stack:
         nowhere = stack.enter_context(open(os.devnull, "w"))

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -24,6 +26,11 @@ from ottava.interop.contents import StateFileError, read_extra_state
 from ottava.nn.convert import model_init
 
 _HIGH_PRECISION = "bf16"
+
+
+def debug_tool() -> Any:
+    """The `debug.Tool` of a script that has imported nvdlfw_inspect; None: it has not, or its own."""
+    return vars(sys.modules.get("nvdlfw_inspect.api", os)).get("tool")
 
 
 def get_default_recipe() -> Recipe:
@@ -57,9 +64,10 @@ def autocast(
     """
     chosen = get_default_recipe() if recipe is None else recipe
     need("autocast", chosen, Recipe, "a recipe of ottava.compat.transformer_engine.common.recipe")
-    calibrates = calibrating and not enabled
+    calibrates, tool = calibrating and not enabled, debug_tool()
+    cells = chosen.ottava if tool is None else tool.recipe(chosen.ottava)
     return our_autocast(
-        chosen.ottava if enabled or calibrates else _HIGH_PRECISION,
+        cells if enabled or calibrates else _HIGH_PRECISION,
         enabled=enabled,
         calibrating=calibrates,
         group=amax_reduction_group,

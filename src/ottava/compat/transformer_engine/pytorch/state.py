@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.common.recipe import GROUPED, DelayedScaling, Format
+from ottava.compat.transformer_engine.pytorch.quantization import debug_tool
 from ottava.engine.functional import QuantizedLayer
 from ottava.interop.contents import StateFileError, format_maxima, read_extra_state
 from ottava.numerics.formats import E4M3
@@ -187,7 +188,13 @@ class TEState(nn.Module):
         yield from found
 
     def names_layers(self, name: Any) -> None:
-        """Gives the layers the names by which a CustomRecipe asks for their quantizers; None: they have none."""
+        """Gives the layers the names by which a CustomRecipe asks for their quantizers; None: they have none, but in a
+        session of the debug tool a number."""
+        if (tool := debug_tool()) is not None and tool.on:
+            name = name or tool.name()
+            for paths in self._states.values():
+                for path in paths:
+                    tool.adopt(_layer(self, path))
         for theirs, paths in self._states.items() if name else ():
             for path in paths:
                 last = path.rpartition(".")[2] if len(paths) > 1 and not path.startswith("groups.") else ""
