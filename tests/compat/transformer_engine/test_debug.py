@@ -15,6 +15,7 @@ from ottava.compat.transformer_engine.debug import Tool
 from ottava.debug import Run
 
 CHANGES = """
+zero: {enabled: True, layers: {layer_types: [nowhere]}, transformer_engine: {Nothing: {enabled: True}}}
 one:
   {enabled: True, layers: {layer_types: [fc1]}, transformer_engine: {
     DisableFP8GEMM: {enabled: True, gemms: [dgrad]},
@@ -36,7 +37,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
 def test_a_configuration_changes_the_casts_of_an_autocast(tool: Tool, tmp_path: Path) -> None:
     """Of the layers that it names, until the session ends; both formats of one fake GEMM count."""
     (tmp_path / "config.yaml").write_text(CHANGES)
-    tool.initialize(tmp_path / "config.yaml", log_dir=tmp_path)
+    with pytest.warns(UserWarning, match="unknown feature 'Nothing'"):
+        tool.initialize(tmp_path / "config.yaml", log_dir=tmp_path)
     layers = [te.Linear(32, 32, bias=False, name=f"block.{name}", device="cpu") for name in ("fc1", "fc2", "other")]
 
     def cells() -> list[dict[str, str]]:
@@ -56,13 +58,9 @@ def test_a_configuration_changes_the_casts_of_an_autocast(tool: Tool, tmp_path: 
         "dgrad": "high precision x high precision",
         "wgrad": plain["wgrad"].rpartition(" x ")[0] + " x E4M3[tensor]",
     }
-    assert two == {**plain, "fprop": two["fprop"]}
+    assert two == {**plain, "fprop": "high precision x high precision"}
     asked = tool.transformer_engine
     assert [asked.fp8_gemm_enabled("b.fc1", gemm, 0)[0] for gemm in ("fprop", "dgrad", "wgrad")] == [True, False, True]
-    assert not asked.modify_tensor_enabled("b.fc2", "fprop", "gradient", 0)[0]
-    assert torch.equal(asked.modify_tensor("b.fc2", "fprop", "activation", x, None), e4m3(x).dequantize())
-    with pytest.raises(ValueError, match="no feature casts gradient of b.fc1 in fprop"):
-        asked.modify_tensor("b.fc1", "fprop", "gradient", x, None)
     with pytest.raises(ValueError, match="initialize was called twice"):
         tool.initialize()
     tool.end_debug()
@@ -78,7 +76,6 @@ def test_statistics_are_those_of_a_watch(tool: Tool, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     tool.initialize(tmp_path / "config.yaml", log_dir=tmp_path)
     layer = te.Linear(32, 32, device="cpu")
-    assert [tool.inspect_tensor_enabled("Layer_1", "activation", step)[0] for step in range(3)] == [True, False, True]
     for _ in range(4):
         with te.autocast():
             layer(torch.randn(32, 32)).sum().backward()

@@ -116,12 +116,7 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     return (True, "") if return_reason else True
 
 
-is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_fp8_available
-
-
-def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """True on every device of torch."""
-    return is_fp8_available(return_reason)
+is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_bf16_available = is_fp8_available
 
 
 def get_device_compute_capability() -> tuple[int, int]:
@@ -161,12 +156,8 @@ class FP8GlobalStateManager:
         """Whether an autocast with calibrating=True is active."""
         return AMBIENT.get().calibrating
 
-    @staticmethod
-    def is_fp8_available() -> tuple[bool, str]:
-        """The same as `is_fp8_available(return_reason=True)`."""
-        return True, ""
-
-    is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_fp8_available
+    is_fp8_available = is_mxfp8_available = is_fp8_block_scaling_available = staticmethod(lambda: (True, ""))
+    is_nvfp4_available = is_fp8_available
 
 
 _STATELESS = ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")

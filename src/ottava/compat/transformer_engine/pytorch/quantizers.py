@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
+from ottava.compat.transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Format
 from ottava.compat.transformer_engine.pytorch.tensors import (
     FORMATS,
     DType,
@@ -136,7 +136,7 @@ class Quantizer:
         pin_memory: bool = False,
     ) -> Tensor:
         """A quantized tensor of zeros: ottava has no codes without a meaning."""
-        made = copy.copy(self).quantize(torch.zeros(tuple(shape), dtype=dtype, device=device))
+        made = copy.copy(self).quantize(torch.zeros(tuple(shape), device=device, dtype=torch.float32), dtype=dtype)
         return made.requires_grad_(requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
@@ -412,6 +412,9 @@ class HybridQuantizer(Quantizer):
         if self.columnwise_source != "original" and (row := self.rowwise_quantizer.cast(matrix)) is not None:
             matrix = row.dequantize()
         return self.columnwise_quantizer.cast(matrix, columns=True)
+
+    def _get_compatible_recipe(self) -> type[CustomRecipe]:
+        return CustomRecipe
 
     def copy(self) -> HybridQuantizer:
         """As `Quantizer.copy`, of both quantizers, too."""
