@@ -58,8 +58,11 @@ class _Changed(Recipe):
 class Tool:
     """The functions of nvdlfw_inspect.api, and its namespace `transformer_engine`: one object of a process."""
 
+    watch: Watch | None = None
+    changes: tuple[Intervention, ...] = ()
+    on = False
+
     def __init__(self) -> None:
-        self.watch: Watch | None = None
         self.end_debug()
         self.transformer_engine = self
 
@@ -89,8 +92,7 @@ class Tool:
         """Ends changes and statistics."""
         if self.watch is not None:
             self.watch.close()
-        self.on, self.watch, self.layers = False, None, 0
-        self.changes: tuple[Intervention, ...] = ()
+        self.on, self.watch, self.changes, self.layers = False, None, (), 0
         self.made: dict[Recipe, Recipe] = {}
 
     def step(self) -> None:
@@ -101,7 +103,7 @@ class Tool:
     def infer_and_assign_layer_names(self, model: nn.Module) -> None:
         """Names all modules by their places in the model."""
         for name, module in model.named_modules(prefix="model"):
-            module.name = name  # type: ignore[assignment]  # as nvdlfw_inspect does
+            module.name = name
 
     def adopt(self, layer: QuantizedLayer) -> None:
         """Names a layer that was just built and got no name, and lets its doors fake casts."""

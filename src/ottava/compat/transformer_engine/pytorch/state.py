@@ -159,7 +159,7 @@ class TEState(nn.Module):
             path, _, last = key.rpartition(".")
             whole = getattr(self.get_submodule(path), last)
             place = slice(first, first + rows) if rows else first
-            piece = whole if whole is None else whole[place]
+            piece: Any = whole if whole is None else whole[place]
             if whole is not None and whole.grad is not None:
                 piece.grad = whole.grad[place]
             return piece
