@@ -60,7 +60,7 @@ class StandIn(MetaPathFinder, Loader):
             real = names
         module = _Module(spec.name, real.__doc__)
         if spec.name == f"{_TOOL}.api":
-            vars(module)["tool"] = import_module(f"{_OURS}.debug").Tool()
+            vars(module)["tool"] = import_module(f"{_OURS}.pytorch.execution").Tool()
         if spec.name == _KERNELS:
             vars(module).update({name: getattr(names.optimizers, name) for name in names.optimizers.__all__})
             vars(module)["DType"] = names.DType

@@ -29,7 +29,7 @@ _HIGH_PRECISION = "bf16"
 
 
 def debug_tool() -> Any:
-    """The `debug.Tool` of a script that has imported nvdlfw_inspect; None: it has not, or its own."""
+    """The `execution.Tool` of a script that has imported nvdlfw_inspect; None: it has not, or its own."""
     return vars(sys.modules.get("nvdlfw_inspect.api", os)).get("tool")
 
 

@@ -11,7 +11,7 @@ import torch
 
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling
-from ottava.compat.transformer_engine.debug import Tool
+from ottava.compat.transformer_engine.pytorch.execution import Tool
 from ottava.debug import Run
 
 CHANGES = """
