@@ -75,8 +75,6 @@ class StandIn(MetaPathFinder, Loader):
             known = (*names.BELOW["module"], *names.BELOW["tensors"])
             if (below in NAMES or below in BELOW) and name not in known and not name.startswith("__"):
                 return absent(f"{below}.{name}", NAMES.get(below) or BELOW[below])  # te.ops.Linear is not te.Linear
-            if spec.name == f"{_THEIRS}.pytorch" and name == "cpp_extensions":
-                return import_module(f"{spec.name}.{name}")
             with contextlib.suppress(AttributeError):
                 return getattr(real, name)
             return getattr(names, name)  # theirs lies in one module, ours in another one

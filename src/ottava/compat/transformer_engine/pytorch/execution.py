@@ -236,7 +236,6 @@ class _Changed(Recipe):
     kept: dict[str, Recipe] = field(default_factory=dict, repr=False, compare=False)
 
     def for_layer(self, layer: str) -> Recipe:
-        """The recipe of the layer with that name."""
         if layer not in self.kept:
             chosen = [one for one in self.changes if matches(layer.removeprefix(GROUPED), one.layers)]
             faked = {gemm for one in chosen for gemm in one.gemms if one.action == "fake"}
@@ -307,7 +306,6 @@ class Tool:
             door.register_forward_hook(functools.partial(self._fake, layer, tensor))
 
     def _fake(self, layer: QuantizedLayer, tensor: str, door: nn.Module, args: Any, both: Any) -> Any:
-        """The operands at a door, with what FakeQuant gives in place of numbers in high precision."""
         made = list(both)
         for place, direction in enumerate(("row", "col")):
             change = self._change(layer.name, CELL_OF[tensor, direction][0], tensor, "fake")

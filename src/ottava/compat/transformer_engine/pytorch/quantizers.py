@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ottava.compat.transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Format
+from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
 from ottava.compat.transformer_engine.pytorch.tensors import (
     FORMATS,
     DType,
@@ -412,9 +412,6 @@ class HybridQuantizer(Quantizer):
         if self.columnwise_source != "original" and (row := self.rowwise_quantizer.cast(matrix)) is not None:
             matrix = row.dequantize()
         return self.columnwise_quantizer.cast(matrix, columns=True)
-
-    def _get_compatible_recipe(self) -> type[CustomRecipe]:
-        return CustomRecipe
 
     def copy(self) -> HybridQuantizer:
         """As `Quantizer.copy`, of both quantizers, too."""
