@@ -47,13 +47,14 @@ from typing import Any, NamedTuple
 RESULTS = Path(__file__).parent / "results" / "te_tests.json"
 CLASSES = ("passed", "skipped", "ours", "internal", "refused", "cuda", "limit")
 _KERNELS = re.compile(
-    r"transformer_engine_torch|cpp_extensions\.(?!general_gemm|general_grouped_gemm)|\.triton\.|userbuffers|\.ub\b|"
+    r"transformer_engine_torch|cpp_extensions\.(?!general_gemm|general_grouped_gemm)|\btriton\.|userbuffers|\.ub\b|"
     r"\.ep\.|_swizzle|cublas|FusedAttnBackend|FlashAttentionUtils|cudnn|graph\.|newton_schulz|CusolverMp"
 )
 """Names that are CUDA kernels, or settings of them: a test that calls one tests that kernel."""
 _DEVICE = re.compile(
     r"CUDA|cuda:\d|cuda device|is_cuda|torch\.cuda|active drivers|NVIDIA|Triton|nvcc|cudnn|cuBLAS|more than one GPU|"
-    r"torch.distributed.run|Could not find checkpoint|No module named '(triton|onnx\w*|nvshmem\w*|flash_attn\w*|cudnn)"
+    r"torch.distributed.run|Could not find checkpoint|libcuda|"
+    r"No module named '(triton|onnx\w*|nvshmem\w*|flash_attn\w*|cudnn|transformers)"
 )
 _REFUSAL = re.compile(r"is not in ottava|are not in ottava|ottava has no|ottava does not|ottava lacks")
 
@@ -273,7 +274,7 @@ def run_file(folder: Path, path: Path, options: argparse.Namespace) -> dict[str,
     arguments = [str(path), "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "-W", "ignore"]
     arguments += ["--rootdir", str(home), "-c", os.devnull]
     if "debug" in path.parts:
-        arguments += ["--feature_dirs", str(home), "--configs_dir", str(home / "debug" / "test_configs")]
+        arguments += ["--feature_dirs", str(home), "--configs_dir", f"{home}/debug/test_configs/"]
     os.chdir(tempfile.mkdtemp())  # their debug tests write logs where they are
     with contextlib.ExitStack() as stack:
         nowhere = stack.enter_context(open(os.devnull, "w"))

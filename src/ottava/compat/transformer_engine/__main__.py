@@ -46,7 +46,6 @@ class StandIn(MetaPathFinder, Loader):
             raise ModuleNotFoundError(f"{fullname} is not in ottava, only transformer_engine.pytorch", name=fullname)
         if top == _THEIRS and below.rpartition(".")[2].lstrip("_")[:1].isupper():
             return None  # `from module import Class`: a class that ottava lacks is no module
-        # their debug tool would find no layer of theirs, and record nothing
         return ModuleSpec(fullname, self, is_package=True) if top in (_THEIRS, _TOOL, _KERNELS) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -60,6 +59,8 @@ class StandIn(MetaPathFinder, Loader):
                 raise
             real = names
         module = _Module(spec.name, real.__doc__)
+        if spec.name == f"{_TOOL}.api":
+            vars(module)["tool"] = import_module(f"{_OURS}.pytorch.execution").Tool()
         if spec.name == _KERNELS:
             vars(module).update({name: getattr(names.optimizers, name) for name in names.optimizers.__all__})
             vars(module)["DType"] = names.DType
@@ -69,7 +70,8 @@ class StandIn(MetaPathFinder, Loader):
             if spec.name == _KERNELS and not name.startswith("__"):
                 return absent(f"{_KERNELS}.{name}", KERNELS)
             if spec.name.startswith((f"{_THEIRS}.debug", _TOOL)) and not name.startswith("__"):
-                return absent(f"{spec.name}.{name}", DEBUG)
+                known = getattr(vars(module).get("tool"), name, None)
+                return known or absent(f"{spec.name}.{name}", DEBUG)
             known = (*names.BELOW["module"], *names.BELOW["tensors"])
             if (below in NAMES or below in BELOW) and name not in known and not name.startswith("__"):
                 return absent(f"{below}.{name}", NAMES.get(below) or BELOW[below])  # te.ops.Linear is not te.Linear

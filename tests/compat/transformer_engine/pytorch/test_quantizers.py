@@ -137,14 +137,24 @@ def test_rows_of_their_own_have_the_codes_of_tensors_of_one_row() -> None:
     x, quantizer = matrix(5, 32), te.NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)
     alone = torch.cat([te.NVFP4Quantizer()(row).dequantize() for row in x.split(1)])
     assert torch.equal(quantizer(x).dequantize(), alone)
-    assert torch.equal(quantizer(x)._amax_rowwise, x.abs().amax(1))  # type: ignore[attr-defined]
+    x_q: Any = quantizer(x)
+    assert torch.equal(x_q._amax_rowwise, x.abs().amax(1))
+    assert (x_q._row_scaled_nvfp4, te.NVFP4Quantizer()(x)._row_scaled_nvfp4) == (True, False)  # type: ignore[attr-defined]
     with pytest.raises(NotImplementedError, match="row_scaled_nvfp4=True is not in ottava's recipes"):
         recipes.CustomRecipe(qfactory=lambda role: quantizer).ottava.cells("input")
 
 
+def test_an_empty_tensor_may_show_a_dtype_of_codes() -> None:
+    x, quantizer = matrix(32, 128), te.Float8BlockQuantizer(DType.kFloat8E5M2)
+    empty = quantizer.make_empty(x.shape, dtype=torch.float8_e5m2)
+    assert (empty.dtype, empty.shape) == (torch.float8_e5m2, x.shape)
+    filled: Any = quantizer.update_quantized(x, empty)
+    assert torch.equal(filled.dequantize(dtype=torch.float32), quantizer(x).dequantize())  # type: ignore[attr-defined]
+
+
 def test_each_direction_of_a_hybrid_is_a_tensor() -> None:
     x_q: Any = QUANTIZERS["hybrid"](matrix(32, 64))
-    row, column = x_q._rowwise_storage, x_q._columnwise_storage
+    row, column = x_q.rowwise_sub_storage, x_q.columnwise_sub_storage
     assert (type(row), type(column)) == (te.MXFP8Tensor, te.NVFP4Tensor)
     assert torch.equal(row.dequantize(), x_q.dequantize())
     assert (row.columns, column.rows) == (None, None)

@@ -241,6 +241,10 @@ def test_parts_have_their_names() -> None:
     assert torch.equal(torch.cat((rows.query_weight, rows.key_weight, rows.value_weight)), split.attention.qkv.weight)
     grouped = te.GroupedLinear(3, 16, 8)
     assert torch.equal(grouped.weight1, grouped.weight[1])
+    assert grouped.weight1.grad is None
+    grouped(torch.ones(6, 16), [1, 2, 3]).sum().backward()
+    assert torch.equal(grouped.weight1.grad, grouped.weight.grad[1])
+    assert float(grouped.weight1.grad[0, 0]) == 2
     linear, new = te.LayerNormLinear(16, 8), nn.Parameter(torch.full((16,), 2.0))
     linear.layer_norm_weight = new
     assert linear.norm.weight is new

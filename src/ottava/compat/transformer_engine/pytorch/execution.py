@@ -1,16 +1,34 @@
-"""TransformerEngine's CUDA graphs and its offload of activations, for loops that are written around them."""
+"""TransformerEngine's CUDA graphs, its offload of activations, and its debug tool, for loops written around them.
+
+The tool is nvdlfw_inspect in a script of `python -m ottava.compat.transformer_engine`. Its configuration changes the
+casts of every `autocast` (DisableQuantizationGEMM, DisableQuantizationLayer, FakeQuant, PerTensorScaling). Statistics
+and dumps are those of a watch, in the folder `ottava` of `log_dir`; `ottava report` shows them.
+"""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ottava.compat.transformer_engine.common.recipe import Recipe
+from ottava.compat.transformer_engine.common.recipe import GROUPED
+from ottava.compat.transformer_engine.common.recipe import Recipe as TERecipe
 from ottava.compat.transformer_engine.pytorch.quantization import autocast, get_default_recipe
+from ottava.engine.functional import QuantizedLayer
+from ottava.measure.layer_names import matches
+from ottava.numerics.formats import get_format
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.ops.quantize import quantize
+from ottava.recipe import CELL_OF, GEMMS, HIGH_PRECISION, Override, Recipe, get_recipe
+from ottava.watching.config import Intervention, WatchConfig
+from ottava.watching.doors import changed
+from ottava.watching.session import Watch
 
 _KEEPS = "_ottava_stays_on_its_device"
 _OLD = ("fp8_enabled", "fp8_calibrating", "fp8_recipe", "fp8_group")
@@ -73,7 +91,7 @@ def make_graphed_callables(
 
 def _run_under(module: Any, context: Mapping[str, Any], *, captures: bool) -> None:
     """Makes a module's forward run under an autocast, as a capture would fix it."""
-    recipe: Recipe | None = context["recipe"]
+    recipe: TERecipe | None = context["recipe"]
     if captures and context["enabled"] and (get_default_recipe() if recipe is None else recipe).ottava.predicted:
         raise NotImplementedError(
             "make_graphed_callables: a graph of one module cannot move the scales of DelayedScaling at a step; give "
@@ -95,7 +113,7 @@ def set_capture_start() -> None:
 set_capture_end = set_capture_start
 
 
-def save_fp8_tensors(modules: Sequence[nn.Module], recipe: Recipe | None) -> list[dict[str, Tensor]]:
+def save_fp8_tensors(modules: Sequence[nn.Module], recipe: TERecipe | None) -> list[dict[str, Tensor]]:
     """Copies the histories and scales of modules, which warm-up steps would move."""
     return [{name: t.clone() for name, t in _scaling(module).items()} for module in modules]
 
@@ -202,3 +220,114 @@ def mark_not_offload(*tensors: Tensor | None) -> None:
 def is_cpu_offload_enabled() -> bool:
     """False: layers need not know of an offload, which autograd's hooks do."""
     return False
+
+
+class _Watch(Watch):
+    def _check_patterns(self, names: Sequence[str]) -> None:
+        """As TransformerEngine: a pattern may match no layer."""
+
+
+@dataclass(frozen=True)
+class _Changed(Recipe):
+    """A recipe with the changes of a configuration."""
+
+    inner: Recipe = field(default_factory=lambda: get_recipe("bf16"), repr=False)
+    changes: tuple[Intervention, ...] = field(default=(), repr=False)
+    kept: dict[str, Recipe] = field(default_factory=dict, repr=False, compare=False)
+
+    def for_layer(self, layer: str) -> Recipe:
+        if layer not in self.kept:
+            chosen = [one for one in self.changes if matches(layer.removeprefix(GROUPED), one.layers)]
+            faked = {gemm for one in chosen for gemm in one.gemms if one.action == "fake"}
+            others = (one for one in chosen if one.action != "fake")
+            made = functools.reduce(changed, others, self.inner.for_layer(layer))
+            made = replace(made, **dict.fromkeys(faked, HIGH_PRECISION))  # type: ignore[arg-type]  # GEMMs only
+            if faked:
+                object.__setattr__(made, "casts", True)  # its doors must run
+            self.kept[layer] = made
+        return self.kept[layer]
+
+
+class Tool:
+    """The functions of nvdlfw_inspect.api, and its namespace `transformer_engine`: one object of a process."""
+
+    watch: Watch | None = None
+    changes: tuple[Intervention, ...] = ()
+    on = False
+
+    def __init__(self) -> None:
+        self.end_debug()
+        self.transformer_engine = self
+
+    def initialize(
+        self, config_file: str | Path = "", *, log_dir: str | Path = ".", init_training_step: int = 0, **others: Any
+    ) -> None:
+        """Reads a configuration; unknown features in it, and statistics that no watch has, are warned of.
+
+        Args:
+            others: accepted: features are TransformerEngine's own, and the watch writes files of its own.
+        Raises:
+            ValueError: it was initialized before.  ConfigError: the file has the wrong form.
+        """
+        if self.on:
+            raise ValueError("nvdlfw_inspect: initialize was called twice; needs end_debug() between")
+        self.on = True
+        if config_file:
+            config = WatchConfig.load(Path(config_file))
+            self.changes = config.interventions
+            for note in config.notes:
+                warnings.warn(note, stacklevel=2)
+            if config.looks or config.dump.periods:
+                only = config.model_copy(update={"interventions": (), "notes": ()})
+                self.watch = _Watch(None, Path(log_dir) / "ottava", only, step=init_training_step)
+
+    def end_debug(self) -> None:
+        """Ends changes and statistics."""
+        if self.watch is not None:
+            self.watch.close()
+        self.on, self.watch, self.changes, self.layers = False, None, (), 0
+        self.made: dict[Recipe, Recipe] = {}
+
+    def step(self) -> None:
+        """Ends a step."""
+        if self.watch is not None:
+            self.watch.step()
+
+    def infer_and_assign_layer_names(self, model: nn.Module) -> None:
+        """Names all modules by their places in the model."""
+        for name, module in model.named_modules(prefix="model"):
+            module.name = name
+
+    def adopt(self, layer: QuantizedLayer) -> None:
+        """Names a layer that was just built and got no name, and lets its doors fake casts."""
+        self.layers += 1
+        layer.name = layer.name or f"Layer_{self.layers}"
+        for tensor, door in layer.quantizers.named_children():
+            door.register_forward_hook(functools.partial(self._fake, layer, tensor))
+
+    def _fake(self, layer: QuantizedLayer, tensor: str, door: nn.Module, args: Any, both: Any) -> Any:
+        made = list(both)
+        for place, direction in enumerate(("row", "col")):
+            change = self._change(layer.name, CELL_OF[tensor, direction][0], tensor, "fake")
+            if isinstance(made[place], Tensor) and change is not None:
+                x = args[0].detach()
+                numbers = quantize(x, QuantizationSpec(get_format(change.format))).dequantize(x.dtype)
+                made[place] = numbers.t() if place else numbers
+        return tuple(made)
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """The recipe of an autocast, with the changes of the configuration."""
+        if self.changes and recipe not in self.made:
+            cells: dict[str, Any] = {gemm: getattr(recipe, gemm) for gemm in GEMMS}
+            asked = Override("*", tuple(cells.items()))  # a recipe with overrides is asked for each layer
+            self.made[recipe] = _Changed(recipe.name, **cells, overrides=(asked,), inner=recipe, changes=self.changes)
+        return self.made.get(recipe, recipe)
+
+    def _change(self, layer: str, gemm: str, tensor: str, *actions: str) -> Intervention | None:
+        layer, left = layer.removeprefix(GROUPED), (one for one in self.changes if one.action in actions)
+        found = (one for one in left if gemm in one.gemms and (not tensor or tensor in one.tensors))
+        return next((one for one in found if matches(layer, one.layers)), None)
+
+    def fp8_gemm_enabled(self, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int]:
+        """Whether the configuration leaves a GEMM in FP8; and the step for which to ask again."""
+        return self._change(layer_name, gemm, "", "fake", "high_precision") is None, iteration + 1

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -24,6 +26,11 @@ from ottava.interop.contents import StateFileError, read_extra_state
 from ottava.nn.convert import model_init
 
 _HIGH_PRECISION = "bf16"
+
+
+def debug_tool() -> Any:
+    """The `execution.Tool` of a script that has imported nvdlfw_inspect; None: it has not, or its own."""
+    return vars(sys.modules.get("nvdlfw_inspect.api", os)).get("tool")
 
 
 def get_default_recipe() -> Recipe:
@@ -57,9 +64,10 @@ def autocast(
     """
     chosen = get_default_recipe() if recipe is None else recipe
     need("autocast", chosen, Recipe, "a recipe of ottava.compat.transformer_engine.common.recipe")
-    calibrates = calibrating and not enabled
+    calibrates, tool = calibrating and not enabled, debug_tool()
+    cells = chosen.ottava if tool is None else tool.recipe(chosen.ottava)
     return our_autocast(
-        chosen.ottava if enabled or calibrates else _HIGH_PRECISION,
+        cells if enabled or calibrates else _HIGH_PRECISION,
         enabled=enabled,
         calibrating=calibrates,
         group=amax_reduction_group,
@@ -108,12 +116,7 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     return (True, "") if return_reason else True
 
 
-is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_fp8_available
-
-
-def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """True on every device of torch."""
-    return is_fp8_available(return_reason)
+is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_bf16_available = is_fp8_available
 
 
 def get_device_compute_capability() -> tuple[int, int]:
@@ -153,12 +156,8 @@ class FP8GlobalStateManager:
         """Whether an autocast with calibrating=True is active."""
         return AMBIENT.get().calibrating
 
-    @staticmethod
-    def is_fp8_available() -> tuple[bool, str]:
-        """The same as `is_fp8_available(return_reason=True)`."""
-        return True, ""
-
-    is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_fp8_available
+    is_fp8_available = is_mxfp8_available = is_fp8_block_scaling_available = staticmethod(lambda: (True, ""))
+    is_nvfp4_available = is_fp8_available
 
 
 _STATELESS = ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")

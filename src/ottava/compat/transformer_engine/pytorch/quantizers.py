@@ -136,7 +136,7 @@ class Quantizer:
         pin_memory: bool = False,
     ) -> Tensor:
         """A quantized tensor of zeros: ottava has no codes without a meaning."""
-        made = copy.copy(self).quantize(torch.zeros(tuple(shape), dtype=dtype, device=device))
+        made = copy.copy(self).quantize(torch.zeros(tuple(shape), device=device, dtype=torch.float32), dtype=dtype)
         return made.requires_grad_(requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.common.recipe import GROUPED, DelayedScaling, Format
+from ottava.compat.transformer_engine.pytorch.quantization import debug_tool
 from ottava.engine.functional import QuantizedLayer
 from ottava.interop.contents import StateFileError, format_maxima, read_extra_state
 from ottava.numerics.formats import E4M3
@@ -145,7 +146,7 @@ class TEState(nn.Module):
     def theirs(self, name: str) -> Any:
         """What TransformerEngine has under a dotted name: a parameter, rows of one, or a `Place` below this module.
 
-        Rows of a parameter are a view without a gradient of its own: the gradient is that of the whole parameter.
+        Rows of a parameter are a view, with a view of the gradient that the whole parameter has now.
 
         Raises:
             KeyError: there is nothing of this name.
@@ -157,7 +158,11 @@ class TEState(nn.Module):
             key, first, rows = self._pieces[name]
             path, _, last = key.rpartition(".")
             whole = getattr(self.get_submodule(path), last)
-            return whole if whole is None else whole[first : first + rows] if rows else whole[first]
+            place = slice(first, first + rows) if rows else first
+            piece: Any = whole if whole is None else whole[place]
+            if whole is not None and whole.grad is not None:
+                piece.grad = whole.grad[place]
+            return piece
         if self.our_path(name) is None:
             raise KeyError(name)
         return Place(self, name)
@@ -194,6 +199,9 @@ class TEState(nn.Module):
                 theirs = theirs.replace("layernorm_qkv", "layernorm_linear_qkv")
                 full = ".".join(part for part in (name, theirs, last) if part)
                 _layer(self, path).name = GROUPED + full if path.startswith("groups.") else full
+        if (tool := debug_tool()) is not None and tool.on:
+            for path in itertools.chain(*self._states.values()):
+                tool.adopt(_layer(self, path))
 
     def starts(self, starts: Callable[[], None]) -> None:
         """Fills in the initial values, and keeps how for `reset_parameters`."""

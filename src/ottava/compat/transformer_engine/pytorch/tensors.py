@@ -376,6 +376,7 @@ class NVFP4Tensor(QuantizedTensor):
         data, scales = (made[name].view(torch.uint8).to(codes.device) for name in ("weight", "weight_scale"))
         return self._shaped(data, turned), self._tiled(scales)
 
+    _row_scaled_nvfp4 = property(lambda self: bool(getattr(self._quantizer, "row_scaled_nvfp4", False)))
     _amax_rowwise = property(lambda self: None if self.rows is None else self.rows.amax.view(-1))
     _amax_columnwise = property(lambda self: None if self.columns is None else self.columns.amax.view(-1))
 
@@ -389,8 +390,8 @@ class IdentityTensor(QuantizedTensor):
 class HybridQuantizedTensor(QuantizedTensor):
     """Rows and columns by different quantizers."""
 
-    _rowwise_storage = property(lambda self: self._half(False))
-    _columnwise_storage = property(lambda self: self._half(True))
+    _rowwise_storage = rowwise_sub_storage = property(lambda self: self._half(False))
+    _columnwise_storage = columnwise_sub_storage = property(lambda self: self._half(True))
 
     def _half(self, turned: bool) -> Any:
         """One direction, as a tensor of its own quantizer; None: it was not made."""

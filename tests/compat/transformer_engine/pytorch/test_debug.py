@@ -1,0 +1,89 @@
+"""TransformerEngine's debug tool: its configuration changes casts and records statistics, in a session of a script."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ottava.compat.transformer_engine.pytorch as te
+from ottava.compat.transformer_engine.common.recipe import DelayedScaling
+from ottava.compat.transformer_engine.pytorch.execution import Tool
+from ottava.debug import Run
+
+CHANGES = """
+zero: {enabled: True, layers: {layer_types: [nowhere]}, transformer_engine: {Nothing: {enabled: True}}}
+one:
+  {enabled: True, layers: {layer_types: [fc1]}, transformer_engine: {
+    DisableFP8GEMM: {enabled: True, gemms: [dgrad]},
+    PerTensorScaling: {enabled: True, gemms: [wgrad], tensors: [activation]}}}
+two:
+  {enabled: True, layers: {layer_types: [fc2]}, transformer_engine: {FakeQuant: {enabled: True, gemms: [fprop],
+    tensors_struct: [{tensor: activation, quant_format: FP8E4M3}, {tensor: weight, quant_format: FP8E5M2}]}}}
+"""
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
+    """As `import nvdlfw_inspect.api` leaves it in a script."""
+    tool = Tool()
+    monkeypatch.setitem(sys.modules, "nvdlfw_inspect.api", SimpleNamespace(tool=tool))
+    return tool
+
+
+def test_a_configuration_changes_the_casts_of_an_autocast(tool: Tool, tmp_path: Path) -> None:
+    """Of the layers that it names, until the session ends; both formats of one fake GEMM count."""
+    (tmp_path / "config.yaml").write_text(CHANGES)
+    with pytest.warns(UserWarning, match="unknown feature 'Nothing'"):
+        tool.initialize(tmp_path / "config.yaml", log_dir=tmp_path)
+    layers = [te.Linear(32, 32, bias=False, name=f"block.{name}", device="cpu") for name in ("fc1", "fc2", "other")]
+
+    def cells() -> list[dict[str, str]]:
+        with te.autocast(recipe=DelayedScaling()):
+            results.append([layer(x) for layer in layers])
+        recipes = [layer.last_call.recipe for layer in layers]
+        return [{gemm: str(getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad")} for recipe in recipes]
+
+    x, results = torch.randn(32, 32), []
+    one, two, plain = cells()
+    current = te.Float8CurrentScalingQuantizer
+    e4m3, e5m2 = (current(dtype) for dtype in (te.DType.kFloat8E4M3, te.DType.kFloat8E5M2))
+    fake = torch.nn.functional.linear(e4m3(x).dequantize(), e5m2(layers[1].weight).dequantize())
+    torch.testing.assert_close(results[0][1], fake)
+    assert one == {
+        "fprop": plain["fprop"],
+        "dgrad": "high precision x high precision",
+        "wgrad": plain["wgrad"].rpartition(" x ")[0] + " x E4M3[tensor]",
+    }
+    assert two == {**plain, "fprop": "high precision x high precision"}
+    asked = tool.transformer_engine
+    assert [asked.fp8_gemm_enabled("b.fc1", gemm, 0)[0] for gemm in ("fprop", "dgrad", "wgrad")] == [True, False, True]
+    with pytest.raises(ValueError, match="initialize was called twice"):
+        tool.initialize()
+    tool.end_debug()
+    assert cells() == [plain] * 3
+
+
+def test_statistics_are_those_of_a_watch(tool: Tool, tmp_path: Path) -> None:
+    """In the steps that the configuration names; a layer without a name gets a number."""
+    text = (
+        "log: {enabled: True, layers: {layer_name_regex_pattern: .*}, transformer_engine: {LogFp8TensorStats: "
+        "{enabled: True, tensors: [activation], stats: ['underflows%'], freq: 2}}}"
+    )
+    (tmp_path / "config.yaml").write_text(text)
+    tool.initialize(tmp_path / "config.yaml", log_dir=tmp_path)
+    layer = te.Linear(32, 32, device="cpu")
+    for _ in range(4):
+        with te.autocast():
+            layer(torch.randn(32, 32)).sum().backward()
+        tool.step()
+    tool.end_debug()
+    table = Run.open(tmp_path / "ottava").table()
+    assert set(table["step"].tolist()) == {1, 3}
+    assert {(slot.layer, slot.tensor) for slot in table.slots()} == {("Layer_1", "input")}
+    model = torch.nn.Sequential(layer)
+    tool.infer_and_assign_layer_names(model)
+    assert layer.name == "model.0"
