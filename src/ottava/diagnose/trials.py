@@ -36,7 +36,6 @@ WAY = 0.3
 the errors of many steps."""
 _FEW = 64  # elements: a bias may be small
 _STILL = 1e-3  # of the largest gradient
-_DEARER = 0.01  # of the loss of the same batch
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
 _OPERANDS = MappingProxyType(
     {
@@ -281,12 +280,6 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         why = why if noise is None else f"{noise:.2g} times the noise of the batch, which hides it"
         why = "of a gradient below a thousandth of the largest" if _small(facts, worst) else why
         ends += f"; {why})." if over else ")."
-    losses = [(_number(e, "loss"), _number(e, "loss_without")) for e in before or after]
-    dearer = [(cast - exact) / abs(exact) if exact else 0.0 for cast, exact in losses]
-    if over and len(dearer) > 1 and min(dearer) > _DEARER:
-        ends += f" But with casts the loss of the same batch is higher, by {100 * max(dearer):.2g} % in one trial."
-        ends = f"{ends} {damage(facts, sites=list(worst.get('sites') or ())).sentence}".rstrip()
-        return Trial("unknown", (ends,), int(worst["step"]), float(worst["error"]))
     return Trial("innocent", (ends,), int(worst["step"]), float(worst["error"]))
 
 
@@ -377,7 +370,8 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
     if trial.part != "guilty":
         return trial
     by_loss = trial.hurts == "loss"
-    found = [e for e in facts.experiments("ablation") if e.get("set") and bool(e.get("of_loss")) == by_loss]
+    found = [e for e in facts.experiments("ablation") if e.get("set")]
+    found = [e for e in found if bool(e.get("of_loss")) == by_loss or (by_loss and e["step"] == trial.step)]
     if found:
         best = min(found, key=lambda e: abs(e["step"] - (trial.step or 0)))
         place = tuple(
@@ -385,7 +379,7 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
             for p in best["set"]
         )
         before, after = float(best.get("error_before", math.nan)), float(best.get("error_after", math.nan))
-        if by_loss:
+        if best.get("of_loss"):
             here, less = named(place), max(after, 0.0)
             said = f"With {here} in high precision the casts cost {less:.2g} of the loss in place of {before:.2g}."
             return replace(trial, tried=(*trial.tried, said), place=place)

@@ -265,13 +265,16 @@ class Tool:
         """Reads a configuration; unknown features in it, and statistics that no watch has, are warned of.
 
         Args:
-            others: accepted: features are TransformerEngine's own, and the watch writes files of its own.
+            others: left out with a warning, but for the folder of TransformerEngine's own features.
         Raises:
             ValueError: it was initialized before.  ConfigError: the file has the wrong form.
         """
         if self.on:
             raise ValueError("nvdlfw_inspect: initialize was called twice; needs end_debug() between")
         self.on = True
+        for name, given in others.items():
+            if given and not str(given).rstrip("/'])").endswith("debug/features"):
+                warnings.warn(f"nvdlfw_inspect: {name} is left out: ottava's watch writes its own files", stacklevel=2)
         if config_file:
             config = WatchConfig.load(Path(config_file))
             self.changes = config.interventions
