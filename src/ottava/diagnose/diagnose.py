@@ -29,7 +29,7 @@ from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
-    {"fp8": (55, 61), "difference": (57, 76), "law": (50, 96), "software": (2, 4)}
+    {"fp8": (67, 73), "difference": (59, 80), "law": (54, 100), "software": (2, 4)}
 )
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "D3"})

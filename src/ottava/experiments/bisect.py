@@ -565,22 +565,13 @@ class Ablation:
         exact: the gradients without casts.
         error: the error with all of them.
         tail: as the shadow's.
-        excess: what a pass's loss has above that without casts: the search is for the casts that make it. None: the
-            gradient's error.
     """
 
-    def __init__(
-        self,
-        player: Player,
-        casts: Casts,
-        exact: Gradients,
-        error: float,
-        *,
-        tail: bool,
-        excess: Callable[[Pass], float] | None = None,
-    ) -> None:
+    excess: Callable[[Pass], float] | None = None
+    """What a pass has in its loss above that without casts, for a search in the loss; `error` is that of all casts."""
+
+    def __init__(self, player: Player, casts: Casts, exact: Gradients, error: float, *, tail: bool) -> None:
         self.player, self.casts, self.exact, self.error, self.tail = player, casts, exact, error, tail
-        self.excess = excess
         self.trials = 0
         self._began = time.perf_counter()
         self._known: dict[tuple[frozenset[Unit], str], float] = {}

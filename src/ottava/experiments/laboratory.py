@@ -658,16 +658,10 @@ class Laboratory:
             casts = shadow.casts
             self._pending = (shadow, {"why": self._why, **facts, **logic})
             if casts.mode == "real" and (worth := self._ablates(facts, casts, took)):
-                cast, exact = facts["loss"], facts["loss_without"]
-                by_loss = worth == "loss"
-                search = Ablation(
-                    shadow.player,
-                    casts,
-                    shadow.exact,
-                    cast - exact if by_loss else facts["error"],
-                    tail=shadow.tail,
-                    excess=(lambda found: (shadow.loss_of(found) or 0.0) - exact) if by_loss else None,
-                )
+                search = Ablation(shadow.player, casts, shadow.exact, facts["error"], tail=shadow.tail)
+                if worth == "loss":
+                    search.error = facts["loss"] - (exact := facts["loss_without"])
+                    search.excess = lambda found: (shadow.loss_of(found) or 0.0) - exact
                 if (found := search.facts()) is not None:
                     self._ablated = self._step
                     self._blamed = [(entry.get("layer") or entry["site"], entry["gemm"]) for entry in found["set"]]
