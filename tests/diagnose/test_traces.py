@@ -22,8 +22,9 @@ FAULTS = {
     "temperature": "where the good run calls `div(f32[16, 8], 0.5)`",
     "target": "the good run calls `detach(f32[16, 8])`",
     "labels": "the first value that differs is made outside of the calls that were seen",
+    "load": "was changed outside of the calls that were seen in this run alone",
     "random state": "the output of `dropout` in the backward, where a forward is repeated",
-    "backward": "`tensor` at test_traces.py:41",
+    "backward": "`tensor` at test_traces.py:42",
     "clip": "calls `set grad(f32[8, 8], None)`",
 }
 
@@ -48,12 +49,16 @@ def trained(folder: Path, fault: str = "", *, seed: int = 0, steps: int = 3) -> 
     data = torch.randn(64, 8).numpy()
     if fault == "labels":
         data[[1, 5]] = data[[5, 1]]
+    state = {name: 2 * x.detach() for name, x in nn.Linear(8, 8).named_parameters()}
     with ottava.watch(model, folder):
+        gate = nn.Linear(8, 8)
+        if fault == "load":
+            gate.load_state_dict(state)
         for step in range(steps):
             x = torch.from_numpy(data[step * 16 : step * 16 + 16].copy())
             keep = fault != "random state"
             y = checkpoint(model, x, use_reentrant=False, preserve_rng_state=keep)
-            y = y.masked_fill(x > 1, -10.0 if fault == "mask" else -50.0)
+            y = gate(y).masked_fill(x > 1, -10.0 if fault == "mask" else -50.0)
             y = y * 0.5 if fault == "temperature" else y / 0.5
             y = Doubled.apply(y, [2.0 if fault == "backward" else 1.0])
             target = y if fault == "target" else y.detach()

@@ -365,6 +365,7 @@ def _said(entry: Mapping[str, Any], facts: Facts) -> str:
         said += f", {noise:.2g} times the noise of the batch"
     if isinstance(bias, (int, float)) and abs(bias) > 0.05:
         said += f"; it is {100 * abs(bias):.0f} % too {'long' if bias > 0 else 'short'} along the gradient"
+        said += ", so it points the other way" if bias < -1 else ""
     if share := _takes(facts, entry):
         said += f". The loss of its batch is {entry['loss']:.3g} with casts and {entry['loss_without']:.3g} without: "
         said += f"they take {100 * share:.0f} % of what training gained"
