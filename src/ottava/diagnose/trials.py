@@ -235,7 +235,7 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     steps = f"{len(shadows)} shadow step{'s' if len(shadows) > 1 else ''}"
     hurt = [e for e in before if _hurts(facts, e)]
     # a loss that left for good is evidence besides; without it, one trial of several may be an odd batch
-    risk = 0.2 if any(float(e["error"]) > 2 * _level(facts, e) for e in hurt) else 0.05
+    risk = 0.15 if any(float(e["error"]) > 2 * _level(facts, e) for e in hurt) else 0.05
     if hurt and (lasting or beyond_chance(len(hurt), len(before), 0.05, risk)):
         first = [e for e in hurt if event is not None and e["step"] < event.step]
         worst = max(first or hurt, key=lambda e: float(e["error"]))
@@ -345,8 +345,9 @@ def _hurts(facts: Facts, entry: Mapping[str, Any]) -> bool:
     noise = entry.get("noise")
     known = float(noise) if isinstance(noise, (int, float)) else None
     about = float(entry["error"]), known, entry.get("bias"), _bits(facts, entry)
-    # rounding alone comes near the level in small models; then a cast must do worse than round
-    return gradient_hurts(*about) or (gradient_hurts(*about, hidden=SUSPICIOUS) and bool(damage(facts).kind))
+    # rounding alone comes near the level in small models; then a cast must do worse than round, about that step
+    suspicious, step = gradient_hurts(*about, hidden=SUSPICIOUS), int(entry["step"])
+    return gradient_hurts(*about) or (suspicious and bool(damage(facts, since=step / 2, last=step).kind))
 
 
 def _takes(facts: Facts, entry: Mapping[str, Any]) -> float:
@@ -466,12 +467,14 @@ _OF_SITES: tuple[tuple[Any, str, float, str], ...] = (
 )
 
 
-def damage(facts: Facts, layers: Sequence[str] = (), last: float = math.inf, sites: Sequence[str] = ()) -> Damage:
+def damage(
+    facts: Facts, layers: Sequence[str] = (), last: float = math.inf, sites: Sequence[str] = (), since: float = 0.0
+) -> Damage:
     """The worst that a recorded real cast did to a tensor: clipped, flushed, or coarse.
 
     Args:
         layers: only these; none: all.
-        last: only looks up to this step.
+        since, last: only looks of these steps.
         sites: of a script's own casts, asked first.
     """
     table = facts.real_casts()
@@ -481,9 +484,8 @@ def damage(facts: Facts, layers: Sequence[str] = (), last: float = math.inf, sit
             if seen and (value := max(float(e.get(name) or 0.0) for e in seen)) > limit:
                 said = text.format(value=100 * value, where=f"the tensor of {spoken(site)}")
                 return Damage(kind, f"{said[0].upper()}{said[1:]}.", metric=name, value=value)
-    keep = (np.asarray(table["step"]) <= last) & np.array(
-        [not layers or n in layers for n in table["layer"]], dtype=bool
-    )
+    steps, among = np.asarray(table["step"]), [not layers or n in layers for n in table["layer"]]
+    keep = (steps >= since) & (steps <= last) & np.array(among, dtype=bool)
     table = table.take(np.flatnonzero(keep))
     if not len(table):
         return Damage("", "")
