@@ -235,7 +235,7 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     steps = f"{len(shadows)} shadow step{'s' if len(shadows) > 1 else ''}"
     hurt = [e for e in before if _hurts(facts, e)]
     # a loss that left for good is evidence besides; without it, one trial of several may be an odd batch
-    risk = 0.15 if any(float(e["error"]) > 2 * _level(facts, e) for e in hurt) else 0.05
+    risk = 0.2 if any(float(e["error"]) > 3 * _level(facts, e) for e in hurt) else 0.05
     if hurt and (lasting or beyond_chance(len(hurt), len(before), 0.05, risk)):
         first = [e for e in hurt if event is not None and e["step"] < event.step]
         worst = max(first or hurt, key=lambda e: float(e["error"]))
