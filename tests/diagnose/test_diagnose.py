@@ -253,6 +253,11 @@ def test_short_steps_are_told_from_those_of_a_schedule(tmp_path: Path) -> None:
     assert not said("no lower end", {10: -9.0, 20: -9.0, 30: -9.0})
     assert not said("a careful rate", short, lambda s: {})
     assert "Clipping shortens the gradient 317 times in the median step." in said("clipped", short)
+    # norms 1.3 before clipping to 1, with the factor of a GradScaler inside; no length that was tried helps any more
+    scaled = lambda s: {"grad_norm": 1.3, "grad_norm_used": 2.0**-16, "grad_scale": 2.0**16}  # noqa: E731
+    assert "the GradScaler's factor, 6.55e+04, is still in" in said("scaled", {10: 1.0, 20: 1.0, 30: 1.0}, scaled)
+    unscaled = lambda s: {"grad_norm": 317.0, "grad_norm_used": 1.0, "grad_scale": 2.0**16}  # noqa: E731
+    assert "GradScaler" not in said("unscaled first", short, unscaled)
     rates = {s: 0.1 * 0.8**s for s in range(1, 41)}
     falls = lambda s: {"lr": rates[s], "lr/0": rates[s]}  # noqa: E731
     for name, steps in (("falls", short), ("falls to nothing", {29: 0.99, 31: 1.0})):
@@ -262,6 +267,15 @@ def test_short_steps_are_told_from_those_of_a_schedule(tmp_path: Path) -> None:
     assert "rises up to the end of the run: it is 0.03 there, and 0.04 at last." in said(
         "rises", short, lambda s: {"lr": 1e-3 * s, "lr/0": 1e-3 * s}
     )
+
+
+def test_a_write_that_the_loss_pays_for_is_a_finding(tmp_path: Path) -> None:
+    """Weights that are written every eighth step: a note, and a finding where the loss rises there each time."""
+    for rise, severity in ((0.0, "note"), (0.5, "warning")):
+        change = lambda s, r=rise: {"loss": 4.0 - 0.02 * s + r * (s % 8 == 1), "written": float(s % 8 == 1)}  # noqa: E731
+        result = diagnose(record(tmp_path / severity, change))
+        assert [(f.id, f.severity) for f in (*result.findings, *result.notes)] == [("O7", severity)]
+        assert ("the loss rises at these steps" in result.sentence) == (severity == "warning")
 
 
 def test_each_law_is_broken_by_what_it_says_and_by_nothing_else(tmp_path: Path) -> None:
@@ -294,6 +308,13 @@ def test_ranks_are_compared_as_runs_of_one_program_on_other_data(tmp_path: Path)
         result = diagnose(record(tmp_path / name, ranks={1: how}))
         assert [f.id for f in result.findings] == (["R1"] if sentence else []), (name, result.sentence)
         assert sentence in result.sentence
+    falls = lambda s: {"loss": 4.0 - 0.05 * s}  # noqa: E731
+    idle = diagnose(record(tmp_path / "idle", falls, ranks={1: {"change": lambda s: {"input_hash": 900.0 + s}}}))
+    assert not idle.findings  # its data are harder
+    other = {1: {"change": lambda s: {"loss": 4.0 + 0.01 * s, "input_hash": 900.0 + s}}}
+    idle = diagnose(record(tmp_path / "noise", falls, ranks=other))
+    assert [f.id for f in idle.findings] == ["R1"]
+    assert "Rank 1 learns nothing from its data: its loss goes from 4.02 to 4.355, that of rank 0" in idle.sentence
     split = [{**p, "sharded": True} for p in parameters()]
     assert not diagnose(record(tmp_path / "split", ranks={1: {**other_data, "move": grows}}, parameters=split)).findings
     one = diagnose(record(tmp_path / "batches", ranks={1: {}}))
@@ -506,7 +527,7 @@ def test_an_error_that_noise_hides_is_not_cleared_where_the_casts_cost_loss(tmp_
         answer = diagnose(record(tmp_path / name, casts=True, experiments=lines))
         assert answer.fp8 == said, answer.sentence
         ends = (
-            "by 7.5 % in one trial. 100 % of the elements of the tensor of the cast at train.py:18 underflow to zero."
+            "by 7.5 % in one trial. 100 % of the elements of the input of the cast at train.py:18 underflow to zero."
         )
         assert answer.tried[0].endswith(ends) == (said == "unknown")
 
@@ -637,6 +658,25 @@ def test_casts_that_are_set_otherwise_come_first(tmp_path: Path) -> None:
     # the good run's casts hurt as much: that clears casts that are set alike, and no others
     hurts = [diagnose(run(f"hurts {n}", n, {}, 0.6, rises), baseline=good) for n in (4, 1024)]
     assert [one.fp8 for one in hurts] == ["innocent", "guilty"]
+
+
+def test_a_recipe_that_is_all_that_differs_is_tried_by_the_good_run(tmp_path: Path) -> None:
+    """A trial behind the event does not say who began; the good run does, if its casts are calm and all else is equal."""
+
+    def run(name: str, recipe: str, error: float, change: Callable[[int], Mapping[str, float]]) -> Run:
+        layers = [{"name": "fc", "recipe": recipe, "casts": {"input": {"format": "E4M3"}}}]
+        return record(tmp_path / name, change, casts=True, experiments=(shadow(5, 0.02), shadow(30, error)), layers=layers)
+
+    other = lambda s: {**rises(s), "input_hash": (100.0 if s == 1 else 900.0) + s}  # noqa: E731
+    good = run("good", "mxfp8", 0.05, lambda s: {})
+    guilty = diagnose(run("recipe", "mxfp4", 0.9, other), baseline=good)
+    assert (guilty.fp8, first(guilty)) == ("guilty", "FP8")
+    assert "Nothing else does, so the good run shows that the casts do it." in guilty.sentence
+    calm = run("as bad", "mxfp8", 0.9, lambda s: {})
+    assert diagnose(run("of both", "mxfp4", 0.9, other), baseline=calm).fp8 != "guilty"
+    rate = lambda s: {**other(s), "lr": 0.01, "lr/0": 0.01}  # noqa: E731
+    assert diagnose(run("rate", "mxfp4", 0.9, rate), baseline=good).fp8 != "guilty"
+    assert first(diagnose(run("data", "mxfp8", 0.05, other), baseline=good)) == "DIFF"
 
 
 def test_a_cast_that_parts_two_runs_is_never_cleared(tmp_path: Path) -> None:

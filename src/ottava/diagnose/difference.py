@@ -57,7 +57,7 @@ def differences(good: Facts, bad: Facts) -> list[Difference]:
     """All differences that the facts show, in the order of computation."""
     found = [*_recipes(good, bad), *_optimizers(good, bad), *_groups(good, bad)]
     weights, batch = _weights(good, bad), _batch(good, bad)
-    found += [*_calls(good, bad, weights), *_parameters(good, bad)]
+    found += [*_parameters(good, bad), *_calls(good, bad, weights)]
     found += [*sorted(_program(good, bad), key=lambda d: d.step or 0), *weights, *batch]
     return found
 
@@ -209,7 +209,11 @@ def _parameters(good: Facts, bad: Facts) -> Iterator[Difference]:
             yield Difference("parameter", key, values[0], values[1], said, where=tuple(apart))
     only = [n for n in a if n not in b], [n for n in b if n not in a]
     if any(only):
-        said = " and ".join(f"only the {w} run has {_some(n)}" for w, n in zip(("good", "bad"), only, strict=True) if n)
+        # what an optimizer holds in one run alone does not train in the other, whatever its name there
+        held = [n for n in only[0] if a[n].get("held")], [n for n in only[1] if b[n].get("held")]
+        verb, only = ("trains", held) if any(held) else ("has", only)
+        sides = zip(("good", "bad"), only, strict=True)
+        said = " and ".join(f"only the {w} run {verb} {_some(n)}" for w, n in sides if n)
         yield Difference(
             "parameter", "names", len(a), len(b), f"The models differ: {said}.", where=tuple(only[0] + only[1])
         )

@@ -98,6 +98,12 @@ class Facts:
             scaled = np.abs(np.log2(ratio) - np.round(np.log2(ratio))) < 1e-4
         return np.where(np.isfinite(ratio) & ~scaled, ratio, 1.0)
 
+    def length(self, step: float) -> float:
+        """The share of its full length that schedule and clipping leave to a step."""
+        lr, clip = self.column("lr"), self.clip
+        share = 1.0 if lr is None or not np.nanmax(lr) > 0 else self.at("lr", step) / float(np.nanmax(lr))
+        return share if clip is None else share / float(np.max(clip[self.steps <= step][-1:], initial=1.0))
+
     # --- parameters ---------------------------------------------------------------------------------------------
 
     @cached_property

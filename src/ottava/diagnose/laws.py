@@ -161,8 +161,8 @@ def _ranks_part(facts: Facts, event: Event | None) -> Broken | None:
         return Broken(f"All {1 + len(facts.ranks)} ranks train on the same batches, so one of them would do.")
     if not found:
         return None
-    first = min(found, key=lambda d: (d.step or 0, d.kind == "ranks"))
-    return Broken(first.sentence, first.step, first.where)
+    first = min(found, key=lambda d: (d.kind == "data", d.step or 0, d.kind == "ranks"))
+    return Broken(first.sentence, first.step, first.where, remedy="data" if first.kind == "data" else "")
 
 
 # the optimizer
@@ -292,7 +292,9 @@ def _written(facts: Facts, event: Event | None) -> Broken | None:
     said = f"{what} changed between two steps, not by an optimizer, before {len(every)} of {len(facts.steps)} steps"
     # clamped or normalized weights are written in every step; what moves the loss begins as the loss leaves
     began = event is not None and 0 <= event.step - every[0] <= 3
-    return Broken(f"{said}, first before step {every[0]}.", every[0], tuple(names), grave=began)
+    rises = facts.loss.hurt_at(np.asarray(every))
+    ends = ", and the loss rises at these steps" if rises else ""
+    return Broken(f"{said}, first before step {every[0]}{ends}.", every[0], tuple(names), grave=began or rises, shown=rises)
 
 
 def _vanish(facts: Facts, event: Event | None) -> Broken | None:
@@ -371,9 +373,8 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after", "longer", "loss_longer")]
     first, last = (0.05 * facts.steps[-1], 0.8 * facts.steps[-1]) if len(facts.steps) else (0, 0)
     tried = [e for e in tried if first <= e["step"] <= last]
-    lr = facts.column("lr")
-    gone = 0.0 if lr is None else _GONE * float(np.nanmax(lr))
-    short = [_still_helps(e) or (facts.at("lr", e["step"]) < gone and e["loss_longer"] <= e["loss"]) for e in tried]
+    gone = [facts.length(e["step"]) < _GONE for e in tried]
+    short = [_still_helps(e) or (g and e["loss_longer"] <= e["loss"]) for e, g in zip(tried, gone, strict=True)]
     count = short[::-1].index(False) if False in short else len(short)
     if count < 2 or (facts.loss.loss < 0).any():
         return None
@@ -384,7 +385,7 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     said += f"batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, and with {one['longer']} times the step to "
     said += f"{one['loss_longer']:.4g}."
     since = None if count == len(tried) else int(begins["step"])
-    remedy = "schedule" if why.startswith(" The learning") else ""
+    remedy = "schedule" if why.startswith(" The learning") else "unscale" if "GradScaler" in why else ""
     return Broken(said + why, since, numbers={"raise": _RAISE}, shown=True, remedy=remedy)
 
 
@@ -398,7 +399,14 @@ def _shortened(facts: Facts, step: int) -> str:
     """What makes a step short, where the record shows it."""
     clip, lr = facts.clip, facts.column("lr")
     if clip is not None and (usual := float(np.nanmedian(clip))) > 20:
-        return f" Clipping shortens the gradient {usual:.3g} times in the median step."
+        said, factor = (
+            f" Clipping shortens the gradient {usual:.3g} times in the median step",
+            facts.at("grad_scale", step),
+        )
+        # nobody clips to a number that is a plain one times the factor by choice
+        inside = factor > 1000 and 0.01 < factor * facts.at("grad_norm_used", step) < 100
+        ends = f": the GradScaler's factor, {factor:.3g}, is still in the gradient that is clipped" if inside else ""
+        return f"{said}{ends}."
     now = facts.at("lr", step)
     if lr is not None and lr[-1] >= float(np.nanmax(lr)) > 1.2 * now:
         return f" The learning rate rises up to the end of the run: it is {now:.3g} there, and {lr[-1]:.3g} at last."

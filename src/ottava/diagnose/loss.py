@@ -109,6 +109,15 @@ class LossCurve:
         inside = self.steps[(self.steps > left) & (self.loss <= self.at_best(left) + self.rise)]
         return float(inside[0]) if len(inside) else math.inf
 
+    def hurt_at(self, steps: Values) -> bool:
+        """Whether the loss rises at four of five of these steps, as it does at one in forty of the others."""
+        change, at = np.diff(self.loss), np.isin(self.steps[1:], steps)
+        if at.sum() < 4 or at.sum() > 0.5 * len(at):
+            return False
+        middle = float(np.nanmedian(change[~at]))
+        spread = GAUSSIAN * float(np.nanmedian(np.abs(change[~at] - middle)))
+        return float(np.mean(change[at] > max(middle + 2 * spread, 0.0))) >= 0.8
+
     @cached_property
     def diverged_at(self) -> float:
         """The step from which the loss stays above its lowest, or is not finite; inf if it did not diverge."""

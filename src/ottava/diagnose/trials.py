@@ -25,8 +25,16 @@ from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import arrived
 from ottava.measure.layer_names import symbol
-from ottava.measure.limits import SUSPICIOUS, beyond_chance, critical_db, gradient_hurts, gradient_level, loss_taken
-from ottava.numerics.formats import FORMATS
+from ottava.measure.limits import (
+    SUSPICIOUS,
+    beyond_chance,
+    critical_db,
+    flushed_limit,
+    gradient_hurts,
+    gradient_level,
+    loss_taken,
+)
+from ottava.numerics.formats import E4M3, FORMATS
 
 Part = Literal["none", "innocent", "guilty", "unknown"]
 _NEAR = 3  # steps
@@ -393,15 +401,13 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
             return replace(trial, tried=(*trial.tried, said), place=place)
         fell = f"falls from {100 * before:.3g} % to {100 * after:.3g} %"
         said = f"With {named(place)} in high precision the gradient's error {fell}."
-        return Trial("guilty", (*trial.tried, said), trial.step, trial.error, after, place, trial.arms)
+        return replace(trial, tried=(*trial.tried, said), cured=after, place=place)
     if by_loss:
         return trial  # the gradient's worst parameters say nothing of the loss
     shadow = next((e for e in facts.experiments("shadow") if e["step"] == trial.step), None)
     worst = (shadow or {}).get("worst") or []
     layers = [str(w["parameter"]).rpartition(".")[0] for w in worst[:1] if w.get("parameter")]
-    return Trial(
-        trial.part, trial.tried, trial.step, trial.error, trial.cured, tuple({"layer": n} for n in layers), trial.arms
-    )
+    return replace(trial, place=tuple({"layer": n} for n in layers))
 
 
 def spoken(site: str) -> str:
@@ -455,8 +461,8 @@ class Damage:
 
 
 _KINDS = (
-    ("clipped", "overflow_pct", 0.1, "{value:.3g} % of the elements of {where} are clipped"),
-    ("flushed", "underflow_pct", 10.0, "{value:.3g} % of the elements of {where} underflow to zero"),
+    ("clipped", "overflow_pct", lambda fmt: 0.1, "{value:.3g} % of the elements of {where} are clipped"),
+    ("flushed", "underflow_pct", flushed_limit, "{value:.3g} % of the elements of {where} underflow to zero"),
 )
 
 
@@ -482,7 +488,7 @@ def damage(
         seen = [e["sites"][site] for e in facts.experiments("shadow") if site in (e.get("sites") or {})]
         for kind, name, limit, text in _OF_SITES:
             if seen and (value := max(float(e.get(name) or 0.0) for e in seen)) > limit:
-                said = text.format(value=100 * value, where=f"the tensor of {spoken(site)}")
+                said = text.format(value=100 * value, where=f"the input of {spoken(site)}")
                 return Damage(kind, f"{said[0].upper()}{said[1:]}.", metric=name, value=value)
     steps, among = np.asarray(table["step"]), [not layers or n in layers for n in table["layer"]]
     keep = (steps >= since) & (steps <= last) & np.array(among, dtype=bool)
@@ -491,8 +497,9 @@ def damage(
         return Damage("", "")
     for kind, metric, limit, text in _KINDS:
         values = np.asarray(table.metric(metric), dtype=np.float64)
-        if np.isfinite(values).any() and np.nanmax(values) > limit:
-            return _damage(table, kind, metric, int(np.nanargmax(values)), values, text)
+        over = values / [limit(FORMATS.get(str(f), E4M3)) for f in table["format"]]
+        if np.isfinite(over).any() and np.nanmax(over) > 1:
+            return _damage(table, kind, metric, int(np.nanargmax(over)), values, text)
     values = np.asarray(table.metric("row_sqnr_p50_db"), dtype=np.float64)
     floors = np.array([critical_db(FORMATS[f]) if f in FORMATS else math.nan for f in table["format"]])
     short = floors - values

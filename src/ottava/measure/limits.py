@@ -66,7 +66,21 @@ NOISE_DB = 12.0
 """SQNR below which a cast of any format is mostly noise: `critical_db` of E5M2."""
 
 
-_GRADIENT = MappingProxyType({8: 0.15, 6: 0.25, 4: 0.45})
+_GRADIENT = MappingProxyType({8: 0.15, 6: 0.25, 4: 0.58})
+"""Four bits: a gradient below sqrt(3) times the noise of its casts trains worse (arXiv 2505.19115)."""
+
+
+def flushed_limit(fmt: Format) -> float:
+    """Percent of a tensor that underflows in a broken cast.
+
+    Every number below a 24th of its block's largest is 0 in E2M1, a third of a healthy gradient: that is its rounding.
+
+    Example:
+        >>> from ottava.numerics.formats import E2M1, E4M3
+        >>> flushed_limit(E4M3), flushed_limit(E2M1)
+        (10.0, 50.0)
+    """
+    return 50.0 if fmt.bits <= 4 else PERCENT["underflow_pct"][1]
 
 
 def gradient_level(bits: int) -> float:
@@ -74,12 +88,14 @@ def gradient_level(bits: int) -> float:
 
     Example:
         >>> gradient_level(8), gradient_level(4)
-        (0.15, 0.45)
+        (0.15, 0.58)
     """
     return _GRADIENT.get(bits, _GRADIENT[8])
 
 
-def gradient_hurts(error: float, noise: float | None, bias: float | None, bits: int, *, hidden: float = 0.5) -> bool:
+def gradient_hurts(
+    error: float, noise: float | None, bias: float | None, bits: int, *, hidden: float | None = None
+) -> bool:
     """Whether casts that move a gradient so far hurt: above its level, and not hidden by the noise of the batch.
 
     Args:
@@ -87,8 +103,8 @@ def gradient_hurts(error: float, noise: float | None, bias: float | None, bits: 
         noise: ||g_casts - g|| over the norm of the batch's own noise; None: unknown, and the level is twice as high.
         bias: the part along the gradient, over its norm; no noise hides a tenth.
         bits: of the narrowest format.
-        hidden: noise below which nothing hurts. At a half the casts add a quarter of the variance, as a batch that is
-            a fifth smaller does.
+        hidden: noise below which nothing hurts; None: a half, where the casts add a quarter of the variance, as a batch
+            that is a fifth smaller does, and 1 with four bits, whose users accept half a batch.
 
     Example:
         >>> [gradient_hurts(error, noise, -0.01, 8) for error, noise in ((0.16, 0.4), (0.24, 0.6), (0.24, None))]
@@ -96,7 +112,10 @@ def gradient_hurts(error: float, noise: float | None, bias: float | None, bits: 
     """
     if noise is None or not math.isfinite(noise):
         return error > 2 * gradient_level(bits)
-    return error > gradient_level(bits) and (noise >= hidden or abs(bias or 0.0) >= 0.1)
+    hidden, biased = hidden or (1.0 if bits <= 4 else 0.5), abs(bias or 0.0)
+    # what many batches do not average away has a level of its own
+    far = error > gradient_level(bits) or (biased >= 0.25 and noise >= 0.5)
+    return far and (noise >= hidden or biased >= 0.1)
 
 
 SUSPICIOUS = 0.3
@@ -106,7 +125,8 @@ SUSPICIOUS = 0.3
 def loss_taken(first: float, cast: float, exact: float, noise: float = 0.0) -> float:
     """The share of what training gained that casts take from the loss of one batch; 0 if it is not much.
 
-    Not much is a fifth of the gain, 1 % of the loss, or anything before training has gained 5 % of its first loss.
+    Not much is a fifth of the gain, 1 % of the loss, or anything before training has gained 5 % of its first loss. A
+    loss below zero, as a policy gradient's, has no scale.
 
     Args:
         first: the loss that training began with.
@@ -119,7 +139,7 @@ def loss_taken(first: float, cast: float, exact: float, noise: float = 0.0) -> f
         [0.25, 0.0, 0.0]
     """
     cost, gain = cast - exact, first - exact
-    if not (cost > 0.01 * abs(exact) and gain > 0.05 * abs(first)):
+    if not (exact > 0 and cost > 0.01 * exact and gain > 0.05 * first):
         return 0.0
     share = cost / (gain + 2 * noise)
     return share if share >= 0.2 else 0.0

@@ -266,6 +266,8 @@ class TrainingTap:
             held = held or [p for _, p in reached]
         with torch.no_grad():
             self.gradients.note(held, scale)
+            if scale is not None:
+                self._numbers["grad_scale"] = scale.detach().float().reshape(1)
 
     def before(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
