@@ -526,9 +526,7 @@ def test_an_error_that_noise_hides_is_not_cleared_where_the_casts_cost_loss(tmp_
         )
         answer = diagnose(record(tmp_path / name, casts=True, experiments=lines))
         assert answer.fp8 == said, answer.sentence
-        ends = (
-            "by 7.5 % in one trial. 100 % of the elements of the input of the cast at train.py:18 underflow to zero."
-        )
+        ends = "by 7.5 % in one trial. 100 % of the elements of the input of the cast at train.py:18 underflow to zero."
         assert answer.tried[0].endswith(ends) == (said == "unknown")
 
 
@@ -665,7 +663,9 @@ def test_a_recipe_that_is_all_that_differs_is_tried_by_the_good_run(tmp_path: Pa
 
     def run(name: str, recipe: str, error: float, change: Callable[[int], Mapping[str, float]]) -> Run:
         layers = [{"name": "fc", "recipe": recipe, "casts": {"input": {"format": "E4M3"}}}]
-        return record(tmp_path / name, change, casts=True, experiments=(shadow(5, 0.02), shadow(30, error)), layers=layers)
+        return record(
+            tmp_path / name, change, casts=True, experiments=(shadow(5, 0.02), shadow(30, error)), layers=layers
+        )
 
     other = lambda s: {**rises(s), "input_hash": (100.0 if s == 1 else 900.0) + s}  # noqa: E731
     good = run("good", "mxfp8", 0.05, lambda s: {})

@@ -29,7 +29,7 @@ from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
-    {"fp8": (67, 73), "difference": (59, 80), "law": (54, 100), "software": (2, 4)}
+    {"fp8": (71, 77), "difference": (62, 84), "law": (59, 105), "software": (2, 4)}
 )
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "D3"})
@@ -269,9 +269,7 @@ def _parting(trial: Trial, good: Facts | None) -> Trial:
     return replace(trial, part="innocent", tried=(f"{trial.tried[0]} {said}",), place=(), arms=())
 
 
-def _by_recipe(
-    facts: Facts, good: Facts, happened: Event | None, differ: Sequence[Difference], trial: Trial
-) -> Trial:
+def _by_recipe(facts: Facts, good: Facts, happened: Event | None, differ: Sequence[Difference], trial: Trial) -> Trial:
     """The trial where two runs differ in their recipe alone: then the good run is the experiment that says who began.
 
     A recipe that draws random numbers gives a script that draws its data other batches.

@@ -294,7 +294,9 @@ def _written(facts: Facts, event: Event | None) -> Broken | None:
     began = event is not None and 0 <= event.step - every[0] <= 3
     rises = facts.loss.hurt_at(np.asarray(every))
     ends = ", and the loss rises at these steps" if rises else ""
-    return Broken(f"{said}, first before step {every[0]}{ends}.", every[0], tuple(names), grave=began or rises, shown=rises)
+    return Broken(
+        f"{said}, first before step {every[0]}{ends}.", every[0], tuple(names), grave=began or rises, shown=rises
+    )
 
 
 def _vanish(facts: Facts, event: Event | None) -> Broken | None:
