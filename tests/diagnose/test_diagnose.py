@@ -659,7 +659,7 @@ def test_casts_that_are_set_otherwise_come_first(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_is_all_that_differs_is_tried_by_the_good_run(tmp_path: Path) -> None:
-    """A trial behind the event does not say who began; the good run does, if its casts are calm and all else is equal."""
+    """Behind the event a trial does not say who began; a good run does, if its casts are calm and all else is equal."""
 
     def run(name: str, recipe: str, error: float, change: Callable[[int], Mapping[str, float]]) -> Run:
         layers = [{"name": "fc", "recipe": recipe, "casts": {"input": {"format": "E4M3"}}}]
