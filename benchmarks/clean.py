@@ -3,6 +3,7 @@
 Every training works and is meant as it is: nothing here is a fault. So each finding is a false alarm, and each answer
 that blames FP8 an accusation of the innocent. Every training runs in BF16 by torch.autocast and under recipes of FP8. A
 debugger without a false alarm in n runs has a rate below 3 / n with 95 % confidence. Written to results/clean.json.
+`--recipes nvfp4` has one alarm that is true: `remembers_keys` ends at a loss of 1.76 in four bits and at 1.47 in BF16.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> int:
     """Trains and diagnoses, and writes what was said."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="trainings; none: all")
-    parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=(*RECIPES, "nvfp4"))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
