@@ -6,6 +6,7 @@ Every law is broken by a record that differs from a healthy one in nothing else.
 from __future__ import annotations
 
 import json
+import math
 import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -381,6 +382,43 @@ def test_casts_that_cost_the_loss_are_guilty_where_the_gradient_passes(tmp_path:
         assert diagnose(record(tmp_path / name, casts=True, experiments=tried)).fp8 == "innocent", name
     late = diagnose(record(tmp_path / "late", rises, casts=True, experiments=(shadow(5, 0.04), dear)))
     assert late.fp8 == "unknown"  # the loss had left
+
+
+def test_a_cast_that_loses_its_tensor_is_told_whatever_the_whole_gradient_says(tmp_path: Path) -> None:
+    """One large parameter hides all others in a norm; a cast that lost its own once, and not at last, met an odd batch."""
+    for name, errors, said in (
+        ("most", (0.3, 0.9, 1.0), "guilty"),
+        ("at last", (0.05, 0.05, 0.05, 0.98), "guilty"),
+        ("once", (0.05, 0.9, 0.05), "innocent"),
+    ):
+        lines = tuple(
+            shadow(10 * (i + 1), 0.08, sites={"train.py:7": {"error": e, "flushed": 0.9 * e, "clipped": 0.0}})
+            for i, e in enumerate(errors)
+        )
+        answer = diagnose(record(tmp_path / name, casts=True, experiments=lines))
+        assert (answer.fp8, answer.verdict) == (said, "warning" if said == "guilty" else "none")
+        if said == "guilty":
+            assert answer.findings[0].title == "FP8 casts lose a tensor: the cast at train.py:7"
+
+
+def test_a_loss_that_is_in_its_band_without_casts_says_who_raised_it(tmp_path: Path) -> None:
+    """Behind the event: the weights are sound, for without casts their loss is what it was."""
+    for name, exact, said in (("casts", 3.6, "guilty"), ("weights", 5.0, "unknown")):
+        lines = (shadow(5, 0.02), shadow(30, 0.7, loss=7.0, loss_without=exact))
+        answer = diagnose(record(tmp_path / name, rises, casts=True, experiments=lines))
+        assert (answer.fp8, "inside the band that it had left" in answer.sentence) == (said, said == "guilty")
+
+
+def test_a_gradient_that_is_not_finite_comes_before_the_loss(tmp_path: Path) -> None:
+    lost = lambda s: {"loss": math.nan if s > 24 else 4.0 - 0.02 * s, "grad_norm": math.nan if s > 23 else 1.0}  # noqa: E731
+    assert "The gradient is not finite from step 24 on" in diagnose(record(tmp_path / "a", lost)).sentence
+
+
+def test_single_batches_are_no_event_of_a_run_without_a_finding(tmp_path: Path) -> None:
+    """The running median stays; a rise that it follows is told."""
+    for name, steps, said in (("one", (20,), ""), ("several", (20, 21, 22, 23, 24), "The loss leaves")):
+        answer = diagnose(record(tmp_path / name, lambda s, steps=steps: {"loss": 4.0 - 0.02 * s + (s in steps)}))
+        assert (answer.findings, answer.event[:15]) == ([], said)
 
 
 def test_a_trial_behind_the_event_does_not_say_who_began(tmp_path: Path) -> None:

@@ -66,14 +66,18 @@ def diagnose(
         if value is not None and value not in choices:
             raise ValueError(unknown_name(f"value of {option}", value, choices))
     good, say = None if baseline is None else Run.open(baseline), Language(language)
-    result = explain(Run.open(run), baseline=good, framework=framework)
+    bad = Run.open(run)
+    if not len(bad.steps["step"]) and not len(bad.table(phase=None)):
+        raise ValueError(
+            f"{run} holds neither a step nor a cast: the script ended before its first step, or its training ran in "
+            "another process. Look at what it printed; a script that starts processes needs torchrun"
+        )
+    result = explain(bad, baseline=good, framework=framework)
     if retrain and result.findings and (remedies := result.findings[0].remedies):
         from ottava.remedy.cure import retrain as train_again
 
         try:
-            came = str(
-                train_again(Run.open(run), remedies[0], run.resolve().with_name(f"{run.resolve().name}-cure"), good)
-            )
+            came = str(train_again(bad, remedies[0], run.resolve().with_name(f"{run.resolve().name}-cure"), good))
         except ValueError as error:
             came = str(error)
         remedies[0]["text"] += f" {came[:1].upper()}{came[1:]}"
@@ -158,7 +162,7 @@ def compare(
 def _compared(result: Comparison, top: int) -> str:
     from ottava.measure.layer_names import symbol
 
-    lines = [result.verdict, "", "Settings that differ" if result.config else "Settings: none differ"]
+    lines = [result.verdict, *(["", "Settings that differ"] if result.config else [])]
     if result.config:
         lines += columns(("", "good", "bad"), *((f"  {d['key']}", d["good"], d["bad"]) for d in result.config))
     if result.unmatched:

@@ -32,8 +32,8 @@ CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
     {"fp8": (71, 77), "difference": (62, 84), "law": (59, 105), "software": (2, 4)}
 )
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
-_ALWAYS = frozenset({"O1", "O2", "D3"})
-"""Laws without which nothing trains."""
+_ALWAYS = frozenset({"O1", "O2", "D3", "D6"})
+"""Laws without which nothing trains, or something else than was meant."""
 _OF_CASTS = frozenset({"O3", "O4", "O7", "O8", "R1"})
 """Laws that casts can break, too: a gradient that underflows is none."""
 _MEANT = frozenset({"D1", "D3", "D4", "M4", "M6", "O6", "O7"})
@@ -165,6 +165,8 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     known = _one_answer(found)
     findings = [f for f in known if f.severity != "note"]
     notes = [f for f in known if f.severity == "note"]
+    if good is None and happened is not None and not findings and facts.loss.only_a_batch(happened.step):
+        happened = None
     rates = None if good is None else good.column("lr")
     for remedy in (r for f in findings for r in f.remedies if r["name"] == "good_lr" and rates is not None):
         remedy["trial"] = {"schedule": [float(x) for x in np.nan_to_num(rates)]}  # type: ignore[arg-type]
@@ -363,14 +365,19 @@ def _fp8(facts: Facts, trial: Trial, happened: Event | None, frameworks: Sequenc
     # the worst cast of the place says how; if it is healthy, so may be one before it
     hurt = hurt if hurt.kind or sites else damage(facts)
     place = named(trial.place) or hurt.layer
-    titles = ("FP8 casts hurt the gradient", "FP8 casts hurt the updates", "FP8 casts hurt the loss")
+    titles = (
+        "FP8 casts hurt the gradient",
+        "FP8 casts hurt the updates",
+        "FP8 casts hurt the loss",
+        "FP8 casts lose a tensor",
+    )
     title = next(one for one in titles if one.endswith(trial.hurts))
     title = f"{title}: {place}" if place else title
     proof = [Evidence("", "", "gradient error", trial.error, "", trial.step)] if math.isfinite(trial.error) else []
     if hurt.kind:
         proof.append(Evidence(hurt.layer, hurt.tensor, hurt.metric, hurt.value, "", hurt.step))
     return Finding(
-        "FP8", title, "fp8", "warning" if happened is None else "critical",
+        "FP8", title, "fp8", "warning" if happened is None or facts.loss.only_a_batch(happened.step) else "critical",
         " ".join(filter(None, (trial.tried[0], hurt.sentence))), tried=list(trial.tried[1:]),
         layers=trial.layers or ([hurt.layer] if hurt.layer else []),
         tensors=list(dict.fromkeys(str(p["operand"]) for p in trial.place if p.get("operand"))),
@@ -446,7 +453,7 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
 def _differing(differ: Sequence[Difference], happened: Event | None, frameworks: Sequence[str]) -> list[Finding | None]:
     """The differences from a good run, where something happened: what is set or computed otherwise first."""
     if happened is None:  # a fault that no loss shows is seen in the code alone
-        return [_finding(d, "warning", frameworks) for d in differ if d.kind in _PLACES[:3]]
+        return [_finding(d, "warning", frameworks) for d in differ if d.kind in _PLACES]
     early = [d for d in differ if d.step is None or d.step <= happened.step]
     causes = [d for d in early if d.kind not in _NO_CAUSE]
     same_start = not any(d.kind == "weights" for d in differ)  # then no other seed explains other batches

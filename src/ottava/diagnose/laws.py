@@ -17,7 +17,7 @@ import numpy as np
 from ottava.base.text import progress
 from ottava.diagnose.calls import squared, starts_high
 from ottava.diagnose.facts import Facts
-from ottava.diagnose.loss import Event
+from ottava.diagnose.loss import Event, LossCurve
 from ottava.diagnose.ranks import parted, same_batches
 from ottava.measure.limits import OVERSHOOTS, beyond_chance, overshoots
 
@@ -502,12 +502,12 @@ def _trains_in_eval(facts: Facts, event: Event | None) -> Broken | None:
     if start == len(values) or len(values) - start < max(3, 0.2 * len(values)):
         return None
     first = int(facts.steps[start])
-    said = f"From step {first} on every step trains in evaluation mode: {', '.join(sorted(kinds))} of the model"
+    said = f"From step {first} on every step trains in evaluation mode, so {', '.join(sorted(kinds))} stays"
     modes = [e for e in facts.run.training if e.get("kind") == "mode" and e.get("gradients") and not e.get("training")]
     fresh = any(e.get("fresh") for e in modes)
     ends = ", and its norms have statistics of no batch" if fresh and not start else ""
     # from the first step on it may be meant, as of pretrained statistics
-    return Broken(f"{said} do not work as in training{ends}.", first, grave=start > 0 or fresh)
+    return Broken(f"{said} as in a validation{ends}.", first, grave=start > 0 or fresh)
 
 
 def _sees_answer(facts: Facts, event: Event | None) -> Broken | None:
@@ -578,6 +578,13 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
         module = (str(entry["module"]),) if entry.get("module") else ()
         said = f"{said} ({entry.get('direction')}{operand}) at step {entry['step']}."
         return Broken(said, int(entry["step"]), module)
+    norm = facts.column("grad_norm")
+    lost = [] if norm is None else facts.steps[LossCurve(facts.steps, norm).broken].tolist()
+    if lost and lost[0] < event.step:
+        said = f"The gradient is not finite from step {lost[0]} on, and the loss was: a backward makes it"
+        return Broken(
+            f"{said}, as that of a square root at 0 or of a softmax of a row that a mask hides.", int(lost[0])
+        )
     for entry in facts.run.events:  # a look at every tensor comes later than this one
         if entry.get("kind") == "trigger" and entry.get("reason") == "nonfinite" and entry.get("layer"):
             where, step = str(entry["layer"]), int(entry["step"])

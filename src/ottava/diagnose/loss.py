@@ -61,10 +61,14 @@ class LossCurve:
         return np.array([_median(filled[max(0, i - width // 2) : i + width // 2 + 1]) for i in range(len(filled))])
 
     @cached_property
+    def _apart(self) -> Values:
+        with np.errstate(invalid="ignore"):  # infinity less infinity
+            return self.loss - self.smooth
+
+    @cached_property
     def noise(self) -> float:
         """Standard deviation of losses around the running median."""
-        distance = self.loss - self.smooth
-        distance = distance[np.isfinite(distance)]
+        distance = self._apart[np.isfinite(self._apart)]
         return GAUSSIAN * float(np.median(np.abs(distance))) if len(distance) else 0.0
 
     @cached_property
@@ -75,7 +79,7 @@ class LossCurve:
     def _early(self) -> float:
         """The noise up to the lowest loss: what happens later must not widen its own band."""
         lowest = int(np.argmin(self.smooth)) if len(self.smooth) else 0
-        part = (self.loss - self.smooth)[: max(lowest + 1, LEAST)]
+        part = self._apart[: max(lowest + 1, LEAST)]
         part = part[np.isfinite(part)]
         return GAUSSIAN * float(np.median(np.abs(part))) if len(part) else 0.0
 
@@ -108,6 +112,12 @@ class LossCurve:
         it is never."""
         inside = self.steps[(self.steps > left) & (self.loss <= self.at_best(left) + self.rise)]
         return float(inside[0]) if len(inside) else math.inf
+
+    def only_a_batch(self, left: float) -> bool:
+        """Whether a loss that comes back left for single batches only: its running median stayed."""
+        near = (self.steps >= left) & (self.steps <= self.back(left))
+        limit = self.at_best(left) + self.rise
+        return math.isfinite(self.back(left)) and not (self.smooth[near] > limit).any() and not self.broken[near].any()
 
     def hurt_at(self, steps: Values) -> bool:
         """Whether the loss rises at four of five of these steps, as it does at one in forty of the others."""

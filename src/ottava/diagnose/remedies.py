@@ -39,7 +39,9 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
     {
         # the training
         "data": Remedy("Look at the batches of these steps: print what the loader gives."),
-        "labels": Remedy("Look at the labels: shift, padding and ignore_index of the collator."),
+        "labels": Remedy(
+            "Look at the labels: shift, padding and ignore_index of the collator, and whether the data are shuffled."
+        ),
         "optimizer": Remedy(
             "Make the optimizer from model.parameters() of the model that runs, after the last change of the model.",
             patch={"torch": "optimizer = torch.optim.AdamW(model.parameters(), lr=lr)"},

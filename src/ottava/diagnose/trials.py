@@ -39,6 +39,7 @@ from ottava.numerics.formats import E4M3, FORMATS
 Part = Literal["none", "innocent", "guilty", "unknown"]
 _NEAR = 3  # steps
 _VANISHED = 0.3  # of the elements; a scale for every tensor flushes a few percent
+_MOST = 0.5  # of a tensor, as a norm
 WAY = 0.3
 """Distance of the weights' way from that of the optimizer's formula: twice the level of a gradient, for moments carry
 the errors of many steps."""
@@ -120,7 +121,9 @@ def judge(facts: Facts, event: Event | None) -> Trial:
         why = refused or ("No shadow step was taken, so nothing was tried.",)
         return Trial("unknown" if facts.casts else "none", why if facts.casts else ("No cast is recorded.",))
     found = _shadowed(facts, event, shadows)
-    wrong = (_muted(facts, shadows) or _derived(facts)) if found.part != "guilty" else None
+    wrong = (
+        (_muted(facts, shadows) or _derived(facts) or _lost(facts, event, shadows)) if found.part != "guilty" else None
+    )
     return wrong or _placed(facts, found)
 
 
@@ -139,6 +142,31 @@ def _muted(facts: Facts, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
     said += "it is not."
     place = sites or [{"layer": n.rpartition(".")[0]} for n in names]
     return Trial("guilty", (said,), int(last["step"]), 1.0, place=tuple(place), sound=True)
+
+
+def _lost(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
+    """A cast of the script that loses most of its tensor, in most trials or in the last one.
+
+    A gradient as a whole may hide that: one large parameter outweighs all others, and an optimizer that divides by the
+    size of each does not.
+    """
+    lasting = event is not None and (event.kind != "leaves" or event.stays is not None)
+    early = [e for e in shadows if event is None or not lasting or e["step"] < event.step]
+    tried = sorted((e for e in early if not _small(facts, e)), key=_step)
+    errors: dict[str, list[float]] = {}
+    for entry in tried:
+        for site, what in (entry.get("sites") or {}).items():
+            errors.setdefault(str(site), []).append(_number(what, "error"))
+    for site, values in errors.items():
+        high = [e > _MOST for e in values]
+        if high[-1] or 2 * sum(high) > len(high):
+            said = (
+                f"In {sum(high)} of {len(high)} trials {spoken(site)} loses most of its tensor: it moves it by up to "
+            )
+            said += f"{100 * max(v for v in values if v == v):.3g} % of itself. The gradient as a whole differs by at "
+            said += f"most {100 * max(float(e['error']) for e in tried):.3g} %."
+            return Trial("guilty", (said,), _step(tried[-1]), place=({"site": site},), hurts="tensor")
+    return None
 
 
 def _arrived(facts: Facts, outside: str) -> Trial | None:
@@ -262,6 +290,11 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     norms = [float(e.get("norm") or 0.0) for e in before] or _first_norms(facts, event)
     usual = float(np.median(norms)) if norms else math.inf
     for entry in after:
+        limit = facts.loss.at_best(event.step) + facts.loss.rise if event is not None else math.nan
+        if _hurts(facts, entry) and _number(entry, "loss_without") <= limit < _number(entry, "loss"):
+            said = f"{_said(entry, facts)} The loss of its batch is {entry['loss']:.3g} with casts and "
+            said += f"{entry['loss_without']:.3g} without, inside the band that it had left."
+            return Trial("guilty", (said,), int(entry["step"]), float(entry["error"]), sound=True)
         # a jump between two shadow steps shows in that of the trigger; later ones see what has come of it
         if before and event is not None and entry["step"] > event.step + _NEAR:
             if not (_hurts(facts, entry) or _takes(facts, entry)):
