@@ -258,7 +258,9 @@ def test_parity_reads_four_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_transformers_gives_the_logits_of_a_gpt2(tmp_path: Path) -> None:
-    """In BF16; in FP8 it is refused."""
+    """In BF16; in FP8 it is refused. A sum may begin with the bias or end with it, so a rounding may fall the other way,
+    and two blocks hand that on: four units of BF16 of the largest logit.
+    """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=64, n_embd=128, n_layer=2, n_head=2, n_positions=64)
@@ -270,7 +272,8 @@ def test_transformers_gives_the_logits_of_a_gpt2(tmp_path: Path) -> None:
         export(model, tmp_path / f"{recipe}", layout="bf16")
         back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{recipe}", dtype=torch.bfloat16)
         with torch.no_grad(), ottava.autocast("bf16"):
-            assert torch.equal(back(ids).logits, model(ids).logits)
+            ours, theirs = model(ids).logits.float(), back(ids).logits.float()
+        assert float((ours - theirs).abs().max()) <= (0.0 if recipe is None else 4 * 2**-8) * float(theirs.abs().max())
         assert all(weight.stays for weight in of_model(model).weights if weight.linear)
         for source in (model, tmp_path / f"{recipe}"):
             with pytest.raises(ExportError, match="Conv1D"):
