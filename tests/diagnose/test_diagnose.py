@@ -385,7 +385,7 @@ def test_casts_that_cost_the_loss_are_guilty_where_the_gradient_passes(tmp_path:
 
 
 def test_a_cast_that_loses_its_tensor_is_told_whatever_the_whole_gradient_says(tmp_path: Path) -> None:
-    """One large parameter hides all others in a norm; a cast that lost its own once, and not at last, met an odd batch."""
+    """One large parameter hides all others; a cast that lost its own once, not at last, met an odd batch."""
     for name, errors, said in (
         ("most", (0.3, 0.9, 1.0), "guilty"),
         ("at last", (0.05, 0.05, 0.05, 0.98), "guilty"),
