@@ -528,9 +528,9 @@ def damage(
     table = table.take(np.flatnonzero(keep))
     if not len(table):
         return Damage("", "")
-    for kind, metric, limit, text in _KINDS:
+    for kind, metric, most, text in _KINDS:
         values = np.asarray(table.metric(metric), dtype=np.float64)
-        over = values / [limit(FORMATS.get(str(f), E4M3)) for f in table["format"]]
+        over = values / [most(FORMATS.get(str(f), E4M3)) for f in table["format"]]
         if np.isfinite(over).any() and np.nanmax(over) > 1:
             return _damage(table, kind, metric, int(np.nanargmax(over)), values, text)
     values = np.asarray(table.metric("row_sqnr_p50_db"), dtype=np.float64)
