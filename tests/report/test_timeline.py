@@ -52,7 +52,7 @@ def test_every_trigger_is_told_with_its_place_and_numbers() -> None:
         ),
         (
             Trigger("loss_z", 9.5, 6.0),
-            "the loss lies 9.50 deviations above the median of the last 64; the limit is 6.00",
+            "the loss lies 9.50 deviations above the median of the last 32; the limit is 6.00",
         ),
         (Trigger("nonfinite", float("inf"), 0.0, "fc1", "weight"), "W of fc1 has an infinity or NaN"),
         (Trigger("nonfinite", float("nan"), 0.0), "the loss is not finite"),

@@ -179,7 +179,7 @@ def beyond_chance(failed: int, tried: int, by_chance: float = 0.25, risk: float 
 
 GAUSSIAN = 1.4826  # standard deviation over median absolute deviation
 
-WINDOW, LEAST = 64, 16  # losses to compare a new one with, and the fewest that are enough
+WINDOW, LEAST = 32, 16  # losses to compare a new one with, and the fewest; a longer window is wide while losses fall
 
 
 def robust_z(value: float, earlier: Iterable[float]) -> float:

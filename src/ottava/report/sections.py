@@ -550,7 +550,7 @@ SENTENCES: Mapping[str, str] = MappingProxyType(
     {
         "trigger clipping": "the cast clipped {value_pct} of {tensor_symbol} of {layer}; the limit is {threshold_pct}",
         "trigger row_sqnr": "the median row of {tensor_symbol} of {layer} has {value} dB; the limit is {threshold} dB",
-        "trigger loss_z": "the loss lies {value} deviations above the median of the last 64; the limit is {threshold}",
+        "trigger loss_z": "the loss lies {value} deviations above the median of the last 32; the limit is {threshold}",
         "trigger scale_error": "the predicted scale of {tensor_symbol} of {layer} is {value} octaves from the current "
         "one; the limit is {threshold}",
         "trigger scale_drift": "the scale of {tensor_symbol} of {layer} is {value} octaves from the median of its last "

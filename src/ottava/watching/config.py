@@ -46,7 +46,7 @@ class Triggers(Section):
     """Conditions that make the watch look at every step for a while and store the amaxes of the steps before."""
 
     loss_z: float | None = 6.0
-    """The loss is so many robust standard deviations above the median of the last 64 losses; None: never."""
+    """The loss is so many robust standard deviations above the median of the last 32 losses; None: never."""
     clipping: float | None = 1e-3
     """The cast clips a larger share of its elements. FP8-LM (arXiv 2310.18313) calls 1e-5 too many."""
     row_sqnr_db: float | None = limits.NOISE_DB

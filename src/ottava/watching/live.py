@@ -85,6 +85,6 @@ class Live:
         self._tried, recent = last, self._watch.recent()
         self.diagnosis, facts = diagnose(recent), Facts(recent)
         happened = event(facts.loss, guess=facts.guess)
-        known = happened is not None and (happened.kind == "not finite" or len(facts.steps) >= WINDOW)
+        known = happened is not None and (happened.kind == "not finite" or len(facts.steps) >= 2 * WINDOW)
         self.event = happened if known and happened is not None and happened.stays is not None else None
         self._asked += time.perf_counter() - began
