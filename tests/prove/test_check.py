@@ -99,6 +99,34 @@ def test_clean_pairs_raise_no_alarm() -> None:
         assert len(verdict.judged) > 40
 
 
+class Shared(nn.Module):
+    """A router and two experts read one tensor; `apart`: the experts read a copy, as all-to-all of tokens makes one."""
+
+    def __init__(self, apart: bool = False, fault: bool = False) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(8), nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.apart, self.fault = apart, fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        gates = self.router(x.detach() if self.fault else x).softmax(-1)
+        x = x.clone() if self.apart else x
+        return gates[:, :1] * self.experts[0](x) + gates[:, 1:] * self.experts[1](x)
+
+
+def test_a_gradient_of_some_readers_is_not_held_against_that_of_all() -> None:
+    torch.manual_seed(0)
+    a, x = Shared(), torch.randn(16, 8)
+    verdict = check(a, Shared(apart=True), x)
+    assert verdict.same, str(verdict)
+    assert "Not compared: input gradient of router is a sum over other modules in B than in A" in str(verdict)
+    assert len(check(a, Shared(), x).judged) == len(verdict.judged) + 3
+    finding = check(a, Shared(apart=True, fault=True), x).finding
+    assert finding is not None
+    assert str(finding.key) == "output gradient of norm"
+
+
 def test_planted_faults_are_placed() -> None:
     torch.manual_seed(0)
     a = Net()

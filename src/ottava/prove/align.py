@@ -79,6 +79,7 @@ def align(a: StepRecording, b: StepRecording) -> Aligned:
         for k in common
         if k.kind == "weight" and any(k in one and one[k][0].value.shape != mine[k][0].value.shape for one in theirs)
     }
+    paths = {k.path for k in common}
     rows: list[JudgedTensor] = []
     for key in [*common, *(k for k in known if k.kind == "recomputed")]:
         reference = mine.get(key if key.kind != "recomputed" else key._replace(kind="output"))
@@ -88,7 +89,9 @@ def align(a: StepRecording, b: StepRecording) -> Aligned:
         ranks = [r for r, one in enumerate(theirs) if key in one]
         for call, entry in enumerate(reference):
             rows.append(_row(key, call, entry, len(reference), pieces, ranks, maps))
-            if key.kind == "input gradient" and key.path in cut:
+            if any(_other_sum(reference, one, paths) for one in pieces):
+                rows[-1].b, rows[-1].said = None, "is a sum over other modules in B than in A"
+            elif key.kind == "input gradient" and key.path in cut:
                 _sum_of_parts(
                     rows[-1], [(rank, one[call]) for rank, one in zip(ranks, pieces, strict=True) if call < len(one)]
                 )
@@ -120,6 +123,13 @@ def _at_the_step(mine: dict[Key, list[TensorSeen]], theirs: list[dict[Key, list[
                 one.setdefault(key, one.get(whole, []))
 
 
+def _other_sum(a: Sequence[TensorSeen], b: Sequence[TensorSeen], paths: set[str]) -> bool:
+    """Whether gradients of B add up the parts of other modules (of both programs) than those of A."""
+    known = [[e.beside for e in one if e.beside is not None] for one in (a, b)]
+    mine, theirs = (paths & {path for beside in one for path in beside} for one in known)
+    return all(known) and mine != theirs
+
+
 def _optional(key: Key) -> bool:
     return key.kind in ("clipped gradient", "buffer")
 
@@ -137,7 +147,7 @@ def _joined(a: StepRecording) -> dict[Key, list[TensorSeen]]:
             if value is None and key.path and not entry.shard and _differ(pieces) and entry.value.dim():
                 value = torch.cat([e.value for _, e in pieces])  # data parallel: every rank has its own rows
             whole = entry.value if value is None else value
-            found[key].append(TensorSeen(key, whole, entry.order, entry.operation))
+            found[key].append(replace(entry, value=whole, shard=None))
     return found
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ottava.base.errors import need
 from ottava.base.text import to_json
@@ -86,6 +87,8 @@ class TensorSeen:
     operation: str = ""
     """Class of the module, or of the optimizer."""
     shard: Shard | None = None
+    beside: tuple[str, ...] | None = None
+    """Of an input gradient: modules elsewhere that read the tensor, too, so that it is a sum. None: unknown."""
 
 
 @dataclass(eq=False)
@@ -178,7 +181,9 @@ class StepRecording:
                     else Shard(tuple(shard["shape"]), tuple(shard["offset"]), bool(shard["partial"]))
                 )
                 key = Key(int(step), str(name), str(kind), int(part))
-                entries.append(TensorSeen(key, tensors[str(number)], float(one["order"]), str(one["operation"]), place))
+                beside = None if one.get("beside") is None else tuple(map(str, one["beside"]))
+                how = float(one["order"]), str(one["operation"])
+                entries.append(TensorSeen(key, tensors[str(number)], *how, place, beside))
             casts = {str(k): (float(a), float(b)) for k, (a, b) in facts["casts"].items()}
             kinds = {str(k): str(v) for k, v in facts["kinds"].items()}
             return cls(entries, path.parent.name, int(facts["rank"]), int(facts["size"]), casts, kinds)
@@ -225,6 +230,8 @@ class StepRecorder:
         self._known: set[int] = set()
         self._calls: dict[tuple[int, int, bool], int] = {}
         self._handles: list[Any] = []
+        self._readers: Any = WeakIdKeyDictionary()
+        self._read: dict[tuple[int, int, int, int], list[int]] = {}
         self._owners: dict[int, nn.Module] = {}
         self._before: dict[int, tuple[Any, str, Tensor]] = {}
         self._order = 0.0
@@ -334,6 +341,9 @@ class StepRecorder:
         if not x.requires_grad or not torch.is_grad_enabled():
             return
         last = kind == "output gradient" and self._nudge is not None
+        if kind == "input gradient" and self._nudge is None:  # a nudge may give each reader a tensor of its own
+            readers = self._read[self.step, id(module), part, call] = self._readers.setdefault(x, [])
+            readers.append(id(module))
 
         def seen(gradient: Tensor) -> Tensor | None:
             if not self.active:
@@ -456,16 +466,16 @@ class StepRecorder:
         inner = {path: owner for owner, path in names.items() if owner in used}
         entries = []
         raw = {(k[0], k[1], k[2]): e for k, e in self._entries.items() if k[3] == "gradient"}
-        for (step, owner, local, kind, part, _), entry in self._entries.items():
+        for (step, owner, local, kind, part, call), entry in self._entries.items():
             whole = raw.get((step, owner, local))
             if owner in names and inner[names[owner]] != owner:
                 continue
             if kind == "clipped gradient" and whole is not None and _same(whole.value, entry.value):
                 continue
             path = ".".join(filter(None, (names.get(owner, ""), local)))
-            entries.append(
-                TensorSeen(Key(step, path, kind, part), entry.value, entry.order, entry.operation, entry.shard)
-            )
+            readers = self._read.get((step, owner, part, call)) if kind == "input gradient" else None
+            beside = None if readers is None else tuple(sorted(_elsewhere(path, {names.get(o, "") for o in readers})))
+            entries.append(replace(entry, key=Key(step, path, kind, part), beside=beside))
         entries.sort(key=lambda e: (e.key.step, e.order))
         rank, size = (
             (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
@@ -500,6 +510,11 @@ def unit_of(module: nn.Module) -> tuple[float, float] | None:
         four = "NVFP4" in type(module).__name__
         return (0.25, 0.25) if four else (2.0**-4, 2.0**-3)
     return None
+
+
+def _elsewhere(path: str, others: set[str]) -> set[str]:
+    """Modules that neither hold a module nor lie in it."""
+    return {o for o in others if o and path and not f"{o}.".startswith(f"{path}.") and not path.startswith(f"{o}.")}
 
 
 def _in_backward() -> bool:
