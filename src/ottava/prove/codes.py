@@ -174,6 +174,12 @@ def significant(x: Tensor, bits: int) -> Tensor:
     return torch.ldexp((mantissa * 2.0**bits).round(), power - bits)
 
 
+def in_bad_tile(bad: Tensor, size: int) -> Tensor:
+    """Of each row, whether one of its tile of `size` rows is bad."""
+    tiles = torch.nn.functional.pad(bad, (0, -len(bad) % size)).view(-1, size).any(1)
+    return tiles.repeat_interleave(size)[: len(bad)]
+
+
 def encode_allowed(x: Tensor, what: Values, **way: Any) -> Allowed:
     """The codes of x, by their values."""
     fmt = get_format(what.get("format", "e4m3"))

@@ -112,19 +112,15 @@ def explain(
     if best := next((fit for fit in clean[:6] if not any(told[id(fit)])), None):
         return _named(best, len(failures), "")
     for fit in [*clean[:6], *full[:12]]:
-        here = [
-            (one, name, t.given, t.against) for one, of in zip(held, fit.told, strict=True) for name, t in of.items()
-        ]
         right = told.get(id(fit)) or _contrary(fit.fault, kind, what, passed)
-        here += [
-            (one, name, ~mask & mask, mask) for one, of in zip(passed, right, strict=True) for name, mask in of.items()
-        ]
-        if where := part_of(kind, [Part(one.case, one.got, name, a, b) for one, name, a, b in here]):
+        both = zip([*held, *passed], [*fit.told, *right], strict=True)
+        parts = [Part(one.case, one.got, name, t.given, t.against) for one, of in both for name, t in of.items()]
+        if where := part_of(kind, parts):
             return _named(fit, len(failures), where)
     if (probe := _probe(failures, rerun)) is not None:
         return probe
     if clean:
-        return _named(clean[0], len(failures), "") | {}
+        return _named(clean[0], len(failures), "")
     return _loose(fits, held, passed, kind) or _place(kind, held, passed)
 
 
@@ -187,8 +183,7 @@ def _told(hypothesis: Fault, kind: str, what: Mapping[str, Any], failure: Failur
     assert failure.allowed is not None
     for name, one in (allowed or {}).items():
         got, right = failure.got[name], failure.allowed[name]
-        wrong = failure.wrong.get(name)
-        wrong = torch.zeros_like(got, dtype=torch.bool) if wrong is None else wrong
+        wrong = failure.wrong.get(name, torch.zeros_like(got, dtype=torch.bool))
         refuses = one.wrong(got)
         given = wrong & ~refuses & ~(one.high - one.low).isinf()
         if one.free is not None:
@@ -204,14 +199,10 @@ def _told(hypothesis: Fault, kind: str, what: Mapping[str, Any], failure: Failur
 
 def _contrary(
     hypothesis: Fault, kind: str, what: Mapping[str, Any], passed: Sequence[Failure]
-) -> list[dict[str, Tensor]]:
-    """Of each right case the numbers that a hypothesis makes wrong."""
-    found = []
-    for one in passed:
-        allowed = _supposed_of(hypothesis, kind, what, one) or {}
-        masks = {name: allowed[name].wrong(got) for name, got in one.got.items() if name in allowed}
-        found.append({name: mask for name, mask in masks.items() if bool(mask.any())})
-    return found
+) -> list[dict[str, _Told]]:
+    """Of each right case what a hypothesis speaks against."""
+    told = (_told(hypothesis, kind, what, one) for one in passed)
+    return [{name: one for name, one in of.items() if bool(one.against.any())} for of in told]
 
 
 def _merged(fits: Sequence[_Fit], kind: str, what: Mapping[str, Any], held: Sequence[Failure]) -> Iterator[_Fit]:

@@ -191,14 +191,10 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
         poisoned = poisoned & ~hidden
     free = (poisoned & ~seen) | spread(flushed, spec, shape) & (x != 0)
     held = stored_shape(spec.granularity.grid_shape((x.shape[0], x.shape[1])), spec)
-    scales = Allowed(
-        low.reshape(held),
-        high.reshape(held),
-        (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,),
-        (math.nan,) if bool(bad.any()) else (),
-        free=bad.reshape(held) if two_levels else None,
-        center=written.float().double().reshape(held),
-    )
+    dtypes = (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,)
+    also_scales, any_scale = (math.nan,) if bool(bad.any()) else (), bad.reshape(held) if two_levels else None
+    ends, scale = (low.reshape(held), high.reshape(held)), written.float().double().reshape(held)
+    scales = Allowed(*ends, dtypes, also_scales, free=any_scale, center=scale)
     signed, dtypes = fmt.has_negative_zero and drawn is None, tuple(dict.fromkeys((fmt.storage_dtype, torch.uint8)))
     data = Allowed(data_low, data_high, dtypes, also, free=free, signed=signed, drawn=drawn, center=center)
     return {"scale_inv": scales, "data": data}
@@ -242,9 +238,8 @@ def product(
     center, size = a @ b.t(), a.abs() @ b.abs().t()
     if steps is not None:
         center = torch.zeros_like(center)
-        for at in range(0, k, steps[1]):
-            part = slice(at, at + steps[1])
-            center = (center + a[:, part] @ b[:, part].t()).float().to(steps[0]).double()
+        for x, y in zip(a.split(steps[1], 1), b.split(steps[1], 1), strict=True):
+            center = (center + x @ y.t()).float().to(steps[0]).double()
     if split is not None:
         parts = zip(a.tensor_split(split[1], 1), b.tensor_split(split[1], 1), strict=True)
         center = torch.stack([(x @ y.t()).float().to(split[0]).double() for x, y in parts]).sum(0)
@@ -326,28 +321,20 @@ def grouped_allowed(
     lhs, a, b = gemm_specs(what)[0], inputs["a"], inputs["b"]
     stops = [int(end) for end in (inputs["ends"] if ends is None else ends)]
     dtype = dtype_of(what, "out")
-    low = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
-    high, exact, free = low.clone(), low.clone(), torch.ones_like(low, dtype=torch.bool)
+    low, high, exact = torch.zeros(3, a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
+    free = torch.ones_like(low, dtype=torch.bool)
     start = 0
     sizes = [stop - begin for begin, stop in zip([0, *stops], stops, strict=False)]
     for group, stop in enumerate(stops):
         if stop > start:
-            which = group if experts is None else experts(group, sizes)
-            one = {
-                "a": a[start:stop],
-                "b": b[which],
-                "scale_inv_a": _rows(inputs["scale_inv_a"], lhs, start, stop),
-                "scale_inv_b": inputs["scale_inv_b"][which],
-            }
+            which, rows = group if experts is None else experts(group, sizes), slice(start, stop)
+            scale = inputs["scale_inv_a"][rows] if lhs.granularity.rows == 1 else inputs["scale_inv_a"]
+            one = {"a": a[rows], "b": b[which], "scale_inv_a": scale, "scale_inv_b": inputs["scale_inv_b"][which]}
             allowed = gemm_allowed(one, what, **way)["out"]
-            low[start:stop], high[start:stop], free[start:stop] = allowed.low, allowed.high, False
-            exact[start:stop] = allowed.exact if allowed.exact is not None else allowed.low
+            low[rows], high[rows], free[rows] = allowed.low, allowed.high, False
+            exact[rows] = allowed.low if allowed.exact is None else allowed.exact
         start = max(start, stop)
     return {"out": Allowed(low, high, (dtype,), free=free, exact=exact)}
-
-
-def _rows(scale: Tensor, spec: QuantizationSpec, start: int, stop: int) -> Tensor:
-    return scale[start:stop] if spec.granularity.rows == 1 else scale
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -411,29 +398,23 @@ def linear_allowed(inputs: Values, what: Values, *, cells: Any = None, **way: An
     recipe = get_recipe(what.get("recipe", "tensorwise"))
     x, weight, grad = (inputs[key] for key in ("x", "weight", "grad"))
     rows, dy = x.reshape(-1, x.shape[-1]), grad.reshape(-1, weight.shape[0])
-    pairs = {
-        "fprop": (rows, weight, x.dtype),
-        "dgrad": (dy, weight.t(), x.dtype),
-        "wgrad": (dy.t(), rows.t(), weight.dtype),
-    }
-    shapes = {"y": (*x.shape[:-1], weight.shape[0]), "dx": tuple(x.shape), "dw": tuple(weight.shape)}
+    gemms = (
+        ("fprop", "y", rows, weight, (*x.shape[:-1], weight.shape[0])),
+        ("dgrad", "dx", dy, weight.t(), tuple(x.shape)),
+        ("wgrad", "dw", dy.t(), rows.t(), tuple(weight.shape)),
+    )
     results = {}
-    for (gemm, (lhs, rhs, dtype)), (name, shape) in zip(pairs.items(), shapes.items(), strict=True):
+    for gemm, name, *operands, shape in gemms:
         sides = []
-        for side, x in (("lhs", lhs), ("rhs", rhs)):
+        for side, one in zip(("lhs", "rhs"), operands, strict=True):
             knobs = (cells or {}).get(f"{gemm}.{side}", {})
-            skipped = knobs == "skip"
-            spec = None if skipped else getattr(getattr(recipe, gemm), side)
-            sides.append(cast_interval(x, spec, **({} if skipped else knobs)))
+            spec = None if knobs == "skip" else getattr(getattr(recipe, gemm), side)
+            sides.append(cast_interval(one, spec, **({} if knobs == "skip" else knobs)))
         (a, da), (b, db) = sides
-        results[name] = reshaped(product(a, b, dtype, slack=(da, db), **way), shape)
+        allowed = product(a, b, weight.dtype if name == "dw" else x.dtype, slack=(da, db), **way)
+        low, high, exact = (None if end is None else end.reshape(shape) for end in (*allowed[:2], allowed.exact))
+        results[name] = allowed._replace(low=low, high=high, exact=exact)
     return results
-
-
-def reshaped(allowed: Allowed, shape: tuple[int, ...]) -> Allowed:
-    """The same numbers in another shape."""
-    exact = None if allowed.exact is None else allowed.exact.reshape(shape)
-    return allowed._replace(low=allowed.low.reshape(shape), high=allowed.high.reshape(shape), exact=exact)
 
 
 def _cast_together(spec: QuantizationSpec | None, *parts: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -592,7 +573,7 @@ def optimizer_allowed(
     told = {"float32": "fp32", "bfloat16": "bf16"}.get(told, told)
     names = (told, told) if moments is None else tuple(told if name is None else name for name in moments)
     u, (b1, b2), lr = torch.finfo(dtype).eps / 2, what.get("betas", (0.9, 0.999)), float(what.get("lr", 1e-3))
-    lows, highs, exact = [], [], []
+    steps = []
     for t, g in enumerate(inputs["grad"].double(), start=1):
         stale = inputs["grad"][t - 2].double() if fault == "gradient of the step before" and t > 1 else None
         kept = m * b1 / (1 - b1)
@@ -611,12 +592,10 @@ def optimizer_allowed(
         if fault == "moments forgotten":
             m, v = torch.zeros_like(p), torch.zeros_like(p)
         wide = wide + error + (0.0 if dtype == torch.float32 else 1.01 * u * p.abs())
-        one = between(p, wide, dtype)
-        lows.append(one.low)
-        highs.append(one.high)
-        exact.append(one.low if one.exact is None else one.exact)
+        steps.append(between(p, wide, dtype))
         p = p.to(dtype).double() if dtype != torch.float32 else p
-    return {"parameter": Allowed(torch.stack(lows), torch.stack(highs), (dtype,), exact=torch.stack(exact))}
+    low, high, exact = (torch.stack([getattr(one, end) for one in steps]) for end in ("low", "high", "exact"))
+    return {"parameter": Allowed(low, high, (dtype,), exact=exact)}
 
 
 def _held(name: str, moment: Tensor, off: Tensor, positive: bool) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.prove.codes import Allowed
+from ottava.prove.codes import Allowed, in_bad_tile
 from ottava.prove.matrix import KernelCase
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128)
@@ -76,14 +76,9 @@ def _tail(parts: Sequence[Part]) -> str:
 def _sentences(kind: str, parts: Sequence[Part]) -> Iterator[tuple[str, Where]]:
     names = tuple(dict.fromkeys(part.name for part in parts if bool(part.given.any())))
     yield f"in {' and '.join(names)}", lambda part: part.name in names
-    for name in names:
-        for text, where in _of_one(kind):
-            yield (
-                f"{text} of {name}" if len(names) > 1 or len({p.name for p in parts}) > 1 else text,
-                (lambda part, name=name, where=where: where(part) if part.name == name else False),
-            )
-        if len(names) > 1:
-            break
+    end = f" of {names[0]}" if names and len({part.name for part in parts}) > 1 else ""
+    for text, where in _of_one(kind) if names else ():
+        yield text + end, lambda part, where=where: where(part) if part.name == names[0] else False
     if len(names) > 1:
         yield from _of_one(kind)
 
@@ -94,58 +89,42 @@ def _of_one(kind: str) -> Iterator[tuple[str, Where]]:
     for size in reversed(_SIZES):
         yield (
             f"behind the last whole {size} elements",
-            lambda part, size=size: (
-                torch.arange(part.given.numel()).view(part.given.shape) >= part.given.numel() // size * size
-            ),
+            lambda part, n=size: torch.arange(part.given.numel()).view(part.given.shape) >= part.given.numel() // n * n,
         )
     for dim, word in ((0, "row"), (1, "column")):
 
-        def at(part: Part, dim: int = dim) -> tuple[Tensor, int]:
-            """The number of the row or column of each number, and their count."""
-            shape = part.given.shape
-            rows = (
-                math.prod(shape[:-1]) if kind in ("encode", "decode", "linear") else shape[-2] if len(shape) > 1 else 1
-            )
-            size = (rows, shape[-1])[dim] if shape else 1
-            index = torch.arange(size)
-            index = index[None, :] if dim else index[:, None]
-            flat = index.expand(rows, shape[-1] if shape else 1)
-            return flat.reshape(shape) if flat.numel() == part.given.numel() else flat.expand(shape), size
+        def on(chosen: Callable[[Tensor, int], Tensor], dim: int = dim) -> Where:
+            return lambda part: chosen(*_lines(part, kind, dim))
 
-        yield f"in the last {word}", lambda part, at=at: (lambda i, n: i == n - 1)(*at(part))
-        yield f"in the first {word}", lambda part, at=at: at(part)[0] == 0
-        yield f"in all {word}s but the first", lambda part, at=at: at(part)[0] > 0
+        yield f"in the last {word}", on(lambda i, n: i == n - 1)
+        yield f"in the first {word}", on(lambda i, n: i == 0)
+        yield f"in all {word}s but the first", on(lambda i, n: i > 0)
         for size in reversed(_SIZES):
-            yield (
-                f"in {word}s beyond the last whole {size}",
-                lambda part, at=at, size=size: (lambda i, n: i >= n // size * size)(*at(part)),
-            )
+            yield f"in {word}s beyond the last whole {size}", on(lambda i, n, size=size: i >= n // size * size)
         for size in _SIZES[3:]:
-            yield f"from {word} {size} on", lambda part, at=at, size=size: at(part)[0] >= size
-            yield f"before {word} {size}", lambda part, at=at, size=size: at(part)[0] < size
-        for size in _SIZES[:5]:
-            for rest in range(size):
-                yield (
-                    f"in {word}s {rest}, {rest + size}, {rest + 2 * size} and so on",
-                    lambda part, at=at, size=size, rest=rest: at(part)[0] % size == rest,
-                )
+            yield f"from {word} {size} on", on(lambda i, n, size=size: i >= size)
+            yield f"before {word} {size}", on(lambda i, n, size=size: i < size)
+        for every, rest in ((n, rest) for n in _SIZES[:5] for rest in range(n)):
+            text = f"in {word}s {rest}, {rest + every}, {rest + 2 * every} and so on"
+            yield text, on(lambda i, n, every=every, rest=rest: i % every == rest)
     if kind == "grouped":
         yield from _of_groups()
-    yield from _of_tiles(kind)
-
-
-def _of_tiles(kind: str) -> Iterator[tuple[str, Where]]:
-    if kind not in ("gemm", "grouped", "cast", "attention"):
-        return
-    for size in _SIZES[1:]:
+    for size in _SIZES[1:] if kind in ("gemm", "grouped", "cast", "attention") else ():
         yield f"in rows of a tile of {size} that holds NaN", lambda part, size=size: _beside_nan(part, size)
+
+
+def _lines(part: Part, kind: str, dim: int) -> tuple[Tensor, int]:
+    """The number of the row or column of each number, and their count."""
+    shape = part.given.shape or torch.Size((1,))
+    rows = math.prod(shape[:-1]) if kind in ("encode", "decode", "linear") else (1, *shape)[-2]
+    index = torch.arange((rows, shape[-1])[dim]).view((1, -1) if dim else (-1, 1)).expand(rows, shape[-1])
+    same = index.numel() == part.given.numel()
+    return (index.reshape if same else index.expand)(part.given.shape), (rows, shape[-1])[dim]
 
 
 def _beside_nan(part: Part, size: int) -> Tensor:
     x = next(iter(part.case.inputs.values()))
-    bad = x.float().isnan().reshape(-1, x.shape[-1]).any(1)
-    tiles = torch.nn.functional.pad(bad, (0, -len(bad) % size)).view(-1, size).any(1)
-    near = tiles.repeat_interleave(size)[: len(bad)]
+    near = in_bad_tile(x.float().isnan().reshape(-1, x.shape[-1]).any(1), size)
     return near.reshape(-1, 1).expand(part.given.shape) if part.given.dim() == 2 else near.new_tensor(False)
 
 
