@@ -31,10 +31,9 @@ from ottava.numerics.rounding import decode, floor_log2, power_of_two
 from ottava.numerics.scaling import Granularity
 from ottava.numerics.tensor import Operand, QuantizedTensor, refuse_instruction
 from ottava.ops.gemm import GemmPlan, tap
+from ottava.prove.judge import decoded
 
 _FP32 = 2.0**-24  # the unit of rounding
-_FP32_KERNELS = ("native_gemm", "native_gemm batch_invariant", "native_decoded", "reference", "bf16_mm")
-"""Kernels whose sums are FP32 in some order."""
 _WEAKEST = "ada"  # of all known tensor cores: the shortest groups, and no more bits than any other
 
 
@@ -308,13 +307,12 @@ class _Call:
     def exact(self) -> tuple[Tensor, Tensor, int]:
         """(the elements, the sum of the magnitudes of their terms, the length of the sum), in float64."""
         m, n = self.y.shape
-        scaled = [_numbers(x) for x in (self.a, self.b)]
-        y, terms = scaled[0] @ scaled[1].t(), scaled[0].abs() @ scaled[1].abs().t()
+        a, b = (decoded(x.data, x.scale_inv, x.spec) for x in (self.a, self.b))
+        y, terms = (a @ b.t())[:m, :n], (a.abs() @ b.abs().t())[:m, :n]
         for added in (self.bias, self.c):
             if added is not None:
-                y[:m, :n] += added.double()
-                terms[:m, :n] += added.double().abs()
-        return y[:m, :n], terms[:m, :n], self.a.shape[1] + 3 * len(self.blocks())
+                y, terms = y + added.double(), terms + added.double().abs()
+        return y, terms, self.a.shape[1] + 3 * len(self.blocks())
 
     def blocks(self) -> range:
         """Where sums begin along K: each has scales of its own."""
@@ -343,12 +341,6 @@ class _Call:
             of_a, of_b = (scale_of_block(x, at).double().expand(x.shape[0], 1) for x in (self.a, self.b))
             total += groups * cut * (of_a[:m] * of_b[:n].t()).abs()
         return total
-
-
-def _numbers(x: QuantizedTensor) -> Tensor:
-    """fp64: the codes times their scales."""
-    wide = x.spec.granularity.expand(x.scale_inv.double(), (x.shape[0], x.shape[1]))
-    return decode(x.data, x.spec.format).double() * wide.expand(*x.shape)
 
 
 def _block(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
