@@ -427,6 +427,16 @@ def _cast_together(spec: QuantizationSpec | None, *parts: tuple[Tensor, Tensor])
     return [(cast[0][i].view(part[0].shape), cast[1][i].view(part[0].shape)) for i, part in enumerate(parts)]
 
 
+def _times(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], u: float) -> tuple[Tensor, Tensor]:
+    """A product of two tensors and how far they may be off; the sums in it err by u of their magnitudes."""
+    (x, dx), (y, dy) = a, b
+    return x @ y, dx @ y.abs() + (x.abs() + dx) @ dy + u * (x.abs() @ y.abs())
+
+
+def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return pair[0].mT, pair[1].mT
+
+
 def attention_allowed(
     inputs: Values,
     what: Values,
@@ -450,18 +460,19 @@ def attention_allowed(
         rounded: "scores" or "p", and a type that they are rounded to.
         casts: tensor of `AttentionRecipe` -> a format in place of its own, or "skip".
     """
-    q, k, v, grad = (inputs[key].double() for key in ("q", "k", "v", "grad"))
-    dtype, depth, keys, queries = inputs["q"].dtype, q.shape[-1], k.shape[-2], q.shape[-2]
+    given = [
+        (inputs[key].double(), torch.zeros_like(inputs[key], dtype=torch.float64)) for key in ("q", "k", "v", "grad")
+    ]
+    (queries, depth), (keys, width), dtype = inputs["q"].shape[-2:], inputs["v"].shape[-2:], inputs["q"].dtype
     specs = attention_specs(what, casts or {})
-    (q, eq), (k, ek), (v, ev) = _cast_together(specs.get("qkv"), *((x, torch.zeros_like(x)) for x in (q, k, v)))
-    ((g, eg),) = _cast_together(specs.get("do"), (grad, torch.zeros_like(grad)))
+    q, k, v = _cast_together(specs.get("qkv"), *given[:3])
+    (g,) = _cast_together(specs.get("do"), given[3])
     u = max(torch.finfo(dtype).eps / 2, U32)
     scale = 1 / math.sqrt(depth) if scale is None else scale
-    scores, size = q @ k.mT * scale, q.abs() @ k.abs().mT * scale
-    off = (depth + 4) * U32 * size + 2 * u * scores.abs()  # sums in fp32, then one rounding of the scores
-    off = off + (eq @ k.abs().mT + (q.abs() + eq) @ ek.mT) * scale
+    scores, off = (x * scale for x in _times(q, _turned(k), (depth + 4) * U32))
+    off = off + 2 * u * scores.abs()  # sums in fp32, then one rounding of the scores
     if what.get("causal", False) if causal is None else causal:
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(offset)
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(offset)
         seen = seen.triu(1 - window) if window else seen
         scores, off = scores.masked_fill(~seen, -math.inf), off.masked_fill(~seen, 0.0)
     if rounded and "scores" in rounded:
@@ -475,25 +486,21 @@ def attention_allowed(
     # exp turns an absolute error into a relative one; the sum has that of its largest term
     ep = p * (2 * (off.amax(-1, keepdim=True) + off) + (keys + 16) * U32 + 2 * u)
     p = p.to(rounded["p"]).double() if rounded and "p" in rounded else p
-    ((s, es),) = _cast_together(specs.get("s"), (p, ep))
-    o, eo = s @ v, es @ v.abs() + (s.abs() + es) @ ev + (keys + 4) * U32 * (s @ v.abs())
-    ((o, eo),) = _cast_together(specs.get("o"), (o, eo))
-    dp, edp = g @ v.mT, ((v.shape[-1] + 4) * U32 + u) * (g.abs() @ v.abs().mT)
-    edp = edp + eg @ v.abs().mT + (g.abs() + eg) @ ev.mT
-    delta = (g * o).sum(-1, keepdim=True)
-    edelta = (g.abs() * (eo + u * o.abs()) + eg * o.abs()).sum(-1, keepdim=True)
-    edelta += (v.shape[-1] + 4) * U32 * (g * o).abs().sum(-1, keepdim=True)
+    (s,) = _cast_together(specs.get("s"), (p, ep))
+    ((o, eo),) = _cast_together(specs.get("o"), _times(s, v, (keys + 4) * U32))
+    dp, edp = _times(g, _turned(v), (width + 4) * U32 + u)
+    delta = (g[0] * o).sum(-1, keepdim=True)
+    edelta = (g[0].abs() * (eo + u * o.abs()) + g[1] * o.abs()).sum(-1, keepdim=True)
+    edelta += (width + 4) * U32 * (g[0] * o).abs().sum(-1, keepdim=True)
     if fault == "no delta":
         delta = torch.zeros_like(delta)
     ds = p * (dp - delta)
     eds = ep * (dp - delta).abs() + (p + ep) * (edp + edelta) + 2 * u * ds.abs()
-    ((ds, eds),) = _cast_together(specs.get("dp"), (ds, eds))
+    (dscores,) = _cast_together(specs.get("dp"), (ds, eds))
     back = 1.0 if fault == "gradients without scale" else scale
-    dq, dk, dv = ds @ k * back, ds.mT @ q * back, s.mT @ g
-    edq = (eds @ k.abs() + (ds.abs() + eds) @ ek + (keys + 4) * U32 * (ds.abs() @ k.abs())) * back
-    edk = (eds.mT @ q.abs() + (ds.abs() + eds).mT @ eq + (queries + 4) * U32 * (ds.abs().mT @ q.abs())) * back
-    edv = es.mT @ g.abs() + (s + es).mT @ eg + (queries + 4) * U32 * (s.mT @ g.abs())
-    grads = _cast_together(specs.get("dqkv"), (dq, edq), (dk, edk), (dv, edv))
+    dq, dk = _times(dscores, k, (keys + 4) * U32), _times(_turned(dscores), q, (queries + 4) * U32)
+    dq, dk = ((x * back, off * back) for x, off in (dq, dk))
+    grads = _cast_together(specs.get("dqkv"), dq, dk, _times(_turned(s), g, (queries + 4) * U32))
     # second order: the bounds above are of first order, and errors of a few percent multiply
     return {
         name: between(center, error * 1.1 + torch.finfo(torch.float32).tiny, dtype)
