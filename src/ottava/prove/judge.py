@@ -137,8 +137,10 @@ def _scales_asked(x: Tensor, spec: QuantizationSpec, way: dict[str, Any]) -> tup
     return amax, right, low, high
 
 
-def _ways(rounding: str) -> tuple[str, ...]:
-    return ("down", "up") if rounding == "stochastic" else (rounding,)
+def _roundings(spec: QuantizationSpec, way: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """The rounding that a right number has, and all that a cast may have; takes it out of the knobs."""
+    how = way.pop("rounding", spec.rounding.replace("nearest_even", "nearest"))
+    return ("nearest", ("down", "up")) if how == "stochastic" else (how, (how,))
 
 
 def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way: Any) -> dict[str, Allowed]:
@@ -167,15 +169,12 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
     if got is not None and got["scale_inv"].numel() == right.numel():
         own = scales_of(got["scale_inv"], spec).reshape(right.shape)
         right = torch.where((own >= low) & (own <= high) & (own > 0), own, right)
-    rounding = way.pop("rounding", spec.rounding.replace("nearest_even", "nearest"))
+    rounding, ways = _roundings(spec, way)
     z = torch.where(x.isinf(), x.double(), x.double() / spread(right, spec, shape))
-    edges = torch.stack([on_grid(z * by, fmt, one, **way) for by in (1 - slack, 1 + slack) for one in _ways(rounding)])
+    edges = torch.stack([on_grid(z * by, fmt, one, **way) for by in (1 - slack, 1 + slack) for one in ways])
     data_low, data_high = edges.amin(0), edges.amax(0)
-    drawn = z if rounding == "stochastic" else None
-    center = None
-    if got is None:
-        nearest = on_grid(z, fmt, "nearest" if drawn is not None else rounding, **way)
-        center = torch.where(x.isinf(), math.nan, nearest)
+    drawn = z if len(ways) > 1 else None
+    center = torch.where(x.isinf(), math.nan, on_grid(z, fmt, rounding, **way)) if got is None else None
     # a block with NaN or infinity has no scale of its own; there NaN must stay visible, the rest is not told
     poisoned, seen = spread(bad, spec, shape), x.isnan() & torch.tensor(fmt.has_nan)
     also: tuple[Tensor | float, ...] = ()
@@ -191,10 +190,10 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
         poisoned = poisoned & ~hidden
     free = (poisoned & ~seen) | spread(flushed, spec, shape) & (x != 0)
     held = stored_shape(spec.granularity.grid_shape((x.shape[0], x.shape[1])), spec)
-    dtypes = (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,)
-    also_scales, any_scale = (math.nan,) if bool(bad.any()) else (), bad.reshape(held) if two_levels else None
-    ends, scale = (low.reshape(held), high.reshape(held)), written.float().double().reshape(held)
-    scales = Allowed(*ends, dtypes, also_scales, free=any_scale, center=scale)
+    low, high, scale, unsure = (one.reshape(held) for one in (low, high, written.float().double(), bad))
+    kinds = (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,)
+    more = (math.nan,) if bool(bad.any()) else ()
+    scales = Allowed(low, high, kinds, more, free=unsure if two_levels else None, center=scale)
     signed, dtypes = fmt.has_negative_zero and drawn is None, tuple(dict.fromkeys((fmt.storage_dtype, torch.uint8)))
     data = Allowed(data_low, data_high, dtypes, also, free=free, signed=signed, drawn=drawn, center=center)
     return {"scale_inv": scales, "data": data}
@@ -369,19 +368,19 @@ def cast_interval(
         top = float(x.abs().amax())
         slack += (float((x.abs() + off).amax()) - top + top - float((x.abs() - off).amax())) / max(top, _TINY)
     scales = [spread(s.float().double(), spec, shape) for s in _scales_asked(x, spec, way)[1:]]
-    rounding = way.pop("rounding", spec.rounding.replace("nearest_even", "nearest"))
+    rounding, ways = _roundings(spec, way)
 
     def cast(x: Tensor, scale: Tensor, how: str, by: float = 1.0) -> Tensor:
         return on_grid(x.double() / torch.where(scale == 0, 1.0, scale) * by, fmt, how, **way) * scale
 
-    center = cast(x, scales[0], "nearest" if rounding == "stochastic" else rounding)
+    center = cast(x, scales[0], rounding)
     ends = [x.double()] if off is None else [x - moved, x + moved]
     edges = [
         cast(end, scale, one, by)
         for scale in (scales if spec.scale_format == "e4m3" else scales[:1])
         for end in ends
         for by in (1 - slack, 1 + slack)
-        for one in _ways(rounding)
+        for one in ways
     ]
     far = torch.stack([(edge - center).abs() for edge in edges]).amax(0) + slack * center.abs()
     if slack > fmt.eps / 4:  # hardly known what is cast: any cast of it lies within half a step of it

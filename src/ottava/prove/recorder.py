@@ -306,7 +306,7 @@ class StepRecorder:
         changed = None
         if self._nudge is not None and not any(True for _ in module.children()):
             self._nudge.at(*self._place(module), 1)
-            output = changed = self._nudge.leaving(output)
+            output = changed = self._nudge.data(output)
         self._calls[id(module), self.step, recomputes] = call + 1
         for part, x in enumerate(tensors_in(output)):
             self._note(module, "", "recomputed" if recomputes else "output", part, call, x)
