@@ -31,6 +31,11 @@ class Part(NamedTuple):
     """Numbers of which it must not be."""
     allowed: Allowed | None = None
 
+    @property
+    def right(self) -> Tensor:
+        """Right numbers; where nothing is told, numbers of which no sentence is true."""
+        return self.allowed.right if self.allowed is not None else torch.full(self.given.shape, 0.5)
+
 
 Where = Callable[[Part], Tensor | bool]
 
@@ -219,30 +224,25 @@ def _of_values(kind: str) -> Iterator[tuple[str, Where]]:
         yield "for positive numbers", lambda part: made_of(part) > 0
         yield "for FP32's subnormal numbers", lambda part: (made_of(part) != 0) & (made_of(part).abs() < 2.0**-126)
 
-    def right(part: Part) -> Tensor:
-        return part.allowed.right if part.allowed is not None else torch.full(part.given.shape, 0.5)
+    def whole_power(x: Tensor) -> Tensor:
+        return torch.frexp(x.nan_to_num(0.3))[0].abs() == 0.5
 
-    yield "where NaN is right", lambda part: right(part).isnan()
-    yield "where NaN or infinity is right", lambda part: ~right(part).isfinite()
-    yield (
-        (
-            "where it rounds up to a power of two",
-            lambda part: (
-                (torch.frexp(right(part).nan_to_num(0.3))[0].abs() == 0.5) & (made_of(part).abs() < right(part).abs())
-            ),
-        )
-        if kind == "encode"
-        else ("where a number with a fraction is right", lambda part: right(part) % 1 != 0)
-    )
-    yield "where zero is right", lambda part: right(part) == 0
-    yield "where -0 is right", lambda part: (right(part) == 0) & right(part).signbit()
-    yield "where infinity is right", lambda part: right(part).isinf()
-    yield "where a negative number is right", lambda part: right(part) < 0
-    yield "where a power of two is right", lambda part: torch.frexp(right(part).nan_to_num(0.3))[0].abs() == 0.5
+    yield "where NaN is right", lambda part: part.right.isnan()
+    yield "where NaN or infinity is right", lambda part: ~part.right.isfinite()
+    if kind == "encode":
+        text = "where it rounds up to a power of two"
+        yield text, lambda part: whole_power(part.right) & (made_of(part).abs() < part.right.abs())
+    else:
+        yield "where a number with a fraction is right", lambda part: part.right % 1 != 0
+    yield "where zero is right", lambda part: part.right == 0
+    yield "where -0 is right", lambda part: (part.right == 0) & part.right.signbit()
+    yield "where infinity is right", lambda part: part.right.isinf()
+    yield "where a negative number is right", lambda part: part.right < 0
+    yield "where a power of two is right", lambda part: whole_power(part.right)
     for name, smallest in (("E4M3", 2.0**-6), ("E5M2", 2.0**-14), ("E2M1", 1.0), ("E4M3FNUZ", 2.0**-7)):
         text = f"normal number of {name} is right"
-        yield f"where a sub{text}", lambda part, s=smallest: (right(part) != 0) & (right(part).abs() < s)
-        yield f"where a {text}", lambda part, s=smallest: right(part).abs() >= s
+        yield f"where a sub{text}", lambda part, s=smallest: (part.right != 0) & (part.right.abs() < s)
+        yield f"where a {text}", lambda part, s=smallest: part.right.abs() >= s
 
 
 def _sizes_of(kind: str, parts: Sequence[Part]) -> str:
@@ -287,15 +287,11 @@ def relation(parts: Sequence[Part]) -> tuple[str, str]:
     if len(usual) * 2 > len(got) and float(usual.max() - usual.min()) <= 0.02 * abs(float(usual.median())):
         return "a factor", f"is {float(usual.median()):.4g} times what it should be"
     if len(usual) * 2 > len(got) and bool((torch.frexp(usual)[0].abs() == 0.5).all()):
-        return "powers of two", "is off by factors that are powers of two: " + ", ".join(
-            f"{float(x):g}" for x in usual.unique()[:4]
-        )
-    far = (got - right).abs() / right.abs().clamp(min=1e-300)
-    off = float(far.nan_to_num(math.inf).median())
-    return (
-        "not explained",
-        f"is wrong by {off:.2g} of its size or more in half of the wrong places, and no hypothesis gives it",
-    )
+        shown = ", ".join(f"{float(x):g}" for x in usual.unique()[:4])
+        return "powers of two", f"is off by factors that are powers of two: {shown}"
+    off = float(((got - right).abs() / right.abs().clamp(min=1e-300)).nan_to_num(math.inf).median())
+    said = f"is wrong by {off:.2g} of its size or more in half of the wrong places, and no hypothesis gives it"
+    return "not explained", said
 
 
 def copied(parts: Sequence[Part]) -> tuple[str, str] | None:
