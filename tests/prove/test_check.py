@@ -25,7 +25,7 @@ from ottava.prove.align import UnlikeError
 from ottava.prove.page import check_page
 from ottava.prove.prover import Judged
 from ottava.prove.recorder import StepRecorder, StepRecording, TraceError
-from ottava.prove.tolerance import Distance, Nudge, distance, unit
+from ottava.prove.tolerance import Distance, Nudge, distance
 
 
 class Net(nn.Module):
@@ -122,9 +122,7 @@ def test_a_gradient_of_some_readers_is_not_held_against_that_of_all() -> None:
     assert verdict.same, str(verdict)
     assert "Not compared: input gradient of router is a sum over other modules in B than in A" in str(verdict)
     assert len(check(a, Shared(), x).judged) == len(verdict.judged) + 3
-    finding = check(a, Shared(apart=True, fault=True), x).finding
-    assert finding is not None
-    assert str(finding.key) == "output gradient of norm"
+    assert ": output gradient of norm: all of it is" in str(check(a, Shared(apart=True, fault=True), x))
 
 
 def test_planted_faults_are_placed() -> None:
@@ -257,8 +255,6 @@ def test_distances_and_nudges() -> None:
     assert far.whole == pytest.approx(float((x - wrong).norm() / x.norm()), rel=1e-6)
     assert far.row == pytest.approx(float(x[3].norm() / 8 / x.norm() * 64), rel=1e-6)
     assert distance(x, torch.full_like(x, torch.nan)).whole == torch.inf
-    moved = Nudge(0).data(x)
-    assert 0 < float(((moved - x) / x).abs().max()) <= 1.1 * unit(torch.float32)
     assert torch.equal(Nudge(0).data(batch()), batch())
 
 
