@@ -110,17 +110,17 @@ _SCRIPT = """
 import sys, torch, ottava
 from torch import nn
 torch.manual_seed(0)
-blocks = (nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4))
+blocks = (nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(2))
 model = nn.Sequential(nn.Embedding(256, 256), *blocks)
 ottava.convert(model.bfloat16(), "rowwise" if "--rowwise" in sys.argv else "tensorwise")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for _ in range(10):
-    model(torch.randint(256, (4, 128))).float().square().mean().backward()
+    model(torch.randint(256, (4, 64))).float().square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
 _COMMANDS = (
-    ("python train.py", "a training of ten steps: 2.2 million parameters, 512 tokens a step, on its own"),
+    ("python train.py", "a training of ten steps: 0.6 million parameters, 256 tokens a step, on its own"),
     ("ottava audit -- train.py", "that training with every GEMM of every step audited"),
     ("ottava check train.py -- --rowwise", "the first step of that training under two recipes"),
     ("ottava certify ottava.gemm.tensorwise.bfloat16", "100 cases of a GEMM"),

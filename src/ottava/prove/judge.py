@@ -411,7 +411,7 @@ def linear_allowed(inputs: Values, what: Values, *, cells: Any = None, **way: An
             sides.append(cast_interval(one, spec, **({} if knobs == "skip" else knobs)))
         (a, da), (b, db) = sides
         allowed = product(a, b, weight.dtype if name == "dw" else x.dtype, slack=(da, db), **way)
-        low, high, exact = (None if end is None else end.reshape(shape) for end in (*allowed[:2], allowed.exact))
+        low, high, exact = (getattr(allowed, end).reshape(shape) for end in ("low", "high", "exact"))
         results[name] = allowed._replace(low=low, high=high, exact=exact)
     return results
 
