@@ -72,8 +72,7 @@ class Finding:
 
     def __str__(self) -> str:
         place = " ".join(filter(None, (self.layer, self.gemm)))
-        limit = f" +- {self.bound:.3g}" if self.bound else ""
-        guess = f"; {self.guess}" if self.guess else ""
+        limit, guess = f" +- {self.bound:.3g}" if self.bound else "", f"; {self.guess}" if self.guess else ""
         return (
             f"step {self.step}, {place} ({self.shape}, {self.kernel}): {self.wrong} of {self.elements} elements wrong; "
             f"[{self.row}, {self.column}] is {self.got!r}, needs {self.expected!r}{limit} ({self.judged}){guess}"
@@ -141,12 +140,8 @@ class Audit:
     def __enter__(self) -> Self:
         if tap().see is not None:
             raise ValueError("audit: another audit is running in this process; end it first")
-        if self._model is not None:
-            self._names = {
-                id(m.plans): n
-                for n, m in self._model.named_modules()
-                if isinstance(m, nn.Module) and hasattr(m, "plans")
-            }
+        named = () if self._model is None else self._model.named_modules()
+        self._names = {id(module.plans): name for name, module in named if hasattr(module, "plans")}
         self._hook = register_optimizer_step_post_hook(lambda *_: self.step())
         tap().see = self._see
         return self
@@ -200,27 +195,19 @@ class Audit:
         m, n = y.shape
         high = min(m, max(1, 2 ** round(math.log2(self.elements) / 2)))
         rows, columns = self._some(m, high), self._some(n, min(n, max(1, self.elements // high)))
-        call = _Call(
-            taken(a, rows),
-            taken(b, columns),
-            None if bias is None else bias.detach()[columns.to(bias.device)].cpu(),
-            None if c is None else _block(c, rows, columns),
-            _block(y, rows, columns),
-        )
+        added = None if bias is None else bias.detach()[columns.to(bias.device)].cpu()
+        start = None if c is None else _block(c, rows, columns)
+        call = _Call(taken(a, rows), taken(b, columns), added, start, _block(y, rows, columns))
         judged, right, bound = self._judge(plan, call, y.device)
         self.judged[judged] += 1
         self.elements_seen += call.y.numel()
         wrong = ~_same(call.y, right) if bound is None else ~_within(call.y, right, bound)
         if wrong.any():
-            row, column = wrong.nonzero()[0].tolist()
-            guess = _guess(call, right, wrong, judged) if bound is None else ""
-            record = plan.record
-            finding = Finding(
-                *(self.steps + 1, self._names.get(id(plans), ""), name, record.kernel, f"{m} x {n} x {record.k}"),
-                *(judged, int(wrong.sum()), wrong.numel(), int(rows[row]), int(columns[column])),
-                *(float(call.y[row, column]), float(right[row, column])),
-                *(0.0 if bound is None else float(bound[row, column]), guess),
-            )
+            at, record = tuple(wrong.nonzero()[0].tolist()), plan.record
+            place = self.steps + 1, self._names.get(id(plans), ""), name, record.kernel, f"{m} x {n} x {record.k}"
+            count = int(wrong.sum()), wrong.numel(), int(rows[at[0]]), int(columns[at[1]])
+            far = (0.0, _guess(call, right, wrong, judged)) if bound is None else (float(bound[at]), "")
+            finding = Finding(*place, judged, *count, float(call.y[at]), float(right[at]), *far)
             self.findings.append(finding)
             if self.event is not None:
                 self.event(finding.step, "audit", **{k: v for k, v in asdict(finding).items() if k != "step"})

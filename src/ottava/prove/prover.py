@@ -12,6 +12,7 @@ the first tensor beyond its limit is where the fault is: all that it was compute
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -109,18 +110,17 @@ class Verdict:
         return self.finding is None
 
     def __str__(self) -> str:
-        wrong = [j for j in self.judged if j.wrong]
+        (a, b), count = self.names, len(self.judged)
         if self.finding is None:
-            a, b = self.names
-            lines = [f"{b} computes what {a} computes: all {len(self.judged)} tensors are within their limits."]
+            lines = [f"{b} computes what {a} computes: all {count} tensors are within their limits."]
         else:
-            count = f"{len(wrong)} of {len(self.judged)} tensors are beyond their limits"
-            lines = [self.finding.sentence, "", f"{count}; the first, in program order:"]
-            rows = [
-                (str(j.row.key), f"{j.far[j.worst]:.2g}", f"{j.limit[j.worst]:.2g}", "wrong" if j.wrong else "right")
-                for j in self.around()
-            ]
-            lines += [f"  {line}" for line in columns(("tensor", "distance", "limit", ""), *rows)]
+            said = f"{sum(j.wrong for j in self.judged)} of {count} tensors are beyond their limits"
+            lines = [self.finding.sentence, "", f"{said}; the first, in program order:"]
+            rows = [("tensor", "distance", "limit", "")]
+            for j in self.around():
+                far, limit = (f"{one[j.worst]:.2g}" for one in (j.far, j.limit))
+                rows.append((str(j.row.key), far, limit, "wrong" if j.wrong else "right"))
+            lines += [f"  {line}" for line in columns(*rows)]
         lines += ["", *(f"Note: {note}" for note in self.notes)] if self.notes else []
         lines += ["", f"Reproducer: python {self.reproducer}"] if self.reproducer is not None else []
         return "\n".join(lines)
@@ -133,10 +133,8 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        found = None
-        if self.finding is not None:
-            found = {**vars(self.finding), "tensor": str(self.finding.key)}
-            del found["key"]
+        told = {} if self.finding is None else vars(self.finding) | {"tensor": str(self.finding.key)}
+        found = {name: value for name, value in told.items() if name != "key"} or None
         return {
             "same": self.same, "finding": found, "tensors": len(self.judged), "notes": self.notes,
             "wrong": [str(j.row.key) for j in self.judged if j.wrong],
@@ -234,10 +232,15 @@ def coarsest(recording: StepRecording) -> float:
 
 def judge(a: StepRecording, b: StepRecording) -> Verdict:
     """Holds every tensor of B against A, and names the first that is wrong."""
-    if a.again is not None:
-        _settle(a, a.again)
+    again = [align(a, a.again).rows] if a.again is not None else []
+    for row in itertools.chain(*again):
+        if row.b is not None and row.a.shape == row.b.shape and (far := distance(row.a, row.b).whole) > 0.3:
+            raise UnlikeError(
+                f"check: two runs of A itself differ: {row.key} by {far:.0%}. Give the program one seed, "
+                "the same data and no state from run to run; dropout needs a seed before the step"
+            )
     aligned = align(a, b)
-    moved = [{(r.key, r.call): r for r in align(a, n).rows} for n in (*a.nudged, *([a.again] if a.again else []))]
+    moved = [{(r.key, r.call): r for r in rows} for rows in (*(align(a, n).rows for n in a.nudged), *again)]
     usual: dict[str, list[float]] = {}
     for row in aligned.rows:
         if row.a.is_floating_point() and row.a.numel():
@@ -280,16 +283,6 @@ def judge(a: StepRecording, b: StepRecording) -> Verdict:
 
 def _size(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
-
-
-def _settle(a: StepRecording, again: StepRecording) -> None:
-    """Refuses a reference that does not repeat itself."""
-    for row in align(a, again).rows:
-        if row.b is not None and row.a.shape == row.b.shape and (far := distance(row.a, row.b).whole) > 0.3:
-            raise UnlikeError(
-                f"check: two runs of A itself differ: {row.key} by {far:.0%}. Give the program one seed, "
-                "the same data and no state from run to run; dropout needs a seed before the step"
-            )
 
 
 _PHASES = MappingProxyType(
