@@ -134,28 +134,25 @@ def _beside_nan(part: Part, size: int) -> Tensor:
 
 
 def _of_groups() -> Iterator[tuple[str, Where]]:
-    def in_group(part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(chosen: Callable[..., Tensor]) -> Where:
         """Of each row: its place in its group, the size of the group, whether an empty group lies before it."""
-        ends = [0, *part.case.inputs["ends"].tolist()]
-        rows = part.given.shape[0]
-        place, size, behind = torch.full((rows,), -1), torch.zeros(rows), torch.zeros(rows, dtype=torch.bool)
-        empty = False
-        for start, stop in pairwise(ends):
-            place[start:stop], size[start:stop] = torch.arange(stop - start), stop - start
-            behind[start:stop] = empty
-            empty |= start == stop
-        return place[:, None], size[:, None], behind[:, None]
 
-    def rows(chosen: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Where:
-        return lambda part: chosen(*in_group(part)).expand(part.given.shape)
+        def where(part: Part) -> Tensor:
+            told, empty = [], 0
+            for start, stop in pairwise([0, *part.case.inputs["ends"].tolist()]):
+                told += [(place, stop - start, empty) for place in range(stop - start)]
+                empty |= start == stop
+            told += [(-1, 0, 0)] * (part.given.shape[0] - len(told))
+            return chosen(*torch.tensor(told).view(-1, 3).t()[:, :, None]).expand(part.given.shape)
 
-    yield "behind an empty group", rows(lambda i, n, behind: behind)
-    yield (
-        "in the last group",
-        lambda part: (torch.arange(part.given.shape[0]) >= int(part.case.inputs["ends"][-2:-1].sum()))[:, None].expand(
-            part.given.shape
-        ),
-    )
+        return where
+
+    def in_last(part: Part) -> Tensor:
+        begins = int(part.case.inputs["ends"][-2:-1].sum())
+        return (torch.arange(part.given.shape[0]) >= begins)[:, None].expand(part.given.shape)
+
+    yield "behind an empty group", rows(lambda i, n, behind: behind > 0)
+    yield "in the last group", in_last
     yield "in the last row of a group", rows(lambda i, n, behind: i == n - 1)
     yield "in the first row of a group", rows(lambda i, n, behind: i == 0)
     odd = "in the last row of a group with an odd number of rows"

@@ -172,17 +172,16 @@ class StepRecording:
             tensors, entries = load_file(numbers), []
             for number, one in enumerate(facts["entries"]):
                 (step, name, kind, part), held, readers = one["key"], one["shard"], one.get("beside")
-                shard = held and Shard(tuple(held["shape"]), tuple(held["offset"]), bool(held["partial"]))
-                beside = None if readers is None else tuple(map(str, readers))
+                place = () if held is None else (tuple(held["shape"]), tuple(held["offset"]), bool(held["partial"]))
+                shard, beside = Shard(*place) if place else None, None if readers is None else tuple(map(str, readers))
                 key, how = Key(int(step), str(name), str(kind), int(part)), (float(one["order"]), str(one["operation"]))
                 entries.append(TensorSeen(key, tensors[str(number)], *how, shard, beside))
             casts = {str(k): (float(a), float(b)) for k, (a, b) in facts["casts"].items()}
             kinds = {str(k): str(v) for k, v in facts["kinds"].items()}
             return cls(entries, path.parent.name, int(facts["rank"]), int(facts["size"]), casts, kinds)
         except (SafetensorError, KeyError, TypeError, ValueError, OSError, AttributeError) as error:
-            raise TraceError(
-                f"{path}: is damaged: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-            ) from None
+            said = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            raise TraceError(f"{path}: is damaged: {said}") from None
 
 
 class StepRecorder:
