@@ -284,7 +284,8 @@ def _shift(by: int, dim: int) -> Change:
     return lambda scale: scale.roll(by, dim) if scale.dim() >= -dim and scale.shape[dim] > 1 else None
 
 
-_inverse = _scales(torch.reciprocal, lambda s: 254 - s)
+def _inverse(scale: Tensor) -> Tensor | None:
+    return _scales(torch.reciprocal, lambda s: 254 - s)(scale)
 
 
 # fmt: off
