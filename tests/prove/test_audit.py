@@ -303,7 +303,6 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         assert ended("order", kernel, "-k", "20") == 0
     Path("mine.py").write_text(EXACT)
     assert ended("order", "mine:dot", "--shape", "1x1") == 1
-    for words in ("hoper", "mine:dot --shape 2x2", "torch.mm -k -3", "mine:no", "ada --dtype FP32"):
+    for words in ("hoper", "mine:dot --shape 2x2", "torch.mm -k -3", "mine:no", "ada --dtype FP32", "linear --shape 3"):
         assert ended("order", *words.split()) == 2, words
-    assert ended("order", "torch.mm", "--shape", "3") == 2
     assert "hopper" in capsys.readouterr().err
