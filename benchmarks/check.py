@@ -278,12 +278,8 @@ def clean_pairs() -> Iterator[tuple[str, Any, Any, Any]]:
             ottava.convert(cast, recipe)
             yield f"BF16 and {recipe} {seed}", half, cast, {}
             if recipe != "nvfp4":
-                yield (
-                    f"{recipe} and {recipe} in micro-batches {seed}",
-                    cast,
-                    Subject(copy.deepcopy(cast), stepping(2)),
-                    {},
-                )
+                parts = Subject(copy.deepcopy(cast), stepping(2))
+                yield f"{recipe} and {recipe} in micro-batches {seed}", cast, parts, {}
         yield from libraries(seed, half)
         yield f"two steps {seed}", a, copy.deepcopy(a), {"steps": 2}
 
@@ -683,18 +679,10 @@ def main() -> None:
         # the phase and the module, or one of the modules that the finding names
         named = () if f is None else (f.module, *f.others)
         placed = f is not None and f.phase == phase and any(m.startswith(module) for m in named)
-        rows.append(
-            {
-                "set": kind,
-                "name": name,
-                "ttrace": next((one for one, row in TTRACE.items() if row == name), None),
-                "found": f is not None,
-                "placed": placed,
-                "phase": f and f.phase,
-                "tensor": f and str(f.key),
-                "seconds": round(time.time() - began, 2),
-            }
-        )
+        row: dict[str, Any] = {"set": kind, "name": name, "found": f is not None, "placed": placed}
+        row["ttrace"] = next((one for one, row in TTRACE.items() if row == name), None)
+        row |= {"phase": f and f.phase, "tensor": f and str(f.key), "seconds": round(time.time() - began, 2)}
+        rows.append(row)
         bad = (f is not None) if kind == "clean" else not placed
         print("MISS" if bad else "ok  ", kind, name, "" if f is None else f"{f.phase} | {f.sentence[:170]}", flush=True)
 
@@ -710,13 +698,9 @@ def main() -> None:
     if only in ("", "ranks"):
         for size in (2, 4):
             for fault, kind, verdict in rank_verdicts(size):
-                note(
-                    "faults" if fault else "clean",
-                    fault or f"{kind} on {size} ranks",
-                    verdict,
-                    *RANKS.get(fault, ("", "", ""))[1:],
-                    began=time.time(),
-                )
+                name = fault or f"{kind} on {size} ranks"
+                where = RANKS.get(fault, ("", "", ""))[1:]
+                note("faults" if fault else "clean", name, verdict, *where, began=time.time())
     if only in ("", "traces"):
         for way, key, verdict in mutated():
             f = verdict.finding
@@ -724,16 +708,11 @@ def main() -> None:
             rows.append({"set": "traces", "name": f"{way}: {key}", "found": f is not None, "placed": right})
             if not right:
                 print("MISS traces", way, key, f and f.sentence[:150], flush=True)
+    sets = {kind: [r for r in rows if r["set"] == kind] for kind in ("faults", "clean", "traces")}
+    sets = {kind: own for kind, own in sets.items() if own} | {"ttrace": [r for r in rows if r.get("ttrace")]}
     summary = {
         kind: {"cases": len(own), "found": sum(r["found"] for r in own), "placed": sum(r["placed"] for r in own)}
-        for kind in ("faults", "clean", "traces")
-        if (own := [r for r in rows if r["set"] == kind])
-    }
-    ttrace = [r for r in rows if r.get("ttrace")]
-    summary["ttrace"] = {
-        "cases": len(ttrace),
-        "found": sum(r["found"] for r in ttrace),
-        "placed": sum(r["placed"] for r in ttrace),
+        for kind, own in sets.items()
     }
     print(json.dumps(summary))
     if not only:

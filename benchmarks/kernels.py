@@ -2,6 +2,7 @@
 
     look SET   every kernel of benchmarks/blind/SET, 100 cases each, seed 0; a JSON line each, beside the truth
     sweep      every ready adapter on new shapes, those of Triton interpreted; alarms and different shapes by library
+    costs      seconds of CPU and peak memory of each command of the room; the table of docs/certify.md
 
 `sweep` writes benchmarks/results/kernels-sweep.json. It ends when `--shapes` different shapes have been judged, or
 behind the adapter that runs when `--minutes` have passed.
@@ -13,7 +14,10 @@ import argparse
 import importlib
 import itertools
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -91,14 +95,45 @@ def sweep(shapes: int, seed: int, minutes: float) -> dict[str, Any]:
         for library, mine in counts.items()
     }
     total = {"shapes": len(everything), "cases": sum(row["cases"] for row in rows.values()), "alarms": len(alarms)}
-    return {
-        "seed": seed,
-        "torch": torch.__version__,
-        "total": total,
-        "libraries": rows,
-        "alarms": alarms,
-        "minutes": round((time.perf_counter() - began) / 60, 1),
-    }
+    facts = {"seed": seed, "torch": torch.__version__, "total": total, "libraries": rows, "alarms": alarms}
+    return facts | {"minutes": round((time.perf_counter() - began) / 60, 1)}
+
+
+_SCRIPT = """
+import sys, torch, ottava
+from torch import nn
+torch.manual_seed(0)
+blocks = (nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(2))
+model = nn.Sequential(nn.Embedding(256, 256), *blocks)
+ottava.convert(model.bfloat16(), "rowwise" if "--rowwise" in sys.argv else "tensorwise")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for _ in range(10):
+    model(torch.randint(256, (4, 64))).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+_COMMANDS = (
+    ("ottava audit -- train.py", "a training of ten steps, 0.6 million parameters, 256 tokens: every GEMM audited"),
+    ("ottava check train.py -- --rowwise", "the first step of that training under two recipes: six runs"),
+    ("ottava certify ottava.gemm.tensorwise.bfloat16", "100 cases of a GEMM"),
+    ("ottava certify ottava.linear.tensorwise", "100 cases of a linear layer"),
+    ("ottava certify torch.encode.e4m3 --all", "all FP32 numbers through torch's cast to E4M3"),
+    ("ottava order torch.mm -k 256 --dtype BF16", "the order of 256 additions"),
+)
+
+
+def costs() -> None:
+    """Each command in a process of its own, with the start of Python; what it starts counts, too."""
+    print("| command | what it does | CPU time | peak memory |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text(_SCRIPT, "utf-8")
+        for command, what in _COMMANDS:
+            words = [sys.executable, "-m", *command.split()]
+            child = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL)
+            _, status, used = os.wait4(child.pid, 0)
+            assert os.waitstatus_to_exitcode(status) in (0, 1), command
+            seconds, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+            print(f"| `{command}` | {what} | {seconds:.1f} s | {peak:,.0f} MiB |", flush=True)
 
 
 def main() -> None:
@@ -114,6 +149,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if asked.what == "look":
         look(asked.name, asked.only)
+    elif asked.what == "costs":
+        costs()
     else:
         (HERE / "results" / "kernels-sweep.json").write_text(
             json.dumps(sweep(asked.shapes, asked.seed, asked.minutes), indent=1) + "\n", "utf-8"

@@ -44,13 +44,6 @@ def test_planted_faults_are_wrong_and_named(kind: str) -> None:
     assert named
 
 
-def test_every_kind_has_planted_faults() -> None:
-    """At least 25 in all, none twice."""
-    named = [(kind, name, tuple(what.items())) for kind, what, name, _ in planted()]
-    assert {kind for kind, *_ in named} == set(KINDS)
-    assert len(set(named)) == len(named) >= 25
-
-
 @pytest.mark.parametrize("part", ("torch.", "ml_dtypes.", "gfloat.", "torchao.", "ottava."))
 def test_healthy_kernels_raise_no_alarm(part: str) -> None:
     """Every ready adapter whose package is there; Triton's casts are interpreted, which takes a second a case."""
@@ -224,14 +217,8 @@ def test_a_hypothesis_that_the_right_numbers_meet_explains_nothing() -> None:
     assert "amax" not in found.explained["hypothesis"]
 
 
-def test_hypotheses_have_sentences() -> None:
-    """Each is for a known kind and says something."""
-    for one in hypotheses.all_hypotheses():
-        assert isinstance(one, hypotheses.Fault)
-        assert one.sentence[0].isupper() or one.sentence.startswith(
-            ("a", "b", "-", "d", "x", "e", "s", "l", "o", "i", "g", "w", "q")
-        )
-        assert set(one.kinds) <= set(KINDS)
+def test_every_kind_has_hypotheses_and_no_other() -> None:
+    assert {kind for one in hypotheses.all_hypotheses() for kind in one.kinds} == set(KINDS)
 
 
 def test_loading_refuses_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,7 @@ def test_debug_mode_logs_of_other_length_and_precision_agree(tmp_path: Path) -> 
         verdict = compare_logs(a, other)
         assert verdict.same, str(verdict)
         assert len(verdict.judged) >= 0.8 * len(a)
-    assert len(longer) > len(a)
-    assert len(half) > len(a)
+    assert min(len(longer), len(half)) > len(a)
 
 
 def test_a_changed_operation_of_a_log_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,10 +142,7 @@ def test_formats_of_operands() -> None:
 
 
 def test_the_native_kernel_sums_from_first_k_to_last() -> None:
-    """src/gemm.cpp says so. VDPBF16PS adds the odd product of a pair first (Intel's manual), the others go in order.
-
-    Whatever element of whatever tile it is.
-    """
+    """src/gemm.cpp says so, of any tile. VDPBF16PS adds the odd product of a pair first (Intel), others go in order."""
     level = native_gemm.fastest()
     if level.built.library is None:
         pytest.skip("no C++ compiler")

@@ -79,6 +79,7 @@ def align(a: StepRecording, b: StepRecording) -> Aligned:
         for k in common
         if k.kind == "weight" and any(k in one and one[k][0].value.shape != mine[k][0].value.shape for one in theirs)
     }
+    paths = {k.path for k in common}
     rows: list[JudgedTensor] = []
     for key in [*common, *(k for k in known if k.kind == "recomputed")]:
         reference = mine.get(key if key.kind != "recomputed" else key._replace(kind="output"))
@@ -88,7 +89,9 @@ def align(a: StepRecording, b: StepRecording) -> Aligned:
         ranks = [r for r, one in enumerate(theirs) if key in one]
         for call, entry in enumerate(reference):
             rows.append(_row(key, call, entry, len(reference), pieces, ranks, maps))
-            if key.kind == "input gradient" and key.path in cut:
+            if any(_other_sum(reference, one, paths) for one in pieces):
+                rows[-1].b, rows[-1].said = None, "is a sum over other modules in B than in A"
+            elif key.kind == "input gradient" and key.path in cut:
                 _sum_of_parts(
                     rows[-1], [(rank, one[call]) for rank, one in zip(ranks, pieces, strict=True) if call < len(one)]
                 )
@@ -120,6 +123,13 @@ def _at_the_step(mine: dict[Key, list[TensorSeen]], theirs: list[dict[Key, list[
                 one.setdefault(key, one.get(whole, []))
 
 
+def _other_sum(a: Sequence[TensorSeen], b: Sequence[TensorSeen], paths: set[str]) -> bool:
+    """Whether gradients of B add up the parts of other modules (of both programs) than those of A."""
+    known = [[e.beside for e in one if e.beside is not None] for one in (a, b)]
+    mine, theirs = (paths & {path for beside in one for path in beside} for one in known)
+    return all(known) and mine != theirs
+
+
 def _optional(key: Key) -> bool:
     return key.kind in ("clipped gradient", "buffer")
 
@@ -137,7 +147,7 @@ def _joined(a: StepRecording) -> dict[Key, list[TensorSeen]]:
             if value is None and key.path and not entry.shard and _differ(pieces) and entry.value.dim():
                 value = torch.cat([e.value for _, e in pieces])  # data parallel: every rank has its own rows
             whole = entry.value if value is None else value
-            found[key].append(TensorSeen(key, whole, entry.order, entry.operation))
+            found[key].append(replace(entry, value=whole, shard=None))
     return found
 
 
@@ -159,14 +169,14 @@ def _row(
     row = JudgedTensor(key, call, entry.value, None, entry.operation, coarse, entry.order)
     if held and held[0][1]:
         row.operation = held[0][1][0].operation or row.operation
-        row.b, row.shards = _whole(entry.value, held, key, maps)
+        row.b, row.shards = _whole(entry.value, held, maps)
     if row.b is None:
         shapes = " and ".join(dict.fromkeys(str(tuple(e.value.shape)) for _, own in held for e in own))
         row.said = f"has shape {tuple(entry.value.shape)} in A and {shapes or 'no value'} in B"
     return row
 
 
-def _whole(target: Tensor, held: list[tuple[int, list[TensorSeen]]], key: Key, maps: Any) -> tuple[Any, Any]:
+def _whole(target: Tensor, held: list[tuple[int, list[TensorSeen]]], maps: Any) -> tuple[Any, Any]:
     """B's tensor in the shape of A's, and which rank holds what."""
     flat = [(rank, e) for rank, own in held for e in own]
     if any(e.shard for _, e in flat):
@@ -174,15 +184,12 @@ def _whole(target: Tensor, held: list[tuple[int, list[TensorSeen]]], key: Key, m
     locals_ = []
     for rank, own in held:
         values = [e.value for e in own]
-        if len(values) == 1:
-            locals_.append((rank, values[0]))
-        else:
-            dim = _batch_dim(target, values)
-            locals_.append((rank, torch.cat(values, dim) if dim is not None else values[0]))
-    if len(locals_) == 1:
-        value = _fit(target, locals_[0][1], maps.get(locals_[0][0]))
-        return value, [(locals_[0][0], ...)]
-    return _arranged(target, locals_, maps, key)
+        dim = _batch_dim(values) if len(values) > 1 else None
+        locals_.append((rank, values[0] if dim is None else torch.cat(values, dim)))
+    if len(locals_) > 1:
+        return _arranged(target, locals_, maps)
+    ((rank, value),) = locals_
+    return _fit(target, value, (maps.get(rank) or {}).get(0)), [(rank, ...)]
 
 
 def _sum_of_parts(row: JudgedTensor, pieces: list[tuple[int, TensorSeen]]) -> None:
@@ -193,31 +200,24 @@ def _sum_of_parts(row: JudgedTensor, pieces: list[tuple[int, TensorSeen]]) -> No
             row.b, row.shards = total, []
 
 
-def _batch_dim(target: Tensor, values: Sequence[Tensor]) -> int | None:
-    if any(v.dim() != values[0].dim() for v in values) or not values[0].dim():
+def _batch_dim(values: Sequence[Tensor]) -> int | None:
+    """Along which tensors are parts of one."""
+    if len({v.dim() for v in values}) > 1:
         return None
-    for dim in range(values[0].dim()):
-        others = [tuple(n for d, n in enumerate(v.shape) if d != dim) for v in values]
-        if len(set(others)) == 1:
-            return dim
-    return None
+    rest = ({(*v.shape[:dim], *v.shape[dim + 1 :]) for v in values} for dim in range(values[0].dim()))
+    return next((dim for dim, shapes in enumerate(rest) if len(shapes) == 1), None)
 
 
-def _fit(target: Tensor, value: Tensor, index: Any) -> Tensor | None:
+def _fit(target: Tensor, value: Tensor, rows: Tensor | None) -> Tensor | None:
     """One process: the same shape, or the same numbers in another; rows in another order are put back."""
-    if value.shape != target.shape:
-        if value.numel() != target.numel():
-            return None
-        value = value.reshape(target.shape)
-    if index is not None and target.dim() and not _is_range(index.get(0)) and len(index.get(0, ())) == target.shape[0]:
+    if value.numel() != target.numel():
+        return None
+    value = value.reshape(target.shape)
+    if rows is not None and target.dim() and len(rows) == target.shape[0]:
         back = torch.empty_like(value)
-        back[index[0]] = value
+        back[rows] = value
         return back
     return value
-
-
-def _is_range(index: Any) -> bool:
-    return index is None or bool((index == torch.arange(len(index))).all())
 
 
 def _place(entry: TensorSeen) -> Any:
@@ -228,98 +228,63 @@ def _place(entry: TensorSeen) -> Any:
 
 def _pasted(pieces: Sequence[tuple[int, TensorSeen]], shape: Any = None) -> Tensor | None:
     """The whole tensor of shards; copies that differ give the one that is farther from the first."""
-    known = [e for _, e in pieces if e.shard is not None]
-    if not known or known[0].shard is None:
+    known = [(e, e.shard) for _, e in pieces if e.shard is not None]
+    if not known:
         return None
-    whole = torch.zeros(known[0].shard.shape, dtype=known[0].value.dtype)
-    for e in known:
-        if e.shard is not None and e.shard.partial:
+    whole = torch.zeros(known[0][1].shape, dtype=known[0][0].value.dtype)
+    for e, shard in known:
+        if shard.partial:
             whole[_place(e)] += e.value
         elif e.value.numel():
             whole[_place(e)] = e.value
-    return (
-        whole
-        if shape is None or whole.shape == shape
-        else whole.reshape(shape)
-        if whole.numel() == math.prod(shape)
-        else None
-    )
+    return whole if shape is None else whole.reshape(shape) if whole.numel() == math.prod(shape) else None
 
 
-def _arranged(target: Tensor, held: list[tuple[int, Tensor]], maps: Any, key: Key) -> tuple[Any, Any]:
+def _arranged(target: Tensor, held: list[tuple[int, Tensor]], maps: Any) -> tuple[Any, Any]:
     """Local tensors of several ranks: copies, or cut along a dimension, in any mesh; the best that gives the shape."""
-    values = [v for _, v in held]
-    if any(v.dim() != target.dim() for v in values):
-        flat = [
-            v.reshape(-1, *target.shape[1:])
-            for v in values
-            if target.dim() and v.numel() % max(math.prod(target.shape[1:]), 1) == 0
-        ]
-        if len(flat) != len(values):
+    if any(v.dim() != target.dim() for _, v in held):
+        row = max(math.prod(target.shape[1:]), 1)
+        if not target.dim() or any(v.numel() % row for _, v in held):
             return None, []
-        values = flat
-    best: tuple[float, Any, Any] | None = None
-    for mesh in _meshes(len(values)):
+        held = [(rank, v.reshape(-1, *target.shape[1:])) for rank, v in held]
+    even = len({v.shape for _, v in held}) == 1
+    best: tuple[float, Any, Any] = math.inf, None, []
+    for mesh in [(len(held),), *((n, len(held) // n) for n in range(2, len(held)) if len(held) % n == 0)]:
         for cut in itertools.product(range(-1, target.dim()), repeat=len(mesh)):
-            shape = list(values[0].shape)
+            shape = [*held[0][1].shape]
             for size, dim in zip(mesh, cut, strict=True):
                 if dim >= 0:
                     shape[dim] *= size
-            even = len({v.shape for v in values}) == 1
-            if (even and tuple(shape) != tuple(target.shape)) or (not even and len(mesh) > 1):
-                continue
-            laid = _lay(target, held, values, mesh, cut, maps)
-            if laid is None:
-                continue
-            far = distance(target, laid[0]).whole
-            if best is None or far < best[0]:
-                best = far, *laid
-    return (None, []) if best is None else (best[1], best[2])
+            fits = tuple(shape) == tuple(target.shape) if even else len(mesh) == 1
+            if fits and (laid := _lay(target, held, mesh, cut, maps)) is not None:
+                best = min(best, (distance(target, laid[0]).whole, *laid), key=lambda one: (one[0], one[1] is None))
+    return best[1:]
 
 
-def _meshes(count: int) -> list[tuple[int, ...]]:
-    return [(count,), *((n, count // n) for n in range(2, count) if count % n == 0)]
-
-
-def _lay(
-    target: Tensor, held: Any, values: list[Tensor], mesh: tuple[int, ...], cut: tuple[int, ...], maps: Any
-) -> Any:
-    whole = torch.full(target.shape, math.nan, dtype=torch.promote_types(values[0].dtype, torch.float32))
-    places, done, worst = [], [0] * target.dim(), -1.0
-    for number, value in enumerate(values):
-        rank = held[number][0]
+def _lay(target: Tensor, held: list[tuple[int, Tensor]], mesh: tuple[int, ...], cut: tuple[int, ...], maps: Any) -> Any:
+    whole = torch.full(target.shape, math.nan, dtype=torch.promote_types(held[0][1].dtype, torch.float32))
+    places, done = [], [0] * target.dim()
+    for (rank, value), spot in zip(held, itertools.product(*map(range, mesh)), strict=True):
         where: list[Any] = [slice(None)] * target.dim()
-        rest = number
-        coordinates: list[int] = []
-        for size in reversed(mesh):
-            coordinates.insert(0, rest % size)
-            rest //= size
         starts: dict[int, int] = {}
-        for coordinate, size, dim in zip(coordinates, mesh, cut, strict=True):
+        for coordinate, size, dim in zip(spot, mesh, cut, strict=True):
             if dim >= 0:
                 starts[dim] = starts.get(dim, 0) * size + coordinate
         for dim, start in starts.items():
-            index = (maps.get(rank) or {}).get(dim)
-            n = value.shape[dim]
+            index, n = (maps.get(rank) or {}).get(dim), value.shape[dim]
             begin = done[dim] if len(mesh) == 1 else start * n
-            if index is not None and len(index) == n and int(index.max()) < target.shape[dim]:
-                where[dim] = index
-            else:
-                where[dim] = slice(begin, begin + n)
-            if len(mesh) == 1:
-                done[dim] = begin + n
+            known = index is not None and len(index) == n and int(index.max()) < target.shape[dim]
+            where[dim] = index if known else slice(begin, begin + n)
+            done[dim] = begin + n
         if sum(isinstance(w, Tensor) for w in where) > 1:
             where = [slice(int(w[0]), int(w[0]) + len(w)) if isinstance(w, Tensor) else w for w in where]
         place = tuple(where)
-        if whole[place].shape != value.shape:
+        old, new, reference = whole[place], value.to(whole.dtype), target[place]
+        if old.shape != value.shape:
             return None
-        old, new = whole[place], value.to(whole.dtype)
-        if bool(old.isnan().all()) and worst < 0:
+        # of copies the one that is farther from the reference counts
+        if bool(old.isnan().all()) or distance(reference, new).whole > distance(reference, old).whole:
             whole[place] = new
-        else:  # a copy: the one that is farther from the reference counts
-            reference = target[place]
-            if bool(old.isnan().all()) or distance(reference, new).whole > distance(reference, old).whole:
-                whole[place] = new
         places.append((rank, place))
     return whole, places
 
@@ -328,21 +293,26 @@ def _row_maps(
     mine: dict[Key, list[TensorSeen]], theirs: list[dict[Key, list[TensorSeen]]]
 ) -> dict[int, dict[int, Tensor]]:
     """Rank -> dimension -> which rows of A's data it took, where its data is a part of A's or another order of it."""
-    key = next(
-        (k for k in mine if k.kind == "input" and mine[k][0].value.dim() and all(k in one for one in theirs)), None
-    )
-    if key is None:
+
+    def joined(calls: list[TensorSeen]) -> Tensor:
+        return torch.cat([e.value for e in calls]) if len(calls) > 1 else calls[0].value
+
+    def bits(x: Tensor, dim: int) -> list[bytes]:
+        return [bytes(row.contiguous().view(torch.uint8).numpy()) for row in x.unbind(dim)]
+
+    known = (k for k in mine if k.kind == "input" and mine[k][0].value.dim() and all(k in one for one in theirs))
+    if (key := next(known, None)) is None:
         return {}
-    whole = torch.cat([e.value for e in mine[key]]) if len(mine[key]) > 1 else mine[key][0].value
+    whole = joined(mine[key])
     maps: dict[int, dict[int, Tensor]] = {}
     for rank, one in enumerate(theirs):
-        own = torch.cat([e.value for e in one[key]]) if len(one[key]) > 1 else one[key][0].value
+        own = joined(one[key])
         if own.dim() != whole.dim() or (own.shape == whole.shape and torch.equal(own, whole)):
             continue
         for dim in range(min(whole.dim(), 2)):
             if [n for d, n in enumerate(own.shape) if d != dim] == [n for d, n in enumerate(whole.shape) if d != dim]:
-                wanted = {bytes(r.contiguous().view(torch.uint8).numpy()): i for i, r in enumerate(whole.unbind(dim))}
-                found = [wanted.get(bytes(r.contiguous().view(torch.uint8).numpy()), -1) for r in own.unbind(dim)]
+                wanted = {row: i for i, row in enumerate(bits(whole, dim))}
+                found = [wanted.get(row, -1) for row in bits(own, dim)]
                 if len(wanted) == whole.shape[dim] and min(found) >= 0:
                     maps.setdefault(rank, {})[dim] = torch.tensor(found)
     return maps

@@ -31,10 +31,9 @@ from ottava.numerics.rounding import decode, floor_log2, power_of_two
 from ottava.numerics.scaling import Granularity
 from ottava.numerics.tensor import Operand, QuantizedTensor, refuse_instruction
 from ottava.ops.gemm import GemmPlan, tap
+from ottava.prove.judge import decoded
 
 _FP32 = 2.0**-24  # the unit of rounding
-_FP32_KERNELS = ("native_gemm", "native_gemm batch_invariant", "native_decoded", "reference", "bf16_mm")
-"""Kernels whose sums are FP32 in some order."""
 _WEAKEST = "ada"  # of all known tensor cores: the shortest groups, and no more bits than any other
 
 
@@ -73,8 +72,7 @@ class Finding:
 
     def __str__(self) -> str:
         place = " ".join(filter(None, (self.layer, self.gemm)))
-        limit = f" +- {self.bound:.3g}" if self.bound else ""
-        guess = f"; {self.guess}" if self.guess else ""
+        limit, guess = f" +- {self.bound:.3g}" if self.bound else "", f"; {self.guess}" if self.guess else ""
         return (
             f"step {self.step}, {place} ({self.shape}, {self.kernel}): {self.wrong} of {self.elements} elements wrong; "
             f"[{self.row}, {self.column}] is {self.got!r}, needs {self.expected!r}{limit} ({self.judged}){guess}"
@@ -142,12 +140,8 @@ class Audit:
     def __enter__(self) -> Self:
         if tap().see is not None:
             raise ValueError("audit: another audit is running in this process; end it first")
-        if self._model is not None:
-            self._names = {
-                id(m.plans): n
-                for n, m in self._model.named_modules()
-                if isinstance(m, nn.Module) and hasattr(m, "plans")
-            }
+        named = () if self._model is None else self._model.named_modules()
+        self._names = {id(module.plans): name for name, module in named if hasattr(module, "plans")}
         self._hook = register_optimizer_step_post_hook(lambda *_: self.step())
         tap().see = self._see
         return self
@@ -201,27 +195,19 @@ class Audit:
         m, n = y.shape
         high = min(m, max(1, 2 ** round(math.log2(self.elements) / 2)))
         rows, columns = self._some(m, high), self._some(n, min(n, max(1, self.elements // high)))
-        call = _Call(
-            taken(a, rows),
-            taken(b, columns),
-            None if bias is None else bias.detach()[columns.to(bias.device)].cpu(),
-            None if c is None else _block(c, rows, columns),
-            _block(y, rows, columns),
-        )
+        added = None if bias is None else bias.detach()[columns.to(bias.device)].cpu()
+        start = None if c is None else _block(c, rows, columns)
+        call = _Call(taken(a, rows), taken(b, columns), added, start, _block(y, rows, columns))
         judged, right, bound = self._judge(plan, call, y.device)
         self.judged[judged] += 1
         self.elements_seen += call.y.numel()
         wrong = ~_same(call.y, right) if bound is None else ~_within(call.y, right, bound)
         if wrong.any():
-            row, column = wrong.nonzero()[0].tolist()
-            guess = _guess(call, right, wrong, judged) if bound is None else ""
-            record = plan.record
-            finding = Finding(
-                *(self.steps + 1, self._names.get(id(plans), ""), name, record.kernel, f"{m} x {n} x {record.k}"),
-                *(judged, int(wrong.sum()), wrong.numel(), int(rows[row]), int(columns[column])),
-                *(float(call.y[row, column]), float(right[row, column])),
-                *(0.0 if bound is None else float(bound[row, column]), guess),
-            )
+            at, record = tuple(wrong.nonzero()[0].tolist()), plan.record
+            place = self.steps + 1, self._names.get(id(plans), ""), name, record.kernel, f"{m} x {n} x {record.k}"
+            count = int(wrong.sum()), wrong.numel(), int(rows[at[0]]), int(columns[at[1]])
+            far = (0.0, _guess(call, right, wrong, judged)) if bound is None else (float(bound[at]), "")
+            finding = Finding(*place, judged, *count, float(call.y[at]), float(right[at]), *far)
             self.findings.append(finding)
             if self.event is not None:
                 self.event(finding.step, "audit", **{k: v for k, v in asdict(finding).items() if k != "step"})
@@ -308,13 +294,12 @@ class _Call:
     def exact(self) -> tuple[Tensor, Tensor, int]:
         """(the elements, the sum of the magnitudes of their terms, the length of the sum), in float64."""
         m, n = self.y.shape
-        scaled = [_numbers(x) for x in (self.a, self.b)]
-        y, terms = scaled[0] @ scaled[1].t(), scaled[0].abs() @ scaled[1].abs().t()
+        a, b = (decoded(x.data, x.scale_inv, x.spec) for x in (self.a, self.b))
+        y, terms = (a @ b.t())[:m, :n], (a.abs() @ b.abs().t())[:m, :n]
         for added in (self.bias, self.c):
             if added is not None:
-                y[:m, :n] += added.double()
-                terms[:m, :n] += added.double().abs()
-        return y[:m, :n], terms[:m, :n], self.a.shape[1] + 3 * len(self.blocks())
+                y, terms = y + added.double(), terms + added.double().abs()
+        return y, terms, self.a.shape[1] + 3 * len(self.blocks())
 
     def blocks(self) -> range:
         """Where sums begin along K: each has scales of its own."""
@@ -343,12 +328,6 @@ class _Call:
             of_a, of_b = (scale_of_block(x, at).double().expand(x.shape[0], 1) for x in (self.a, self.b))
             total += groups * cut * (of_a[:m] * of_b[:n].t()).abs()
         return total
-
-
-def _numbers(x: QuantizedTensor) -> Tensor:
-    """fp64: the codes times their scales."""
-    wide = x.spec.granularity.expand(x.scale_inv.double(), (x.shape[0], x.shape[1]))
-    return decode(x.data, x.spec.format).double() * wide.expand(*x.shape)
 
 
 def _block(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -113,8 +113,7 @@ def certify(
     """Runs `count` cases, and explains what is wrong; listed: those that are the same for every seed come first."""
     found = KernelCertificate(adapter.name, adapter.kind, dict(adapter.what))
     started = time.perf_counter()
-    unread = sorted(set(adapter.what) - set(READ[adapter.kind]))
-    if unread:
+    if unread := sorted(set(adapter.what) - set(READ[adapter.kind])):
         found.notes.append(f"not read: {', '.join(unread)}; {adapter.kind} reads {', '.join(READ[adapter.kind])}")
     if reason := refusal(adapter.kind, adapter.what):
         found.reason = reason
@@ -252,25 +251,22 @@ def call(adapter: KernelAdapter, case: KernelCase, fill: str = "nan") -> dict[st
         return {"parameter": _steps(adapter, case)}
     inputs, names, results = dict(case.inputs), *KINDS[adapter.kind][1:]
     device = next(iter(inputs.values())).device
-    made = {name: buffer(*case.buffers[name], device, fill) for name in names}
     if case.before is not None:
         now = {name: x.clone() for name, x in inputs.items()}
         for name, x in case.before.items():
             inputs[name].data.copy_(x)
-        fresh = (buffer(*case.buffers[name], device, fill)[0] for name in names)
-        adapter.function(*inputs.values(), *fresh)
+        adapter.function(*inputs.values(), *(buffer(*case.buffers[name], device, fill)[0] for name in names))
         for name, x in now.items():
             inputs[name].data.copy_(x)  # as an optimizer does that tells nobody
+    made = {name: buffer(*case.buffers[name], device, fill) for name in names}
     before = {name: _memory(x).clone() for name, x in inputs.items()}
+    guards = {name: _guards(memory, memory.numel() - 2 * GUARD) for name, (_, memory) in made.items()}
     got = adapter.function(*inputs.values(), *(view for view, _ in made.values()))
     for name, x in inputs.items():
         if not torch.equal(_memory(x), before[name]):
             raise _Misbehaves("input changed", f"It writes into {name}, an input")
     for name, (_, memory) in made.items():
-        held = memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
-        ends = torch.cat([held[:GUARD], held[held.numel() - GUARD :]])
-        clean = ends == 0 if fill == "zero" else ends == 0xFF if memory.dtype.itemsize == 1 else ends.isnan()
-        if not bool(clean.all()):
+        if not torch.equal(_guards(memory, memory.numel() - 2 * GUARD), guards[name]):
             raise _Misbehaves("writes outside", f"It writes outside of {name}")
     values = [view for view, _ in made.values()] if got is None else [*got] if isinstance(got, tuple | list) else [got]
     if len(values) != len(results) or not all(isinstance(value, Tensor) for value in values):
@@ -284,21 +280,24 @@ def _memory(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
+def _guards(x: Tensor, count: int) -> Tensor:
+    """The bytes before and behind `count` elements, which nobody may touch."""
+    memory, size = _memory(x), x.element_size()
+    return torch.cat([memory[: GUARD * size], memory[(GUARD + count) * size :]])
+
+
 def _steps(adapter: KernelAdapter, case: KernelCase) -> Tensor:
     """The parameter after each step (steps, ...)."""
-    parameter = placed(case.inputs["parameter"], "offset")
+    parameter, after = placed(case.inputs["parameter"], "offset"), []
     state: dict[str, Any] = {}
-    memory, after = _memory(parameter), []
-    size = parameter.element_size()
-    edges = [memory[: GUARD * size].clone(), memory[GUARD * size + parameter.numel() * size :].clone()]
+    edges = _guards(parameter, parameter.numel())
     for step, gradient in enumerate(case.inputs["grad"], start=1):
         before = gradient.clone()
         adapter.function(parameter, gradient, state, step)
         if not torch.equal(gradient, before) and not bool(gradient.isnan().any()):
             raise _Misbehaves("input changed", "It writes into grad, an input")
         after.append(parameter.detach().clone())
-    now = [memory[: GUARD * size], memory[GUARD * size + parameter.numel() * size :]]
-    if not all(map(torch.equal, edges, now)):
+    if not torch.equal(_guards(parameter, parameter.numel()), edges):
         raise _Misbehaves("writes outside", "It writes outside of the parameter")
     return torch.stack(after)
 
@@ -307,16 +306,14 @@ def rerun(
     adapter: KernelAdapter, case: KernelCase, fill: str = "nan", around: str = "nan", plain: bool = False
 ) -> Mapping[str, Tensor]:
     """Where the results of another call are wrong, in other memory."""
-    inputs = case.inputs
     if plain or around != "nan":
-        held = inputs.items()
+        held = case.inputs.items()
         inputs = {name: placed(x.clone(), "contiguous", around) if isinstance(x, Tensor) else x for name, x in held}
-    again = replace(case, inputs=inputs)
+        case = replace(case, inputs=inputs)
     try:
-        failure, _ = judged(adapter, again, call(adapter, again, fill))
+        return judged(adapter, case, call(adapter, case, fill))[0].wrong
     except Exception:
         return {"": torch.ones(())}
-    return failure.wrong
 
 
 def judged(adapter: KernelAdapter, case: KernelCase, got: Mapping[str, Tensor]) -> tuple[Failure, bool]:

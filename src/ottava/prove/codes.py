@@ -174,12 +174,16 @@ def significant(x: Tensor, bits: int) -> Tensor:
     return torch.ldexp((mantissa * 2.0**bits).round(), power - bits)
 
 
+def in_bad_tile(bad: Tensor, size: int) -> Tensor:
+    """Of each row, whether one of its tile of `size` rows is bad."""
+    tiles = torch.nn.functional.pad(bad, (0, -len(bad) % size)).view(-1, size).any(1)
+    return tiles.repeat_interleave(size)[: len(bad)]
+
+
 def encode_allowed(x: Tensor, what: Values, **way: Any) -> Allowed:
     """The codes of x, by their values."""
-    fmt = get_format(what.get("format", "e4m3"))
+    fmt, drawn = get_format(what.get("format", "e4m3")), None
     rounding, overflow = str(what.get("rounding", "nearest")), str(what.get("overflow", "saturate"))
-    fmt = way.pop("fmt", fmt)
-    drawn = None
     if rounding == "stochastic" and "rounding" not in way:
         low, high = on_grid(x, fmt, "down", overflow, **way), on_grid(x, fmt, "up", overflow, **way)
         drawn = x.double()
@@ -188,7 +192,7 @@ def encode_allowed(x: Tensor, what: Values, **way: Any) -> Allowed:
         low = high = on_grid(x, fmt, **way)
     also: tuple[Tensor | float, ...] = ()
     infinite = x.isinf()
-    if bool(infinite.any()) and "overflow" not in way.get("strict", ()):
+    if bool(infinite.any()):
         # OFP8's saturation mode keeps the largest number, ottava and others show NaN: all three are in use
         end = torch.where(x > 0, fmt.max, -fmt.max).double()
         low, high = low.clone(), high.clone()

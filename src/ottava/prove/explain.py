@@ -42,6 +42,8 @@ class Failure(NamedTuple):
     """The inputs of the first call of these shapes, if there was one."""
     allowed: Mapping[str, Allowed] | None = None
     """What the results may be."""
+    call: Asked | None = None
+    """What a hypothesis may look at; `explain` fills it in."""
 
     @property
     def size(self) -> int:
@@ -93,38 +95,38 @@ def explain(
     """
     if not failures:
         return None
-    passed = [one._replace(allowed=expect(kind, one.case.inputs, what)) for one in passed]
-    held = [one._replace(allowed=one.allowed or expect(kind, one.case.inputs, what)) for one in failures]
+
+    def known(one: Failure) -> Failure:
+        call = Asked(kind, one.case.inputs, what, one.case.before or one.previous, one.first)
+        return one._replace(call=call, allowed=one.allowed or expect(kind, one.case.inputs, what))
+
+    held, passed = [*map(known, failures)], [*map(known, passed)]
     fits: list[_Fit] = []
     for hypothesis in all_hypotheses():
-        if kind not in hypothesis.kinds or (fit := _fit(hypothesis, kind, what, held)) is None:
+        if kind not in hypothesis.kinds or (fit := _fit(hypothesis, held)) is None:
             continue
         whole = fit.share >= 0.995 and fit.against < 0.005 and fit.wide < 0.05 and not hypothesis.loose
-        if whole and not any(_contrary(hypothesis, kind, what, passed)):
+        if whole and not any(_contrary(hypothesis, passed)):
             return _named(fit, len(failures), "")  # no later entry is better
         fits.append(fit)
     fits.sort(key=lambda fit: fit.score)
     full = [fit for fit in fits if fit.share >= _ALMOST and not fit.fault.loose]
     if not full:
-        full = [fit for fit in _merged(fits[:6], kind, what, held) if fit.share >= _ALMOST]
+        full = [fit for fit in _merged(fits[:6], held) if fit.share >= _ALMOST]
     clean = [fit for fit in full if fit.against < 1 - _ALMOST]
-    told = {id(fit): _contrary(fit.fault, kind, what, passed) for fit in clean[:6]}
+    told = {id(fit): _contrary(fit.fault, passed) for fit in clean[:6]}
     if best := next((fit for fit in clean[:6] if not any(told[id(fit)])), None):
         return _named(best, len(failures), "")
     for fit in [*clean[:6], *full[:12]]:
-        here = [
-            (one, name, t.given, t.against) for one, of in zip(held, fit.told, strict=True) for name, t in of.items()
-        ]
-        right = told.get(id(fit)) or _contrary(fit.fault, kind, what, passed)
-        here += [
-            (one, name, ~mask & mask, mask) for one, of in zip(passed, right, strict=True) for name, mask in of.items()
-        ]
-        if where := part_of(kind, [Part(one.case, one.got, name, a, b) for one, name, a, b in here]):
+        right = told.get(id(fit)) or _contrary(fit.fault, passed)
+        both = zip([*held, *passed], [*fit.told, *right], strict=True)
+        parts = [Part(one.case, one.got, name, t.given, t.against) for one, of in both for name, t in of.items()]
+        if where := part_of(kind, parts):
             return _named(fit, len(failures), where)
     if (probe := _probe(failures, rerun)) is not None:
         return probe
     if clean:
-        return _named(clean[0], len(failures), "") | {}
+        return _named(clean[0], len(failures), "")
     return _loose(fits, held, passed, kind) or _place(kind, held, passed)
 
 
@@ -145,31 +147,27 @@ def _loose(
             return _named(fit, len(held), "")
     for fit in fits:
         if not fit.fault.loose and fit.solved * 2 >= len(held) and fit.against < 0.05:
-            rest = [one for one, of in zip(held, fit.told, strict=True) if _share(one.wrong, [of]) < 1]
+            rest = [one for one, of in zip(held, fit.told, strict=True) if _share(one.wrong, of) < 1]
             others = f" The others: {_place(kind, rest, passed)['sentence']}." if rest else ""
             said = _named(fit, len(held), "")
             return said | {"sentence": f"{said['sentence']}{others}"}
     return None
 
 
-def _share(wrong: Mapping[str, Tensor], told: Sequence[Mapping[str, _Told]]) -> float:
-    """Of the wrong numbers of a case, those that one of some hypotheses gives."""
-    total = sum(int(mask.sum()) for mask in wrong.values())
-    given = 0
-    for name in wrong:
-        masks = [one[name].given for one in told if name in one]
-        given += int(torch.stack(masks).any(0).sum()) if masks else 0
-    return given / total
+def _share(wrong: Mapping[str, Tensor], told: Mapping[str, _Told]) -> float:
+    """Of the wrong numbers of a case, those that a hypothesis gives."""
+    given = sum(int(told[name].given.sum()) for name in wrong if name in told)
+    return given / sum(int(mask.sum()) for mask in wrong.values())
 
 
-def _fit(hypothesis: Fault, kind: str, what: Mapping[str, Any], held: Sequence[Failure]) -> _Fit | None:
+def _fit(hypothesis: Fault, held: Sequence[Failure]) -> _Fit | None:
     """None: it gives next to nothing."""
     told: list[dict[str, _Told]] = []
     share = against = wide = 0.0
     solved = 0
     for number, failure in enumerate(held):
-        told.append(_told(hypothesis, kind, what, failure))
-        mine = _share(failure.wrong, told[-1:])
+        told.append(_told(hypothesis, failure))
+        mine = _share(failure.wrong, told[-1])
         share, solved = share + mine, solved + (mine == 1.0)
         given = sum(int(one.given.sum()) for one in told[-1].values())
         spoken = sum(int(one.against.sum()) for one in told[-1].values())
@@ -181,14 +179,13 @@ def _fit(hypothesis: Fault, kind: str, what: Mapping[str, Any], held: Sequence[F
     return _Fit(hypothesis, told, share / count, solved, against / count, wide / count) if share else None
 
 
-def _told(hypothesis: Fault, kind: str, what: Mapping[str, Any], failure: Failure) -> dict[str, _Told]:
+def _told(hypothesis: Fault, failure: Failure) -> dict[str, _Told]:
     """Nothing of numbers that it leaves free, nor of those that would be right under it."""
-    allowed, told = _supposed_of(hypothesis, kind, what, failure), {}
+    allowed, told = _supposed_of(hypothesis, failure), {}
     assert failure.allowed is not None
     for name, one in (allowed or {}).items():
         got, right = failure.got[name], failure.allowed[name]
-        wrong = failure.wrong.get(name)
-        wrong = torch.zeros_like(got, dtype=torch.bool) if wrong is None else wrong
+        wrong = failure.wrong.get(name, torch.zeros_like(got, dtype=torch.bool))
         refuses = one.wrong(got)
         given = wrong & ~refuses & ~(one.high - one.low).isinf()
         if one.free is not None:
@@ -202,19 +199,13 @@ def _told(hypothesis: Fault, kind: str, what: Mapping[str, Any], failure: Failur
     return told
 
 
-def _contrary(
-    hypothesis: Fault, kind: str, what: Mapping[str, Any], passed: Sequence[Failure]
-) -> list[dict[str, Tensor]]:
-    """Of each right case the numbers that a hypothesis makes wrong."""
-    found = []
-    for one in passed:
-        allowed = _supposed_of(hypothesis, kind, what, one) or {}
-        masks = {name: allowed[name].wrong(got) for name, got in one.got.items() if name in allowed}
-        found.append({name: mask for name, mask in masks.items() if bool(mask.any())})
-    return found
+def _contrary(hypothesis: Fault, passed: Sequence[Failure]) -> list[dict[str, _Told]]:
+    """Of each right case what a hypothesis speaks against."""
+    told = (_told(hypothesis, one) for one in passed)
+    return [{name: one for name, one in of.items() if bool(one.against.any())} for of in told]
 
 
-def _merged(fits: Sequence[_Fit], kind: str, what: Mapping[str, Any], held: Sequence[Failure]) -> Iterator[_Fit]:
+def _merged(fits: Sequence[_Fit], held: Sequence[Failure]) -> Iterator[_Fit]:
     """Pairs of the best hypotheses, one on top of the other, where they turn different knobs."""
     for one, two in combinations([fit.fault for fit in fits if not fit.fault.loose], 2):
 
@@ -223,14 +214,14 @@ def _merged(fits: Sequence[_Fit], kind: str, what: Mapping[str, Any], held: Sequ
             return None if first is None or second is None or first.keys() & second.keys() else first | second
 
         both = Fault(f"{one.name}; {two.name}", f"{one.sentence}. And {two.sentence}", one.kinds, knobs)
-        if (fit := _fit(both, kind, what, held)) is not None:
+        if (fit := _fit(both, held)) is not None:
             yield fit
 
 
-def _supposed_of(hypothesis: Fault, kind: str, what: Mapping[str, Any], failure: Failure) -> dict[str, Allowed] | None:
-    call = Asked(kind, failure.case.inputs, what, failure.case.before or failure.previous, failure.first)
+def _supposed_of(hypothesis: Fault, failure: Failure) -> dict[str, Allowed] | None:
+    assert failure.call is not None
     try:
-        allowed = supposed(hypothesis, call)
+        allowed = supposed(hypothesis, failure.call)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError):
         return None  # the fault has no meaning for these shapes
     if allowed is None or any(n not in allowed or allowed[n].low.shape != x.shape for n, x in failure.got.items()):
@@ -304,19 +295,12 @@ def _probe(failures: Sequence[Failure], rerun: Rerun) -> dict[str, str] | None:
 
 def _place(kind: str, failures: Sequence[Failure], passed: Sequence[Failure]) -> dict[str, str]:
     """What the wrong numbers are, and where they lie: there are none in cases that passed."""
-    parts = [
-        Part(one.case, one.got, name, mask, ~mask, (one.allowed or {}).get(name))
-        for one in failures
-        for name, mask in one.wrong.items()
-    ]
-    names = ", ".join(dict.fromkeys(part.name for part in parts))
+    masks = [(one, name, mask) for one in failures for name, mask in one.wrong.items()]
+    masks += [(one, n, x != x) for one in passed for n, x in one.got.items() if bool((x == x).all())]
+    names = dict.fromkeys(name for _, name, mask in masks if bool(mask.any()))
+    every = [Part(one.case, one.got, n, m, ~m, (one.allowed or {}).get(n)) for one, n, m in masks if n in names]
+    parts, met = ([part for part in every if bool(part.given.any()) is wrong] for wrong in (True, False))
     name, said = copied(parts) or relation(parts)
-    met = [
-        Part(one.case, one.got, n, x != x, x == x, (one.allowed or {}).get(n))
-        for one in passed
-        for n, x in one.got.items()
-        if n in names and bool((x == x).all())
-    ]
     where = part_of(kind, parts + met)
     if name == "NaN" and not where and all(bool(part.given.all()) for part in parts):
         name, where = "NaN everywhere", "everywhere in some cases"
@@ -327,4 +311,4 @@ def _place(kind: str, failures: Sequence[Failure], passed: Sequence[Failure]) ->
     if not where:
         most = max(parts, key=lambda part: part.given.numel())
         where = f"in {int(most.given.sum())} of {most.given.numel()} places"
-    return {"hypothesis": name, "sentence": f"Wrong {where}: {names} {said}"}
+    return {"hypothesis": name, "sentence": f"Wrong {where}: {', '.join(names)} {said}"}

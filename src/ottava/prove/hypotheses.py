@@ -25,8 +25,8 @@ from ottava.numerics.formats import FORMATS, Format, get_format
 from ottava.numerics.rounding import encode
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.prove.codes import grown_largest, numbers_of, on_grid
-from ottava.prove.judge import block_amax, cast_spec, scale_inv_of
+from ottava.prove.codes import grown_largest, in_bad_tile, numbers_of, on_grid
+from ottava.prove.judge import block_amax, cast_spec, scale_inv_of, spread
 from ottava.recipe import CELLS, GEMMS, RECIPES, get_recipe
 
 
@@ -47,6 +47,17 @@ class Asked(NamedTuple):
         spec = cast_spec(self.what)
         assert spec is not None
         return spec
+
+    @property
+    def format(self) -> Format:
+        """Of the codes that are written."""
+        return self.spec.format if self.kind == "cast" else get_format(self.what.get("format", "e4m3"))
+
+    def cell(self, place: str) -> QuantizationSpec | None:
+        """A cast of a layer's recipe, such as fprop.lhs."""
+        gemm, side = place.split(".")
+        found: QuantizationSpec | None = getattr(getattr(get_recipe(self.what.get("recipe", "tensorwise")), gemm), side)
+        return found
 
     def amax(self, x: Tensor | None = None) -> Tensor:
         """Of each block of the recipe."""
@@ -165,22 +176,20 @@ def _cut(x: Tensor, size: int) -> Tensor:
     return y
 
 
-def _neighbours(call: Asked) -> dict[str, Any] | None:
-    return {"rounding": "stochastic"} if call.kind == "cast" else {"what": {**call.what, "rounding": "stochastic"}}
+def _written(x: Tensor, fmt: Format) -> Tensor:
+    """Codes of x as bytes."""
+    return encode(on_grid(x, fmt).float(), fmt).view(torch.uint8)
 
 
 def _as_codes(call: Asked, other: Format) -> dict[str, Any] | None:
     """An encoder of another format, whose codes are read in the right one."""
-    fmt = call.spec.format if call.kind == "cast" else get_format(call.what.get("format", "e4m3"))
-    codes = encode(on_grid(call.inputs["x"], other).float(), other).view(torch.uint8)
-    return None if other == fmt else {"values": numbers_of(codes, fmt)}
+    return None if other == call.format else {"values": numbers_of(_written(call.inputs["x"], other), call.format)}
 
 
 def _of_bits(call: Asked, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """Right codes with other bits."""
-    fmt = get_format(call.what.get("format", "e4m3"))
-    codes = encode(on_grid(call.inputs["x"], fmt).float(), fmt).view(torch.uint8)
-    return {"values": numbers_of(change(codes.int()).to(torch.uint8), fmt)}
+    codes = change(_written(call.inputs["x"], call.format).int())
+    return {"values": numbers_of(codes.to(torch.uint8), call.format)}
 
 
 def _cast_as(call: Asked, other: Format, top: float | None) -> dict[str, Any] | None:
@@ -188,36 +197,24 @@ def _cast_as(call: Asked, other: Format, top: float | None) -> dict[str, Any] | 
     if other == spec.format or not x.numel():
         return None
     mine = replace(spec, format=other) if spec.scale_format != "e4m3" else spec
-    scale = scale_inv_of(call.amax(), mine, top or spec.format.max)
-    z = x.double() / spec.granularity.expand(scale, (x.shape[0], x.shape[1]))
-    codes = encode(on_grid(z, other).float(), other).view(torch.uint8)
-    return {"values": numbers_of(codes, spec.format), "scale_top": top}
+    z = x.double() / spread(scale_inv_of(call.amax(), mine, top or spec.format.max), spec, x.shape)
+    return {"values": numbers_of(_written(z, other), spec.format), "scale_top": top}
 
 
 def _equal_blocks(call: Asked) -> dict[str, Any] | None:
     own, x = call.spec.granularity, call.inputs["x"]
     if not x.numel():
         return None
-    shape = (x.shape[0], x.shape[1])
-    cut = Granularity(*(-(-n // g) for n, g in zip(shape, own.grid_shape(shape), strict=True)))
-    return None if cut.grid_shape(shape) != own.grid_shape(shape) else {"amax": block_amax(x, cut)}
+    cut = Granularity(*(-(-n // g) for n, g in zip(x.shape, own.grid_shape(x.shape), strict=True)))
+    return None if cut.grid_shape(x.shape) != own.grid_shape(x.shape) else {"amax": block_amax(x, cut)}
 
 
 def _unrounded(call: Asked) -> dict[str, Any] | None:
     spec, x = call.spec, call.inputs["x"]
     if spec.scale_format == "fp32" or not x.numel():
         return None
-    scale = spec.granularity.expand(scale_inv_of(call.amax(), spec, exponent="none"), (x.shape[0], x.shape[1]))
+    scale = spread(scale_inv_of(call.amax(), spec, exponent="none"), spec, x.shape)
     return {"values": on_grid(x.double() / scale, spec.format)}
-
-
-def _nan_tiles(values: Tensor, size: int) -> Tensor:
-    """A row of NaN makes NaN of all rows of its tile."""
-    bad = values.isnan().any(1)
-    tiles = (
-        torch.nn.functional.pad(bad, (0, -len(bad) % size)).view(-1, size).any(1).repeat_interleave(size)[: len(bad)]
-    )
-    return torch.where(tiles[:, None], math.nan, values)
 
 
 def _other_blocks(call: Asked, blocks: Granularity, exponent: str | None = None) -> dict[str, Any] | None:
@@ -225,9 +222,8 @@ def _other_blocks(call: Asked, blocks: Granularity, exponent: str | None = None)
     own, x = call.spec.granularity, call.inputs["x"]
     if blocks == own or not x.numel():
         return None
-    shape = (x.shape[0], x.shape[1])
-    each = blocks.expand(block_amax(x, blocks), shape).expand(shape)
-    height, width = own.block_shape(shape)
+    each = blocks.expand(block_amax(x, blocks), x.shape).expand(x.shape)
+    height, width = own.block_shape(x.shape)
     return {"amax": each[::height, ::width], "exponent": exponent}
 
 
@@ -248,33 +244,15 @@ def _flushed(codes: Tensor) -> Tensor | None:
     return torch.where(numbers_of(codes, fmt).abs() < fmt.min_normal, held & 0x80, held).view(codes.dtype)
 
 
-def _anew(scale: Tensor, ends: Tensor) -> Tensor:
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([*(scale[:size] for size in sizes), scale[sum(sizes) :]])
-
-
-def _exchanged(call: Asked) -> dict[str, Any] | None:
-    a, b = call.inputs["scale_inv_a"], call.inputs["scale_inv_b"]
-    return {"inputs": {**call.inputs, "scale_inv_a": b, "scale_inv_b": a}} if a.shape == b.shape else None
-
-
 def _stale_cells(call: Asked, side: str, places: tuple[str, ...]) -> dict[str, Any] | None:
     if call.before is None:
         return None
-    recipe, cells = get_recipe(call.what.get("recipe", "tensorwise")), {}
+    cells, x = {}, call.before[side].reshape(-1, call.before[side].shape[-1])
     for place in places:
-        gemm, where = place.split(".")
-        spec, x = getattr(getattr(recipe, gemm), where), call.before[side].reshape(-1, call.before[side].shape[-1])
-        turned = (side != "weight" and gemm == "wgrad") or (side == "weight" and gemm == "dgrad")
-        if spec is not None:
+        turned = place.startswith("dgrad" if side == "weight" else "wgrad")
+        if (spec := call.cell(place)) is not None:
             cells[place] = {"amax": block_amax(x.t() if turned else x, spec.granularity)}
     return {"cells": cells}
-
-
-def _twice(call: Asked, cell: str, turned: str) -> dict[str, Any] | None:
-    recipe = get_recipe(call.what.get("recipe", "tensorwise"))
-    own, first = (getattr(getattr(recipe, gemm), side) for gemm, side in (cell.split("."), turned.split(".")))
-    return None if own is None or first is None else {"cells": {cell: {"twice": first}}}
 
 
 def _rows_kept(call: Asked, count: Callable[[tuple[int, ...]], int]) -> dict[str, Any] | None:
@@ -308,10 +286,6 @@ def _shift(by: int, dim: int) -> Change:
 
 def _inverse(scale: Tensor) -> Tensor | None:
     return _scales(torch.reciprocal, lambda s: 254 - s)(scale)
-
-
-def _as_bits(scale: Tensor) -> Tensor | None:
-    return (scale.to(torch.int32) << 23).view(torch.float32) if scale.dtype == torch.uint8 else None
 
 
 # fmt: off
@@ -378,7 +352,7 @@ def of_codes() -> Iterator[Fault]:
         *(("NaN lost", f"NaN becomes {value:g}; it should stay NaN", always(lost_nan=value)) for value in (0.0, 448.0, 240.0, 57344.0, 6.0, 1.0)),
         *((f"clamps at {top:g}", f"Larger numbers become {top:g}, below the format's largest", always(top=top)) for top in (240.0, 448.0, 416.0, 256.0, 224.0, 120.0, 49152.0, 4.0, 3.0)),
     )
-    yield Fault("rounds at random", "Each result is a neighbour of the input, not always the nearest: stochastic rounding", _CODES, _neighbours, True)
+    yield Fault("rounds at random", "Each result is a neighbour of the input, not always the nearest: stochastic rounding", _CODES, lambda c: {"rounding": "stochastic"} if c.kind == "cast" else {"what": {**c.what, "rounding": "stochastic"}}, True)
     yield from rows(
         ("encode",),
         ("infinity lost", "An infinity becomes zero", changed(x=lambda x: torch.where(x.isinf(), 0.0, x))),
@@ -447,7 +421,6 @@ def of_casts() -> Iterator[Fault]:
         ("an octave at powers of two", "Where amax is a power of two, the scale is twice as large", _of_amax(lambda amax: torch.where(torch.frexp(amax)[0] == 0.5, 2 * amax, amax))),
         ("computes in BF16", "The scale and its product with x are rounded to BF16 before the cast", always(written=lambda s: s.float().bfloat16().double(), before=torch.bfloat16)),
         ("codes under the unrounded scale", "Codes are made with max / amax, and the scale that is written is a power of two", _unrounded),
-        ("largest magnitude lost", "A block saturates: its scale is half as large as it must be", always(exponent="floor")),
         ("operand transposed", "It reads x.T", _reads(lambda x: x.t().reshape(x.shape))),
         ("strides ignored", "It reads memory row by row, whatever the strides are", _reads(_by_memory)),
         ("sign lost", "The sign is dropped", _reads(torch.abs)),
@@ -490,7 +463,7 @@ def _of_operands() -> Iterator[Fault]:
         *((f"{name} ({side})", f"{sentence}: scale_inv_{side}", changed(**{f"scale_inv_{side}": change})) for side in "ab" for name, sentence, change in scale_faults()),
         *((f"{name} (both)", f"{sentence}: both scales", changed(scale_inv_a=change, scale_inv_b=change)) for name, sentence, change in scale_faults()),
         ("scales inverted", "Both scales divide instead of multiplying", changed(scale_inv_a=_inverse, scale_inv_b=_inverse)),
-        ("scales exchanged", "a gets the scale of b, and b that of a", _exchanged),
+        ("scales exchanged", "a gets the scale of b, and b that of a", lambda c: {"inputs": {**c.inputs, "scale_inv_a": c.inputs["scale_inv_b"], "scale_inv_b": c.inputs["scale_inv_a"]}} if c.inputs["scale_inv_a"].shape == c.inputs["scale_inv_b"].shape else None),
         ("b transposed", "b is read as (K, N), not (N, K)", changed(b=turned)),
         ("a transposed", "a is read as (K, M), not (M, K)", changed(a=turned)),
         ("strides of a ignored", "a is read row by row, whatever its strides are", changed(a=flat)),
@@ -499,16 +472,16 @@ def _of_operands() -> Iterator[Fault]:
         *(("tail of K dropped", f"Columns beyond the last whole {n} of K are not summed", changed(a=partial(_tail, size=n))) for n in (2, 4, 8, 16, 32, 64, 128, 256)),
         ("last column of K dropped", "The last column of K is not summed", always(operands=lambda v: torch.cat([v[:, :-1], 0 * v[:, -1:]], 1))),
         ("first column of K dropped", "The first column of K is not summed", always(operands=lambda v: torch.cat([0 * v[:, :1], v[:, 1:]], 1))),
-        ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(scale_inv_a=_as_bits, scale_inv_b=_as_bits)),
+        ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(**dict.fromkeys(("scale_inv_a", "scale_inv_b"), lambda s: (s.to(torch.int32) << 23).view(torch.float32) if s.dtype == torch.uint8 else None))),
         *((f"{name} ({text})", f"{sentence} ({text})", changed(**dict.fromkeys(sides, partial(_bytes, change)))) for name, sentence, change in _ORDERS for text, sides in (("a", "a"), ("b", "b"), ("both", "ab"))),
         ("largest number too large", "The largest number of the format is read as the next power of two", always(codes=grown_largest)),
-        ("scales begin anew", "The scales of a begin anew with each group", lambda c: changed(scale_inv_a=lambda s: _anew(s, c.inputs["ends"]))(c) if "ends" in c.inputs else None),
+        ("scales begin anew", "The scales of a begin anew with each group", lambda c: changed(scale_inv_a=lambda s: torch.cat([*(s[:n] for n in c.inputs["ends"].diff(prepend=c.inputs["ends"].new_zeros(1)).tolist()), s[c.inputs["ends"][-1] :]]))(c) if "ends" in c.inputs else None),
         ("sign lost", "Operands lose their signs", always(operands=torch.abs)),
         ("NaN lost", "NaN is read as zero", always(operands=lambda v: v.nan_to_num(0.0))),
         ("operands rounded to BF16", "Codes times scales are rounded to BF16 before they are multiplied", always(operands=lambda v: v.to(torch.bfloat16).double())),
         ("operands rounded to FP16", "Codes times scales are rounded to FP16 before they are multiplied", always(operands=lambda v: v.to(torch.float16).double())),
         ("subnormals flushed", "Codes of subnormal numbers are read as zero", changed(a=_flushed, b=_flushed)),
-        *((f"NaN fills tiles of {n} rows", f"A row with NaN makes NaN of the {n} rows of its tile", always(operands=partial(_nan_tiles, size=n))) for n in (4, 8, 16, 32, 64, 128)),
+        *((f"NaN fills tiles of {n} rows", f"A row with NaN makes NaN of the {n} rows of its tile", always(operands=lambda v, n=n: torch.where(in_bad_tile(v.isnan().any(1), n)[:, None], math.nan, v))) for n in (4, 8, 16, 32, 64, 128)),
     )
 
 
@@ -567,7 +540,7 @@ def _of_layers() -> Iterator[Fault]:
     for cell, turned in (other | {b: a for a, b in other.items()}).items():
         (gemm, side), text = cell.split("."), "is cast from what was cast along the other dimension"
         operands = {f"the {'left' if side == 'lhs' else 'right'} operand of {gemm}": (cell,)} | operands
-        yield from rows(("linear",), (f"{cell} rounded twice", f"{next(iter(operands)).capitalize()} {text}", partial(_twice, cell=cell, turned=turned)))
+        yield from rows(("linear",), (f"{cell} rounded twice", f"{next(iter(operands)).capitalize()} {text}", lambda c, own=cell, turned=turned: None if None in (c.cell(own), c.cell(turned)) else {"cells": {own: {"twice": c.cell(turned)}}}))
     for text, places in operands.items():
         yield from rows(
             ("linear",),

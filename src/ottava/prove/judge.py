@@ -137,8 +137,10 @@ def _scales_asked(x: Tensor, spec: QuantizationSpec, way: dict[str, Any]) -> tup
     return amax, right, low, high
 
 
-def _ways(rounding: str) -> tuple[str, ...]:
-    return ("down", "up") if rounding == "stochastic" else (rounding,)
+def _roundings(spec: QuantizationSpec, way: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """The rounding that a right number has, and all that a cast may have; takes it out of the knobs."""
+    how = way.pop("rounding", spec.rounding.replace("nearest_even", "nearest"))
+    return ("nearest", ("down", "up")) if how == "stochastic" else (how, (how,))
 
 
 def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way: Any) -> dict[str, Allowed]:
@@ -167,15 +169,12 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
     if got is not None and got["scale_inv"].numel() == right.numel():
         own = scales_of(got["scale_inv"], spec).reshape(right.shape)
         right = torch.where((own >= low) & (own <= high) & (own > 0), own, right)
-    rounding = way.pop("rounding", spec.rounding.replace("nearest_even", "nearest"))
+    rounding, ways = _roundings(spec, way)
     z = torch.where(x.isinf(), x.double(), x.double() / spread(right, spec, shape))
-    edges = torch.stack([on_grid(z * by, fmt, one, **way) for by in (1 - slack, 1 + slack) for one in _ways(rounding)])
+    edges = torch.stack([on_grid(z * by, fmt, one, **way) for by in (1 - slack, 1 + slack) for one in ways])
     data_low, data_high = edges.amin(0), edges.amax(0)
-    drawn = z if rounding == "stochastic" else None
-    center = None
-    if got is None:
-        nearest = on_grid(z, fmt, "nearest" if drawn is not None else rounding, **way)
-        center = torch.where(x.isinf(), math.nan, nearest)
+    drawn = z if len(ways) > 1 else None
+    center = torch.where(x.isinf(), math.nan, on_grid(z, fmt, rounding, **way)) if got is None else None
     # a block with NaN or infinity has no scale of its own; there NaN must stay visible, the rest is not told
     poisoned, seen = spread(bad, spec, shape), x.isnan() & torch.tensor(fmt.has_nan)
     also: tuple[Tensor | float, ...] = ()
@@ -191,14 +190,10 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
         poisoned = poisoned & ~hidden
     free = (poisoned & ~seen) | spread(flushed, spec, shape) & (x != 0)
     held = stored_shape(spec.granularity.grid_shape((x.shape[0], x.shape[1])), spec)
-    scales = Allowed(
-        low.reshape(held),
-        high.reshape(held),
-        (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,),
-        (math.nan,) if bool(bad.any()) else (),
-        free=bad.reshape(held) if two_levels else None,
-        center=written.float().double().reshape(held),
-    )
+    low, high, scale, unsure = (one.reshape(held) for one in (low, high, written.float().double(), bad))
+    kinds = (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,)
+    more = (math.nan,) if bool(bad.any()) else ()
+    scales = Allowed(low, high, kinds, more, free=unsure if two_levels else None, center=scale)
     signed, dtypes = fmt.has_negative_zero and drawn is None, tuple(dict.fromkeys((fmt.storage_dtype, torch.uint8)))
     data = Allowed(data_low, data_high, dtypes, also, free=free, signed=signed, drawn=drawn, center=center)
     return {"scale_inv": scales, "data": data}
@@ -242,9 +237,8 @@ def product(
     center, size = a @ b.t(), a.abs() @ b.abs().t()
     if steps is not None:
         center = torch.zeros_like(center)
-        for at in range(0, k, steps[1]):
-            part = slice(at, at + steps[1])
-            center = (center + a[:, part] @ b[:, part].t()).float().to(steps[0]).double()
+        for x, y in zip(a.split(steps[1], 1), b.split(steps[1], 1), strict=True):
+            center = (center + x @ y.t()).float().to(steps[0]).double()
     if split is not None:
         parts = zip(a.tensor_split(split[1], 1), b.tensor_split(split[1], 1), strict=True)
         center = torch.stack([(x @ y.t()).float().to(split[0]).double() for x, y in parts]).sum(0)
@@ -326,28 +320,20 @@ def grouped_allowed(
     lhs, a, b = gemm_specs(what)[0], inputs["a"], inputs["b"]
     stops = [int(end) for end in (inputs["ends"] if ends is None else ends)]
     dtype = dtype_of(what, "out")
-    low = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
-    high, exact, free = low.clone(), low.clone(), torch.ones_like(low, dtype=torch.bool)
+    low, high, exact = torch.zeros(3, a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
+    free = torch.ones_like(low, dtype=torch.bool)
     start = 0
     sizes = [stop - begin for begin, stop in zip([0, *stops], stops, strict=False)]
     for group, stop in enumerate(stops):
         if stop > start:
-            which = group if experts is None else experts(group, sizes)
-            one = {
-                "a": a[start:stop],
-                "b": b[which],
-                "scale_inv_a": _rows(inputs["scale_inv_a"], lhs, start, stop),
-                "scale_inv_b": inputs["scale_inv_b"][which],
-            }
+            which, rows = group if experts is None else experts(group, sizes), slice(start, stop)
+            scale = inputs["scale_inv_a"][rows] if lhs.granularity.rows == 1 else inputs["scale_inv_a"]
+            one = {"a": a[rows], "b": b[which], "scale_inv_a": scale, "scale_inv_b": inputs["scale_inv_b"][which]}
             allowed = gemm_allowed(one, what, **way)["out"]
-            low[start:stop], high[start:stop], free[start:stop] = allowed.low, allowed.high, False
-            exact[start:stop] = allowed.exact if allowed.exact is not None else allowed.low
+            low[rows], high[rows], free[rows] = allowed.low, allowed.high, False
+            exact[rows] = allowed.low if allowed.exact is None else allowed.exact
         start = max(start, stop)
     return {"out": Allowed(low, high, (dtype,), free=free, exact=exact)}
-
-
-def _rows(scale: Tensor, spec: QuantizationSpec, start: int, stop: int) -> Tensor:
-    return scale[start:stop] if spec.granularity.rows == 1 else scale
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -382,19 +368,19 @@ def cast_interval(
         top = float(x.abs().amax())
         slack += (float((x.abs() + off).amax()) - top + top - float((x.abs() - off).amax())) / max(top, _TINY)
     scales = [spread(s.float().double(), spec, shape) for s in _scales_asked(x, spec, way)[1:]]
-    rounding = way.pop("rounding", spec.rounding.replace("nearest_even", "nearest"))
+    rounding, ways = _roundings(spec, way)
 
     def cast(x: Tensor, scale: Tensor, how: str, by: float = 1.0) -> Tensor:
         return on_grid(x.double() / torch.where(scale == 0, 1.0, scale) * by, fmt, how, **way) * scale
 
-    center = cast(x, scales[0], "nearest" if rounding == "stochastic" else rounding)
+    center = cast(x, scales[0], rounding)
     ends = [x.double()] if off is None else [x - moved, x + moved]
     edges = [
         cast(end, scale, one, by)
         for scale in (scales if spec.scale_format == "e4m3" else scales[:1])
         for end in ends
         for by in (1 - slack, 1 + slack)
-        for one in _ways(rounding)
+        for one in ways
     ]
     far = torch.stack([(edge - center).abs() for edge in edges]).amax(0) + slack * center.abs()
     if slack > fmt.eps / 4:  # hardly known what is cast: any cast of it lies within half a step of it
@@ -411,29 +397,23 @@ def linear_allowed(inputs: Values, what: Values, *, cells: Any = None, **way: An
     recipe = get_recipe(what.get("recipe", "tensorwise"))
     x, weight, grad = (inputs[key] for key in ("x", "weight", "grad"))
     rows, dy = x.reshape(-1, x.shape[-1]), grad.reshape(-1, weight.shape[0])
-    pairs = {
-        "fprop": (rows, weight, x.dtype),
-        "dgrad": (dy, weight.t(), x.dtype),
-        "wgrad": (dy.t(), rows.t(), weight.dtype),
-    }
-    shapes = {"y": (*x.shape[:-1], weight.shape[0]), "dx": tuple(x.shape), "dw": tuple(weight.shape)}
+    gemms = (
+        ("fprop", "y", rows, weight, (*x.shape[:-1], weight.shape[0])),
+        ("dgrad", "dx", dy, weight.t(), tuple(x.shape)),
+        ("wgrad", "dw", dy.t(), rows.t(), tuple(weight.shape)),
+    )
     results = {}
-    for (gemm, (lhs, rhs, dtype)), (name, shape) in zip(pairs.items(), shapes.items(), strict=True):
+    for gemm, name, *operands, shape in gemms:
         sides = []
-        for side, x in (("lhs", lhs), ("rhs", rhs)):
+        for side, one in zip(("lhs", "rhs"), operands, strict=True):
             knobs = (cells or {}).get(f"{gemm}.{side}", {})
-            skipped = knobs == "skip"
-            spec = None if skipped else getattr(getattr(recipe, gemm), side)
-            sides.append(cast_interval(x, spec, **({} if skipped else knobs)))
+            spec = None if knobs == "skip" else getattr(getattr(recipe, gemm), side)
+            sides.append(cast_interval(one, spec, **({} if knobs == "skip" else knobs)))
         (a, da), (b, db) = sides
-        results[name] = reshaped(product(a, b, dtype, slack=(da, db), **way), shape)
+        allowed = product(a, b, weight.dtype if name == "dw" else x.dtype, slack=(da, db), **way)
+        low, high, exact = (getattr(allowed, end).reshape(shape) for end in ("low", "high", "exact"))
+        results[name] = allowed._replace(low=low, high=high, exact=exact)
     return results
-
-
-def reshaped(allowed: Allowed, shape: tuple[int, ...]) -> Allowed:
-    """The same numbers in another shape."""
-    exact = None if allowed.exact is None else allowed.exact.reshape(shape)
-    return allowed._replace(low=allowed.low.reshape(shape), high=allowed.high.reshape(shape), exact=exact)
 
 
 def _cast_together(spec: QuantizationSpec | None, *parts: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -444,6 +424,16 @@ def _cast_together(spec: QuantizationSpec | None, *parts: tuple[Tensor, Tensor])
     sizes = [part[0].numel() for part in parts]
     cast = [side.split(sizes, 1) for side in cast_interval(flat, spec, off)]
     return [(cast[0][i].view(part[0].shape), cast[1][i].view(part[0].shape)) for i, part in enumerate(parts)]
+
+
+def _times(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], u: float) -> tuple[Tensor, Tensor]:
+    """A product of two tensors and how far they may be off; the sums in it err by u of their magnitudes."""
+    (x, dx), (y, dy) = a, b
+    return x @ y, dx @ y.abs() + (x.abs() + dx) @ dy + u * (x.abs() @ y.abs())
+
+
+def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return pair[0].mT, pair[1].mT
 
 
 def attention_allowed(
@@ -469,18 +459,19 @@ def attention_allowed(
         rounded: "scores" or "p", and a type that they are rounded to.
         casts: tensor of `AttentionRecipe` -> a format in place of its own, or "skip".
     """
-    q, k, v, grad = (inputs[key].double() for key in ("q", "k", "v", "grad"))
-    dtype, depth, keys, queries = inputs["q"].dtype, q.shape[-1], k.shape[-2], q.shape[-2]
+    given = [
+        (inputs[key].double(), torch.zeros_like(inputs[key], dtype=torch.float64)) for key in ("q", "k", "v", "grad")
+    ]
+    (queries, depth), (keys, width), dtype = inputs["q"].shape[-2:], inputs["v"].shape[-2:], inputs["q"].dtype
     specs = attention_specs(what, casts or {})
-    (q, eq), (k, ek), (v, ev) = _cast_together(specs.get("qkv"), *((x, torch.zeros_like(x)) for x in (q, k, v)))
-    ((g, eg),) = _cast_together(specs.get("do"), (grad, torch.zeros_like(grad)))
+    q, k, v = _cast_together(specs.get("qkv"), *given[:3])
+    (g,) = _cast_together(specs.get("do"), given[3])
     u = max(torch.finfo(dtype).eps / 2, U32)
     scale = 1 / math.sqrt(depth) if scale is None else scale
-    scores, size = q @ k.mT * scale, q.abs() @ k.abs().mT * scale
-    off = (depth + 4) * U32 * size + 2 * u * scores.abs()  # sums in fp32, then one rounding of the scores
-    off = off + (eq @ k.abs().mT + (q.abs() + eq) @ ek.mT) * scale
+    scores, off = (x * scale for x in _times(q, _turned(k), (depth + 4) * U32))
+    off = off + 2 * u * scores.abs()  # sums in fp32, then one rounding of the scores
     if what.get("causal", False) if causal is None else causal:
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(offset)
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(offset)
         seen = seen.triu(1 - window) if window else seen
         scores, off = scores.masked_fill(~seen, -math.inf), off.masked_fill(~seen, 0.0)
     if rounded and "scores" in rounded:
@@ -494,25 +485,21 @@ def attention_allowed(
     # exp turns an absolute error into a relative one; the sum has that of its largest term
     ep = p * (2 * (off.amax(-1, keepdim=True) + off) + (keys + 16) * U32 + 2 * u)
     p = p.to(rounded["p"]).double() if rounded and "p" in rounded else p
-    ((s, es),) = _cast_together(specs.get("s"), (p, ep))
-    o, eo = s @ v, es @ v.abs() + (s.abs() + es) @ ev + (keys + 4) * U32 * (s @ v.abs())
-    ((o, eo),) = _cast_together(specs.get("o"), (o, eo))
-    dp, edp = g @ v.mT, ((v.shape[-1] + 4) * U32 + u) * (g.abs() @ v.abs().mT)
-    edp = edp + eg @ v.abs().mT + (g.abs() + eg) @ ev.mT
-    delta = (g * o).sum(-1, keepdim=True)
-    edelta = (g.abs() * (eo + u * o.abs()) + eg * o.abs()).sum(-1, keepdim=True)
-    edelta += (v.shape[-1] + 4) * U32 * (g * o).abs().sum(-1, keepdim=True)
+    (s,) = _cast_together(specs.get("s"), (p, ep))
+    ((o, eo),) = _cast_together(specs.get("o"), _times(s, v, (keys + 4) * U32))
+    dp, edp = _times(g, _turned(v), (width + 4) * U32 + u)
+    delta = (g[0] * o).sum(-1, keepdim=True)
+    edelta = (g[0].abs() * (eo + u * o.abs()) + g[1] * o.abs()).sum(-1, keepdim=True)
+    edelta += (width + 4) * U32 * (g[0] * o).abs().sum(-1, keepdim=True)
     if fault == "no delta":
         delta = torch.zeros_like(delta)
     ds = p * (dp - delta)
     eds = ep * (dp - delta).abs() + (p + ep) * (edp + edelta) + 2 * u * ds.abs()
-    ((ds, eds),) = _cast_together(specs.get("dp"), (ds, eds))
+    (dscores,) = _cast_together(specs.get("dp"), (ds, eds))
     back = 1.0 if fault == "gradients without scale" else scale
-    dq, dk, dv = ds @ k * back, ds.mT @ q * back, s.mT @ g
-    edq = (eds @ k.abs() + (ds.abs() + eds) @ ek + (keys + 4) * U32 * (ds.abs() @ k.abs())) * back
-    edk = (eds.mT @ q.abs() + (ds.abs() + eds).mT @ eq + (queries + 4) * U32 * (ds.abs().mT @ q.abs())) * back
-    edv = es.mT @ g.abs() + (s + es).mT @ eg + (queries + 4) * U32 * (s.mT @ g.abs())
-    grads = _cast_together(specs.get("dqkv"), (dq, edq), (dk, edk), (dv, edv))
+    dq, dk = _times(dscores, k, (keys + 4) * U32), _times(_turned(dscores), q, (queries + 4) * U32)
+    dq, dk = ((x * back, off * back) for x, off in (dq, dk))
+    grads = _cast_together(specs.get("dqkv"), dq, dk, _times(_turned(s), g, (queries + 4) * U32))
     # second order: the bounds above are of first order, and errors of a few percent multiply
     return {
         name: between(center, error * 1.1 + torch.finfo(torch.float32).tiny, dtype)
@@ -592,7 +579,7 @@ def optimizer_allowed(
     told = {"float32": "fp32", "bfloat16": "bf16"}.get(told, told)
     names = (told, told) if moments is None else tuple(told if name is None else name for name in moments)
     u, (b1, b2), lr = torch.finfo(dtype).eps / 2, what.get("betas", (0.9, 0.999)), float(what.get("lr", 1e-3))
-    lows, highs, exact = [], [], []
+    steps = []
     for t, g in enumerate(inputs["grad"].double(), start=1):
         stale = inputs["grad"][t - 2].double() if fault == "gradient of the step before" and t > 1 else None
         kept = m * b1 / (1 - b1)
@@ -611,12 +598,10 @@ def optimizer_allowed(
         if fault == "moments forgotten":
             m, v = torch.zeros_like(p), torch.zeros_like(p)
         wide = wide + error + (0.0 if dtype == torch.float32 else 1.01 * u * p.abs())
-        one = between(p, wide, dtype)
-        lows.append(one.low)
-        highs.append(one.high)
-        exact.append(one.low if one.exact is None else one.exact)
+        steps.append(between(p, wide, dtype))
         p = p.to(dtype).double() if dtype != torch.float32 else p
-    return {"parameter": Allowed(torch.stack(lows), torch.stack(highs), (dtype,), exact=torch.stack(exact))}
+    low, high, exact = (torch.stack([getattr(one, end) for one in steps]) for end in ("low", "high", "exact"))
+    return {"parameter": Allowed(low, high, (dtype,), exact=exact)}
 
 
 def _held(name: str, moment: Tensor, off: Tensor, positive: bool) -> tuple[Tensor, Tensor]:

@@ -87,33 +87,27 @@ def _of_debug_mode(text: str) -> Iterator[LoggedOperation]:
             behind = True
         elif (result := _RESULT.search(said)) and (norm := _HASH.search(said.rpartition(" # ")[2])):
             path = modules[-1][1].partition(".")[2] if modules else ""  # the first word is the model's class
-            shape = tuple(int(n) for n in result["shape"].split(",") if n.strip())
             numbers = torch.tensor([_number(norm["number"])], dtype=torch.float64)
-            name = said.partition("(")[0].removeprefix("aten::")
-            yield LoggedOperation(
-                bare(path), name, behind and not modules, shape, _DTYPES.get(result["dtype"]), numbers
-            )
+            where = bare(path), said.partition("(")[0].removeprefix("aten::"), behind and not modules
+            yield LoggedOperation(*where, _shape(result["shape"]), _DTYPES.get(result["dtype"]), numbers)
 
 
 def _of_titan(text: str) -> Iterator[LoggedOperation]:
-    for block in re.split(r"\n(?=\[)", text)[1:]:
-        head, *lines = block.splitlines()
+    for head, *lines in map(str.splitlines, re.split(r"\n(?=\[)", text)[1:]):
         facts = dict(line.strip().split(": ", 1) for line in lines if ": " in line)
         numbers = torch.tensor([_number(facts.get(name, "nan")) for name in _NUMBERS], dtype=torch.float64)
         module, _, name = head.strip("[] ").rpartition("/")
         if bool(numbers.isnan().all()) or not (named := re.fullmatch(r"op_\d+_(.+)", name)):
             continue
-        said = facts.get("Shape", "")
-        dtype = re.search(r"torch\.(float\w+|bfloat16)", said + facts.get("Dtype", ""))
-        shape = re.search(r"\[([\d, ]*)\]", said)
-        yield LoggedOperation(
-            bare("" if module == "<none>" else module),
-            named[1],
-            facts.get("Phase", "forward") != "forward",
-            tuple(int(n) for n in shape[1].split(",") if n.strip()) if shape else (),
-            getattr(torch, dtype[1], None) if dtype else None,
-            numbers,
-        )
+        dtype = re.search(r"torch\.(float\w+|bfloat16)", facts.get("Shape", "") + facts.get("Dtype", ""))
+        shape = re.search(r"\[([\d, ]*)\]", facts.get("Shape", ""))
+        where = bare("" if module == "<none>" else module), named[1], facts.get("Phase", "forward") != "forward"
+        kind = getattr(torch, dtype[1], None) if dtype else None
+        yield LoggedOperation(*where, _shape(shape[1]) if shape else (), kind, numbers)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n.strip())
 
 
 def _number(text: str) -> float:
@@ -161,17 +155,13 @@ def _judged(a: LoggedOperation, b: LoggedOperation, order: int) -> Judged:
     coarse = max((one.dtype or torch.bfloat16 for one in (a, b)), key=unit)
     x, y = a.numbers, b.numbers
     told = ~(x.isnan() & y.isnan())
-    # the smallest number and the mean are held against the size of all: L1 / n, or the larger end
-    ends = torch.stack([x[2:4].abs().max(), y[2:4].abs().max()]).max() if len(x) > 3 else x.new_tensor(0.0)
     size = torch.stack([x.abs(), y.abs()]).amax(0)
-    if len(x) > 3:
-        size[2:] = size[2:].maximum(ends)
+    if len(x) > 3:  # the smallest number and the mean are held against the size of all: the larger end
+        size[2:] = size[2:].maximum(size[2:4].max())
     far = torch.where(x == y, 0.0, (x - y).abs() / torch.where(size == 0, 1.0, size))[told].nan_to_num(math.inf)
-    worst = float(far.max()) if len(far) else 0.0
-    limit = _UNITS * unit(coarse)
-    key = Key(0, a.module, f"{a.name} result")
-    row = JudgedTensor(key, 0, x, y, a.name, coarse, float(order))
-    return Judged(row, Distance(worst, worst, worst, worst), Distance(limit, limit, limit, limit))
+    row = JudgedTensor(Key(0, a.module, f"{a.name} result"), 0, x, y, a.name, coarse, float(order))
+    worst, limit = float(far.max()) if len(far) else 0.0, _UNITS * unit(coarse)
+    return Judged(row, Distance(*[worst] * 4), Distance(*[limit] * 4))
 
 
 def _finding(a: LoggedOperation, b: LoggedOperation, judged: Judged) -> Finding:

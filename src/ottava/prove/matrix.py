@@ -73,14 +73,9 @@ def placed(x: Tensor, layout: str = "contiguous", around: str = "nan") -> Tensor
         view = flat[: rows * wide * step].view(rows, wide * step)[:, : cols * step : step]
     else:
         view = flat[: x.numel()].view(x.shape)
-    _copy(view, x)
+    held = (view.view(torch.uint8), x.view(torch.uint8)) if x.dtype.itemsize == 1 else (view, x)
+    held[0].copy_(held[1])
     return view.expand(count, cols) if layout == "broadcast" else view
-
-
-def _copy(to: Tensor, x: Tensor) -> None:
-    if x.dtype.itemsize == 1:
-        to, x = to.view(torch.uint8), x.view(torch.uint8)
-    to.copy_(x)
 
 
 def buffer(
@@ -116,15 +111,14 @@ def _with(x: Tensor, value: float) -> Tensor:
     return x
 
 
-def _next(value: float, way: int) -> float:
-    """The FP32 number beside it."""
-    return value * (1 + way * 2.0**-22)
-
-
 def _cancelling(x: Tensor) -> Tensor:
-    y, half = x.clone(), x.shape[1] // 2
-    y[:, half : 2 * half] = -y[:, :half]
-    return y
+    half = x[:, : x.shape[1] // 2]
+    return torch.cat([half, -half, x[:, 2 * half.shape[1] :]], 1)
+
+
+def _peak(top: float, way: int = 0) -> Callable[[Tensor], Tensor]:
+    """Small numbers and one large one, or the FP32 number beside that."""
+    return lambda x: _with(x.clamp(-3.5, 3.5), top * (1 + way * 2.0**-22))
 
 
 OPERANDS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -135,17 +129,19 @@ OPERANDS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "one large number": lambda x: _with(x, 3e4),
         "small whole numbers": lambda x: (x * 2).round().clamp(-4, 4),
         "ties": lambda x: (x * 8).round() + 0.5,
-        "cancelling": _cancelling,
+        "cancelling": lambda x: torch.cat(
+            [x[:, : x.shape[1] // 2], -x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 * 2 :]], 1
+        ),
         "one hot": _onehot,
         "zeros": torch.zeros_like,
         "negative zeros": lambda x: -torch.zeros_like(x),
-        "amax a power of two": lambda x: _with(x.clamp(-3.5, 3.5), 4.0),
-        "amax just above a power of two": lambda x: _with(x.clamp(-3.5, 3.5), 4.03125),
-        "amax at the largest code": lambda x: _with(x.clamp(-3.5, 3.5), -448.0),
-        "FP32 amax just above the largest code": lambda x: _with(x.clamp(-3.5, 3.5), _next(448.0, 1)),
-        "FP32 amax just below the largest code": lambda x: _with(x.clamp(-3.5, 3.5), -_next(448.0, -1)),
-        "FP32 amax just above 6": lambda x: _with(x.clamp(-3.5, 3.5), _next(6.0, 1)),
-        "FP32 amax just below a power of two": lambda x: _with(x.clamp(-3.5, 3.5), _next(4.0, -1)),
+        "amax a power of two": _peak(4.0),
+        "amax just above a power of two": _peak(4.03125),
+        "amax at the largest code": _peak(-448.0),
+        "FP32 amax just above the largest code": _peak(448.0, 1),
+        "FP32 amax just below the largest code": _peak(-448.0, -1),
+        "FP32 amax just above 6": _peak(6.0, 1),
+        "FP32 amax just below a power of two": _peak(4.0, -1),
         "tiny": lambda x: x * 2.0**-17,
         "huge": lambda x: x * 2.0**60,
         "wide": lambda x: x * torch.exp2((x * 1e4).fmod(1).abs() * 30 - 15),
@@ -207,7 +203,7 @@ def combinations(
     """(shape, layout, operands): each once beside ordinary ones, then drawn, no shape twice."""
     listed = [(shape, layouts[0], operands[0]) for shape in shapes]
     listed += [(shapes[0], layouts[0], kind) for kind in operands[1:]]
-    listed += [(shapes[i % 2], layout, operands[0]) for layout in layouts[1:] for i in (0, 1)]
+    listed += [(shapes[i], layout, operands[0]) for layout in layouts[1:] for i in (0, 1)]
     listed = listed if source.listed else []
     yield from listed[: max(count, 0)]
     seen = set(shapes)
@@ -290,24 +286,21 @@ def _decode(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[Kern
 def _cast(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[KernelCase]:
     spec = cast_spec(what)
     assert spec is not None
-    width = spec.granularity.cols or 1
+    width, kind = spec.granularity.cols or 1, torch.uint8 if spec.scale_format.startswith("e8m0") else torch.float32
+
+    def case(name: str, x: Tensor, layout: str = "contiguous", plain: bool = True) -> KernelCase:
+        held = stored_shape(spec.granularity.grid_shape((x.shape[0], x.shape[1])), spec)
+        buffers = {"data": (tuple(x.shape), spec.format.storage_dtype), "scale_inv": (held, kind)}
+        return KernelCase(name, {"x": placed(x, layout)}, buffers, plain)
+
     for i, (shape, layout, operands) in enumerate(combinations(_MATRICES, LAYOUTS, tuple(OPERANDS), source, count - 2)):
         dtype = torch.float32 if operands.startswith("FP32") else (torch.bfloat16, torch.float32)[i % 2]
         x = source.operand(operands, *shape).to(dtype)
-        name = f"{_size(shape)} {dtype_name(dtype)}, {layout}, {operands}"
-        yield _cast_case(name, x, layout, spec, shape[1] % width == 0)
+        yield case(f"{_size(shape)} {dtype_name(dtype)}, {layout}, {operands}", x, layout, shape[1] % width == 0)
     for factor in (2.0**6, 2.0**-6)[: max(count - 2, 0)]:
-        x = source.normal(*_MATRICES[1]).to(torch.bfloat16)
+        x, before = (source.normal(*_MATRICES[1]).to(torch.bfloat16) for _ in range(2))
         name = f"{_size(_MATRICES[1])} after a call on numbers {factor:g} times as large"
-        before = {"x": source.normal(*x.shape).to(torch.bfloat16) * factor}
-        yield replace(_cast_case(name, x, "contiguous", spec), before=before)
-
-
-def _cast_case(name: str, x: Tensor, layout: str, spec: QuantizationSpec, plain: bool = True) -> KernelCase:
-    held = stored_shape(spec.granularity.grid_shape((x.shape[0], x.shape[1])), spec)
-    kind = torch.uint8 if spec.scale_format.startswith("e8m0") else torch.float32
-    buffers = {"data": (tuple(x.shape), spec.format.storage_dtype), "scale_inv": (held, kind)}
-    return KernelCase(name, {"x": placed(x, layout)}, buffers, plain)
+        yield replace(case(name, x), before={"x": before * factor})
 
 
 def codes_of(x: Tensor, spec: QuantizationSpec, fmt: Format) -> Tensor:
@@ -384,12 +377,11 @@ def _grouped(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[Ker
         a, scale_a = _side(source, operands, sum(sizes) + beyond, k, lhs, a_format)
         usual = "normal" if operands in ("one NaN", "a row of NaN") else operands
         sides = [_side(source, usual, n, k, rhs, b_format) for _ in sizes]
-        b, scale_b = (torch.stack([side[j].view(torch.uint8) if j == 0 else side[j] for side in sides]) for j in (0, 1))
+        b = torch.stack([codes.view(torch.uint8) for codes, _ in sides]).view(b_format.storage_dtype)
         ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0).to(torch.int32).to(source.device)
-        if beyond:
-            a.view(torch.uint8)[sum(sizes) :] = 0xFF
-        sides_of_b = b.view(b_format.storage_dtype), scale_b
-        inputs = _operands((a, scale_a), sides_of_b, layout, "contiguous") | {"ends": ends}
+        a.view(torch.uint8)[sum(sizes) :] = 0xFF
+        scale_b = torch.stack([scale for _, scale in sides])
+        inputs = _operands((a, scale_a), (b, scale_b), layout, "contiguous") | {"ends": ends}
         rest = " and 4 rows of none" if beyond else ""
         name = f"groups {sizes}{rest}, N {n}, K {k}, {layout}, {operands}"
         yield KernelCase(name, inputs, {"out": ((sum(sizes) + beyond, n), dtype)})

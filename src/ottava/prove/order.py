@@ -19,9 +19,9 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,7 +154,15 @@ class Order:
     @property
     def clusters(self) -> frozenset[frozenset[int]]:
         """The terms below each addition: equal for equal trees, however they are written down."""
-        return frozenset(map(frozenset, _leaves(self)[self.n :]))
+        return frozenset(map(frozenset, self.leaves[self.n :]))
+
+    @cached_property
+    def leaves(self) -> list[list[int]]:
+        """The terms below each node, sorted."""
+        leaves = [[i] for i in range(self.n)]
+        for parts in self.additions:
+            leaves.append(sorted(leaf for part in parts for leaf in leaves[part]))
+        return leaves
 
     @property
     def name(self) -> str:
@@ -185,25 +193,18 @@ class Order:
         Raises:
             OrderError: how an addition rounds is not known, or is not to nearest (two) or toward zero (many).
         """
-        values: list[Any] = list(terms.unbind(1))
+        values = list(terms.unbind(1))
         for parts in self.additions:
-            taken = torch.stack([values[part] for part in parts])
-            values.append(_add(taken, self.pair if len(parts) == 2 else self.fused))
-        result: Tensor = values[-1]
-        return result
-
-
-def _add(terms: Tensor, how: Addition | None) -> Tensor:
-    known = how is not None and how.kept is not None and how.mode in ("to nearest", "toward zero")
-    if how is None or how.kept is None or not known:
-        raise OrderError("order: a sum along this tree needs to know how it rounds; probe more terms")
-    if how.aligned is not None:
-        largest = torch.where(terms != 0, floor_log2(terms), -1000).amax(0)
-        unit = power_of_two(largest - how.aligned)
-        terms = (terms / unit).trunc() * unit
-    total = terms.sum(0)  # exact in float64 for the terms of `confirm`
-    unit = power_of_two(floor_log2(total) - how.kept)
-    return ((total / unit).round() if how.mode == "to nearest" else (total / unit).trunc()) * unit
+            taken, how = torch.stack([values[part] for part in parts]), self.pair if len(parts) == 2 else self.fused
+            if how is None or how.kept is None or how.mode not in ("to nearest", "toward zero"):
+                raise OrderError("order: a sum along this tree needs to know how it rounds; probe more terms")
+            if how.aligned is not None:
+                unit = power_of_two(torch.where(taken != 0, floor_log2(taken), -1000).amax(0) - how.aligned)
+                taken = (taken / unit).trunc() * unit
+            total = taken.sum(0)  # exact in float64 for the terms of `confirm`
+            unit = power_of_two(floor_log2(total) - how.kept)
+            values.append(((total / unit).round() if how.mode == "to nearest" else (total / unit).trunc()) * unit)
+        return values[-1]
 
 
 def reveal(probed: Probed, *, seed: int = 0) -> Order:
@@ -226,8 +227,7 @@ def reveal(probed: Probed, *, seed: int = 0) -> Order:
     search.check()
     search.build(list(range(probed.n)))
     order = _canonical(probed.n, search.additions)
-    fused = _measure(search, order, many=True)
-    pair = _measure(search, order, many=False)
+    fused, pair = (_measure(search, order, many=many) for many in (True, False))
     if pair is not None and fused is not None and pair.kept == fused.aligned:
         pair = Addition(None)  # what cuts their sums may be the addition of many behind them
     return replace(order, pair=pair, fused=fused, probes=search.probes)
@@ -281,17 +281,16 @@ class _Search:
 
     def sizes(self, i: int, others: Sequence[int]) -> list[int]:
         """The number of terms in the smallest sum that holds i and each of the others."""
-        terms = torch.full((len(others), self.n), self.probed.unit, dtype=torch.float64)
+        terms, possible = torch.full((len(others), self.n), self.probed.unit, dtype=torch.float64), range(self.n - 1)
         terms[:, i] = self.probed.big
         terms[torch.arange(len(others)), torch.tensor(others)] = -self.probed.big
         counts = (self.run(terms) / self.probed.unit).tolist()
         for at, j in enumerate(others):
-            if not self._is_count(counts[at]):
+            if counts[at] not in possible:
                 # sums rounded toward zero lose ones beside M, not beside -M: the other way round they may be lost, too
-                big = terms[at].abs() == self.probed.big
-                swapped = torch.where(big, -terms[at], terms[at])
+                swapped = torch.where(terms[at].abs() == self.probed.big, -terms[at], terms[at])
                 counts[at] = float(self.run(swapped[None]) / self.probed.unit)
-            if not self._is_count(counts[at]):
+            if counts[at] not in possible:
                 raise OrderError(
                     f"order: with {self.probed.big:g} at {i} and its negative at {j} the sum is {counts[at]:g} units; "
                     f"needs a count of 0 to {self.n - 2}: the kernel compensates, or does not round to nearest"
@@ -300,9 +299,6 @@ class _Search:
         if self.n > 2 and set(found) == {2} and len(found) == self.n - 1:
             raise OrderError("order: no term is ever lost; the sum is exact, or wider than the probes")
         return found
-
-    def _is_count(self, count: float) -> bool:
-        return count in range(self.n - 1)
 
     def build(self, terms: list[int]) -> tuple[int, int]:
         """Notes the additions among terms; (their sum, the number of terms in the smallest sum that holds them)."""
@@ -322,13 +318,9 @@ class _Search:
                 raise self._no_tree(length, within)
             # several that meet for the first time in this very addition are all its own
             parts = self.additions.pop(other) if within == size and length > 1 else (other,)
-            node, count, last = self._join((node, *parts)), count + length, size
+            self.additions[self._next] = node, *parts
+            node, count, last, self._next = self._next, count + length, size, self._next + 1
         return node, last
-
-    def _join(self, parts: tuple[int, ...]) -> int:
-        self.additions[self._next] = parts
-        self._next += 1
-        return self._next - 1
 
     def _no_tree(self, count: int, size: int) -> OrderError:
         return OrderError(
@@ -348,58 +340,48 @@ def _canonical(n: int, additions: dict[int, tuple[int, ...]]) -> Order:
     return Order(n, tuple(tuple(number[p] for p in sorted(additions[x], key=lambda p: leaves[p][1])) for x in nodes))
 
 
-def _leaves(order: Order) -> list[list[int]]:
-    """The terms below each node, sorted."""
-    leaves = [[i] for i in range(order.n)]
-    for parts in order.additions:
-        leaves.append(sorted(leaf for part in parts for leaf in leaves[part]))
-    return leaves
-
-
 def _measure(search: _Search, order: Order, *, many: bool) -> Addition | None:
     """How additions of two, or of more at once, round: of one whose result is added to a term right away."""
     kinds = [x for x, parts in enumerate(order.additions, order.n) if (len(parts) > 2) == many]
     if not kinds:
         return None
-    leaves, base = _leaves(order), search.probed.big
+    leaves, base = order.leaves, search.probed.big
     widest = min(_WIDEST, int(math.log2(base / search.probed.unit)))
     above = {part: x for x, parts in enumerate(order.additions, order.n) for part in parts}
 
-    def width(node: int) -> int:
-        return len(order.additions[node - order.n])
+    def parts(node: int) -> tuple[int, ...]:
+        return order.additions[node - order.n]
 
     # an addition of two behind it cuts nothing off; none at all shows nothing
-    node = min(kinds, key=lambda x: (x not in above, x in above and width(above[x]) > 2))
-    first, second = (leaves[part][0] for part in order.additions[node - order.n][:2])
+    node = min(kinds, key=lambda x: (x not in above, x in above and len(parts(above[x])) > 2))
+    first, second, *others = (leaves[part][0] for part in parts(node))
 
-    def results(places: list[int], rows: list[list[float]]) -> list[float]:
+    def results(third: int, rows: list[list[float]]) -> list[float]:
         terms = torch.zeros(len(rows), search.n, dtype=torch.float64)
-        terms[:, places] = base * torch.tensor(rows, dtype=torch.float64)
+        terms[:, [first, second, third]] = base * torch.tensor(rows, dtype=torch.float64)
         return (search.run(terms) / base).tolist()
 
-    def last_kept(places: list[int]) -> int | None:
+    def last_kept(third: int) -> int | None:
         """The largest p with 1 + 2**-p - 1 > 0."""
-        seen = results(places, [[1.0, 2.0**-p, -1.0] for p in range(1, widest + 1)])
+        seen = results(third, [[1.0, 2.0**-p, -1.0] for p in range(1, widest + 1)])
         return max((p for p, value in enumerate(seen, 1) if value != 0), default=0) if seen else None
 
-    aligned = last_kept([first, second, leaves[order.additions[node - order.n][2]][0]]) if many else None
+    aligned = last_kept(others[0]) if many else None
     if node not in above:
         return Addition(None, aligned)
-    beside = next(part for part in order.additions[above[node] - order.n] if part != node)
-    places = [first, second, leaves[beside][0]]
-    kept = last_kept(places)
+    beside = next(leaves[part][0] for part in parts(above[node]) if part != node)
+    kept = last_kept(beside)
     if not kept or kept + 2 > widest:
         return Addition(kept, aligned)
-    ulp = 2.0**-kept
-    rows = [[sign, sign * share * ulp, -sign] for sign in (1.0, -1.0) for share in (0.25, 0.75)]
-    up = "".join("+" if value else "." for value in results(places, rows))
+    rows = [[sign, sign * share * 2.0**-kept, -sign] for sign in (1.0, -1.0) for share in (0.25, 0.75)]
+    up = "".join("+" if value else "." for value in results(beside, rows))
     modes = {".+.+": "to nearest", "....": "toward zero", "++++": "away from zero", "++..": "up", "..++": "down"}
     return Addition(kept, aligned, modes.get(up, ""))
 
 
 def _named(order: Order) -> str:
     """A chain, a balanced tree, or either of parts that are chains."""
-    n, leaves = order.n, _leaves(order)
+    n, leaves = order.n, order.leaves
     sums = dict(enumerate(order.additions, n))
     chains: set[int] = set()
     for node, parts in sums.items():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.prove.codes import Allowed
+from ottava.prove.codes import Allowed, in_bad_tile
 from ottava.prove.matrix import KernelCase
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128)
@@ -30,6 +30,11 @@ class Part(NamedTuple):
     others: Tensor
     """Numbers of which it must not be."""
     allowed: Allowed | None = None
+
+    @property
+    def right(self) -> Tensor:
+        """Right numbers; where nothing is told, numbers of which no sentence is true."""
+        return self.allowed.right if self.allowed is not None else torch.full(self.given.shape, 0.5)
 
 
 Where = Callable[[Part], Tensor | bool]
@@ -76,14 +81,9 @@ def _tail(parts: Sequence[Part]) -> str:
 def _sentences(kind: str, parts: Sequence[Part]) -> Iterator[tuple[str, Where]]:
     names = tuple(dict.fromkeys(part.name for part in parts if bool(part.given.any())))
     yield f"in {' and '.join(names)}", lambda part: part.name in names
-    for name in names:
-        for text, where in _of_one(kind):
-            yield (
-                f"{text} of {name}" if len(names) > 1 or len({p.name for p in parts}) > 1 else text,
-                (lambda part, name=name, where=where: where(part) if part.name == name else False),
-            )
-        if len(names) > 1:
-            break
+    end = f" of {names[0]}" if names and len({part.name for part in parts}) > 1 else ""
+    for text, where in _of_one(kind) if names else ():
+        yield text + end, lambda part, where=where: where(part) if part.name == names[0] else False
     if len(names) > 1:
         yield from _of_one(kind)
 
@@ -94,84 +94,65 @@ def _of_one(kind: str) -> Iterator[tuple[str, Where]]:
     for size in reversed(_SIZES):
         yield (
             f"behind the last whole {size} elements",
-            lambda part, size=size: (
-                torch.arange(part.given.numel()).view(part.given.shape) >= part.given.numel() // size * size
-            ),
+            lambda part, n=size: torch.arange(part.given.numel()).view(part.given.shape) >= part.given.numel() // n * n,
         )
     for dim, word in ((0, "row"), (1, "column")):
 
-        def at(part: Part, dim: int = dim) -> tuple[Tensor, int]:
-            """The number of the row or column of each number, and their count."""
-            shape = part.given.shape
-            rows = (
-                math.prod(shape[:-1]) if kind in ("encode", "decode", "linear") else shape[-2] if len(shape) > 1 else 1
-            )
-            size = (rows, shape[-1])[dim] if shape else 1
-            index = torch.arange(size)
-            index = index[None, :] if dim else index[:, None]
-            flat = index.expand(rows, shape[-1] if shape else 1)
-            return flat.reshape(shape) if flat.numel() == part.given.numel() else flat.expand(shape), size
+        def on(chosen: Callable[[Tensor, int], Tensor], dim: int = dim) -> Where:
+            return lambda part: chosen(*_lines(part, kind, dim))
 
-        yield f"in the last {word}", lambda part, at=at: (lambda i, n: i == n - 1)(*at(part))
-        yield f"in the first {word}", lambda part, at=at: at(part)[0] == 0
-        yield f"in all {word}s but the first", lambda part, at=at: at(part)[0] > 0
+        yield f"in the last {word}", on(lambda i, n: i == n - 1)
+        yield f"in the first {word}", on(lambda i, n: i == 0)
+        yield f"in all {word}s but the first", on(lambda i, n: i > 0)
         for size in reversed(_SIZES):
-            yield (
-                f"in {word}s beyond the last whole {size}",
-                lambda part, at=at, size=size: (lambda i, n: i >= n // size * size)(*at(part)),
-            )
+            yield f"in {word}s beyond the last whole {size}", on(lambda i, n, size=size: i >= n // size * size)
         for size in _SIZES[3:]:
-            yield f"from {word} {size} on", lambda part, at=at, size=size: at(part)[0] >= size
-            yield f"before {word} {size}", lambda part, at=at, size=size: at(part)[0] < size
-        for size in _SIZES[:5]:
-            for rest in range(size):
-                yield (
-                    f"in {word}s {rest}, {rest + size}, {rest + 2 * size} and so on",
-                    lambda part, at=at, size=size, rest=rest: at(part)[0] % size == rest,
-                )
+            yield f"from {word} {size} on", on(lambda i, n, size=size: i >= size)
+            yield f"before {word} {size}", on(lambda i, n, size=size: i < size)
+        for every, rest in ((n, rest) for n in _SIZES[:5] for rest in range(n)):
+            text = f"in {word}s {rest}, {rest + every}, {rest + 2 * every} and so on"
+            yield text, on(lambda i, n, every=every, rest=rest: i % every == rest)
     if kind == "grouped":
         yield from _of_groups()
-    yield from _of_tiles(kind)
-
-
-def _of_tiles(kind: str) -> Iterator[tuple[str, Where]]:
-    if kind not in ("gemm", "grouped", "cast", "attention"):
-        return
-    for size in _SIZES[1:]:
+    for size in _SIZES[1:] if kind in ("gemm", "grouped", "cast", "attention") else ():
         yield f"in rows of a tile of {size} that holds NaN", lambda part, size=size: _beside_nan(part, size)
+
+
+def _lines(part: Part, kind: str, dim: int) -> tuple[Tensor, int]:
+    """The number of the row or column of each number, and their count."""
+    shape = part.given.shape or torch.Size((1,))
+    rows = math.prod(shape[:-1]) if kind in ("encode", "decode", "linear") else (1, *shape)[-2]
+    index = torch.arange((rows, shape[-1])[dim]).view((1, -1) if dim else (-1, 1)).expand(rows, shape[-1])
+    same = index.numel() == part.given.numel()
+    return (index.reshape if same else index.expand)(part.given.shape), (rows, shape[-1])[dim]
 
 
 def _beside_nan(part: Part, size: int) -> Tensor:
     x = next(iter(part.case.inputs.values()))
-    bad = x.float().isnan().reshape(-1, x.shape[-1]).any(1)
-    tiles = torch.nn.functional.pad(bad, (0, -len(bad) % size)).view(-1, size).any(1)
-    near = tiles.repeat_interleave(size)[: len(bad)]
+    near = in_bad_tile(x.float().isnan().reshape(-1, x.shape[-1]).any(1), size)
     return near.reshape(-1, 1).expand(part.given.shape) if part.given.dim() == 2 else near.new_tensor(False)
 
 
 def _of_groups() -> Iterator[tuple[str, Where]]:
-    def in_group(part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(chosen: Callable[..., Tensor]) -> Where:
         """Of each row: its place in its group, the size of the group, whether an empty group lies before it."""
-        ends = [0, *part.case.inputs["ends"].tolist()]
-        rows = part.given.shape[0]
-        place, size, behind = torch.full((rows,), -1), torch.zeros(rows), torch.zeros(rows, dtype=torch.bool)
-        empty = False
-        for start, stop in pairwise(ends):
-            place[start:stop], size[start:stop] = torch.arange(stop - start), stop - start
-            behind[start:stop] = empty
-            empty |= start == stop
-        return place[:, None], size[:, None], behind[:, None]
 
-    def rows(chosen: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Where:
-        return lambda part: chosen(*in_group(part)).expand(part.given.shape)
+        def where(part: Part) -> Tensor:
+            told, empty = [], 0
+            for start, stop in pairwise([0, *part.case.inputs["ends"].tolist()]):
+                told += [(place, stop - start, empty) for place in range(stop - start)]
+                empty |= start == stop
+            told += [(-1, 0, 0)] * (part.given.shape[0] - len(told))
+            return chosen(*torch.tensor(told).view(-1, 3).t()[:, :, None]).expand(part.given.shape)
 
-    yield "behind an empty group", rows(lambda i, n, behind: behind)
-    yield (
-        "in the last group",
-        lambda part: (torch.arange(part.given.shape[0]) >= int(part.case.inputs["ends"][-2:-1].sum()))[:, None].expand(
-            part.given.shape
-        ),
-    )
+        return where
+
+    def in_last(part: Part) -> Tensor:
+        begins = int(part.case.inputs["ends"][-2:-1].sum())
+        return (torch.arange(part.given.shape[0]) >= begins)[:, None].expand(part.given.shape)
+
+    yield "behind an empty group", rows(lambda i, n, behind: behind > 0)
+    yield "in the last group", in_last
     yield "in the last row of a group", rows(lambda i, n, behind: i == n - 1)
     yield "in the first row of a group", rows(lambda i, n, behind: i == 0)
     odd = "in the last row of a group with an odd number of rows"
@@ -240,30 +221,25 @@ def _of_values(kind: str) -> Iterator[tuple[str, Where]]:
         yield "for positive numbers", lambda part: made_of(part) > 0
         yield "for FP32's subnormal numbers", lambda part: (made_of(part) != 0) & (made_of(part).abs() < 2.0**-126)
 
-    def right(part: Part) -> Tensor:
-        return part.allowed.right if part.allowed is not None else torch.full(part.given.shape, 0.5)
+    def whole_power(x: Tensor) -> Tensor:
+        return torch.frexp(x.nan_to_num(0.3))[0].abs() == 0.5
 
-    yield "where NaN is right", lambda part: right(part).isnan()
-    yield "where NaN or infinity is right", lambda part: ~right(part).isfinite()
-    yield (
-        (
-            "where it rounds up to a power of two",
-            lambda part: (
-                (torch.frexp(right(part).nan_to_num(0.3))[0].abs() == 0.5) & (made_of(part).abs() < right(part).abs())
-            ),
-        )
-        if kind == "encode"
-        else ("where a number with a fraction is right", lambda part: right(part) % 1 != 0)
-    )
-    yield "where zero is right", lambda part: right(part) == 0
-    yield "where -0 is right", lambda part: (right(part) == 0) & right(part).signbit()
-    yield "where infinity is right", lambda part: right(part).isinf()
-    yield "where a negative number is right", lambda part: right(part) < 0
-    yield "where a power of two is right", lambda part: torch.frexp(right(part).nan_to_num(0.3))[0].abs() == 0.5
+    yield "where NaN is right", lambda part: part.right.isnan()
+    yield "where NaN or infinity is right", lambda part: ~part.right.isfinite()
+    if kind == "encode":
+        text = "where it rounds up to a power of two"
+        yield text, lambda part: whole_power(part.right) & (made_of(part).abs() < part.right.abs())
+    else:
+        yield "where a number with a fraction is right", lambda part: part.right % 1 != 0
+    yield "where zero is right", lambda part: part.right == 0
+    yield "where -0 is right", lambda part: (part.right == 0) & part.right.signbit()
+    yield "where infinity is right", lambda part: part.right.isinf()
+    yield "where a negative number is right", lambda part: part.right < 0
+    yield "where a power of two is right", lambda part: whole_power(part.right)
     for name, smallest in (("E4M3", 2.0**-6), ("E5M2", 2.0**-14), ("E2M1", 1.0), ("E4M3FNUZ", 2.0**-7)):
         text = f"normal number of {name} is right"
-        yield f"where a sub{text}", lambda part, s=smallest: (right(part) != 0) & (right(part).abs() < s)
-        yield f"where a {text}", lambda part, s=smallest: right(part).abs() >= s
+        yield f"where a sub{text}", lambda part, s=smallest: (part.right != 0) & (part.right.abs() < s)
+        yield f"where a {text}", lambda part, s=smallest: part.right.abs() >= s
 
 
 def _sizes_of(kind: str, parts: Sequence[Part]) -> str:
@@ -308,15 +284,11 @@ def relation(parts: Sequence[Part]) -> tuple[str, str]:
     if len(usual) * 2 > len(got) and float(usual.max() - usual.min()) <= 0.02 * abs(float(usual.median())):
         return "a factor", f"is {float(usual.median()):.4g} times what it should be"
     if len(usual) * 2 > len(got) and bool((torch.frexp(usual)[0].abs() == 0.5).all()):
-        return "powers of two", "is off by factors that are powers of two: " + ", ".join(
-            f"{float(x):g}" for x in usual.unique()[:4]
-        )
-    far = (got - right).abs() / right.abs().clamp(min=1e-300)
-    off = float(far.nan_to_num(math.inf).median())
-    return (
-        "not explained",
-        f"is wrong by {off:.2g} of its size or more in half of the wrong places, and no hypothesis gives it",
-    )
+        shown = ", ".join(f"{float(x):g}" for x in usual.unique()[:4])
+        return "powers of two", f"is off by factors that are powers of two: {shown}"
+    off = float(((got - right).abs() / right.abs().clamp(min=1e-300)).nan_to_num(math.inf).median())
+    said = f"is wrong by {off:.2g} of its size or more in half of the wrong places, and no hypothesis gives it"
+    return "not explained", said
 
 
 def copied(parts: Sequence[Part]) -> tuple[str, str] | None:

@@ -12,6 +12,7 @@ the first tensor beyond its limit is where the fault is: all that it was compute
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 from ottava.base.text import columns, listed
 from ottava.experiments.program import tensors_in, tree_map
 from ottava.prove.align import Aligned, JudgedTensor, UnlikeError, align
-from ottava.prove.recorder import Key, StepRecorder, StepRecording, bare
+from ottava.prove.recorder import GRADIENTS, Key, StepRecorder, StepRecording, bare
 from ottava.prove.reproduce import Operations, write
 from ottava.prove.tolerance import Distance, Nudge, distance, limits, unit
 from ottava.prove.traces import load_trace
@@ -109,18 +110,17 @@ class Verdict:
         return self.finding is None
 
     def __str__(self) -> str:
-        wrong = [j for j in self.judged if j.wrong]
+        (a, b), count = self.names, len(self.judged)
         if self.finding is None:
-            a, b = self.names
-            lines = [f"{b} computes what {a} computes: all {len(self.judged)} tensors are within their limits."]
+            lines = [f"{b} computes what {a} computes: all {count} tensors are within their limits."]
         else:
-            count = f"{len(wrong)} of {len(self.judged)} tensors are beyond their limits"
-            lines = [self.finding.sentence, "", f"{count}; the first, in program order:"]
-            rows = [
-                (str(j.row.key), f"{j.far[j.worst]:.2g}", f"{j.limit[j.worst]:.2g}", "wrong" if j.wrong else "right")
-                for j in self.around()
-            ]
-            lines += [f"  {line}" for line in columns(("tensor", "distance", "limit", ""), *rows)]
+            said = f"{sum(j.wrong for j in self.judged)} of {count} tensors are beyond their limits"
+            lines = [self.finding.sentence, "", f"{said}; the first, in program order:"]
+            rows = [("tensor", "distance", "limit", "")]
+            for j in self.around():
+                far, limit = (f"{one[j.worst]:.2g}" for one in (j.far, j.limit))
+                rows.append((str(j.row.key), far, limit, "wrong" if j.wrong else "right"))
+            lines += [f"  {line}" for line in columns(*rows)]
         lines += ["", *(f"Note: {note}" for note in self.notes)] if self.notes else []
         lines += ["", f"Reproducer: python {self.reproducer}"] if self.reproducer is not None else []
         return "\n".join(lines)
@@ -133,10 +133,8 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        found = None
-        if self.finding is not None:
-            found = {**vars(self.finding), "tensor": str(self.finding.key)}
-            del found["key"]
+        told = {} if self.finding is None else vars(self.finding) | {"tensor": str(self.finding.key)}
+        found = {name: value for name, value in told.items() if name != "key"} or None
         return {
             "same": self.same, "finding": found, "tensors": len(self.judged), "notes": self.notes,
             "wrong": [str(j.row.key) for j in self.judged if j.wrong],
@@ -217,67 +215,62 @@ def nudge_for(
     a: StepRecording, b: StepRecording, seed: int, casts: Mapping[str, tuple[float, float]] | None = None
 ) -> Nudge:
     """Moves A by the coarser units of both programs."""
-    known = [r.casts for one in (a, b) for r in (one.ranks or [one])]
     together: dict[str, tuple[float, float]] = {}
-    for one in [*known, casts or {}]:
-        for path, (forward, backward) in one.items():
-            old = together.get(path, (0.0, 0.0))
-            together[path] = max(forward, old[0]), max(backward, old[1])
+    for known in [*(r.casts for one in (a, b) for r in (one.ranks or [one])), casts or {}]:
+        for path, units in known.items():
+            together[path] = max(units[0], together.get(path, units)[0]), max(units[1], together.get(path, units)[1])
     mine, theirs = (coarsest(one) for one in (a, b))
     return Nudge(seed, theirs if theirs > mine else 0.0, together)
 
 
 def coarsest(recording: StepRecording) -> float:
     """The unit in which a program gives most of its outputs."""
-    found = [unit(e.value.dtype) for e in (recording.ranks or [recording])[0].entries if e.key.kind == "output"]
-    found = sorted(u for u in found if u) or [0.0]
+    outputs = (e.value.dtype for e in (recording.ranks or [recording])[0].entries if e.key.kind == "output")
+    found = sorted(filter(None, map(unit, outputs))) or [0.0]
     return found[len(found) // 2]
 
 
 def judge(a: StepRecording, b: StepRecording) -> Verdict:
     """Holds every tensor of B against A, and names the first that is wrong."""
-    if a.again is not None:
-        _settle(a, a.again)
+    again = [align(a, a.again).rows] if a.again is not None else []
+    for row in itertools.chain(*again):
+        if row.b is not None and row.a.shape == row.b.shape and (far := distance(row.a, row.b).whole) > 0.3:
+            raise UnlikeError(
+                f"check: two runs of A itself differ: {row.key} by {far:.0%}. Give the program one seed, "
+                "the same data and no state from run to run; dropout needs a seed before the step"
+            )
     aligned = align(a, b)
-    moved = [{(r.key, r.call): r for r in align(a, n).rows} for n in (*a.nudged, *([a.again] if a.again else []))]
+    moved = [{(r.key, r.call): r for r in rows} for rows in (*(align(a, n).rows for n in a.nudged), *again)]
     usual: dict[str, list[float]] = {}
     for row in aligned.rows:
         if row.a.is_floating_point() and row.a.numel():
             usual.setdefault(row.key.kind, []).append(_size(row.a))
     medians = {kind: sorted(found)[len(found) // 2] for kind, found in usual.items()}
-    notes: list[str] = []
-    if not a.nudged:
-        notes.append(
-            "A has no runs that were moved by a rounding, so limits are a rule of thumb: 32 units of the coarser dtype."
-        )
-    judged = []
+    medians = {kind: size if math.isfinite(size) else 0.0 for kind, size in medians.items()}
+    judged: list[Judged] = []
     doubtful: dict[Key, Tensor] = {}  # parameter -> where its gradient may be zero but for rounding
     weights = {r.key.path: r for r in aligned.rows if r.key.kind == "weight"}
-    for row in aligned.rows:
-        if row.b is None:
+    for row, other in ((row, row.b) for row in aligned.rows):
+        if other is None:
             continue
-        key, other = row.key, row.b
-        size = medians.get(key.kind, 0.0)
-        size = size if math.isfinite(size) else 0.0
+        key, size, coarse = row.key, medians.get(row.key.kind, 0.0), unit(row.unit)
         plain = key._replace(kind="output") if key.kind == "recomputed" else key
-        runs = [one.get((plain, row.call)) for one in moved if key.kind != "weight"]
-        went = [
-            distance(row.a, m.b, size) for m in runs if m is not None and m.b is not None and m.b.shape == row.a.shape
-        ]
-        coarse = unit(row.unit)
+        runs = [m.b for one in moved if key.kind != "weight" and (m := one.get((plain, row.call))) is not None]
+        went = [distance(row.a, x, size) for x in runs if x is not None and x.shape == row.a.shape]
         limit = limits(went, coarse if a.nudged or key.kind == "weight" else 32 * coarse)
         if key.kind == "update" and (weight := weights.get(key.path)) is not None:
             # the optimizer adds to weights of the coarser dtype: each of them is rounded
-            size_of_row = _size(row.a)
-            rounding = unit(weight.unit) * (1 + _size(weight.a) / size_of_row) if size_of_row else math.inf
+            rounding = unit(weight.unit) * (1 + _size(weight.a) / own) if (own := _size(row.a)) else math.inf
             limit = Distance(*(m + rounding * (1 if i == 0 else 4) for i, m in enumerate(limit)))
         zero = doubtful.get(key._replace(kind="gradient")) if key.kind == "update" else None
         if zero is not None and zero.shape == row.a.shape:
             # Adam divides a gradient by its size: where it may be zero but for rounding, its sign is chance
-            other = torch.where(zero, row.a.double(), row.b.double())
+            other = torch.where(zero, row.a.double(), other.double())
         judged.append(Judged(row, distance(row.a, other, size), limit))
         if key.kind == "gradient":
             doubtful[key] = row.a.abs() <= 4 * limit.element * _size(row.a)
+    rule = "A has no runs that were moved by a rounding, so limits are a rule of thumb: 32 units of the coarser dtype."
+    notes = [] if a.nudged else [rule]
     if unlike := [f"{row.key} {row.said}" for row in aligned.rows if row.b is None]:
         notes.append(f"Not compared: {listed(unlike, 4)}.")
     for only, name in ((aligned.only_a, a.name), (aligned.only_b, b.name)):
@@ -290,16 +283,6 @@ def judge(a: StepRecording, b: StepRecording) -> Verdict:
 
 def _size(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
-
-
-def _settle(a: StepRecording, again: StepRecording) -> None:
-    """Refuses a reference that does not repeat itself."""
-    for row in align(a, again).rows:
-        if row.b is not None and row.a.shape == row.b.shape and (far := distance(row.a, row.b).whole) > 0.3:
-            raise UnlikeError(
-                f"check: two runs of A itself differ: {row.key} by {far:.0%}. Give the program one seed, "
-                "the same data and no state from run to run; dropout needs a seed before the step"
-            )
 
 
 _PHASES = MappingProxyType(
@@ -321,7 +304,7 @@ def explain(wrong: Judged, judged: Sequence[Judged], a: StepRecording, b: StepRe
     row, number, kinds = wrong.row, wrong.worst, {**a.kinds, **b.kinds}
     key, path = row.key, row.key.path
     others: tuple[str, ...] = ()
-    if key.kind in ("output gradient", "input gradient"):
+    if key.kind in GRADIENTS:
         phase, module, said, others = _backward(row, judged, kinds)
     elif key.kind == "input" and not path:
         phase, module, said = "data", path, "the data differ"
@@ -337,13 +320,12 @@ def explain(wrong: Judged, judged: Sequence[Judged], a: StepRecording, b: StepRe
         phase, words = _PHASES.get(key.kind, _PHASES["buffer"])
         lost = " (B has none)" if row.said else ""
         said = words.format(path=path, named=_named(module, kinds), lost=lost, operation=row.operation)
-    rank = _rank(wrong)
+    rank, far, limit = _rank(wrong), wrong.far[number], wrong.limit[number]
     where = f" on rank {rank}" if rank is not None else ""
     step = f" in step {key.step + 1}" if key.step else ""
-    far = f"{_DISTANCES[number]} is {wrong.far[number]:.2g} of its size from {a.name}"
-    size = f"{far}; a right program stays below {wrong.limit[number]:.2g}"
+    size = f"{_DISTANCES[number]} is {far:.2g} of its size from {a.name}; a right program stays below {limit:.2g}"
     sentence = f"{b.name} parts from {a.name} in {said}{where}{step}: {key}: {size}."
-    return Finding(key, phase, module, row.operation, rank, wrong.far[number], wrong.limit[number], sentence, others)
+    return Finding(key, phase, module, row.operation, rank, far, limit, sentence, others)
 
 
 def _named(path: str, kinds: Mapping[str, str]) -> str:
@@ -355,15 +337,15 @@ def _backward(
     row: JudgedTensor, judged: Sequence[Judged], kinds: Mapping[str, str]
 ) -> tuple[str, str, str, tuple[str, ...]]:
     """A gradient of an activation is the work of the modules that took the activation."""
-    key = row.key
+    key, rows = row.key, [j.row for j in judged]
     forward = key._replace(kind="input" if key.kind == "input gradient" and key.path else "output")
-    own = next((j.row for j in judged if j.row.key == forward and j.row.call == row.call), None)
+    own = next((one for one in rows if one.key == forward and one.call == row.call), None)
 
     def alike(other: JudgedTensor) -> bool:
         return own is not None and other.a.shape == own.a.shape and torch.equal(other.a, own.a)
 
     late = math.inf if own is None else own.order - (forward.kind == "input")
-    inputs = [j.row for j in judged if j.row.key.kind == "input" and j.row.key.step == key.step and j.row.order > late]
+    inputs = [one for one in rows if one.key.kind == "input" and one.key.step == key.step and one.order > late]
     takers = [one.key.path for one in inputs if alike(one)]
     if forward.kind == "input" and key.path not in takers:
         takers.insert(0, key.path)
@@ -372,7 +354,7 @@ def _backward(
     takers = [t for t in dict.fromkeys(takers) if t in right] or list(dict.fromkeys(takers))
     leaves = [t for t in takers if not any(o != t and o.startswith(f"{t}.") for o in takers)]
     # what the model gives goes to the loss
-    ends = any(j.row.key == Key(key.step, "", "output", j.row.key.part) and alike(j.row) for j in judged)
+    ends = any(one.key == Key(key.step, "", "output", one.key.part) and alike(one) for one in rows)
     if ends or (leaves and leaves[0].startswith("<")) or (not key.path and key.kind == "output gradient"):
         return "loss", next(iter(leaves), ""), "the loss: the code after the model's output, or its scale", ()
     if leaves:
@@ -392,8 +374,7 @@ def _rank(wrong: Judged) -> int | None:
             far[rank] = max(far.get(rank, 0.0), distance(row.a[place], row.b[place]).whole)
         except (IndexError, RuntimeError):
             return None
-    worst = max(far, key=lambda r: far[r])
-    return worst if far[worst] > 1.5 * min(far.values()) or len(set(far.values())) > 1 else None
+    return max(far, key=lambda r: far[r]) if len(set(far.values())) > 1 else None
 
 
 # --- running ------------------------------------------------------------------------------------------
@@ -423,24 +404,26 @@ def _run(
     with random_states_kept():
         torch.manual_seed(seed)
         if not isinstance(side, Subject):
-            name, program = side
-            with StepRecorder(steps=steps, nudge=nudge) as recorder, noted or nullcontext():
-                program(copy.deepcopy(batch))
+            (name, program), given = side, copy.deepcopy(batch)
+            recorder = StepRecorder(steps=steps, nudge=nudge)
         else:
-            name = side.name
-            model = copy.deepcopy(side.model)
+            name, model = side.name, copy.deepcopy(side.model)
             made = side.optimizer(model.parameters()) if side.optimizer is not None else None
-            given = _in_dtype(batch, model)
-            with StepRecorder(model, steps=steps, nudge=nudge) as recorder, noted or nullcontext():
+            given, step = _in_dtype(batch, model), side.step or _plain_step(loss)
+            recorder = StepRecorder(model, steps=steps, nudge=nudge)
+
+            def program(batch: Any) -> None:
                 for _ in range(steps):
-                    (side.step or _plain_step(loss))(model, made, given)
+                    step(model, made, batch)
+
+        with recorder, noted or nullcontext():
+            program(given)
     recording = recorder.recording(name)
     if not recording.entries:
         raise UnlikeError(
             f"check: {name} has called no module and stepped no optimizer; give a program that runs a training step"
         )
-    if noted is not None:
-        recording.operations = noted
+    recording.operations = noted
     return recording
 
 
@@ -467,11 +450,9 @@ def _plain_step(loss: Callable[[nn.Module, Any], Tensor] | None) -> Callable[[nn
 
 def generated_loss(model: nn.Module, batch: Any) -> Tensor:
     """The model's own loss; else the mean of its outputs times fixed random numbers, so every gradient is used."""
-    output = (
-        model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple) else model(batch)
-    )
-    own = getattr(output, "loss", None)
-    if isinstance(own, Tensor):
+    given = batch if isinstance(batch, tuple) else (batch,)
+    output = model(**batch) if isinstance(batch, Mapping) else model(*given)
+    if isinstance(own := getattr(output, "loss", None), Tensor):
         return own
     random = torch.Generator().manual_seed(1)
     parts = [x for x in tensors_in(output) if x.is_floating_point() and x.requires_grad]
@@ -493,12 +474,10 @@ def with_weights(a: nn.Module, b: nn.Module, names: Mapping[str, str]) -> nn.Mod
         yield from model.named_parameters(remove_duplicate=False)
         yield from model.named_buffers(remove_duplicate=False)
 
-    b = copy.deepcopy(b)
-    source = {bare(name): x for name, x in held(a)}
+    b, source = copy.deepcopy(b), {bare(name): x for name, x in held(a)}
     with torch.no_grad():
         for name, target in held(b):
-            path = in_a(bare(name), names)
-            value = source.get(path)
+            value = source.get(path := in_a(bare(name), names))
             if value is not None and value.shape == target.shape:
                 target.copy_(value)
             elif isinstance(target, nn.Parameter):
@@ -525,9 +504,7 @@ def in_a(path: str, names: Mapping[str, str]) -> str:
 
 def renamed(recording: StepRecording, names: Mapping[str, str]) -> StepRecording:
     """A recording of B with the paths of A."""
-    if not names:
-        return recording
-    for one in recording.ranks or [recording]:
+    for one in (recording.ranks or [recording]) if names else ():
         for entry in one.entries:
             entry.key = entry.key._replace(path=in_a(entry.key.path, names))
         one.casts = {in_a(path, names): unit for path, unit in one.casts.items()}

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,25 +43,20 @@ def _package(name: str) -> Any:
 def _codecs() -> Iterator[Row]:
     eight, small = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"), ("e2m1", "e2m3", "e3m2")
     made: tuple[tuple[str, tuple[str, ...], Function, Function], ...] = (
-        ("torch", eight, _torch_encode, lambda codes, fmt: codes.float()),
+        # torch's casts of numbers beyond the format differ between versions: clamp first
+        ("torch", eight, lambda x, fmt: x.clamp(-fmt.max, fmt.max).to(fmt.dtype), lambda codes, fmt: codes.float()),
         ("ml_dtypes", (*eight, *small), _ml_encode, _ml_decode),
         ("gfloat", (*eight[:2], *small), _gfloat_encode, _gfloat_decode),
-        ("torchao", small, _torchao_encode, _torchao_decode),
+        ("torchao", small, _torchao_encode, partial(_torchao_codec, "_floatx_unpacked_to_f32")),
         ("ottava", (*eight, *small), encode, decode),
     )
     for library, names, to_codes, to_values in made:
         for name in names:
-            fmt = get_format(name)
-            facts = {"format": name}
+            fmt, facts = get_format(name), {"format": name}
             beyond = "inf" if fmt.has_infinity else "nan" if fmt.has_nan else "saturate"
             written = facts | ({"overflow": beyond} if library == "ml_dtypes" else {})
             yield f"{library}.encode.{name}", "encode", written, partial(to_codes, fmt=fmt)
             yield f"{library}.decode.{name}", "decode", facts, partial(to_values, fmt=fmt)
-
-
-def _torch_encode(x: Tensor, fmt: Format) -> Tensor:
-    # torch's casts of numbers beyond the format differ between versions: clamp first
-    return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
 def _bytes(codes: Tensor) -> Any:
@@ -104,15 +100,13 @@ def _gfloat_decode(codes: Tensor, fmt: Format) -> Tensor:
 def _torchao_encode(x: Tensor, fmt: Format) -> Tensor:
     if not x.numel() or x.dim() == 0:
         raise NotImplementedError("torchao casts matrices with elements")
-    to_codes: Function = _package("torchao.prototype.custom_fp_utils")._f32_to_floatx_unpacked
-    codes: Tensor = to_codes(x.float().contiguous(), fmt.exponent_bits, fmt.mantissa_bits)
-    return codes
+    return _torchao_codec("_f32_to_floatx_unpacked", x.float(), fmt)
 
 
-def _torchao_decode(codes: Tensor, fmt: Format) -> Tensor:
-    to_values: Function = _package("torchao.prototype.custom_fp_utils")._floatx_unpacked_to_f32
-    values: Tensor = to_values(codes.contiguous(), fmt.exponent_bits, fmt.mantissa_bits)
-    return values
+def _torchao_codec(name: str, x: Tensor, fmt: Format) -> Tensor:
+    run: Function = getattr(_package("torchao.prototype.custom_fp_utils"), name)
+    result: Tensor = run(x.contiguous(), fmt.exponent_bits, fmt.mantissa_bits)
+    return result
 
 
 # --- casts and GEMMs -------------------------------------------------------------------------------------------------
@@ -211,22 +205,12 @@ def _our_gemm(
         raise NotImplementedError(str(error)) from error  # a kernel asked for by name says why it does not run
 
 
-def _grouped(
-    a: Tensor,
-    b: Tensor,
-    scale_inv_a: Tensor,
-    scale_inv_b: Tensor,
-    ends: Tensor,
-    out: Tensor,
-    gemm: Function,
-    rows: bool,
-) -> None:
-    start = 0
-    for group, stop in enumerate(ends.tolist()):
+def _grouped(a: Tensor, b: Tensor, *scales: Tensor, gemm: Function, rows: bool) -> None:
+    of_a, of_b, ends, out = scales
+    for group, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
         if stop > start:
-            scale = scale_inv_a[start:stop] if rows else scale_inv_a
-            out[start:stop] = gemm(a[start:stop], b[group], scale, scale_inv_b[group], out)
-        start = stop
+            scale = of_a[start:stop] if rows else of_a
+            out[start:stop] = gemm(a[start:stop], b[group], scale, of_b[group], out)
 
 
 def _torch_scaled_mm(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out: Tensor) -> Tensor:
@@ -256,21 +240,18 @@ def _layers() -> Iterator[Row]:
         for recipe in recipes:
             run: Function = partial(_linear, made=linear, recipe=recipe)
             yield f"{library}.linear.{recipe}", "linear", {"recipe": recipe}, run
+    torchs = torch.nn.functional.scaled_dot_product_attention
     for causal, name in ((False, "full"), (True, "causal")):
-        for library, attention in (("torch", _torch_attention), ("ottava", _our_attention)):
-            run = partial(_attended, made=attention, causal=causal)
-            yield f"{library}.attention.{name}", "attention", {"causal": causal}, run
-        run = partial(_attended, made=partial(_our_attention, recipe="fp8"), causal=causal)
-        yield f"ottava.attention.fp8.{name}", "attention", {"causal": causal, "recipe": "fp8"}, run
-    facts: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+        facts: dict[str, Any] = {"causal": causal}
+        yield f"torch.attention.{name}", "attention", facts, partial(_attended, run=partial(torchs, is_causal=causal))
+        for way, told in (("", facts), ("fp8.", facts | {"recipe": "fp8"})):
+            run = partial(_attended, run=partial(_our_attention, **told))
+            yield f"ottava.attention.{way}{name}", "attention", told, run
+    facts = {"lr": 1e-2, "weight_decay": 0.1}
     yield "torch.adamw", "optimizer", facts, partial(_stepped, make=torch.optim.AdamW)
-    for told, moments in (("float32", "fp32"), ("bfloat16", "bf16"), ("int8", "int8"), ("fp8", "fp8")):
-        yield (
-            f"ottava.adamw.{moments}",
-            "optimizer",
-            facts | {"moments": told},
-            partial(_stepped, make=partial(_our_adamw, moments=moments)),
-        )
+    for said, moments in (("float32", "fp32"), ("bfloat16", "bf16"), ("int8", "int8"), ("fp8", "fp8")):
+        run = partial(_stepped, make=partial(_our_adamw, moments=moments))
+        yield f"ottava.adamw.{moments}", "optimizer", facts | {"moments": said}, run
 
 
 def _linear(x: Tensor, weight: Tensor, grad: Tensor, made: Function, recipe: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -312,25 +293,21 @@ def _torchao_linear(x: Tensor, sizes: dict[str, Any], dtype: torch.dtype, recipe
     return layer, layer
 
 
-def _attended(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, made: Callable[[bool], Function], causal: bool
-) -> tuple[Tensor, ...]:
+def _attended(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, run: Function) -> tuple[Tensor, ...]:
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    o = made(causal)(*leaves)
+    o = run(*leaves)
     o.backward(grad)
     return (o.detach(), *(x.grad for x in leaves))
 
 
-def _torch_attention(causal: bool) -> Function:
-    return partial(torch.nn.functional.scaled_dot_product_attention, is_causal=causal)
-
-
-def _our_attention(causal: bool, recipe: str = "bf16") -> Function:
+def _our_attention(*inputs: Tensor, causal: bool, recipe: str = "bf16") -> Tensor:
     from ottava.nn.attention import DotProductAttention
     from ottava.recipe import AttentionRecipe, get_recipe
 
     fp8 = replace(get_recipe("bf16"), attention=AttentionRecipe() if recipe == "fp8" else None)
-    return DotProductAttention(mask="causal" if causal else "no_mask", layout="bhsd", recipe=fp8)
+    mask = "causal" if causal else "no_mask"
+    attended: Tensor = DotProductAttention(mask=mask, layout="bhsd", recipe=fp8)(*inputs)
+    return attended
 
 
 def _stepped(parameter: Tensor, grad: Tensor, state: dict[str, Any], step: int, make: Function) -> None:
@@ -381,9 +358,8 @@ def load(name: str, kind: str | None = None, **changed: Any) -> KernelAdapter:
             raise ValueError(f"certify: {module} has no function {function!r}; needs an adapter, see docs/certify.md")
     own = kind or getattr(found, "adapter_kind", None)
     if own is None:
-        raise ValueError(
-            f"certify: {name} is no adapter: mark it with @ottava.prove.adapter(KIND, ...), or give --kind"
-        )
+        how = "mark it with @ottava.prove.adapter(KIND, ...), or give --kind"
+        raise ValueError(f"certify: {name} is no adapter: {how}")
     if own not in KINDS:
         raise ValueError(f"certify: {unknown_name('kind', own, KINDS)}")
     told = {key: value for key, value in changed.items() if value is not None}

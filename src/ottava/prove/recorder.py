@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ottava.base.errors import need
 from ottava.base.text import to_json
@@ -86,6 +87,8 @@ class TensorSeen:
     operation: str = ""
     """Class of the module, or of the optimizer."""
     shard: Shard | None = None
+    beside: tuple[str, ...] | None = None
+    """Of an input gradient: modules elsewhere that read the tensor, too, so that it is a sum. None: unknown."""
 
 
 @dataclass(eq=False)
@@ -121,12 +124,11 @@ class StepRecording:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        rows = [{**asdict(e), "key": list(e.key), "value": None} for e in self.entries]
+        rows = [asdict(replace(e, value=None)) for e in self.entries]  # type: ignore[arg-type]
         facts = {"schema": SCHEMA, "rank": self.rank, "size": self.size, "casts": self.casts, "kinds": self.kinds}
-        save_file(
-            {str(i): e.value.contiguous() for i, e in enumerate(self.entries)}, folder / f"rank{self.rank}.safetensors"
-        )
-        (folder / f"rank{self.rank}.json").write_text(to_json({**facts, "entries": rows}), "utf-8")
+        file = folder / f"rank{self.rank}.json"
+        save_file({str(i): e.value.contiguous() for i, e in enumerate(self.entries)}, file.with_suffix(".safetensors"))
+        file.write_text(to_json({**facts, "entries": rows}), "utf-8")
         for number, other in enumerate(self.nudged):
             other.save(folder / f"nudged{number}")
         if self.again is not None:
@@ -167,25 +169,19 @@ class StepRecording:
             raise TraceError(f"{path}: is no trace of ottava check (schema {SCHEMA})")
         try:
             regular_size(numbers := path.with_suffix(".safetensors"))
-            tensors = load_file(numbers)
-            entries = []
+            tensors, entries = load_file(numbers), []
             for number, one in enumerate(facts["entries"]):
-                step, name, kind, part = one["key"]
-                shard = one["shard"]
-                place = (
-                    None
-                    if shard is None
-                    else Shard(tuple(shard["shape"]), tuple(shard["offset"]), bool(shard["partial"]))
-                )
-                key = Key(int(step), str(name), str(kind), int(part))
-                entries.append(TensorSeen(key, tensors[str(number)], float(one["order"]), str(one["operation"]), place))
+                (step, name, kind, part), held, readers = one["key"], one["shard"], one.get("beside")
+                place = () if held is None else (tuple(held["shape"]), tuple(held["offset"]), bool(held["partial"]))
+                shard, beside = Shard(*place) if place else None, None if readers is None else tuple(map(str, readers))
+                key, how = Key(int(step), str(name), str(kind), int(part)), (float(one["order"]), str(one["operation"]))
+                entries.append(TensorSeen(key, tensors[str(number)], *how, shard, beside))
             casts = {str(k): (float(a), float(b)) for k, (a, b) in facts["casts"].items()}
             kinds = {str(k): str(v) for k, v in facts["kinds"].items()}
             return cls(entries, path.parent.name, int(facts["rank"]), int(facts["size"]), casts, kinds)
         except (SafetensorError, KeyError, TypeError, ValueError, OSError, AttributeError) as error:
-            raise TraceError(
-                f"{path}: is damaged: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-            ) from None
+            said = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            raise TraceError(f"{path}: is damaged: {said}") from None
 
 
 class StepRecorder:
@@ -220,17 +216,16 @@ class StepRecorder:
         self._at_end = at_end
         self.step, self.depth = 0, 0
         self._entries: dict[tuple[int, int, str, str, int, int], TensorSeen] = {}
-        self._named: dict[int, tuple[nn.Module, str]] = {}
         self._roots: list[nn.Module] = []
-        self._known: set[int] = set()
         self._calls: dict[tuple[int, int, bool], int] = {}
         self._handles: list[Any] = []
+        self._readers: Any = WeakIdKeyDictionary()
+        self._read: dict[tuple[int, int, int, int], list[int]] = {}
         self._owners: dict[int, nn.Module] = {}
         self._before: dict[int, tuple[Any, str, Tensor]] = {}
         self._order = 0.0
         self._grad_order: dict[int, float] = {}
         self._queued = False
-        self.full = False
 
     def __enter__(self) -> Self:
         if self._models:
@@ -256,10 +251,9 @@ class StepRecorder:
     # --- modules ----------------------------------------------------------------------------------------------------
 
     def _discover(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not self.active or self.depth or id(module) in self._known:
-            return
-        self._adopt(module)
-        self._enter(module, args, {})  # torch does not call a hook that was added during the call
+        if not (torch.compiler.is_compiling() or not self.active or self.depth or id(module) in self._owners):
+            self._adopt(module)
+            self._enter(module, args, {})  # torch does not call a hook that was added during the call
 
     def _adopt(self, root: nn.Module) -> None:
         self._roots.append(root)
@@ -267,21 +261,16 @@ class StepRecorder:
             id(m) for layer in root.modules() if isinstance(layer, QuantizedLayer) for m in layer.quantizers.modules()
         }
         for module in root.modules():
-            if id(module) not in self._known:
-                self._known.add(id(module))
-                self._owners[id(module)] = module
-                if id(module) in doors:
-                    continue
+            if id(module) not in self._owners and id(module) not in doors:
                 self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
+            self._owners[id(module)] = module
         for parameter in root.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
         if self._nudge is not None:
-            self._nudge.weights(root, lambda m: self._name(root, m))
-
-    def _name(self, root: nn.Module, module: nn.Module) -> str:
-        return next((bare(name) for name, one in root.named_modules() if one is module), "")
+            names = {module: bare(name) for name, module in root.named_modules()}
+            self._nudge.weights(root, lambda m: names[m])
 
     def _accumulated(self, parameter: Tensor) -> None:
         self._grad_order.setdefault(id(parameter), self._next())
@@ -294,14 +283,12 @@ class StepRecorder:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self.active:
             return None
+        recomputes = _in_backward()
         if self._nudge is not None:
             self._nudge.at(*self._place(module))
-        if not self.depth and not _in_backward() and self._nudge is not None:
-            args, kwargs = self._nudge.data(args), self._nudge.data(kwargs)
-        elif self._nudge is not None:
-            args, kwargs = self._nudge.entering(module, args), self._nudge.entering(module, kwargs)
+            of_data = not self.depth and not recomputes
+            args, kwargs = self._nudge.data([args, kwargs]) if of_data else self._nudge.entering(module, [args, kwargs])
         self.depth += 1
-        recomputes = _in_backward()
         call = self._calls.get((id(module), self.step, recomputes), 0)
         if not recomputes:
             for part, x in enumerate(tensors_in([args, kwargs])):
@@ -318,7 +305,7 @@ class StepRecorder:
         changed = None
         if self._nudge is not None and not any(True for _ in module.children()):
             self._nudge.at(*self._place(module), 1)
-            output = changed = self._nudge.leaving(output)
+            output = changed = self._nudge.data(output)
         self._calls[id(module), self.step, recomputes] = call + 1
         for part, x in enumerate(tensors_in(output)):
             self._note(module, "", "recomputed" if recomputes else "output", part, call, x)
@@ -334,11 +321,14 @@ class StepRecorder:
         if not x.requires_grad or not torch.is_grad_enabled():
             return
         last = kind == "output gradient" and self._nudge is not None
+        if kind == "input gradient" and self._nudge is None:  # a nudge may give each reader a tensor of its own
+            readers = self._read[self.step, id(module), part, call] = self._readers.setdefault(x, [])
+            readers.append(id(module))
 
         def seen(gradient: Tensor) -> Tensor | None:
+            self._queue()
             if not self.active:
                 return None
-            self._queue()
             moved = self._nudge.gradient(module, gradient) if last else None
             self._note(module, "", kind, part, call, gradient if moved is None else moved)
             return moved
@@ -376,7 +366,7 @@ class StepRecorder:
         if not self.active:
             return
         names: dict[int, tuple[Any, str]] = {id(p): (module, name) for module, name, p in self._parameters()}
-        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for number, p in enumerate(_stepped(optimizer)):
             module, name = names.get(id(p), (optimizer, f"parameter {number}"))
             if p.grad is not None:
                 self._note(module, name, "clipped gradient", 0, 0, p.grad)
@@ -388,7 +378,7 @@ class StepRecorder:
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.active:
             return
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for p in _stepped(optimizer):
             if id(p) in self._before:
                 module, name, before = self._before.pop(id(p))
                 moved = _local(p).float() - before.float()
@@ -418,18 +408,14 @@ class StepRecorder:
         if value.is_meta or value.layout != torch.strided or value.dtype == torch.bool:
             return
         old = self._entries.get(key)
-        if old is None:
-            self._left -= value.nbytes
-            if self._left < 0:
-                self.full = True
-                return
+        self._left -= value.nbytes if old is None else 0
+        if old is None and self._left < 0:
+            return
         order = (old.order if old else self._next()) if order is None else order
-        operation = operation or type(module).__name__
         value = torch.view_as_real(value) if value.is_complex() else value
-        copy = value.to("cpu", copy=True).contiguous()
-        self._entries[key] = TensorSeen(
-            Key(self.step, name, kind, part), copy, order, operation, _shard(x if like is None else like)
-        )
+        copy, shard = value.to("cpu", copy=True).contiguous(), _shard(x if like is None else like)
+        how = order, operation or type(module).__name__
+        self._entries[key] = TensorSeen(Key(self.step, name, kind, part), copy, *how, shard)
 
     def recording(self, name: str = "A") -> StepRecording:
         """What was recorded, with modules named by their path in the largest model that holds them."""
@@ -443,34 +429,33 @@ class StepRecorder:
             prefix = "" if not taken else f"<{type(root).__name__}>"
             while prefix in taken and prefix:
                 prefix += "'"
-            fresh = id(root) not in names
+            prefix = "" if id(root) in names else prefix
+            taken |= set() if id(root) in names else {prefix}
             for path, module in root.named_modules():
                 if id(module) not in names:
-                    names[id(module)] = ".".join(filter(None, (prefix if fresh else "", bare(path))))
-                    kinds[names[id(module)]] = type(module).__name__
+                    name_of = names[id(module)] = ".".join(filter(None, (prefix, bare(path))))
+                    kinds[name_of] = type(module).__name__
                     if (unit := unit_of(module)) is not None:
-                        units[names[id(module)]] = unit
-            taken |= {prefix} if fresh else set()
+                        units[name_of] = unit
         # a wrapper has the path of what it wraps: the inner one counts
         used = {k[1] for k in self._entries}
         inner = {path: owner for owner, path in names.items() if owner in used}
         entries = []
         raw = {(k[0], k[1], k[2]): e for k, e in self._entries.items() if k[3] == "gradient"}
-        for (step, owner, local, kind, part, _), entry in self._entries.items():
+        for (step, owner, local, kind, part, call), entry in self._entries.items():
             whole = raw.get((step, owner, local))
             if owner in names and inner[names[owner]] != owner:
                 continue
             if kind == "clipped gradient" and whole is not None and _same(whole.value, entry.value):
                 continue
             path = ".".join(filter(None, (names.get(owner, ""), local)))
-            entries.append(
-                TensorSeen(Key(step, path, kind, part), entry.value, entry.order, entry.operation, entry.shard)
-            )
+            readers = self._read.get((step, owner, part, call)) if kind == "input gradient" else None
+            beside = None if readers is None else tuple(sorted(_elsewhere(path, {names.get(o, "") for o in readers})))
+            entries.append(replace(entry, key=Key(step, path, kind, part), beside=beside))
         entries.sort(key=lambda e: (e.key.step, e.order))
-        rank, size = (
-            (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-        )
-        return StepRecording(entries, name, rank, size, units, kinds)
+        alone = not (dist.is_available() and dist.is_initialized())
+        place = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        return StepRecording(entries, name, *place, units, kinds)
 
 
 def bare(path: str) -> str:
@@ -494,12 +479,19 @@ def unit_of(module: nn.Module) -> tuple[float, float] | None:
         for gemm in ("fprop", "dgrad", "wgrad"):
             specs = [s for s in (getattr(call.recipe, gemm).lhs, getattr(call.recipe, gemm).rhs) if s is not None]
             found[gemm] = max((2.0 ** -(s.format.mantissa_bits + 1) for s in specs), default=0.0)
-        forward, backward = found["fprop"], max(found["dgrad"], found["wgrad"])
-        return (forward, backward) if forward or backward else None
+        return (found["fprop"], max(found["dgrad"], found["wgrad"])) if any(found.values()) else None
     if is_torchao(module):
-        four = "NVFP4" in type(module).__name__
-        return (0.25, 0.25) if four else (2.0**-4, 2.0**-3)
+        return (0.25, 0.25) if "NVFP4" in type(module).__name__ else (2.0**-4, 2.0**-3)
     return None
+
+
+def _elsewhere(path: str, others: set[str]) -> set[str]:
+    """Modules that neither hold a module nor lie in it."""
+    return {o for o in others if o and path and not f"{o}.".startswith(f"{path}.") and not path.startswith(f"{o}.")}
+
+
+def _stepped(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _in_backward() -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import difflib
 import io
 import runpy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,11 @@ class AtenCall:
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     made: tuple[int, ...]
+
+    @property
+    def short(self) -> str:
+        """mm"""
+        return self.name.removeprefix("aten.").rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -90,51 +95,30 @@ def _version(x: Tensor) -> int:
         return 0
 
 
-@dataclass(frozen=True)
-class FirstCall:
-    """Where the operators of two programs part."""
-
-    a: int
-    b: int
-    """Places of the first pair of equal calls with unequal results."""
-    sentence: str
-
-
-def part(a: Operations, b: Operations, limit: float) -> FirstCall | None:
-    """The first pair of calls that give another result, in the order of B.
+def part(a: Operations, b: Operations, pairs: Sequence[tuple[int, int]], limit: float) -> tuple[int, int, str] | None:
+    """The first pair of calls that give another result, in the order of B, and a sentence.
 
     Args:
         limit: the distance up to which results are equal.
     """
-    pairs = [*_pairs(a, b)]
-    extra: tuple[list[str], list[str]] = ([], [])
+    extra: tuple[list[AtenCall], ...] = ([], [])
     was = (-1, -1)
     for i, j in pairs:
-        if j - was[1] > 1 or i - was[0] > 1:
-            extra = [_short(o) for o in a.done[was[0] + 1 : i]], [_short(o) for o in b.done[was[1] + 1 : j]]
-        was = i, j
-        for x, y in zip(a.done[i].made, b.done[j].made, strict=True):
-            one, two = a.values[x], b.values[y]
-            if one.shape == two.shape and one.is_floating_point() and distance(one, two).whole > limit:
-                name = _short(a.done[i])
-                if _plain(a.done[i]) != _plain(b.done[j]):
-                    said = f"{name} with other arguments: {_plain(a.done[i])} in A, {_plain(b.done[j])} in B"
-                elif extra[0] or extra[1]:
-                    first, second = (", ".join(calls[-4:]) or "nothing" for calls in extra)
-                    said = f"{name}, after A calls {first} and B calls {second}"
-                else:
-                    said = name
-                return FirstCall(i, j, said)
+        if (i, j) != (was[0] + 1, was[1] + 1):
+            extra = a.done[was[0] + 1 : i], b.done[was[1] + 1 : j]
+        was, one, other = (i, j), a.done[i], b.done[j]
+        for x, y in zip((a.values[n] for n in one.made), (b.values[n] for n in other.made), strict=True):
+            if x.shape == y.shape and x.is_floating_point() and distance(x, y).whole > limit:
+                given = [[z for z in _leaves(o) if not isinstance(z, Ref)] for o in (one, other)]
+                if given[0] != given[1]:
+                    return i, j, f"{one.short} with other arguments: {given[0]} in A, {given[1]} in B"
+                first, second = (", ".join(o.short for o in calls[-4:]) or "nothing" for calls in extra)
+                return i, j, f"{one.short}, after A calls {first} and B calls {second}" if any(extra) else one.short
     return None
 
 
-def _short(operation: AtenCall) -> str:
-    return operation.name.removeprefix("aten.").rpartition(".")[0]
-
-
-def _plain(operation: AtenCall) -> list[Any]:
-    leaves = pytree.tree_leaves((operation.arguments, operation.keywords))
-    return [x for x in leaves if not isinstance(x, Ref)]
+def _leaves(call: AtenCall) -> list[Any]:
+    return pytree.tree_leaves((call.arguments, call.keywords))
 
 
 def _pairs(a: Operations, b: Operations) -> Iterator[tuple[int, int]]:
@@ -152,27 +136,21 @@ def write(said: str, limit: float, a: Operations, b: Operations, path: Path) -> 
     Returns:
         The script, None if there is none, and a sentence.
     """
-    limit = min(limit, 0.5)
-    found = part(a, b, limit)
+    limit, pairs = min(limit, 0.5), [*_pairs(a, b)]
+    found = part(a, b, pairs, limit)
     if found is None:
         return None, "No operator of torch that both call gives another result: no reproducer is written."
-    twin = {
-        x: y
-        for i, j in _pairs(a, b)
-        if j < found.b or i < found.a
-        for y, x in zip(a.done[i].made, b.done[j].made, strict=True)
-    }
+    before = [(i, j) for i, j in pairs if j < found[1] or i < found[0]]
+    twin = {x: y for i, j in before for y, x in zip(a.done[i].made, b.done[j].made, strict=True)}
     tensors: dict[str, Tensor] = {}
-    bodies = []
-    for mode, place, same in ((a, found.a, {}), (b, found.b, twin)):
-        bodies.append(_body(mode, place, a, same, tensors))
-    words = [text.replace("\\", "/").replace('"', "'") for text in (said, found.sentence)]
-    file = path.with_suffix(".safetensors").name
-    text = _SCRIPT.format(said=words[0], operation=words[1], file=file, a=bodies[0], b=bodies[1], limit=limit)
+    bodies = [_body(*one, a, tensors) for one in ((a, found[0], {}), (b, found[1], twin))]
+    words = [text.replace("\\", "/").replace('"', "'") for text in (said, found[2])]
+    store = path.with_suffix(".safetensors")
+    text = _SCRIPT.format(said=words[0], operation=words[1], file=store.name, a=bodies[0], b=bodies[1], limit=limit)
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: x.contiguous().clone() for name, x in tensors.items()}, path.with_suffix(".safetensors"))
+    save_file({name: x.contiguous().clone() for name, x in tensors.items()}, store)
     with replacing(path) as temporary:
         temporary.write_text(text, "utf-8")
     try:  # a script that shows nothing is not handed out
@@ -180,9 +158,9 @@ def write(said: str, limit: float, a: Operations, b: Operations, path: Path) -> 
             runpy.run_path(str(path))
     except Exception as error:
         path.unlink()
-        path.with_suffix(".safetensors").unlink()
-        return None, f"Operator: {found.sentence}. Alone it does not show the difference ({type(error).__name__})."
-    return path, f"Operator: {found.sentence}."
+        store.unlink()
+        return None, f"Operator: {found[2]}. Alone it does not show the difference ({type(error).__name__})."
+    return path, f"Operator: {found[2]}."
 
 
 _SCRIPT = '''"""{said}
@@ -203,45 +181,28 @@ assert not error <= {limit!r}
 '''
 
 
-def _body(mode: Operations, place: int, a: Operations, same: dict[int, int], tensors: dict[str, Tensor]) -> str:
+def _body(mode: Operations, place: int, same: dict[int, int], a: Operations, tensors: dict[str, Tensor]) -> str:
     """The calls that lead to the result of one, from tensors of which both programs have an equal one."""
     maker = {x: number for number, o in enumerate(mode.done[: place + 1]) for x in o.made}
-    wanted, lines, waiting = {place}, [], [place]
-    loaded: dict[int, str] = {}
+    wanted, waiting, loaded = {place}, [place], {}
     while waiting:
-        number = waiting.pop()
-        operation = mode.done[number]
-        for ref in (x for x in pytree.tree_leaves((operation.arguments, operation.keywords)) if isinstance(x, Ref)):
-            own = mode.values[ref.number]
-            twin = a.values.get(same.get(ref.number, ref.number if mode is a else -1))
-            equal = mode is not a and twin is not None and twin.shape == own.shape and distance(twin, own).whole == 0
-            before = maker.get(ref.number)
+        for number in (x.number for x in _leaves(mode.done[waiting.pop()]) if isinstance(x, Ref)):
+            own, before, twin = mode.values[number], maker.get(number), a.values.get(same.get(number, -1))
+            equal = twin is not None and twin.shape == own.shape and distance(twin, own).whole == 0
             # a call that B makes and A does not must be shown, with what it got
-            inner = (
-                mode is not a
-                and before is not None
-                and not equal
-                and before not in wanted
-                and len(wanted) < _MOST_LINES
-            )
-            if inner and before is not None and mode.done[before].name.startswith("aten."):
+            shown = mode is not a and not equal and before is not None and mode.done[before].name.startswith("aten.")
+            if before is not None and shown and before not in wanted and len(wanted) < _MOST_LINES:
                 wanted.add(before)
                 waiting.append(before)
             elif before not in wanted:
-                name = (
-                    f"{'a' if mode is a or equal else 'b'}{same.get(ref.number, ref.number) if equal else ref.number}"
-                )
-                tensors[name] = own
-                loaded[ref.number] = f't["{name}"]'
-    for number in sorted(wanted):
-        operation = mode.done[number]
-        words = [_word(x, loaded) for x in operation.arguments] + [
-            f"{k}={_word(v, loaded)}" for k, v in operation.keywords.items()
-        ]
-        call = f"{operation.name}({', '.join(words)})"
-        lines.append(
-            f"    {', '.join(f'v{x}' for x in operation.made)}{',' if len(operation.made) > 1 else ''} = {call}"
-        )
+                name = f"a{same[number]}" if equal else f"{'a' if mode is a else 'b'}{number}"
+                tensors[name], loaded[number] = own, f't["{name}"]'
+    lines = []
+    for operation in (mode.done[number] for number in sorted(wanted)):
+        words = [_word(x, loaded) for x in operation.arguments]
+        words += [f"{k}={_word(v, loaded)}" for k, v in operation.keywords.items()]
+        made = ", ".join(f"v{x}" for x in operation.made) + "," * (len(operation.made) > 1)
+        lines.append(f"    {made} = {operation.name}({', '.join(words)})")
     return "\n".join([*lines, f"    return v{mode.done[place].made[0]}"])
 
 

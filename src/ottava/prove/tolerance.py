@@ -58,17 +58,16 @@ def distance(a: Tensor, b: Tensor, usual: float = 0.0) -> Distance:
         1.0
     """
     if a.numel() == 0 or (a.dtype == b.dtype and torch.equal(a, b)):
-        return Distance(0.0, 0.0, 0.0, 0.0)
+        return Distance(*[0.0] * 4)
     x, y = a.double().reshape(-1, a.shape[-1] if a.dim() else 1), b.double().reshape(-1, b.shape[-1] if b.dim() else 1)
     same = (x == y) | (x.isnan() & y.isnan())
     if not bool((same | (x.isfinite() & y.isfinite())).all()):
-        return Distance(math.inf, math.inf, math.inf, math.inf)
+        return Distance(*[math.inf] * 4)
     apart = torch.where(same, 0.0, x - y)
     x = torch.where(same & ~x.isfinite(), 0.0, x)
     size = max(float(x.square().mean().sqrt()), _SMALL * usual)
     if size == 0:
-        wrong = math.inf if bool(apart.any()) else 0.0
-        return Distance(wrong, wrong, wrong, wrong)
+        return Distance(*[math.inf if bool(apart.any()) else 0.0] * 4)
     squares = apart.square()
     row, column = (float(squares.mean(dim).max().sqrt()) / size for dim in (1, 0))
     return Distance(float(squares.mean().sqrt()) / size, row, column, float(apart.abs().max()) / size)
@@ -114,12 +113,10 @@ class Nudge:
             return x
         local = x.to_local() if hasattr(x, "to_local") else x
         by = torch.rand(local.shape, generator=self._random, dtype=torch.float32) * 2 - 1
-        factor = 1 + by.to(local.device, torch.float64 if x.dtype == torch.float64 else torch.float32) * max(
-            unit(x.dtype), self.least, size
-        )
         if local is not x:
             return x  # DTensors: the draws are made on one rank
-        return (x * factor).to(x.dtype)
+        by = by.to(x.device, torch.float64 if x.dtype == torch.float64 else torch.float32)
+        return (x * (1 + by * max(unit(x.dtype), self.least, size))).to(x.dtype)
 
     def weights(self, root: nn.Module, name_of: Callable[[nn.Module], str]) -> None:
         """Moves the parameters of a model in place."""
@@ -133,17 +130,13 @@ class Nudge:
                         parameter.copy_(self._move(parameter, cast[0] if cast else 0.0))
 
     def data(self, tree: Any) -> Any:
-        """What a model gets."""
+        """What a model gets, or an innermost module gives."""
         return tree_map(self._move, tree)
 
     def entering(self, module: nn.Module, tree: Any) -> Any:
         """The operands of a layer that casts."""
         cast = self._casting.get(id(module))
         return tree if cast is None else tree_map(lambda x: self._move(x, cast[0]), tree)
-
-    def leaving(self, tree: Any) -> Any:
-        """What an innermost module gives."""
-        return tree_map(self._move, tree)
 
     def gradient(self, module: nn.Module, gradient: Tensor) -> Tensor:
         """The gradient of that."""

@@ -56,13 +56,12 @@ def _numbers(path: Path) -> list[tuple[int, str]]:
 
 
 def _te(folder: Path, ranks: list[Path]) -> StepRecording:
-    made = [StepRecording([*_te_entries(rank)], folder.name, r, len(ranks)) for r, rank in enumerate(ranks)]
-    if not all(one.entries for one in made):
-        raise TraceError(
-            f"{folder}: a rank has no tensor; dump with high_precision_tensor, or dump_quantized_internals"
-        )
-    made[0].ranks = made if len(made) > 1 else []
-    return made[0]
+    first, *others = (StepRecording([*_te_entries(rank)], folder.name, r, len(ranks)) for r, rank in enumerate(ranks))
+    if not all(one.entries for one in (first, *others)):
+        hint = "dump with high_precision_tensor, or dump_quantized_internals"
+        raise TraceError(f"{folder}: a rank has no tensor; {hint}")
+    first.ranks = [first, *others] if others else []
+    return first
 
 
 def _te_entries(folder: Path) -> Iterator[TensorSeen]:
@@ -98,9 +97,8 @@ def _msprobe(folder: Path) -> StepRecording:
     except (UntrustedError, StateFileError, DamagedError, RefusedError, OSError) as error:
         raise TraceError(f"{file}: {str(error).splitlines()[0][:200]}") from None
     if not entries:
-        raise TraceError(
-            f"{file}: names no tensor of a module that is in dump_tensor_data; dump with task tensor, level L0"
-        )
+        need = "dump with task tensor, level L0"
+        raise TraceError(f"{file}: names no tensor of a module that is in dump_tensor_data; {need}")
     return StepRecording(entries, folder.name, kinds={e.key.path: e.operation for e in entries})
 
 
@@ -119,7 +117,5 @@ def _entries(folder: Path, data: dict[str, Any]) -> Iterator[TensorSeen]:
                     continue
                 tensor = next((x for _, x in read_entries(folder / said) if isinstance(x, Tensor)), None)
                 if tensor is not None:
-                    order += 1
-                    yield TensorSeen(
-                        Key(0, bare(match["path"]), kind, part), tensor.detach(), float(order), match["kind"]
-                    )
+                    order, key = order + 1, Key(0, bare(match["path"]), kind, part)
+                    yield TensorSeen(key, tensor.detach(), float(order), match["kind"])
