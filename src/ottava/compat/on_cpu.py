@@ -167,6 +167,13 @@ def _gloo(real: Callable[..., Any]) -> Callable[..., Any]:
     return start
 
 
+def _without_nccl(real: Callable[..., Any]) -> Callable[..., Any]:
+    def start(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return real(ranks, timeout, None if backend is None or "nccl" in backend else backend, *args, **kwargs)
+
+    return start
+
+
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
     """Redirects CUDA to the CPU in this thread, and puts everything back at the end.
@@ -191,6 +198,7 @@ def on_cpu() -> Iterator[None]:
         (scaler, "__init__", _scaler(scaler.__init__)),
         (torch.autograd, "_engine_run_backward", _engine(torch.autograd.graph._engine_run_backward)),
         (dist, "init_process_group", _gloo(dist.init_process_group)),
+        (dist, "new_group", _without_nccl(dist.new_group)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:

@@ -24,6 +24,8 @@ from ottava.compat.on_cpu import SENTENCE, missing, on_cpu
 from ottava.compat.transformer_engine.pytorch.refused import BELOW, DEBUG, KERNELS, NAMES, absent
 
 _TOOL, _KERNELS = "nvdlfw_inspect", "transformer_engine_torch"
+_MODULES = ("cpp_extensions", "module", "permutation", "quantized_tensor", "router", "tensor", "utils")
+"""Modules below transformer_engine.pytorch that it has imported itself."""
 _THEIRS, _OURS = "transformer_engine", "ottava.compat.transformer_engine"
 
 
@@ -77,6 +79,8 @@ class StandIn(MetaPathFinder, Loader):
                 return absent(f"{below}.{name}", NAMES.get(below) or BELOW[below])  # te.ops.Linear is not te.Linear
             with contextlib.suppress(AttributeError):
                 return getattr(real, name)
+            if spec.name == f"{_THEIRS}.pytorch" and name in _MODULES:
+                return import_module(f"{spec.name}.{name}")
             return getattr(names, name)  # theirs lies in one module, ours in another one
 
         module.__getattr__ = find  # type: ignore[method-assign]

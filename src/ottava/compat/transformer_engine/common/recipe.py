@@ -309,7 +309,7 @@ class DelayedScaling(Recipe):
         return replace(recipe, **changes)
 
 
-_FP8_PARAMS, _FP4_PARAMS = (
+_FP8_PARAMS, FP4_PARAMS = (
     MappingProxyType({tensor: f"{bits}_quant_{name}" for tensor, name in names.items()})
     for names in ({"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"},)
     for bits in ("fp8", "fp4")
@@ -414,7 +414,7 @@ class MXFP8BlockScaling(Recipe):
         return _each(recipe, lambda spec, tensor: replace(spec, granularity=square) if tensor == "weight" else spec)
 
 
-_SCOPES: Mapping[str, Callable[[str], bool]] = MappingProxyType(
+SCOPES: Mapping[str, Callable[[str], bool]] = MappingProxyType(
     {
         "none": lambda tensor: False,
         "weights": lambda tensor: tensor == "weight",
@@ -459,7 +459,7 @@ class NVFP4BlockScaling(Recipe):
                 random_hadamard_transform=turned, stochastic_rounding=not self.disable_stochastic_rounding
             ),
         }
-        for tensor, name in _FP4_PARAMS.items():
+        for tensor, name in FP4_PARAMS.items():
             params = getattr(self, name)
             if params is None:
                 params = self.__dict__[name] = defaults[tensor]
@@ -469,13 +469,13 @@ class NVFP4BlockScaling(Recipe):
                     "FP32, so leave power_2_scale and amax_epsilon out"
                 )
         for setting, known in (
-            ("nvfp4_4over6", _SCOPES),
-            ("nvfp4_4over6_e4m3_use_256", _SCOPES),
+            ("nvfp4_4over6", SCOPES),
+            ("nvfp4_4over6_e4m3_use_256", SCOPES),
             ("nvfp4_4over6_err_mode", ("MAE", "MSE")),
         ):
             if getattr(self, setting) not in known:
                 raise ValueError(f"NVFP4BlockScaling: {unknown_name(setting, getattr(self, setting), known)}")
-        if _SCOPES[self.nvfp4_4over6]("input") and not self.disable_rht:
+        if SCOPES[self.nvfp4_4over6]("input") and not self.disable_rht:
             raise ValueError(
                 f"NVFP4BlockScaling: nvfp4_4over6={self.nvfp4_4over6!r} searches the scales of activations, which "
                 "TransformerEngine does not do behind the random Hadamard transform: give disable_rht=True or "
@@ -485,10 +485,10 @@ class NVFP4BlockScaling(Recipe):
 
     def _cells(self) -> OttavaRecipe:
         def cell(spec: QuantizationSpec, tensor: str) -> QuantizationSpec:
-            if tensor != "grad_output" and _SCOPES[self.nvfp4_4over6](tensor):
-                bound = 256.0 if _SCOPES[self.nvfp4_4over6_e4m3_use_256](tensor) else 448.0
+            if tensor != "grad_output" and SCOPES[self.nvfp4_4over6](tensor):
+                bound = 256.0 if SCOPES[self.nvfp4_4over6_e4m3_use_256](tensor) else 448.0
                 spec = replace(spec, block_scale=_FOUR_OVER_SIX[bound, self.nvfp4_4over6_err_mode])
-            params: QParams = getattr(self, _FP4_PARAMS[tensor])
+            params: QParams = getattr(self, FP4_PARAMS[tensor])
             return replace(
                 spec,
                 granularity=Granularity(16, 16) if params.fp4_2d_quantization else BLOCK_1X16,
@@ -496,7 +496,7 @@ class NVFP4BlockScaling(Recipe):
                 transform=spec.transform if params.random_hadamard_transform else None,
             )
 
-        turned = any(getattr(self, name).random_hadamard_transform for name in _FP4_PARAMS.values())
+        turned = any(getattr(self, name).random_hadamard_transform for name in FP4_PARAMS.values())
         unturned = "four_over_six_te" if self.nvfp4_4over6 == "all" else "nvfp4"
         return _each(get_recipe("nvfp4_rht" if turned else unturned), cell)
 
@@ -537,7 +537,9 @@ class CustomRecipe(Recipe):
     def _cells(self) -> OttavaRecipe:
         gemms = factory_cells(self.qfactory, "")
         named = Override("*", tuple(gemms.items()))  # a recipe with overrides is asked for each layer
-        return FactoryRecipe("CustomRecipe", **gemms, overrides=(named,), qfactory=self.qfactory)  # type: ignore[arg-type]  # GEMMs only
+        return FactoryRecipe(
+            "CustomRecipe", **gemms, overrides=(named,), qfactory=self.qfactory, alignment=self.quantization_alignment
+        )  # type: ignore[arg-type]  # GEMMs only
 
 
 @dataclass(frozen=True)
@@ -561,6 +563,7 @@ class FactoryRecipe(OttavaRecipe):
     """The cells of a `CustomRecipe`; a layer that has a name asks the factory by it."""
 
     qfactory: Callable[..., Any] = field(default=max, repr=False)
+    alignment: int = 128
     kept: dict[str, OttavaRecipe] = field(default_factory=dict, repr=False, compare=False)
     """Name of a layer -> its recipe: one object, because plans are kept by the identity of its specs."""
 

@@ -17,7 +17,14 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "execution": ("get_cpu_offload_context", "make_graphed_callables", "mark_not_offload"),
         "module": ("GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"),
         "moe": (
-            *("moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index"),
+            *(
+                "Fp8Padding",
+                "Fp8Unpadding",
+                "moe_permute",
+                "moe_permute_and_pad_with_probs",
+                "moe_permute_with_probs",
+                "moe_sort_chunks_by_index",
+            ),
             *("moe_sort_chunks_by_index_with_probs", "moe_unpermute"),
         ),
         "quantization": (
@@ -32,7 +39,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "tensors": (
             *("DType", "Float8BlockwiseQTensor", "Float8Tensor", "HybridQuantizedTensor", "IdentityTensor"),
-            *("MXFP8Tensor", "NVFP4Tensor", "QuantizedTensor"),
+            *("MXFP8Tensor", "NVFP4Tensor", "QuantizedTensor", "prepare_for_saving", "restore_from_saved"),
         ),
         "transformer": ("TransformerLayer",),
     }
@@ -66,17 +73,20 @@ BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "quantization": (
             *("FP8GlobalStateManager", "get_align_size_for_quantization", "get_default_fp8_recipe"),
             *("UNSAFE_PICKLE_EXTRA_STATE_ENV", "is_non_tn_fp8_gemm_supported", "round_up_to_nearest_multiple"),
-            "should_load_extra_state_pickle",
+            *("_default_sf_compute", "should_load_extra_state_pickle"),
         ),
         "quantizers": (
-            *("current_scaling_factory", "delayed_scaling_factory"),
+            *("CustomRecipeState", "DelayedScalingRecipeState", "Float8BlockScalingRecipeState"),
+            *("Float8CurrentScalingRecipeState", "MXFP8BlockScalingRecipeState", "NVFP4BlockScalingRecipeState"),
+            *("RecipeState", "current_scaling_factory", "delayed_scaling_factory"),
             *("float8_block_scaling_factory", "high_precision_factory", "mxfp8_factory", "nvfp4_factory"),
         ),
         "rope": ("apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"),
         "tensors": (
             *("Float8BlockwiseQTensorStorage", "Float8TensorStorage", "HybridQuantizedTensorStorage"),
             *("IdentityTensorStorage", "MXFP8TensorStorage", "NVFP4TensorStorage", "QuantizedTensorStorage"),
-            *("TE_DType", "TE_DType_To_Torch", "general_gemm", "get_fp8_te_dtype", "get_fp8_torch_dtype"),
+            *("TE_DType", "TE_DType_To_Torch", "general_gemm", "general_grouped_gemm", "get_fp8_te_dtype"),
+            "get_fp8_torch_dtype",
         ),
     }
 )

@@ -14,11 +14,8 @@ import torch
 
 from ottava.base.errors import unknown_name
 
-_TENSORS = "ottava.quantize(x, spec) gives codes and scale_inv as plain tensors"
-_CASTS = "a cell of a recipe, an ottava.QuantizationSpec, sets the cast of a tensor"
 _USERBUFFERS = "collectives are torch.distributed's own; leave it out"
 _OFFLOAD = "torch.autograd.graph.save_on_cpu() moves saved tensors"
-_STATES = "recipe.ottava.cells(tensor) shows the casts of a recipe, and layer.last_call the recipe of a forward"
 DEBUG = (
     "ottava.watch(model, config='their.yaml') reads the same file and acts by it; `ottava watch` does so in a script"
 )
@@ -29,8 +26,6 @@ KERNELS = "it is a kernel of CUDA; ottava.quantize casts, and ottava.gemm multip
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "CusolverMpCtx": "torch.linalg has the matrix functions of one device",
-        "Fp8Padding": "GroupedLinear accepts splits of any size: leave it out",
-        "Fp8Unpadding": "GroupedLinear accepts splits of any size: leave it out",
         "FusedMLAQUpProjRopeQuant": "write the projection with Linear and the rotation with ottava.nn",
         "ManualOffloadSynchronizer": _OFFLOAD,
         "UserBufferQuantizationMode": _USERBUFFERS,
@@ -40,25 +35,15 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "newton_schulz": "torch.optim.Muon has it",
         "onnx_export": "ottava has no ONNX export",
         "ops": "use the modules; ottava itself fuses the operation in front of a cast",
-        "prepare_for_saving": _TENSORS,
-        "restore_from_func_ctx": _TENSORS,
-        "restore_from_saved": _TENSORS,
+        "restore_from_func_ctx": "restore_from_saved takes what ctx has saved",
     }
 )
 """Name in transformer_engine.pytorch -> what to use."""
 
 BELOW: Mapping[str, str] = MappingProxyType(
     {
-        "CustomRecipeState": _STATES,
-        "DelayedScalingRecipeState": _STATES,
-        "Float8BlockScalingRecipeState": _STATES,
-        "Float8CurrentScalingRecipeState": _STATES,
         "GroupedTensor": "GroupedLinear keeps the weights of its groups as one tensor, .weight",
-        "MXFP8BlockScalingRecipeState": _STATES,
-        "NVFP4BlockScalingRecipeState": _STATES,
-        "RecipeState": _STATES,
         "distributed_weight": "torch's fully_shard gathers weights, also those of ottava",
-        "general_grouped_gemm": "GroupedLinear multiplies its groups; general_gemm multiplies two tensors",
     }
 )
 """Names and modules below that interface, which scripts have used, too -> what to use."""

@@ -9,6 +9,7 @@ columns are copies in TransformerEngine's layout; new numbers are written by `qu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
@@ -194,6 +195,24 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         """The arguments of the constructor, but shape and dtype."""
         return {"rows": self.rows, "columns": self.columns, "quantizer": self._quantizer}
 
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensor]:
+        """The tensors of its codes, for ctx.save_for_backward, and itself, without codes until `restore_from_saved`."""
+        halves = [
+            (half.data, half.scale_inv) if isinstance(half, Codes) else (half,) for half in (self.rows, self.columns)
+        ]
+        self._saved, self.rows, self.columns = (self.rows, self.columns), None, None
+        return [part for half in halves for part in half], self
+
+    def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Takes back what `prepare_for_saving` gave, from the front. Returns the others."""
+        left = list(tensors)
+        self.rows, self.columns = (
+            replace(half, data=left.pop(0), scale_inv=left.pop(0)) if isinstance(half, Codes) else left.pop(0)
+            for half in self._saved
+        )
+        del self._saved
+        return left
+
     def _like(self, shape: Sequence[int], rows: Any, columns: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
         return type(self).__new__(type(self), shape, dtype or self.dtype, rows, columns, self._quantizer)
 
@@ -266,14 +285,19 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> Any:
     """The result of an operation that keeps the codes; None: decode first."""
     packet = func.overloadpacket
-    if packet in (_aten.detach, _aten.alias):
-        return x._like(x.shape, x.rows, x.columns)
     if packet is _aten.clone:
         return x._like(x.shape, _copied(x.rows), _copied(x.columns))
-    if packet in (_aten.view, _aten._unsafe_view, _aten.reshape) and not isinstance(args[1], torch.dtype):
-        shape = torch.empty(x.shape, device="meta").reshape(args[1]).shape
-        if shape[-1:] == x.shape[-1:] or shape == x.shape:
-            return x._like(shape, x.rows, x.columns)
+    if (func.is_view or packet is _aten._unsafe_view) and not isinstance((*args[1:], None)[0], torch.dtype):
+        geometry = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)
+        several = isinstance(geometry, list | tuple)
+        views = [_window(x, one) for one in (geometry if several else [geometry])]
+        if None not in views:
+            return views if several else views[0]
+        if x.rows is None and packet in (_aten.view, _aten.split):
+            raise NotImplementedError(
+                f"{type(x).__name__}: {packet.__name__} cuts blocks or rows of columnwise-only data, which is not in "
+                "ottava; keep the rows, too: set_usage(rowwise=True)"
+            )
     if packet is _aten._to_copy and set(kwargs) <= {"device", "non_blocking", "dtype", "layout", "pin_memory"}:
         same = kwargs.get("device") is None or torch.device(kwargs["device"]) == x.device
         if same and kwargs.get("dtype") in (None, x.dtype):
@@ -286,7 +310,37 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
 def _copied(codes: Any) -> Any:
     if not isinstance(codes, Codes):
         return None if codes is None else codes.clone()
-    return Codes(codes.data.clone(), codes.scale_inv.clone(), codes.spec, codes.dtype, codes.amax, codes.aside)
+    return replace(codes, data=codes.data.clone(), scale_inv=codes.scale_inv.clone())
+
+
+def _window(x: QuantizedTensor, view: Tensor) -> QuantizedTensor | None:
+    """The codes that a view of x shows, by its strides; None: it is no window of x as a matrix, or cuts blocks."""
+    width, shape = x.shape[-1] if x.dim() else 1, view.shape
+    plain = (*torch.empty((*shape[:-1], width), device="meta").stride()[:-1], 1)
+    rows = all(size == 1 or own == theirs for size, own, theirs in zip(shape, view.stride(), plain, strict=False))
+    top, left = divmod(view.storage_offset(), max(width, 1))
+    if shape == x.shape and rows and top == left == 0:
+        return x._like(shape, x.rows, x.columns)
+    if not shape or not x.numel() or not rows or left + shape[-1] > width:
+        return None
+    place = slice(top, top + shape[:-1].numel()), slice(left, left + shape[-1])
+    held = [_cut(x.rows, *place), _cut(x.columns, *place[::-1])]
+    whole = [half is None for half in held] == [half is None for half in (x.rows, x.columns)]
+    return x._like(shape, *held) if whole else None
+
+
+def _cut(codes: Codes | Tensor | None, *place: slice) -> Codes | Tensor | None:
+    """Rows and columns of codes; None: that would cut blocks."""
+    if not isinstance(codes, Codes):
+        return None if codes is None else codes[place]
+    blocks = []
+    sizes = codes.spec.granularity.rows, codes.spec.granularity.cols
+    for part, whole, size in zip(place, codes.shape, sizes, strict=True):
+        if codes.aside is not None or (size and (part.start % size or (part.stop % size and part.stop != whole))):
+            return None
+        blocks.append(slice(part.start // size, -(-part.stop // size)) if size else slice(None))
+    seen = codes.amax if codes.amax is None or len(codes.amax) != len(codes.data) else codes.amax[place[0]]
+    return replace(codes, data=codes.data[place], scale_inv=codes.scale_inv[tuple(blocks)], amax=seen)
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -377,6 +431,7 @@ class NVFP4Tensor(QuantizedTensor):
         return self._shaped(data, turned), self._tiled(scales)
 
     _row_scaled_nvfp4 = property(lambda self: bool(getattr(self._quantizer, "row_scaled_nvfp4", False)))
+    _nvfp4_use_4over6 = property(lambda self: bool(getattr(self._quantizer, "nvfp4_use_4over6", False)))
     _amax_rowwise = property(lambda self: None if self.rows is None else self.rows.amax.view(-1))
     _amax_columnwise = property(lambda self: None if self.columns is None else self.columns.amax.view(-1))
 
@@ -431,6 +486,33 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _unwrapped(grad), None, None
+
+
+def prepare_for_saving(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[Any]]:
+    """Plain tensors for ctx.save_for_backward, and the objects from which `restore_from_saved` makes all again.
+
+    Example:
+        >>> saved, objects = prepare_for_saving(torch.ones(2), None)
+        >>> restore_from_saved(objects, saved)
+        [tensor([1., 1.]), None]
+    """
+    saved: list[Tensor | None] = []
+    objects: list[Any] = []
+    for tensor in tensors:
+        parts, one = tensor.prepare_for_saving() if isinstance(tensor, QuantizedTensor) else ([tensor], None)
+        saved += parts
+        objects.append(one)
+    return saved, objects
+
+
+def restore_from_saved(tensors: Sequence[Any], saved_tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The tensors that `prepare_for_saving` got: its objects, and its plain tensors."""
+    left, made = list(saved_tensors), []
+    for one in tensors:
+        if one is not None:
+            left = one.restore_from_saved(left)
+        made.append(left.pop(0) if one is None else one)
+    return made
 
 
 def quantized(quantizer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -491,6 +573,41 @@ def general_gemm(
     y = y if out is None else out.copy_(y)
     d_bias = _plain(B).reshape(-1, B.shape[-1]).sum(0).to(dtype) if grad and bias is not None else None
     return (y if quantization_params is None else quantization_params(y)), d_bias, None, None
+
+
+def general_grouped_gemm(
+    A: Sequence[Tensor],
+    B: Sequence[Tensor],
+    out: Sequence[Tensor],
+    quantization_params: Sequence[Any],
+    out_dtype: torch.dtype | None = None,
+    layout: str = "TN",
+    m_splits: Sequence[int] | None = None,
+    *,
+    bias: Sequence[Tensor] | None = None,
+    use_bias: bool = False,
+    single_output: bool = False,
+    **others: Any,
+) -> tuple[Any, list[Any], list[Any]]:
+    """`general_gemm` of each pair, written into out.
+
+    Args:
+        out: a tensor for each pair; with single_output one, whose rows m_splits divides.
+    Returns:
+        out, or its one tensor; the gradients of the biases; a third list, for GELU's inputs.
+
+    Example:
+        >>> x, w, y = torch.ones(3, 16), torch.ones(2, 4, 16), torch.empty(3, 4)
+        >>> general_grouped_gemm(list(w), x.split([2, 1]), [y], [None] * 2, m_splits=[2, 1], single_output=True)[0][0]
+        tensor([16., 16., 16., 16.])
+    """
+    places = out[0].split(list(m_splits or ())) if single_output else out
+    biases = bias if use_bias and bias is not None else [None] * len(A)
+    made = [
+        general_gemm(a, b, layout=layout, bias=one, out=place, quantization_params=cast, **others)
+        for a, b, one, place, cast in zip(A, B, biases, places, quantization_params, strict=True)
+    ]
+    return out[0] if single_output else out, [one[1] for one in made], [None] * len(A)
 
 
 def _operand(x: Tensor, name: str, *, columns: bool) -> Any:
