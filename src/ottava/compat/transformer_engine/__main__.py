@@ -74,9 +74,10 @@ class StandIn(MetaPathFinder, Loader):
             if spec.name.startswith((f"{_THEIRS}.debug", _TOOL)) and not name.startswith("__"):
                 known = getattr(vars(module).get("tool"), name, None)
                 return known or absent(f"{spec.name}.{name}", DEBUG)
-            known = (*names.BELOW["module"], *names.BELOW["tensors"])
-            if (below in NAMES or below in BELOW) and name not in known and not name.startswith("__"):
-                return absent(f"{below}.{name}", NAMES.get(below) or BELOW[below])  # te.ops.Linear is not te.Linear
+            if (below in NAMES or below in BELOW) and not name.startswith("__"):
+                known = None if name in names.__all__ else names.below(name, "module", "tensors")
+                advice = NAMES.get(below) or BELOW[below]  # te.ops.Linear is not te.Linear
+                return absent(f"{below}.{name}", advice) if known is None else known
             with contextlib.suppress(AttributeError):
                 return getattr(real, name)
             if spec.name == f"{_THEIRS}.pytorch" and name in _MODULES:

@@ -75,6 +75,11 @@ class QParams(RefusesUnknownFields):
 _MX = QuantizationSpec(formats.E4M3, BLOCK_1X32, "e8m0")
 
 
+def _whether(*names: str) -> Any:
+    """A method of classes: whether this is one of the recipes below."""
+    return classmethod(lambda cls: issubclass(cls, tuple(globals()[name] for name in names)))
+
+
 @dataclass(kw_only=True)
 class Recipe(RefusesUnknownFields):
     """The base class of all recipes. `ottava` is the recipe that runs.
@@ -195,40 +200,13 @@ class Recipe(RefusesUnknownFields):
             lambda spec, tensor: replace(spec, format=gradients if tensor == "grad_output" else formats.E4M3),
         )
 
-    @classmethod
-    def delayed(cls) -> bool:
-        """Whether this is a DelayedScaling."""
-        return issubclass(cls, DelayedScaling)
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        """Whether this is a Float8CurrentScaling."""
-        return issubclass(cls, Float8CurrentScaling)
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        """Whether this is a Float8BlockScaling."""
-        return issubclass(cls, Float8BlockScaling)
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        """Whether this is an MXFP8BlockScaling."""
-        return issubclass(cls, MXFP8BlockScaling)
-
-    @classmethod
-    def nvfp4(cls) -> bool:
-        """Whether this is an NVFP4BlockScaling."""
-        return issubclass(cls, NVFP4BlockScaling)
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        """Whether each tensor has one FP8 scale."""
-        return cls.delayed() or cls.float8_current_scaling()
-
-    @classmethod
-    def custom(cls) -> bool:
-        """Whether this is a CustomRecipe."""
-        return issubclass(cls, CustomRecipe)
+    delayed, float8_current_scaling, float8_block_scaling, mxfp8, nvfp4, custom, float8_per_tensor_scaling = (
+        _whether(*names)
+        for names in (
+            *(("DelayedScaling",), ("Float8CurrentScaling",), ("Float8BlockScaling",), ("MXFP8BlockScaling",)),
+            *(("NVFP4BlockScaling",), ("CustomRecipe",), ("DelayedScaling", "Float8CurrentScaling")),
+        )
+    )
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,8 @@ class Quantizer:
         return copy.copy(self)
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """True: ottava pads what blocks do not divide."""
-        return True
+        """Whether a recipe takes it: ottava pads what blocks do not divide, but no recipe has scales of rows."""
+        return not getattr(self, "row_scaled_nvfp4", False)
 
     def supports_only_rowwise_all_gather(self) -> bool:
         """Whether ranks exchange codes of rows alone: both casts then have the same codes."""

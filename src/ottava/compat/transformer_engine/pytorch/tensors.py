@@ -247,18 +247,6 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     _columnwise_scale_inv = property(lambda self: self._laid(True, 1))
     _with_gemm_swizzled_scales = property(lambda self: bool(getattr(self._quantizer, "optimize_for_gemm", False)))
 
-    def float(self) -> Tensor:
-        """The numbers in FP32."""
-        return self.dequantize(dtype=torch.float32)
-
-    def bfloat16(self) -> Tensor:
-        """The numbers in BF16."""
-        return self.dequantize(dtype=torch.bfloat16)
-
-    def half(self) -> Tensor:
-        """The numbers in FP16."""
-        return self.dequantize(dtype=torch.float16)
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         state = tuple(self.shape), self.dtype, self.rows, self.columns, self._quantizer, self.requires_grad
         return _rebuilt, (type(self), *state)
@@ -285,22 +273,19 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> Any:
     """The result of an operation that keeps the codes; None: decode first."""
     packet = func.overloadpacket
+    if packet in (_aten.detach, _aten.alias):
+        return x._like(x.shape, x.rows, x.columns)
     if packet is _aten.clone:
         return x._like(x.shape, _copied(x.rows), _copied(x.columns))
-    if (func.is_view or packet is _aten._unsafe_view) and not isinstance((*args[1:], None)[0], torch.dtype):
-        geometry = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)
-        several = isinstance(geometry, list | tuple)
-        views = [_window(x, one) for one in (geometry if several else [geometry])]
-        if None not in views:
-            return views if several else views[0]
-        if x.rows is None and packet in (_aten.view, _aten.split):
-            raise NotImplementedError(
-                f"{type(x).__name__}: {packet.__name__} cuts blocks or rows of columnwise-only data, which is not in "
-                "ottava; keep the rows, too: set_usage(rowwise=True)"
-            )
+    if packet in (_aten.view, _aten._unsafe_view, _aten.reshape) and not isinstance(args[1], torch.dtype):
+        shape = torch.empty(x.shape, device="meta").reshape(args[1]).shape
+        if shape[-1:] == x.shape[-1:] or shape == x.shape:
+            return x._like(shape, x.rows, x.columns)
     if packet is _aten._to_copy and set(kwargs) <= {"device", "non_blocking", "dtype", "layout", "pin_memory"}:
         same = kwargs.get("device") is None or torch.device(kwargs["device"]) == x.device
-        if same and kwargs.get("dtype") in (None, x.dtype):
+        if same and kwargs.get("dtype") not in (None, x.dtype):
+            return x.numbers(kwargs["dtype"])  # of the codes, not of what they show
+        if same:
             return x._like(x.shape, _copied(x.rows), _copied(x.columns))
     if packet is _aten._has_compatible_shallow_copy_type:
         return isinstance(args[1], QuantizedTensor)
@@ -311,36 +296,6 @@ def _copied(codes: Any) -> Any:
     if not isinstance(codes, Codes):
         return None if codes is None else codes.clone()
     return replace(codes, data=codes.data.clone(), scale_inv=codes.scale_inv.clone())
-
-
-def _window(x: QuantizedTensor, view: Tensor) -> QuantizedTensor | None:
-    """The codes that a view of x shows, by its strides; None: it is no window of x as a matrix, or cuts blocks."""
-    width, shape = x.shape[-1] if x.dim() else 1, view.shape
-    plain = (*torch.empty((*shape[:-1], width), device="meta").stride()[:-1], 1)
-    rows = all(size == 1 or own == theirs for size, own, theirs in zip(shape, view.stride(), plain, strict=False))
-    top, left = divmod(view.storage_offset(), max(width, 1))
-    if shape == x.shape and rows and top == left == 0:
-        return x._like(shape, x.rows, x.columns)
-    if not shape or not x.numel() or not rows or left + shape[-1] > width:
-        return None
-    place = slice(top, top + shape[:-1].numel()), slice(left, left + shape[-1])
-    held = [_cut(x.rows, *place), _cut(x.columns, *place[::-1])]
-    whole = [half is None for half in held] == [half is None for half in (x.rows, x.columns)]
-    return x._like(shape, *held) if whole else None
-
-
-def _cut(codes: Codes | Tensor | None, *place: slice) -> Codes | Tensor | None:
-    """Rows and columns of codes; None: that would cut blocks."""
-    if not isinstance(codes, Codes):
-        return None if codes is None else codes[place]
-    blocks = []
-    sizes = codes.spec.granularity.rows, codes.spec.granularity.cols
-    for part, whole, size in zip(place, codes.shape, sizes, strict=True):
-        if codes.aside is not None or (size and (part.start % size or (part.stop % size and part.stop != whole))):
-            return None
-        blocks.append(slice(part.start // size, -(-part.stop // size)) if size else slice(None))
-    seen = codes.amax if codes.amax is None or len(codes.amax) != len(codes.data) else codes.amax[place[0]]
-    return replace(codes, data=codes.data[place], scale_inv=codes.scale_inv[tuple(blocks)], amax=seen)
 
 
 def _plain(x: Tensor) -> Tensor:
