@@ -160,16 +160,11 @@ def _scaler(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, device="cuda", *args, **kwargs: real(self, _moved(device), *args, **kwargs)
 
 
-def _gloo(real: Callable[..., Any]) -> Callable[..., Any]:
-    def start(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
-        real("gloo" if backend is None or "nccl" in backend else backend, *args, **kwargs)
-
-    return start
-
-
-def _without_nccl(real: Callable[..., Any]) -> Callable[..., Any]:
-    def start(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        return real(ranks, timeout, None if backend is None or "nccl" in backend else backend, *args, **kwargs)
+def _gloo(real: Callable[..., Any], default: str | None = None) -> Callable[..., Any]:
+    def start(*args: Any, device_id: Any = None, **kwargs: Any) -> Any:
+        kwargs |= {} if args or default is None or kwargs.get("backend") else {"backend": default}
+        args, values = (["gloo" if "nccl" in str(one) else one for one in some] for some in (args, kwargs.values()))
+        return real(*args, **dict(zip(kwargs, values, strict=True)))
 
     return start
 
@@ -197,8 +192,8 @@ def on_cpu() -> Iterator[None]:
         (torch.autocast, "__init__", _autocast(torch.autocast.__init__)),
         (scaler, "__init__", _scaler(scaler.__init__)),
         (torch.autograd, "_engine_run_backward", _engine(torch.autograd.graph._engine_run_backward)),
-        (dist, "init_process_group", _gloo(dist.init_process_group)),
-        (dist, "new_group", _without_nccl(dist.new_group)),
+        (dist, "init_process_group", _gloo(dist.init_process_group, "gloo")),
+        (dist, "new_group", _gloo(dist.new_group)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:

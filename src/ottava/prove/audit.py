@@ -33,8 +33,6 @@ from ottava.numerics.tensor import Operand, QuantizedTensor, refuse_instruction
 from ottava.ops.gemm import GemmPlan, tap
 
 _FP32 = 2.0**-24  # the unit of rounding
-_FP32_KERNELS = ("native_gemm", "native_gemm batch_invariant", "native_decoded", "reference", "bf16_mm")
-"""Kernels whose sums are FP32 in some order."""
 _WEAKEST = "ada"  # of all known tensor cores: the shortest groups, and no more bits than any other
 
 

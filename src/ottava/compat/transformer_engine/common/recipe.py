@@ -267,27 +267,26 @@ class DelayedScaling(Recipe):
 
     ATTENTION: ClassVar[AttentionRecipe | None] = AttentionRecipe()
 
+    def _history(self) -> dict[str, Any]:
+        algorithm = self.amax_compute_algo
+        rule = {"amax_compute_algo": TheirAmax(algorithm) if callable(algorithm) else algorithm}
+        return {"margin": self.margin, "amax_history_len": self.amax_history_len, **rule}
+
     def _attention_formats(self, attention: AttentionRecipe) -> AttentionRecipe:
         """All six casts have a history, with the settings of the linear layers'."""
-        history = {name: getattr(self, name) for name in ("margin", "amax_history_len", "amax_compute_algo")}
-        if callable(self.amax_compute_algo):
-            history["amax_compute_algo"] = TheirAmax(self.amax_compute_algo)
         specs: dict[str, Any] = {
-            name: replace(getattr(attention, name), scaling="delayed", **history) for name in ATTENTION_TENSORS
+            name: replace(getattr(attention, name), scaling="delayed", **self._history()) for name in ATTENTION_TENSORS
         }
         return super()._attention_formats(replace(attention, **specs))
 
     def _cells(self) -> OttavaRecipe:
-        history = {name: getattr(self, name) for name in ("margin", "amax_history_len", "amax_compute_algo")}
-        if callable(self.amax_compute_algo):
-            history["amax_compute_algo"] = TheirAmax(self.amax_compute_algo)
-        recipe = self._formats(get_recipe("delayed", **history))
+        recipe = self._formats(get_recipe("delayed", **self._history()))
         overrides = zip(GEMMS, self.override_linear_precision, strict=True)
         changes: dict[str, Any] = {gemm: HIGH_PRECISION for gemm, high in overrides if high}
         return replace(recipe, **changes)
 
 
-_FP8_PARAMS, FP4_PARAMS = (
+_FP8_PARAMS, _FP4_PARAMS = (
     MappingProxyType({tensor: f"{bits}_quant_{name}" for tensor, name in names.items()})
     for names in ({"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"},)
     for bits in ("fp8", "fp4")
@@ -392,7 +391,7 @@ class MXFP8BlockScaling(Recipe):
         return _each(recipe, lambda spec, tensor: replace(spec, granularity=square) if tensor == "weight" else spec)
 
 
-SCOPES: Mapping[str, Callable[[str], bool]] = MappingProxyType(
+_SCOPES: Mapping[str, Callable[[str], bool]] = MappingProxyType(
     {
         "none": lambda tensor: False,
         "weights": lambda tensor: tensor == "weight",
@@ -437,7 +436,7 @@ class NVFP4BlockScaling(Recipe):
                 random_hadamard_transform=turned, stochastic_rounding=not self.disable_stochastic_rounding
             ),
         }
-        for tensor, name in FP4_PARAMS.items():
+        for tensor, name in _FP4_PARAMS.items():
             params = getattr(self, name)
             if params is None:
                 params = self.__dict__[name] = defaults[tensor]
@@ -447,13 +446,13 @@ class NVFP4BlockScaling(Recipe):
                     "FP32, so leave power_2_scale and amax_epsilon out"
                 )
         for setting, known in (
-            ("nvfp4_4over6", SCOPES),
-            ("nvfp4_4over6_e4m3_use_256", SCOPES),
+            ("nvfp4_4over6", _SCOPES),
+            ("nvfp4_4over6_e4m3_use_256", _SCOPES),
             ("nvfp4_4over6_err_mode", ("MAE", "MSE")),
         ):
             if getattr(self, setting) not in known:
                 raise ValueError(f"NVFP4BlockScaling: {unknown_name(setting, getattr(self, setting), known)}")
-        if SCOPES[self.nvfp4_4over6]("input") and not self.disable_rht:
+        if _SCOPES[self.nvfp4_4over6]("input") and not self.disable_rht:
             raise ValueError(
                 f"NVFP4BlockScaling: nvfp4_4over6={self.nvfp4_4over6!r} searches the scales of activations, which "
                 "TransformerEngine does not do behind the random Hadamard transform: give disable_rht=True or "
@@ -463,10 +462,10 @@ class NVFP4BlockScaling(Recipe):
 
     def _cells(self) -> OttavaRecipe:
         def cell(spec: QuantizationSpec, tensor: str) -> QuantizationSpec:
-            if tensor != "grad_output" and SCOPES[self.nvfp4_4over6](tensor):
-                bound = 256.0 if SCOPES[self.nvfp4_4over6_e4m3_use_256](tensor) else 448.0
+            if tensor != "grad_output" and _SCOPES[self.nvfp4_4over6](tensor):
+                bound = 256.0 if _SCOPES[self.nvfp4_4over6_e4m3_use_256](tensor) else 448.0
                 spec = replace(spec, block_scale=_FOUR_OVER_SIX[bound, self.nvfp4_4over6_err_mode])
-            params: QParams = getattr(self, FP4_PARAMS[tensor])
+            params: QParams = getattr(self, _FP4_PARAMS[tensor])
             return replace(
                 spec,
                 granularity=Granularity(16, 16) if params.fp4_2d_quantization else BLOCK_1X16,
@@ -474,7 +473,7 @@ class NVFP4BlockScaling(Recipe):
                 transform=spec.transform if params.random_hadamard_transform else None,
             )
 
-        turned = any(getattr(self, name).random_hadamard_transform for name in FP4_PARAMS.values())
+        turned = any(getattr(self, name).random_hadamard_transform for name in _FP4_PARAMS.values())
         unturned = "four_over_six_te" if self.nvfp4_4over6 == "all" else "nvfp4"
         return _each(get_recipe("nvfp4_rht" if turned else unturned), cell)
 

@@ -18,15 +18,9 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "execution": ("get_cpu_offload_context", "make_graphed_callables", "mark_not_offload"),
         "module": ("GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"),
         "moe": (
-            *(
-                "Fp8Padding",
-                "Fp8Unpadding",
-                "moe_permute",
-                "moe_permute_and_pad_with_probs",
-                "moe_permute_with_probs",
-                "moe_sort_chunks_by_index",
-            ),
-            *("moe_sort_chunks_by_index_with_probs", "moe_unpermute"),
+            *("Fp8Padding", "Fp8Unpadding", "moe_permute", "moe_permute_and_pad_with_probs"),
+            *("moe_permute_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs"),
+            "moe_unpermute",
         ),
         "quantization": (
             *("autocast", "fp8_autocast", "fp8_model_init", "get_cudnn_version", "get_default_recipe"),
@@ -40,7 +34,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "tensors": (
             *("DType", "Float8BlockwiseQTensor", "Float8Tensor", "HybridQuantizedTensor", "IdentityTensor"),
-            *("MXFP8Tensor", "NVFP4Tensor", "QuantizedTensor", "prepare_for_saving", "restore_from_saved"),
+            *("MXFP8Tensor", "NVFP4Tensor", "QuantizedTensor"),
         ),
         "transformer": ("TransformerLayer",),
     }

@@ -2,8 +2,7 @@
 
 The tool is nvdlfw_inspect in a script of `python -m ottava.compat.transformer_engine`. Its configuration changes the
 casts of every `autocast` (DisableQuantizationGEMM, DisableQuantizationLayer, FakeQuant, PerTensorScaling). Statistics
-and dumps are those of a watch, in the folder `ottava` of `log_dir`; `ottava report` shows them. Its log is in that
-folder, too: of each tensor that a look shows, the statistics that both tools have, of x, not of x.T.
+and dumps are those of a watch, in the folder `ottava` of `log_dir`; `ottava report` shows them.
 """
 
 from __future__ import annotations
@@ -16,23 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.common.recipe import GROUPED
 from ottava.compat.transformer_engine.common.recipe import Recipe as TERecipe
 from ottava.compat.transformer_engine.pytorch.quantization import autocast, get_default_recipe
 from ottava.engine.functional import QuantizedLayer
-from ottava.interop.te_config import OF_CAST, OF_TENSOR, TENSORS
 from ottava.measure.layer_names import matches
-from ottava.measure.walk import measure
 from ottava.numerics.formats import get_format
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.numerics.tensor import QuantizedTensor as Codes
 from ottava.ops.quantize import quantize
 from ottava.recipe import CELL_OF, GEMMS, HIGH_PRECISION, Override, Recipe, get_recipe
-from ottava.record.reader import Table
-from ottava.record.schema import cast_key
 from ottava.watching.config import Intervention, WatchConfig
 from ottava.watching.doors import changed
 from ottava.watching.session import Watch
@@ -259,8 +252,6 @@ class Tool:
     """The functions of nvdlfw_inspect.api, and its namespace `transformer_engine`: one object of a process."""
 
     watch: Watch | None = None
-    log: Path | None = None
-    """The file of statistics."""
     changes: tuple[Intervention, ...] = ()
     on = False
 
@@ -292,51 +283,18 @@ class Tool:
             if config.looks or config.dump.periods:
                 only = config.model_copy(update={"interventions": (), "notes": ()})
                 self.watch = _Watch(None, Path(log_dir) / "ottava", only, step=init_training_step)
-                self.watch.on_look(self._write)
-                rank = dist.get_rank() if dist.is_initialized() else 0
-                self.log = Path(log_dir) / "nvdlfw_inspect_statistics_logs" / f"nvdlfw_inspect_globalrank-{rank}.log"
 
     def end_debug(self) -> None:
         """Ends changes and statistics."""
         if self.watch is not None:
             self.watch.close()
-        self.on, self.watch, self.log, self.changes, self.layers = False, None, None, (), 0
+        self.on, self.watch, self.changes, self.layers = False, None, (), 0
         self.made: dict[Recipe, Recipe] = {}
 
     def step(self) -> None:
         """Ends a step."""
         if self.watch is not None:
             self.watch.step()
-
-    def inspect_tensor(
-        self,
-        layer_name: str,
-        tensor_name: str,
-        iteration: int,
-        tensor: Tensor,
-        rowwise_quantized_tensor: Any = None,
-        **others: Any,
-    ) -> None:
-        """Writes the statistics of a script's own tensor and of its casts, which a quantizer has made."""
-        codes = getattr(rowwise_quantized_tensor, "rows", None)
-        if isinstance(codes, Codes):
-            key = cast_key(layer_name, TENSORS[tensor_name], "row", "", codes.spec, "config")
-            found = measure(tensor.detach().reshape(-1, tensor.shape[-1]), codes)
-            self._write(iteration + 1, Table.of(iteration + 1, {key: found}))
-
-    def _write(self, step: int, table: Table) -> None:
-        """Adds a look to the log; the first step is TransformerEngine's iteration 0."""
-        if self.log is None:
-            return
-        theirs = {ours: name for name, ours in TENSORS.items()}
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("a") as stream:
-            for name, ours in {**OF_TENSOR, **OF_CAST}.items():
-                for slot, value in zip(table.keys(), table.metric(ours), strict=True):
-                    fp4 = "nvfp4_" if slot.format == "E2M1" and name in OF_CAST else ""
-                    if slot.direction == "row":
-                        words = f"{slot.layer}_{theirs[slot.tensor]}_{fp4}{name}", f"iteration={step - 1:06d}"
-                        stream.write(" \t ".join(("INFO", *words, f"value={value:.4f}\n")))
 
     def infer_and_assign_layer_names(self, model: nn.Module) -> None:
         """Names all modules by their places in the model."""

@@ -15,19 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ottava.base.errors import unknown_name
-from ottava.compat.transformer_engine.common.recipe import (
-    FP4_PARAMS,
-    SCOPES,
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from ottava.compat.transformer_engine.common import recipe
+from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
 from ottava.compat.transformer_engine.pytorch.tensors import (
     FORMATS,
     DType,
@@ -38,7 +27,6 @@ from ottava.compat.transformer_engine.pytorch.tensors import (
     MXFP8Tensor,
     NVFP4Tensor,
     QuantizedTensor,
-    get_fp8_te_dtype,
     quantized,
 )
 from ottava.numerics import formats
@@ -77,8 +65,8 @@ class Quantizer:
 
     tensor_class: type[QuantizedTensor] = QuantizedTensor
     """Of what a call makes."""
-    recipe_class: type[Recipe] = CustomRecipe
-    """Under which a layer casts so."""
+    recipe_class: type[recipe.Recipe] = recipe.CustomRecipe
+    """Under which layers cast so."""
     internal = False
     optimize_for_gemm = False
     dtype: Any = DType.kFloat8E4M3
@@ -163,7 +151,7 @@ class Quantizer:
         """Which casts a call makes."""
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
-    def _get_compatible_recipe(self) -> type[Recipe]:
+    def _get_compatible_recipe(self) -> type[recipe.Recipe]:
         return self.recipe_class
 
     def copy(self) -> Any:
@@ -171,8 +159,8 @@ class Quantizer:
         return copy.copy(self)
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether a recipe takes it: ottava pads what blocks do not divide, but no recipe has scales of rows."""
-        return not getattr(self, "row_scaled_nvfp4", False)
+        """True: ottava pads what blocks do not divide."""
+        return True
 
     def supports_only_rowwise_all_gather(self) -> bool:
         """Whether ranks exchange codes of rows alone: both casts then have the same codes."""
@@ -189,7 +177,7 @@ class Float8Quantizer(Quantizer):
         fp8_dtype: DType.kFloat8E4M3 or kFloat8E5M2.
     """
 
-    tensor_class, recipe_class = Float8Tensor, DelayedScaling
+    tensor_class, recipe_class = Float8Tensor, recipe.DelayedScaling
 
     def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: Any, **usage: bool) -> None:
         super().__init__(**usage)
@@ -220,7 +208,7 @@ def _no_floor(where: str, amax_epsilon: float) -> None:
 class Float8CurrentScalingQuantizer(Quantizer):
     """One scale a tensor, from its own amax."""
 
-    tensor_class, recipe_class = Float8Tensor, Float8CurrentScaling
+    tensor_class, recipe_class = Float8Tensor, recipe.Float8CurrentScaling
 
     def __init__(
         self,
@@ -254,7 +242,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
 class Float8BlockQuantizer(Quantizer):
     """Blocks of 1x128 (block_scaling_dim=1) or 128x128 (2)."""
 
-    tensor_class, recipe_class = Float8BlockwiseQTensor, Float8BlockScaling
+    tensor_class, recipe_class = Float8BlockwiseQTensor, recipe.Float8BlockScaling
 
     block_len = 128
 
@@ -285,7 +273,7 @@ class Float8BlockQuantizer(Quantizer):
 class MXFP8Quantizer(Quantizer):
     """Blocks of 32 with E8M0 scales, or of 32x32."""
 
-    tensor_class, recipe_class = MXFP8Tensor, MXFP8BlockScaling
+    tensor_class, recipe_class = MXFP8Tensor, recipe.MXFP8BlockScaling
 
     def __init__(self, fp8_dtype: Any, *, with_2d_quantization: bool = False, **usage: bool) -> None:
         super().__init__(**usage)
@@ -300,7 +288,7 @@ class MXFP8Quantizer(Quantizer):
 class NVFP4Quantizer(Quantizer):
     """Blocks of 16 with E4M3 scales below one of FP32; Hadamard transforms and stochastic rounding as asked."""
 
-    tensor_class, recipe_class = NVFP4Tensor, NVFP4BlockScaling
+    tensor_class, recipe_class = NVFP4Tensor, recipe.NVFP4BlockScaling
 
     def __init__(
         self,
@@ -462,95 +450,6 @@ class DelayedScalingRequest(QuantizerRequest):
         return DelayedScaling(**vars(self)).ottava.cells(tensor)
 
 
-def quantizer_for(recipe: Recipe, tensor: str) -> Quantizer:
-    """The quantizer of a tensor of a linear layer under a recipe; an output has that of an input."""
-    weight, gradient = tensor == "weight", tensor.startswith("grad")
-    dtype, kind = get_fp8_te_dtype(recipe, not gradient), "weight" if weight else "grad_output" if gradient else "input"
-    if isinstance(recipe, Float8CurrentScaling):
-        return Float8CurrentScalingQuantizer(dtype, force_pow_2_scales=recipe.use_power_2_scales)
-    if isinstance(recipe, Float8BlockScaling):
-        letter = {"input": "x", "weight": "w", "grad_output": "grad"}[kind]
-        dim = getattr(recipe, f"{letter}_block_scaling_dim")
-        return Float8BlockQuantizer(dtype, block_scaling_dim=dim, force_pow_2_scales=not recipe.use_f32_scales)
-    if isinstance(recipe, MXFP8BlockScaling):
-        return MXFP8Quantizer(dtype, with_2d_quantization=weight and recipe.enable_2d_quantization)
-    if not isinstance(recipe, NVFP4BlockScaling):
-        return Float8Quantizer(torch.ones(1), torch.zeros(1), dtype)
-    params = getattr(recipe, FP4_PARAMS[kind])
-    searched = not gradient and SCOPES[recipe.nvfp4_4over6](kind)
-    return NVFP4Quantizer(
-        with_rht=params.random_hadamard_transform,
-        with_post_rht_amax=params.random_hadamard_transform,
-        with_2d_quantization=params.fp4_2d_quantization,
-        stochastic_rounding=params.stochastic_rounding,
-        row_scaled_nvfp4=recipe.row_scaled_activation and kind == "input",
-        nvfp4_use_4over6=searched,
-        nvfp4_e4m3_max=256 if searched and SCOPES[recipe.nvfp4_4over6_e4m3_use_256](kind) else 448,
-        nvfp4_4over6_err_mode=recipe.nvfp4_4over6_err_mode,
-    )
-
-
-class RecipeState:
-    """What builds the quantizers of a module's tensors under a recipe.
-
-    Args:
-        mode: "forward": input, weight and output in turn; "backward": grad_output and grad_input.
-        num_quantizers: how many.  device: of the state.
-        roles: the tensor of each; None, or a role without a known tensor: in turn.
-    Raises:
-        ValueError: another mode, or another number of roles.
-
-    Example:
-        >>> from ottava.compat.transformer_engine.common.recipe import DelayedScaling
-        >>> state = RecipeState.create(DelayedScaling(amax_history_len=4), mode="forward", num_quantizers=3)
-        >>> state.amax_history.shape, len(state.make_quantizers())
-        (torch.Size([4, 3]), 3)
-    """
-
-    def __init__(
-        self, recipe: Recipe, *, mode: str, num_quantizers: int = 1, device: Any = None, roles: Any = None
-    ) -> None:
-        turns = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
-        if mode not in turns:
-            raise ValueError(f"RecipeState: {unknown_name('mode', mode, turns)}")
-        if roles is not None and len(roles) != num_quantizers:
-            raise ValueError(f"RecipeState: got roles of {len(roles)} tensors; needs {num_quantizers}, one each")
-        self.recipe, self.mode, self.num_quantizers, self.roles = recipe, mode, num_quantizers, roles
-        known, order = [*turns["forward"], *turns["backward"]], turns[mode]
-        told = [getattr(role, "tensor_type", "") for role in roles or [None] * num_quantizers]
-        self.tensors = [name if name in known else order[i % len(order)] for i, name in enumerate(told)]
-        if isinstance(recipe, DelayedScaling):
-            self.scale = torch.ones(num_quantizers, dtype=torch.float32, device=device)
-            self.amax_history = self.scale.new_zeros(recipe.amax_history_len, num_quantizers)
-
-    @classmethod
-    def create(cls, recipe: Recipe, **settings: Any) -> RecipeState:
-        """As the constructor."""
-        return cls(recipe, **settings)
-
-    def make_quantizers(self) -> list[Any]:
-        """A quantizer for each tensor; those of DelayedScaling write into `amax_history` and read `scale`."""
-        if isinstance(self.recipe, CustomRecipe):
-            made = [self.recipe.qfactory(role) for role in self.roles or [None] * self.num_quantizers]
-            requests = [isinstance(one, DelayedScalingRequest) for one in made]
-            return [
-                quantizer_for(DelayedScaling(**vars(one)), tensor) if asked else one
-                for one, tensor, asked in zip(made, self.tensors, requests, strict=True)
-            ]
-        made = [quantizer_for(self.recipe, tensor) for tensor in self.tensors]
-        for i, one in enumerate(made if isinstance(self.recipe, DelayedScaling) else ()):
-            one.scale, one.amax = self.scale[i : i + 1], self.amax_history[0, i : i + 1]
-        return made
-
-
-DelayedScalingRecipeState = Float8CurrentScalingRecipeState = Float8BlockScalingRecipeState = RecipeState
-MXFP8BlockScalingRecipeState = NVFP4BlockScalingRecipeState = CustomRecipeState = RecipeState
-
-
-def _tensor(role: Any) -> str:
-    return "" if role is None else str(role.tensor_type)
-
-
 def high_precision_factory(role: Any) -> IdentityQuantizer:
     """Everything in high precision."""
     return IdentityQuantizer()
@@ -561,21 +460,30 @@ def delayed_scaling_factory(role: Any) -> DelayedScalingRequest:
     return DelayedScalingRequest()
 
 
-def current_scaling_factory(role: Any) -> Quantizer:
+def current_scaling_factory(role: Any) -> Float8CurrentScalingQuantizer:
     """The cells of Float8CurrentScaling()."""
-    return quantizer_for(Float8CurrentScaling(), _tensor(role))
+    gradient = role is not None and role.tensor_type == "grad_output"
+    return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if gradient else DType.kFloat8E4M3)
 
 
-def float8_block_scaling_factory(role: Any) -> Quantizer:
+def float8_block_scaling_factory(role: Any) -> Float8BlockQuantizer:
     """The cells of Float8BlockScaling()."""
-    return quantizer_for(Float8BlockScaling(), _tensor(role))
+    weight = role is not None and role.tensor_type == "weight"
+    return Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=2 if weight else 1)
 
 
-def mxfp8_factory(role: Any) -> Quantizer:
+def mxfp8_factory(role: Any) -> MXFP8Quantizer:
     """The cells of MXFP8BlockScaling()."""
-    return quantizer_for(MXFP8BlockScaling(), _tensor(role))
+    return MXFP8Quantizer(DType.kFloat8E4M3)
 
 
-def nvfp4_factory(role: Any) -> Quantizer:
+def nvfp4_factory(role: Any) -> NVFP4Quantizer:
     """The cells of NVFP4BlockScaling()."""
-    return quantizer_for(NVFP4BlockScaling(), _tensor(role))
+    tensor = "" if role is None else role.tensor_type
+    turned = tensor != "weight"
+    return NVFP4Quantizer(
+        with_rht=turned,
+        with_post_rht_amax=turned,
+        with_2d_quantization=not turned,
+        stochastic_rounding=tensor == "grad_output",
+    )

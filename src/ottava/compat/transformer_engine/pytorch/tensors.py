@@ -53,19 +53,8 @@ class DType(IntEnum):
         return TE_DType[value] if isinstance(value, torch.dtype) else cls(int(value))
 
 
-TE_DType = MappingProxyType(
-    {
-        torch.uint8: DType.kByte,
-        torch.int16: DType.kInt16,
-        torch.int32: DType.kInt32,
-        torch.int64: DType.kInt64,
-        torch.float32: DType.kFloat32,
-        torch.float16: DType.kFloat16,
-        torch.bfloat16: DType.kBFloat16,
-        torch.float8_e4m3fn: DType.kFloat8E4M3,
-        torch.float8_e5m2: DType.kFloat8E5M2,
-    }
-)
+_WIDE = torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16
+TE_DType = MappingProxyType(dict(zip((*_WIDE, torch.float8_e4m3fn, torch.float8_e5m2), DType, strict=False)))
 TE_DType_To_Torch = MappingProxyType({theirs: dtype for dtype, theirs in TE_DType.items()})
 FORMATS = MappingProxyType(
     {DType.kFloat8E4M3: formats.E4M3, DType.kFloat8E5M2: formats.E5M2, DType.kFloat4E2M1: formats.E2M1}
@@ -194,24 +183,6 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     def get_metadata(self) -> dict[str, Any]:
         """The arguments of the constructor, but shape and dtype."""
         return {"rows": self.rows, "columns": self.columns, "quantizer": self._quantizer}
-
-    def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensor]:
-        """The tensors of its codes, for ctx.save_for_backward, and itself, without codes until `restore_from_saved`."""
-        halves = [
-            (half.data, half.scale_inv) if isinstance(half, Codes) else (half,) for half in (self.rows, self.columns)
-        ]
-        self._saved, self.rows, self.columns = (self.rows, self.columns), None, None
-        return [part for half in halves for part in half], self
-
-    def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Takes back what `prepare_for_saving` gave, from the front. Returns the others."""
-        left = list(tensors)
-        self.rows, self.columns = (
-            replace(half, data=left.pop(0), scale_inv=left.pop(0)) if isinstance(half, Codes) else left.pop(0)
-            for half in self._saved
-        )
-        del self._saved
-        return left
 
     def _like(self, shape: Sequence[int], rows: Any, columns: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
         return type(self).__new__(type(self), shape, dtype or self.dtype, rows, columns, self._quantizer)
@@ -443,33 +414,6 @@ class _Quantize(torch.autograd.Function):
         return _unwrapped(grad), None, None
 
 
-def prepare_for_saving(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[Any]]:
-    """Plain tensors for ctx.save_for_backward, and the objects from which `restore_from_saved` makes all again.
-
-    Example:
-        >>> saved, objects = prepare_for_saving(torch.ones(2), None)
-        >>> restore_from_saved(objects, saved)
-        [tensor([1., 1.]), None]
-    """
-    saved: list[Tensor | None] = []
-    objects: list[Any] = []
-    for tensor in tensors:
-        parts, one = tensor.prepare_for_saving() if isinstance(tensor, QuantizedTensor) else ([tensor], None)
-        saved += parts
-        objects.append(one)
-    return saved, objects
-
-
-def restore_from_saved(tensors: Sequence[Any], saved_tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The tensors that `prepare_for_saving` got: its objects, and its plain tensors."""
-    left, made = list(saved_tensors), []
-    for one in tensors:
-        if one is not None:
-            left = one.restore_from_saved(left)
-        made.append(left.pop(0) if one is None else one)
-    return made
-
-
 def quantized(quantizer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The quantized tensor of x: what `quantizer(x)` returns."""
     return _Quantize.apply(x, quantizer, dtype or x.dtype)  # type: ignore[no-any-return]
@@ -538,16 +482,13 @@ def general_grouped_gemm(
     out_dtype: torch.dtype | None = None,
     layout: str = "TN",
     m_splits: Sequence[int] | None = None,
-    *,
-    bias: Sequence[Tensor] | None = None,
-    use_bias: bool = False,
-    single_output: bool = False,
     **others: Any,
 ) -> tuple[Any, list[Any], list[Any]]:
     """`general_gemm` of each pair, written into out.
 
     Args:
         out: a tensor for each pair; with single_output one, whose rows m_splits divides.
+        others: bias (a list, counts with use_bias), and arguments of `general_gemm`.
     Returns:
         out, or its one tensor; the gradients of the biases; a third list, for GELU's inputs.
 
@@ -556,13 +497,14 @@ def general_grouped_gemm(
         >>> general_grouped_gemm(list(w), x.split([2, 1]), [y], [None] * 2, m_splits=[2, 1], single_output=True)[0][0]
         tensor([16., 16., 16., 16.])
     """
-    places = out[0].split(list(m_splits or ())) if single_output else out
-    biases = bias if use_bias and bias is not None else [None] * len(A)
+    biases = others.pop("bias", None) if others.pop("use_bias", False) else [None] * len(A)
+    one_tensor = others.pop("single_output", False)
+    places = out[0].split(list(m_splits or ())) if one_tensor else out
     made = [
-        general_gemm(a, b, layout=layout, bias=one, out=place, quantization_params=cast, **others)
-        for a, b, one, place, cast in zip(A, B, biases, places, quantization_params, strict=True)
+        general_gemm(a, b, layout=layout, bias=bias, out=place, quantization_params=cast, **others)
+        for a, b, bias, place, cast in zip(A, B, biases, places, quantization_params, strict=True)
     ]
-    return out[0] if single_output else out, [one[1] for one in made], [None] * len(A)
+    return out[0] if one_tensor else out, [one[1] for one in made], [None] * len(A)
 
 
 def _operand(x: Tensor, name: str, *, columns: bool) -> Any:
