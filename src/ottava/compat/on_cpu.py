@@ -163,8 +163,10 @@ def _scaler(real: Callable[..., Any]) -> Callable[..., Any]:
 def _gloo(real: Callable[..., Any], default: str | None = None) -> Callable[..., Any]:
     def start(*args: Any, device_id: Any = None, **kwargs: Any) -> Any:
         kwargs |= {} if args or default is None or kwargs.get("backend") else {"backend": default}
-        args, values = (["gloo" if "nccl" in str(one) else one for one in some] for some in (args, kwargs.values()))
-        return real(*args, **dict(zip(kwargs, values, strict=True)))
+        own = [
+            ["gloo" if str(one).rpartition(":")[2] == "nccl" else one for one in of] for of in (args, kwargs.values())
+        ]
+        return real(*own[0], **dict(zip(kwargs, own[1], strict=True)))
 
     return start
 

@@ -75,7 +75,7 @@ class StandIn(MetaPathFinder, Loader):
                 known = getattr(vars(module).get("tool"), name, None)
                 return known or absent(f"{spec.name}.{name}", DEBUG)
             if (below in NAMES or below in BELOW) and not name.startswith("__"):
-                known = None if name in names.__all__ else names.below(name, "module", "tensors")
+                known = None if name in names.__all__ else names._below(name, "module", "tensors")
                 advice = NAMES.get(below) or BELOW[below]  # te.ops.Linear is not te.Linear
                 return absent(f"{below}.{name}", advice) if known is None else known
             with contextlib.suppress(AttributeError):

@@ -75,11 +75,6 @@ class QParams(RefusesUnknownFields):
 _MX = QuantizationSpec(formats.E4M3, BLOCK_1X32, "e8m0")
 
 
-def _whether(*names: str) -> Any:
-    """A method of classes: whether this is one of the recipes below."""
-    return classmethod(lambda cls: issubclass(cls, tuple(globals()[name] for name in names)))
-
-
 @dataclass(kw_only=True)
 class Recipe(RefusesUnknownFields):
     """The base class of all recipes. `ottava` is the recipe that runs.
@@ -200,13 +195,13 @@ class Recipe(RefusesUnknownFields):
             lambda spec, tensor: replace(spec, format=gradients if tensor == "grad_output" else formats.E4M3),
         )
 
-    delayed, float8_current_scaling, float8_block_scaling, mxfp8, nvfp4, custom, float8_per_tensor_scaling = (
-        _whether(*names)
-        for names in (
-            *(("DelayedScaling",), ("Float8CurrentScaling",), ("Float8BlockScaling",), ("MXFP8BlockScaling",)),
-            *(("NVFP4BlockScaling",), ("CustomRecipe",), ("DelayedScaling", "Float8CurrentScaling")),
-        )
-    )
+    delayed = classmethod(lambda cls: issubclass(cls, DelayedScaling))
+    float8_current_scaling = classmethod(lambda cls: issubclass(cls, Float8CurrentScaling))
+    float8_block_scaling = classmethod(lambda cls: issubclass(cls, Float8BlockScaling))
+    float8_per_tensor_scaling = classmethod(lambda cls: issubclass(cls, DelayedScaling | Float8CurrentScaling))
+    mxfp8 = classmethod(lambda cls: issubclass(cls, MXFP8BlockScaling))
+    nvfp4 = classmethod(lambda cls: issubclass(cls, NVFP4BlockScaling))
+    custom = classmethod(lambda cls: issubclass(cls, CustomRecipe))
 
 
 @dataclass(frozen=True)
@@ -514,9 +509,8 @@ class CustomRecipe(Recipe):
     def _cells(self) -> OttavaRecipe:
         gemms = factory_cells(self.qfactory, "")
         named = Override("*", tuple(gemms.items()))  # a recipe with overrides is asked for each layer
-        return FactoryRecipe(
-            "CustomRecipe", **gemms, overrides=(named,), qfactory=self.qfactory, alignment=self.quantization_alignment
-        )  # type: ignore[arg-type]  # GEMMs only
+        more: dict[str, Any] = {**gemms, "overrides": (named,), "alignment": self.quantization_alignment}
+        return FactoryRecipe("CustomRecipe", qfactory=self.qfactory, **more)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ _PLACES = MappingProxyType(
 )
 
 
-def below(name: str, *homes: str) -> Any:
+def _below(name: str, *homes: str) -> Any:
     """What one of these modules of ours defines under a name that TransformerEngine has below its interface, in modules
     of its own; None: none does."""
     for home in (f"{__name__}.{one}" for one in homes if not name.startswith("_") or name == "_default_sf_compute"):
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
     if name in NAMES or name in refused.BELOW:
         return absent(name)
     public = name in __all__ or name in ("__path__", *PUBLIC, "gradients", "refused", "rope", "state")
-    found = None if public else below(name, *PUBLIC, "gradients", "rope", "state")
+    found = None if public else _below(name, *PUBLIC, "gradients", "rope", "state")
     return first_use(__name__, _PLACES, name) if found is None else found
 
 
