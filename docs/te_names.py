@@ -43,6 +43,7 @@ OURS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "ottava.nn.permute and unpermute",
             "pytorch/test_moe.py",
         ),
+        "Fp8Padding, Fp8Unpadding": ("zero rows; GroupedLinear needs none", "pytorch/test_moe.py"),
         "moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs": (
             "torch.split, torch.cat",
             "pytorch/test_moe.py",
@@ -86,7 +87,10 @@ OURS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "pytorch/test_quantizers.py",
         ),
         "apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb": ("ottava.nn.rope.rotate", "pytorch/test_rope.py"),
-        "general_gemm": ("ottava's GEMM, of the two casts that the layout needs", "pytorch/test_quantizers.py"),
+        "general_gemm, general_grouped_gemm": (
+            "ottava's GEMM, of the two casts that the layout needs",
+            "pytorch/test_quantizers.py",
+        ),
         "fp8": ("its contexts under their old path", "pytorch/test_quantization.py"),
     }
 )

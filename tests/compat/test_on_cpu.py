@@ -75,7 +75,8 @@ def test_questions_and_moves(tmp_path: Path) -> None:
             assert (x @ x.t()).dtype == torch.float16
         torch.cuda.set_rng_state(torch.cuda.get_rng_state())
         torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-        assert torch.distributed.get_backend() == "gloo"
+        group = torch.distributed.new_group(backend="nccl")
+        assert torch.distributed.get_backend() == torch.distributed.get_backend(group) == "gloo"
         torch.distributed.destroy_process_group()
     torch.set_rng_state(state)
 

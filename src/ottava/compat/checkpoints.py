@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ottava.base.files import replacing_folder
 from ottava.base.untrusted import UntrustedError, parse_json, read_text, regular_size
+from ottava.interop.contents import flattened
 from ottava.interop.safe_pickle import DamagedError, RefusedError, StandIn, StandInTensor, check_tensors, load_torch
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_128X128, read_scales
 from ottava.numerics.tensor import QuantizedTensor
@@ -29,8 +30,7 @@ from ottava.serving.source import Source, Weight
 from ottava.weights.checkpoint import SCALE_SUFFIX, infer_spec
 from ottava.weights.parameter import adopt_scales
 
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-"""What files of checkpoints are called."""
+_KINDS = Tensor | StandIn | io.BytesIO
 _NESTED = ("model", "state_dict", "module", "model_state_dict")
 _E4M3 = 7
 """TransformerEngine's number of the format (transformer_engine.h)."""
@@ -65,7 +65,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
         else:
             tree = load_torch(path)
             check_tensors(tree, size)
-            entries = dict(_flat(_inner(tree), ""))
+            entries = {name: one for name, one in flattened(_inner(tree)) if isinstance(one, _KINDS)}
     except (RefusedError, DamagedError) as error:
         raise UntrustedError(f"{path}: {error}") from error
     except Exception as error:
@@ -89,14 +89,6 @@ def _inner(tree: Any) -> Any:
         if isinstance(tree, Mapping) and isinstance(tree.get(key), Mapping):
             return tree[key]
     return tree
-
-
-def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(tree, Tensor | StandIn | io.BytesIO):
-        yield prefix, tree
 
 
 def _renamed(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:

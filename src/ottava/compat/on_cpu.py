@@ -160,9 +160,13 @@ def _scaler(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, device="cuda", *args, **kwargs: real(self, _moved(device), *args, **kwargs)
 
 
-def _gloo(real: Callable[..., Any]) -> Callable[..., Any]:
-    def start(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
-        real("gloo" if backend is None or "nccl" in backend else backend, *args, **kwargs)
+def _gloo(real: Callable[..., Any], default: str | None = None) -> Callable[..., Any]:
+    def start(*args: Any, device_id: Any = None, **kwargs: Any) -> Any:
+        kwargs |= {} if args or default is None or kwargs.get("backend") else {"backend": default}
+        own = [
+            ["gloo" if str(one).rpartition(":")[2] == "nccl" else one for one in of] for of in (args, kwargs.values())
+        ]
+        return real(*own[0], **dict(zip(kwargs, own[1], strict=True)))
 
     return start
 
@@ -190,7 +194,8 @@ def on_cpu() -> Iterator[None]:
         (torch.autocast, "__init__", _autocast(torch.autocast.__init__)),
         (scaler, "__init__", _scaler(scaler.__init__)),
         (torch.autograd, "_engine_run_backward", _engine(torch.autograd.graph._engine_run_backward)),
-        (dist, "init_process_group", _gloo(dist.init_process_group)),
+        (dist, "init_process_group", _gloo(dist.init_process_group, "gloo")),
+        (dist, "new_group", _gloo(dist.new_group)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:

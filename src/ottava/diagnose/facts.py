@@ -20,7 +20,6 @@ from ottava.record.reader import Run, Table, number_of
 
 Values = npt.NDArray[Any]
 _MOVES = ("ratio", "still", "gradient", "weight", "spread", "written")
-_NOT_CASTS = ("", "bf16", "high precision", "none")
 GROUP_SETTINGS = ("lr", "weight_decay", "beta1", "beta2", "eps", "momentum")
 """Settings of an optimizer's group that a watch writes at every step."""
 

@@ -29,7 +29,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -209,7 +209,7 @@ def read_entries(path: Path, wanted: Callable[[str], bool] = lambda name: True) 
             what = "is a folder without safetensors files; needs one with them, or a file" if path.is_dir() else error
             raise StateFileError(f"{path}: {what}") from error
         try:
-            for name, value in _flatten(load_torch(file), wanted) if is_torch else _safetensors(file, wanted):
+            for name, value in flattened(load_torch(file), wanted) if is_torch else _safetensors(file, wanted):
                 check_tensors(value, size)
                 yield name, value
         except RefusedError as error:
@@ -250,7 +250,8 @@ def _safetensors(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
                 yield name, file.get_tensor(name)
 
 
-def _flatten(tree: Any, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+def flattened(tree: Any, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Any]]:
+    """The entries with wanted names of dicts in dicts, names joined by dots; other objects are entries."""
     waiting, visits = [("", tree, 0)], 0
     while waiting:
         name, value, depth = waiting.pop()
@@ -326,9 +327,8 @@ def _judge(layer: str, tensor: str, history: Tensor, scale: Tensor, law: _Law, *
         problems.append("has a scale without a history")
     if counts.get("nonfinite"):
         notes.append("had steps with an amax of inf or nan; the history leaves them out")
-    state = TensorState(layer, tensor, len(values), filled, newest, largest, factor, follows)
-    state = replace(state, nonfinite=counts.get("nonfinite"), guard_fires=counts.get("guard_fires"))
-    return replace(state, problems=tuple(problems), notes=tuple(notes))
+    seen = (counts.get("nonfinite"), counts.get("guard_fires")), tuple(problems), tuple(notes)
+    return TensorState(layer, tensor, len(values), filled, newest, largest, factor, follows, *seen[0], *seen[1:])
 
 
 def _ours(path: Path, entries: Mapping[str, Any]) -> list[TensorState]:

@@ -48,8 +48,7 @@ _STATISTICS = MappingProxyType({**OF_TENSOR, **OF_CAST, **RECIPROCAL})
 """A look records all of ours."""
 _INSTEAD = MappingProxyType(
     {
-        "min": "amax is that of both signs; a dump has the numbers themselves",
-        "max": "amax is that of both signs; a dump has the numbers themselves",
+        **dict.fromkeys(("min", "max"), "amax is that of both signs; a dump has the numbers themselves"),
         "l1_norm": "rms times the square root of numel is the l2 norm; of l1 there is none",
         "l2_norm": "it is rms times the square root of numel, both recorded",
         "max_blockwise_dynamic_range": "dynamic_range_bits is that of the whole tensor; `ottava what-if` tells blocks",
@@ -105,14 +104,10 @@ class _Reader:
         self.rows = 0
         self.features: Mapping[str, Callable[[str, Mapping[str, Any], list[str]], None]] = MappingProxyType(
             {
-                "LogTensorStats": self._statistics,
-                "LogFp8TensorStats": self._statistics,
-                "LogNvfp4TensorStats": self._statistics,
+                **{f"Log{kind}TensorStats": self._statistics for kind in ("", "Fp8", "Nvfp4")},
                 "DumpTensors": self._dump,
-                "DisableFP8GEMM": self._disable,
-                "DisableFP8Layer": self._disable,
-                "DisableQuantizationGEMM": self._disable,
-                "DisableQuantizationLayer": self._disable,
+                **{f"Disable{kind}": self._disable for kind in ("FP8GEMM", "FP8Layer")},
+                **{f"DisableQuantization{place}": self._disable for place in ("GEMM", "Layer")},
                 "FakeQuant": self._fake,
                 "PerTensorScaling": self._current,
             }

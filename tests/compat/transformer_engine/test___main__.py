@@ -60,7 +60,8 @@ def test_what_cannot_run_says_what_to_do(tmp_path: Path) -> None:
     )
     script = tmp_path / "kernels.py"
     script.write_text(
-        "import torch, transformer_engine_torch as tex\nx = torch.ones(2)\n"
+        "import torch, transformer_engine.pytorch as te, transformer_engine_torch as tex\n"
+        "x = te.cpp_extensions.general_gemm(*torch.ones(2, 1, 1))[0].expand(1, 2)[0].clone()\n"
         "tex.multi_tensor_scale(0, torch.zeros(1), [[x], [x]], 0.5)\nprint(x, tex.DType.kFloat8E4M3.value)\ntex.gelu(x)"
     )
     kernels = run(script)

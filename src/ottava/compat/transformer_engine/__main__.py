@@ -24,6 +24,8 @@ from ottava.compat.on_cpu import SENTENCE, missing, on_cpu
 from ottava.compat.transformer_engine.pytorch.refused import BELOW, DEBUG, KERNELS, NAMES, absent
 
 _TOOL, _KERNELS = "nvdlfw_inspect", "transformer_engine_torch"
+_MODULES = ("cpp_extensions", "module", "permutation", "quantized_tensor", "router", "tensor", "utils")
+"""Modules below transformer_engine.pytorch that it has imported itself."""
 _THEIRS, _OURS = "transformer_engine", "ottava.compat.transformer_engine"
 
 
@@ -72,11 +74,14 @@ class StandIn(MetaPathFinder, Loader):
             if spec.name.startswith((f"{_THEIRS}.debug", _TOOL)) and not name.startswith("__"):
                 known = getattr(vars(module).get("tool"), name, None)
                 return known or absent(f"{spec.name}.{name}", DEBUG)
-            known = (*names.BELOW["module"], *names.BELOW["tensors"])
-            if (below in NAMES or below in BELOW) and name not in known and not name.startswith("__"):
-                return absent(f"{below}.{name}", NAMES.get(below) or BELOW[below])  # te.ops.Linear is not te.Linear
+            if (below in NAMES or below in BELOW) and not name.startswith("__"):
+                known = None if name in names.__all__ else names._below(name, "module", "tensors")
+                advice = NAMES.get(below) or BELOW[below]  # te.ops.Linear is not te.Linear
+                return absent(f"{below}.{name}", advice) if known is None else known
             with contextlib.suppress(AttributeError):
                 return getattr(real, name)
+            if spec.name == f"{_THEIRS}.pytorch" and name in _MODULES:
+                return import_module(f"{spec.name}.{name}")
             return getattr(names, name)  # theirs lies in one module, ours in another one
 
         module.__getattr__ = find  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,13 +38,8 @@ _FORMATS = MappingProxyType({7: E4M3, 8: E5M2})  # DType in transformer_engine.h
 SIMULATED = "tensorwise"
 """Recipe to simulate for a tensor that was dumped in high precision only."""
 _IMPLAUSIBLE_DB = 3.0
-
-
-class Decoded(NamedTuple):
-    """A quantized tensor of TransformerEngine, and the recipe with such casts."""
-
-    recipe: str
-    x_q: QuantizedTensor
+Decoded = tuple[str, QuantizedTensor]
+"""A quantized tensor of TransformerEngine behind the recipe with such casts."""
 
 
 class UnreadableError(ValueError):
@@ -103,8 +98,8 @@ def _casts(path: Path, tensor: str, recipe: str | None) -> tuple[Tensor, list[tu
         raise UnreadableError("has no high-precision tensor, so the error of the codes is unknown")
     x = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)
     if isinstance(quantized, StandIn):
-        decoded = _decoded(quantized, x)
-        return x, [("row", decoded.recipe, "te_dump", decoded.x_q)]
+        casts, x_q = _decoded(quantized, x)
+        return x, [("row", casts, "te_dump", x_q)]
     name = recipe or SIMULATED
     spec = spec_of(name, tensor)
     if spec is None:
@@ -145,7 +140,7 @@ def _made(
 
 def _float8(args: tuple[Any, ...], x: Tensor) -> Decoded:
     data, fp8_dtype, scale_inv, *_ = args
-    return Decoded("tensorwise", _made(data, scale_inv.reshape(1, 1), _format(fp8_dtype), Granularity(None, None), x))
+    return "tensorwise", _made(data, scale_inv.reshape(1, 1), _format(fp8_dtype), Granularity(None, None), x)
 
 
 def _mxfp8(args: tuple[Any, ...], x: Tensor) -> Decoded:
@@ -153,7 +148,7 @@ def _mxfp8(args: tuple[Any, ...], x: Tensor) -> Decoded:
     if len(args) > 8 and args[8]:
         raise UnreadableError("has its scales in the order of the GEMM; needs the order of the tensor")
     exponents = decode(scale_inv.view(E8M0.storage_dtype), E8M0)
-    return Decoded("mxfp8", _made(data, exponents, _format(fp8_dtype), BLOCK_1X32, x, scale_format="e8m0"))
+    return "mxfp8", _made(data, exponents, _format(fp8_dtype), BLOCK_1X32, x, scale_format="e8m0")
 
 
 def _blockwise(args: tuple[Any, ...], x: Tensor) -> Decoded:
@@ -161,17 +156,11 @@ def _blockwise(args: tuple[Any, ...], x: Tensor) -> Decoded:
     granularity = BLOCK_128X128 if square else BLOCK_1X128
     if not square:
         scale_inv = scale_inv.t()  # stored (columns / 128, rows)
-    return Decoded("blockwise", _made(data, scale_inv, _format(fp8_dtype), granularity, x))
+    return "blockwise", _made(data, scale_inv, _format(fp8_dtype), granularity, x)
 
 
 _MAKERS: MappingProxyType[str, Callable[[tuple[Any, ...], Tensor], Decoded]] = MappingProxyType(
-    {
-        "make_float8_tensor": _float8,
-        "make_mxfp8_tensor": _mxfp8,
-        "make_float8_blockwise": _blockwise,
-        ".Float8Tensor._make": _float8,
-        ".MXFP8Tensor._make": _mxfp8,
-        ".Float8BlockwiseQTensor._make": _blockwise,
-    }
+    {"make_float8_tensor": _float8, "make_mxfp8_tensor": _mxfp8, "make_float8_blockwise": _blockwise}
+    | {".Float8Tensor._make": _float8, ".MXFP8Tensor._make": _mxfp8, ".Float8BlockwiseQTensor._make": _blockwise}
 )
 """Function that rebuilds a tensor -> its reader. TransformerEngine 2.15 has class methods instead of functions."""

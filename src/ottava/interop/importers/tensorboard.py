@@ -31,16 +31,10 @@ NUMBERS = MappingProxyType(
 )
 """Numbers of a step, and the tags of Megatron, NeMo, torchtitan, Hugging Face and Lightning for them."""
 STATISTIC_WORDS = MappingProxyType(
-    {
-        "amax": "amax",
-        "sqnr": "sqnr_db",
-        "snr": "sqnr_db",
-        "underflow": "underflow_pct",
-        "underflows": "underflow_pct",
-        "saturation": "overflow_pct",
-        "overflow": "overflow_pct",
-        "scale": "scale_max",
-    }
+    {"amax": "amax", "scale": "scale_max"}
+    | dict.fromkeys(("sqnr", "snr"), "sqnr_db")
+    | dict.fromkeys(("underflow", "underflows"), "underflow_pct")
+    | dict.fromkeys(("saturation", "overflow"), "overflow_pct")
 )
 """Other names of statistics -> ours; shares must be percentages."""
 _OF_CAST = frozenset({"underflow_pct", "underflow_pct_numel", "overflow_pct", "sqnr_db", "mse", "scale_max", "cosine"})

@@ -22,10 +22,9 @@ def made() -> nn.Sequential:
 
 def test_graphed_modules_run_under_their_autocast_and_say_that_they_are_eager() -> None:
     plain, graphed = made(), made()
+    how = {"fp8_enabled": True, "fp8_recipe": Float8CurrentScaling()}
     with pytest.warns(UserWarning, match="the samples are on a CPU, which has no CUDA graphs: the modules run eagerly"):
-        both = te.make_graphed_callables(
-            tuple(graphed), ((X,), (X,)), fp8_enabled=True, fp8_recipe=Float8CurrentScaling()
-        )
+        both = te.make_graphed_callables(tuple(graphed), ((X,), (X,)), **how)
     assert both == tuple(graphed)
     y = both[1](both[0](X))
     with te.autocast(recipe=Float8CurrentScaling()):

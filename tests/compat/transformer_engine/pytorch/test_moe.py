@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 import ottava.compat.transformer_engine.pytorch as te
-from ottava.compat.transformer_engine.pytorch import (
-    fused_compute_score_for_moe_aux_loss,
-    fused_moe_aux_loss,
-    fused_topk_with_score_function,
-)
+from ottava.compat.transformer_engine.common.recipe import MXFP8BlockScaling, NVFP4BlockScaling
 
 TOKENS, FEATURES, EXPERTS, CHOICES = 13, 8, 5, 2
 
@@ -70,6 +66,13 @@ def test_padding_dropping_and_index_maps() -> None:
         te.moe_unpermute(*te.moe_permute(x, mask, len(x) * CHOICES), probs),
     )
     assert te.moe_permute_and_pad_with_probs(x, probs, mask, counts, 1)[3] is None
+    plain, sizes = te.moe_permute(x, mask)[0], counts.tolist()
+    again, more = te.Fp8Padding(EXPERTS, 4)(plain, sizes)
+    assert (torch.equal(again, rows), more) == (True, padded.tolist())
+    assert torch.equal(te.Fp8Unpadding(EXPERTS, 4)(rows, sizes), plain)
+    for recipe, size in ((None, 16), (MXFP8BlockScaling(), 32), (NVFP4BlockScaling(), 128)):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            assert te.Fp8Padding(1)(x, [TOKENS])[1] == [size]
 
     order = experts.flatten().argsort(stable=True)
     for most in (0, 10):
@@ -101,6 +104,7 @@ def test_chunks_and_errors() -> None:
         (lambda: te.moe_unpermute(x, mask, x, probs=x), "two names of one argument"),
         (lambda: te.moe_unpermute(*te.moe_permute(x, mask), restore_shape=(1, 2)), "the tokens have shape"),
         (lambda: te.moe_permute_and_pad_with_probs(x, x, mask, None, 4), "the number of rows of each expert"),
+        (lambda: te.Fp8Padding(2)(x, [TOKENS]), "Fp8Padding: got rows of 1 experts; needs those of 2"),
     ]
     for call, words in bad:
         with pytest.raises(ValueError, match=words):
@@ -117,7 +121,7 @@ def test_the_router_is_torchs_operations_by_hand() -> None:
             "sqrtsoftplus": lambda z: torch.log1p(z.exp()).sqrt(),
         }[score]
         own, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        probs, there = fused_topk_with_score_function(own, 4, pre, 3, 2, 2.5, score, bias)
+        probs, there = te.fused_topk_with_score_function(own, 4, pre, 3, 2, 2.5, score, bias)
         expected = torch.zeros(7, 12)
         for row, z in enumerate(other):
             scores = function(z)
@@ -132,33 +136,30 @@ def test_the_router_is_torchs_operations_by_hand() -> None:
         torch.testing.assert_close(probs, expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(there, expected > 0)
         d = torch.randn(7, 12, generator=torch.Generator().manual_seed(4))
-        (mine,), (wanted,) = (
-            torch.autograd.grad((probs * d).sum(), own),
-            torch.autograd.grad((expected * d).sum(), other),
-        )
+        mine, wanted = (torch.autograd.grad((p * d).sum(), z)[0] for p, z in ((probs, own), (expected, other)))
         torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
-    bits = fused_topk_with_score_function(logits, 4, pre, 3, 2, 2.5, score, bias, "bitmap_u8")[1]
+    bits = te.fused_topk_with_score_function(logits, 4, pre, 3, 2, 2.5, score, bias, "bitmap_u8")[1]
     assert bits.shape == (7, 2)
     unpacked = [[bool(int(bits[t, e // 8]) >> (e % 8) & 1) for e in range(12)] for t in range(7)]
     assert unpacked == there.tolist()
     indices = torch.empty(7, 4, dtype=torch.int32)
-    returned = fused_topk_with_score_function(logits, 4, pre, 3, 2, 2.5, score, bias, topk_indices=indices)[1]
+    returned = te.fused_topk_with_score_function(logits, 4, pre, 3, 2, 2.5, score, bias, topk_indices=indices)[1]
     assert returned is indices
     assert torch.equal(torch.zeros(7, 12, dtype=torch.bool).scatter(1, indices.long(), True), there)
     with pytest.raises(NotImplementedError, match="qb_histogram are not in ottava: balance with expert_bias"):
-        fused_topk_with_score_function(logits, 4, pre, None, None, None, score, bias, qb_histogram=indices)
+        te.fused_topk_with_score_function(logits, 4, pre, None, None, None, score, bias, qb_histogram=indices)
     with pytest.raises(ValueError, match="unknown score_function 'tanh'"):
-        fused_topk_with_score_function(logits, 4, pre, None, None, None, "tanh", None)
+        te.fused_topk_with_score_function(logits, 4, pre, None, None, None, "tanh", None)
 
 
 def test_the_balance_loss() -> None:
     logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(5))
-    there, scores = fused_compute_score_for_moe_aux_loss(logits, 2, "sigmoid")
+    there, scores = te.fused_compute_score_for_moe_aux_loss(logits, 2, "sigmoid")
     assert torch.equal(there.sum(1), torch.full((6,), 2))
     torch.testing.assert_close(scores.sum(1), torch.ones(6))
     lowest, others = scores.masked_fill(~there, 9.0).min(1).values, scores.masked_fill(there, -9.0).max(1).values
     assert bool((lowest >= others).all())
-    loss = fused_moe_aux_loss(scores, there.sum(0), 6, 4, 2, 0.1)
+    loss = te.fused_moe_aux_loss(scores, there.sum(0), 6, 4, 2, 0.1)
     # as in Switch Transformer: experts * sum of (share of choices) * (mean score)
     wanted = 0.1 * 4 * sum(float(there[:, e].sum()) / 12 * float(scores[:, e].mean()) for e in range(4))
     assert abs(float(loss) - wanted) < 1e-6

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import ottava
 import ottava.compat.transformer_engine.pytorch as te
+from ottava.compat.transformer_engine.common import recipe as recipes
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from ottava.compat.transformer_engine.pytorch.fp8 import FP8GlobalStateManager, get_default_fp8_recipe
 from ottava.compat.transformer_engine.pytorch.optimizers import FusedAdam
@@ -88,10 +89,16 @@ def test_global_state_answers_and_holds_nothing() -> None:
         layer(x)
     assert manager.is_fp8_available() == te.is_mxfp8_available(return_reason=True) == (True, "")
     assert te.is_fp8_available() is True
+    scale = torch.tensor([3.0, 3.0, 3.0])  # of the step before, where there is no amax
+    assert te._default_sf_compute(torch.tensor([2.0, 0.0, torch.inf]), scale, 448.0, 1).tolist() == [112.0, 3.0, 3.0]
 
 
 def test_weights_of_a_quantized_model_are_codes() -> None:
     """By both names, for modules of both packages; they train under an optimizer with masters."""
+    custom = recipes.CustomRecipe(qfactory=lambda role: te.MXFP8Quantizer(te.DType.kFloat8E4M3))
+    with te.quantized_model_init(recipe=custom):
+        layer = te.Linear(64, 64, device="cpu")
+    assert str(layer.weight.spec) == "E4M3[1x32, e8m0]"
     for init in (te.quantized_model_init, te.fp8_model_init):
         with init(enabled=False):
             assert not is_quantized_weight(te.Linear(64, 64, device="cpu").weight)

@@ -15,7 +15,7 @@ import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common import recipe as recipes
 from ottava.compat.transformer_engine.pytorch import quantizers
 from ottava.compat.transformer_engine.pytorch.quantizers import Quantizer
-from ottava.compat.transformer_engine.pytorch.tensors import DType, general_gemm
+from ottava.compat.transformer_engine.pytorch.tensors import DType, general_gemm, general_grouped_gemm
 from ottava.ops.gemm import gemm
 
 QUANTIZERS: dict[str, Quantizer] = {
@@ -203,11 +203,8 @@ def test_the_gemm_is_that_of_the_layouts() -> None:
     quantizer = te.MXFP8Quantizer(DType.kFloat8E4M3)
     spec = quantizer.specs()[0]
     assert spec is not None
-    for a, b, layout, operands in (
-        (w, x, "TN", (x, w)),
-        (w, dy, "NN", (dy, w.t())),
-        (x, dy, "NT", (dy.t(), x.t())),
-    ):
+    ways = (w, x, "TN", (x, w)), (w, dy, "NN", (dy, w.t())), (x, dy, "NT", (dy.t(), x.t()))
+    for a, b, layout, operands in ways:
         first, second = (ottava.quantize(t.contiguous(), spec) for t in operands)
         expected = gemm(first, second, out_dtype=torch.bfloat16)
         assert torch.equal(general_gemm(quantizer(a), quantizer(b), torch.bfloat16, layout=layout)[0], expected)
@@ -218,17 +215,17 @@ def test_the_gemm_is_that_of_the_layouts() -> None:
     summed = general_gemm(w, x, torch.float32, accumulate=True, out=out)[0]
     assert summed is out
     assert torch.allclose(out, 1 + x @ w.t())
+    one, settings = torch.zeros(48, 96), {"m_splits": [32, 16], "use_bias": True, "bias": [torch.ones(96)] * 2}
+    made = general_grouped_gemm([w, 2 * w], [x, x[:16]], [one], [None] * 2, single_output=True, **settings)
+    assert made[0] is one
+    assert torch.allclose(one, 1 + torch.cat([x @ w.t(), 2 * x[:16] @ w.t()]))
     with pytest.raises(NotImplementedError, match="gelu=True is not in ottava"):
         general_gemm(w, x, gelu=True)
 
 
-FACTORIES = {
-    "current_scaling_factory": recipes.Float8CurrentScaling(),
-    "delayed_scaling_factory": recipes.DelayedScaling(),
-    "float8_block_scaling_factory": recipes.Float8BlockScaling(),
-    "mxfp8_factory": recipes.MXFP8BlockScaling(),
-    "nvfp4_factory": recipes.NVFP4BlockScaling(),
-}
+_THEIRS = {"current_scaling": "Float8CurrentScaling", "delayed_scaling": "DelayedScaling"}
+_THEIRS |= {"float8_block_scaling": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
+FACTORIES = {f"{name}_factory": getattr(recipes, recipe)() for name, recipe in _THEIRS.items()}
 
 
 @sweep(name=FACTORIES)
@@ -236,6 +233,8 @@ def test_a_factory_has_the_cells_of_its_recipe(name: str) -> None:
     custom, own = recipes.CustomRecipe(qfactory=getattr(quantizers, name)).ottava, FACTORIES[name].ottava
     for tensor in ("input", "weight", "grad_output"):
         assert custom.cells(tensor) == own.cells(tensor)
+    made = getattr(quantizers, name)(None)
+    assert getattr(made, "recipe_class", type(FACTORIES[name])) is type(FACTORIES[name])
     assert not recipes.CustomRecipe(qfactory=quantizers.high_precision_factory).ottava.fprop.quantized
 
 

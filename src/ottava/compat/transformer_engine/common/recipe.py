@@ -195,40 +195,13 @@ class Recipe(RefusesUnknownFields):
             lambda spec, tensor: replace(spec, format=gradients if tensor == "grad_output" else formats.E4M3),
         )
 
-    @classmethod
-    def delayed(cls) -> bool:
-        """Whether this is a DelayedScaling."""
-        return issubclass(cls, DelayedScaling)
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        """Whether this is a Float8CurrentScaling."""
-        return issubclass(cls, Float8CurrentScaling)
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        """Whether this is a Float8BlockScaling."""
-        return issubclass(cls, Float8BlockScaling)
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        """Whether this is an MXFP8BlockScaling."""
-        return issubclass(cls, MXFP8BlockScaling)
-
-    @classmethod
-    def nvfp4(cls) -> bool:
-        """Whether this is an NVFP4BlockScaling."""
-        return issubclass(cls, NVFP4BlockScaling)
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        """Whether each tensor has one FP8 scale."""
-        return cls.delayed() or cls.float8_current_scaling()
-
-    @classmethod
-    def custom(cls) -> bool:
-        """Whether this is a CustomRecipe."""
-        return issubclass(cls, CustomRecipe)
+    delayed = classmethod(lambda cls: issubclass(cls, DelayedScaling))
+    float8_current_scaling = classmethod(lambda cls: issubclass(cls, Float8CurrentScaling))
+    float8_block_scaling = classmethod(lambda cls: issubclass(cls, Float8BlockScaling))
+    float8_per_tensor_scaling = classmethod(lambda cls: issubclass(cls, DelayedScaling | Float8CurrentScaling))
+    mxfp8 = classmethod(lambda cls: issubclass(cls, MXFP8BlockScaling))
+    nvfp4 = classmethod(lambda cls: issubclass(cls, NVFP4BlockScaling))
+    custom = classmethod(lambda cls: issubclass(cls, CustomRecipe))
 
 
 @dataclass(frozen=True)
@@ -289,21 +262,20 @@ class DelayedScaling(Recipe):
 
     ATTENTION: ClassVar[AttentionRecipe | None] = AttentionRecipe()
 
+    def _history(self) -> dict[str, Any]:
+        algorithm = self.amax_compute_algo
+        rule = {"amax_compute_algo": TheirAmax(algorithm) if callable(algorithm) else algorithm}
+        return {"margin": self.margin, "amax_history_len": self.amax_history_len, **rule}
+
     def _attention_formats(self, attention: AttentionRecipe) -> AttentionRecipe:
         """All six casts have a history, with the settings of the linear layers'."""
-        history = {name: getattr(self, name) for name in ("margin", "amax_history_len", "amax_compute_algo")}
-        if callable(self.amax_compute_algo):
-            history["amax_compute_algo"] = TheirAmax(self.amax_compute_algo)
         specs: dict[str, Any] = {
-            name: replace(getattr(attention, name), scaling="delayed", **history) for name in ATTENTION_TENSORS
+            name: replace(getattr(attention, name), scaling="delayed", **self._history()) for name in ATTENTION_TENSORS
         }
         return super()._attention_formats(replace(attention, **specs))
 
     def _cells(self) -> OttavaRecipe:
-        history = {name: getattr(self, name) for name in ("margin", "amax_history_len", "amax_compute_algo")}
-        if callable(self.amax_compute_algo):
-            history["amax_compute_algo"] = TheirAmax(self.amax_compute_algo)
-        recipe = self._formats(get_recipe("delayed", **history))
+        recipe = self._formats(get_recipe("delayed", **self._history()))
         overrides = zip(GEMMS, self.override_linear_precision, strict=True)
         changes: dict[str, Any] = {gemm: HIGH_PRECISION for gemm, high in overrides if high}
         return replace(recipe, **changes)
@@ -537,7 +509,8 @@ class CustomRecipe(Recipe):
     def _cells(self) -> OttavaRecipe:
         gemms = factory_cells(self.qfactory, "")
         named = Override("*", tuple(gemms.items()))  # a recipe with overrides is asked for each layer
-        return FactoryRecipe("CustomRecipe", **gemms, overrides=(named,), qfactory=self.qfactory)  # type: ignore[arg-type]  # GEMMs only
+        more: dict[str, Any] = {**gemms, "overrides": (named,), "alignment": self.quantization_alignment}
+        return FactoryRecipe("CustomRecipe", qfactory=self.qfactory, **more)
 
 
 @dataclass(frozen=True)
@@ -561,6 +534,7 @@ class FactoryRecipe(OttavaRecipe):
     """The cells of a `CustomRecipe`; a layer that has a name asks the factory by it."""
 
     qfactory: Callable[..., Any] = field(default=max, repr=False)
+    alignment: int = 128
     kept: dict[str, OttavaRecipe] = field(default_factory=dict, repr=False, compare=False)
     """Name of a layer -> its recipe: one object, because plans are kept by the identity of its specs."""
 

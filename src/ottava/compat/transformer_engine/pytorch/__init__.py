@@ -3,7 +3,8 @@
 import os
 import warnings
 from collections.abc import Mapping
-from types import MappingProxyType
+from importlib import import_module
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from ottava.base import first_use
@@ -17,8 +18,9 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "execution": ("get_cpu_offload_context", "make_graphed_callables", "mark_not_offload"),
         "module": ("GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"),
         "moe": (
-            *("moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index"),
-            *("moe_sort_chunks_by_index_with_probs", "moe_unpermute"),
+            *("Fp8Padding", "Fp8Unpadding", "moe_permute", "moe_permute_and_pad_with_probs"),
+            *("moe_permute_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs"),
+            "moe_unpermute",
         ),
         "quantization": (
             *("autocast", "fp8_autocast", "fp8_model_init", "get_cudnn_version", "get_default_recipe"),
@@ -46,51 +48,28 @@ if unread := unread_variables(os.environ):
     warnings.warn(unread, stacklevel=2)
 
 
-BELOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "distributed": (
-            *("generate_positional_ids_for_cp", "get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"),
-            *("in_fp8_activation_recompute_phase", "is_fp8_activation_recompute_enabled"),
-        ),
-        "execution": (
-            *("is_cpu_offload_enabled", "restore_fp8_tensors", "save_fp8_tensors", "set_capture_end"),
-            "set_capture_start",
-        ),
-        "gradients": ("get_dummy_wgrad",),
-        "moe": (
-            *("deinterleave_glu_tensor", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"),
-            *("fused_topk_with_score_function", "interleave_glu_tensor"),
-        ),
-        "state": ("TransformerEngineBaseModule",),
-        "module": (*("L2Normalization", "get_default_init_method", "init_method_normal", "scaled_init_method_normal"),),
-        "quantization": (
-            *("FP8GlobalStateManager", "get_align_size_for_quantization", "get_default_fp8_recipe"),
-            *("UNSAFE_PICKLE_EXTRA_STATE_ENV", "is_non_tn_fp8_gemm_supported", "round_up_to_nearest_multiple"),
-            "should_load_extra_state_pickle",
-        ),
-        "quantizers": (
-            *("current_scaling_factory", "delayed_scaling_factory"),
-            *("float8_block_scaling_factory", "high_precision_factory", "mxfp8_factory", "nvfp4_factory"),
-        ),
-        "rope": ("apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"),
-        "tensors": (
-            *("Float8BlockwiseQTensorStorage", "Float8TensorStorage", "HybridQuantizedTensorStorage"),
-            *("IdentityTensorStorage", "MXFP8TensorStorage", "NVFP4TensorStorage", "QuantizedTensorStorage"),
-            *("TE_DType", "TE_DType_To_Torch", "general_gemm", "get_fp8_te_dtype", "get_fp8_torch_dtype"),
-        ),
-    }
-)
-"""Module of ours -> names that TransformerEngine has below its public interface, in modules of its own."""
-
-
 _PLACES = MappingProxyType(
-    {f"{__name__}.{home}": PUBLIC.get(home, ()) + BELOW.get(home, ()) for home in {**PUBLIC, **BELOW}}
+    {f"{__name__}.{home}": names for home, names in PUBLIC.items()}
     | {"ottava.compat.transformer_engine.common.recipe": ("QuantizerRole",)}
 )
 
 
+def _below(name: str, *homes: str) -> Any:
+    """What one of these modules of ours defines under a name that TransformerEngine has below its interface, in modules
+    of its own; None: none does."""
+    for home in (f"{__name__}.{one}" for one in homes if not name.startswith("_") or name == "_default_sf_compute"):
+        value = vars(import_module(home)).get(name)
+        if getattr(value, "__module__", home) == home and not isinstance(value, ModuleType | None):
+            return value
+    return None
+
+
 def __getattr__(name: str) -> Any:
-    return absent(name) if name in NAMES or name in refused.BELOW else first_use(__name__, _PLACES, name)
+    if name in NAMES or name in refused.BELOW:
+        return absent(name)
+    public = name in __all__ or name in ("__path__", *PUBLIC, "gradients", "refused", "rope", "state")
+    found = None if public else _below(name, *PUBLIC, "gradients", "rope", "state")
+    return first_use(__name__, _PLACES, name) if found is None else found
 
 
 def __dir__() -> list[str]:

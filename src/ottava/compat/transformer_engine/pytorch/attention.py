@@ -23,6 +23,7 @@ from ottava.compat.transformer_engine.pytorch.gradients import extras_of
 from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
 from ottava.compat.transformer_engine.pytorch.module import Init, device_for, in_amp, norm_heads, norm_name, started
 from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.compat.transformer_engine.pytorch.rope import table_of
 from ottava.compat.transformer_engine.pytorch.state import Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, shards_for
 from ottava.distributed.context import GatheredKeys, RingKeys, positions
@@ -88,8 +89,6 @@ def rotary_table(
         return None
     if isinstance(angles, tuple | list):
         raise NotImplementedError("rotary_pos_emb: different angles for queries and keys are not in ottava")
-    sign = torch.ones(angles.shape[-1], device=angles.device)
-    sign[:: 2 if interleaved else 1][: angles.shape[-1] // 2] = -1.0
     length = x.shape[1 if layout == "bshd" else 0]
     if past is not None:
         if len(angles) < (most := max(past.sequences.values(), default=0)):
@@ -102,7 +101,7 @@ def rotary_table(
         raise ValueError(f"rotary_pos_emb: got angles of {len(angles)} positions; needs {length}, as x has")
     else:
         angles = angles[:length].transpose(0, 1) if layout == "bshd" else angles[:length]
-    return RotaryTable(angles.cos(), angles.sin() * sign, interleaved)
+    return table_of(angles, interleaved)
 
 
 Window = tuple[int | None, int | None] | None

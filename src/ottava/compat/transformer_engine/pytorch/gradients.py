@@ -72,6 +72,7 @@ class WeightGradients(nn.Module):
     is_first_forward: bool | None = None
     """is_first_microbatch of the last forward."""
     delays = False
+    use_bias = property(lambda self: self.bias is not None)
 
     def gives(self, extras: Extras) -> None:
         """Takes the settings. A constructor calls this after it has built its layers."""

@@ -445,6 +445,21 @@ class _TENorm:
 
     weight: Any
 
+    def __init__(self, normalized_shape: int | None = None, eps: float = 1e-5, **others: Any) -> None:
+        size = others.pop("hidden_size", None) if normalized_shape is None else normalized_shape
+        where, parallel = type(self).__name__, bool(others.pop("sequence_parallel", False))
+        if size is None:
+            raise TypeError(f"{where}: got no size; needs normalized_shape, the width of the rows")
+        own = {"eps": eps, "zero_centered_gamma": others.pop("zero_centered_gamma", False)}
+        own |= {"device": device_for(others.pop("device", None)), "dtype": others.pop("dtype", None)}
+        own["dtype"] = others.pop("params_dtype", own["dtype"])
+        refuse(
+            where, others, ("normalized_shape", "eps", "zero_centered_gamma", "hidden_size", "params_dtype", "device")
+        )
+        super().__init__(size, **own)  # type: ignore[call-arg]  # that of ottava's norm
+        for parameter in self.parameters():  # type: ignore[attr-defined]
+            mark(parameter, sequence_parallel=parallel)
+
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., K)."""
         dtype = autocast_dtype(input) or self.weight.dtype
@@ -461,12 +476,6 @@ class LayerNorm(_TENorm, ours.LayerNorm):
         tensor([[0., 0., 0., 0.]], grad_fn=<_ProducedBackward>)
     """
 
-    def __init__(self, normalized_shape: int | None = None, eps: float = 1e-5, **others: Any) -> None:
-        sequence_parallel = bool(others.pop("sequence_parallel", False))
-        super().__init__(**_norm_arguments("LayerNorm", normalized_shape, eps, others))
-        for parameter in self.parameters():
-            mark(parameter, sequence_parallel=sequence_parallel)
-
 
 class RMSNorm(_TENorm, ours.RMSNorm):
     """`ottava.nn.RMSNorm` with TransformerEngine's arguments and the dtypes of `LayerNorm`; errors as `Linear`.
@@ -476,22 +485,3 @@ class RMSNorm(_TENorm, ours.RMSNorm):
         Parameter containing:
         tensor([0., 0., 0., 0.], requires_grad=True)
     """
-
-    def __init__(self, normalized_shape: int | None = None, eps: float = 1e-5, **others: Any) -> None:
-        sequence_parallel = bool(others.pop("sequence_parallel", False))
-        super().__init__(**_norm_arguments("RMSNorm", normalized_shape, eps, others))
-        mark(self.weight, sequence_parallel=sequence_parallel)
-
-
-def _norm_arguments(where: str, size: int | None, eps: float, others: dict[str, Any]) -> dict[str, Any]:
-    size = others.pop("hidden_size", None) if size is None else size
-    if size is None:
-        raise TypeError(f"{where}: got no size; needs normalized_shape, the width of the rows")
-    arguments = {
-        "eps": eps,
-        "zero_centered_gamma": others.pop("zero_centered_gamma", False),
-        "device": device_for(others.pop("device", None)),
-        "dtype": others.pop("params_dtype", others.pop("dtype", None)),
-    }
-    refuse(where, others, ("normalized_shape", "eps", "zero_centered_gamma", "hidden_size", "params_dtype", "device"))
-    return {"normalized_shape": size, **arguments}

@@ -9,12 +9,16 @@ Source: transformer_engine/pytorch/permutation.py and router.py, 2.20.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ottava.base.errors import unknown_name
+from ottava.engine.autocast import AMBIENT
 from ottava.kernels.gate import no_autocast
 from ottava.nn.grouped import Permutation, permute, sort_by_expert, unpermute
+from ottava.numerics.formats import E2M1
 
 _EPS = 1e-20  # that TransformerEngine adds to a sum of scores
 
@@ -99,6 +103,55 @@ def moe_permute_and_pad_with_probs(
     places, total = _padded_places(_plan(row_id_map), pad_offsets), int(padded.sum())
     rows = rows.new_zeros(total, rows.shape[1]).index_copy(0, places, rows)
     return rows, own.new_zeros(total).index_copy(0, places, own), row_id_map, pad_offsets, padded
+
+
+class Fp8Padding(nn.Module):
+    """Puts zero rows behind those of each expert, up to a multiple of align_size. `GroupedLinear` needs none.
+
+    Args:
+        num_gemms: number of experts.
+        align_size: None: 128 for NVFP4 and a CustomRecipe, 32 for MXFP8, else 16, by the recipe of the first forward.
+
+    Example:
+        >>> Fp8Padding(2, 4)(torch.ones(5, 1), [3, 2])[1]
+        [4, 4]
+    """
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.num_gemms, self.align_size = num_gemms, align_size
+
+    def padded(self, m_splits: Sequence[int]) -> list[int]:
+        """The padded number of rows of each expert.
+
+        Raises:
+            ValueError: another number of experts.
+        """
+        if len(m_splits) != self.num_gemms:
+            raise ValueError(
+                f"{type(self).__name__}: got rows of {len(m_splits)} experts; needs those of {self.num_gemms}"
+            )
+        if self.align_size is None:
+            recipe = AMBIENT.get().recipe
+            spec = None if recipe is None else recipe.fprop.lhs
+            size = 16 if spec is None else 128 if spec.format == E2M1 else 32 if spec.scale_format == "e8m0" else 16
+            self.align_size = getattr(recipe, "alignment", size)
+        return [-(-rows // self.align_size) * self.align_size for rows in m_splits]
+
+    def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Rows (rows, features), sorted by expert, and the number of each -> both padded."""
+        padded, parts = self.padded(m_splits), inp.split(list(m_splits))
+        rows = [nn.functional.pad(part, (0, 0, 0, n - len(part))) for part, n in zip(parts, padded, strict=True)]
+        return (inp if padded == list(m_splits) else torch.cat(rows)), padded
+
+
+class Fp8Unpadding(Fp8Padding):
+    """Takes away the rows that `Fp8Padding` has put there."""
+
+    def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:  # type: ignore[override]  # as TransformerEngine's
+        """Padded rows, and the number of rows of each expert without padding -> those rows."""
+        parts = inp.split(self.padded(m_splits))
+        return torch.cat([part[:rows] for part, rows in zip(parts, m_splits, strict=True)])
 
 
 def moe_unpermute(

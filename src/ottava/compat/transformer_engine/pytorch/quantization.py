@@ -13,9 +13,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ottava.base.errors import need
@@ -104,7 +106,8 @@ def quantized_model_init(
         return
     chosen = get_default_recipe() if recipe is None else recipe
     need("quantized_model_init", chosen, Recipe, "a recipe of ottava.compat.transformer_engine.common.recipe")
-    with model_init(chosen.ottava, keep_high_precision=preserve_high_precision_init_val):
+    cells = replace(chosen.ottava, overrides=()) if isinstance(chosen, CustomRecipe) else chosen.ottava  # no names yet
+    with model_init(cells, keep_high_precision=preserve_high_precision_init_val):
         yield
 
 
@@ -215,3 +218,9 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
     if isinstance(recipe, CustomRecipe):
         return recipe.quantization_alignment
     return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16
+
+
+def _default_sf_compute(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
+    """TransformerEngine's next scale, written into scale: fp8_max / amax / 2**margin, or as before without an amax."""
+    found = (fp8_max / amax / 2**margin).clamp(max=torch.finfo(torch.float32).max)
+    return scale.copy_(torch.where((amax > 0) & amax.isfinite(), found, scale))

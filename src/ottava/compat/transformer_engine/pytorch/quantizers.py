@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ottava.compat.transformer_engine.common import recipe
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
 from ottava.compat.transformer_engine.pytorch.tensors import (
     FORMATS,
@@ -64,6 +65,8 @@ class Quantizer:
 
     tensor_class: type[QuantizedTensor] = QuantizedTensor
     """Of what a call makes."""
+    recipe_class: type[recipe.Recipe] = recipe.CustomRecipe
+    """Under which layers cast so."""
     internal = False
     optimize_for_gemm = False
     dtype: Any = DType.kFloat8E4M3
@@ -148,6 +151,9 @@ class Quantizer:
         """Which casts a call makes."""
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
+    def _get_compatible_recipe(self) -> type[recipe.Recipe]:
+        return self.recipe_class
+
     def copy(self) -> Any:
         """A quantizer with the same settings, and the same scale and amax where it has them."""
         return copy.copy(self)
@@ -171,7 +177,7 @@ class Float8Quantizer(Quantizer):
         fp8_dtype: DType.kFloat8E4M3 or kFloat8E5M2.
     """
 
-    tensor_class = Float8Tensor
+    tensor_class, recipe_class = Float8Tensor, recipe.DelayedScaling
 
     def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: Any, **usage: bool) -> None:
         super().__init__(**usage)
@@ -202,7 +208,7 @@ def _no_floor(where: str, amax_epsilon: float) -> None:
 class Float8CurrentScalingQuantizer(Quantizer):
     """One scale a tensor, from its own amax."""
 
-    tensor_class = Float8Tensor
+    tensor_class, recipe_class = Float8Tensor, recipe.Float8CurrentScaling
 
     def __init__(
         self,
@@ -236,7 +242,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
 class Float8BlockQuantizer(Quantizer):
     """Blocks of 1x128 (block_scaling_dim=1) or 128x128 (2)."""
 
-    tensor_class = Float8BlockwiseQTensor
+    tensor_class, recipe_class = Float8BlockwiseQTensor, recipe.Float8BlockScaling
 
     block_len = 128
 
@@ -267,7 +273,7 @@ class Float8BlockQuantizer(Quantizer):
 class MXFP8Quantizer(Quantizer):
     """Blocks of 32 with E8M0 scales, or of 32x32."""
 
-    tensor_class = MXFP8Tensor
+    tensor_class, recipe_class = MXFP8Tensor, recipe.MXFP8BlockScaling
 
     def __init__(self, fp8_dtype: Any, *, with_2d_quantization: bool = False, **usage: bool) -> None:
         super().__init__(**usage)
@@ -282,7 +288,7 @@ class MXFP8Quantizer(Quantizer):
 class NVFP4Quantizer(Quantizer):
     """Blocks of 16 with E4M3 scales below one of FP32; Hadamard transforms and stochastic rounding as asked."""
 
-    tensor_class = NVFP4Tensor
+    tensor_class, recipe_class = NVFP4Tensor, recipe.NVFP4BlockScaling
 
     def __init__(
         self,

@@ -15,7 +15,6 @@ import torch
 from ottava.base.errors import unknown_name
 
 _TENSORS = "ottava.quantize(x, spec) gives codes and scale_inv as plain tensors"
-_CASTS = "a cell of a recipe, an ottava.QuantizationSpec, sets the cast of a tensor"
 _USERBUFFERS = "collectives are torch.distributed's own; leave it out"
 _OFFLOAD = "torch.autograd.graph.save_on_cpu() moves saved tensors"
 _STATES = "recipe.ottava.cells(tensor) shows the casts of a recipe, and layer.last_call the recipe of a forward"
@@ -29,8 +28,6 @@ KERNELS = "it is a kernel of CUDA; ottava.quantize casts, and ottava.gemm multip
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "CusolverMpCtx": "torch.linalg has the matrix functions of one device",
-        "Fp8Padding": "GroupedLinear accepts splits of any size: leave it out",
-        "Fp8Unpadding": "GroupedLinear accepts splits of any size: leave it out",
         "FusedMLAQUpProjRopeQuant": "write the projection with Linear and the rotation with ottava.nn",
         "ManualOffloadSynchronizer": _OFFLOAD,
         "UserBufferQuantizationMode": _USERBUFFERS,
@@ -40,25 +37,17 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "newton_schulz": "torch.optim.Muon has it",
         "onnx_export": "ottava has no ONNX export",
         "ops": "use the modules; ottava itself fuses the operation in front of a cast",
-        "prepare_for_saving": _TENSORS,
-        "restore_from_func_ctx": _TENSORS,
-        "restore_from_saved": _TENSORS,
+        **dict.fromkeys(("prepare_for_saving", "restore_from_func_ctx", "restore_from_saved"), _TENSORS),
     }
 )
 """Name in transformer_engine.pytorch -> what to use."""
 
 BELOW: Mapping[str, str] = MappingProxyType(
     {
-        "CustomRecipeState": _STATES,
-        "DelayedScalingRecipeState": _STATES,
-        "Float8BlockScalingRecipeState": _STATES,
-        "Float8CurrentScalingRecipeState": _STATES,
+        **{f"{recipe}RecipeState": _STATES for recipe in ("", "Custom", "DelayedScaling", "NVFP4BlockScaling")},
+        **{f"{recipe}ScalingRecipeState": _STATES for recipe in ("Float8Block", "Float8Current", "MXFP8Block")},
         "GroupedTensor": "GroupedLinear keeps the weights of its groups as one tensor, .weight",
-        "MXFP8BlockScalingRecipeState": _STATES,
-        "NVFP4BlockScalingRecipeState": _STATES,
-        "RecipeState": _STATES,
         "distributed_weight": "torch's fully_shard gathers weights, also those of ottava",
-        "general_grouped_gemm": "GroupedLinear multiplies its groups; general_gemm multiplies two tensors",
     }
 )
 """Names and modules below that interface, which scripts have used, too -> what to use."""
@@ -99,8 +88,10 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "single_grouped_bias": ((False,), "each expert has a bias of its own"),
         **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), ((None,), "DotProductAttention takes it")),
         "pad_between_seqs": ((None, False), "DotProductAttention takes it"),
-        "bottom_right_diagonal": ((None,), "use a mask type that ends in bottom_right"),
-        "enc_dec_bottom_right_diagonal": ((None,), "use a mask type that ends in bottom_right"),
+        **{
+            f"{of}bottom_right_diagonal": ((None,), "use a mask type that ends in bottom_right")
+            for of in ("", "enc_dec_")
+        },
         "enc_dec_window_size": ((None, (-1, -1)), "cross attention has no window"),
         "window_size": ((None,), "give it to the constructor"),
         "attention_type": (("self", "cross"), "there are only these two"),
@@ -124,36 +115,28 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
 _ATTENTION = "torch.nn.attention.sdpa_kernel chooses the kernel of attention; a receipt names it"
 _FP8_ATTENTION = "set attention's formats in the recipe: Float8CurrentScaling(fp8_dpa=True)"
 _FIELD = "give {} to the recipe"
+_DISABLE = ("disable_2d_quantization", "disable_rht", "disable_stochastic_rounding")
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "torch.use_deterministic_algorithms decides",
         "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "ottava reads pickled states without executing them",
         "NVTE_APPLY_QK_LAYER_SCALING": "give softmax_scale to the attention",
-        "NVTE_BACKWARD_OVERRIDE": _FIELD.format("backward_override"),
         "NVTE_CPU_OFFLOAD_V1": _OFFLOAD,
         "NVTE_DEBUG": "ottava.watch(model) records every cast",
         "NVTE_DEBUG_LEVEL": "the logger 'ottava' reports problems",
-        "NVTE_DPA_FP8DS_AMAX_ALGO": _FP8_ATTENTION,
-        "NVTE_DPA_FP8DS_AMAX_HISTLEN": _FP8_ATTENTION,
-        "NVTE_DPA_FP8DS_REDUCE_AMAX": _FP8_ATTENTION,
-        **dict.fromkeys(("NVTE_DPA_FP8_FORMAT", "NVTE_DPA_FP8_RECIPE"), _FP8_ATTENTION),
-        "NVTE_FLASH_ATTN": _ATTENTION,
+        **{f"NVTE_DPA_FP8DS_{name}": _FP8_ATTENTION for name in ("AMAX_ALGO", "AMAX_HISTLEN", "REDUCE_AMAX")},
+        **{f"NVTE_DPA_FP8_{name}": _FP8_ATTENTION for name in ("FORMAT", "RECIPE")},
+        **dict.fromkeys(("NVTE_FP8_DPA_BWD", "NVTE_UnfusedDPA_Emulate_FP8"), _FP8_ATTENTION),
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": _FIELD.format("use_f32_scales=True"),
         "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": _FIELD.format("use_power_2_scales=True"),
-        "NVTE_FP8_DPA_BWD": _FP8_ATTENTION,
-        **dict.fromkeys(("NVTE_FUSED_ATTN", "NVTE_FUSED_ATTN_BACKEND"), _ATTENTION),
-        "NVTE_NVFP4_4OVER6": _FIELD.format("nvfp4_4over6"),
-        "NVTE_NVFP4_4OVER6_E4M3_USE_256": _FIELD.format("nvfp4_4over6_e4m3_use_256"),
-        "NVTE_NVFP4_4OVER6_ERR_MODE": _FIELD.format("nvfp4_4over6_err_mode"),
+        **{f"NVTE_{name}": _ATTENTION for name in ("FLASH_ATTN", "FUSED_ATTN", "FUSED_ATTN_BACKEND", "UNFUSED_ATTN")},
+        **{f"NVTE_{field.upper()}": _FIELD.format(field) for field in ("backward_override", "nvfp4_4over6")},
+        **{f"NVTE_{f.upper()}": _FIELD.format(f) for f in ("nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode")},
+        **{f"NVTE_NVFP4_{f.upper()}": _FIELD.format(f"{f}=True") for f in _DISABLE},
         "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH": "errors are those of FP32, as without it",
-        "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": _FIELD.format("disable_2d_quantization=True"),
-        "NVTE_NVFP4_DISABLE_RHT": _FIELD.format("disable_rht=True"),
-        "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": _FIELD.format("disable_stochastic_rounding=True"),
         "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "each tensor has one fp32 scale above those of its blocks",
-        "NVTE_UNFUSED_ATTN": _ATTENTION,
         "NVTE_UNFUSED_FP8_UPDATE": "histories have one rule: that of an idle layer never rolls",
-        "NVTE_UnfusedDPA_Emulate_FP8": _FP8_ATTENTION,
     }
 )
 """Variable that changes TransformerEngine's numbers -> its replacement in ottava. Other variables tune its kernels."""

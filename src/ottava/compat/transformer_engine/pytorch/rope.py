@@ -65,9 +65,14 @@ def apply_rotary_pos_emb(
     if needed > len(freqs):
         raise ValueError(f"apply_rotary_pos_emb: got angles of {len(freqs)} positions; needs {needed}")
     angles = freqs[positions].squeeze(-3)  # (t, 1, dim) or (s, b, 1, dim)
+    return rotate(t, table_of(angles, interleaved)).contiguous()
+
+
+def table_of(angles: Tensor, interleaved: bool) -> RotaryTable:
+    """ottava's table of TransformerEngine's angles (..., dim)."""
     sign = torch.ones(angles.shape[-1], device=angles.device)
     sign[:: 2 if interleaved else 1][: angles.shape[-1] // 2] = -1.0
-    return rotate(t, RotaryTable(angles.cos(), angles.sin() * sign, interleaved)).contiguous()
+    return RotaryTable(angles.cos(), angles.sin() * sign, interleaved)
 
 
 def apply_fused_qkv_rotary_pos_emb(

@@ -45,10 +45,10 @@ INTERNALS: Mapping[str, str] = MappingProxyType(
         "get_quantizer_roles": "ottava asks a CustomRecipe for the input, the weight and the gradient",
         "output_quantizer_role": "outputs are in high precision",
         "grad_input_quantizer_role": "gradients of inputs are in high precision",
-        "backward_dw": "backward computes dgrad and wgrad together",
-        "wgrad_store": "backward computes dgrad and wgrad together",
-        "init_fp8_metadata": f"the first forward makes the state of a recipe; {_CASTS}",
-        "set_meta_tensor": f"the first forward makes the state of a recipe; {_CASTS}",
+        **dict.fromkeys(("backward_dw", "wgrad_store"), "backward computes dgrad and wgrad together"),
+        **dict.fromkeys(
+            ("init_fp8_metadata", "set_meta_tensor"), f"the first forward makes the state of a recipe; {_CASTS}"
+        ),
         "adjust_amax_history_length": "the recipe's amax_history_len counts; a new recipe makes a new history",
     }
 )

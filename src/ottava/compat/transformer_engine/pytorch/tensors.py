@@ -9,6 +9,7 @@ columns are copies in TransformerEngine's layout; new numbers are written by `qu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
@@ -52,19 +53,8 @@ class DType(IntEnum):
         return TE_DType[value] if isinstance(value, torch.dtype) else cls(int(value))
 
 
-TE_DType = MappingProxyType(
-    {
-        torch.uint8: DType.kByte,
-        torch.int16: DType.kInt16,
-        torch.int32: DType.kInt32,
-        torch.int64: DType.kInt64,
-        torch.float32: DType.kFloat32,
-        torch.float16: DType.kFloat16,
-        torch.bfloat16: DType.kBFloat16,
-        torch.float8_e4m3fn: DType.kFloat8E4M3,
-        torch.float8_e5m2: DType.kFloat8E5M2,
-    }
-)
+_WIDE = torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16
+TE_DType = MappingProxyType(dict(zip((*_WIDE, torch.float8_e4m3fn, torch.float8_e5m2), DType, strict=False)))
 TE_DType_To_Torch = MappingProxyType({theirs: dtype for dtype, theirs in TE_DType.items()})
 FORMATS = MappingProxyType(
     {DType.kFloat8E4M3: formats.E4M3, DType.kFloat8E5M2: formats.E5M2, DType.kFloat4E2M1: formats.E2M1}
@@ -228,18 +218,6 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     _columnwise_scale_inv = property(lambda self: self._laid(True, 1))
     _with_gemm_swizzled_scales = property(lambda self: bool(getattr(self._quantizer, "optimize_for_gemm", False)))
 
-    def float(self) -> Tensor:
-        """The numbers in FP32."""
-        return self.dequantize(dtype=torch.float32)
-
-    def bfloat16(self) -> Tensor:
-        """The numbers in BF16."""
-        return self.dequantize(dtype=torch.bfloat16)
-
-    def half(self) -> Tensor:
-        """The numbers in FP16."""
-        return self.dequantize(dtype=torch.float16)
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         state = tuple(self.shape), self.dtype, self.rows, self.columns, self._quantizer, self.requires_grad
         return _rebuilt, (type(self), *state)
@@ -276,7 +254,9 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
             return x._like(shape, x.rows, x.columns)
     if packet is _aten._to_copy and set(kwargs) <= {"device", "non_blocking", "dtype", "layout", "pin_memory"}:
         same = kwargs.get("device") is None or torch.device(kwargs["device"]) == x.device
-        if same and kwargs.get("dtype") in (None, x.dtype):
+        if same and kwargs.get("dtype") not in (None, x.dtype):
+            return x.numbers(kwargs["dtype"])  # of the codes, not of what they show
+        if same:
             return x._like(x.shape, _copied(x.rows), _copied(x.columns))
     if packet is _aten._has_compatible_shallow_copy_type:
         return isinstance(args[1], QuantizedTensor)
@@ -286,7 +266,7 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
 def _copied(codes: Any) -> Any:
     if not isinstance(codes, Codes):
         return None if codes is None else codes.clone()
-    return Codes(codes.data.clone(), codes.scale_inv.clone(), codes.spec, codes.dtype, codes.amax, codes.aside)
+    return replace(codes, data=codes.data.clone(), scale_inv=codes.scale_inv.clone())
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -377,6 +357,7 @@ class NVFP4Tensor(QuantizedTensor):
         return self._shaped(data, turned), self._tiled(scales)
 
     _row_scaled_nvfp4 = property(lambda self: bool(getattr(self._quantizer, "row_scaled_nvfp4", False)))
+    _nvfp4_use_4over6 = property(lambda self: bool(getattr(self._quantizer, "nvfp4_use_4over6", False)))
     _amax_rowwise = property(lambda self: None if self.rows is None else self.rows.amax.view(-1))
     _amax_columnwise = property(lambda self: None if self.columns is None else self.columns.amax.view(-1))
 
@@ -491,6 +472,39 @@ def general_gemm(
     y = y if out is None else out.copy_(y)
     d_bias = _plain(B).reshape(-1, B.shape[-1]).sum(0).to(dtype) if grad and bias is not None else None
     return (y if quantization_params is None else quantization_params(y)), d_bias, None, None
+
+
+def general_grouped_gemm(
+    A: Sequence[Tensor],
+    B: Sequence[Tensor],
+    out: Sequence[Tensor],
+    quantization_params: Sequence[Any],
+    out_dtype: torch.dtype | None = None,
+    layout: str = "TN",
+    m_splits: Sequence[int] | None = None,
+    **others: Any,
+) -> tuple[Any, list[Any], list[Any]]:
+    """`general_gemm` of each pair, written into out.
+
+    Args:
+        out: a tensor for each pair; with single_output one, whose rows m_splits divides.
+        others: bias (a list, counts with use_bias), and arguments of `general_gemm`.
+    Returns:
+        out, or its one tensor; the gradients of the biases; a third list, for GELU's inputs.
+
+    Example:
+        >>> x, w, y = torch.ones(3, 16), torch.ones(2, 4, 16), torch.empty(3, 4)
+        >>> general_grouped_gemm(list(w), x.split([2, 1]), [y], [None] * 2, m_splits=[2, 1], single_output=True)[0][0]
+        tensor([16., 16., 16., 16.])
+    """
+    biases = others.pop("bias", None) if others.pop("use_bias", False) else [None] * len(A)
+    one_tensor = others.pop("single_output", False)
+    places = out[0].split(list(m_splits or ())) if one_tensor else out
+    made = [
+        general_gemm(a, b, layout=layout, bias=bias, out=place, quantization_params=cast, **others)
+        for a, b, bias, place, cast in zip(A, B, biases, places, quantization_params, strict=True)
+    ]
+    return out[0] if one_tensor else out, [one[1] for one in made], [None] * len(A)
 
 
 def _operand(x: Tensor, name: str, *, columns: bool) -> Any:
