@@ -31,14 +31,7 @@ RECIPES = ("bf16", "tensorwise", "rowwise", "blockwise", "delayed")
 
 
 def trained(name: str, recipe: str, folder: Path, seed: int = 0) -> Any:
-    """The diagnosis of one clean training.
-
-    Args:
-        name: of `CLEAN`.
-        recipe: of `RECIPES`.
-        folder: for the run.
-        seed: of torch.
-    """
+    """The diagnosis of one training of `CLEAN` under a recipe."""
     torch.manual_seed(seed)
     with ottava.watch(None, folder):
         CLEAN[name](Low(recipe))
