@@ -381,8 +381,9 @@ def what_if(
     if layers is not None:
         names = {name for name in table["layer"] if fnmatchcase(name, layers)}
         if not names:
-            examples = ", ".join(list(dict.fromkeys(table["layer"]))[:8])
-            raise ValueError(f"--layers {layers!r} matches no layer of {run}; it has {examples}, ...")
+            own = list(dict.fromkeys(table["layer"]))
+            examples = ", ".join(own[:8]) + ", ..." * (len(own) > 8)
+            raise ValueError(f"--layers {layers!r} matches no layer of {run}; it has {examples}")
         table = table.where(layer=names)
     predictions = recast(run, predict(table, candidates, recording=recorded(run)), candidates)
     if not predictions:

@@ -321,6 +321,9 @@ def table(
     else:
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
+    if (hooks := [str(source) for source in chosen["source"]].count("hook")) > 0:
+        said = f"{hooks:,} of {len(chosen):,} lines are of simulated casts, beside GEMMs that ran in the model's own"
+        typer.echo(f"{said} precision. Casts that the script writes itself are in `ottava diagnose`.", err=True)
     return 0
 
 

@@ -286,9 +286,9 @@ def relation(parts: Sequence[Part]) -> tuple[str, str]:
     if len(usual) * 2 > len(got) and bool((torch.frexp(usual)[0].abs() == 0.5).all()):
         shown = ", ".join(f"{float(x):g}" for x in usual.unique()[:4])
         return "powers of two", f"is off by factors that are powers of two: {shown}"
-    off = float(((got - right).abs() / right.abs().clamp(min=1e-300)).nan_to_num(math.inf).median())
-    said = f"is wrong by {off:.2g} of its size or more in half of the wrong places, and no hypothesis gives it"
-    return "not explained", said
+    off = float(((got - right).abs() / right.abs().clamp(min=1e-300)).nan_to_num(math.inf, math.inf).median())
+    said = f"wrong by {off:.2g} of its size or more" if math.isfinite(off) else "infinite or NaN"
+    return "not explained", f"is {said} in half of the wrong places, and no hypothesis gives it"
 
 
 def copied(parts: Sequence[Part]) -> tuple[str, str] | None:

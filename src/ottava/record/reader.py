@@ -580,7 +580,9 @@ def select(
     names = list(dict.fromkeys(table["layer"].tolist()))
     for pattern in usable(tuple(layers)):
         if not any(matches(name, (pattern,)) for name in names):
-            raise RunError(f"{run.path}: {pattern!r} matches no layer; it has {', '.join(names[:8])}, ...")
+            raise RunError(
+                f"{run.path}: {pattern!r} matches no layer; it has {', '.join(names[:8])}{', ...' * (len(names) > 8)}"
+            )
     table = table.where(layer=[name for name in names if matches(name, layers)])
     if wanted := tensor_names(tensors):
         table = table.where(tensor=wanted)

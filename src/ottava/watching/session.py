@@ -307,7 +307,7 @@ class Watch:
         if error is None or self._closed:
             return self.close()
         self._settle(wait=True)
-        self._keep_flight(why := f"{type(error).__name__}: {error}")
+        self._keep_flight(why := f"{type(error).__name__}: {error}".removesuffix(": "))
         return self.close(why)
 
     @property
