@@ -409,6 +409,16 @@ def test_a_loss_that_is_in_its_band_without_casts_says_who_raised_it(tmp_path: P
         assert (answer.fp8, "inside the band that it had left" in answer.sentence) == (said, said == "guilty")
 
 
+def test_a_loss_that_stays_at_a_guess_asks_whether_the_last_layer_trains(tmp_path: Path) -> None:
+    flat = lambda s: {"loss": math.log(64) - 0.01}  # noqa: E731
+    for name, frozen in (("head.weight", "R"), ("layers.0.fc1.weight", "")):
+        mine = [{**p, "trains": p["name"] != name} for p in parameters()]
+        answer = diagnose(record(tmp_path / name, flat, parameters=mine))
+        assert (first(answer), "gives the classes does not train: head.weight." in answer.sentence) == (
+            ("O3", True) if frozen else ("", False)
+        )
+
+
 def test_a_gradient_that_is_not_finite_comes_before_the_loss(tmp_path: Path) -> None:
     lost = lambda s: {"loss": math.nan if s > 24 else 4.0 - 0.02 * s, "grad_norm": math.nan if s > 23 else 1.0}  # noqa: E731
     assert "The gradient is not finite from step 24 on" in diagnose(record(tmp_path / "a", lost)).sentence

@@ -120,10 +120,13 @@ class Facts:
         names = self.manifest.get("unmoved")
         return {str(n) for n in names} if isinstance(names, list) else None
 
+    def shape(self, name: str) -> list[int]:
+        """Of a parameter; [0] if unknown."""
+        return [int(n) for n in (self._about.get(name) or {}).get("shape") or [0]]
+
     def size(self, name: str) -> int:
         """Elements of a parameter; 0 if unknown."""
-        shape = (self._about.get(name) or {}).get("shape") or [0]
-        return math.prod(int(n) for n in shape)
+        return math.prod(self.shape(name))
 
     def held(self, name: str) -> Mapping[str, Any]:
         """The optimizer's settings for a parameter; {} if no optimizer holds it, or nobody knows."""

@@ -210,6 +210,14 @@ def _lr_zero(facts: Facts, event: Event | None) -> Broken | None:
 
 def _unheld(facts: Facts, event: Event | None) -> Broken | None:
     """By who holds them, and by what came out, where the run ended: weights that are what they were."""
+    if event is not None and event.kind == "flat":  # a model that knows nothing, and cannot move what names the classes
+        frozen = [str(p["name"]) for p in facts.parameters if not p.get("trains")]
+        heads = [n for p in facts.parameters if facts.shape(n := str(p["name"]))[:1] == [facts.manifest.get("classes")]]
+        if heads and heads[-1] in frozen:
+            said = (
+                f"The layer that gives the classes does not train: {heads[-1]}. Of {len(facts.parameters)} parameters "
+            )
+            return Broken(f"{said}{len(frozen)} have requires_grad False.", where=(heads[-1],), remedy="thaw")
     own = [str(p["name"]) for p in facts.parameters if p.get("trains") and not _outside(str(p["name"]))]
     held = {str(p["name"]) for f in (facts, *facts.ranks.values()) for p in f.parameters if p.get("held")}
     # a frozen teacher needs no gradient, and gets none

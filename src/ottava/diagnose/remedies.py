@@ -97,6 +97,9 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "step stays under, a schedule of other units, a large eps.",
             patch=_lr("${raised}"),
         ),
+        "thaw": Remedy(
+            "Let this layer train before the optimizer is made: by PEFT's modules_to_save, or requires_grad_(True).",
+        ),
         "unscale": Remedy(
             "Divide the gradients by the GradScaler's factor before they are clipped.",
             patch={"torch": "scaler.unscale_(optimizer)    # before clip_grad_norm_"},
