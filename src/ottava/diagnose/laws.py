@@ -597,7 +597,7 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
         if entry.get("kind") == "trigger" and entry.get("reason") == "nonfinite" and entry.get("layer"):
             where, step = str(entry["layer"]), int(entry["step"])
             return Broken(
-                f"{where} has the first {entry['tensor']} that is not finite, at step {step}.", step, (where,)
+                f"The first {entry['tensor']} that is not finite is that of {where}, at step {step}.", step, (where,)
             )
     table = facts.run.table(phase=None)
     bad = np.asarray(table.metric("nonfinite")) > 0
@@ -607,7 +607,9 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
         rows = np.flatnonzero(bad)
         i = int(rows[np.argmin(table["step"][rows])])
         where, step = str(table["layer"][i]), int(table["step"][i])
-        return Broken(f"{where} has the first {table['tensor'][i]} that is not finite, at step {step}.", step, (where,))
+        return Broken(
+            f"The first {table['tensor'][i]} that is not finite is that of {where}, at step {step}.", step, (where,)
+        )
     return None
 
 

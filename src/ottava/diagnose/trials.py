@@ -555,7 +555,7 @@ def forecast(facts: Facts) -> list[str]:
     """What simulated casts say about a model that does not cast: "If you switch this model to FP8"."""
     said = []
     for entry in facts.experiments("shadow"):
-        if entry.get("mode") == "simulated" and (error := _error(entry)) is not None:
+        if entry.get("mode") == "simulated" and not entry.get("rank") and (error := _error(entry)) is not None:
             said.append(
                 f"Under {entry.get('recipe')} the gradient of step {entry['step']} would differ by {100 * error:.3g} % "
                 f"(level {100 * _level(facts, entry):.0f} %)."
