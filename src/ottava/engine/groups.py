@@ -135,6 +135,8 @@ def agree(
         key = f"ottava/{turn}/{other}"
         try:
             store.wait([key], timedelta(seconds=patience))
+        except dist.DistNetworkError:  # the process that held the store is gone: that is no silence
+            raise
         except RuntimeError as error:
             raise RuntimeError(
                 f"delayed scaling: rank {other} did not say within {patience:g} s which scales it predicts; rank "

@@ -193,15 +193,18 @@ class Ranks:
         return values
 
     def clip(self, parameters: Iterable[nn.Parameter], most: float) -> Tensor:
-        """Scales the gradients down if their norm exceeds `most`. Returns the norm before that, over all shards."""
+        """Scales the gradients down if their norm exceeds `most`. Returns the norm before that, over all shards.
+
+        Squares are summed in FP64 with any number of processes, so a run goes on with the same norm on another number.
+        """
         trained = [parameter for parameter in parameters if parameter.grad is not None]
-        if self.size == self.config.replicas and self.experts is None:  # every process has all gradients
-            return nn.utils.clip_grad_norm_(trained, most)
+        whole = self.size == self.config.replicas and self.experts is None  # every process has all gradients
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in trained:
-            holders = self.size // self.config.pp // _shards(parameter.grad)
-            square += local(parameter.grad).double().square().sum() / holders
-        dist.all_reduce(square)
+            holders = 1 if whole else self.size // self.config.pp // _shards(parameter.grad)
+            square += torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square() / holders
+        if not whole:
+            dist.all_reduce(square)
         norm = square.sqrt().float()
         torch._foreach_mul_([local(p.grad) for p in trained], (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
@@ -267,7 +270,8 @@ def connected() -> Iterator[None]:
 
 
 def _is_lost_connection(error: Exception) -> bool:
-    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _WIRE)
+    told = isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError)
+    return told or any(word in str(error).lower() for word in _WIRE)
 
 
 def _exchange(ranks: Ranks, note: dict[str, str]) -> list[dict[str, str] | None]:
