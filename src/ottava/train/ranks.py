@@ -199,14 +199,17 @@ class Ranks:
         """
         trained = [parameter for parameter in parameters if parameter.grad is not None]
         whole = self.size == self.config.replicas and self.experts is None  # every process has all gradients
+        gradients = [local(p.grad) for p in trained]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for parameter in trained:
-            holders = 1 if whole else self.size // self.config.pp // _shards(parameter.grad)
-            square += torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square() / holders
+        if gradients:
+            holders = [1 if whole else self.size // self.config.pp // _shards(p.grad) for p in trained]
+            squares = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square()
+            square += (squares / torch.tensor(holders, dtype=torch.float64, device=self.device)).sum()
         if not whole:
             dist.all_reduce(square)
         norm = square.sqrt().float()
-        torch._foreach_mul_([local(p.grad) for p in trained], (most / (norm + 1e-6)).clamp(max=1.0))
+        if gradients:
+            torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
 
