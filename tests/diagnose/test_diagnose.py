@@ -670,7 +670,7 @@ def test_patches_are_those_of_the_framework_that_ran(tmp_path: Path) -> None:
 
 
 def test_fails_from_a_severity_on(tmp_path: Path) -> None:
-    assert all(diagnose(record(tmp_path / "run", **BREAKS["O2"])).fails(word) for word in ("critical", "warning"))
+    assert all(diagnose(record(tmp_path / word, **BREAKS["O2"])).fails(word) for word in ("critical", "warning"))
 
 
 def test_a_confidence_is_what_the_first_looks_gave() -> None:
