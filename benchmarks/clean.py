@@ -3,7 +3,7 @@
 Every training works and is meant as it is: nothing here is a fault. So each finding is a false alarm, and each answer
 that blames FP8 an accusation of the innocent. Every training runs in BF16 by torch.autocast and under recipes of FP8. A
 debugger without a false alarm in n runs has a rate below 3 / n with 95 % confidence. Written to results/clean.json.
-`--recipes nvfp4` has one alarm that is true: `remembers_keys` ends at a loss of 1.76 in four bits and at 1.47 in BF16.
+`--recipes nvfp4` has one alarm that is true: `remembers_keys` ends far above its loss in BF16.
 """
 
 from __future__ import annotations
@@ -52,10 +52,12 @@ def main() -> int:
             began = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder:
                 said = trained(name, recipe, Path(folder) / "run", options.seed)
+                loss = ottava.debug.Run.open(Path(folder) / "run").steps["loss"]
+                end = round(float(loss[-(len(loss) // 5) :].mean()), 4)
             one = {"training": name, "recipe": recipe, "alarm": bool(said.findings), "fp8": said.fp8}
-            one |= {"sentence": said.sentence, "seconds": round(time.perf_counter() - began, 1)}
+            one |= {"loss": end, "sentence": said.sentence, "seconds": round(time.perf_counter() - began, 1)}
             results.append(one)
-            print("ALARM" if one["alarm"] else "quiet", name, recipe, said.sentence[:330], flush=True)
+            print("ALARM" if one["alarm"] else "quiet", name, recipe, end, said.sentence[:330], flush=True)
     alarms, accused = sum(r["alarm"] for r in results), sum(r["fp8"] == "guilty" for r in results)
     print(f"{len(results)} clean runs: {alarms} alarms, {accused} accusations of FP8")
     if not options.names:

@@ -198,6 +198,8 @@ def _answers(
     frameworks: Sequence[str],
 ) -> tuple[list[Finding], Trial]:
     """All findings, the answer first, and the trial that stands beside them."""
+    if any(d.kind == "recipe" for d in differ):  # a recipe that draws random numbers gives the script other batches
+        differ = [d for d in differ if not (d.kind == "batch" and d.step not in (None, 1))]
     of_casts = any(d.kind in ("cast", "casting") for d in differ)  # there only the experiments speak of FP8
     trial = judge(facts, happened)
     trial = _of_cast(facts, trial, happened, differ) if of_casts else _parting(trial, good)
@@ -216,8 +218,6 @@ def _answers(
     found, others = ([f for f in fs if all(f is not one for one, _ in lead)] for fs in (found, others))
     found[1:1] = [f for _, f in lead if f.id not in _OF_CASTS]
     placed = [*(f for _, f in lead if f.id in _OF_CASTS), *placed]
-    if any(d.kind == "recipe" for d in differ):  # random numbers of a recipe are missing in the script's own
-        differ = [d for d in differ if not (d.kind == "batch" and d.step not in (None, 1))]
     others += _differing([d for d in differ if not (parted and d.kind in _PLACES)], happened, frameworks)
     others += [f for (_, _, f), exact in zip(laws, strong, strict=True) if not exact]
     # casts that were tried only after the event may suffer from what made it
@@ -272,18 +272,13 @@ def _parting(trial: Trial, good: Facts | None) -> Trial:
 
 
 def _by_recipe(facts: Facts, good: Facts, happened: Event | None, differ: Sequence[Difference], trial: Trial) -> Trial:
-    """The trial where two runs differ in their recipe alone: then the good run is the experiment that says who began.
-
-    A recipe that draws random numbers gives a script that draws its data other batches.
-    """
-    others = [d for d in differ if d.kind != "recipe" and not (d.kind == "batch" and d.step not in (None, 1))]
+    """The trial where two runs differ in their recipe alone: then the good run is an experiment that says who began."""
     recipe = next((d for d in differ if d.kind == "recipe"), None)
     lasting = happened is not None and happened.stays is not None
-    hurts = judge(facts, None)
-    if trial.part != "unknown" or not lasting or recipe is None or others or hurts.part != "guilty":
+    if trial.part != "unknown" or not lasting or recipe is None or len(differ) > 1:
         return trial
-    beside = judge(good, None)
-    if beside.part == "guilty":
+    hurts = judge(facts, None)
+    if hurts.part != "guilty" or judge(good, None).part == "guilty":
         return trial
     said = f"{recipe.sentence} Nothing else does, so the good run shows that the casts do it."
     return replace(hurts, tried=(said, *hurts.tried))

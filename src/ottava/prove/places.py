@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
     @property
     def right(self) -> Tensor:
-        """Right numbers; where nothing is told, numbers of which no sentence is true."""
+        """Numbers that are allowed; 0.5 everywhere if nothing says which are."""
         return self.allowed.right if self.allowed is not None else torch.full(self.given.shape, 0.5)
 
 

@@ -267,7 +267,7 @@ class TrainingTap:
         with torch.no_grad():
             self.gradients.note(held, scale)
             if scale is not None:
-                self._numbers["grad_scale"] = scale.detach().float().reshape(1)
+                self._numbers["grad_scale"] = scale.detach().float().reshape(1).clone()  # update() writes into it
 
     def before(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
