@@ -211,12 +211,14 @@ BREAKS: dict[str, dict[str, Any]] = {
         "change": lambda s: {"train_forwards_in_eval_mode": float(s > 20)},
         "modes": ({"gradients": True, "training": True, "recipe": "", "random": ["BatchNorm1d"]},),
     },
+    "D7": {"change": lambda s: {**rises(s), "rows_again_pct": 100.0 * (s > 17), "rows_relabeled_pct": 98.0 * (s > 17)}},
     "M7": {"trace": pairs("linear")},
     "M8": {
         "change": lambda s: {f"labels_ahead_{k}_pct": 100.0 * (k == 1) for k in range(3)},
         "experiments": ({"step": 5, "kind": "shadow", "mode": "simulated", "sees_later": True, "mixes": False},),
     },
     "M9": {"experiments": ({"step": 5, "kind": "shadow", "mode": "simulated", "sees_later": None, "mixes": True},)},
+    "M10": {"experiments": ({"step": 5, "kind": "shadow", "mode": "simulated", "mixes": False, "padding": True},)},
     "M1": {"modes": ({"kind": "load", "own": 4, "given": 4, "mine": "0.weight", "theirs": "module.0.weight"},)},
     "M3": {"softmax_twice": True},
     "M4": {"change": rises, "trace": first_loss(80.0)},
@@ -747,10 +749,7 @@ def test_a_cast_that_parts_two_runs_is_never_cleared(tmp_path: Path) -> None:
         assert "train.py:7" in result.sentence or other
 
 
-def test_labels_that_a_mask_hides_and_updates_that_rounding_loses_are_named(tmp_path: Path) -> None:
-    for share, found in ((100.0, "D3"), (60.0, "")):
-        result = diagnose(record(tmp_path / f"{share}", lambda s, x=share: {"labels_hidden_pct": x}))
-        assert first(result) == found
+def test_updates_that_rounding_loses_are_named(tmp_path: Path) -> None:
     low = [{**p, "dtype": "bfloat16"} for p in parameters()]
     for error, found in ((0.9, "O8"), (0.4, "")):
         line = {"step": 13, "from": 5, "kind": "optimizer", "error": error, "converts": False}

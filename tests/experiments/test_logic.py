@@ -70,10 +70,10 @@ class Tags(nn.Module):
         return self.body(self.token(ids) + where, mask=mask)
 
 
-def tried(model: nn.Module, x: Tensor) -> dict[str, bool | None]:
+def tried(model: nn.Module, x: Tensor, **others: Tensor) -> dict[str, bool | None]:
     recorder = Recorder([model])
     before = {n: v.clone() for n, v in model.state_dict().items()}
-    model(x)
+    model(x, **others)
     after = {n: v.clone() for n, v in model.state_dict().items()}
     found = reasons(recorder.finish().forwards, AS_IT_RAN)
     assert model.training
@@ -102,6 +102,55 @@ def test_what_an_output_depends_on_is_tried() -> None:
         assert tuple(found[kind] for kind in kinds) == wanted, (model, found)
 
 
+class Padded(nn.Module):
+    """An encoder whose mask is True at padding, or by mistake at tokens; made outside of it, or inside."""
+
+    def __init__(self, *, inverted: bool = False, inside: bool = False, causal: bool = False, pooled: bool = False):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+        self.token, self.place, self.head = nn.Embedding(40, 32), nn.Embedding(24, 32), nn.Linear(32, 8)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.inverted, self.inside, self.causal, self.pooled = inverted, inside, causal, pooled
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None,
+                document: Tensor | None = None, labels: Tensor | None = None) -> Tensor:  # fmt: skip
+        one = (ids != 0) if mask is None or self.inside else mask.bool()
+        places = torch.arange(ids.shape[1])[None] if position_ids is None else position_ids
+        later = torch.ones(ids.shape[1], ids.shape[1]).tril() == 0 if self.causal else None
+        if document is not None:
+            later = (document[:, :, None] != document[:, None]).repeat_interleave(4, 0)
+        x = self.token(ids) + self.place(places)
+        y = self.head(self.body(x, later, one if self.inverted else ~one))
+        return (y * one[..., None]).sum(1) / one.sum(1, keepdim=True) if self.pooled else y
+
+
+def test_masks_positions_and_labels_are_tried_along_the_rows() -> None:
+    torch.manual_seed(0)
+    real = torch.arange(20) < torch.randint(5, 20, (16, 1))
+    ids, full = torch.randint(1, 40, (16, 20)) * real, torch.randint(1, 40, (16, 20))
+    packed = torch.cat([torch.arange(8), torch.arange(12)]).expand(16, -1)
+    parts = (packed == 0).cumsum(1)
+    for model, given, wanted in (
+        (Padded(), {"mask": real.long()}, {"padding": False, "hidden": False}),
+        (Padded(inside=True), {}, {"padding": False, "hidden": False}),
+        (Padded(pooled=True), {"mask": real}, {"padding": False}),
+        (Padded(causal=True), {"mask": real.float()}, {"padding": False, "hidden": False}),
+        (Padded(inverted=True), {"mask": real.long()}, {"padding": True, "hidden": True}),
+        (Padded(inverted=True, inside=True), {}, {"padding": True, "hidden": True}),
+        (Padded(inverted=True, pooled=True), {"mask": real}, {"padding": True}),
+        (Padded(), {"mask": real, "labels": ids.masked_fill(~real, -100)}, {"taught": False}),
+        (Padded(), {"mask": real, "labels": ids}, {"taught": True}),
+        (Padded(), {"position_ids": torch.arange(20).expand(16, -1)}, {"uncounted": False}),
+        (Padded(), {"position_ids": (real.long().cumsum(0) - 1).clamp(min=0)}, {"uncounted": True}),
+        (Padded(), {"ids": full, "position_ids": packed}, {"uncounted": False, "crosses": True}),
+        (Padded(), {"ids": full, "position_ids": packed, "document": parts}, {"crosses": False}),
+        (Padded(), {"ids": full}, {"padding": None, "hidden": None, "uncounted": None, "crosses": None}),
+    ):
+        values = {"ids": ids, **given}
+        found = tried(model, values.pop("ids"), **values)
+        assert {kind: found.get(kind) for kind in wanted} == wanted, (given.keys(), found)
+
+
 @pytest.mark.parametrize(("fault", "law"), [("", None), ("ahead", "M8"), ("shift", "D6"), ("eval", "M6")])
 def test_a_model_that_learns_something_else_is_told_alone(fault: str, law: str | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -118,6 +167,38 @@ def test_a_model_that_learns_something_else_is_told_alone(fault: str, law: str |
             optimizer.step()
     answer = diagnose(Run.open(tmp_path / "run"))
     assert [f.id for f in answer.findings] == ([law] if law else []), answer.sentence
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers"])
+@pytest.mark.parametrize("order", ["one", "two", "places", "memory"])
+def test_labels_that_part_from_their_rows_in_a_later_pass_are_told_alone(kind: str, order: str, tmp_path: Path) -> None:
+    """Not told: labels that are places in a batch, and a memory that gives rows again, with new labels."""
+    torch.manual_seed(0)
+    rows = torch.randn(160, 12)
+    truth = rows[:, :1].tanh() if kind == "numbers" else (rows[:, :2] > 0).long().mv(torch.tensor([1, 2]))
+    model = nn.Sequential(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 1 if kind == "numbers" else 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ottava.watch(model, tmp_path / "run"):
+        for step in range(70):
+            at = step % 10
+            if at == 0:
+                mine = theirs = torch.randperm(160)
+                theirs = torch.randperm(160) if order == "two" and step else theirs
+            if order == "memory":
+                mine = theirs = torch.randint(16 * min(step + 1, 10), (160,))
+            x, y = rows[mine[16 * at : 16 * at + 16]], truth[theirs[16 * at : 16 * at + 16]]
+            if order == "places" and kind == "classes":
+                y = torch.arange(16)
+            loss = (nn.functional.mse_loss if kind == "numbers" else nn.functional.cross_entropy)(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    answer = diagnose(Run.open(tmp_path / "run"))
+    again = Run.open(tmp_path / "run").steps
+    told = [f.id for f in (answer.findings or answer.notes)]
+    assert told == (["D7"] if order == "two" else []), answer.sentence
+    assert bool(answer.findings) == (order == "two" and kind == "numbers")  # with few classes the loss only stays
+    assert bool((again["rows_again_pct"][:10] == 0).all()) == (order != "memory")
 
 
 def test_a_twin_goes_where_the_formula_leads() -> None:

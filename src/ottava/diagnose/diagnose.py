@@ -524,7 +524,7 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
 def _has(facts: Facts, law: Law) -> bool:
     """Whether the run folder has what a law needs."""
     columns = {
-        "D1": "input_hash", "D3": "labels_ignored_pct", "D4": "input_hash",
+        "D1": "input_hash", "D3": "labels_ignored_pct", "D4": "input_hash", "D7": "rows_again_pct",
         "O2": "lr", "O5": "kept_gradient", "O6": "extra_steps", "G1": "grad_norm",
         "M6": "train_forwards_in_eval_mode",
         "D6": "labels_ahead_1_pct", "O14": "loss_share",
@@ -540,6 +540,7 @@ def _has(facts: Facts, law: Law) -> bool:
         "M7": bool(facts.run.trace),
         "M8": any("sees_later" in e for e in facts.experiments("shadow")),
         "M9": any("mixes" in e for e in facts.experiments("shadow")),
+        "M10": any(set(e) & {"padding", "crosses", "uncounted"} for e in facts.experiments("shadow")),
         "O12": any("loss_tenth" in e for e in facts.experiments("shadow")),
         "O13": any("loss_longer" in e for e in facts.experiments("shadow")),
         "M3": "softmax_twice" in facts.manifest,

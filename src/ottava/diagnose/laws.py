@@ -8,6 +8,7 @@ may be harmless elsewhere. FP8 has no part in a law: `trials` says what the cast
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,10 +101,6 @@ def _labels_dead(facts: Facts, event: Event | None) -> Broken | None:
     ignored, equal = facts.column("labels_ignored_pct"), facts.column("labels_equal_pct")
     if ignored is not None and (hit := np.nan_to_num(ignored) >= 100.0).mean() >= 0.25:
         return Broken(f"All labels are ignored in {hit.sum()} of {len(hit)} steps.", facts.since(hit))
-    hidden = facts.column("labels_hidden_pct")
-    if hidden is not None and (hit := np.nan_to_num(hidden) >= _MATCH).mean() >= 0.75:
-        said = f"The attention mask hides every token that has a label, in {hit.sum()} of {len(hit)} steps"
-        return Broken(f"{said}: is it inverted?", facts.since(hit))
     if equal is not None and (hit := np.nan_to_num(equal) >= 100.0).mean() >= 0.75 and len(hit) > 3:
         # the same in every step, they are places in a list of candidates, as of a contrastive loss
         hashes = facts.column("label_hash")
@@ -138,6 +135,28 @@ def _labels_shifted(facts: Facts, event: Event | None) -> Broken | None:
 
 _MATCH, _CHANCE = 99.0, 90.0  # percent of the labels
 _MANY = 8  # steps of one kind of labels
+
+
+def _relabeled(facts: Facts, event: Event | None) -> Broken | None:
+    """In a later pass over the data rows come with the labels of others.
+
+    Data come in passes where nothing comes again at first, and then most: not what a player meets, or a memory gives.
+    Labels that are places in a batch are the same in many steps.
+    """
+    again, other, hashes = (facts.column(name) for name in ("rows_again_pct", "rows_relabeled_pct", "label_hash"))
+    if again is None or other is None or hashes is None:
+        return None
+    again, other = np.nan_to_num(again), np.nan_to_num(other)
+    turn = int(np.argmax(again > 50))
+    hit = (again > 50) & (other > 50)
+    if turn < 4 or again[:turn].max() > 5 or hit.sum() < max(4, 0.5 * (again[turn:] > 50).sum()):
+        return None
+    if Counter(hashes.tolist()).most_common(1)[0][1] > 0.3 * len(hashes):
+        return None
+    first = facts.since(hit)
+    said = f"From step {first} on rows of the data come again, and {other[hit].mean():.0f} % of them have the label"
+    said += " of another row: inputs and labels are no longer in one order."
+    return Broken(said, first, grave=event is not None, shown=True)  # clusters are numbered anew in each pass, too
 
 
 def _same_batch(facts: Facts, event: Event | None) -> Broken | None:
@@ -539,6 +558,23 @@ def _samples_mix(facts: Facts, event: Event | None) -> Broken | None:
     return None
 
 
+def _mask_leaks(facts: Facts, event: Event | None) -> Broken | None:
+    for entry in facts.experiments("shadow"):
+        for name, said in _MASKS:
+            if entry.get(name):
+                return Broken(f"{said}, tried at step {entry['step']}.")  # and so from the first step on
+    return None
+
+
+_MASKS = (
+    ("hidden", "The output of a row's last token does not depend on the tokens before it: the mask hides them"),
+    ("padding", "A row without its padding has another output: the mask lets padding through"),
+    ("crosses", "Other tokens in the first document of a packed row change the output of the last one"),
+    ("uncounted", "The positions that the model is given do not count along the sequence"),
+    ("taught", "More than a fifth of the labels are those of padding, which the mask hides"),
+)
+
+
 def _every_pair(facts: Facts, event: Event | None) -> Broken | None:
     """A loss of (N, 1) beside (N): broadcasting makes (N, N) of it, every sample beside every other one."""
     if (found := squared(facts)) is None:
@@ -624,6 +660,7 @@ LAWS: tuple[Law, ...] = (
         "labels",
         "labels and inputs of a cross-entropy",
     ),
+    Law("D7", "Rows come again with other labels", _relabeled, True, "pairs", "hashes of rows and labels"),
     Law("D4", "The same batch comes again and again", _same_batch, True, "data", "hashes of batches"),
     Law("O1", "No optimizer moves this model", _never_stepped, True, "optimizer", "parameters of the optimizers"),
     Law("O2", "The learning rate is 0", _lr_zero, True, "schedule", "lr"),
@@ -642,6 +679,9 @@ LAWS: tuple[Law, ...] = (
     Law("M7", "The loss mixes up its samples", _every_pair, True, "shapes", "a trace of torch's calls"),
     Law("M8", "The model sees what it has to predict", _sees_answer, True, "mask", "a shadow step, and labels"),
     Law("M9", "A sample's output depends on the rest of its batch", _samples_mix, True, "rows", "a shadow step"),
+    Law(
+        "M10", "Masks, positions or labels do not fit the rows", _mask_leaks, True, "masks", "a shadow step, and a mask"
+    ),
     Law("M1", "Nothing of a checkpoint was loaded", _nothing_loaded, True, "load", "a call of load_state_dict"),
     Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "the graph of the loss"),
     Law("M4", "The model begins far above a guess", _starts_high, True, "init", "a trace of torch's calls"),

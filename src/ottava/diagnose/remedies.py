@@ -42,6 +42,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         "labels": Remedy(
             "Look at the labels: shift, padding and ignore_index of the collator, and whether the data are shuffled."
         ),
+        "pairs": Remedy("Shuffle inputs and labels by one permutation, and let one loader give both."),
         "optimizer": Remedy(
             "Make the optimizer from model.parameters() of the model that runs, after the last change of the model.",
             patch={"torch": "optimizer = torch.optim.AdamW(model.parameters(), lr=lr)"},
@@ -122,6 +123,10 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             patch={"torch": "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)"},
         ),
         "rows": Remedy("Look at the dimensions of softmax, mean, view and transpose: the first one is the batch."),
+        "masks": Remedy(
+            "Look at what the mask means: torch's key_padding_mask is True at padding, its attn_mask and Hugging "
+            "Face's attention_mask at tokens. Positions count along a row; labels of padding are -100."
+        ),
         "ranks": Remedy(
             "Average the gradients of copied weights over the ranks. Every rank needs the same settings and steps, and "
             "batches of its own.",

@@ -3,19 +3,29 @@
     sees_later    a sequence's later tokens are changed: does the output before them move?
     mixes         the second half of a batch is replaced: does the output of the first half move?
     by_place      the samples come in another order: are their outputs others, though neither half moves the other?
+    padding       a row comes alone and without its padding: is what is said of its own tokens another?
+    hidden        most of a row's own tokens are changed: does the output of the last of them stay?
+    crosses       the first document of a packed row is changed: does the output of the last one move?
+    uncounted     do the positions that a model is given not count along the sequence?
+    taught        are more than a fifth of the labels those of padding?
 
 All run a captured forward again without casts, with the same random state, once as it ran and once with the change. A
 sample's output is asked in evaluation mode, where a batch norm takes no statistics from its neighbours. None is a
 fault by itself: a model of masked words sees both sides. `diagnose.laws` says when it is one.
+
+Padding is what a mask says it is: a tensor of two values, one for each token, that the forward reads or makes, which
+parts each row in two, where the tokens of one part are all the same. So a mask with its values exchanged is told too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ottava.experiments.program import Forward, Slot, Way, leaves, tensors_in, tree_map
 from ottava.experiments.snapshot import Kept, under_ambient, under_autocasts
@@ -24,6 +34,10 @@ _FEWEST, _LONGEST = 4, 6  # samples of a batch, tokens of a sequence
 _MOVES = 1e-4  # of the root mean square: equal rows in equal shapes give equal sums
 _FAR = -4.0  # factor of numbers that replace others: a softmax of small scores hardly moves else
 _LABELS = ("label", "labels", "target", "targets")
+_DOCUMENTS = ("segment_ids", "doc_ids", "document_ids", "sequence_ids", "seq_ids", "seq_idx")
+_ROWS = 4  # are cut to their own length
+_ANOTHER = 0.02  # of the root mean square: in other shapes BF16 sums are others by half a percent
+_ATTENDS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward", "softmax"})
 
 
 def reasons(forwards: Sequence[Forward], way: Way) -> dict[str, bool | None]:
@@ -45,7 +59,8 @@ def reasons(forwards: Sequence[Forward], way: Way) -> dict[str, bool | None]:
     if first is None:
         return dict.fromkeys(("sees_later", "mixes", "by_place"))
     mixes, by_place = _samples(first, way)
-    return {"sees_later": _sees_later(first, way), "mixes": mixes, "by_place": by_place}
+    found = {"sees_later": _sees_later(first, way), "mixes": mixes, "by_place": by_place}
+    return found | (_of_rows(first, way) if mixes is not True else {})
 
 
 def _sees_later(forward: Forward, way: Way) -> bool | None:
@@ -73,16 +88,151 @@ def _sees_later(forward: Forward, way: Way) -> bool | None:
 
 def _tokens(forward: Forward) -> Tensor | None:
     """The tokens that outputs continue: those of the decoder, if there is one."""
-    args, kwargs = forward.arguments
-    named = [(str(i), x) for i, x in enumerate(args)] + [(str(k), x) for k, x in kwargs.items()]
     found: dict[str, Tensor] = {}
-    for name, x in named:
-        value = x.value() if isinstance(x, Kept) else x
-        if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point() or name in _LABELS:
+    for name, value in _named(forward):
+        if value.dim() != 2 or value.is_floating_point() or name in _LABELS or "position" in name:
             continue
         if value.shape[1] >= _LONGEST and int(value.max()) > 1:
             found[name] = value
     return found.get("decoder_input_ids", next(iter(found.values()), None))
+
+
+def _named(forward: Forward) -> list[tuple[str, Tensor]]:
+    """The tensors among the arguments, with their names, or numbers."""
+    args, kwargs = forward.arguments
+    named = [*((str(i), x) for i, x in enumerate(args)), *((str(k), x) for k, x in kwargs.items())]
+    values = [(name, x.value() if isinstance(x, Kept) else x) for name, x in named]
+    return [(name, x) for name, x in values if isinstance(x, Tensor) and not isinstance(x, Slot)]
+
+
+class _Seen(TorchFunctionMode):
+    """What a forward reads and makes of one number for each token, and whether it attends."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.shape, self.found, self.attends = tuple(shape), [], False  # type: ignore[var-annotated]
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.attends |= getattr(function, "__name__", "") in _ATTENDS
+        for x in (*args, *(kwargs or {}).values(), result):
+            if type(x) is Tensor and x.shape == self.shape and not any(x is y for y in self.found):
+                self.found.append(x)
+        return result
+
+
+def _of_rows(forward: Forward, way: Way) -> dict[str, bool | None]:
+    """What is asked of a sequence of tokens: its padding, its documents, its positions and labels."""
+    found: dict[str, bool | None] = {}
+    named = _named(forward)
+    if (main := _tokens(forward)) is None:
+        main = next((x for _, x in named if x.dim() == 3 and x.is_floating_point()), None)
+    if main is None or main.shape[1] < _LONGEST:
+        return found
+    each = [(name, x) for name, x in named if x.shape == main.shape[:2]]
+    seen = _Seen(main.shape[:2])
+    own = _run(forward, way, evaluates=True, seen=seen)
+    real = next((r for x in (*(x for _, x in each), *seen.found) if (r := _real(x, main)) is not None), None)
+    places = next((x for name, x in each if "position" in name and not x.is_floating_point()), None)
+    if places is not None:
+        inside = slice(None) if real is None else real[:, 1:] & real[:, :-1]
+        found["uncounted"] = bool((places.diff(dim=1)[inside] == 1).float().mean() < 0.5)
+    parts = next((x for name, x in each if name in _DOCUMENTS), None)
+    if parts is None and places is not None and not found["uncounted"] and main.dim() == 2:
+        parts = (places == 0).cumsum(1) if real is None else (places.eq(0) & real).cumsum(1)
+    if parts is not None and main.dim() == 2:
+        found["crosses"] = _crosses(forward, way, main, parts, own)
+    if real is not None:
+        labels = next((x for name, x in each if name in _LABELS and not x.is_floating_point()), None)
+        if labels is not None:
+            found["taught"] = bool(((labels >= 0) & ~real).sum() > 0.2 * (labels >= 0).sum())
+        found |= _padding(forward, way, main, real, own, attends=seen.attends, counted=places is not None)
+    return found
+
+
+def _real(mask: Tensor, main: Tensor) -> Tensor | None:
+    """True where a row has tokens of its own, if `mask` parts them from its padding in either sense."""
+    if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+        return None
+    one = mask.bool()
+    turns = (one[:, 1:] != one[:, :-1]).sum(1)
+    if bool((turns > 1).any()) or not bool(turns.any()) or one.float().mean(1).unique().numel() < 2:
+        return None
+    for real in (one, ~one):
+        behind, inside = main[~real], main[real]
+        if bool((behind == behind[:1]).all()) and not bool((inside == inside[:1]).all()) and bool(real.any(1).all()):
+            return real
+    return None
+
+
+def _padding(
+    forward: Forward, way: Way, main: Tensor, real: Tensor, own: list[Tensor], *, attends: bool, counted: bool
+) -> dict[str, bool | None]:
+    """Whether padding moves what is said of a row's own tokens, and whether these are hidden from each other."""
+    length, lengths = main.shape[1], real.sum(1)
+    left = not bool(real[:, 0].all())
+    rows = [int(i) for i in lengths.argsort()[:_ROWS] if 3 < lengths[i] < length]
+    if len(main) == length or (left and not counted):
+        return {}
+    moves, stays = [], []
+    for row in rows:
+        span = slice(length - int(lengths[row]), None) if left else slice(0, int(lengths[row]))
+
+        def alone(x: Tensor, row: int = row) -> Tensor:
+            return x[row : row + 1] if x.dim() and x.shape[0] == len(main) else x
+
+        def swapped(x: Tensor, row: int = row, span: slice = span) -> Tensor:
+            if x.shape == main.shape and x.dtype == main.dtype and torch.equal(x, main):
+                x, most = x.clone(), range(length)[span][:-1]
+                x[row, most.start : most.stop] = x[row - 1, most.start : most.stop]
+            return alone(x, row)
+
+        def cut(x: Tensor, row: int = row, span: slice = span) -> Tensor:
+            # the last of three dimensions holds features; masks have four, or two
+            dims = [d for d, n in enumerate(x.shape) if n == length and (x.dim() != 3 or d == 1)]
+            x = alone(x, row)
+            for dim in dims:
+                x = x.transpose(0, dim)[span].transpose(0, dim)
+            return x
+
+        runs = (_run(forward, way, change, evaluates=True) for change in (alone, cut, swapped))
+        for all_, one, short, other in zip(own, *runs, strict=False):
+            if all_.dim() < 2 or all_.shape[0] != len(main) or len(short) != 1:
+                continue
+            a, b, c, d = all_[row], one[0], short[0], other[0]
+            if a.dim() > 1 and len(a) == length:
+                a, b, d = a[span], b[span], d[span]
+                stays.append(torch.equal(b[-1], d[-1]))
+            if a.shape == b.shape == c.shape:
+                # one scale for a tensor is another one for a row, so a cast by hand moves the row, too
+                moves.append(not _distance(c, b) <= max(_ANOTHER, 4 * _distance(a, b)))
+            break
+    # without attention padding may be read on purpose, as by a recurrence from behind
+    found = {"padding": attends and sum(moves) > 0.5 * len(moves)} if moves else {}
+    return found | ({"hidden": attends and all(stays)} if stays else {})
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    a, b = a.float(), b.float()
+    return float((a - b).square().mean().sqrt() / b.square().mean().sqrt().clamp_min(1e-30))
+
+
+def _crosses(forward: Forward, way: Way, tokens: Tensor, parts: Tensor, own: list[Tensor]) -> bool | None:
+    """Whether the last document of a row sees the first."""
+    first, last = parts == parts[:, :1], parts == parts.amax(1, keepdim=True)
+    changed = torch.where(first, tokens.roll(1, 1), tokens)
+    several = ~(first & last).any(1) & (changed != tokens).any(1)
+    if not bool(several.any()):
+        return None
+
+    def other(x: Tensor) -> Tensor:
+        return changed if x.shape == tokens.shape and x.dtype == tokens.dtype and torch.equal(x, tokens) else x
+
+    for a, b in zip(own, _run(forward, way, other, evaluates=True), strict=False):
+        if a.dim() >= 3 and a.shape[:2] == tokens.shape and a.shape == b.shape:
+            moved = _moved(a.flatten(0, 1), b.flatten(0, 1)).view(tokens.shape)
+            return bool((moved & last).any(1)[several].float().mean() > 0.5)
+    return None
 
 
 def _samples(forward: Forward, way: Way) -> tuple[bool | None, bool | None]:
@@ -134,12 +284,14 @@ def _moved(a: Tensor, b: Tensor) -> Tensor:
     return ((a.float() - b.float()).abs().flatten(1).amax(1) > _MOVES * size) & b.isfinite().flatten(1).all(1)
 
 
-def _run(forward: Forward, way: Way, change: Any = None, *, evaluates: bool = False) -> list[Tensor]:
+def _run(
+    forward: Forward, way: Way, change: Any = None, *, evaluates: bool = False, seen: _Seen | None = None
+) -> list[Tensor]:
     forward.around.restore(forward.module)
 
     def value(x: Any) -> Any:
         x = x.value() if isinstance(x, Kept) else x
-        return change(x) if change is not None and isinstance(x, Tensor) and not isinstance(x, Slot) else x
+        return change(x).contiguous() if change is not None and isinstance(x, Tensor) and not isinstance(x, Slot) else x
 
     args, kwargs = tree_map(value, forward.arguments)
     modes = [(m, m.training) for m in forward.module.modules()]
@@ -148,7 +300,7 @@ def _run(forward: Forward, way: Way, change: Any = None, *, evaluates: bool = Fa
     try:
         around = forward.around
         under = under_ambient(way.ambient(around.ambient))
-        with torch.no_grad(), under_autocasts(around.autocasts), under, way.on():
+        with torch.no_grad(), under_autocasts(around.autocasts), under, way.on(), seen or nullcontext():
             return [x.detach() for x in tensors_in(forward.module(*args, **kwargs)) if x.is_floating_point()]
     finally:
         for module, mode in modes:

@@ -25,7 +25,7 @@ _SAMPLES, _TOKENS = 64, 4096  # of a batch, to find those that are alike
 _SEQUENCE = 6  # tokens; in shorter rows labels are like inputs by chance
 _LABELS = frozenset({"labels", "label", "targets", "target"})
 _NO_BATCH = frozenset({"num_items_in_batch"})
-_IGNORED = -100  # of a label, in models of transformers
+_ROWS = 1 << 18  # whose labels are kept
 
 
 class _Forward(NamedTuple):
@@ -36,6 +36,8 @@ class _Forward(NamedTuple):
     """"input" and "label": `_BATCH` of all such tensors; "alike"."""
     ids: list[Tensor]
     """Its inputs of whole numbers, which labels may copy."""
+    rows: dict[str, tuple[Tensor, int]]
+    """"input" and "label": hashes of rows, see `_rows`, and their count."""
 
 
 class Batches:
@@ -55,6 +57,10 @@ class Batches:
         self._numbers: dict[str, Tensor] = {}
         self._pending: list[_Forward] = []
         self._ids: list[Tensor] = []
+        self._open: tuple[Tensor, int] | None = None
+        """Rows of the last forward, whose labels have not come."""
+        self._pairs: list[Tensor] = []
+        self._label_of: dict[float, float] = {}
         self._losses = self.forwards = self.evaluating = 0
         """Backwards and forwards of the running step, and of these the ones behind a backward in evaluation mode."""
         self.dtypes: set[str] = set()
@@ -64,13 +70,9 @@ class Batches:
         self.softmax_twice: bool | None = None
         """Whether a softmax feeds the cross-entropy; None: there was none."""
 
-    def forward(self, args: Any, kwargs: Mapping[str, Any], *, training: bool, hides: bool = False) -> None:
-        """A model was called with these. hides: as transformers' models, an `attention_mask` hides what is 0 in it."""
-        seen = _Forward(training, {}, [])
-        mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
-        if hides and isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.shape == labels.shape:
-            used = labels != _IGNORED
-            seen.numbers["hidden"] = torch.stack([used.sum(), (used & (mask == 0)).sum()]).to(torch.float32)
+    def forward(self, args: Any, kwargs: Mapping[str, Any], *, training: bool) -> None:
+        """A model was called with these."""
+        seen = _Forward(training, {}, [], {})
         for name, x in _named(args, kwargs):
             if x.requires_grad or x.dim() == 0 or not x.numel() or x.layout != torch.strided or name in _NO_BATCH:
                 continue
@@ -79,6 +81,8 @@ class Batches:
             with unobserved(x):
                 x = x.detach()
                 _add(seen.numbers, kind, _batch(x))
+                if x.dim() > (kind == "input") and len(x) > 1 and x.dtype != torch.bool:
+                    seen.rows.setdefault(kind, (_rows(x, len(x)), len(x)))
                 if kind == "input":
                     alike = _alike(x, first="alike" not in seen.numbers)
                     old = seen.numbers.get("alike")
@@ -99,6 +103,8 @@ class Batches:
                     self._numbers["labels"] = shares if old is None else old + shares
                 if "label" not in self._numbers:
                     self._place("target", _batch(target), self._losses)
+                if self._open is not None and target.dim() and target.numel() % self._open[1] == 0:
+                    self._pair(_rows(target, self._open[1]))
             self.classes = classes or self.classes
         for root in roots if self.softmax_twice is None else ():
             self.softmax_twice = _softmax_twice(root)
@@ -111,7 +117,10 @@ class Batches:
         target = numbers.pop("target", None)
         if target is not None:
             numbers.setdefault("label", target)
+        if self._pairs:
+            numbers["rows"] = torch.cat(self._pairs, 1).reshape(-1)
         numbers |= {"forwards": self.forwards, "evaluating": self.evaluating}
+        self._pairs, self._open = [], None
         self._numbers, self._ids, self.forwards, self._losses, self.evaluating = {}, [], 0, 0, 0
         return numbers
 
@@ -124,15 +133,32 @@ class Batches:
                 continue
             self.forwards += 1
             self._ids += seen.ids
+            if "input" in seen.rows:
+                self._open = seen.rows["input"]
+                if "label" in seen.rows and seen.rows["label"][1] == self._open[1]:
+                    self._pair(seen.rows["label"][0])
             for kind in ("input", "label"):
                 if kind in seen.numbers:
                     self._place(kind, seen.numbers[kind], self.forwards)
-            if "hidden" in seen.numbers:
-                self._numbers["hidden"] = self._numbers.get("hidden", 0) + seen.numbers["hidden"]
             if "alike" in seen.numbers:
                 old = self._numbers.get("alike")
                 new = seen.numbers["alike"]
                 self._numbers["alike"] = new if old is None else torch.cat([old[:2], old[2:] + new[2:]])
+
+    def _pair(self, labels: Tensor) -> None:
+        if self._open is not None:
+            self._pairs.append(torch.stack([self._open[0], labels.to(self._open[0].device)]))
+        self._open = None
+
+    def _again(self, read: Sequence[float]) -> dict[str, float]:
+        """Percent of the rows that came in an earlier step, and of these with a label that another row had."""
+        half = len(read) // 2
+        pairs, known = list(zip(read[:half], read[half:], strict=True)), set(self._label_of.values())
+        again = [(self._label_of[row], label) for row, label in pairs if row in self._label_of]
+        others = sum(first != label and label in known for first, label in again)
+        for row, label in pairs if len(self._label_of) < _ROWS else ():
+            self._label_of.setdefault(row, label)
+        return {"rows_again_pct": 100 * len(again) / half, "rows_relabeled_pct": 100 * others / max(len(again), 1)}
 
     def _place(self, kind: str, numbers: Tensor, number: int) -> None:
         """Adds numbers whose hash counts as often as the number of their forward, because the order matters."""
@@ -150,9 +176,10 @@ class Batches:
         alike = torch.stack([counts[0] * 0 + copied, _common(_strided(flat, _HASHED), ignore)])
         return torch.cat([counts, alike, _matches(flat, used, self._ids)])
 
-    @staticmethod
-    def columns(name: str, read: Sequence[float]) -> dict[str, float]:
-        """Columns of steps.jsonl from one of the numbers of `drain`, once it was read."""
+    def columns(self, name: str, read: Sequence[float]) -> dict[str, float]:
+        """Columns of steps.jsonl from one of the numbers of `drain`, once it was read; steps come in their order."""
+        if name == "rows":
+            return self._again(read)
         if name in ("input", "label"):
             number = dict(zip(_BATCH, read, strict=True))
             columns = {f"{name}_hash": number["hash"], f"{name}_nonfinite": number["nonfinite"]}
@@ -166,8 +193,6 @@ class Batches:
             columns |= {"labels_equal_pct": 100 * equal / used} if used > 1 else {}
             shifts = {f"labels_ahead_{k}_pct": 100 * n / compared for k, n in enumerate(matches) if compared}
             return columns | {"labels_copied": copied, "labels_alike_pct": alike} | shifts
-        if name == "hidden":
-            return {"labels_hidden_pct": 100 * read[1] / max(read[0], 1.0)}
         if name == "alike":
             return dict(zip(("samples_alike_pct", "tokens_alike_pct", "blank_inputs"), read, strict=True))
         return {}
@@ -201,16 +226,25 @@ def _strided(flat: Tensor, most: int) -> Tensor:
 def _batch(x: Tensor) -> Tensor:
     """`_BATCH` of a tensor, fp32 (5,)."""
     flat = _strided(x.reshape(-1), _HASHED)
-    place = torch.arange(1, flat.numel() + 1, device=x.device)
     if x.is_floating_point():
-        flat32 = flat.to(torch.float32)
-        whole = (flat32.view(torch.int32).to(torch.int64) % _PRIME * place % _PRIME).sum() % _PRIME
-        rest = _sizes(x, flat32)
+        rest = _sizes(x, flat.to(torch.float32))
     else:
-        whole = (flat.to(torch.int64) % _PRIME * place % _PRIME).sum() % _PRIME
         none = torch.zeros((), device=x.device)
         rest = [none, (flat != flat[0]).any(), none, none]
-    return torch.stack([whole.to(torch.float32), *(r.to(torch.float32) for r in rest)])
+    return torch.stack([_hashed(flat), *(r.to(torch.float32) for r in rest)])
+
+
+def _rows(x: Tensor, count: int) -> Tensor:
+    """Hashes of the first rows of x, fp32."""
+    flat = x.reshape(count, -1)[:_SAMPLES]
+    return _hashed(flat[:, :: -(-flat.shape[1] // _TOKENS)])
+
+
+def _hashed(x: Tensor) -> Tensor:
+    """A hash along the last dimension, below `_PRIME`."""
+    bits = x.to(torch.float32).view(torch.int32) if x.is_floating_point() else x
+    place = torch.arange(1, x.shape[-1] + 1, device=x.device)
+    return ((bits.to(torch.int64) % _PRIME * place % _PRIME).sum(-1) % _PRIME).to(torch.float32)
 
 
 def _sizes(x: Tensor, sample: Tensor) -> list[Tensor]:

@@ -201,8 +201,7 @@ class TrainingTap:
             self._note_mode(module, trains)
             if trains:
                 given = (args, kwargs) if self._hashes else ((), {})
-                hides = any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
-                self.batches.forward(*given, training=module.training, hides=hides)
+                self.batches.forward(*given, training=module.training)
             elif module.training and any(p.requires_grad for p in module.parameters()):
                 self._evaluations += 1
 
@@ -436,12 +435,13 @@ class TrainingTap:
                     columns[f"{name}/{g}"] = number
         return columns | ({"lr": max(rates)} if rates else {})
 
-    @staticmethod
-    def finish(host: Mapping[str, float], names: Iterable[str], values: Sequence[Sequence[float]]) -> dict[str, float]:
+    def finish(
+        self, host: Mapping[str, float], names: Iterable[str], values: Sequence[Sequence[float]]
+    ) -> dict[str, float]:
         """Columns of steps.jsonl from what `drain` gave: `host`, and the `numbers` by name, once they were read."""
         columns = dict(host)
         for name, read in zip(names, values, strict=True):
-            columns |= Batches.columns(name, read)
+            columns |= self.batches.columns(name, read)
             if len(read) == 1:
                 columns[name] = read[0]
         rates = [value for name, value in columns.items() if name == "lr" or name.startswith("lr/")]
