@@ -154,8 +154,8 @@ def _relabeled(facts: Facts, event: Event | None) -> Broken | None:
     if Counter(hashes.tolist()).most_common(1)[0][1] > 0.3 * len(hashes):
         return None
     first = facts.since(hit)
-    said = f"From step {first} on rows of the data come again, and {other[hit].mean():.0f} % of them have the label"
-    said += " of another row: inputs and labels are no longer in one order."
+    share = other[hit].mean()
+    said = f"From step {first} on rows of the data come again, and {share:.0f} % of them with the label of another row."
     return Broken(said, first, grave=event is not None, shown=True)  # clusters are numbered anew in each pass, too
 
 
