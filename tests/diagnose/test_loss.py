@@ -90,3 +90,17 @@ def test_a_loss_that_ends_as_nan_is_no_jump_that_came_back() -> None:
         happened = event(LossCurve(steps, np.where(steps > 40, np.nan, loss)))
         assert happened is not None
         assert (happened.kind, happened.step) == found
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("gap", [1.0, 1.04, 1.25])
+def test_noise_hides_no_lasting_gap_to_a_good_run(seed: int, gap: float) -> None:
+    """Both saw the same batches, whose noise is larger than the gap."""
+    random = np.random.default_rng(seed)
+    steps, batch = np.arange(1, 161), 1 + 0.3 * random.random(160)
+    good = (0.03 + 0.1 * np.exp(-steps / 30)) * batch
+    bad = good * gap * (1 + 0.05 * random.standard_normal(160))
+    found = event(LossCurve(steps, bad), LossCurve(steps, good))
+    lasts = found is not None and found.stays is not None
+    assert lasts == (gap > 1.1), found
+    assert not lasts or "above the good run's" in found.sentence or "stays above" in found.sentence

@@ -26,6 +26,7 @@ _FEW = 12  # losses; fewer have no course
 _REACH = 5  # losses that the running median reaches ahead, and their neighbours
 _AROUND = 2  # losses on either side that make the band of a good run
 _GAP = 0.01  # of the loss
+_APART = 10.0  # percent between two curves: no noise of a seed
 
 
 class LossCurve:
@@ -313,6 +314,12 @@ def event(loss: LossCurve, good: LossCurve | None = None, guess: float = math.na
     at, stays = loss.exits(*([good] if known and good is not None else []))
     broken = loss.steps[loss.broken]
     first = float(broken[0]) if len(broken) else math.inf
+    apart = 0.0
+    if known and good is not None and math.isinf(stays):  # noise may hide a gap from every band
+        apart, _, error = loss.gap(good)
+        if apart := apart if apart > max(_APART, 5 * error) else 0.0:
+            stays = float(loss.steps[-(len(loss.steps) // 4)])
+            at = min(at, stays)
     if math.isfinite(first) and (first <= at or loss.back(at) < first):  # what came back before it is no event
         return Event("not finite", int(first), int(first), f"The loss is not finite from step {first:.0f} on.")
     if math.isinf(at):
@@ -325,6 +332,7 @@ def event(loss: LossCurve, good: LossCurve | None = None, guess: float = math.na
     ends = _back(loss, at) if lasting is None and not known else " and comes back"
     ends = ends if lasting is None else " and stays above it"
     ends += f" from step {lasting} on" if lasting not in (None, int(at)) else ""
+    ends = f", and is {apart:.3g} % above the good run's in the last quarter" if apart else ends
     return Event("leaves", int(at), lasting, f"The loss leaves {band} at step {at:.0f}{ends}.")
 
 
