@@ -9,10 +9,10 @@
 Start with README.md; `docs/design.md` says why things are as they are.
 """
 
-from importlib.metadata import version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ottava.base import __version__ as __version__  # public
 from ottava.base import first_use
 
 if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.serving.export import export
     from ottava.watching.session import watch
 
-__version__ = version("ottava")
 
 _HOMES = MappingProxyType(
     {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,13 @@ def test_import_ottava_imports_nothing() -> None:
     """So it costs no more than torch, whoever asks first for a name that needs torch."""
     names = "import ottava\nassert {*ottava.__all__, '__version__'} <= {*dir(ottava)}\ndir(ottava.debug)"
     assert loaded_after(names, *HEAVY, "torch", "numpy") == []
+
+
+def test_a_checkout_on_the_path_needs_no_installation() -> None:
+    """Of ottava's own version, that is: there is no metadata then."""
+    code = "import importlib.metadata as m\nm.version = m.distribution = None\nimport ottava\nprint(ottava.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\s*", done.stdout)
 
 
 def test_training_imports_the_engine_and_no_more() -> None:

@@ -8,6 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+__version__ = "0.2.0"  # of ottava: a checkout on PYTHONPATH has no metadata
+
 
 def first_use(package: str, homes: Mapping[str, tuple[str, ...]], name: str) -> Any:
     """Imports the module of a public name when code first uses the name (PEP 562); returns `package.name`.

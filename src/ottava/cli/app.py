@@ -34,6 +34,7 @@ import typer
 from typer import Option
 from typer.core import TyperGroup
 
+from ottava.base import __version__
 from ottava.base.errors import unknown_name
 from ottava.cli.audit import audit, order
 from ottava.cli.certify import certify
@@ -116,9 +117,7 @@ app.add_typer(bench, name="bench", cls=Commands)
 
 def _print_version(requested: bool) -> None:
     if requested:
-        from importlib.metadata import version
-
-        typer.echo(f"ottava {version('ottava')}, torch {_torch_version()}")
+        typer.echo(f"ottava {__version__}, torch {_torch_version()}")
         raise typer.Exit()
 
 

@@ -6,13 +6,13 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterator
-from importlib.metadata import version
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ottava.base import __version__
 from ottava.base.errors import need
 from ottava.engine.functional import quantized_layers
 from ottava.engine.groups import mesh_group
@@ -59,7 +59,7 @@ def verify(model: nn.Module, group: dist.ProcessGroup | None = None) -> str:
 
 
 def _facts(model: nn.Module) -> Iterator[tuple[str, str]]:
-    yield "version of ottava", version("ottava")
+    yield "version of ottava", __version__
     yield "version of torch", torch.__version__
     yield "version of Python", platform.python_version()
     for name, module in model.named_modules():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ottava.base import __version__
 from ottava.recipe import Recipe
 from ottava.watching.adapters import casting
 from ottava.watching.doors import DoorTap
@@ -26,7 +26,7 @@ def start_of_run(world_size: int) -> dict[str, Any]:
     return {
         "ended": "",  # until `close` says why
         "versions": {
-            "ottava": importlib.metadata.version("ottava"),
+            "ottava": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

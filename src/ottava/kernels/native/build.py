@@ -38,13 +38,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
+from ottava.base import __version__
 from ottava.kernels.native import prebuilt
 
 _LOGGER = logging.getLogger(__name__)
@@ -431,11 +431,7 @@ def _from_cache(cache: Path, name: str, key: str) -> Built | None:
 def _key(source: Path, compiler: tuple[str, ...]) -> str:
     # an updated compiler under the same name makes another library
     described = _run([*compiler, "--version"])
-    try:
-        own_version = version("ottava")
-    except PackageNotFoundError:  # run from its sources
-        own_version = ""
-    parts = [shlex.join(compiler), described.stdout, own_version, cpu(), platform.machine(), platform.libc_ver()[1]]
+    parts = [shlex.join(compiler), described.stdout, __version__, cpu(), platform.machine(), platform.libc_ver()[1]]
     trial = [_LOADS, *_own_trial(source)]  # the library has passed these
     parts += [*FLAGS, *(path.read_text("utf-8") for path in [source, *sorted(source.parent.glob("*.h")), *trial])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
