@@ -311,3 +311,38 @@ def test_a_trace_that_fails_is_told(tmp_path: Path, monkeypatch: Any) -> None:
             optimizer.zero_grad()
     tried = diagnose(Run.open(tmp_path / "run")).tried
     assert tried[-1] == "Step 1: the trace of this step's calls ended: ValueError: no fingerprint."
+
+
+class Units(nn.Module):
+    """Rows in units of their own, a million apart; each is brought back behind the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 64, bias=False)
+        self.rest = nn.Sequential(nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(nn.functional.layer_norm(self.first(x), (64,)))  # type: ignore[no-any-return]
+
+
+def test_casts_without_which_a_run_has_the_good_run_s_loss_are_guilty(tmp_path: Path) -> None:
+    """One scale for rows that are a million apart loses most of them from the first step on, before any trial; a rate
+    a hundred times too high under the same casts is no fault of theirs."""
+    for name, recipe, lr in (("good", "rowwise", 3e-3), ("bad", "tensorwise", 3e-3), ("high", "rowwise", 0.3)):
+        torch.manual_seed(0)
+        model = Units()
+        ottava.convert(model, recipe)
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+        with ottava.watch(model, tmp_path / name):
+            for _ in range(48):
+                x = torch.randn(128, 32)
+                unit = torch.where(torch.arange(128) % 4 > 0, 1.0, 3e6)[:, None]
+                loss = (model(x * unit) - x[:, :1].sign()).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    good = Run.open(tmp_path / "good")
+    bad, high = (diagnose(Run.open(tmp_path / name), baseline=good) for name in ("bad", "high"))
+    assert (bad.fp8, high.fp8) == ("guilty", "innocent"), (bad.sentence, high.sentence)
+    assert "has the good run's loss" in bad.findings[0].cause
+    assert bad.verdict == "critical"

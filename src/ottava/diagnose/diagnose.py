@@ -203,7 +203,8 @@ def _answers(
     of_casts = any(d.kind in ("cast", "casting") for d in differ)  # there only the experiments speak of FP8
     trial = judge(facts, happened)
     trial = _of_cast(facts, trial, happened, differ) if of_casts else _parting(trial, good)
-    trial = trial if good is None else _by_recipe(facts, good, happened, differ, trial)
+    if good is not None:
+        trial = _by_recipe(facts, good, happened, differ, _as_good(facts, good, happened, trial))
     found = [_checked(facts, frameworks)]
     hits = broken(facts, happened)
     laws = [(law, how, _law(law, how, happened, facts, frameworks)) for law, how in hits]
@@ -269,6 +270,31 @@ def _parting(trial: Trial, good: Facts | None) -> Trial:
         f"The casts of the good run move its gradient by {100 * beside.error:.3g} %, so they do not part the two runs."
     )
     return replace(trial, part="innocent", tried=(f"{trial.tried[0]} {said}",), place=(), arms=())
+
+
+def _as_good(facts: Facts, good: Facts, happened: Event | None, trial: Trial) -> Trial:
+    """The trial; casts are guilty if without them a run that left has the good run's loss, in every trial since.
+
+    So its weights are as good, and what began later than the event would show in them.
+    """
+    hurts = judge(facts, None)
+    if happened is None or happened.stays is None or trial.sound or hurts.part != "guilty":
+        return trial
+    at = dict(zip(good.loss.steps.tolist(), good.loss.loss.tolist(), strict=True))
+    since = [e for e in facts.experiments("shadow") if e.get("mode") == "real" and e["step"] >= happened.step]
+    pairs = [(e["loss"], e.get("loss_without"), at.get(e["step"], math.nan)) for e in since]
+    above = [(x, y, z) for x, y, z in pairs if y is not None and x - z > max(good.loss.rise, _GAP * abs(z))]
+    if len(above) < 2 or len(above) < len(pairs) or any(x - y < _MOST_OF * (x - z) for x, y, z in above):
+        return trial
+    x, y, z = above[-1]
+    said = (
+        f"Without casts the run has the good run's loss in {len(above)} of {len(pairs)} trials since it left: at step"
+    )
+    said += f" {since[-1]['step']} {x:.3g} with casts, {y:.3g} without, {z:.3g} in the good run."
+    return replace(hurts, tried=(said, *hurts.tried), sound=True)
+
+
+_GAP, _MOST_OF = 0.1, 2 / 3  # of the loss; of the gap
 
 
 def _by_recipe(facts: Facts, good: Facts, happened: Event | None, differ: Sequence[Difference], trial: Trial) -> Trial:
@@ -372,13 +398,17 @@ def _fp8(facts: Facts, trial: Trial, happened: Event | None, frameworks: Sequenc
     if hurt.kind:
         proof.append(Evidence(hurt.layer, hurt.tensor, hurt.metric, hurt.value, "", hurt.step))
     return Finding(
-        "FP8", title, "fp8", "warning" if happened is None or facts.loss.only_a_batch(happened.step) else "critical",
+        "FP8", title, "fp8", "critical" if _grave(facts, happened) else "warning",
         " ".join(filter(None, (trial.tried[0], hurt.sentence))), tried=list(trial.tried[1:]),
         layers=trial.layers or ([hurt.layer] if hurt.layer else []),
         tensors=list(dict.fromkeys(str(p["operand"]) for p in trial.place if p.get("operand"))),
         steps=[] if trial.step is None else [trial.step], evidence=proof,
         remedies=_cures(facts, trial, hurt, frameworks), confidence=_confidence("fp8"),
     )  # fmt: skip
+
+
+def _grave(facts: Facts, happened: Event | None) -> bool:
+    return happened is not None and (happened.stays is not None or not facts.loss.only_a_batch(happened.step))
 
 
 def _suspect(facts: Facts, happened: Event | None, frameworks: Sequence[str]) -> Finding | None:
