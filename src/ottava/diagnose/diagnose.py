@@ -282,15 +282,14 @@ def _as_good(facts: Facts, good: Facts, happened: Event | None, trial: Trial) ->
         return trial
     at = dict(zip(good.loss.steps.tolist(), good.loss.loss.tolist(), strict=True))
     since = [e for e in facts.experiments("shadow") if e.get("mode") == "real" and e["step"] >= happened.step]
-    pairs = [(e["loss"], e.get("loss_without"), at.get(e["step"], math.nan)) for e in since]
-    above = [(x, y, z) for x, y, z in pairs if y is not None and x - z > max(good.loss.rise, _GAP * abs(z))]
+    pairs = [(e.get("loss"), e.get("loss_without"), at.get(e["step"], math.nan)) for e in since]
+    known = [(x, y, z) for x, y, z in pairs if x is not None and y is not None]
+    above = [(x, y, z) for x, y, z in known if x - z > max(good.loss.rise, _GAP * abs(z))]
     if len(above) < 2 or len(above) < len(pairs) or any(x - y < _MOST_OF * (x - z) for x, y, z in above):
         return trial
     x, y, z = above[-1]
-    said = (
-        f"Without casts the run has the good run's loss in {len(above)} of {len(pairs)} trials since it left: at step"
-    )
-    said += f" {since[-1]['step']} {x:.3g} with casts, {y:.3g} without, {z:.3g} in the good run."
+    said = f"In {len(above)} trials since it left, the run without casts has the good run's loss: "
+    said += f"at step {since[-1]['step']} {x:.3g} with casts, {y:.3g} without, {z:.3g} in the good run."
     return replace(hurts, tried=(said, *hurts.tried), sound=True)
 
 
