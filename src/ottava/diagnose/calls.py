@@ -280,14 +280,22 @@ def _cast_layers(good: Facts, bad: Facts) -> set[str]:
 
 
 def _casting(traces: Sequence[Sequence[Call]]) -> set[str]:
-    """FILE:FUNCTION of those that convert to FP8, and of their callers."""
+    """FILE:FUNCTION of those that convert to FP8 or read it, and of their callers."""
     converting = [c for calls in traces for c in calls if c.name != "given" and _narrow(c)]
     found = {where for c in converting for where in (f"{c.place[0]}:{c.place[2]}", c.place[4])}
     return {where for where in found if where and not where.endswith(":<module>")}
 
 
 def _narrow(call: Call) -> bool:
-    return any(isinstance(r, list) and _NARROW.match(r[0]) for r in call.results)
+    return any(map(_NARROW.match, call.arguments)) or any(
+        isinstance(r, list) and _NARROW.match(r[0]) for r in call.results
+    )
+
+
+def reads_codes(facts: Facts) -> Call | None:
+    """The first call that takes FP8 numbers in a step: the weights of a layer may be stored so."""
+    calls = (c for _, calls in sorted(_traces(facts).items()) for c in calls)
+    return next((c for c in calls if c.module and any(map(_NARROW.match, c.arguments))), None)
 
 
 def _equal_until(good: Facts, bad: Facts, step: int) -> bool:

@@ -24,6 +24,9 @@ GROUP_SETTINGS = ("lr", "weight_decay", "beta1", "beta2", "eps", "momentum")
 """Settings of an optimizer's group that a watch writes at every step."""
 
 
+_FROM_ZERO = 1e6  # the first step of a weight that begins at zero, as LoRA's, is no part of it
+
+
 class Facts:
     """What is known of a run.
 
@@ -152,7 +155,7 @@ class Facts:
         found = []
         for step, rows in sorted(self.moves.items()):
             ratios = [r["ratio"] for n, r in rows.items() if len((self._about.get(n) or {}).get("shape") or (0, 0)) > 1]
-            ratios = [r for r in ratios if math.isfinite(r)]
+            ratios = [r for r in ratios if math.isfinite(r) and r < _FROM_ZERO]
             if ratios and first <= step <= last:
                 found.append((step, float(np.median(ratios))))
         return found

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ottava.diagnose.calls import reads_codes
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import arrived
@@ -111,6 +112,8 @@ def judge(facts: Facts, event: Event | None) -> Trial:
         if tried:
             ends = f" The weights go where the optimizer's formula takes them, {100 * tried[0]['error']:.2g} % apart."
         return Trial("unknown", (said + ends,))
+    if facts.casts is False and (read := reads_codes(facts)) is not None:
+        return Trial("unknown", (f"No layer casts, but {read.where} reads FP8 numbers. No experiment tries that.",))
     if facts.casts is False:
         return Trial("none", ("No cast to FP8 was seen in this run, so FP8 has no part in it.",))
     refused = tuple(f"Step {e['step']}: {e.get('why')}" for e in facts.experiments("refused")[:2])
