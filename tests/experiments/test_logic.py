@@ -346,3 +346,21 @@ def test_casts_without_which_a_run_has_the_good_run_s_loss_are_guilty(tmp_path: 
     assert (bad.fp8, high.fp8) == ("guilty", "innocent"), (bad.sentence, high.sentence)
     assert "without casts has the good run" in bad.findings[0].cause
     assert bad.verdict == "critical"
+
+
+def test_an_argument_that_the_collator_drops_is_the_answer_beside_a_good_run(tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        torch.manual_seed(0)
+        model = Padded()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with ottava.watch(model, tmp_path / name):
+            for _ in range(12):
+                real = torch.arange(20) < torch.randint(5, 20, (16, 1))
+                ids = torch.randint(1, 40, (16, 20)) * real
+                given = {"ids": ids, "mask": real} if name == "good" else {"ids": ids + 1}
+                loss = nn.functional.cross_entropy(model(**given)[:, 0], ids[:, 0] % 8)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    answer = diagnose(Run.open(tmp_path / "bad"), baseline=Run.open(tmp_path / "good"))
+    assert answer.findings[0].cause == "The model is called without mask, which the good run gives."

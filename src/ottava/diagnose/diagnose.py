@@ -40,7 +40,7 @@ _MEANT = frozenset({"D1", "D3", "D4", "M4", "M6", "O6", "O7"})
 """Laws that may be broken on purpose even where something happens to the loss."""
 _HEALTHY = 0.02  # update over weight
 _AS_FAR = 0.8  # of this run's error: two batches of one program part by less
-_PLACES = ("casting", "code", "cast", "setting", "optimizer", "parameter")
+_PLACES = ("arguments", "casting", "code", "cast", "setting", "optimizer", "parameter")
 _NO_CAUSE = frozenset({"recipe", "weights", "batch"})
 """Differences that good runs have, too: another recipe, another seed."""
 
@@ -213,7 +213,7 @@ def _answers(
     others: list[Finding | None]
     others = [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
     # with a good run beside, the place where the code parts is the answer, and a broken law may follow from it
-    parted = any(d.kind in _PLACES[:3] for d in differ)
+    parted = any(d.kind in _PLACES[:4] for d in differ)
     placed = _differing([d for d in differ if parted and d.kind in _PLACES], happened, frameworks)
     lead = [] if good is None or of_casts else _led([*found[1:], *others], placed, good)
     found, others = ([f for f in fs if all(f is not one for one, _ in lead)] for fs in (found, others))
@@ -232,7 +232,7 @@ def _answers(
         cleared = behind(facts, min(since), trial, "The fault below began")
         trial = cleared if cleared.part == "innocent" else trial
     hurt = _fp8(facts, trial, happened, frameworks)
-    if hurt is not None and (place := next((d for d in differ if d.kind in _PLACES[:3]), None)) is not None:
+    if hurt is not None and (place := next((d for d in differ if d.kind in _PLACES[:4]), None)) is not None:
         hurt = hurt if place.sentence in hurt.cause else replace(hurt, cause=f"{hurt.cause} {place.sentence}")
     if trial.part == "guilty" and (of_casts or not after):
         found += [hurt, *placed, *others]
@@ -362,6 +362,8 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     values = {"lr": f"{slower:.2g}" if math.isfinite(slower) else "a tenth of it", "norm": f"{usual:.2g}"}
     remedy, times = how.remedy or law.remedy, float(how.numbers.get("raise", math.nan))
     values |= {"raise": f"{times:.2g}", "raised": f"{times * lr:.2g}" if math.isfinite(times * lr) else "a larger lr"}
+    loaded = next((e for e in facts.run.training if e.get("kind") == "load"), {})
+    values["prefix"] = str(loaded.get("theirs", "")).removesuffix(str(loaded.get("mine", ""))) or "module."
     trials: dict[str, dict[str, Any]] = {
         "lower_lr": {"lr": slower / lr if lr > 0 else 0.1}, "clip": {"clip": usual}, "zero_grad": {"clear": True},
         "raise_lr": {"lr": times},
@@ -477,7 +479,7 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
 def _differing(differ: Sequence[Difference], happened: Event | None, frameworks: Sequence[str]) -> list[Finding | None]:
     """The differences from a good run, where something happened: what is set or computed otherwise first."""
     if happened is None:  # a fault that no loss shows is seen in the code alone
-        return [_finding(d, "warning", frameworks) for d in differ if d.kind in _PLACES[:5]]
+        return [_finding(d, "warning", frameworks) for d in differ if d.kind in _PLACES[:6]]
     early = [d for d in differ if d.step is None or d.step <= happened.step]
     causes = [d for d in early if d.kind not in _NO_CAUSE]
     same_start = not any(d.kind == "weights" for d in differ)  # then no other seed explains other batches
@@ -504,6 +506,7 @@ _TITLES = MappingProxyType(
     {
         "optimizer": "The optimizer is not that of the good run",
         "casting": "The casts are not set as in the good run",
+        "arguments": "The model is not called as in the good run",
         "code": "The code parts from that of the good run",
         "cast": "A cast parts from that of the good run",
         "parameter": "The parameters are not those of the good run",
@@ -546,7 +549,8 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
         trial = {"settings": {one.key: one.good}} if one.key in GROUP_SETTINGS[1:] else None
         return render("good_lr" if one.key == "lr" else "good_setting", values, frameworks, trial)
     names = {"weights": "good_weights", "batch": "good_batch", "labels": "good_labels", "optimizer": "good_setting",
-             "casting": "good_setting", "parameter": "optimizer"}  # fmt: skip
+             "casting": "good_setting", "parameter": "optimizer" if one.key == "held" else "good_parameters",
+             "arguments": "good_call"}  # fmt: skip
     return render(names.get(one.kind, "good_code"), values, frameworks)
 
 

@@ -44,7 +44,7 @@ class Difference:
     """One difference of two runs."""
 
     kind: str
-    """recipe, casting, optimizer, setting, code, cast, parameter, program, weights, batch, labels or ranks."""
+    """recipe, casting, optimizer, setting, arguments, code, cast, parameter, program, weights, batch, labels, ranks."""
     key: str
     good: Any
     bad: Any
@@ -57,9 +57,21 @@ def differences(good: Facts, bad: Facts) -> list[Difference]:
     """All differences that the facts show, in the order of computation."""
     found = [*_recipes(good, bad), *_optimizers(good, bad), *_groups(good, bad)]
     weights, batch = _weights(good, bad), _batch(good, bad)
-    found += [*_parameters(good, bad), *_calls(good, bad, weights)]
+    found += [*_parameters(good, bad), *_arguments(good, bad), *_calls(good, bad, weights)]
     found += [*sorted(_program(good, bad), key=lambda d: d.step or 0), *weights, *batch]
     return found
+
+
+def _arguments(good: Facts, bad: Facts) -> Iterator[Difference]:
+    """What the model is called with: where a batch lacks a mask, the code parts inside of a library."""
+    a, b = ({str(n) for n in f.manifest.get("arguments") or ()} for f in (good, bad))
+    if not (a and b) or a == b or any(n.isdigit() for n in a ^ b):
+        return
+    without, more = sorted(a - b), sorted(b - a)
+    said = [f"without {', '.join(without)}, which the good run gives"] if without else []
+    said += [f"with {', '.join(more)}, which the good run does not give"] if more else []
+    names = [f"{', '.join(x) or 'nothing more'}" for x in (without, more)]
+    yield Difference("arguments", "arguments", *names, f"The model is called {', and '.join(said)}.", 1)
 
 
 def _calls(good: Facts, bad: Facts, weights: Sequence[Difference]) -> Iterator[Difference]:

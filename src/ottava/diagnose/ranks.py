@@ -109,8 +109,9 @@ def _weights(facts: Facts, other: Facts, same: list[str]) -> Iterator[Difference
         both = [n for n in same if n in mine and n in theirs]
         apart = [n for n in both if _apart(mine[n]["weight"], theirs[n]["weight"])]
         if apart:
+            now = "not" if unreduced is None and step == min(facts.moves) else "no longer"
             names = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
-            said = f"{len(apart)} of {len(both)} copies ({names}) are no longer equal in the look at step {step}"
+            said = f"{len(apart)} of {len(both)} copies ({names}) are {now} equal in the look at step {step}"
             # some optimizers average the gradients themselves: then the weights stay equal
             since = "" if unreduced is None else _why(facts, other, unreduced)
             a, b = mine[apart[0]]["weight"], theirs[apart[0]]["weight"]

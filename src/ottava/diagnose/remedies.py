@@ -42,6 +42,12 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         "labels": Remedy(
             "Look at the labels: shift, padding and ignore_index of the collator, and whether the data are shuffled."
         ),
+        "good_call": Remedy(
+            "Call the model with what the good run gives it: look at the collator and at what it drops."
+        ),
+        "good_parameters": Remedy(
+            "Give these parameters what they have in the good run, and train those that it trains."
+        ),
         "pairs": Remedy("Shuffle inputs and labels by one permutation, and let one loader give both."),
         "optimizer": Remedy(
             "Make the optimizer from model.parameters() of the model that runs, after the last change of the model.",
@@ -108,7 +114,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         "load": Remedy(
             "Give the checkpoint the model's names, and load it with strict=True, which says what does not fit.",
             patch={
-                "torch": "state = {name.removeprefix('module.'): x for name, x in state.items()}\n"
+                "torch": "state = {name.removeprefix('${prefix}'): x for name, x in state.items()}\n"
                 "model.load_state_dict(state)"
             },
         ),

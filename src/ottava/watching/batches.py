@@ -65,6 +65,8 @@ class Batches:
         """Backwards and forwards of the running step, and of these the ones behind a backward in evaluation mode."""
         self.dtypes: set[str] = set()
         """Dtypes of inputs so far."""
+        self.arguments: list[str] = []
+        """Names, or places, of the tensors that the first forward in training got."""
         self.classes: int | None = None
         """Classes of a mean cross-entropy over labels."""
         self.softmax_twice: bool | None = None
@@ -88,6 +90,8 @@ class Batches:
                     old = seen.numbers.get("alike")
                     seen.numbers["alike"] = alike if old is None else old + alike
                     seen.ids.extend([] if x.is_floating_point() else [x])
+        if training and not self.arguments:
+            self.arguments = sorted(name for name, _ in _named(args, kwargs))
         self._pending.append(seen)
 
     def backward(self, roots: Sequence[Tensor]) -> None:

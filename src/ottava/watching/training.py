@@ -470,6 +470,7 @@ class TrainingTap:
         about: dict[str, Any] = {"weights": self._weights, "framework": self._frameworks or []}
         if final:
             about["unmoved"] = sorted({n for n, p in self._parameters() if self._weights.get(n, "-") == hash_of(p)})
+        about |= {"arguments": self.batches.arguments} if self.batches.arguments else {}
         return {"parameters": parameters, "dtypes": dtypes, "tied": self._ties(), **loss, **about}
 
     def stands_in(self, optimizer: Optimizer) -> bool:
