@@ -364,3 +364,21 @@ def test_an_argument_that_the_collator_drops_is_the_answer_beside_a_good_run(tmp
                 optimizer.step()
     answer = diagnose(Run.open(tmp_path / "bad"), baseline=Run.open(tmp_path / "good"))
     assert answer.findings[0].cause == "The model is called without mask, which the good run gives."
+
+
+def test_a_norm_that_runs_twice_in_one_loss_is_repeated(tmp_path: Path) -> None:
+    """Two views of a batch through one BatchNorm: the second changes what the first one saved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64))
+    ottava.convert(model, "tensorwise")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(8):
+            x = torch.randn(64, 64)
+            loss = (model(x) - model(x + 0.1 * torch.randn_like(x))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    lines = [json.loads(line) for line in (tmp_path / "run" / EXPERIMENTS).read_text().splitlines()]
+    assert not [e for e in lines if e["kind"] == "refused"], lines
+    assert [e["reproduces"] for e in lines if "reproduces" in e] == [True], lines

@@ -132,7 +132,7 @@ class Surroundings:
         with torch.no_grad():
             for i, buffer in enumerate(module.buffers()):
                 if i in self.buffers:
-                    buffer.copy_(self.buffers[i])
+                    buffer.data.copy_(self.buffers[i])  # no new version: an earlier forward's norm may have saved it
 
 
 def autocasts() -> Autocasts:
