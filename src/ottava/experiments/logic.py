@@ -37,7 +37,7 @@ _LABELS = ("label", "labels", "target", "targets")
 _DOCUMENTS = ("segment_ids", "doc_ids", "document_ids", "sequence_ids", "seq_ids", "seq_idx")
 _ROWS = 4  # are cut to their own length
 _ANOTHER = 0.02  # of the root mean square: in other shapes BF16 sums are others by half a percent
-_ATTENDS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward", "softmax"})
+_ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 
 
 def reasons(forwards: Sequence[Forward], way: Way) -> dict[str, bool | None]:
@@ -106,15 +106,15 @@ def _named(forward: Forward) -> list[tuple[str, Tensor]]:
 
 
 class _Seen(TorchFunctionMode):
-    """What a forward reads and makes of one number for each token, and whether it attends."""
+    """What a forward reads and makes of one number for each token, and the functions of torch that it calls."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        self.shape, self.found, self.attends = tuple(shape), [], False  # type: ignore[var-annotated]
+        self.shape, self.found, self.functions = tuple(shape), list[Tensor](), set[str]()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        self.attends |= getattr(function, "__name__", "") in _ATTENDS
+        self.functions.add(getattr(function, "__name__", ""))
         for x in (*args, *(kwargs or {}).values(), result):
             if type(x) is Tensor and x.shape == self.shape and not any(x is y for y in self.found):
                 self.found.append(x)
@@ -146,7 +146,9 @@ def _of_rows(forward: Forward, way: Way) -> dict[str, bool | None]:
         labels = next((x for name, x in each if name in _LABELS and not x.is_floating_point()), None)
         if labels is not None:
             found["taught"] = bool(((labels >= 0) & ~real).sum() > 0.2 * (labels >= 0).sum())
-        found |= _padding(forward, way, main, real, own, attends=seen.attends, counted=places is not None)
+        ran = seen.functions
+        attends = {"attends": bool(ran & {*_ATTENTION, "softmax"}), "fused": bool(ran & _ATTENTION)}
+        found |= _padding(forward, way, main, real, own, counted=places is not None, **attends)
     return found
 
 
@@ -166,7 +168,15 @@ def _real(mask: Tensor, main: Tensor) -> Tensor | None:
 
 
 def _padding(
-    forward: Forward, way: Way, main: Tensor, real: Tensor, own: list[Tensor], *, attends: bool, counted: bool
+    forward: Forward,
+    way: Way,
+    main: Tensor,
+    real: Tensor,
+    own: list[Tensor],
+    *,
+    attends: bool,
+    fused: bool,
+    counted: bool,
 ) -> dict[str, bool | None]:
     """Whether padding moves what is said of a row's own tokens, and whether these are hidden from each other."""
     length, lengths = main.shape[1], real.sum(1)
@@ -195,21 +205,25 @@ def _padding(
                 x = x.transpose(0, dim)[span].transpose(0, dim)
             return x
 
-        runs = (_run(forward, way, change, evaluates=True) for change in (alone, cut, swapped))
+        try:
+            runs = [_run(forward, way, change, evaluates=True) for change in (alone, cut, swapped)]
+        except Exception:  # a model of one length
+            return {}
+        others = not torch.equal(main[row, span], main[row - 1, span])
         for all_, one, short, other in zip(own, *runs, strict=False):
             if all_.dim() < 2 or all_.shape[0] != len(main) or len(short) != 1:
                 continue
             a, b, c, d = all_[row], one[0], short[0], other[0]
             if a.dim() > 1 and len(a) == length:
                 a, b, d = a[span], b[span], d[span]
-                stays.append(torch.equal(b[-1], d[-1]))
+                stays += [torch.equal(b[-1], d[-1])] if others else []
             if a.shape == b.shape == c.shape:
                 # one scale for a tensor is another one for a row, so a cast by hand moves the row, too
                 moves.append(not _distance(c, b) <= max(_ANOTHER, 4 * _distance(a, b)))
             break
     # without attention padding may be read on purpose, as by a recurrence from behind
     found = {"padding": attends and sum(moves) > 0.5 * len(moves)} if moves else {}
-    return found | ({"hidden": attends and all(stays)} if stays else {})
+    return found | ({"hidden": fused and all(stays)} if stays else {})
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
