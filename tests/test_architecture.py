@@ -32,7 +32,7 @@ MUTABLE_ON_PURPOSE = {
     "ottava.engine.autocast._COMPILED_VIEW": "what a compiled graph may read: torch.compile cannot trace a ContextVar",
     "ottava.engine.state._STEPS": "weak references to the states that optimizer steps are told to; no state of its own",
 }
-DEVICE_CODE = tuple(f"ottava.kernels.triton.{name}device_code" for name in ("", "adamw_", "gemm_", "rows_"))
+DEVICE_CODE = tuple(f"ottava.kernels.triton.{name}device_code" for name in ("", "gemm_", "rows_"))
 """Modules that are Triton's: they may import it, and nobody imports them before a kernel is launched."""
 
 PURE_CALLS = frozenset(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.kernels.custom_operator import constant_in_graph, custom_operator
+from ottava.kernels.gate import constant_in_graph, custom_operator
 
 OURS = ("quantize", "quantize_both", "gemm", "column_sums")
 

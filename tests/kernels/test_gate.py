@@ -21,7 +21,7 @@ import ottava
 from ottava.kernels import gate
 from ottava.kernels.gate import launched, pointer, refusal
 from ottava.kernels.native import gemm as native_gemm
-from ottava.kernels.native import sums as native_sums
+from ottava.kernels.native import pointwise as native_sums
 from ottava.numerics.formats import E4M3
 from ottava.numerics.rounding import byte_values
 

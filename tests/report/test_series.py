@@ -14,7 +14,7 @@ from ottava.measure.walk import measure
 from ottava.record.reader import COLUMNS, Run, select, step_range, tensor_table
 from ottava.record.schema import RunError, SlotKey
 from ottava.record.writer import RunWriter
-from ottava.report.series import curves
+from ottava.report.grid import curves
 
 KEY = SlotKey("0.fc1", "input", "row", "delayed", "E4M3", "tensor", "fp32", "delayed", "door")
 SPEC = ottava.QuantizationSpec(ottava.E4M3, scaling="delayed")

@@ -10,7 +10,7 @@ import torch
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.ops.quantize import quantize
 from ottava.recipe import RECIPES
-from ottava.serving.difference import compare, differences
+from ottava.serving.evaluate import compare, differences
 from ottava.serving.source import Source, Weight
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from ottava.nn.convert import convert
 from ottava.report.frame import write_page
 from ottava.serving.answers import Answers, ChunkMean, View
-from ottava.serving.difference import Difference, Differences
-from ottava.serving.evaluate import RULES, Compared, Evaluation, Generation, evaluate, judge
+from ottava.serving.evaluate import RULES, Compared, Difference, Differences, Evaluation, Generation, evaluate, judge
 from ottava.serving.page import render_page
 from ottava.serving.source import Source, Weight
 from ottava.serving.trained import cast_of

@@ -17,7 +17,7 @@ from ottava.numerics.formats import E4M3
 from ottava.numerics.scaling import PER_ROW
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES, GemmRecipe, Recipe
-from ottava.serving.difference import differences
+from ottava.serving.evaluate import differences
 from ottava.serving.export import ExportError, export
 from ottava.serving.parity import parity
 from ottava.serving.sides import under

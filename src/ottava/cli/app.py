@@ -36,15 +36,13 @@ from typer.core import TyperGroup
 
 from ottava.base import __version__
 from ottava.base.errors import unknown_name
-from ottava.cli.audit import audit, order
-from ottava.cli.certify import certify
-from ottava.cli.check import check
 from ottava.cli.console import print_error
 from ottava.cli.diagnose import bisect, compare, diagnose, what_if
 from ottava.cli.doctor import bench, doctor
 from ottava.cli.export import consolidate, export, inspect, parity
 from ottava.cli.formats import explorer, formats, recipes
 from ottava.cli.plan import plan
+from ottava.cli.prove import audit, certify, check, order
 from ottava.cli.train import demo, lab, train
 from ottava.cli.watch import import_run, live, plot, report, table, watch
 

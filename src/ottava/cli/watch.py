@@ -344,7 +344,7 @@ def plot(
     """
     from ottava.record.reader import Run, known_statistics, select
     from ottava.report.charts import standalone, to_png
-    from ottava.report.series import CURVES, curves, run_names
+    from ottava.report.grid import CURVES, curves, run_names
 
     if out.suffix not in (".svg", ".png"):
         raise ValueError(f"--out {out}: needs a name that ends in .svg or .png")

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ottava.base.errors import unknown_name
-from ottava.kernels.custom_operator import constant_in_graph
+from ottava.kernels.gate import constant_in_graph
 from ottava.numerics.accumulator import Accumulator, get_accumulator
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import GEMMS, Recipe, get_recipe

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ottava.engine.quantizer import LinearQuantizers, Notes, Quantizer, Record
 from ottava.kernels.gate import applied, no_autocast, refuse_transforms
 from ottava.kernels.native import build as native_build
-from ottava.kernels.native.sums import column_sums
+from ottava.kernels.native.pointwise import column_sums
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import UnmadeGradient, make_rows
 from ottava.numerics.tensor import Operand, QuantizationSpec, QuantizedTensor

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ottava.kernels.gate import PLAIN, is_plain
-from ottava.kernels.native.sums import checksum
+from ottava.kernels.native.pointwise import checksum
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.numerics.scaling import PER_TENSOR, amax
 from ottava.numerics.tensor import Beside, Both, Operand, QuantizationSpec, QuantizedTensor

@@ -48,7 +48,7 @@ from ottava.engine.groups import (
     when_wrapped,
 )
 from ottava.engine.quantizer import Notes, Quantizer, WeightQuantizer, stage
-from ottava.kernels.triton import roll as triton_roll
+from ottava.kernels.triton import step as triton_step
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import TENSORS, Recipe
 from ottava.weights.parameter import QuantizedWeight, is_quantized_weight, local
@@ -659,9 +659,9 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
         if not isinstance(pack, _Pack) or not pack.holds(members, columns):
             pack = _Pack(members, columns)
         # one launch for all doors of a spec
-        if triton_roll.supports_roll(spec, pack.history, lanes) is None:
+        if triton_step.supports_roll(spec, pack.history, lanes) is None:
             counts = pack.nonfinite_count, pack.guard_count
-            triton_roll.roll(spec, lanes, pack.index, pack.history, pack.scale, *counts, pack.staged)
+            triton_step.roll(spec, lanes, pack.index, pack.history, pack.scale, *counts, pack.staged)
             continue
         last, nonfinite, guard, due = lanes.to(device)[:, pack.index]
         touched = last > 0

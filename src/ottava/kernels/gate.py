@@ -1,15 +1,20 @@
-"""The only gate between a tensor and C++ or Triton code that reads its memory.
+"""The only gate between a tensor and C++ or Triton code that reads its memory, and between such code and a graph.
 
 C++ trusts an address. A DTensor, a fake or sparse tensor and a tensor that torch.func wraps have no address of their
 numbers, and code that reads there crashes the interpreter. So the gate refuses each of them with a reason. For a
 plain tensor it checks exact type, device and address, in about 0.1 us. Code that runs in every step makes the same
 check inline, `type(x) in PLAIN and address(x) > LOWEST`, and calls the gate only for a tensor that fails it.
+
+Two decorators make a function one opaque node of a compiled graph, or a constant in it. `torch.library.custom_op` adds
+ten Python calls around each of ours, which takes three times as long: a layer runs seven operators a step, and a small
+layer has short GEMMs. `torch.compiler.assume_constant_result` imports Dynamo, which takes longer than all of torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -197,3 +202,58 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+# --- operators that a compiled graph does not look into, and its constants --------------------------------------------
+
+
+Run = TypeVar("Run", bound=Callable[..., Any])
+
+
+def constant_in_graph(function: Run) -> Run:
+    """Decorates a function that runs while torch.compile traces; its result becomes a constant of the graph.
+
+    `torch.compiler.assume_constant_result` sets the same mark, but imports Dynamo.
+
+    Example:
+        >>> @constant_in_graph
+        ... def limit():
+        ...     return 448
+        >>> limit()
+        448
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo's own name for the mark
+    return function
+
+
+def custom_operator(schema: str, fake: Callable[..., Any], *tags: torch.Tag) -> Callable[[Run], Run]:
+    """Makes a function the implementation of `torch.ops.ottava.NAME` on any device, and returns it unchanged.
+
+    Args:
+        schema: "NAME(Tensor x, str spec) -> Tensor", as torch writes it. The function must not write to an argument or
+            return one. It must not keep its result either: compiled code overwrites results after their last use.
+        fake: takes the same arguments as fake tensors; returns tensors with the shapes, dtypes and strides to expect.
+        tags: what torch should know of it: two equal calls of a `nondeterministic_seeded` one are two results.
+    Edge cases: no gradient flows through the operator. torch refuses a second definition of a name.
+
+    Example:
+        >>> def fake(x):
+        ...     return torch.empty_like(x)
+        >>> @custom_operator("doubled_for_the_example(Tensor x) -> Tensor", fake)
+        ... def doubled(x):
+        ...     return 2 * x
+        >>> torch.ops.ottava.doubled_for_the_example(torch.ones(2))
+        tensor([2., 2.])
+    """
+    name, bracket, rest = schema.partition("(")
+    qualified = f"ottava::{name}"
+    # the pieces of `torch.library.custom_op`, without the wrappers that it puts around them: those are for operators
+    # that mutate, alias or want a gradient
+    torch.library.define(qualified, bracket + rest, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    torch.library.register_fake(qualified, fake)
+
+    def register(run: Run) -> Run:
+        torch.library.impl(qualified, "default", run)
+        return run
+
+    return register

@@ -28,8 +28,7 @@ from ottava.base.errors import unknown_name
 from ottava.engine.autocast import LANES, ambient, in_tiles
 from ottava.engine.functional import refuse_second_derivative
 from ottava.engine.quantizer import AttentionQuantizers
-from ottava.kernels.custom_operator import constant_in_graph
-from ottava.kernels.gate import applied, no_autocast
+from ottava.kernels.gate import applied, constant_in_graph, no_autocast
 from ottava.kernels.native.gemm import multiply_bf16, supports_dense
 from ottava.nn.fp8_attention import fp8_attention, move_histories, shared, softmax
 from ottava.nn.layer import recomputing

@@ -34,8 +34,7 @@ from ottava.engine.functional import (
 from ottava.engine.groups import ddp_around
 from ottava.engine.quantizer import LinearQuantizers
 from ottava.engine.state import ScalingState
-from ottava.kernels.custom_operator import constant_in_graph
-from ottava.kernels.gate import dense, is_plain
+from ottava.kernels.gate import constant_in_graph, dense, is_plain
 from ottava.ops.dispatch import torch_is_beaten
 from ottava.recipe import Recipe, get_recipe
 from ottava.weights.checkpoint import decode_codes

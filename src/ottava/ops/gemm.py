@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ottava.base.errors import need_type
 from ottava.kernels import gemm_choice, reference, scaled_mm, torch_mm
-from ottava.kernels.custom_operator import custom_operator
-from ottava.kernels.gate import LOWEST, PLAIN, address, no_autocast
+from ottava.kernels.gate import LOWEST, PLAIN, address, custom_operator, no_autocast
 from ottava.kernels.reference import block_columns
 from ottava.numerics.accumulator import ACCUMULATORS, Accumulator, accumulator_from_key, get_accumulator, lost_share
 from ottava.numerics.formats import dtype_name

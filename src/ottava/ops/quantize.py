@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels import reference
-from ottava.kernels.custom_operator import constant_in_graph, custom_operator
-from ottava.kernels.gate import LOWEST, PLAIN, address, no_autocast
+from ottava.kernels.gate import LOWEST, PLAIN, address, constant_in_graph, custom_operator, no_autocast
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ottava.base.errors import need_type
-from ottava.kernels.triton import adamw
+from ottava.kernels.triton import step as triton_step
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.optim.engine import BOUND, Engine, State, Work
 from ottava.optim.storage import Master, Moments, Piece, WeightStore
@@ -107,10 +107,10 @@ class AdamW(Engine):
             return f"triton: takes step and lr as numbers; got {got}"
         extra = piece.state[store.keys[0]] if store.keys else None
         moments = [piece.moments[one.name][""] for one in ADAMW_STATES]
-        reason = adamw.supports_adamw(piece.weight, extra, piece.gradient, *moments)
+        reason = triton_step.supports_adamw(piece.weight, extra, piece.gradient, *moments)
         if reason is None:
             own = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            adamw.step_adamw(piece.weight, extra, piece.gradient, *moments, step=piece.step.item(), **own)
+            triton_step.step_adamw(piece.weight, extra, piece.gradient, *moments, step=piece.step.item(), **own)
         return reason
 
     def known_amax(self, index: int, piece: Piece, work: Work, group: Mapping[str, Any]) -> Tensor | None:

@@ -6,7 +6,7 @@ import functools
 
 from torch import Tensor
 
-from ottava.kernels.custom_operator import constant_in_graph
+from ottava.kernels.gate import constant_in_graph
 from ottava.numerics.tensor import Lent, Operand, QuantizationSpec, QuantizedTensor, spec_from_key
 from ottava.ops.quantize import refuse_turn, turn
 from ottava.weights.parameter import QuantizedWeight, describe, stored_spec

@@ -9,7 +9,7 @@ import pytest
 
 from ottava.interop.importers import IMPORTERS, import_run
 from ottava.interop.importers.collected import Cast, ImportRunError
-from ottava.interop.importers.te_log import parse_name
+from ottava.interop.importers.scalars import parse_name
 from ottava.interop.te_config import RECIPES_OF_TE, TENSORS
 from ottava.record.reader import Run
 

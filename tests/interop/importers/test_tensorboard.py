@@ -12,7 +12,7 @@ import ottava
 from ottava.interop.event_file import EventWriter
 from ottava.interop.importers import import_run
 from ottava.interop.importers.collected import ImportRunError
-from ottava.interop.importers.tensorboard import NUMBERS
+from ottava.interop.importers.scalars import NUMBERS
 from ottava.record.reader import Run
 
 

@@ -29,8 +29,8 @@ from ottava.kernels import reference
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native import measure as native_measure
 from ottava.kernels.native import measure as native_sample
+from ottava.kernels.native import pointwise as native_sums
 from ottava.kernels.native import quantize as native_quantize
-from ottava.kernels.native import sums as native_sums
 from ottava.kernels.native.measure import Look
 from ottava.measure.sample import squares_of
 from ottava.measure.tally import DETAILS

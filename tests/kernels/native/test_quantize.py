@@ -19,8 +19,8 @@ from layout_samples import LAYOUTS, tiles
 from ottava.engine.quantizer import Quantizer
 from ottava.kernels import reference
 from ottava.kernels.native import build as native_build
+from ottava.kernels.native import pointwise as native_sums
 from ottava.kernels.native import quantize as native_quantize
-from ottava.kernels.native import sums as native_sums
 from ottava.numerics.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
 from ottava.numerics.rounding import decode
 from ottava.numerics.scaling import (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ottava.kernels.native import build as native_build
-from ottava.kernels.native import sums as native_sums
+from ottava.kernels.native import pointwise as native_sums
 from sweep import sweep
 
 

@@ -23,12 +23,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ottava.kernels.triton import adamw_device_code, device_code, rows_device_code
-from ottava.kernels.triton.adamw import LAUNCH as adamw_launch
+from ottava.kernels.triton import device_code, rows_device_code
 from ottava.kernels.triton.quantize import ACTIVATION_LAUNCH, amax_launch, cast_launch, predicted_launch
-from ottava.kernels.triton.roll import roll_launch
 from ottava.kernels.triton.rows import norm_launch
 from ottava.kernels.triton.statistics import statistics_launch
+from ottava.kernels.triton.step import LAUNCH as adamw_launch
+from ottava.kernels.triton.step import roll_launch
 from ottava.measure.tally import EXPONENT_BINS
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.tensor import QuantizationSpec
@@ -134,7 +134,7 @@ def launches(capability: int) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     split = dict.fromkeys(("gradient_ptr", "mean_ptr", "square_ptr"), "*bf16")
     split |= {"weight_ptr": "*i16", "extra_ptr": "*i16"}
     for name, types in (("adamw", plain), ("adamw, remainder", split)):
-        found[name] = (adamw_device_code.adamw_kernel, {**types, **adamw_launch})
+        found[name] = (device_code.adamw_kernel, {**types, **adamw_launch})
     found["roll"] = (device_code.roll_kernel, roll_launch(replace(guarded, amax_history_len=1024)))
     return found
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ottava.kernels.triton import adamw as triton_adamw
-from ottava.kernels.triton.adamw import supports_adamw
+from ottava.kernels.triton import step as triton_adamw
+from ottava.kernels.triton.step import supports_adamw
 from ottava.optim import AdamW, Lion
 from ottava.optim.storage import join
 from sweep import sweep

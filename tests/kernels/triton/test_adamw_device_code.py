@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.kernels.triton.adamw import step_adamw
+from ottava.kernels.triton.step import step_adamw
 from ottava.optim.storage import _split, join
 from sweep import sweep
 from witnesses import fused_multiply_add

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ottava.engine.quantizer import Quantizer
 from ottava.engine.state import roll_windows
 from ottava.kernels.triton import quantize as triton_quantize
-from ottava.kernels.triton import roll as triton_roll
+from ottava.kernels.triton import step as triton_step
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.tensor import QuantizationSpec
 from scaling_samples import BUFFERS
@@ -41,7 +41,7 @@ AMAXES = (1.0, 0.0, 448.0, 3.0e38, 1e-45, 1e-38, 0.3, 7.0)
 
 
 def with_triton(monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
-    monkeypatch.setattr(triton_roll, "supports_roll", lambda *_: None if wanted else "not wanted in this pass")
+    monkeypatch.setattr(triton_step, "supports_roll", lambda *_: None if wanted else "not wanted in this pass")
 
 
 def prepared(specs: list[QuantizationSpec | None]) -> list[Quantizer]:
@@ -113,8 +113,8 @@ def test_one_launch_a_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of tensors; and every tensor of the other spec as well."""
     with_triton(monkeypatch, True)
     launches: list[Any] = []
-    original = triton_roll.roll
-    monkeypatch.setattr(triton_roll, "roll", lambda *a: launches.append(a) or original(*a))
+    original = triton_step.roll
+    monkeypatch.setattr(triton_step, "roll", lambda *a: launches.append(a) or original(*a))
     doors = prepared([SPECS[0], SPECS[3]] * 20)
     roll_windows(doors, torch.ones(4, 40, device=DEVICE))
     assert [call[3].shape for call in launches] == [(20, 4), (20, 1)]
@@ -133,7 +133,7 @@ def test_memory_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_refusals_say_why() -> None:
     """Device, function of the window, length, place."""
-    ask = triton_roll.supports_roll
+    ask = triton_step.supports_roll
     lanes, history = torch.zeros(4, 2), torch.zeros(2, 4)
     assert ask(DELAYED, history, lanes) == "triton: runs on cuda; got cpu"
     with FakeTensorMode():

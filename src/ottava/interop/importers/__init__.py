@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ottava.base.errors import unknown_name
 from ottava.base.untrusted import UntrustedError, regular_size
-from ottava.interop.importers import te_dump, te_log, tensorboard
+from ottava.interop.importers import scalars, te_dump
 from ottava.interop.importers.collected import Collected, ImportRunError
 from ottava.record.reader import Run
 
@@ -47,10 +47,10 @@ class Importer(NamedTuple):
 IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {
         "te_log": Importer(
-            "*globalrank-N.log with lines of statistics", "*.log", te_log.FILE, te_log.read, (".log", ".txt")
+            "*globalrank-N.log with lines of statistics", "*.log", scalars.FILE, scalars.read, (".log", ".txt")
         ),
         "te_dump": Importer("*_iter_N.pt of DumpTensors", "*.pt", te_dump.FILE, te_dump.read),
-        "tensorboard": Importer("events.out.tfevents.* files", "*", tensorboard.FILE, tensorboard.read),
+        "tensorboard": Importer("events.out.tfevents.* files", "*", scalars.EVENTS, scalars.read_events),
     }
 )
 """In the order of reading: layer names in logs give the spelling of those in dumps."""

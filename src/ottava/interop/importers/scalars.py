@@ -1,4 +1,6 @@
-"""Reads statistics logs of TransformerEngine's debug features: text with one number per line, one file per rank.
+"""Reads numbers that others logged: text of TransformerEngine's debug features, and TensorBoard's event files.
+
+The text has one number per line, and one file per rank:
 
     2025-11-03 10:15:01,123 - INFO - layers.0.mlp.fc1_activation_underflows%     iteration=000100     value=0.0312
 
@@ -7,6 +9,10 @@ _columnwise. Numbers have four digits after the point: a mean squared error of 3
 leaves out such zeros. TransformerEngine divides underflows by all elements, zeros too; as `underflow_pct` that is a
 lower bound. Its std over ranks or micro-batches may be nan (TE PR 3044).
 Source: nvdlfw_inspect/logging.py (log_scalar), TransformerEngine debug/features/utils/stats_computation.py.
+
+TensorBoard's event files hold losses under their usual names, and statistics under TransformerEngine's names, those of
+our own sink (tensor/LAYER/X/underflow_pct), and LAYER/TENSOR/STATISTIC or LAYER.TENSOR.STATISTIC, which hooks around
+torchao's layers often write. `tags` names any other scalar.
 """
 
 from __future__ import annotations
@@ -19,8 +25,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ottava.base.untrusted import read_lines
+from ottava.interop.event_file import Scalar, read_scalars
 from ottava.interop.importers.collected import NO_SQNR, Cast, Collected, Place, whole
 from ottava.interop.te_config import OF_CAST, OF_TENSOR, RECIPES_OF_TE, RECIPROCAL, TENSORS
+from ottava.measure.layer_names import SYMBOLS
+from ottava.measure.statistics import STATISTICS
 
 _OF_TENSOR = MappingProxyType({**OF_TENSOR, **{name: name for name in ("max", "min", "l2_norm", "numel")}})
 """Statistics of the tensor before any cast -> our names; `finish` computes some of ours from the last four."""
@@ -131,3 +140,73 @@ def finish(collected: Collected, *, coarse: float = 0.0) -> None:
         for cast in collected.casts(place):
             if cast.get("mse", 1.0) < coarse:
                 cast[NO_SQNR] = 1.0
+
+
+# --- TensorBoard ----------------------------------------------------------------------------------------
+
+
+NUMBERS = MappingProxyType(
+    {
+        "loss": (
+            *("loss", "train/loss", "train_loss", "training_loss", "loss/train", "lm loss", "train/lm loss"),
+            *("lm-loss-training/lm loss", "loss_metrics/global_avg_loss", "reduced_train_loss"),
+        ),
+        "grad_norm": ("grad_norm", "grad-norm", "train/grad_norm", "optimizer/grad_norm", "gradient_norm"),
+        "lr": ("lr", "learning_rate", "learning-rate", "train/lr", "train/learning_rate", "optimizer/lr", "lr-AdamW"),
+        "tokens": ("tokens", "consumed_tokens", "consumed-tokens", "train/tokens", "n_tokens_seen"),
+    }
+)
+"""Numbers of a step, and the tags of Megatron, NeMo, torchtitan, Hugging Face and Lightning for them."""
+STATISTIC_WORDS = MappingProxyType(
+    {"amax": "amax", "scale": "scale_max"}
+    | dict.fromkeys(("sqnr", "snr"), "sqnr_db")
+    | dict.fromkeys(("underflow", "underflows"), "underflow_pct")
+    | dict.fromkeys(("saturation", "overflow"), "overflow_pct")
+)
+"""Other names of statistics -> ours; shares must be percentages."""
+_OF_CAST = frozenset({"underflow_pct", "underflow_pct_numel", "overflow_pct", "sqnr_db", "mse", "scale_max", "cosine"})
+_TENSOR_WORDS = MappingProxyType(
+    {**TENSORS, **{name: name for name in SYMBOLS}, **{symbol: name for name, symbol in SYMBOLS.items()}}
+)
+_TAG = re.compile(
+    rf"(?:tensor/)?(?P<layer>\S+?)[/.](?P<tensor>{'|'.join(_TENSOR_WORDS)})(?P<col>\.T)?[/._](?P<statistic>[\w%]+)"
+)
+
+
+EVENTS = re.compile(".*tfevents.*")
+_OVER_LAYERS = ("worst/", "median/")
+"""Beginnings of our own sink's tags for all layers together; they name no layer."""
+
+
+def read_events(paths: list[Path], collected: Collected) -> None:
+    """Reads every scalar with a known tag."""
+    collected.source = "import:tensorboard"
+    by_tag = {tag: name for name, tags in NUMBERS.items() for tag in tags}
+    by_tag |= collected.tags
+    for path in paths:
+        try:
+            for scalar in read_scalars(path):
+                if scalar.tag in by_tag:
+                    collected.number(scalar.step, by_tag[scalar.tag], scalar.value)
+                elif not take(scalar.tag, scalar.step, 0, scalar.value, collected) and not _take_scalar(
+                    scalar, collected
+                ):
+                    collected.unmapped[scalar.tag] += 1
+        except ValueError as error:
+            collected.note(str(error))
+    finish(collected)
+
+
+def _take_scalar(scalar: Scalar, collected: Collected) -> bool:
+    match = _TAG.fullmatch(scalar.tag)
+    if match is None or scalar.tag.startswith(_OVER_LAYERS):
+        return False
+    statistic = STATISTIC_WORDS.get(match["statistic"].lower(), match["statistic"])
+    if statistic not in STATISTICS:
+        return False
+    place = Place(scalar.step, 0, match["layer"], _TENSOR_WORDS[match["tensor"]])
+    if statistic in _OF_CAST or match["col"]:
+        collected.of_cast(place, Cast(None, "col" if match["col"] else "row"), {statistic: scalar.value})
+    else:
+        collected.of_tensor(place, {statistic: scalar.value})
+    return True
