@@ -7,10 +7,10 @@ a GPU, `cpu_ranking` once a machine on a CPU. A new kernel is one file in `kerne
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from ottava.kernels.native.build import Built
 from ottava.kernels.triton import gemm as triton_gemm
 from ottava.numerics.accumulator import Accumulator
 from ottava.numerics.tensor import QuantizedTensor, RunGemm
+
+Kernel = TypeVar("Kernel")
 
 
 class GemmKernel(Protocol):
@@ -107,24 +109,31 @@ def choose_accumulating(
     if not kernels:
         names = [kernel.NAME for kernel in ACCUMULATING_KERNELS]
         raise ValueError(f"gemm: {unknown_name(f'backend under accumulator {accumulator.name!r}', backend, names)}")
+    return _first(kernels, lambda kernel: kernel.supports_accumulate(a, b, out_dtype, accumulator))
+
+
+def _first(kernels: Iterable[Kernel], ask: Callable[[Kernel], str | None]) -> tuple[Kernel, tuple[str, ...]]:
+    """The first kernel that takes a call, and why those before it do not. Raises ValueError if none takes it."""
     refusals: list[str] = []
     for kernel in kernels:
-        if (reason := kernel.supports_accumulate(a, b, out_dtype, accumulator)) is None:
+        if (reason := ask(kernel)) is None:
             return kernel, tuple(refusals)
         refusals.append(reason)
     raise ValueError("gemm: no kernel takes this call. " + "; ".join(refusals))
 
 
+def told(kernels: Iterable[Any], chosen: Any, ask: Callable[[Any], str | None], why: str = "comes first") -> list[str]:
+    """A line for each kernel of a table: that it runs, or why not."""
+    return [
+        f"{one.NAME}: runs" if one is chosen else ask(one) or f"{one.NAME}: supported, but {chosen.NAME} {why}"
+        for one in kernels
+    ]
+
+
 def explain_accumulating(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, profile: Accumulator) -> str:
     """Which kernel emulates a profile, and why not the others; as `ops.gemm.explain`."""
     chosen = choose_accumulating(a, b, out_dtype, profile)[0]
-    lines = [
-        f"{kernel.NAME}: runs"
-        if kernel is chosen
-        else kernel.supports_accumulate(a, b, out_dtype, profile)
-        or f"{kernel.NAME}: supported, but {chosen.NAME} comes first"
-        for kernel in ACCUMULATING_KERNELS
-    ]
+    lines = told(ACCUMULATING_KERNELS, chosen, lambda kernel: kernel.supports_accumulate(a, b, out_dtype, profile))
     return "\n".join([*lines, f"accumulator: {profile}{'' if profile.confirmed else ', unconfirmed'}"])
 
 
@@ -171,13 +180,13 @@ def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> gemm_choice.
         return runner(kernel, a, b, torch.bfloat16, None, False)(a, b, None)
 
     a, b = gemm_choice.operands(2, 2, 2)  # only to ask who takes such formats; `rank` times large ones
-    ways = {}
-    for kernel in kernels:
-        # torch's FP8 GEMM on a CPU is an oracle for tests, not a rival
-        if kernel is not scaled_mm and kernel.supports_gemm(a, b, torch.bfloat16, None) is None:
-            level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
-            ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
-    return gemm_choice.rank("kernels", ways, native.key)
+    # torch's FP8 GEMM on a CPU is an oracle for tests, not a rival
+    rivals = [one for one in kernels if one is not scaled_mm and one.supports_gemm(a, b, torch.bfloat16, None) is None]
+    return gemm_choice.rank("kernels", {_way_of(one): partial(way, one) for one in rivals}, native.key)
+
+
+def _way_of(kernel: GemmKernel | DenseKernel) -> str:
+    return f"{kernel.NAME} {native_gemm.fastest().name}" if kernel is native_gemm else kernel.NAME
 
 
 def dense_kernels(device: torch.device, dtype: torch.dtype) -> tuple[DenseKernel, ...]:
@@ -207,11 +216,7 @@ def _dense_ranking(kernels: tuple[DenseKernel, ...], native: Built) -> gemm_choi
         return kernel.plan_dense(a, b, None)(a, b, None)
 
     a, b = gemm_choice.dense_operands(2, 2, 2)
-    ways = {}
-    for kernel in kernels:
-        if kernel.supports_dense(a, b) is None:
-            level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
-            ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
+    ways = {_way_of(one): partial(way, one) for one in kernels if one.supports_dense(a, b) is None}
     return gemm_choice.rank("kernels of BF16 operands", ways, native.key, make=gemm_choice.dense_operands)
 
 
@@ -225,24 +230,14 @@ def choose_dense(a: Tensor, b: Tensor, backend: str | None = None) -> tuple[Dens
         if reason := BATCH_INVARIANT.supports_dense(a, b):
             raise ValueError(f"gemm: backend {backend!r} was asked for, but {reason}")
         return BATCH_INVARIANT, ()
-    refusals: list[str] = []
-    for kernel in dense_kernels(a.device, a.dtype):
-        if (reason := kernel.supports_dense(a, b)) is None:
-            return kernel, tuple(refusals)
-        refusals.append(reason)
     # torch takes everything, so a GEMM in high precision is never refused
-    return torch_mm, tuple(refusals)
+    return _first((*dense_kernels(a.device, a.dtype), torch_mm), lambda kernel: kernel.supports_dense(a, b))
 
 
 def explain_dense(a: Tensor, b: Tensor) -> str:
     """Which kernel multiplies two matrices in high precision, and why not the others; as `ops.gemm.explain`."""
     chosen, kernels = choose_dense(a, b)[0], dense_kernels(a.device, a.dtype)
-    lines = [
-        f"{kernel.NAME}: runs"
-        if kernel is chosen
-        else kernel.supports_dense(a, b) or f"{kernel.NAME}: supported, but {chosen.NAME} comes first"
-        for kernel in kernels
-    ]
+    lines = told(kernels, chosen, lambda kernel: kernel.supports_dense(a, b))
     if len(kernels) > 1:
         lines.append(f"measured: {dense_ranking()}")
     return "\n".join(lines)
@@ -281,17 +276,10 @@ def choose_gemm(
         fastest = choice.kernel
         # stable: the others keep the order of capability
         kernels = tuple(sorted(kernels, key=lambda kernel: fastest != kernel.NAME))
-    refusals: list[str] = []
-    lasting = True
-    for kernel in kernels:
-        reason = kernel.supports_gemm(a, b, out_dtype, bias)
-        reads_scales = getattr(kernel, "reads_scales", None)
-        # a plan is kept by shapes: where a refusal read numbers, the next operands may get another kernel
-        lasting = lasting and not (reads_scales is not None and reads_scales(a, b))
-        if reason is None:
-            return Chosen(kernel, tuple(refusals), lasting)
-        refusals.append(reason)
-    raise ValueError("gemm: no kernel takes this call. " + "; ".join(refusals))
+    kernel, refusals = _first(kernels, lambda kernel: kernel.supports_gemm(a, b, out_dtype, bias))
+    # a plan is kept by shapes: where a refusal read numbers, the next operands may get another kernel
+    reads = [getattr(asked, "reads_scales", None) for asked in kernels[: len(refusals) + 1]]
+    return Chosen(kernel, refusals, not any(read is not None and read(a, b) for read in reads))
 
 
 def made_of(device: torch.device) -> dict[str, str]:

@@ -40,6 +40,7 @@ from ottava.ops.dispatch import (
     made_of,
     measured,
     runner,
+    told,
 )
 from ottava.ops.quantize import dequantize, keep_plan
 from ottava.recipe import Compute, GemmRecipe
@@ -357,13 +358,8 @@ def explain(
     choice = measured(a, b, out_dtype, bias, fast_accum)
     fastest = choice is not None and choice.kernel == chosen.NAME
     why_first = "was measured to be the fastest" if fastest else f"comes first on {a.device.type}"
-    lines = []
-    for kernel in gemm_kernels(a.device):
-        reason = kernel.supports_gemm(a, b, out_dtype, bias)
-        if kernel is chosen:
-            lines.append(f"{kernel.NAME}: runs")
-        else:
-            lines.append(reason or f"{kernel.NAME}: supported, but {chosen.NAME} {why_first}")
+    kernels = gemm_kernels(a.device)
+    lines = told(kernels, chosen, lambda kernel: kernel.supports_gemm(a, b, out_dtype, bias), why_first)
     if choice is None and a.device.type == "cpu":
         lines.append(f"measured: {cpu_ranking()}")
     elif choice is not None or a.device.type == "cuda":
