@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from ottava.base.errors import RefusesUnknownFields, need_type, unknown_name
+from ottava.base.errors import RefusesUnknownFields, need_known, need_type, unknown_name
 from ottava.numerics.accumulator import ACCUMULATORS, Accumulator, get_accumulator
 from ottava.numerics.formats import E2M1, E4M3, E5M2
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, BLOCK_128X128, PER_ROW, PER_TENSOR
@@ -58,8 +58,7 @@ class GemmRecipe(RefusesUnknownFields):
     """Multiply by the one kernel whose bits of a row do not depend on the other rows; see `batch_invariance`."""
 
     def __post_init__(self) -> None:
-        if self.compute not in get_args(Compute):
-            raise ValueError(f"GemmRecipe: {unknown_name('compute', self.compute, get_args(Compute))}")
+        need_known("GemmRecipe", "compute", self.compute, get_args(Compute))
         for name in ("fast_accum", "batch_invariant"):
             need_type(f"GemmRecipe: {name}", getattr(self, name), bool)
         if self.accumulator is not None:
@@ -230,8 +229,7 @@ class Override(RefusesUnknownFields):
         if not self.changes:
             raise ValueError(f"override {self.pattern!r}: nothing to change; give a recipe, GEMMs or cells")
         for target, value in self.changes:
-            if target not in _TARGETS:
-                raise ValueError(f"override {self.pattern!r}: {unknown_name('cell', target, _TARGETS)}")
+            need_known(f"override {self.pattern!r}", "cell", target, _TARGETS)
             kind: Any = (
                 GemmRecipe if target in GEMMS else AttentionRecipe if target == "attention" else QuantizationSpec
             )
@@ -345,8 +343,7 @@ class Recipe(RefusesUnknownFields):
             >>> [str(spec) for spec in RECIPES["blockwise"].cells("weight")]
             ['E4M3[128x128, pow2]', 'E4M3[128x128, pow2]']
         """
-        if tensor not in TENSORS:
-            raise ValueError(unknown_name("tensor", tensor, TENSORS))
+        need_known("", "tensor", tensor, TENSORS)
         row, col = (getattr(getattr(self, gemm), side) for gemm, side in (CELL_OF[tensor, d] for d in ("row", "col")))
         return row, col
 
@@ -439,8 +436,7 @@ class Recipe(RefusesUnknownFields):
             need_type(f"override of recipe {recipe.name!r}", entry, Mapping)
             known = ("pattern", "recipe", "changes")
             for key in entry:
-                if key not in known:
-                    raise ValueError(f"override of recipe {recipe.name!r}: {unknown_name('key', key, known)}")
+                need_known(f"override of recipe {recipe.name!r}", "key", key, known)
             need_type("override: changes", entry.get("changes") or {}, Mapping)
             changes = tuple((t, _change_from_dict(t, v)) for t, v in (entry.get("changes") or {}).items())
             whole = get_recipe(entry["recipe"]) if "recipe" in entry else None
@@ -633,8 +629,7 @@ def get_recipe(recipe: Recipe | str, **history: Any) -> Recipe:
 
 def _with_history(recipe: Recipe, history: Mapping[str, Any]) -> Recipe:
     for name in history:
-        if name not in HISTORY_FIELDS:
-            raise TypeError(f"get_recipe: {unknown_name('history field', name, HISTORY_FIELDS)}")
+        need_known("get_recipe", "history field", name, HISTORY_FIELDS, TypeError)
     predicted = []
 
     def cell(spec: QuantizationSpec | None) -> QuantizationSpec | None:

@@ -1,6 +1,7 @@
 """How ottava refuses: every message gives the wrong value, the needed one and the next step.
 
-All rooms share these functions. `unknown_name` writes the sentence for an unknown name, with the nearest known one.
+All rooms share these functions. `unknown_name` writes the sentence for an unknown name, with the nearest known one;
+`need_known` raises it.
 `need` refuses an argument of another type, and `need_type` a setting. `RefusesUnknownFields` gives a frozen dataclass a
 constructor that refuses typos; TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and keeps 1024.
 `refuse_other_sums` stops a kernel that does not sum the requested fields.
@@ -31,6 +32,21 @@ def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
     nearest = max(by_folded, key=closeness, default="")
     hint = f"; did you mean {by_folded[nearest]!r}?" if nearest and closeness(nearest)[0] >= 0.5 else ";"
     return f"unknown {kind} {got!r}{hint} known: {', '.join(by_folded.values())}"
+
+
+def need_known(
+    caller: object, kind: str, got: object, known: Iterable[str | None], error: type[Exception] = ValueError
+) -> None:
+    """Raises an error with the sentence of `unknown_name`, unless `got` is one of the known names.
+
+    Example:
+        >>> need_known("watch", "sink", "parket", ("parquet", "tensorboard"))
+        Traceback (most recent call last):
+        ValueError: watch: unknown sink 'parket'; did you mean 'parquet'? known: parquet, tensorboard
+    """
+    if got not in known:
+        sentence = unknown_name(kind, got, [name for name in known if name is not None])
+        raise error(f"{caller}: {sentence}" if caller else sentence)
 
 
 class PoisonError(ValueError):

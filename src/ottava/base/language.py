@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import NamedTuple
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 
 LANGUAGES = ("en", "zh")
 _WORD = re.compile(r"(?<![\w./`=])(?!(?:fprop|dgrad|wgrad)\b)[A-Za-z]{2,}(?![\w/`=(]|\.\w)")
@@ -49,8 +49,7 @@ class Language:
     """
 
     def __init__(self, name: str) -> None:
-        if name not in LANGUAGES:
-            raise ValueError(unknown_name("language", name, LANGUAGES))
+        need_known("", "language", name, LANGUAGES)
         self.name = name
         self._catalog = catalog(name)
         self._known: dict[str, _Said | None] = {}

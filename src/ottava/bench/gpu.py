@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.bench.method import (
     Rows,
     Run,
@@ -646,8 +646,7 @@ def bench(run: Run, suites: Iterable[str] = SUITES) -> Iterator[tuple[str, str, 
     chosen = list(suites)
     for kind, names, known in (("suite", chosen, tuple(SUITES)), ("recipe", run.recipes, tuple(RECIPES))):
         for name in names:
-            if name not in known:
-                raise ValueError(f"bench gpu: {unknown_name(kind, name, known)}")
+            need_known("bench gpu", kind, name, known)
     for place, name in enumerate(chosen):
         torch.manual_seed(0)
         torch._dynamo.reset()  # graphs of earlier suites count against the limit of recompilations

@@ -301,15 +301,14 @@ def table(
 
     Exit code 0; 2 for an unknown tensor, statistic or format; 4 if the run has no such numbers.
     """
-    from ottava.base.errors import unknown_name
+    from ottava.base.errors import need_known
     from ottava.measure.statistics import STATISTICS
     from ottava.record.reader import COLUMNS, Run, select, tensor_table
 
     if as_json and form not in (None, "json"):
         raise ValueError(f"--json: is --format json; got --format {form}, too")
     form = "json" if as_json else form or (out.suffix[1:].replace("txt", "text") if out is not None else "text")
-    if form not in _FORMS:
-        raise ValueError(f"--format: {unknown_name('format', form, list(_FORMS))}")
+    need_known("--format", "format", form, _FORMS)
     if form == "parquet" and out is None:
         raise ValueError("--format parquet: needs a file; add --out FILE.parquet")
     names = tuple(STATISTICS) if statistics == "all" else _words(statistics) or COLUMNS

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.kernels.gate import constant_in_graph
 from ottava.numerics.accumulator import Accumulator, get_accumulator
 from ottava.numerics.tensor import QuantizationSpec
@@ -285,8 +285,7 @@ def autocast(
         >>> with torch.no_grad(), ottava.autocast(enabled=False):
         ...     y = model(x)                               # BF16 evaluation
     """
-    if update not in get_args(Update):
-        raise ValueError(f"autocast: {unknown_name('update', update, get_args(Update))}")
+    need_known("autocast", "update", update, get_args(Update))
     if batch_invariant and (calibrating or not enabled):
         raise ValueError(
             "autocast: batch_invariant=True holds for ottava's GEMMs; needs enabled=True, calibrating=False"

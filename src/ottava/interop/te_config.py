@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known, unknown_name
 from ottava.base.settings import ConfigError
 
 TENSORS = MappingProxyType(
@@ -273,8 +273,7 @@ def _period(where: str, entry: Mapping[str, Any], layers: list[str]) -> dict[str
 
 def _tensors(where: str, names: Any) -> list[str]:
     for name in (words := _words(where, "tensors", names)):
-        if name not in TENSORS:
-            raise ConfigError(f"{where}: {unknown_name('tensor', name, list(TENSORS))}")
+        need_known(where, "tensor", name, TENSORS, ConfigError)
     return [TENSORS[name] for name in words]
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ottava.base.errors import need, unknown_name
+from ottava.base.errors import need, need_known
 from ottava.base.text import columns, data_frame, html_table, number
 from ottava.engine.quantizer import Doors
 from ottava.kernels.triton.statistics import fill_slot, new_slot, read_slot, supports_statistics
@@ -75,8 +75,7 @@ class Observation:
         """
         from ottava.base import plot
 
-        if statistic not in STATISTICS:
-            raise ValueError(unknown_name("statistic", statistic, list(STATISTICS)))
+        need_known("", "statistic", statistic, STATISTICS)
         if not self.tallies:
             raise ValueError("plot: no casts were seen: no ottava layer ran in FP8 in this context")
         found = {(row["layer"], symbol(row["tensor"], row["direction"])): row[statistic] for row in self.table()}

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.engine.autocast import in_tiles
 from ottava.kernels.native import pointwise
 from ottava.kernels.triton.quantize import UnmadeRows
@@ -59,8 +59,7 @@ def get_activation(activation: Activation | str) -> Activation:
     """
     if isinstance(activation, Activation):
         return activation
-    if activation not in ACTIVATIONS:
-        raise ValueError(unknown_name("activation", activation, ACTIVATIONS))
+    need_known("", "activation", activation, ACTIVATIONS)
     return ACTIVATIONS[activation]
 
 

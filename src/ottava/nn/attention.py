@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.engine.autocast import LANES, ambient, in_tiles
 from ottava.engine.functional import refuse_second_derivative
 from ottava.engine.quantizer import AttentionQuantizers
@@ -77,8 +77,7 @@ def mask_rule(mask: str, window: tuple[int | None, int | None] | None = None) ->
         >>> mask_rule("causal", (3, None))
         MaskRule(left=3, right=0, bottom_right=False)
     """
-    if mask not in MASKS:
-        raise ValueError(f"attention: {unknown_name('mask', mask, MASKS)}")
+    need_known("attention", "mask", mask, MASKS)
     if window is None:
         return MASKS[mask]
     if len(window) != 2 or any(limit is not None and limit < -1 for limit in window):
@@ -216,10 +215,8 @@ class DotProductAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if layout not in (*LAYOUTS, "thd"):
-            raise ValueError(f"DotProductAttention: {unknown_name('layout', layout, (*LAYOUTS, 'thd'))}")
-        if backend is not None and backend not in BACKENDS:
-            raise ValueError(f"DotProductAttention: {unknown_name('backend', backend, BACKENDS)}")
+        need_known("DotProductAttention", "layout", layout, (*LAYOUTS, "thd"))
+        need_known("DotProductAttention", "backend", backend, (None, *BACKENDS))
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"DotProductAttention: dropout is {dropout}; needs 0 or more, and less than 1")
         if sink == "learned" and heads is None:

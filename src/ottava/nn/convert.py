@@ -35,7 +35,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ottava.base.errors import need, unknown_name
+from ottava.base.errors import need, need_known, unknown_name
 from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.engine.state import ScalingState
 from ottava.nn.attention import DotProductAttention
@@ -424,8 +424,7 @@ def check_weights(
         ValueError: which layer, why, and what to choose; an unknown word for the weights; or high precision is to be
             kept beside weights that are not stored.
     """
-    if weights not in (None, *get_args(Weights)):
-        raise ValueError(f"convert: {unknown_name('weights', weights, get_args(Weights))}")
+    need_known("convert", "weights", weights, (None, *get_args(Weights)))
     if kept and weights != "fp8":
         raise ValueError(f"convert: keep_high_precision is for weights='fp8'; got weights={weights!r}")
     for name, layer in layers.items() if weights != "bf16" else ():

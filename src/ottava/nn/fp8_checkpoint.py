@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from ottava.base.errors import need, unknown_name
+from ottava.base.errors import need, need_known
 from ottava.base.text import listed
 from ottava.base.untrusted import UntrustedError
 from ottava.engine.quantizer import Quantizer
@@ -123,8 +123,7 @@ def load_fp8(
         (True, False)
     """
     need("load_fp8", model, nn.Module)
-    if weights not in get_args(Loaded):
-        raise ValueError(f"load_fp8: {unknown_name('weights', weights, get_args(Loaded))}")
+    need_known("load_fp8", "weights", weights, get_args(Loaded))
     if not isinstance(folder, str):
         need("load_fp8", folder, PathLike, "a path: the folder of a published checkpoint")
     folder, recipe = Path(folder), get_recipe(recipe)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ottava.base.errors import need_type, unknown_name
+from ottava.base.errors import need_known, need_type
 from ottava.engine.functional import produced
 from ottava.kernels.gate import applied, no_autocast
 from ottava.nn.activations import Activation, ActivationFormula, get_activation
@@ -103,8 +103,7 @@ class Router(nn.Module):
             need_type(f"Router: {name}", value, int)
             if value < 1:
                 raise ValueError(f"Router: {name} is {value}; needs 1 or more")
-        if score not in get_args(Score):
-            raise ValueError(f"Router: {unknown_name('score', score, get_args(Score))}")
+        need_known("Router", "score", score, get_args(Score))
         if num_experts % num_groups or top_groups > num_groups or top_k > num_experts // num_groups * top_groups:
             raise ValueError(
                 f"Router: {num_experts} experts in {num_groups} groups, of which {top_groups} are used, give no "

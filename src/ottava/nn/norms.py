@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.engine.functional import produced
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import norm, norm_gradient, normed, supports_norm, supports_rows
@@ -272,8 +272,7 @@ def make_norm(
         ValueError: no such name.
     """
     classes: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
-    if norm not in classes:
-        raise ValueError(unknown_name("norm", norm, classes))
+    need_known("", "norm", norm, classes)
     return classes[norm](features, eps, zero_centered_gamma=zero_centered_gamma, device=device, dtype=dtype)
 
 

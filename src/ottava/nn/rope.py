@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ottava.base.errors import RefusesUnknownFields, unknown_name
+from ottava.base.errors import RefusesUnknownFields, need_known
 from ottava.engine.autocast import ambient, in_tiles
 from ottava.kernels.gate import is_plain
 from ottava.kernels.native import pointwise
@@ -60,8 +60,7 @@ class RotaryScaling(RefusesUnknownFields):
     """yarn: the ramp begins and ends at whole entries."""
 
     def __post_init__(self) -> None:
-        if self.rope_type not in _FREQUENCIES:
-            raise ValueError(f"RotaryScaling: {unknown_name('rope_type', self.rope_type, _FREQUENCIES)}")
+        need_known("RotaryScaling", "rope_type", self.rope_type, _FREQUENCIES)
         if not self.factor >= 1:
             raise ValueError(f"RotaryScaling: factor is {self.factor}; needs 1 or more: how many times longer")
         if self.rope_type in ("yarn", "llama3") and self.original_max_position_embeddings < 1:

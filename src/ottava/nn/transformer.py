@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.nn.activations import Activation
 from ottava.nn.attention import Sink
 from ottava.nn.mlp import NormMLP, Save
@@ -126,8 +126,7 @@ class TransformerLayer(nn.Module):
 
     @staticmethod
     def _check(arrangement: str, dropout: float, drop_path: float, layout: str, cross: bool) -> None:
-        if arrangement not in ARRANGEMENTS:
-            raise ValueError(f"TransformerLayer: {unknown_name('arrangement', arrangement, ARRANGEMENTS)}")
+        need_known("TransformerLayer", "arrangement", arrangement, ARRANGEMENTS)
         if not (0 <= dropout < 1 and 0 <= drop_path < 1):
             raise ValueError(
                 f"TransformerLayer: dropout is {dropout}, drop_path {drop_path}; each needs 0 or more, and less than 1"

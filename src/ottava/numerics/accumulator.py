@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from ottava.base.errors import RefusesUnknownFields, need_type, unknown_name
+from ottava.base.errors import RefusesUnknownFields, need_known, need_type
 
 Rounding = Literal["truncate", "nearest_even"]
 _BITS = (("fraction_bits", 1, 29), ("kept_bits", 1, 23))  # C++ sums at least one product in 32 bits; fp32 keeps 23
@@ -87,8 +87,7 @@ class Accumulator(RefusesUnknownFields):
         need_type("Accumulator: name", self.name, str)
         if not self.name or "/" in self.name:
             raise ValueError(f"Accumulator: name is {self.name!r}; needs a word without a slash, for receipts")
-        if self.rounding not in get_args(Rounding):
-            raise ValueError(f"Accumulator: {unknown_name('rounding', self.rounding, get_args(Rounding))}")
+        need_known("Accumulator", "rounding", self.rounding, get_args(Rounding))
         need_type("Accumulator: dot", self.dot, int)
         if self.dot < 1 or (self.dot > 1 and (not self.scales_blocks or not self.group or self.group % self.dot)):
             raise ValueError(
@@ -209,8 +208,7 @@ def get_accumulator(accumulator: Accumulator | str | Mapping[str, Any]) -> Accum
         return Accumulator(**accumulator)
     if not isinstance(accumulator, str):
         raise TypeError(f"accumulator: got {accumulator!r}; needs an Accumulator or the name of one")
-    if accumulator not in ACCUMULATORS:
-        raise ValueError(unknown_name("accumulator", accumulator, ACCUMULATORS))
+    need_known("", "accumulator", accumulator, ACCUMULATORS)
     return ACCUMULATORS[accumulator]
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ottava.base.errors import RefusesUnknownFields, need_type, unknown_name
+from ottava.base.errors import RefusesUnknownFields, need_known, need_type, unknown_name
 from ottava.numerics.accumulator import Accumulator, get_accumulator
 from ottava.numerics.formats import E2M1, E5M2, Format, get_format
 from ottava.numerics.rounding import Rounding, decode
@@ -108,8 +108,7 @@ class QuantizationSpec(RefusesUnknownFields):
         if self.transform is not None:
             object.__setattr__(self, "transform", get_transform(self.transform))
         for name, kind in _CHOICES:
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"QuantizationSpec: {unknown_name(name, getattr(self, name), get_args(kind))}")
+            need_known("QuantizationSpec", name, getattr(self, name), get_args(kind))
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in get_args(AmaxAlgorithm):
             known = (*get_args(AmaxAlgorithm), "or a function")
             raise ValueError(f"QuantizationSpec: {unknown_name('amax_compute_algo', self.amax_compute_algo, known)}")

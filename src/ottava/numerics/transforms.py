@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from ottava.base.errors import RefusesUnknownFields, need_type, unknown_name
+from ottava.base.errors import RefusesUnknownFields, need_known, need_type, unknown_name
 from ottava.numerics.rounding import draw_seed, floor_log2, power_of_two, random_bits
 from ottava.numerics.scaling import Granularity, amax
 
@@ -241,8 +241,7 @@ class Mean(Transform):
     """Where the tokens are: "rows" in x and dy, "columns" in x.T and dy.T."""
 
     def __post_init__(self) -> None:
-        if self.tokens not in get_args(Tokens):
-            raise ValueError(f"Mean: {unknown_name('tokens', self.tokens, get_args(Tokens))}")
+        need_known("Mean", "tokens", self.tokens, get_args(Tokens))
 
     @property
     def centred(self) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.utils.hooks import RemovableHandle
 
-from ottava.base.errors import need, need_type, unknown_name
+from ottava.base.errors import need, need_known, need_type
 from ottava.optim.storage import STORAGES, Piece, Storage, WeightStore, choose
 from ottava.weights.parameter import is_quantized_weight, local
 
@@ -126,8 +126,7 @@ class Engine(Optimizer):
 
     def _check(self, group: Mapping[str, Any]) -> None:
         who = type(self).__name__
-        if group["moments"] not in STORAGES:
-            raise ValueError(f"{who}: {unknown_name('moments', group['moments'], STORAGES)}")
+        need_known(who, "moments", group["moments"], STORAGES)
         for name in _FLAGS & group.keys():
             need_type(f"{who}: {name}", group[name], bool)
         for name in _NUMBERS & group.keys():

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.numerics.formats import E4M3
 from ottava.numerics.rounding import decode, encode_, random_bits, random_bits_at
 from ottava.numerics.scaling import amax
@@ -407,8 +407,7 @@ def choose(parameter: Tensor, group: Mapping[str, Any]) -> WeightStore:
         ValueError: the options do not go with each other or with the parameter's dtype.
     """
     master, stochastic = group["master"], group["stochastic_rounding"]
-    if master not in (None, *get_args(Master)):
-        raise ValueError(unknown_name("master", master, get_args(Master)))
+    need_known("", "master", master, (None, *get_args(Master)))
     if master and stochastic:
         raise ValueError(
             f"stochastic_rounding is for weights without a master; got master={master!r}: leave one of them out"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = MappingProxyType(
@@ -69,8 +69,7 @@ def adapter(kind: str, **what: Any) -> Callable[[Function], Function]:
         >>> mine.adapter_kind, mine.adapter_what
         ('decode', {'format': 'e4m3'})
     """
-    if kind not in KINDS:
-        raise ValueError(f"adapter: {unknown_name('kind', kind, KINDS)}")
+    need_known("adapter", "kind", kind, KINDS)
 
     def mark(function: Function) -> Function:
         function.adapter_kind, function.adapter_what = kind, what  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.numerics.accumulator import get_accumulator
 from ottava.numerics.formats import E4M3, E8M0, FORMATS, Format, get_format
 from ottava.numerics.rounding import encode
@@ -610,8 +610,7 @@ def _held(name: str, moment: Tensor, off: Tensor, positive: bool) -> tuple[Tenso
 
     if name == "fp32":
         return moment, off
-    if name not in STORAGES:
-        raise ValueError(unknown_name("moments", name, STORAGES))
+    need_known("", "moments", name, STORAGES)
     storage = STORAGES[name]
     # neighbours in turn, and large numbers against small ones: the ends of a group set its grid
     turn = torch.where(torch.arange(moment.numel(), device=moment.device).view(moment.shape) % 2 == 0, 1.0, -1.0)

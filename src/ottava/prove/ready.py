@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known, unknown_name
 from ottava.numerics.formats import Format, get_format
 from ottava.numerics.rounding import decode, encode
 from ottava.prove.adapters import KINDS, KernelAdapter, adapter
@@ -360,8 +360,7 @@ def load(name: str, kind: str | None = None, **changed: Any) -> KernelAdapter:
     if own is None:
         how = "mark it with @ottava.prove.adapter(KIND, ...), or give --kind"
         raise ValueError(f"certify: {name} is no adapter: {how}")
-    if own not in KINDS:
-        raise ValueError(f"certify: {unknown_name('kind', own, KINDS)}")
+    need_known("certify", "kind", own, KINDS)
     told = {key: value for key, value in changed.items() if value is not None}
     return KernelAdapter(name, found, own, MappingProxyType(dict(getattr(found, "adapter_what", {})) | told))
 

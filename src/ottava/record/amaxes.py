@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.base.errors import RefusesUnknownFields, unknown_name
+from ottava.base.errors import RefusesUnknownFields, need_known
 from ottava.base.untrusted import opened, parse_json
 from ottava.numerics.formats import Format, get_format
 from ottava.numerics.scaling import ScaleFormat
@@ -61,8 +61,7 @@ class Setting(RefusesUnknownFields):
     def __post_init__(self) -> None:
         if self.amax_history_len < 1:
             raise ValueError(f"Setting: amax_history_len is {self.amax_history_len}; needs 1 or more steps")
-        if self.amax_compute_algo not in _ALGORITHMS:
-            raise ValueError(f"Setting: {unknown_name('amax_compute_algo', self.amax_compute_algo, _ALGORITHMS)}")
+        need_known("Setting", "amax_compute_algo", self.amax_compute_algo, _ALGORITHMS)
 
     @property
     def reach(self) -> int:

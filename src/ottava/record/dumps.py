@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.base.files import replacing
 from ottava.base.untrusted import UntrustedError, parse_json, regular_size
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
@@ -223,8 +223,7 @@ def read_dump(path: Path | str) -> Dump:
     random = {n.removeprefix("random."): tensors.pop(n) for n in list(tensors) if n.startswith("random.")}
     try:
         kind = header["kind"]
-        if kind not in _KINDS:
-            raise DumpError(f"{path}: {unknown_name('kind', kind, _KINDS)}")
+        need_known(path, "kind", kind, _KINDS, DumpError)
         return _contents(kind, path, int(header["step"]), parse_json(header["facts"]), tensors, random)
     except DumpError:
         raise

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.base.text import progress
 from ottava.base.untrusted import MAX_BYTES, MAX_LINE, MAX_STEP, LimitError, UntrustedError, parse_json, read_lines
 from ottava.measure.layer_names import layer_kind, matches, symbol, tensor_names, usable
@@ -105,8 +105,7 @@ class Table:
         return len(self.columns["step"])
 
     def __getitem__(self, column: str) -> Any:
-        if column not in self.columns:
-            raise RunError(unknown_name("column", column, list(self.columns)))
+        need_known("", "column", column, self.columns, RunError)
         return self.columns[column]
 
     def metric(self, name: str) -> Any:
@@ -115,8 +114,7 @@ class Table:
         Raises:
             RunError: the statistic is unknown.
         """
-        if name not in STATISTICS:
-            raise RunError(unknown_name("statistic", name, list(STATISTICS)))
+        need_known("", "statistic", name, STATISTICS, RunError)
         values = np.array(np.broadcast_to(STATISTICS[name].finish(self.tallies), (len(self),)), dtype=np.float64)
         if name not in _KNOWN_WITHOUT_SUMS:
             values[self.tallies.n == 0] = math.nan
@@ -619,8 +617,7 @@ def known_statistics(names: Iterable[str]) -> tuple[str, ...]:
     """
     wanted = tuple(names)
     for name in wanted:
-        if name not in STATISTICS:
-            raise ValueError(unknown_name("statistic", name, list(STATISTICS)))
+        need_known("", "statistic", name, STATISTICS)
     return wanted
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.diagnose.what_if import Prediction, cell_cost, predict
 from ottava.engine.autocast import autocast
 from ottava.experiments.replay import Loss, Replay, only_pattern, ottava_layers, spelled_out
@@ -212,8 +212,7 @@ class Fallback:
         most: int = 4,
         log: EventLog | None = None,
     ) -> None:
-        if mode not in get_args(Mode):
-            raise ValueError(f"Fallback: {unknown_name('mode', mode, get_args(Mode))}")
+        need_known("Fallback", "mode", mode, get_args(Mode))
         self.model, self.mode, self.verify, self.log = model, mode, verify, log
         self.patience, self.recovery, self.cooldown, self.most = patience, recovery, cooldown, most
         self.candidates = sorted(map(get_recipe, candidates), key=_cost)
@@ -261,8 +260,7 @@ class Fallback:
 
         Edge cases: predicted scales start again from the current scale.
         """
-        if layer is not None and layer not in self._watched:
-            raise ValueError(f"revert: {unknown_name('layer', layer, self._watched)}")
+        need_known("revert", "layer", layer, (None, *self._watched))
         owned = {n: w.own for n, w in self._watched.items() if w.own is not None and layer in (None, n)}
         for name, own in owned.items():
             self._layers[name].adopt(own, name)

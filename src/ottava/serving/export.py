@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.base.files import replacing_folder
 from ottava.base.text import progress
 from ottava.numerics.formats import E4M3
@@ -178,10 +178,8 @@ def written_tensors(
     Raises:
         ExportError: as `export`, at once; a tensor that is not finite when it is reached.
     """
-    if layout is not None and layout not in LAYOUTS:
-        raise ExportError(f"export: {unknown_name('layout', layout, LAYOUTS)}")
-    if engine is not None and engine not in ENGINES:
-        raise ExportError(f"export: {unknown_name('engine', engine, ENGINES)}")
+    need_known("export", "layout", layout, (None, *LAYOUTS), ExportError)
+    need_known("export", "engine", engine, (None, *ENGINES), ExportError)
     if isinstance(model, (str, Path)):
         source = of_folder(Path(model))
     elif isinstance(model, Source):

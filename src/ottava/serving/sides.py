@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.base.settings import flatten
 from ottava.base.untrusted import UntrustedError, file_digest
 from ottava.numerics.formats import E2M1, E4M3, E5M2, Format
@@ -200,8 +200,7 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None,
     Raises:
         UntrustedError: the folder is damaged.  ValueError: an unknown engine.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"parity: {unknown_name('engine', engine, ENGINES)}")
+    need_known("parity", "engine", engine, ENGINES)
     reader = ENGINES[engine]
     device = device or default_device(engine)
     words = _words(reader, settings or {}, device)

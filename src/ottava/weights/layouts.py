@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known, unknown_name
 from ottava.base.text import listed
 from ottava.base.untrusted import UntrustedError, misfit, opened, parse_json, read_text, regular_size
 from ottava.numerics.formats import E2M1, E4M3
@@ -415,8 +415,7 @@ def _whole(config: Mapping[str, Any], method: str) -> Group:
         size = _block(block)
         inputs = Granularity(1, size.cols)
     elif method == "modelopt" and algorithm is not None:
-        if algorithm not in _ALGORITHMS:
-            raise UntrustedError(f"config.json: {unknown_name('quant_algo', algorithm, _ALGORITHMS)}")
+        need_known("config.json", "quant_algo", algorithm, _ALGORITHMS, UntrustedError)
         bits, size, inputs = _ALGORITHMS[algorithm]
     if (scheme := config.get("activation_scheme", "dynamic")) not in ("dynamic", "static"):
         raise UntrustedError(f"config.json: activation_scheme is {scheme!r}; needs 'dynamic' or 'static'")

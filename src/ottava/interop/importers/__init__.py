@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.base.untrusted import UntrustedError, regular_size
 from ottava.interop.importers import scalars, te_dump
 from ottava.interop.importers.collected import Collected, ImportRunError
@@ -90,8 +90,7 @@ def import_run(
         ('layers.0.mlp.fc1', 'input', 12.5)
     """
     source, target = Path(source), Path(target)
-    if kind is not None and kind not in IMPORTERS:
-        raise ImportRunError(f"import: {unknown_name('kind', kind, IMPORTERS)}")
+    need_known("import", "kind", kind, (None, *IMPORTERS), ImportRunError)
     if not source.exists():
         raise ImportRunError(f"{source} does not exist; needs a folder or a file of another tool")
     collected = Collected(recipe=recipe, tags=tags or {})
