@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ottava.base.errors import need_known
 from ottava.bench.method import (
@@ -45,7 +44,16 @@ from ottava.bench.method import (
     step_bytes,
     versions,
 )
-from ottava.bench.models import Contender, GPTBlock, PlainByteTransformer, attention, contender, contenders, missing
+from ottava.bench.models import (
+    Contender,
+    GPTBlock,
+    LlamaBlock,
+    PlainByteTransformer,
+    contender,
+    contenders,
+    missing,
+    swiglu,
+)
 from ottava.engine.functional import produced
 from ottava.engine.state import ScalingState
 from ottava.kernels import reference
@@ -456,39 +464,14 @@ def in_front(run: Run, kind: str, k: int, n: int) -> list[Contender]:
     ]
 
 
-class DecoderLayer(nn.Module):
-    """A Llama decoder layer without positions: RMSNorm, grouped-query causal attention, RMSNorm, SwiGLU."""
-
-    def __init__(self, hidden: int, wide: int, heads: int, groups: int) -> None:
-        super().__init__()
-        self.heads, self.groups, self.size = heads, groups, hidden // heads
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden, eps=1e-5), nn.RMSNorm(hidden, eps=1e-5)
-        self.qkv = nn.Linear(hidden, hidden + 2 * groups * self.size, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
-        self.gate_up = nn.Linear(hidden, 2 * wide, bias=False)
-        self.down = nn.Linear(wide, hidden, bias=False)
-        self.swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, sequence, hidden) -> the same."""
-        x = x + self.out(attention(self.qkv(self.attention_norm(x)), self.heads, self.groups, causal=True))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        y: Tensor = x + self.down(self.swiglu(gate, up))
-        return y
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
-    return F.silu(gate) * up
-
-
 def block(run: Run, hidden: int, wide: int, heads: int, groups: int, batch: int, length: int) -> Rows:
-    """Forward and backward of a decoder layer, with memory."""
+    """Forward and backward of a Llama decoder layer without positions, with memory."""
+    config = ModelConfig(d_model=hidden, ffn=wide, heads=heads, kv_heads=groups)
 
     def make() -> nn.Module:
         torch.manual_seed(0)
         with run.device:
-            return DecoderLayer(hidden, wide, heads, groups).to(torch.bfloat16)
+            return LlamaBlock(config).to(torch.bfloat16)
 
     x, dy = normal(run, batch, length, hidden).requires_grad_(), normal(run, batch, length, hidden)
     name = {4096: "8B", 2048: "1B"}.get(hidden, "tiny")

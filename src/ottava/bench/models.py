@@ -64,7 +64,7 @@ class GPTBlock(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """Causal self-attention of `LlamaBlock`."""
+    """Causal self-attention of `LlamaBlock`; without positions if `rotary` is None."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -73,17 +73,17 @@ class PlainAttention(nn.Module):
         self.qkv_proj = nn.Linear(config.d_model, (config.heads + 2 * config.kv_heads) * self.head_dim, bias=False)
         self.o_proj = nn.Linear(config.d_model, config.d_model, bias=False)
 
-    def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryTable | None) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2G, E)
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         # torch's fused CPU attention is more than twice as slow in BF16 as in FP32 (backward, torch 2.13).
         dtype = torch.float32 if x.device.type == "cpu" else v.dtype
-        qk, v = _rotated(qk.to(dtype), rotary), v.to(dtype)
+        qk, v = qk.to(dtype) if rotary is None else _rotated(qk.to(dtype), rotary), v.to(dtype)
         q, k = qk.transpose(1, 2).split((self.heads, self.kv_heads), dim=1)  # (B, H, T, E), (B, G, T, E)
         with torch.autocast(x.device.type, enabled=False):
             y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
-        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(-2))
+        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(-2).to(qkv.dtype))
         return out
 
 
@@ -93,18 +93,24 @@ def _rotated(x: Tensor, table: RotaryTable) -> Tensor:
     return x * table.cos + torch.cat((second, first), -1) * table.sin
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate) * up
+
+
 class PlainMLP(nn.Module):
-    """SwiGLU of `LlamaBlock`: down(silu(gate(x)) * up(x))."""
+    """SwiGLU of `LlamaBlock`: down(silu(gate(x)) * up(x)). Liger's kernel may stand at `swiglu`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up_proj = nn.Linear(config.d_model, 2 * config.ffn, bias=False)
         self.down_proj = nn.Linear(config.ffn, config.d_model, bias=False)
+        self.swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # (B, T, F) each
-        y: Tensor = self.down_proj(F.silu(gate) * up)
+        y: Tensor = self.down_proj(self.swiglu(gate, up))
         return y
 
 
@@ -118,7 +124,7 @@ class LlamaBlock(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = PlainMLP(config)
 
-    def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryTable | None = None) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
         x = x + self.attention(self.attention_norm(x), rotary)
         return torch.add(x, self.mlp(self.mlp_norm(x)))
