@@ -71,7 +71,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
             return f"{NAME}: blocks of 1x32 are Blackwell's (sm_100); this device is sm_{capability[0]}{capability[1]}"
         if blocks and capability[0] != _HOPPER[0]:
             return f"{NAME}: blocks of 128 are Hopper's (sm_90); this device is sm_{capability[0]}{capability[1]}"
-        if blocks and _cuda_version() < _CUDA_WITH_BLOCKS:
+        if blocks and tuple(map(int, (torch.version.cuda or "0.0").split("."))) < _CUDA_WITH_BLOCKS:
             return f"{NAME}: blocks of 128 need a torch built for CUDA 12.9 or later; got {torch.version.cuda}"
     elif blocks or mx:
         return f"{NAME}: torch multiplies blocks of {'1x32' if mx else 128} on cuda only; got {a.device.type}"
@@ -259,7 +259,3 @@ def _pad(codes: Tensor, rows: int, cols: int) -> Tensor:
     if more_rows or more_cols:  # as bytes: torch pads no FP8 tensor; code 0 is the number 0
         return nn.functional.pad(codes.view(torch.uint8), (0, more_cols, 0, more_rows)).view(codes.dtype)
     return codes.contiguous()
-
-
-def _cuda_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in (torch.version.cuda or "0.0").split("."))

@@ -168,8 +168,8 @@ class _Norm(nn.Module):
             nn.init.zeros_(self.weight)
 
     def producer_parameters(self) -> tuple[Tensor | None, ...]:
-        """The parameters that `formula` takes beside the input."""
-        raise NotImplementedError(f"{type(self).__name__}.producer_parameters")
+        """(weight, bias) or (weight,): what `formula` takes beside the input."""
+        return (self.weight, self.bias) if isinstance(self, nn.LayerNorm) else (self.weight,)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., K), in the input's dtype."""
@@ -218,10 +218,6 @@ class LayerNorm(_Norm, nn.LayerNorm):
         super().__init__(shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
         self._settle("layernorm", zero_centered_gamma)
 
-    def producer_parameters(self) -> tuple[Tensor | None, ...]:
-        """(weight, bias)."""
-        return self.weight, self.bias
-
 
 class RMSNorm(_Norm, nn.RMSNorm):
     """`torch.nn.RMSNorm` over the last dimension; fp32 inside, and keeps its input and one number a row.
@@ -251,10 +247,6 @@ class RMSNorm(_Norm, nn.RMSNorm):
         shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
         super().__init__(shape, eps, elementwise_affine, device=device, dtype=dtype)
         self._settle("rmsnorm", zero_centered_gamma)
-
-    def producer_parameters(self) -> tuple[Tensor | None, ...]:
-        """(weight,)."""
-        return (self.weight,)
 
 
 def make_norm(

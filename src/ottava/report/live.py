@@ -340,26 +340,23 @@ class _Handler(BaseHTTPRequestHandler):
         first, _, rest = place.path.removeprefix("/").partition("/")
         own = f"127.0.0.1:{self.server.server_address[1]}"
         if self.headers.get_all("Host") != [own]:
-            self._refuse(421)
+            self.send_error(421)
         elif not hmac.compare_digest(first.encode(), self.server.token.encode()):
-            self._refuse(404)
+            self.send_error(404)
         elif not self._is_own(f"http://{own}"):
-            self._refuse(403)
+            self.send_error(403)
         elif rest == "":
             self._send_page()
         elif rest == "events":
             self._push(parse_qs(place.query))
         else:
-            self._refuse(404)
+            self.send_error(404)
 
     def _is_own(self, origin: str) -> bool:
         """Whether no other web page asks; a person may follow a link from anywhere."""
         site, mode, kind = (self.headers.get(f"Sec-Fetch-{name}", "") for name in ("Site", "Mode", "Dest"))
         person = (mode, kind) == ("navigate", "document")
         return self.headers.get("Origin", origin) == origin and (site in ("", "none", "same-origin") or person)
-
-    def _refuse(self, code: int) -> None:
-        self.send_error(code)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """One line, which repeats nothing of the request."""

@@ -374,7 +374,7 @@ def _cast_all(
         id(group[0]): group for group in _groups([w for w in source.weights if w.linear and w.module not in stays])
     }
     later = {id(weight) for group in groups.values() for weight in group[1:]}
-    for weight in progress(list(_in_order(source.weights)), "writing weights"):
+    for weight in progress(sorted(source.weights, key=_natural), "writing weights"):
         if not weight.linear or weight.module in stays:
             plain, trained = _plain(weight.tensor), weight.cast
             if weight.linear:
@@ -495,12 +495,8 @@ def _write_texts(folder: Path, source: Source, config: dict[str, Any], report: E
     (folder / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
 
 
-def _in_order(weights: Iterable[Weight]) -> list[Weight]:
-    return sorted(weights, key=lambda one: _natural(one.name))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in name.split(".")]  # type: ignore[misc]
+def _natural(weight: Weight) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in weight.name.split(".")]  # type: ignore[misc]
 
 
 def kv_cache_scales(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, tuple[float, float]]:

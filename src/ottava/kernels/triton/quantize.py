@@ -56,9 +56,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: the scale is on {scale.device} and x on {x.device}"
     if x.numel() == 0:
         return f"{NAME}: an empty tensor"
-    if reason := refusal(x):
-        return f"{NAME}: takes plain tensors; {reason}"
-    return refuse_device(x.device)
+    return refuse_device(x.device, x)
 
 
 @functools.lru_cache(maxsize=256)
@@ -500,8 +498,10 @@ def _roomy(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < _CONSUMER_BLACKWELL
 
 
-def refuse_device(device: torch.device) -> str | None:
-    """Why none of these kernels runs on a CUDA device; None if they do."""
+def refuse_device(device: torch.device, *read: Tensor) -> str | None:
+    """Why none of these kernels reads such tensors on a CUDA device; None if they do."""
+    if read and (reason := refusal(*read)):
+        return f"{NAME}: takes plain tensors; {reason}"
     if not has_triton():
         return f"{NAME}: Triton is not installed; pip install triton"
     capability = torch.cuda.get_device_capability(device)

@@ -53,11 +53,9 @@ def supports_rows(make: str, x: Tensor, dtype: torch.dtype, *parameters: Tensor 
         return f"{NAME}: makes rows of float32, bfloat16 or float16, and none wider than x; got {x.dtype} to {dtype}"
     if x.numel() == 0 or x.stride(-1) != 1:
         return f"{NAME}: makes rows of numbers that lie one after the other; got {tuple(x.shape)}, strides {x.stride()}"
-    if reason := refusal(x, *(t for t in parameters if t is not None)):
-        return f"{NAME}: takes plain tensors; {reason}"
     if torch.version.hip is not None:
         return f"{NAME}: makes rows on NVIDIA GPUs, whose library has its exp, erf and tanh"
-    return refuse_device(x.device)
+    return refuse_device(x.device, x, *(t for t in parameters if t is not None))
 
 
 def supports_gradient(make: str, dy: Tensor, x: Tensor, *, gated: bool) -> str | None:
@@ -160,9 +158,7 @@ def supports_norm(x: Tensor, *others: Tensor | None) -> str | None:
         )
     if x.numel() == 0 or not all(t.is_contiguous() for t in (x, *given)):
         return f"{NAME}: norms rows that lie one after the other; got {tuple(x.shape)}, strides {x.stride()}"
-    if reason := refusal(x, *given):
-        return f"{NAME}: takes plain tensors; {reason}"
-    return refuse_device(x.device)
+    return refuse_device(x.device, x, *given)
 
 
 def norm(

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ottava.base.errors import refuse_other_sums
-from ottava.kernels.gate import refusal
 from ottava.kernels.triton.launch import Launch
 from ottava.kernels.triton.quantize import refuse_device
 from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2
@@ -47,9 +46,7 @@ def supports_statistics(x: Tensor, x_q: QuantizedTensor) -> str | None:
         return f"{NAME}: decodes {', '.join(map(str, _FORMATS))}; got {x_q.spec.format}"
     if x.numel() == 0:
         return f"{NAME}: an empty tensor"
-    if reason := refusal(x):
-        return f"{NAME}: takes plain tensors; {reason}"
-    return refuse_device(x.device)
+    return refuse_device(x.device, x)
 
 
 def new_slot(device: torch.device | str, fields: Mapping[str, int]) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.kernels.gate import launched, refusal
+from ottava.kernels.gate import launched
 from ottava.kernels.triton.launch import Launch
 from ottava.kernels.triton.quantize import NAME, refuse_device
 from ottava.numerics.tensor import QuantizationSpec
@@ -46,12 +46,10 @@ def supports_adamw(weight: Tensor, extra: Tensor | None, gradient: Tensor, mean:
         )
     if not all(tensor.is_contiguous() and tensor.numel() == weight.numel() for tensor in every):
         return f"{NAME}: takes contiguous tensors; got strides {', '.join(str(tensor.stride()) for tensor in every)}"
-    if reason := refusal(*every):
-        return f"{NAME}: takes plain tensors; {reason}"
     # the compiler for AMD fuses other multiply-adds than torch's build does
     if torch.version.hip is not None:
         return f"{NAME}: steps on NVIDIA GPUs, where its fused multiply-adds are those of torch"
-    return refuse_device(weight.device)
+    return refuse_device(weight.device, *every)
 
 
 def step_adamw(
