@@ -10,7 +10,7 @@ constructor that refuses typos; TransformerEngine accepts `DelayedScaling(amax_h
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -35,7 +35,7 @@ def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
 
 
 def need_known(
-    caller: object, kind: str, got: object, known: Iterable[str | None], error: type[Exception] = ValueError
+    caller: object, kind: str, got: object, known: Collection[str | None], error: type[Exception] = ValueError
 ) -> None:
     """Raises an error with the sentence of `unknown_name`, unless `got` is one of the known names.
 
