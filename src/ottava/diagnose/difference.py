@@ -70,8 +70,7 @@ def _arguments(good: Facts, bad: Facts) -> Iterator[Difference]:
     without, more = sorted(a - b), sorted(b - a)
     said = [f"without {', '.join(without)}, which the good run gives"] if without else []
     said += [f"with {', '.join(more)}, which the good run does not give"] if more else []
-    names = [f"{', '.join(x) or 'nothing more'}" for x in (without, more)]
-    yield Difference("arguments", "arguments", *names, f"The model is called {', and '.join(said)}.", 1)
+    yield Difference("arguments", "arguments", sorted(a), sorted(b), f"The model is called {', and '.join(said)}.", 1)
 
 
 def _calls(good: Facts, bad: Facts, weights: Sequence[Difference]) -> Iterator[Difference]:

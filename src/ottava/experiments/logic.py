@@ -222,7 +222,7 @@ def _padding(
                 moves.append(not _distance(c, b) <= max(_ANOTHER, 4 * _distance(a, b)))
             break
     # without attention padding may be read on purpose, as by a recurrence from behind
-    found = {"padding": attends and sum(moves) > 0.5 * len(moves)} if moves else {}
+    found: dict[str, bool | None] = {"padding": attends and sum(moves) > 0.5 * len(moves)} if moves else {}
     return found | ({"hidden": fused and all(stays)} if stays else {})
 
 
