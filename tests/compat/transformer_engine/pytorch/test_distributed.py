@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
+from ottava.compat.transformer_engine.pytorch import distributed
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -18,24 +21,16 @@ def test_a_recomputation_gives_the_same_bits(use_reentrant: bool) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         x = torch.randn(4, 32).bfloat16().requires_grad_()
         results = []
-        for recomputed in (False, True):
+        for recomputed in (None, False, True):  # the first step has no history yet
             model.zero_grad()
             x.grad = None
             with te.autocast(recipe=recipe):
                 y = te.checkpoint(model, x, use_reentrant=use_reentrant) if recomputed else model(x)
             y.square().sum().backward()
             results.append((y, x.grad, *(p.grad for p in model.parameters())))
-            if not recomputed and recipe == DelayedScaling():
+            if recomputed is None:
                 optimizer.step()
-                with te.autocast(recipe=recipe):  # the first step has no history yet
-                    model(x)
                 results.clear()
-                model.zero_grad()
-                x.grad = None
-                with te.autocast(recipe=recipe):
-                    y = model(x)
-                y.square().sum().backward()
-                results.append((y, x.grad, *(p.grad for p in model.parameters())))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -98,8 +93,6 @@ def test_cross_entropy_is_torchs() -> None:
 
 def test_ranks_share_padded_sequences_from_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of 3 and 6 tokens, padded to 4 and 8; two ranks; padding and tokens by hand."""
-    from ottava.compat.transformer_engine.pytorch import distributed
-
     ids = torch.tensor([[11, 12, 13, 21, 22, 23, 24, 25, 26]])
     starts = torch.tensor([0, 3, 9])
     padded, labels, cu_seqlens = distributed.pad_thd_sequences_for_cp(ids, ids + 100, starts, 4, padding_token_id=9)
@@ -121,3 +114,41 @@ def test_ranks_share_padded_sequences_from_both_ends(monkeypatch: pytest.MonkeyP
         distributed.get_batch_on_this_cp_rank(cu_seqlens, ids, None, None)
     with pytest.raises(ValueError, match="needs 'thd'"):
         distributed.get_batch_on_this_cp_rank(cu_seqlens, padded, None, None, qvk_format="bshd")
+
+
+class Kept(nn.Parameter):
+    """A `DistributedWeight` that gives twice its numbers to a forward, and four times to a backward."""
+
+    is_distributed_weight, main_grad = True, torch.zeros(16, 32)
+    materialize_group_for_forward, materialize_group_for_backward = (
+        (lambda w: w.detach() * 2),
+        (lambda w: w.detach() * 4),
+    )
+    finalize_group_grads, grad_buffer = (lambda w, dw: torch.zeros_like(w.main_grad.copy_(dw))), (lambda w: w.main_grad)
+
+
+def test_a_layer_asks_a_distributed_weight() -> None:
+    layer, x = te.Linear(32, 16, params_dtype=torch.float32), torch.randn(4, 32, requires_grad=True)
+    plain, layer.weight = layer.weight, Kept(layer.weight.detach().clone())
+    y = layer(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, nn.functional.linear(x, 2 * plain, layer.bias))
+    wanted = (4 * plain.sum(0).expand(4, -1), x.sum(0).expand(16, -1), torch.zeros(16, 32), torch.full((16,), 4.0))
+    for got, one in zip((x.grad, Kept.main_grad, layer.weight.grad, layer.bias.grad), wanted, strict=True):
+        torch.testing.assert_close(got, one)
+    assert isinstance(layer.weight, distributed.DistributedWeight)
+    with pytest.raises(TypeError, match=r"needs a torch\.Tensor subclass"):
+        distributed.is_distributed_weight(SimpleNamespace(is_distributed_weight=True))
+
+
+def test_masters_of_ranks_become_the_codes_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks, whose sum is made by hand; the other rank holds the second half."""
+    x = torch.randn(32, 64).bfloat16()
+    monkeypatch.setattr(distributed.dist, "all_reduce", lambda whole, group: whole[1024:].copy_(x.flatten()[1024:]))
+    with te.quantized_model_init(recipe=MXFP8BlockScaling()):
+        stored = te.Linear(64, 32, params_dtype=torch.bfloat16).weight
+    for weight in (te.MXFP8Quantizer(te.DType.kFloat8E4M3).make_empty((32, 64), dtype=torch.bfloat16), stored):
+        distributed.quantize_master_weights([weight], [x.float().flatten()[:1024]], [0], None)
+        assert torch.equal(weight.dequantize(), te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x).dequantize())
+    with pytest.raises(NotImplementedError, match="give whole weights"):
+        distributed.quantize_master_weights([], [], [], None, [x])

@@ -81,3 +81,20 @@ def test_an_offload_keeps_every_bit_and_leaves_parameters_alone(monkeypatch: pyt
     for refused in ("manual_synchronization", "offload_weights"):
         with pytest.raises(NotImplementedError, match=f"{refused}=True is not in ottava"):
             te.get_cpu_offload_context(True, **{refused: True})
+
+
+def test_a_reset_takes_the_autocast_back() -> None:
+    layer = te.Linear(16, 16, device="cpu")
+    with pytest.warns(UserWarning, match="no CUDA graphs"):
+        te.make_graphed_callables(layer, (torch.ones(2, 16),), enabled=True).reset()
+    assert torch.equal(layer(torch.ones(2, 16)), torch.nn.functional.linear(torch.ones(2, 16), layer.weight))
+
+
+def test_a_stored_weight_under_another_recipe_is_told() -> None:
+    with te.quantized_model_init(recipe=DelayedScaling()):
+        layer = te.LayerNormMLP(32, 32)
+    for length, told in ((1024, 0), (1, 1), (1, 0)):
+        with warnings.catch_warnings(record=True) as found, te.autocast(recipe=DelayedScaling(amax_history_len=length)):
+            warnings.simplefilter("always")
+            layer(torch.ones(32, 32))
+        assert sum("Quantizer is being updated" in str(one.message) for one in found) == told

@@ -15,7 +15,13 @@ import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common import recipe as recipes
 from ottava.compat.transformer_engine.pytorch import quantizers
 from ottava.compat.transformer_engine.pytorch.quantizers import Quantizer
-from ottava.compat.transformer_engine.pytorch.tensors import DType, general_gemm, general_grouped_gemm
+from ottava.compat.transformer_engine.pytorch.tensors import (
+    DType,
+    general_gemm,
+    general_grouped_gemm,
+    prepare_for_saving,
+    restore_from_saved,
+)
 from ottava.ops.gemm import gemm
 
 QUANTIZERS: dict[str, Quantizer] = {
@@ -223,6 +229,48 @@ def test_the_gemm_is_that_of_the_layouts() -> None:
         general_gemm(w, x, gelu=True)
 
 
+@sweep(kind=("float8", "blocks1", "blocks2", "mxfp8", "nvfp4"))
+def test_what_is_written_into_the_buffers_counts(kind: str) -> None:
+    """Buffers of another tensor, written over those of this one; saved tensors come back as they were."""
+    made = {
+        "float8": te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3),
+        "mxfp8": te.MXFP8Quantizer(DType.kFloat8E4M3),
+    }
+    made |= {f"blocks{dim}": te.Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=dim) for dim in (1, 2)}
+    made |= {"nvfp4": te.NVFP4Quantizer(with_2d_quantization=True)}
+    one, other = (made[kind](matrix(160, 288) * factor) for factor in (1.0, 30.0))
+    for name in ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv", "_amax_rowwise"):
+        if kind == "nvfp4" or name != "_amax_rowwise":
+            getattr(one, name).copy_(getattr(other, name))
+    assert torch.equal(one.dequantize(), other.dequantize())
+    one.update_usage(rowwise_usage=False)
+    assert kind == "nvfp4" or torch.equal(one.dequantize(), other.columns.dequantize().t())
+    parts, objects = prepare_for_saving(other, None)
+    assert other.rows.data.numel() == 0
+    before = one.columns.dequantize()
+    found, left = restore_from_saved(objects, [*parts, torch.ones(1)], return_saved_tensors=True)
+    assert (found[0] is other, found[1], len(left)) == (True, None, 1)
+    assert kind == "nvfp4" or torch.equal(other.columns.dequantize(), before)
+
+
+def test_ranks_join_nvfp4_tensors() -> None:
+    """As FSDP2 calls it: two shards of one amax are the whole tensor, and both directions are there."""
+    quantizer = te.NVFP4Quantizer(with_2d_quantization=True)
+    shard: Any = quantizer(matrix(32, 64))
+    parts, metadata = shard.fsdp_pre_all_gather(None, None, None, None, None)
+    whole, _ = shard.fsdp_post_all_gather([torch.cat([part] * 2) for part in parts], metadata, torch.bfloat16)
+    assert torch.equal(whole.dequantize(), torch.cat([shard.dequantize()] * 2).bfloat16())
+    assert torch.equal(whole.columns.dequantize(), whole.rows.dequantize().t())
+    assert torch.ops.aten.slice.Tensor(whole, 0, 0, 64).rows is not None
+    again, _ = shard.fsdp_post_all_gather(parts, metadata, torch.bfloat16, out=whole)
+    assert again is whole
+    with pytest.raises(ValueError, match="got a shard of 24 rows"):
+        quantizer(matrix(24, 64)).fsdp_pre_all_gather(None, None, None, None, None)
+    quantizer.optimize_for_gemm = True
+    with pytest.raises(NotImplementedError, match="GEMM-swizzled"):
+        quantizer(matrix(32, 64)).fsdp_pre_all_gather(None, None, None, None, None)
+
+
 _THEIRS = {"current_scaling": "Float8CurrentScaling", "delayed_scaling": "DelayedScaling"}
 _THEIRS |= {"float8_block_scaling": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
 FACTORIES = {f"{name}_factory": getattr(recipes, recipe)() for name, recipe in _THEIRS.items()}
@@ -273,7 +321,7 @@ def test_a_layer_asks_the_factory_by_its_name() -> None:
         (lambda: te.HybridQuantizer(rowwise_quantizer=Quantizer(), columnwise_quantizer=te.DelayedScalingRequest()),
          "QuantizerRequest"),  # type: ignore[arg-type]
         (lambda: te.MXFP8Quantizer(DType.kInt32)(matrix(2, 2)), "needs DType.kFloat8E4M3"),
-        (lambda: Quantizer().specs(), "a quantizer of your own"),
+        (lambda: Quantizer().specs(), "a class of your own"),
     ],
 )  # fmt: skip
 def test_what_a_quantizer_cannot_do_is_refused(make: Any, words: str) -> None:

@@ -54,10 +54,17 @@ _PLACES = MappingProxyType(
 )
 
 
+_MORE = ("gradients", "inference", "rope", "state")
+"""Modules of ours without public names."""
+
+
+_HIDDEN = ("_attention_backends", "_default_sf_compute")
+
+
 def _below(name: str, *homes: str) -> Any:
     """What one of these modules of ours defines under a name that TransformerEngine has below its interface, in modules
     of its own; None: none does."""
-    for home in (f"{__name__}.{one}" for one in homes if not name.startswith("_") or name == "_default_sf_compute"):
+    for home in (f"{__name__}.{one}" for one in homes if name in _HIDDEN or not name.startswith("_")):
         value = vars(import_module(home)).get(name)
         if getattr(value, "__module__", home) == home and not isinstance(value, ModuleType | None):
             return value
@@ -67,8 +74,8 @@ def _below(name: str, *homes: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name in NAMES or name in refused.BELOW:
         return absent(name)
-    public = name in __all__ or name in ("__path__", *PUBLIC, "gradients", "refused", "rope", "state")
-    found = None if public else _below(name, *PUBLIC, "gradients", "rope", "state")
+    public = name in __all__ or name in ("__path__", *PUBLIC, *_MORE, "refused")
+    found = None if public else _below(name, *PUBLIC, *_MORE)
     return first_use(__name__, _PLACES, name) if found is None else found
 
 

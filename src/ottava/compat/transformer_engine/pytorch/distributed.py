@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.pytorch.rope import on_rank
 from ottava.engine.functional import refuse_second_derivative
@@ -332,3 +333,115 @@ def get_batch_on_this_cp_rank(
         return whole.index_select(dimension, places.to(whole.device))
 
     return part(input_ids_padded), part(labels_padded), part(position_ids_padded)
+
+
+@runtime_checkable
+class DistributedWeight(Protocol):
+    """A parameter that a trainer keeps elsewhere, in shards for instance: its class, a subclass of torch.Tensor, makes
+    the numbers for a forward, makes them again for the backward, and takes the gradients, all for a group of weights.
+    """
+
+    is_distributed_weight: bool
+
+    def materialize_group_for_forward(self) -> Any: ...
+
+    def materialize_group_for_backward(self) -> Any: ...
+
+    def finalize_group_grads(self, wgrads: Any) -> Any: ...
+
+    def grad_buffer(self) -> Tensor: ...
+
+
+def is_distributed_weight(weight: Any) -> bool:
+    """Whether it is a `DistributedWeight`.
+
+    Raises:
+        TypeError: it says so, and is no torch.Tensor subclass.
+    """
+    says = bool(getattr(weight, "is_distributed_weight", False))
+    if says and not isinstance(weight, Tensor):
+        raise TypeError(f"got a DistributedWeight of {type(weight).__name__}; needs a torch.Tensor subclass")
+    return says
+
+
+def _asked(weights: Any, otherwise: Any, method: str, *args: Any) -> list[Any]:
+    """What the first weight of a group answers; otherwise: of ordinary weights."""
+    first = weights[0] if isinstance(weights, list | tuple) else weights
+    made = getattr(first, method)(*args) if is_distributed_weight(first) else otherwise
+    return list(made) if isinstance(made, list | tuple) else [made]
+
+
+def materialize_weight_for_forward(weights: Any) -> list[Any]:
+    """The weights of a forward: what the first one gives, or themselves."""
+    return _asked(weights, weights, "materialize_group_for_forward")
+
+
+def materialize_weight_for_backward(weights: Any) -> list[Any]:
+    """The weights of a backward."""
+    return _asked(weights, weights, "materialize_group_for_backward")
+
+
+def finalize_weight_grads(weights: Any, wgrads: Sequence[Any]) -> list[Any]:
+    """Gives gradients to the first weight; returns what autograd gets: its answer, or the gradients."""
+    return _asked(weights, wgrads, "finalize_group_grads", wgrads if len(wgrads) > 1 else wgrads[0])
+
+
+def gathered(module: nn.Module, names: Sequence[str], x: Tensor, *args: Any) -> Tensor:
+    """module(x, *args) with distributed weights of these names; the backward runs it again on the weights it gets."""
+    parameters = dict(module.named_parameters())
+    keys = (*names, *(name for name in parameters if name not in names))
+    run = partial(_run_with, module, keys, args)
+    return _Gathered.apply(run, len(names), x, *(parameters[key] for key in keys))  # type: ignore[no-any-return]
+
+
+def _run_with(module: nn.Module, keys: Sequence[str], args: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+    named = dict(zip(keys, parameters, strict=True))
+    return torch.func.functional_call(module, named, (x, *args))  # type: ignore[no-any-return]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], count: int, x: Tensor, *given: Tensor) -> Tensor:
+        ctx.run, ctx.count, ctx.given = run, count, given
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x, *materialize_weight_for_forward(given[:count]), *given[count:])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        weights = ctx.given[: ctx.count]
+        whole = [*ctx.saved_tensors, *materialize_weight_for_backward(weights), *ctx.given[ctx.count :]]
+        with torch.enable_grad():
+            inputs = [one.detach().requires_grad_() for one in whole]
+            dx, *grads = torch.autograd.grad(ctx.run(*inputs), inputs, dy)
+        return None, None, dx, *finalize_weight_grads(weights, grads[: ctx.count]), *grads[ctx.count :]
+
+
+def quantize_master_weights(
+    model_weights: Sequence[Tensor],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: dist.ProcessGroup,
+    fsdp_shard_model_weights: Sequence[Any] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """Casts masters into quantized weights; each rank holds flat parts, beginning at its offsets, or None.
+
+    The ranks add up their parts in FP32, and each casts whole weights: all have all codes, those of one process.
+    TransformerEngine sends amaxes, and its caller the codes.
+
+    Raises:
+        NotImplementedError: fsdp_shard_model_weights.
+    """
+    if any(shard is not None for shard in fsdp_shard_model_weights or ()):
+        raise NotImplementedError(
+            "quantize_master_weights: fsdp_shard_model_weights is not in ottava; give whole weights, or shard those of "
+            "quantized_model_init with torch's fully_shard: the optimizers of ottava.optim cast shards"
+        )
+    for weight, master, start in zip(model_weights, master_weights, start_offsets, strict=True):
+        whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
+        if master is not None and start is not None:
+            whole[start : start + master.numel()] = master.detach().flatten().to(weight.dtype)
+        dist.all_reduce(whole, group=group)
+        with torch.no_grad():
+            weight.copy_(whole.view(weight.shape).to(weight.dtype))

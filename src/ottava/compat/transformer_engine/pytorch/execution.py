@@ -53,7 +53,7 @@ def make_graphed_callables(
         settings: enabled, calibrating, recipe and amax_reduction_group of `autocast`, or their old names with fp8_; and
             TransformerEngine's settings of buffers, accepted, because they change no number.
     Returns:
-        The modules, which run that way from now on.
+        The modules, which run that way until their `reset()`.
     Raises:
         NotImplementedError: on a GPU, a recipe whose scales come from earlier steps. There a graph of the whole step
             (ottava.graphed_step) moves the scales.
@@ -103,7 +103,7 @@ def _run_under(module: Any, context: Mapping[str, Any], *, captures: bool) -> No
         with autocast(context["enabled"], bool(context["calibrating"]), recipe, context["amax_reduction_group"]):
             return forward(*args, **kwargs)
 
-    module.forward = run
+    module.forward, module.reset = run, functools.partial(setattr, module, "forward", forward)
 
 
 def set_capture_start() -> None:

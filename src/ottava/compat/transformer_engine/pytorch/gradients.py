@@ -7,6 +7,7 @@ get_rng_state_tracker      initial weights and attention's dropout draw from a s
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.engine.autocast import AMBIENT
 from ottava.nn.layer import Layer, LayerView, recomputing
+from ottava.weights.parameter import QuantizedWeight
 
 Run = Callable[[torch.dtype], Tensor]
 """Multiplies the operands of dw and returns it in a dtype."""
@@ -72,6 +75,8 @@ class WeightGradients(nn.Module):
     is_first_forward: bool | None = None
     """is_first_microbatch of the last forward."""
     delays = False
+    _told: Any = None
+    """The recipe of the last forward whose autocast was compared with that of stored weights."""
     use_bias = property(lambda self: self.bias is not None)
 
     def gives(self, extras: Extras) -> None:
@@ -93,6 +98,7 @@ class WeightGradients(nn.Module):
         Megatron's optimizers step copies of the weights, so that no hook of an optimizer tells of the step's end.
         """
         self.is_first_forward = is_first_microbatch
+        self._tell_of_another_recipe()
         if is_first_microbatch is not True or not self.training or recomputing():
             return
         layers = [module for module in self.modules() if isinstance(module, Layer)]
@@ -101,6 +107,18 @@ class WeightGradients(nn.Module):
         for state in dict.fromkeys(layer.scaling_state for layer in layers):
             if state.bound and state.predicts and not state.moved_by_autocast:
                 state.update()
+
+    def _tell_of_another_recipe(self) -> None:
+        """Warns if weights were stored under one recipe, and a new autocast runs them under another."""
+        now = AMBIENT.get()
+        if self._told is now.recipe or not now.enabled or now.recipe is None:
+            return
+        self._told = now.recipe
+        for layer in (one for one in self.modules() if isinstance(one, Layer)):
+            if isinstance(layer.weight, QuantizedWeight) and layer.recipe not in (None, now.recipe):
+                text = "Quantizer is being updated, this may affect model behavior: weights were stored under "
+                warnings.warn(f"{text}{layer.recipe.name} with other settings; give both one recipe", stacklevel=4)
+                return
 
     def need_backward_dw(self) -> bool:
         """Whether the gradients of weights wait for `backward_dw`."""

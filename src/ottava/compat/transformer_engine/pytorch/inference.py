@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -83,6 +84,12 @@ class InferenceParams:
                 "pre_step the number of new tokens of each sequence"
             )
         raise AttributeError(f"InferenceParams has no attribute {name!r}")
+
+    cache_manager = property(lambda self: self)
+
+    def print_cache(self) -> None:
+        """Prints each sequence with its length."""
+        print(f"InferenceParams: {dict(self.sequences)}")
 
     @property
     def batch_size(self) -> int:
@@ -269,3 +276,46 @@ _OLD = frozenset(
     {"sequence_len_offset", "batch_size_offset", "key_value_memory_dict", "swap_key_value_dict"}
     | {"setup_before_new_input"}
 )
+
+
+FusedAttnBackend = MappingProxyType({"No_Backend": -1, "F16_arbitrary_seqlen": 1, "FP8": 2})
+"""TransformerEngine's numbers of cuDNN's kernels. Here torch chooses a kernel of attention, and a receipt names it."""
+
+
+class FlashAttentionUtils:
+    """No flash-attn package is used."""
+
+    is_installed = v2_plus = v2_3_plus = v3_is_installed = v4_is_installed = False
+
+
+class AttentionParams(SimpleNamespace):
+    """What a script asks about."""
+
+    _is_logging_setup = True  # as AttentionLogging: nothing is logged
+
+
+AttentionLogging = AttentionParams
+
+
+class _Unread(type):
+    def __setitem__(cls, name: str, value: Any) -> None:
+        """Forgets it: nothing is chosen by it."""
+
+
+class _attention_backends(metaclass=_Unread): ...
+
+
+def get_attention_backend(attention_params: Any) -> tuple[Any, ...]:
+    """The unfused backend, in TransformerEngine's words, for any parameters."""
+    return False, None, False, None, True, (False, False, True)
+
+
+def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | None = None) -> tuple[int, int]:
+    """The window (left, right) of a mask: -1 is no end; a causal one ends at the query.
+
+    Example:
+        >>> check_set_window_size("causal"), check_set_window_size("no_mask", (128, 128))
+        ((-1, 0), (128, 128))
+    """
+    left, right = (-1, -1) if window_size is None else window_size
+    return (left, 0) if "causal" in attn_mask_type else (left, -1 if (left, right) == (-1, 0) else right)

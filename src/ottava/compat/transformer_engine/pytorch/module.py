@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ottava import nn as ours
 from ottava.base.errors import unknown_name
+from ottava.compat.transformer_engine.pytorch.distributed import gathered, is_distributed_weight
 from ottava.compat.transformer_engine.pytorch.gradients import WeightGradients, extras_of
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import TEState
@@ -237,6 +238,8 @@ class Linear(Sharded, ours.Linear):
         """(..., in_features) -> (..., out_features); with return_bias, a tuple with the bias."""
         refuse("Linear", others)
         self.begins(is_first_microbatch)
+        if is_distributed_weight(self.weight):
+            return gathered(self, ("weight",), inp)
         y = super().forward(inp)
         return (y, _returned(self.bias, y)) if self.returns_bias else y
 

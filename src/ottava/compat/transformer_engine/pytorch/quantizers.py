@@ -92,8 +92,8 @@ class Quantizer:
             TypeError: this class says nothing of it: a subclass of a script has no spec.
         """
         raise TypeError(
-            f"{type(self).__name__}: got a quantizer of your own, which casts by its own code; ottava needs the spec "
-            "of a cast: write an ottava.QuantizationSpec, or give the class a method specs() that returns two"
+            f"{type(self).__name__}: a cast by the code of a class of your own is not in ottava's recipes; needs the "
+            "spec of the cast: write an ottava.QuantizationSpec, or give the class a method specs() that returns two"
         )
 
     def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes | None:
@@ -325,6 +325,17 @@ class NVFP4Quantizer(Quantizer):
         self.row_scaled_nvfp4, self.nvfp4_use_4over6 = row_scaled_nvfp4, nvfp4_use_4over6
         self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode = int(bound), nvfp4_4over6_err_mode
         self.with_random_sign_mask = with_random_sign_mask
+
+    def make_empty(self, shape: Sequence[int], **others: Any) -> Tensor:
+        """As `Quantizer.make_empty`. Scales behind the transform get the order of tensor cores with the first cast, if
+        blocks of 64 x 128 do not divide the matrix: as TransformerEngine's kernel writes them."""
+        made: Any = super().make_empty(shape, **others)
+        made._in_order = self.with_rht and bool(made.shape[-1] % 128 or made.numel() // made.shape[-1] % 64)
+        return made  # type: ignore[no-any-return]
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """Whether layers can cast so: see `specs`."""
+        return not self.row_scaled_nvfp4
 
     def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes:
         """As `Quantizer.cast`, with the amax of the tensor, or of each row, where rows are tensors of their own."""

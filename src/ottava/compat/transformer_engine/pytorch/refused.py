@@ -14,10 +14,9 @@ import torch
 
 from ottava.base.errors import unknown_name
 
-_TENSORS = "ottava.quantize(x, spec) gives codes and scale_inv as plain tensors"
 _USERBUFFERS = "collectives are torch.distributed's own; leave it out"
-_OFFLOAD = "torch.autograd.graph.save_on_cpu() moves saved tensors"
 _STATES = "recipe.ottava.cells(tensor) shows the casts of a recipe, and layer.last_call the recipe of a forward"
+_OFFLOAD = "torch.autograd.graph.save_on_cpu() moves saved tensors"
 DEBUG = (
     "ottava.watch(model, config='their.yaml') reads the same file and acts by it; `ottava watch` does so in a script"
 )
@@ -37,7 +36,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "newton_schulz": "torch.optim.Muon has it",
         "onnx_export": "ottava has no ONNX export",
         "ops": "use the modules; ottava itself fuses the operation in front of a cast",
-        **dict.fromkeys(("prepare_for_saving", "restore_from_func_ctx", "restore_from_saved"), _TENSORS),
+        "restore_from_func_ctx": "restore_from_saved takes the same lists",
     }
 )
 """Name in transformer_engine.pytorch -> what to use."""
@@ -47,7 +46,6 @@ BELOW: Mapping[str, str] = MappingProxyType(
         **{f"{recipe}RecipeState": _STATES for recipe in ("", "Custom", "DelayedScaling", "NVFP4BlockScaling")},
         **{f"{recipe}ScalingRecipeState": _STATES for recipe in ("Float8Block", "Float8Current", "MXFP8Block")},
         "GroupedTensor": "GroupedLinear keeps the weights of its groups as one tensor, .weight",
-        "distributed_weight": "torch's fully_shard gathers weights, also those of ottava",
     }
 )
 """Names and modules below that interface, which scripts have used, too -> what to use."""

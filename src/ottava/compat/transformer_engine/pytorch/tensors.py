@@ -3,7 +3,7 @@
 Any operation of torch on one decodes it first; one in place casts the result again. ottava's own layers never make
 them: `ottava.quantize` gives plain containers, in which nothing decodes silently. `rows` holds the codes of x and
 `columns` those of x.T, in the layout of ottava. `_rowwise_data`, `_rowwise_scale_inv`, `_amax_rowwise` and the same of
-columns are copies in TransformerEngine's layout; new numbers are written by `quantize_`.
+columns have TransformerEngine's layout; what is written into them, by a collective for instance, counts from then on.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ottava.kernels.scaled_mm import swizzled
 from ottava.numerics import formats
-from ottava.numerics.scaling import TE_FOUR_OVER_SIX, amax, exponent_bytes
+from ottava.numerics.scaling import TE_FOUR_OVER_SIX, amax, exponent_bytes, read_scales
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.tensor import QuantizedTensor as Codes
 from ottava.ops.gemm import gemm
@@ -56,6 +57,7 @@ class DType(IntEnum):
 _WIDE = torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16
 TE_DType = MappingProxyType(dict(zip((*_WIDE, torch.float8_e4m3fn, torch.float8_e5m2), DType, strict=False)))
 TE_DType_To_Torch = MappingProxyType({theirs: dtype for dtype, theirs in TE_DType.items()})
+MXFP8_BLOCK_SCALING_SIZE, NVFP4_BLOCK_SCALING_SIZE = 32, 16
 FORMATS = MappingProxyType(
     {DType.kFloat8E4M3: formats.E4M3, DType.kFloat8E5M2: formats.E5M2, DType.kFloat4E2M1: formats.E2M1}
 )
@@ -75,10 +77,13 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         ('Float8Tensor', torch.float32, tensor([0.9964, 3.1000]))
     """
 
-    rows: Codes | Tensor | None
+    rows: Any = property(lambda self: self._held(False), lambda self, codes: self._put(False, codes))
     """Codes of x as a matrix (R, C), leading dimensions folded; a plain matrix where rows stay in high precision."""
-    columns: Codes | Tensor | None
+    columns: Any = property(lambda self: self._held(True), lambda self, codes: self._put(True, codes))
     """Those of x.T, (C, R)."""
+    _codes: list[Codes | Tensor | None]
+    _shown: list[tuple[Tensor, Tensor] | None]
+    """Codes and scales of each direction in TransformerEngine's layout, once somebody has asked for them."""
     _quantizer: Any
     """What casts new numbers into it; None: nothing does."""
 
@@ -99,8 +104,17 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         made: QuantizedTensor = Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=held.device, requires_grad=requires_grad
         )
+        made._codes, made._shown = [None, None], [None, None]
         made.rows, made.columns, made._quantizer = rows, columns, quantizer
         return made
+
+    def _held(self, turned: bool) -> Codes | Tensor | None:
+        """The codes of one direction; once a script has seen its buffers, those in the buffers."""
+        codes, shown = self._codes[turned], self._shown[turned]
+        return codes if shown is None or not isinstance(codes, Codes) else self._unlaid(codes, *shown, turned)
+
+    def _put(self, turned: bool, codes: Codes | Tensor | None) -> None:
+        self._codes[turned], self._shown[turned] = codes, None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's takes tensor_contents
         return f"{type(self).__name__}({self._quantizer}, data={self.dequantize()})"
@@ -150,7 +164,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
             raise ValueError(
                 f"{type(self).__name__}.quantize_: got {tuple(source.shape)}; needs {tuple(self.shape)}, as it has"
             )
-        numbers = _plain(source)
+        numbers, self._in_order = _plain(source), False
         if self.rows is not None:
             self.rows = _cast(quantizer, numbers, columns=False)
         if self.columns is not None:
@@ -180,6 +194,23 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         """Which codes there are."""
         return {"rowwise": self.rows is not None, "columnwise": self.columns is not None}
 
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensor]:
+        """Its tensors, for an autograd function to save, and itself, empty until `restore_from_saved`."""
+        parts: list[Tensor | None] = []
+        for turned in (False, True):
+            codes = self._held(turned)
+            parts += [codes.data, codes.scale_inv] if isinstance(codes, Codes) else [codes, None]
+            self._put(turned, None if codes is None else _emptied(codes))
+        return parts, self
+
+    def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Takes back what `prepare_for_saving` gave, and returns the rest of the list."""
+        for turned in (False, True):
+            codes, (data, scales) = self._codes[turned], tensors[2 * turned : 2 * turned + 2]
+            kept = isinstance(codes, Codes) and data is not None and scales is not None
+            self._put(turned, replace(codes, data=data, scale_inv=scales) if kept else data)  # type: ignore[type-var]
+        return list(tensors[4:])
+
     def get_metadata(self) -> dict[str, Any]:
         """The arguments of the constructor, but shape and dtype."""
         return {"rows": self.rows, "columns": self.columns, "quantizer": self._quantizer}
@@ -195,12 +226,19 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 
     def _laid(self, turned: bool, part: int) -> Tensor | None:
         """Codes (part 0) or scales (1) of one direction in TransformerEngine's layout; None: there are none."""
-        codes = self.columns if turned else self.rows
-        return self._layout(codes, turned)[part] if isinstance(codes, Codes) else None
+        codes = self._codes[turned]
+        if isinstance(codes, Codes) and self._shown[turned] is None:
+            self._shown[turned] = self._layout(codes, turned)
+        shown = self._shown[turned]
+        return None if shown is None else shown[part]
 
     def _layout(self, codes: Codes, turned: bool) -> tuple[Tensor, Tensor]:
         """One scale a tensor: bytes in the shape of x or x.T, and the scale."""
         return self._shaped(codes.data.view(torch.uint8), turned), codes.scale_inv.reshape(-1)
+
+    def _unlaid(self, codes: Codes, data: Tensor, scales: Tensor, turned: bool) -> Codes:
+        """The inverse of `_layout`; here both are views of the codes."""
+        return codes
 
     def _shaped(self, matrix: Tensor, turned: bool) -> Tensor:
         """A matrix as (..., C), or turned as (C, ...); C in bytes."""
@@ -216,7 +254,11 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     _rowwise_scale_inv = property(lambda self: self._laid(False, 1))
     _columnwise_data = property(lambda self: self._laid(True, 0))
     _columnwise_scale_inv = property(lambda self: self._laid(True, 1))
-    _with_gemm_swizzled_scales = property(lambda self: bool(getattr(self._quantizer, "optimize_for_gemm", False)))
+    _in_order = False
+    """Whether scales are in rows, although the quantizer asks for the order of tensor cores."""
+    _with_gemm_swizzled_scales = property(
+        lambda self: bool(getattr(self._quantizer, "optimize_for_gemm", False)) and not self._in_order
+    )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         state = tuple(self.shape), self.dtype, self.rows, self.columns, self._quantizer, self.requires_grad
@@ -246,6 +288,10 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
     packet = func.overloadpacket
     if packet in (_aten.detach, _aten.alias):
         return x._like(x.shape, x.rows, x.columns)
+    if packet is _aten.as_strided and [*args[1]] == [*x.shape] and [*args[2]] == [*x.stride()] and not any(args[3:]):
+        return x._like(x.shape, x.rows, x.columns)
+    if packet is _aten.slice and x.shape == torch.empty(x.shape, device="meta")[_sliced(*args[1:])].shape:
+        return x._like(x.shape, x.rows, x.columns)
     if packet is _aten.clone:
         return x._like(x.shape, _copied(x.rows), _copied(x.columns))
     if packet in (_aten.view, _aten._unsafe_view, _aten.reshape) and not isinstance(args[1], torch.dtype):
@@ -263,10 +309,46 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
     return None
 
 
+def _sliced(dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> tuple[slice, ...]:
+    return (*[slice(None)] * dim, slice(start, end, step))
+
+
 def _copied(codes: Any) -> Any:
     if not isinstance(codes, Codes):
         return None if codes is None else codes.clone()
     return replace(codes, data=codes.data.clone(), scale_inv=codes.scale_inv.clone())
+
+
+def _emptied(codes: Codes | Tensor) -> Any:
+    return replace(codes, data=codes.data[:0], scale_inv=codes.scale_inv[:0]) if isinstance(codes, Codes) else None
+
+
+def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
+    """The tensors in quantized and plain tensors, for `ctx.save_for_backward`, and what `restore_from_saved` needs.
+
+    Example:
+        >>> parts, objects = prepare_for_saving(torch.ones(1), None)
+        >>> restore_from_saved(objects, parts)
+        [tensor([1.]), None]
+    """
+    parts: list[Tensor | None] = []
+    for tensor in tensors:
+        parts += tensor.prepare_for_saving()[0] if isinstance(tensor, QuantizedTensor) else [tensor]
+    return parts, [one if isinstance(one, QuantizedTensor) else None for one in tensors]
+
+
+def restore_from_saved(
+    objects: Sequence[Any], saved: Sequence[Tensor | None], return_saved_tensors: bool = False
+) -> Any:
+    """The tensors that `prepare_for_saving` got; with return_saved_tensors also what is left of the list."""
+    left, found = list(saved), []
+    for one in objects:
+        if one is None:
+            found.append(left.pop(0))
+        else:
+            left = one.restore_from_saved(left)
+            found.append(one)
+    return (found, left) if return_saved_tensors else found
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -327,6 +409,11 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         scales = codes.scale_inv.t() if codes.spec.granularity.rows == 1 else codes.scale_inv
         return super()._layout(codes, turned)[0], nn.functional.pad(scales, (0, -scales.shape[1] % 4)).contiguous()
 
+    def _unlaid(self, codes: Codes, data: Tensor, scales: Tensor, turned: bool) -> Codes:
+        flat = codes.spec.granularity.rows == 1
+        kept = scales[:, : codes.scale_inv.shape[0 if flat else 1]]
+        return replace(codes, scale_inv=kept.t() if flat else kept)
+
 
 class MXFP8Tensor(QuantizedTensor):
     """Blocks of 32 with E8M0 scales."""
@@ -343,18 +430,80 @@ class MXFP8Tensor(QuantizedTensor):
         back = scales.view(scales.shape[::-1]) if self._with_gemm_swizzled_scales else scales.t().contiguous()
         return self._shaped(data.t(), False), back
 
+    def _unlaid(self, codes: Codes, data: Tensor, scales: Tensor, turned: bool) -> Codes:
+        if self._with_gemm_swizzled_scales:
+            return codes  # their order is for a kernel, which only reads
+        rows, blocks = codes.scale_inv.shape
+        exponents = (scales.t() if turned else scales)[:: codes.spec.granularity.rows or 1][:rows, :blocks]
+        matrix = data.flatten(0, -2) if data.dim() > 2 else data
+        stored = (matrix.t() if turned else matrix).contiguous().view(codes.data.dtype)
+        return replace(codes, data=stored, scale_inv=read_scales(exponents.contiguous()))
+
 
 class NVFP4Tensor(QuantizedTensor):
     """Blocks of 16 with E4M3 scales; one code a byte, two in `_rowwise_data`."""
 
     def _layout(self, codes: Codes, turned: bool) -> tuple[Tensor, Tensor]:
         """As checkpoints store NVFP4, the first code in the low bits."""
-        assert codes.amax is not None  # `NVFP4Quantizer.cast` keeps it
-        top = TE_FOUR_OVER_SIX.get(codes.spec.block_scale, (448.0, ""))[0] * formats.E2M1.max
-        encode = torch.full_like(codes.amax, top).div_(codes.amax).clamp_(max=torch.finfo(torch.float32).max)
-        made = LAYOUTS["modelopt-nvfp4"].tensors(codes, encode.cpu())
+        made = LAYOUTS["modelopt-nvfp4"].tensors(codes, self._encode(codes).cpu())
         data, scales = (made[name].view(torch.uint8).to(codes.device) for name in ("weight", "weight_scale"))
         return self._shaped(data, turned), self._tiled(scales)
+
+    def _unlaid(self, codes: Codes, data: Tensor, scales: Tensor, turned: bool) -> Codes:
+        if self._with_gemm_swizzled_scales:
+            return codes
+        data = data.flatten(0, -2) if data.dim() > 2 else data
+        every = codes.spec.granularity.rows or 1
+        blocks = scales.view(torch.float8_e4m3fn)[: len(data) : every, : codes.scale_inv.shape[1]].float()
+        scale_inv = torch.where(blocks > 0, blocks * self._encode(codes).reciprocal(), 1.0)
+        return replace(codes, data=torch.stack((data & 15, data >> 4), -1).flatten(-2), scale_inv=scale_inv)
+
+    def _encode(self, codes: Codes) -> Tensor:
+        """The fp32 scale above those of the blocks, which quantizes."""
+        assert codes.amax is not None  # `NVFP4Quantizer.cast` keeps it
+        top = TE_FOUR_OVER_SIX.get(codes.spec.block_scale, (448.0, ""))[0] * formats.E2M1.max
+        return torch.full_like(codes.amax, top).div_(codes.amax).clamp_(max=torch.finfo(torch.float32).max)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
+        """What FSDP2 gathers: codes, two a byte, and the scales of blocks; codes of columns are made of them.
+
+        Raises:
+            NotImplementedError: scales in the order of tensor cores.
+            ValueError: what cannot be joined: no rows, columns with scales of their own, or parts of blocks; or ranks
+                have different amaxes.
+        """
+        if self._with_gemm_swizzled_scales:
+            raise NotImplementedError(
+                "NVFP4Tensor: GEMM-swizzled scales cannot be joined; make it with quantizer.optimize_for_gemm=False"
+            )
+        rows, count = self.rows, self.numel() // self.shape[-1]
+        squares = isinstance(rows, Codes) and rows.spec.granularity.transposes
+        if rows is None or (self.columns is not None and not squares) or (squares and count % 16):
+            raise ValueError(
+                f"NVFP4Tensor: got a shard of {count} rows; needs rows in whole blocks of 16, and "
+                "with_2d_quantization=True to make columns of them"
+            )
+        if mesh is not None and rows.amax is not None:
+            ends = torch.stack((rows.amax, -rows.amax))
+            dist.all_reduce(ends, dist.ReduceOp.MAX, mesh.get_group())
+            if not torch.equal(ends[0], -ends[1]):
+                raise ValueError("NVFP4Tensor: ranks have different amaxes; cast the whole tensor, then shard it")
+        data, scales = self._layout(rows, False)
+        return (data, scales[:count]), (rows, self.columns is not None)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[Any, Any]:
+        """The whole tensor, or out with new codes; and what FSDP2 frees."""
+        (data, scales), (shard, turned) = all_gather_outputs, metadata
+        rows = self._unlaid(shard, data, scales, False)
+        columns = replace(rows.t(), amax=shard.amax) if turned else None
+        if out is not None:
+            out.rows, out.columns = rows, columns
+        made = out if out is not None else self._like(rows.shape, rows, columns, param_dtype)
+        return made, all_gather_outputs
 
     _row_scaled_nvfp4 = property(lambda self: bool(getattr(self._quantizer, "row_scaled_nvfp4", False)))
     _nvfp4_use_4over6 = property(lambda self: bool(getattr(self._quantizer, "nvfp4_use_4over6", False)))
