@@ -92,8 +92,8 @@ def fused(act: Activation, forward: Callable[..., Tensor | None], backward: Call
     return replace(act, forward=partial(either, forward, act.forward), backward=partial(either, backward, act.backward))
 
 
-def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> Activation:
-    """gpt-oss: (up + 1) gate sigmoid(alpha gate), gate clamped to at most `limit` and up to +-limit; in fp32 inside.
+def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Activation:
+    """gpt-oss: (up + offset) gate sigmoid(alpha gate), gate clamped to at most `limit`, up to +-limit; in fp32 inside.
 
     gpt-oss stores gates and ups in turns; here the gates come first.
 
@@ -105,7 +105,7 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> Activation:
     def parts(x: Tensor) -> tuple[Tensor, ...]:
         gate, up = _inside(x).chunk(2, -1)
         clamped = gate.clamp(max=limit)
-        return gate, up, clamped, up.clamp(-limit, limit) + 1, (alpha * clamped).sigmoid()
+        return gate, up, clamped, up.clamp(-limit, limit) + offset, (alpha * clamped).sigmoid()
 
     def forward(x: Tensor) -> Tensor:
         _, _, gate, up, s = parts(x)

@@ -59,7 +59,7 @@ class StandIn(MetaPathFinder, Loader):
         except ModuleNotFoundError as error:
             if not str(error.name).startswith(_OURS):
                 raise
-            real = names
+            real = import_module(f"{_OURS}.pytorch.ops") if ".pytorch.ops." in spec.name else names
         module = _Module(spec.name, real.__doc__)
         if spec.name == f"{_TOOL}.api":
             vars(module)["tool"] = import_module(f"{_OURS}.pytorch.execution").Tool()

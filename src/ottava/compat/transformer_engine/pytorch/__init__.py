@@ -41,7 +41,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Module of ours -> names of TransformerEngine's public interface."""
 
-__all__ = sorted(["QuantizerRole", "fp8", "optimizers", *(name for names in PUBLIC.values() for name in names)])
+__all__ = sorted(["QuantizerRole", "fp8", "ops", "optimizers", *(name for names in PUBLIC.values() for name in names)])
 
 
 if unread := unread_variables(os.environ):

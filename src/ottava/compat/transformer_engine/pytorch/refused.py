@@ -35,7 +35,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "initialize_ub": _USERBUFFERS,
         "newton_schulz": "torch.optim.Muon has it",
         "onnx_export": "ottava has no ONNX export",
-        "ops": "use the modules; ottava itself fuses the operation in front of a cast",
         "restore_from_func_ctx": "restore_from_saved takes the same lists",
     }
 )

@@ -1,0 +1,37 @@
+"""TransformerEngine's fusible operations: a sequence of them is the sequence of ottava's modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ottava.compat.transformer_engine.pytorch as te
+from ottava.compat.transformer_engine.common.recipe import MXFP8BlockScaling
+
+
+def test_a_sequence_has_the_bits_of_the_modules() -> None:
+    torch.manual_seed(0)
+    made = (te.ops.LayerNorm(32, dtype=torch.bfloat16), te.ops.Linear(32, 64, dtype=torch.bfloat16), te.ops.SwiGLU())
+    norm, linear = te.LayerNorm(32, params_dtype=torch.bfloat16), te.Linear(32, 64, params_dtype=torch.bfloat16)
+    linear.load_state_dict(made[1].state_dict())
+    residual = te.ops.Sequential(te.ops.MakeExtraOutput(), *made, te.ops.AddExtraInput())
+    x, more = torch.randn(16, 32).bfloat16(), torch.randn(16, 32).bfloat16()
+    with te.autocast(recipe=MXFP8BlockScaling()):
+        y, kept = residual(x, more)
+        gate, up = linear(norm(x)).chunk(2, -1)
+    assert torch.equal(kept, x)
+    assert torch.equal(y, nn.functional.silu(gate) * up + more)
+    assert isinstance(residual[1:2] + made, te.ops.Sequential)
+    with pytest.raises(ValueError, match="got 0 extra inputs; its operations need 1"):
+        residual(x)
+    with pytest.raises(NotImplementedError, match=r"ops\.AllReduce is not in ottava"):
+        te.ops.AllReduce()
+
+
+def test_groups_have_weights_of_their_own() -> None:
+    layer = te.ops.GroupedLinear(2, 32, 16, dtype=torch.bfloat16)
+    x = torch.randn(3, 32).bfloat16()
+    wanted = [nn.functional.linear(x[:1], layer.weight0, layer.bias0), nn.functional.linear(x[1:], layer.weight1)]
+    assert torch.equal(layer(x, torch.tensor([1, 2])), torch.cat(wanted))
+    assert {"weight0", "weight1", "bias0", "bias1"} < set(layer.state_dict())
