@@ -94,8 +94,22 @@ def read_te_config(tree: Mapping[str, Any]) -> dict[str, Any]:
     return reader.settings()
 
 
+def read_logs(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The statistics that a configuration logs: a `Period` each, with `stats` and the `feature`.
+
+    Raises:
+        ConfigError: as `read_te_config`.
+    """
+    reader = _Reader()
+    for name, section in tree.items():
+        if _flag(section, "enabled", name):
+            reader.section(str(name), section)
+    return reader.logs
+
+
 class _Reader:
     def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
         self.looks: list[dict[str, Any]] = []
         self.dumps: list[dict[str, Any]] = []
         self.interventions: list[dict[str, Any]] = []
@@ -123,7 +137,7 @@ class _Reader:
         return settings | ({"tensors": order} if order else {})
 
     def section(self, name: str, section: Mapping[str, Any]) -> None:
-        layers = _layers(name, section["layers"])
+        layers = layer_patterns(name, section["layers"])
         features = {key: value for key, value in section.items() if key not in ("enabled", "layers")}
         of_engine = features.pop("transformer_engine", None) or {}
         if not isinstance(of_engine, Mapping):
@@ -140,13 +154,15 @@ class _Reader:
                 self.features[feature](where, config, layers)
 
     def _statistics(self, where: str, config: Mapping[str, Any], layers: list[str]) -> None:
-        for entry in _entries(where, config, "tensors", "tensor"):
+        for entry in entries_of(where, config, "tensors", "tensor"):
             stats = entry.get("stats")
             for statistic in stats if isinstance(stats, list) else [stats]:
                 if isinstance(statistic, Mapping):  # {max_blockwise_dynamic_range: {block_size: 32, dims: 1}}
                     (statistic,) = _words(where, "stats", list(statistic))[:1]
                 self._statistic(where, *_words(where, "stats", statistic))
             self.looks.append(_period(where, entry, layers))
+            logged = stats if isinstance(stats, list) else [stats]
+            self.logs.append({**self.looks[-1], "stats": logged, "feature": where.rpartition(".")[2]})
 
     def _statistic(self, where: str, name: str) -> None:
         word = name.removesuffix("_columnwise")
@@ -162,7 +178,7 @@ class _Reader:
             self.notes[f"{where}: the watch has no {name}; it records {', '.join(_STATISTICS.values())}, ..."] = None
 
     def _dump(self, where: str, config: Mapping[str, Any], layers: list[str]) -> None:
-        for entry in _entries(where, config, "tensors", "tensor"):
+        for entry in entries_of(where, config, "tensors", "tensor"):
             if _flag(entry, "high_precision_tensor", where):
                 self.rows = 2**31
             if not _flag(entry, "quantized_tensor", where):
@@ -172,7 +188,7 @@ class _Reader:
     def _disable(self, where: str, config: Mapping[str, Any], layers: list[str]) -> None:
         gemms = ["fprop", "dgrad", "wgrad"]
         if where.endswith("GEMM"):
-            gemms = [gemm for entry in _entries(where, config, "gemms", "gemm") for gemm in entry["gemm"]]
+            gemms = [gemm for entry in entries_of(where, config, "gemms", "gemm") for gemm in entry["gemm"]]
         self.interventions.append({"layers": layers, "gemms": gemms, "action": "high_precision"})
 
     def _fake(self, where: str, config: Mapping[str, Any], layers: list[str]) -> None:
@@ -201,11 +217,11 @@ class _Reader:
 
 def _casts(where: str, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """GEMMs and tensors of casts: `gemms_struct` may hold a `tensors_struct`, each entry with keys of its own."""
-    for gemms in _entries(where, config, "gemms", "gemm"):
-        yield from _entries(where, gemms, "tensors", "tensor")
+    for gemms in entries_of(where, config, "gemms", "gemm"):
+        yield from entries_of(where, gemms, "tensors", "tensor")
 
 
-def _layers(name: str, config: Any) -> list[str]:
+def layer_patterns(name: str, config: Any) -> list[str]:
     """Patterns of the layers of a section, as `is_layer_in_cfg` finds them."""
     known = ("layer_name_regex_pattern", "layer_types", "layer_numbers", "exact_layer_names")
     if not isinstance(config, Mapping) or not any(key in config for key in known):
@@ -236,7 +252,7 @@ def _numbers(name: str, given: Any) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-def _entries(where: str, config: Mapping[str, Any], several: str, one: str) -> Iterator[dict[str, Any]]:
+def entries_of(where: str, config: Mapping[str, Any], several: str, one: str) -> Iterator[dict[str, Any]]:
     """The entries of `tensors` or `tensors_struct` (of gemms alike), each with its keys over those of the feature."""
     base = {key: value for key, value in config.items() if key not in (several, f"{several}_struct", "enabled")}
     structs = config.get(f"{several}_struct")

@@ -32,6 +32,13 @@ _THEIRS, _OURS = "transformer_engine", "ottava.compat.transformer_engine"
 class _Module(ModuleType):
     """A module of TransformerEngine, or a function of it that ottava lacks: an import cannot tell them apart."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__name__.startswith(f"{_THEIRS}.debug.features.") and not (
+            name[:2] == "__" or isinstance(value, ModuleType)
+        ):
+            raise NotImplementedError(f"{self.__name__}.{name} is not in ottava: {DEBUG}")
+        super().__setattr__(name, value)
+
     def __call__(self, *_: object, **__: object) -> NoReturn:
         raise NotImplementedError(f"{self.__name__} is not in ottava; docs/from_transformer_engine.md lists what is")
 
@@ -72,7 +79,7 @@ class StandIn(MetaPathFinder, Loader):
             if spec.name == _KERNELS and not name.startswith("__"):
                 return absent(f"{_KERNELS}.{name}", KERNELS)
             if spec.name.startswith((f"{_THEIRS}.debug", _TOOL)) and not name.startswith("__"):
-                known = getattr(vars(module).get("tool"), name, None)
+                known = getattr(vars(module).get("tool"), name, None) or names._below(name, "debug_stats")
                 return known or absent(f"{spec.name}.{name}", DEBUG)
             if (below in NAMES or below in BELOW) and not name.startswith("__"):
                 known = None if name in names.__all__ else names._below(name, "module", "tensors")

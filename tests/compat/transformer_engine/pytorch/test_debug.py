@@ -11,6 +11,7 @@ import torch
 
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling
+from ottava.compat.transformer_engine.pytorch.debug_stats import STATS_BUFFERS, ConfigManager, TEConfigAPIMapper
 from ottava.compat.transformer_engine.pytorch.execution import Tool
 from ottava.debug import Run
 
@@ -87,3 +88,36 @@ def test_statistics_are_those_of_a_watch(tool: Tool, tmp_path: Path) -> None:
     model = torch.nn.Sequential(layer)
     tool.infer_and_assign_layer_names(model)
     assert layer.name == "model.0"
+
+
+def test_the_log_is_theirs_and_a_script_may_feed_it(tool: Tool, tmp_path: Path) -> None:
+    """Numbers of a layer's casts and of a tensor given by hand, two micro-batches as one; read back as an import."""
+    text = (
+        "log: {enabled: True, layers: {layer_name_regex_pattern: fc}, transformer_engine: {LogTensorStats: {enabled: "
+        "True, tensors: [activation], stats: [std, max, {max_blockwise_dynamic_range: {block_size: 4, dims: 2}}]}, "
+        "LogFp8TensorStats: {enabled: True, tensors: [activation, gradient], stats: ['underflows%', mxfp8_mse]}}}"
+    )
+    (tmp_path / "config.yaml").write_text(text)
+    tool.initialize(tmp_path / "config.yaml", log_dir=tmp_path)
+    x = torch.randn(32, 32)
+    codes = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)(x)
+    for part in (x[:16], x[16:]):
+        tool.inspect_tensor("fc", "activation", 0, tensor=part)
+    both = STATS_BUFFERS.log_stats()
+    tool.inspect_tensor("fc", "activation", 0, tensor=x, rowwise_quantized_tensor=codes)
+    whole = STATS_BUFFERS.log_stats()
+    torch.testing.assert_close(both["fc", "activation", "std", 0], x.std())
+    assert both["fc", "activation", "max", 0] == x.max()
+    lost = ((codes.dequantize() == 0) & (x != 0)).float().mean()
+    assert whole["fc", "activation", "underflows%", 0] == 100 * lost
+    layer = te.Linear(32, 32, name="fc1", device="cpu")
+    with te.autocast():
+        layer(x).sum().backward()
+    tool.step()
+    assert not tool.inspect_tensor_enabled("fc", "weight", 0)[0]
+    assert not tool.modify_tensor_enabled("fc", "fprop", "weight", 0)[0]
+    lines = (tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log").read_text()
+    assert {"fc1_activation_std", "fc1_gradient_mxfp8_mse", "fc_activation_mxfp8_mse"} <= set(lines.split())
+    config = ConfigManager.get_config_for_layer("fc9")["transformer_engine"]["LogFp8TensorStats"]
+    assert TEConfigAPIMapper().parse_config_and_api(config, tensor_parsing=True, tensor_name="gradient")[0]
+    assert not TEConfigAPIMapper().parse_config_and_api(config, tensor_parsing=True, tensor_name="weight")[0]

@@ -14,7 +14,7 @@ import ottava
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common import recipe as recipes
 from ottava.compat.transformer_engine.pytorch import quantizers
-from ottava.compat.transformer_engine.pytorch.quantizers import Quantizer
+from ottava.compat.transformer_engine.pytorch.quantizers import Quantizer, RecipeState
 from ottava.compat.transformer_engine.pytorch.tensors import (
     DType,
     general_gemm,
@@ -327,3 +327,22 @@ def test_a_layer_asks_the_factory_by_its_name() -> None:
 def test_what_a_quantizer_cannot_do_is_refused(make: Any, words: str) -> None:
     with pytest.raises((NotImplementedError, ValueError, TypeError), match=words):
         make()
+
+
+def test_a_recipe_state_makes_the_quantizers_of_its_recipe() -> None:
+    """Their cells are those of the recipe's layers; requests share one history."""
+    for own in FACTORIES.values():
+        made = [
+            RecipeState.create(own, mode=mode, num_quantizers=n).make_quantizers()
+            for mode, n in (("forward", 3), ("backward", 2))
+        ]
+        if not isinstance(own, recipes.DelayedScaling):
+            cells = [own.ottava.cells(tensor) for tensor in ("input", "weight", "grad_output")]
+            assert [one.specs() for one in (*made[0][:2], made[1][0])] == cells
+    state = RecipeState(recipes.DelayedScaling(amax_history_len=4), mode="backward", num_quantizers=2)
+    first = state.make_quantizers()[0]
+    first.amax.fill_(3.0)
+    assert state.amax_history is not None
+    assert state.amax_history.tolist() == [[3.0, 0.0], *[[0.0, 0.0]] * 3]
+    with pytest.raises(ValueError, match="got 1 roles for 2"):
+        RecipeState(recipes.MXFP8BlockScaling(), mode="forward", num_quantizers=2, roles=[None])

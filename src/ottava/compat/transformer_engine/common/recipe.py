@@ -386,7 +386,7 @@ class MXFP8BlockScaling(Recipe):
         return _each(recipe, lambda spec, tensor: replace(spec, granularity=square) if tensor == "weight" else spec)
 
 
-_SCOPES: Mapping[str, Callable[[str], bool]] = MappingProxyType(
+SCOPES: Mapping[str, Callable[[str], bool]] = MappingProxyType(
     {
         "none": lambda tensor: False,
         "weights": lambda tensor: tensor == "weight",
@@ -441,13 +441,13 @@ class NVFP4BlockScaling(Recipe):
                     "FP32, so leave power_2_scale and amax_epsilon out"
                 )
         for setting, known in (
-            ("nvfp4_4over6", _SCOPES),
-            ("nvfp4_4over6_e4m3_use_256", _SCOPES),
+            ("nvfp4_4over6", SCOPES),
+            ("nvfp4_4over6_e4m3_use_256", SCOPES),
             ("nvfp4_4over6_err_mode", ("MAE", "MSE")),
         ):
             if getattr(self, setting) not in known:
                 raise ValueError(f"NVFP4BlockScaling: {unknown_name(setting, getattr(self, setting), known)}")
-        if _SCOPES[self.nvfp4_4over6]("input") and not self.disable_rht:
+        if SCOPES[self.nvfp4_4over6]("input") and not self.disable_rht:
             raise ValueError(
                 f"NVFP4BlockScaling: nvfp4_4over6={self.nvfp4_4over6!r} searches the scales of activations, which "
                 "TransformerEngine does not do behind the random Hadamard transform: give disable_rht=True or "
@@ -457,8 +457,8 @@ class NVFP4BlockScaling(Recipe):
 
     def _cells(self) -> OttavaRecipe:
         def cell(spec: QuantizationSpec, tensor: str) -> QuantizationSpec:
-            if tensor != "grad_output" and _SCOPES[self.nvfp4_4over6](tensor):
-                bound = 256.0 if _SCOPES[self.nvfp4_4over6_e4m3_use_256](tensor) else 448.0
+            if tensor != "grad_output" and SCOPES[self.nvfp4_4over6](tensor):
+                bound = 256.0 if SCOPES[self.nvfp4_4over6_e4m3_use_256](tensor) else 448.0
                 spec = replace(spec, block_scale=_FOUR_OVER_SIX[bound, self.nvfp4_4over6_err_mode])
             params: QParams = getattr(self, _FP4_PARAMS[tensor])
             return replace(

@@ -12,15 +12,20 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ottava.base.settings import read_yaml
 from ottava.compat.transformer_engine.common.recipe import GROUPED
 from ottava.compat.transformer_engine.common.recipe import Recipe as TERecipe
+from ottava.compat.transformer_engine.pytorch.debug_stats import Statistics
 from ottava.compat.transformer_engine.pytorch.quantization import autocast, get_default_recipe
+from ottava.compat.transformer_engine.pytorch.quantizers import Float8CurrentScalingQuantizer
 from ottava.engine.functional import QuantizedLayer
+from ottava.interop.te_config import TENSORS, read_logs
 from ottava.measure.layer_names import matches
 from ottava.numerics.formats import get_format
 from ottava.numerics.tensor import QuantizationSpec
@@ -30,6 +35,7 @@ from ottava.watching.config import Intervention, WatchConfig
 from ottava.watching.doors import changed
 from ottava.watching.session import Watch
 
+_TENSOR = MappingProxyType({ours: theirs for theirs, ours in TENSORS.items()})
 _KEEPS = "_ottava_stays_on_its_device"
 _OLD = ("fp8_enabled", "fp8_calibrating", "fp8_recipe", "fp8_group")
 _NEW = ("enabled", "calibrating", "recipe", "amax_reduction_group")
@@ -252,6 +258,8 @@ class Tool:
     """The functions of nvdlfw_inspect.api, and its namespace `transformer_engine`: one object of a process."""
 
     watch: Watch | None = None
+    statistics: Statistics | None = None
+    tree: Mapping[str, Any] = MappingProxyType({})
     changes: tuple[Intervention, ...] = ()
     on = False
 
@@ -272,44 +280,58 @@ class Tool:
         if self.on:
             raise ValueError("nvdlfw_inspect: initialize was called twice; needs end_debug() between")
         self.on = True
+        others.pop("default_logging_enabled", None)
         for name, given in others.items():
             if given and not str(given).rstrip("/'])").endswith("debug/features"):
                 warnings.warn(f"nvdlfw_inspect: {name} is left out: ottava's watch writes its own files", stacklevel=2)
         if config_file:
             config = WatchConfig.load(Path(config_file))
+            self.tree = read_yaml(Path(config_file))
+            self.statistics = Statistics(read_logs(self.tree), Path(log_dir), init_training_step)
             self.changes = config.interventions
             for note in config.notes:
                 warnings.warn(note, stacklevel=2)
             if config.looks or config.dump.periods:
                 only = config.model_copy(update={"interventions": (), "notes": ()})
-                self.watch = _Watch(None, Path(log_dir) / "ottava", only, step=init_training_step)
+                names = ("ottava", *(f"ottava-{n}" for n in range(2, 1000)))  # a session of its own, each
+                folder = next(one for one in (Path(log_dir) / name for name in names) if not one.exists())
+                self.watch = _Watch(None, folder, only, step=init_training_step)
 
     def end_debug(self) -> None:
         """Ends changes and statistics."""
         if self.watch is not None:
             self.watch.close()
         self.on, self.watch, self.changes, self.layers = False, None, (), 0
+        self.statistics, self.tree = None, MappingProxyType({})
         self.made: dict[Recipe, Recipe] = {}
 
     def step(self) -> None:
         """Ends a step."""
         if self.watch is not None:
             self.watch.step()
+        if self.statistics is not None:
+            self.statistics.end_step()
 
     def infer_and_assign_layer_names(self, model: nn.Module) -> None:
         """Names all modules by their places in the model."""
         for name, module in model.named_modules(prefix="model"):
             module.name = name
 
-    def adopt(self, layer: QuantizedLayer) -> None:
-        """Names a layer that was just built and got no name, and lets its doors fake casts."""
+    def adopt(self, layer: QuantizedLayer, group: str = "") -> None:
+        """Names a layer that was just built and got no name, and lets its doors fake casts and take statistics.
+
+        group: the number of a layer's group, a part of its name in the log.
+        """
         self.layers += 1
         layer.name = layer.name or f"Layer_{self.layers}"
         for tensor, door in layer.quantizers.named_children():
-            door.register_forward_hook(functools.partial(self._fake, layer, tensor))
+            door.register_forward_hook(functools.partial(self._fake, layer, group, tensor))
 
-    def _fake(self, layer: QuantizedLayer, tensor: str, door: nn.Module, args: Any, both: Any) -> Any:
-        made = list(both)
+    def _fake(self, layer: QuantizedLayer, group: str, tensor: str, door: nn.Module, args: Any, both: Any) -> Any:
+        made, log = list(both), self.statistics
+        name = layer.name.removeprefix(GROUPED) + (f".gemm_{group}" if group else "")
+        if log is not None and log.due(name, tensor, log.step):
+            log.feed(name, _TENSOR[tensor], log.step, args[0], *made[:2])
         for place, direction in enumerate(("row", "col")):
             change = self._change(layer.name, CELL_OF[tensor, direction][0], tensor, "fake")
             if isinstance(made[place], Tensor) and change is not None:
@@ -334,3 +356,51 @@ class Tool:
     def fp8_gemm_enabled(self, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int]:
         """Whether the configuration leaves a GEMM in FP8; and the step for which to ask again."""
         return self._change(layer_name, gemm, "", "fake", "high_precision") is None, iteration + 1
+
+    def inspect_tensor_enabled(self, layer_name: str, tensor_name: str, iteration: int, **_: Any) -> tuple[bool, int]:
+        """Whether the configuration asks for statistics of a tensor in a step; and when to ask again."""
+        log = self.statistics
+        return log is not None and bool(log.due(layer_name, tensor_name, iteration)), iteration + 1
+
+    def inspect_tensor(
+        self,
+        layer_name: str,
+        tensor_name: str,
+        iteration: int,
+        *,
+        tensor: Tensor,
+        rowwise_quantized_tensor: Any = None,
+        columnwise_quantized_tensor: Any = None,
+        **_: Any,
+    ) -> None:
+        """Takes the statistics of a tensor that a script has cast itself, as the configuration asks."""
+        if self.watch is not None and self.watch.config.dump.periods:
+            raise NotImplementedError(
+                "inspect_tensor: a dump of a tensor that a script casts is not in ottava; a watch dumps those of layers"
+            )
+        rows = getattr(rowwise_quantized_tensor, "rows", None)
+        columns = getattr(columnwise_quantized_tensor, "columns", None)
+        if self.statistics is not None:
+            self.statistics.feed(layer_name, tensor_name, iteration, tensor, rows, columns)
+
+    def modify_tensor_enabled(
+        self, layer_name: str, gemm: str, tensor_name: str, iteration: int, **_: Any
+    ) -> tuple[bool, int]:
+        """Whether the configuration casts a tensor of a GEMM otherwise; and when to ask again."""
+        return self._change(layer_name, gemm, TENSORS[tensor_name], "fake", "current") is not None, iteration + 1
+
+    def modify_tensor(
+        self, layer_name: str, gemm: str, tensor_name: str, tensor: Tensor, default_quantizer: Any = None, **_: Any
+    ) -> Tensor:
+        """The tensor as the configuration casts it: by its own amax, or cast and decoded (FakeQuant).
+
+        Raises:
+            ValueError: the configuration does not change this tensor.
+        """
+        change = self._change(layer_name, gemm, TENSORS[tensor_name], "fake", "current")
+        if change is None:
+            raise ValueError(f"modify_tensor: the configuration leaves {tensor_name} of {layer_name}'s {gemm} as it is")
+        if change.action == "current":
+            return Float8CurrentScalingQuantizer(default_quantizer.dtype)(tensor)
+        spec = QuantizationSpec(get_format(change.format))
+        return quantize(tensor.reshape(-1, tensor.shape[-1]), spec).dequantize(tensor.dtype).view(tensor.shape)

@@ -136,7 +136,15 @@ def get_cudnn_version() -> tuple[int, int, int]:
     return number // 10_000, number % 10_000 // 100, number % 100
 
 
-class FP8GlobalStateManager:
+class _Stateless(type):
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(
+            f"{cls.__name__}.{name} is not in ottava: histories and scales are buffers of layer.quantizers, and move "
+            "at optimizer steps"
+        )
+
+
+class FP8GlobalStateManager(metaclass=_Stateless):
     """TransformerEngine's global state, for scripts that read it. In ottava each module holds its own state."""
 
     @staticmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ottava.compat.transformer_engine.pytorch.tensors import (
     MXFP8Tensor,
     NVFP4Tensor,
     QuantizedTensor,
+    get_fp8_te_dtype,
     quantized,
 )
 from ottava.numerics import formats
@@ -498,3 +500,106 @@ def nvfp4_factory(role: Any) -> NVFP4Quantizer:
         with_2d_quantization=not turned,
         stochastic_rounding=tensor == "grad_output",
     )
+
+
+_TYPES = MappingProxyType({"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")})
+
+
+class RecipeState:
+    """Makes the quantizers of a recipe for a script that casts itself; ottava's layers have doors instead.
+
+    Args:
+        mode: "forward" or "backward".
+        num_quantizers: number of slots: input, weight, output, input... or grad_output, grad_input...
+        roles: says for each slot which tensor it is; None, or another tensor: as the slot's number says.
+    Raises:
+        ValueError: another number of roles.
+
+    Example:
+        >>> state = RecipeState.create(recipe.Float8BlockScaling(), mode="forward", num_quantizers=3)
+        >>> [quantizer.block_scaling_dim for quantizer in state.make_quantizers()]
+        [1, 2, 1]
+    """
+
+    scale: Tensor | None = None
+    amax_history: Tensor | None = None
+    """Of delayed scaling: fp32 (slots,), and (amax_history_len, slots); the quantizers have views of both."""
+
+    def __init__(
+        self, recipe: Any, *, mode: str, num_quantizers: int = 1, device: Any = None, roles: Any = None
+    ) -> None:
+        if roles is not None and len(roles) != num_quantizers:
+            raise ValueError(
+                f"RecipeState requires roles to match num_quantizers: got {len(roles)} roles for {num_quantizers}"
+            )
+        self.recipe, self.mode, self.num_quantizers, self.roles = recipe, mode, num_quantizers, roles
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @classmethod
+    def create(cls, recipe: Any, **settings: Any) -> RecipeState:
+        """The state of a recipe; the settings are those of the constructor."""
+        return cls(recipe, **settings)
+
+    def _slot_role(self, idx: int) -> recipe.QuantizerRole:
+        return (self.roles[idx] if self.roles else None) or recipe.QuantizerRole()
+
+    def _slot_tensor_type(self, idx: int) -> str:
+        known, told = _TYPES[self.mode], self._slot_role(idx).tensor_type
+        return told if told in (*_TYPES["forward"], *_TYPES["backward"]) else known[idx % len(known)]
+
+    def make_quantizers(self) -> list[Any]:
+        """A quantizer for each slot; requests of a factory share one history.
+
+        Raises:
+            ValueError: the factory gives None, or requests that differ.
+        """
+        slots = range(self.num_quantizers)
+        if isinstance(self.recipe, DelayedScaling):
+            made: list[Any] = [self.recipe] * len(slots)
+        elif isinstance(self.recipe, recipe.CustomRecipe):
+            made = [self.recipe.qfactory(self.roles[n] if self.roles else None) for n in slots]
+            if None in made:
+                raise ValueError(f"CustomRecipe qfactory returned None for slot {made.index(None)}; needs a quantizer")
+        else:
+            made = [self._make(self._slot_tensor_type(n), self._slot_role(n)) for n in slots]
+        asked = [n for n, one in enumerate(made) if isinstance(one, DelayedScaling | DelayedScalingRequest)]
+        if any(made[n] != made[asked[0]] for n in asked):
+            raise ValueError(
+                "All DelayedScalingRequests in one CustomRecipeState must match: give them the same fields"
+            )
+        if asked:
+            one, new = made[asked[0]], {"dtype": torch.float32, "device": self.device}
+            self.scale = torch.ones(len(asked), **new)
+            self.amax_history = torch.zeros(one.amax_history_len, len(asked), **new)
+            for place, n in enumerate(asked):
+                amaxes = self.amax_history[0][place].view(1)
+                made[n] = Float8Quantizer(self.scale[place], amaxes, get_fp8_te_dtype(one, self.mode == "forward"))
+        return made
+
+    def _make(self, tensor: str, role: recipe.QuantizerRole) -> Any:
+        own, gradient, weight = self.recipe, tensor in _TYPES["backward"], tensor == "weight"
+        if isinstance(own, recipe.NVFP4BlockScaling):
+            params = getattr(own, "fp4_quant_" + ("bwd_grad" if gradient else "fwd_weight" if weight else "fwd_inp"))
+            turned, four = params.random_hadamard_transform, not gradient and recipe.SCOPES[own.nvfp4_4over6](tensor)
+            return NVFP4Quantizer(
+                with_rht=turned,
+                with_post_rht_amax=turned,
+                with_2d_quantization=params.fp4_2d_quantization,
+                stochastic_rounding=params.stochastic_rounding,
+                row_scaled_nvfp4=self.mode == "forward" and not weight and own.row_scaled_activation,
+                nvfp4_use_4over6=four,
+                nvfp4_e4m3_max=256 if four and recipe.SCOPES[own.nvfp4_4over6_e4m3_use_256](tensor) else 448,
+                nvfp4_4over6_err_mode=own.nvfp4_4over6_err_mode,
+            )
+        dtype = get_fp8_te_dtype(own, not gradient)
+        if isinstance(own, recipe.Float8BlockScaling):
+            dim = getattr(own, ("w" if weight else "grad" if gradient else "x") + "_block_scaling_dim")
+            return Float8BlockQuantizer(dtype, force_pow_2_scales=not own.use_f32_scales, block_scaling_dim=dim)
+        if isinstance(own, recipe.MXFP8BlockScaling):
+            linear = role.module_type in ("linear", "grouped_linear") and role.tensor_type == "weight"
+            return MXFP8Quantizer(dtype, with_2d_quantization=own.enable_2d_quantization and linear)
+        return Float8CurrentScalingQuantizer(dtype, force_pow_2_scales=own.use_power_2_scales)
+
+
+DelayedScalingRecipeState = Float8CurrentScalingRecipeState = Float8BlockScalingRecipeState = RecipeState
+MXFP8BlockScalingRecipeState = NVFP4BlockScalingRecipeState = CustomRecipeState = RecipeState

@@ -15,7 +15,6 @@ import torch
 from ottava.base.errors import unknown_name
 
 _USERBUFFERS = "collectives are torch.distributed's own; leave it out"
-_STATES = "recipe.ottava.cells(tensor) shows the casts of a recipe, and layer.last_call the recipe of a forward"
 _OFFLOAD = "torch.autograd.graph.save_on_cpu() moves saved tensors"
 DEBUG = (
     "ottava.watch(model, config='their.yaml') reads the same file and acts by it; `ottava watch` does so in a script"
@@ -42,8 +41,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 BELOW: Mapping[str, str] = MappingProxyType(
     {
-        **{f"{recipe}RecipeState": _STATES for recipe in ("", "Custom", "DelayedScaling", "NVFP4BlockScaling")},
-        **{f"{recipe}ScalingRecipeState": _STATES for recipe in ("Float8Block", "Float8Current", "MXFP8Block")},
         "GroupedTensor": "GroupedLinear keeps the weights of its groups as one tensor, .weight",
     }
 )

@@ -201,7 +201,7 @@ class TEState(nn.Module):
                 _layer(self, path).name = GROUPED + full if path.startswith("groups.") else full
         if (tool := debug_tool()) is not None and tool.on:
             for path in itertools.chain(*self._states.values()):
-                tool.adopt(_layer(self, path))
+                tool.adopt(_layer(self, path), path.partition("groups.")[2])
 
     def starts(self, starts: Callable[[], None]) -> None:
         """Fills in the initial values, and keeps how for `reset_parameters`."""
