@@ -146,7 +146,7 @@ class _Norm(FusibleOperation):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., *normalized_shape) -> the same."""
-        return super().forward(input.reshape(-1, self.width)).view(input.shape)  # type: ignore[no-any-return,misc]
+        return super().forward(input.reshape(-1, self.width)).view(input.shape)  # type: ignore[no-any-return]
 
 
 class LayerNorm(_Norm, module.LayerNorm):

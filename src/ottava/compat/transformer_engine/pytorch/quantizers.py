@@ -568,7 +568,8 @@ class RecipeState:
                 "All DelayedScalingRequests in one CustomRecipeState must match: give them the same fields"
             )
         if asked:
-            one, new = made[asked[0]], {"dtype": torch.float32, "device": self.device}
+            one = made[asked[0]]
+            new: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
             self.scale = torch.ones(len(asked), **new)
             self.amax_history = torch.zeros(one.amax_history_len, len(asked), **new)
             for place, n in enumerate(asked):
