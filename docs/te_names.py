@@ -91,6 +91,7 @@ OURS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "ottava's GEMM, of the two casts that the layout needs",
             "pytorch/test_quantizers.py",
         ),
+        "ops": ("fusible operations as modules", "pytorch/test_ops.py"),
         "fp8": ("its contexts under their old path", "pytorch/test_quantization.py"),
     }
 )
