@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,11 +29,12 @@ two:
 
 
 @pytest.fixture
-def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tool]:
     """As `import nvdlfw_inspect.api` leaves it in a script."""
     tool = Tool()
     monkeypatch.setitem(sys.modules, "nvdlfw_inspect.api", SimpleNamespace(tool=tool))
-    return tool
+    yield tool
+    tool.end_debug()
 
 
 def test_a_configuration_changes_the_casts_of_an_autocast(tool: Tool, tmp_path: Path) -> None:
