@@ -437,8 +437,12 @@ def _shortened(facts: Facts, step: int) -> str:
         ends = f": the GradScaler's factor, {factor:.3g}, is still in the gradient that is clipped" if inside else ""
         return f"{said}{ends}."
     now = facts.at("lr", step)
-    if lr is not None and lr[-1] >= float(np.nanmax(lr)) > 1.2 * now:
-        return f" The learning rate rises up to the end of the run: it is {now:.3g} there, and {lr[-1]:.3g} at last."
+    # a warm-up that is stepped by epochs may have its last rate long before the end
+    early = int(0.4 * len(facts.steps))
+    low, at = (now, step) if lr is None else min((now, step), (float(lr[early]), int(facts.steps[early])))
+    if lr is not None and lr[-1] >= float(np.nanmax(lr)) > 1.2 * low:
+        last = f"{lr[-1]:.3g}"
+        return f" The learning rate rises up to the end of the run: it is {low:.3g} at step {at}, and {last} at last."
     # a schedule with restarts is low now and then; one that spends most of the run there is at fault
     if lr is not None and now < 0.1 * (largest := float(np.nanmax(lr))) and np.nanmean(lr < 0.1 * largest) > 0.5:
         return f" The learning rate is {now:.3g} there; the largest is {largest:.3g}."
