@@ -382,3 +382,18 @@ def test_a_norm_that_runs_twice_in_one_loss_is_repeated(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / EXPERIMENTS).read_text().splitlines()]
     assert not [e for e in lines if e["kind"] == "refused"], lines
     assert [e["reproduces"] for e in lines if "reproduces" in e] == [True], lines
+
+
+@pytest.mark.parametrize(("divisor", "told"), [(4, []), (16, ["O14"])])
+def test_losses_that_are_divided_twice_are_told_alone(divisor: int, told: list[str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(12):
+            optimizer.zero_grad()
+            for _ in range(4):
+                (nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(4, (16,))) / divisor).backward()
+            optimizer.step()
+    answer = diagnose(Run.open(tmp_path / "run"))
+    assert [f.id for f in answer.findings] == told, answer.sentence

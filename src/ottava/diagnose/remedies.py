@@ -68,6 +68,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
                 "transformers": "loss = each.sum() / num_items_in_batch    # in compute_loss",
             },
         ),
+        "divide_once": Remedy("Divide in the loop, or let the library do it, as accelerate's backward does."),
         "written": Remedy("Find what writes to these weights: an EMA, a clamp, a load_state_dict in the loop."),
         "masters": Remedy(
             "Keep FP32 master weights, or round updates stochastically.",
