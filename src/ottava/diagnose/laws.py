@@ -496,10 +496,8 @@ def _summed(facts: Facts, event: Event | None) -> Broken | None:
     if not parts > 1 or added is None or float(np.median(added[known])) < parts - 1:
         return None
     if 0.9 < adds * parts < 1.1:  # as where a library divides what the loop has divided
-        said = (
-            f"Losses of {parts:.0f} micro-batches add up to {adds:.3g} of a mean: they are divided twice, so a step of"
-        )
-        return Broken(f"{said} SGD is {parts:.0f} times shorter.", remedy="divide_once")
+        said = f"Losses of {parts:.0f} micro-batches add up to {adds:.3g} of a mean: they are divided twice."
+        return Broken(f"{said} A step of SGD is {parts:.0f} times shorter.", remedy="divide_once")
     if adds <= 0.9 * parts:
         return None
     said = f"Each of {parts:.0f} micro-batches gives the mean of its own loss, and nothing divides them."
