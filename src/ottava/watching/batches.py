@@ -25,7 +25,7 @@ _SAMPLES, _TOKENS = 64, 4096  # of a batch, to find those that are alike
 _SEQUENCE = 6  # tokens; in shorter rows labels are like inputs by chance
 _LABELS = frozenset({"labels", "label", "targets", "target"})
 _NO_BATCH = frozenset({"num_items_in_batch"})
-_ROWS = 1 << 18  # whose labels are kept
+_ROWS, _OF_A_ROW = 1 << 16, 256  # rows whose labels are kept, and elements that make a row's hash
 
 
 class _Forward(NamedTuple):
@@ -61,6 +61,7 @@ class Batches:
         """Rows of the last forward, whose labels have not come."""
         self._pairs: list[Tensor] = []
         self._label_of: dict[float, float] = {}
+        self._known_labels: set[float] = set()
         self._losses = self.forwards = self.evaluating = 0
         """Backwards and forwards of the running step, and of these the ones behind a backward in evaluation mode."""
         self.dtypes: set[str] = set()
@@ -157,11 +158,11 @@ class Batches:
     def _again(self, read: Sequence[float]) -> dict[str, float]:
         """Percent of the rows that came in an earlier step, and of these with a label that another row had."""
         half = len(read) // 2
-        pairs, known = list(zip(read[:half], read[half:], strict=True)), set(self._label_of.values())
+        pairs = list(zip(read[:half], read[half:], strict=True))
         again = [(self._label_of[row], label) for row, label in pairs if row in self._label_of]
-        others = sum(first != label and label in known for first, label in again)
+        others = sum(first != label and label in self._known_labels for first, label in again)
         for row, label in pairs if len(self._label_of) < _ROWS else ():
-            self._label_of.setdefault(row, label)
+            self._known_labels.add(self._label_of.setdefault(row, label))
         return {"rows_again_pct": 100 * len(again) / half, "rows_relabeled_pct": 100 * others / max(len(again), 1)}
 
     def _place(self, kind: str, numbers: Tensor, number: int) -> None:
@@ -241,7 +242,7 @@ def _batch(x: Tensor) -> Tensor:
 def _rows(x: Tensor, count: int) -> Tensor:
     """Hashes of the first rows of x, fp32."""
     flat = x.reshape(count, -1)[:_SAMPLES]
-    return _hashed(flat[:, :: -(-flat.shape[1] // _TOKENS)])
+    return _hashed(flat[:, :: -(-flat.shape[1] // _OF_A_ROW)])
 
 
 def _hashed(x: Tensor) -> Tensor:
