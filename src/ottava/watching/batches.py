@@ -108,7 +108,7 @@ class Batches:
                     self._numbers["labels"] = shares if old is None else old + shares
                 if "label" not in self._numbers:
                     self._place("target", _batch(target), self._losses)
-                if self._open is not None and target.dim() and target.numel() % self._open[1] == 0:
+                if self._open is not None and target.numel() and target.numel() % self._open[1] == 0:
                     self._pair(_rows(target, self._open[1]))
             self.classes = classes or self.classes
         for root in roots if self.softmax_twice is None else ():
