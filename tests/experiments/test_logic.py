@@ -397,3 +397,26 @@ def test_losses_that_are_divided_twice_are_told_alone(divisor: int, told: list[s
             optimizer.step()
     answer = diagnose(Run.open(tmp_path / "run"))
     assert [f.id for f in answer.findings] == told, answer.sentence
+
+
+def test_masks_of_libraries_are_tried() -> None:
+    """transformers drops the mask of packed documents where it has a cache, which it makes by default."""
+    kinds = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    bert = kinds.BertForMaskedLM(kinds.BertConfig(**sizes, num_attention_heads=4))
+    llama = kinds.LlamaForCausalLM(kinds.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
+    real = (torch.arange(24) < torch.randint(6, 24, (8, 1))).long()
+    ids, full = torch.randint(1, 60, (8, 24)) * real, torch.randint(1, 60, (8, 24))
+    packed = torch.cat([torch.arange(10), torch.arange(14)]).expand(8, -1)
+    for model, given, wanted in (
+        (bert, {"attention_mask": real}, {"padding": False, "hidden": False}),
+        (bert, {"attention_mask": 1 - real}, {"hidden": True}),  # fresh weights hardly attend: padding moves 2 %
+        (llama, {"attention_mask": real}, {"padding": False, "hidden": False}),
+        (llama, {"attention_mask": 1 - real}, {"padding": False, "hidden": True}),
+        (llama, {"input_ids": full, "position_ids": packed, "use_cache": False}, {"crosses": False}),
+        (llama, {"input_ids": full, "position_ids": packed}, {"crosses": True}),
+    ):
+        values = {"input_ids": ids, **given}
+        found = tried(model.train(), values.pop("input_ids"), labels=ids.masked_fill(real == 0, -100), **values)
+        assert {kind: found[kind] for kind in wanted} == wanted, (type(model), given.keys(), found)

@@ -277,8 +277,7 @@ def _as_good(facts: Facts, good: Facts, happened: Event | None, trial: Trial) ->
 
     So its weights are as good, and what began later than the event would show in them.
     """
-    hurts = judge(facts, None)
-    if happened is None or happened.stays is None or trial.sound or hurts.part != "guilty":
+    if happened is None or happened.stays is None or trial.sound or (hurts := judge(facts, None)).part != "guilty":
         return trial
     at = dict(zip(good.loss.steps.tolist(), good.loss.loss.tolist(), strict=True))
     since = [e for e in facts.experiments("shadow") if e.get("mode") == "real" and e["step"] >= happened.step]

@@ -3,8 +3,8 @@
     sees_later    a sequence's later tokens are changed: does the output before them move?
     mixes         the second half of a batch is replaced: does the output of the first half move?
     by_place      the samples come in another order: are their outputs others, though neither half moves the other?
-    padding       a row comes alone and without its padding: is what is said of its own tokens another?
-    hidden        most of a row's own tokens are changed: does the output of the last of them stay?
+    padding       the model gets one row without its padding: do the outputs of the row's own tokens move?
+    hidden        a row's own tokens are changed, but for the last: does the output of the last one stay?
     crosses       the first document of a packed row is changed: does the output of the last one move?
     uncounted     do the positions that a model is given not count along the sequence?
     taught        are more than a fifth of the labels those of padding?
@@ -19,7 +19,7 @@ parts each row in two, where the tokens of one part are all the same. So a mask 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -74,16 +74,22 @@ def _sees_later(forward: Forward, way: Way) -> bool | None:
     if bool((changed[:, half] == tokens[:, half]).all()):
         return None
 
-    def other(x: Tensor) -> Tensor:
-        return changed if x.shape == tokens.shape and x.dtype == tokens.dtype and torch.equal(x, tokens) else x
-
-    one, two = _run(forward, way), _run(forward, way, other)
+    one, two = _run(forward, way), _run(forward, way, _with(changed, tokens))
     for a, b in zip(one, two, strict=False):
         if a.dim() >= 3 and a.shape[:2] == tokens.shape and a.shape == b.shape:
             moved = _moved(a[:, half - 1], b[:, half - 1])
             differ = changed[:, half] != tokens[:, half]
             return bool(moved[differ].float().mean() > 0.5)
     return None
+
+
+def _with(changed: Tensor, tokens: Tensor) -> Callable[[Tensor], Tensor]:
+    """Puts `changed` in the place of an argument that is `tokens`."""
+
+    def other(x: Tensor) -> Tensor:
+        return changed if x.shape == tokens.shape and x.dtype == tokens.dtype and torch.equal(x, tokens) else x
+
+    return other
 
 
 def _tokens(forward: Forward) -> Tensor | None:
@@ -178,7 +184,7 @@ def _padding(
     fused: bool,
     counted: bool,
 ) -> dict[str, bool | None]:
-    """Whether padding moves what is said of a row's own tokens, and whether these are hidden from each other."""
+    """Whether padding moves the outputs of a row's own tokens, and whether the mask hides these from each other."""
     length, lengths = main.shape[1], real.sum(1)
     left = not bool(real[:, 0].all())
     rows = [int(i) for i in lengths.argsort()[:_ROWS] if 3 < lengths[i] < length]
@@ -192,10 +198,9 @@ def _padding(
             return x[row : row + 1] if x.dim() and x.shape[0] == len(main) else x
 
         def swapped(x: Tensor, row: int = row, span: slice = span) -> Tensor:
-            if x.shape == main.shape and x.dtype == main.dtype and torch.equal(x, main):
-                x, most = x.clone(), range(length)[span][:-1]
-                x[row, most.start : most.stop] = x[row - 1, most.start : most.stop]
-            return alone(x, row)
+            most, changed = range(length)[span][:-1], main.clone()
+            changed[row, most.start : most.stop] = main[row - 1, most.start : most.stop]
+            return alone(_with(changed, main)(x), row)
 
         def cut(x: Tensor, row: int = row, span: slice = span) -> Tensor:
             # the last of three dimensions holds features; masks have four, or two
@@ -239,10 +244,7 @@ def _crosses(forward: Forward, way: Way, tokens: Tensor, parts: Tensor, own: lis
     if not bool(several.any()):
         return None
 
-    def other(x: Tensor) -> Tensor:
-        return changed if x.shape == tokens.shape and x.dtype == tokens.dtype and torch.equal(x, tokens) else x
-
-    for a, b in zip(own, _run(forward, way, other, evaluates=True), strict=False):
+    for a, b in zip(own, _run(forward, way, _with(changed, tokens), evaluates=True), strict=False):
         if a.dim() >= 3 and a.shape[:2] == tokens.shape and a.shape == b.shape:
             moved = _moved(a.flatten(0, 1), b.flatten(0, 1)).view(tokens.shape)
             return bool((moved & last).any(1)[several].float().mean() > 0.5)

@@ -84,8 +84,8 @@ class Batches:
             with unobserved(x):
                 x = x.detach()
                 _add(seen.numbers, kind, _batch(x))
-                if x.dim() > (kind == "input") and len(x) > 1 and x.dtype != torch.bool:
-                    seen.rows.setdefault(kind, (_rows(x, len(x)), len(x)))
+                if kind not in seen.rows and x.dim() > (kind == "input") and len(x) > 1 and x.dtype != torch.bool:
+                    seen.rows[kind] = _rows(x, len(x)), len(x)
                 if kind == "input":
                     alike = _alike(x, first="alike" not in seen.numbers)
                     old = seen.numbers.get("alike")
