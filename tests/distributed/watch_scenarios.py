@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from state_scenarios import World
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -141,17 +142,23 @@ def idle_layers(world: World) -> None:
 
 
 def shadow_steps(world: World) -> None:
-    """DDP and FSDP2: a shadow step in the same step on every rank; every bit of the training stays."""
+    """DDP and FSDP2: a shadow step in the same step on every rank; every bit of the training stays. A forward that
+    sends nothing is asked for its logic, too."""
 
     def sharded(model: nn.Module) -> nn.Module:
         for layer in (model.up, model.down):
             fully_shard(layer)
         return fully_shard(model)
 
-    for name, wrap in (("ddp", DistributedDataParallel), ("fsdp", sharded)):
+    for name, wrap, end, mixes in (
+        ("ddp", DistributedDataParallel, lambda y: y.cumsum(1), False),
+        ("fsdp", sharded, lambda y: y.cumsum(1), None),
+        ("mixing", DistributedDataParallel, lambda y: (y - y.mean(0)).cumsum(1), True),
+        ("sending", DistributedDataParallel, lambda y: y + all_gather_tensor(y.detach(), 0, dist.group.WORLD).mean(0), None),
+    ):
         after = []
         for watched in (True, False):
-            model = Wide()
+            model = Wide(end)
             ottava.convert(model, "tensorwise")
             model = wrap(model)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -159,7 +166,7 @@ def shadow_steps(world: World) -> None:
             watch = ottava.watch(None, folder) if watched else nullcontext()
             with watch:
                 for step in range(6):
-                    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(10 * step + world.rank))
+                    x = torch.randn(16, 4, 64, generator=torch.Generator().manual_seed(10 * step + world.rank))
                     (model(x) - x).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -170,15 +177,16 @@ def shadow_steps(world: World) -> None:
             assert (line["kind"], line["step"], line["tail"]) == ("shadow", 5, "replayed"), line
             assert 0.005 < line["error"] < 0.15, line
             assert line["loss"] != line["loss_without"]
+            assert line.get("mixes") is mixes, line
 
 
 class Wide(nn.Module):
     """Two linears that a recipe takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.up, self.down, self.end = nn.Linear(64, 128), nn.Linear(128, 64), end
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
+        return self.end(self.down(nn.functional.gelu(self.up(x))))

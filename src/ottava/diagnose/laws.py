@@ -408,7 +408,8 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     if count < 2 or (facts.loss.loss < 0).any():
         return None
     one, begins = tried[-1], tried[len(tried) - count]
-    if not (why := _shortened(facts, int(one["step"]))):
+    # where nothing shortens them, three of three: at a rate that learns, a hundred steps in one go are too far sooner or later
+    if not (why := _shortened(facts, int(one["step"]))) and not (count == len(tried) > 2):
         return None
     said = f"The steps are far too short in {count} of {len(tried)} trials: at step {one['step']} the loss of the same "
     said += f"batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, and with {one['longer']} times the step to "

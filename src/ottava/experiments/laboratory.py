@@ -633,13 +633,12 @@ class Laboratory:
             nothing = self._simulated >= _SIMULATED
             self._simulated += 1
         logic: dict[str, bool | None] = {}
-        if not self._reasoned and _alone():
+        if not self._reasoned:
             self._reasoned = True
             with self._safely("logic"), nothing_changes(program.modules):
                 # one scale for a tensor lets every element depend on every other one
-                logic = reasons(
-                    program.forwards, with_sites(casts, ()).without if script or not casts else casts.without
-                )
+                plain = with_sites(casts, ()).without if script or not casts else casts.without
+                logic = reasons(program.forwards, plain, ranks=not _alone())
         self._versions = [p._version for p in parameters]
         if nothing:  # the step itself is tried all the same
             self._pending = (shadow, {"why": self._why, "loss": shadow.loss, **logic})

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ottava.engine.groups import Collectives
 from ottava.experiments.program import Forward, Slot, Way, leaves, tensors_in, tree_map
 from ottava.experiments.snapshot import Kept, under_ambient, under_autocasts
 
@@ -40,12 +41,13 @@ _ANOTHER = 0.02  # of the root mean square: in other shapes BF16 sums are others
 _ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 
 
-def reasons(forwards: Sequence[Forward], way: Way) -> dict[str, bool | None]:
+def reasons(forwards: Sequence[Forward], way: Way, *, ranks: bool = False) -> dict[str, bool | None]:
     """What was tried with the first forward, and None for what has no meaning there.
 
     Args:
         forwards: of a captured step.
         way: without casts: one scale for a tensor lets every element depend on every other one.
+        ranks: other ranks try their own forwards. How often depends on the batch, so one that sends is not tried.
 
     Example:
         >>> from ottava.experiments.program import AS_IT_RAN, Recorder
@@ -58,6 +60,11 @@ def reasons(forwards: Sequence[Forward], way: Way) -> dict[str, bool | None]:
     first = next((f for f in forwards if not f.chained), None)
     if first is None:
         return dict.fromkeys(("sees_later", "mixes", "by_place"))
+    if ranks:
+        with Collectives() as sent:
+            _run(first, way)
+        if sent.rows:
+            return {}
     mixes, by_place = _samples(first, way)
     found = {"sees_later": _sees_later(first, way), "mixes": mixes, "by_place": by_place}
     return found | (_of_rows(first, way) if mixes is not True else {})
