@@ -393,11 +393,10 @@ def _lr_high(facts: Facts, event: Event | None) -> Broken | None:
 
 
 def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
-    """Something shortens the steps, and many times a step still helps its own batch many times as much, in every trial
-    up to the end.
+    """Many times a step still helps its own batch many times as much, in every trial up to the end.
 
     A schedule begins and ends with short steps. A loss without a lower end, as a policy gradient's, has no step that is
-    too long. Alone the trial says little: a careful rate is no fault.
+    too long. A batch of few samples is learned by heart, so its trials say little unless something shortens the steps.
     """
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after", "longer", "loss_longer")]
     first, last = (0.05 * facts.steps[-1], 0.8 * facts.steps[-1]) if len(facts.steps) else (0, 0)
@@ -408,8 +407,9 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     if count < 2 or (facts.loss.loss < 0).any():
         return None
     one, begins = tried[-1], tried[len(tried) - count]
-    # where nothing shortens them, three of three: at a rate that learns, a hundred steps in one go are too far sooner or later
-    if not (why := _shortened(facts, int(one["step"]))) and not (count == len(tried) > 2):
+    # with no reason on record: where a batch speaks for all, a hundred steps at once are too far sooner or later
+    speaks = all((e.get("noise") or math.inf) < _AGREES for e in tried)
+    if not (why := _shortened(facts, int(one["step"]))) and not (speaks and count == len(tried) > 2):
         return None
     said = f"The steps are far too short in {count} of {len(tried)} trials: at step {one['step']} the loss of the same "
     said += f"batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, and with {one['longer']} times the step to "
@@ -455,6 +455,7 @@ def _shortened(facts: Facts, step: int) -> str:
     return ""
 
 
+_AGREES = 0.5  # of the gradient: the noise of a batch
 _GONE = 0.002  # of the largest rate, before the last fifth of a run
 _RAISE = 30  # times: the trial is near the line up to about a hundred
 _SOON = 3  # steps from what makes an event to the event

@@ -102,7 +102,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         ),
         "raise_lr": Remedy(
             "Raise the learning rate about ${raise} times, or undo what shortens the steps: a clipping norm that no "
-            "step stays under, a schedule of other units, a large eps.",
+            "step stays under, a schedule of other units, a large eps, a loss divided twice or by more than it counts.",
             patch=_lr("${raised}"),
         ),
         "thaw": Remedy(
