@@ -396,7 +396,7 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     """Many times a step still helps its own batch many times as much, in every trial up to the end.
 
     A schedule begins and ends with short steps. A loss without a lower end, as a policy gradient's, has no step that is
-    too long. A batch of few samples is learned by heart, so its trials say little unless something shortens the steps.
+    too long. A batch of one sample is learned by heart.
     """
     tried = [e for e in facts.experiments("shadow") if _known(e, "loss", "loss_after", "longer", "loss_longer")]
     first, last = (0.05 * facts.steps[-1], 0.8 * facts.steps[-1]) if len(facts.steps) else (0, 0)
@@ -407,16 +407,17 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     if count < 2 or (facts.loss.loss < 0).any():
         return None
     one, begins = tried[-1], tried[len(tried) - count]
-    # with no reason on record: where a batch speaks for all, a hundred steps at once are too far sooner or later
-    speaks = all((e.get("noise") or math.inf) < _AGREES for e in tried)
-    if not (why := _shortened(facts, int(one["step"]))) and not (speaks and count == len(tried) > 2):
+    # with no reason on record a careful rate may be meant; at most rates a hundred steps at once are too far somewhere
+    always = count == len(tried) > 2 and all(e.get("noise") is not None for e in tried)
+    if not (why := _shortened(facts, int(one["step"]))) and not always:
         return None
     said = f"The steps are far too short in {count} of {len(tried)} trials: at step {one['step']} the loss of the same "
     said += f"batch goes from {one['loss']:.4g} to {one['loss_after']:.4g}, and with {one['longer']} times the step to "
     said += f"{one['loss_longer']:.4g}."
     since = None if count == len(tried) else int(begins["step"])
     remedy = "schedule" if why.startswith(" The learning") else "unscale" if "GradScaler" in why else ""
-    return Broken(said + why, since, numbers={"raise": _RAISE}, shown=True, remedy=remedy)
+    grave = bool(why) or event is not None
+    return Broken(said + why, since, numbers={"raise": _RAISE}, grave=grave, shown=True, remedy=remedy)
 
 
 def _still_helps(trial: Any) -> bool:
@@ -455,7 +456,6 @@ def _shortened(facts: Facts, step: int) -> str:
     return ""
 
 
-_AGREES = 0.5  # of the gradient: the noise of a batch
 _GONE = 0.002  # of the largest rate, before the last fifth of a run
 _RAISE = 30  # times: the trial is near the line up to about a hundred
 _SOON = 3  # steps from what makes an event to the event
