@@ -266,10 +266,10 @@ def test_short_steps_are_told_from_those_of_a_schedule(tmp_path: Path) -> None:
         assert "; the largest is 0.08." in said(name, steps, falls)
     restarts = {s: 0.1 if s % 14 < 10 else 1e-3 for s in range(1, 41)}
     assert not said("restarts", {12: 0.5, 26: 0.5}, lambda s: {"lr": restarts[s], "lr/0": restarts[s]})
-    rises = "rises up to the end of the run: it is {} at step 17, and {} at last."
-    assert rises.format("0.017", "0.04") in said("rises", short, lambda s: {"lr": 1e-3 * s, "lr/0": 1e-3 * s})
+    grows = "rises up to the end of the run: it is {} at step 17, and {} at last."
+    assert grows.format("0.017", "0.04") in said("rises", short, lambda s: {"lr": 1e-3 * s, "lr/0": 1e-3 * s})
     epochs, ends = (said(f"turn {t}", short, lambda s, t=t: {"lr": 1e-3 * (1 + (s > t))}) for t in (20, 10))
-    assert rises.format("0.001", "0.002") in epochs
+    assert grows.format("0.001", "0.002") in epochs
     assert not ends  # a warm-up that ends
 
 
