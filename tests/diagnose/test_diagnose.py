@@ -245,14 +245,14 @@ def test_short_steps_are_told_from_those_of_a_schedule(tmp_path: Path) -> None:
     def said(name: str, steps: dict[int, float], change: Any = clipped) -> str:
         lines = tuple(longer(step, wide) for step, wide in steps.items())
         result = diagnose(record(tmp_path / name, change, experiments=lines))
-        return result.sentence if first(result) == "O13" else ""
+        return result.sentence if first(result) == "O13" and result.findings[0].severity != "note" else ""
 
     short = {10: 0.5, 20: 0.5, 30: 0.5}
     assert "too short in 2 of 3 trials: at step 30" in said("late", {**short, 10: 0.9})
     assert not said("a cosine ends with short steps", {10: 0.9, 20: 0.9, 30: 0.9, 38: 0.5})
     assert not said("a warm-up begins with them", {5: 0.5, 10: 0.5, 20: 0.9, 30: 0.9})
     assert not said("no lower end", {10: -9.0, 20: -9.0, 30: -9.0})
-    assert said("a careful rate", short, still).startswith("No fault found")
+    assert not said("a careful rate", short, still)  # a note
     assert "too short in 3 of 3" in said("with an event", short, rises)
     assert "Clipping shortens the gradient 317 times in the median step." in said("clipped", short)
     # norms 1.3 before clipping to 1, with the factor of a GradScaler inside; no length that was tried helps any more
