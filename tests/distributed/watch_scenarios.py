@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from state_scenarios import World
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor
+from torch.distributed._functional_collectives import all_gather_tensor as sent
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -154,7 +154,7 @@ def shadow_steps(world: World) -> None:
         ("ddp", DistributedDataParallel, lambda y: y.cumsum(1), False),
         ("fsdp", sharded, lambda y: y.cumsum(1), None),
         ("mixing", DistributedDataParallel, lambda y: (y - y.mean(0)).cumsum(1), True),
-        ("sending", DistributedDataParallel, lambda y: y + all_gather_tensor(y.detach(), 0, dist.group.WORLD).mean(0), None),
+        ("sending", DistributedDataParallel, lambda y: y + sent(y.detach(), 0, dist.group.WORLD).mean(0), None),
     ):
         after = []
         for watched in (True, False):

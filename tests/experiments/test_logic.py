@@ -144,7 +144,11 @@ def test_masks_positions_and_labels_are_tried_along_the_rows() -> None:
         (Padded(), {"position_ids": (real.long().cumsum(0) - 1).clamp(min=0)}, {"uncounted": True}),
         (Padded(), {"ids": full, "position_ids": packed}, {"uncounted": False, "crosses": True}),
         (Padded(), {"ids": full, "position_ids": packed, "document": parts}, {"crosses": False}),
-        (Padded(), {"ids": full}, {"padding": None, "hidden": None, "uncounted": None, "crosses": None}),
+        (Padded(), {"mask": torch.ones(16, 20)}, {"padding": None, "unmasked": True}),
+        (Padded(causal=True), {"mask": torch.ones(16, 20)}, {"unmasked": False}),
+        (Padded(causal=True), {"ids": ids.flip(1), "mask": torch.ones(16, 20)}, {"unmasked": True}),
+        (Padded(), {"ids": (ids > 30) * ids, "mask": torch.ones(16, 20)}, {"unmasked": None}),  # a ground
+        (Padded(), {"ids": full}, dict.fromkeys(("padding", "unmasked", "hidden", "uncounted", "crosses"))),
     ):
         values = {"ids": ids, **given}
         found = tried(model, values.pop("ids"), **values)
@@ -363,7 +367,8 @@ def test_an_argument_that_the_collator_drops_is_the_answer_beside_a_good_run(tmp
                 loss.backward()
                 optimizer.step()
     answer = diagnose(Run.open(tmp_path / "bad"), baseline=Run.open(tmp_path / "good"))
-    assert answer.findings[0].cause == "The model is called without mask, which the good run gives."
+    assert answer.findings[0].cause.endswith("step 5. The model is called without mask, which the good run gives.")
+    assert answer.findings[0].cause.startswith("Short rows are filled up with one token that no mask hides")
 
 
 def test_a_norm_that_runs_twice_in_one_loss_is_repeated(tmp_path: Path) -> None:

@@ -580,6 +580,7 @@ def _mask_leaks(facts: Facts, event: Event | None) -> Broken | None:
 _MASKS = (
     ("hidden", "The output of a row's last token does not depend on the tokens before it: the mask hides them"),
     ("padding", "A row without its padding has another output: the mask lets padding through"),
+    ("unmasked", "Short rows are filled up with one token that no mask hides: others in its place change the outputs"),
     ("crosses", "Other tokens in the first document of a packed row change the output of the last one"),
     ("uncounted", "The positions that the model is given do not count along the sequence"),
     ("taught", "More than a fifth of the labels are those of padding, which the mask hides"),

@@ -6,6 +6,7 @@
     padding       the model gets one row without its padding: do the outputs of the row's own tokens move?
     hidden        a row's own tokens are changed, but for the last: does the output of the last one stay?
     crosses       the first document of a packed row is changed: does the output of the last one move?
+    unmasked      rows end in equal tokens, and no mask is seen: do other tokens there move the row's outputs?
     uncounted     do the positions that a model is given not count along the sequence?
     taught        are more than a fifth of the labels those of padding?
 
@@ -39,6 +40,8 @@ _DOCUMENTS = ("segment_ids", "doc_ids", "document_ids", "sequence_ids", "seq_ids
 _ROWS = 4  # are cut to their own length
 _ANOTHER = 0.02  # of the root mean square: in other shapes BF16 sums are others by half a percent
 _ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
+_ATTENDS = _ATTENTION | {"softmax"}
+_INSIDE = 0.05  # of a row's own tokens: more of them, and a row of equal ones is data, as the ground of a picture
 
 
 def reasons(forwards: Sequence[Forward], way: Way, *, ranks: bool = False) -> dict[str, bool | None]:
@@ -155,12 +158,13 @@ def _of_rows(forward: Forward, way: Way) -> dict[str, bool | None]:
         parts = (places == 0).cumsum(1) if real is None else (places.eq(0) & real).cumsum(1)
     if parts is not None and main.dim() == 2:
         found["crosses"] = _crosses(forward, way, main, parts, own)
+    if real is None and seen.functions & _ATTENDS and (filled := _filled(main)) is not None:
+        found["unmasked"] = _reaches(forward, way, main, filled, own)
     if real is not None:
         labels = next((x for name, x in each if name in _LABELS and not x.is_floating_point()), None)
         if labels is not None:
             found["taught"] = bool(((labels >= 0) & ~real).sum() > 0.2 * (labels >= 0).sum())
-        ran = seen.functions
-        attends = {"attends": bool(ran & {*_ATTENTION, "softmax"}), "fused": bool(ran & _ATTENTION)}
+        attends = {"attends": bool(seen.functions & _ATTENDS), "fused": bool(seen.functions & _ATTENTION)}
         found |= _padding(forward, way, main, real, own, counted=places is not None, **attends)
     return found
 
@@ -177,6 +181,35 @@ def _real(mask: Tensor, main: Tensor) -> Tensor | None:
         behind, inside = main[~real], main[real]
         if bool((behind == behind[:1]).all()) and not bool((inside == inside[:1]).all()) and bool(real.any(1).all()):
             return real
+    return None
+
+
+def _filled(tokens: Tensor) -> Tensor | None:
+    """True where rows of different lengths end, or begin, in one token that is rare elsewhere."""
+    if tokens.dim() != 2 or tokens.is_floating_point():
+        return None
+    for turned in (tokens, tokens.flip(1)):
+        same = turned == turned[:, -1].mode().values
+        run = same.flip(1).cumprod(1).flip(1).bool()
+        lengths, own = run.sum(1), ~run
+        several = (lengths > 1).float().mean() >= 0.5 and lengths.unique().numel() > 2
+        if several and bool(own.any(1).all()) and (same & own).sum() <= _INSIDE * own.sum():
+            return run if turned is tokens else run.flip(1)
+    return None
+
+
+def _reaches(forward: Forward, way: Way, tokens: Tensor, filled: Tensor, own: list[Tensor]) -> bool | None:
+    """Whether what fills the rows moves the outputs of their own tokens, or of rows that have but one."""
+    others = tokens[~filled]
+    changed = tokens.masked_scatter(filled, others[torch.arange(int(filled.sum())) % len(others)])
+    for a, b in zip(own, _run(forward, way, _with(changed, tokens), evaluates=True), strict=False):
+        if a.shape != b.shape or a.dim() < 2 or len(a) != len(tokens):
+            continue
+        rows = filled.sum(1) > 1
+        if a.dim() > 2 and a.shape[:2] == tokens.shape:
+            moved = _moved(a.flatten(0, 1), b.flatten(0, 1)).view(tokens.shape)
+            return bool(moved[rows][~filled[rows]].float().mean() > 0.5)
+        return bool(_moved(a, b)[rows].float().mean() > 0.5)
     return None
 
 
