@@ -122,14 +122,11 @@ def _cell(row: dict[str, Any]) -> str:
 
 def blind(which: str, folder: Path) -> None:
     """A look at a blind set: right is a first cause of truth.yaml, and none of a pair without a fault."""
-    made = subprocess.run(
-        [sys.executable, BLIND / which / "make.py", folder], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, BLIND / which / "make.py", folder]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     (older := folder / "older.json").write_text('{"env": {"VLLM_USE_DEEP_GEMM_E8M0": "0"}}', encoding="utf-8")
-    rows = []
-    for line, row in zip(
-        made.stdout.splitlines(), yaml.safe_load((BLIND / which / "truth.yaml").read_text()), strict=True
-    ):
+    rows, truth = [], yaml.safe_load((BLIND / which / "truth.yaml").read_text(encoding="utf-8"))
+    for line, row in zip(made, truth, strict=True):
         words, out = [*line.split()[1:], "--json"], StringIO()
         if which == "certificates":
             words += ["--no-kl"]
@@ -159,7 +156,8 @@ def main(families: list[str]) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as place:
         if families[:1] == ["--blind"]:
-            return blind(families[1] if families[1:] else "certificates", Path(place))
+            blind(families[1] if families[1:] else "certificates", Path(place))
+            return
         for family in families or FAMILIES:
             for layout in LAYOUTS:
                 rows.append(measure(family, layout, Path(place) / f"{family}-{layout}"))
