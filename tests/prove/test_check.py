@@ -6,6 +6,7 @@ import copy
 import html
 import json
 import math
+import re
 import subprocess
 import sys
 from collections import OrderedDict
@@ -190,9 +191,9 @@ def test_the_page_has_the_answer_the_picture_and_names_as_text(tmp_path: Path) -
     assert f"[2001.0,{json.dumps(str(wrong.row.key))}]" in html.unescape(page).replace(", ", ","), "its point is there"
 
 
-def recorded(model: nn.Module, nudge: Nudge | None = None) -> StepRecording:
+def recorded(model: nn.Module, nudge: Nudge | None = None, most: int = 1 << 30) -> StepRecording:
     model = copy.deepcopy(model)
-    with StepRecorder(model, nudge=nudge) as recorder:
+    with StepRecorder(model, nudge=nudge, most=most) as recorder:
         loss(model, batch()).backward()
     return recorder.recording()
 
@@ -206,11 +207,14 @@ def test_saved_traces_and_their_command(tmp_path: Path, capsys: pytest.CaptureFi
     good.nudged = [recorded(model, Nudge(1))]
     good.save(tmp_path / "good")
     recorded(wrong).save(tmp_path / "bad")
+    recorded(model, most=4000).save(tmp_path / "part")
     loaded = StepRecording.load(tmp_path / "good")
     assert [e.key for e in loaded.entries] == [e.key for e in good.entries]
     assert all(torch.equal(x.value, y.value) for x, y in zip(loaded.entries, good.entries, strict=True))
     assert command.run("check", tmp_path / "good", tmp_path / "good") == 0
-    capsys.readouterr()
+    assert "fit into" not in capsys.readouterr().out
+    assert command.run("check", tmp_path / "part", tmp_path / "part") == 0
+    assert re.search(r"part has \d+ more tensors than fit into 8 GiB. They are not compared.", capsys.readouterr().out)
     written = tmp_path / "page.html", tmp_path / "data.json"
     outs = [word for path in written for word in ("-o", path)]
     assert command.run("check", tmp_path / "good", tmp_path / "bad", "--json", "--lang", "zh", *outs) == 1

@@ -273,9 +273,11 @@ def judge(a: StepRecording, b: StepRecording) -> Verdict:
     notes = [] if a.nudged else [rule]
     if unlike := [f"{row.key} {row.said}" for row in aligned.rows if row.b is None]:
         notes.append(f"Not compared: {listed(unlike, 4)}.")
-    for only, name in ((aligned.only_a, a.name), (aligned.only_b, b.name)):
+    for only, of in ((aligned.only_a, a), (aligned.only_b, b)):
         if only:
-            notes.append(f"Only {name} has {listed(dict.fromkeys(map(str, only)), 4)}.")
+            notes.append(f"Only {of.name} has {listed(dict.fromkeys(map(str, only)), 4)}.")
+        if lost := max(r.lost for r in (of, *of.ranks)):
+            notes.append(f"{of.name} has {lost:,} more tensors than fit into 8 GiB. They are not compared.")
     wrong = next((j for j in judged if j.wrong), None)
     finding = None if wrong is None else explain(wrong, judged, a, b)
     return Verdict(finding, judged, notes, (a.name, b.name), aligned=aligned)

@@ -108,6 +108,8 @@ class StepRecording:
     """The same program, with every tensor moved by one rounding."""
     again: StepRecording | None = None
     """A second run of the same program."""
+    lost: int = 0
+    """Tensors beyond what a recorder keeps."""
     operations: Any = None
     """Its calls of operators of torch, see `reproduce`."""
 
@@ -125,7 +127,7 @@ class StepRecording:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         rows = [asdict(replace(e, value=None)) for e in self.entries]  # type: ignore[arg-type]
-        facts = {"schema": SCHEMA, "rank": self.rank, "size": self.size, "casts": self.casts, "kinds": self.kinds}
+        facts = {"schema": SCHEMA} | {k: getattr(self, k) for k in ("rank", "size", "casts", "kinds", "lost")}
         file = folder / f"rank{self.rank}.json"
         save_file({str(i): e.value.contiguous() for i, e in enumerate(self.entries)}, file.with_suffix(".safetensors"))
         file.write_text(to_json({**facts, "entries": rows}), "utf-8")
@@ -178,7 +180,8 @@ class StepRecording:
                 entries.append(TensorSeen(key, tensors[str(number)], *how, shard, beside))
             casts = {str(k): (float(a), float(b)) for k, (a, b) in facts["casts"].items()}
             kinds = {str(k): str(v) for k, v in facts["kinds"].items()}
-            return cls(entries, path.parent.name, int(facts["rank"]), int(facts["size"]), casts, kinds)
+            who = path.parent.name, int(facts["rank"]), int(facts["size"])
+            return cls(entries, *who, casts, kinds, lost=int(facts.get("lost", 0)))
         except (SafetensorError, KeyError, TypeError, ValueError, OSError, AttributeError) as error:
             said = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
             raise TraceError(f"{path}: is damaged: {said}") from None
@@ -213,7 +216,7 @@ class StepRecorder:
         for model in models:
             need("StepRecorder", model, nn.Module)
         self._models, self._steps, self._nudge, self._left = models, steps, nudge, most
-        self._at_end = at_end
+        self._at_end, self._lost = at_end, 0
         self.step, self.depth = 0, 0
         self._entries: dict[tuple[int, int, str, str, int, int], TensorSeen] = {}
         self._roots: list[nn.Module] = []
@@ -410,6 +413,7 @@ class StepRecorder:
         old = self._entries.get(key)
         self._left -= value.nbytes if old is None else 0
         if old is None and self._left < 0:
+            self._lost += 1
             return
         order = (old.order if old else self._next()) if order is None else order
         value = torch.view_as_real(value) if value.is_complex() else value
@@ -455,7 +459,7 @@ class StepRecorder:
         entries.sort(key=lambda e: (e.key.step, e.order))
         alone = not (dist.is_available() and dist.is_initialized())
         place = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-        return StepRecording(entries, name, *place, units, kinds)
+        return StepRecording(entries, name, *place, units, kinds, lost=self._lost)
 
 
 def bare(path: str) -> str:
