@@ -712,15 +712,15 @@ def test_a_recipe_that_is_all_that_differs_is_tried_by_the_good_run(tmp_path: Pa
 
     def run(name: str, recipe: str, error: float, change: Callable[[int], Mapping[str, float]]) -> Run:
         layers = [{"name": "fc", "recipe": recipe, "casts": {"input": {"format": "E4M3"}}}]
-        return record(
-            tmp_path / name, change, casts=True, experiments=(shadow(5, 0.02), shadow(30, error)), layers=layers
-        )
+        tried = shadow(5, 0.02), shadow(30, error)
+        return record(tmp_path / name, change, casts=True, experiments=tried, layers=layers)
 
     other = lambda s: {**rises(s), "input_hash": (100.0 if s == 1 else 900.0) + s}  # noqa: E731
     good = run("good", "mxfp8", 0.05, lambda s: {})
     guilty = diagnose(run("recipe", "mxfp4", 0.9, other), baseline=good)
     assert (guilty.fp8, first(guilty)) == ("guilty", "FP8")
     assert "Nothing else does, so the good run shows that the casts do it." in guilty.sentence
+    assert diagnose(run("alone", "mxfp4", 0.6, lambda s: {})).fp8 == "unknown"  # one of two: four bits are not cleared
     calm = run("as bad", "mxfp8", 0.9, lambda s: {})
     assert diagnose(run("of both", "mxfp4", 0.9, other), baseline=calm).fp8 != "guilty"
     rate = lambda s: {**other(s), "lr": 0.01, "lr/0": 0.01}  # noqa: E731

@@ -316,6 +316,10 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
     said = f"{steps}: with casts the gradient differs by at most {100 * worst['error']:.3g} % from that without"
     ends = f"{said} (level {100 * _level(facts, worst):.0f} %"
     over = float(worst["error"]) > _level(facts, worst) and not _hurts(facts, worst)
+    if hurt and _level(facts, worst) > gradient_level(8):
+        ends += f"; above it in {len(hurt)} of {len(before)}). "
+        ends += "Whether so few bits are too coarse here, a run with more shows."
+        return Trial("unknown", (ends,), int(worst["step"]), float(worst["error"]))
     if hurt:
         ends += f"; above it in {len(hurt)} of {len(before)} only, as odd batches of a healthy run are)."
     else:
