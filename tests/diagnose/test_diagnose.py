@@ -9,6 +9,7 @@ import json
 import math
 import runpy
 from collections.abc import Callable, Mapping
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +244,7 @@ def test_short_steps_are_told_from_those_of_a_schedule(tmp_path: Path) -> None:
     clipped, still = (lambda s: {"grad_norm": 317.0, "grad_norm_used": 1.0}), (lambda s: {})
 
     def said(name: str, steps: dict[int, float], change: Any = clipped) -> str:
-        lines = tuple(longer(step, wide) for step, wide in steps.items())
-        result = diagnose(record(tmp_path / name, change, experiments=lines))
+        result = diagnose(record(tmp_path / name, change, experiments=tuple(starmap(longer, steps.items()))))
         return result.sentence if result.findings and first(result) == "O13" else ""
 
     short = {10: 0.5, 20: 0.5, 30: 0.5}
@@ -720,11 +720,10 @@ def test_a_recipe_that_is_all_that_differs_is_tried_by_the_good_run(tmp_path: Pa
     guilty = diagnose(run("recipe", "mxfp4", 0.9, other), baseline=good)
     assert (guilty.fp8, first(guilty)) == ("guilty", "FP8")
     assert "Nothing else does, so the good run shows that the casts do it." in guilty.sentence
-    assert diagnose(run("alone", "mxfp4", 0.6, lambda s: {})).fp8 == "unknown"  # one of two: four bits are not cleared
     calm = run("as bad", "mxfp8", 0.9, lambda s: {})
     assert diagnose(run("of both", "mxfp4", 0.9, other), baseline=calm).fp8 != "guilty"
-    rate = lambda s: {**other(s), "lr": 0.01, "lr/0": 0.01}  # noqa: E731
-    assert diagnose(run("rate", "mxfp4", 0.9, rate), baseline=good).fp8 != "guilty"
+    rate = run("rate", "mxfp4", 0.9, lambda s: {**other(s), "lr": 0.01, "lr/0": 0.01})
+    assert diagnose(rate, baseline=good).fp8 != "guilty"
     assert first(diagnose(run("data", "mxfp8", 0.05, other), baseline=good)) == "DIFF"
 
 
@@ -767,6 +766,8 @@ def test_casts_that_hurt_late_or_for_a_moment_began_nothing(tmp_path: Path) -> N
     beside = diagnose(record(tmp_path / "ranks", casts=True, experiments=late, ranks=ranks))
     assert (alone.fp8, beside.fp8, first(beside)) == ("guilty", "innocent", "R1")
     assert "The fault below began at step 8, so the casts did not begin it." in beside.tried[0]
+    four = tuple(shadow(5 * k, 0.6 if k == 4 else 0.05, recipe="mxfp4") for k in range(1, 5))
+    assert diagnose(record(tmp_path / "four bits", casts=True, experiments=four)).fp8 == "unknown"
     jump = lambda s: {"loss": 4.0 - 0.02 * s + 2.0 * (25 <= s < 28)}  # noqa: E731
     for name, errors, part in (("settles", (0.4, 0.2, 0.1), "innocent"), ("stays", (0.4, 0.2, 0.3), "guilty")):
         lines = tuple(shadow(step, error) for step, error in zip((3, 5, 10), errors, strict=True))
