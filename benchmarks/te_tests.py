@@ -172,7 +172,7 @@ def classify(error: BaseException | None, text: str) -> tuple[str, str]:
     for said in [str(one) for one in chain if not isinstance(one, AssertionError)] or [line]:
         if _REFUSAL.search(said):
             return "refused", said.splitlines()[0][:300]
-    if any(isinstance(one, MemoryError) for one in chain) or "can't allocate memory" in text:
+    if any(isinstance(one, MemoryError) or "can't allocate memory" in str(one) for one in (*chain, text)):
         return "limit", "memory"
     if any(_DEVICE.search(said) for said in [str(one) for one in chain if "close" not in str(one)] or [line]):
         return "cuda", line

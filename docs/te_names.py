@@ -122,10 +122,15 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
     (
         "`CustomRecipe`, `HybridQuantizer`",
         "yes",
-        "yes, as cells; `rowwise_dequantized` is refused",
+        "yes, as cells; `rowwise_dequantized` for columns in high precision",
         f"{_TESTS}/pytorch/test_quantizers.py",
     ),
-    ("`backward_override`", "high_precision, dequantized", "high_precision; dequantized is refused", _RECIPES),
+    (
+        "`backward_override`",
+        "high_precision, dequantized",
+        "both; dequantized keeps decoded operands, and no memory is saved",
+        _RECIPES,
+    ),
     (
         "NVFP4 with a scale for each row",
         "yes",
@@ -142,7 +147,12 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
     ),
     ("parameters by their names and in their order", "yes", "yes; q, k and v of one layer are views", _STATE),
     ("a machine without CUDA", "cannot be imported", "the same casts", "tests/compat/test_on_cpu.py"),
-    ("the `ops` interface", "yes", "refused", f"{_TESTS}/pytorch/test_refused.py"),
+    (
+        "the `ops` interface",
+        "yes, fused",
+        "one module after the other; collectives and scaled activations are refused",
+        f"{_TESTS}/pytorch/test_ops.py",
+    ),
     (
         "configuration of the debug tool",
         "an unknown feature ends the run",

@@ -53,6 +53,12 @@ def test_is_a_kernel():
 def test_needs_a_graph():
     torch.cuda.CUDAGraph()
 
+def test_is_too_large():
+    try:
+        torch.empty(1 << 50)
+    except RuntimeError as error:                  # as torch.testing does
+        raise RuntimeError("Comparing") from error
+
 def test_hangs():
     time.sleep(600)
 """
@@ -119,12 +125,13 @@ def test_each_class_is_recognised(te_tests: ModuleType, tmp_path: Path) -> None:
         "test_is_refused": "refused",
         "test_is_a_kernel": "cuda",
         "test_needs_a_graph": "cuda",
+        "test_is_too_large": "limit",
         "test_hangs": "limit",
     }
     names = [detail for _, result, detail in records if result == "internal"]
     assert names == ["depths.below"]
     table = te_tests.table(found)
-    assert (table["collected"], table["ran"], table["share"]) == (9, 9, 0.4)
+    assert (table["collected"], table["ran"], table["share"]) == (10, 10, 0.4)
     options.sample = 3
     chosen = te_tests.run_all(tmp_path, options)["test_of_theirs.py"]["records"]
     assert [record[0] for record in chosen] == [

@@ -21,7 +21,7 @@ from sweep import sweep
 
 F32 = np.float32
 SHAPES = ((1,), (128,), (129,), (3, 50), (2048,), (5, 1000), (0,), ())
-GROUPED = ("fp8", "int8")
+GROUPED = ("fp16", "fp8", "int8")
 
 
 def kept(name: str, x: Tensor, *, positive: bool = False) -> tuple[Stored, Tensor]:

@@ -50,11 +50,17 @@ class State(NamedTuple):
     """One state of an update rule, by its name in `state_dict`."""
 
     name: str
+    moments: str = ""
+    """Its own storage; "": that of its group."""
 
     @property
     def positive(self) -> bool:
         """Whether it is a denominator (`storage`)."""
         return self.name == POSITIVE
+
+    def storage(self, group: Mapping[str, Any]) -> Storage:
+        """How it is kept under the options of a group."""
+        return STORAGES[self.moments or group["moments"]]
 
 
 class Work(NamedTuple):
@@ -172,7 +178,7 @@ class Engine(Optimizer):
 
     def _pieces(self, group: Mapping[str, Any], place: int, ran: Counter[str]) -> Iterator[tuple[WeightStore, Piece]]:
         """What foreach updates at once: whole parameters where all states lie in FP32, else slices."""
-        storage = STORAGES[group["moments"]]
+        kept = {one.name: one.storage(group).groups for one in self.states(group)}
         for index, parameter in enumerate(group["params"], place):
             whole = getattr(parameter, self.gradient, None)
             if whole is None:
@@ -188,9 +194,7 @@ class Engine(Optimizer):
             step = state["step"]
             step += 1
             masters = {key: local(state[key]) for key in store.keys}
-            moments = {
-                one.name: {name: local(state[one.name + name]) for name in storage.groups} for one in self.states(group)
-            }
+            moments = {one: {name: local(state[one + name]) for name in names} for one, names in kept.items()}
             if store.keys:
                 if known and (group["capturable"] or not _holds(self._marks.get(parameter), parameter)):
                     self._follow(parameter, store, masters, look=not group["capturable"])
@@ -201,7 +205,7 @@ class Engine(Optimizer):
             if reason is None:
                 continue
             if self.elementwise(group) and not store.whole and not _wide(store, piece) and _flat(piece):
-                yield from ((store, one) for one in _slices(piece, storage))
+                yield from ((store, one) for one in _slices(piece, kept))
             else:
                 yield store, piece
 
@@ -211,17 +215,17 @@ class Engine(Optimizer):
         Returns:
             Whether the master is older than this call.
         """
-        state, storage, own = self.state[parameter], STORAGES[group["moments"]], local(parameter)
+        state, own = self.state[parameter], local(parameter)
         if "step" not in state:
             device = parameter.device if group["capturable"] else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        missing = [one.name for one in self.states(group) if one.name not in state]
+        missing = [one for one in self.states(group) if one.name not in state]
         known = all(key in state for key in store.keys)
         if missing or not known or len(state) > self._entries(group, store):
             shards = {name: local(value) for name, value in state.items()}
             store.prepare(own, shards)
-            for name in missing:
-                shards.update({name + suffix: value for suffix, value in storage.empty(own).items()})
+            for one in missing:
+                shards.update({one.name + suffix: value for suffix, value in one.storage(group).empty(own).items()})
             state.clear()
             state.update({name: _sharded(value, parameter) for name, value in shards.items()})
         return known
@@ -246,17 +250,17 @@ class Engine(Optimizer):
                 )
 
     def _entries(self, group: Mapping[str, Any], store: WeightStore) -> int:
-        return 1 + len(store.keys) + len(self.states(group)) * len(STORAGES[group["moments"]].groups)
+        return 1 + len(store.keys) + sum(len(one.storage(group).groups) for one in self.states(group))
 
     def _update(self, batch: Sequence[tuple[WeightStore, Piece]], group: Mapping[str, Any]) -> None:
-        store, pieces, storage = batch[0][0], [piece for _, piece in batch], STORAGES[group["moments"]]
+        store, pieces = batch[0][0], [piece for _, piece in batch]
         weights = store.read(pieces)
         gradients = [
             piece.gradient.to(weight.dtype).view_as(weight) for piece, weight in zip(pieces, weights, strict=True)
         ]
         states = {}
         for one in self.states(group):
-            values = storage.read([piece.moments[one.name] for piece in pieces], positive=one.positive)
+            values = one.storage(group).read([piece.moments[one.name] for piece in pieces], positive=one.positive)
             states[one.name] = [value.view_as(weight) for value, weight in zip(values, weights, strict=True)]
         work = Work(weights, gradients, states, [piece.step for piece in pieces])
         self.update(work, group)
@@ -266,7 +270,7 @@ class Engine(Optimizer):
         store.write(pieces, weights)
         for one in self.states(group):
             stored = [piece.moments[one.name] for piece in pieces]
-            storage.write(stored, states[one.name], positive=one.positive)
+            one.storage(group).write(stored, states[one.name], positive=one.positive)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class, or of torch's optimizer of the same name.
@@ -327,7 +331,6 @@ class Engine(Optimizer):
 
     def _take_state(self, arrived: Mapping[str, Any]) -> None:
         for group, saved in zip(self.param_groups, arrived["param_groups"], strict=True):
-            storage = STORAGES[group["moments"]]
             for parameter, key in zip(group["params"], saved["params"], strict=True):
                 given = arrived["state"].get(key)
                 if given is None:
@@ -343,7 +346,7 @@ class Engine(Optimizer):
                 state["step"] = step.to(parameter.device if group["capturable"] else "cpu", copy=True)
                 for one in self.states(group):
                     if one.name in given:
-                        _store(state, one, storage, parameter)
+                        _store(state, one, one.storage(group), parameter)
                 if is_quantized_weight(weight := local(parameter)) and state.keys() & {"master", "remainder"}:
                     weight.drop_high_precision()
 
@@ -358,7 +361,6 @@ class Engine(Optimizer):
         result = super().state_dict()
         order = {id(p): key for g, s in _pairs(self, result) for p, key in zip(g["params"], s["params"], strict=True)}
         for group in self.param_groups:
-            storage = STORAGES[group["moments"]]
             for parameter in group["params"]:
                 key = order[id(parameter)]
                 if key not in result["state"]:
@@ -368,6 +370,7 @@ class Engine(Optimizer):
                     state[_SAVED_AT] = state["step"].clone()
                 for one in self.states(group):
                     if one.name in state and state[one.name].itemsize < 4:
+                        storage = one.storage(group)
                         stored = {name: local(state[one.name + name]) for name in storage.groups}
                         (wide,) = storage.read([stored], positive=one.positive)
                         state[one.name] = _sharded(wide.view(stored[""].shape), parameter)
@@ -487,8 +490,8 @@ def _flat(piece: Piece) -> bool:
     return piece.weight.is_contiguous() and piece.gradient.is_contiguous()
 
 
-def _slices(piece: Piece, storage: Storage) -> Iterator[Piece]:
-    """Slices of a parameter's flat elements, of whole groups."""
+def _slices(piece: Piece, kept: Mapping[str, Mapping[str, int]]) -> Iterator[Piece]:
+    """Slices of a parameter's flat elements, of whole groups; kept: the `groups` of each state."""
     most = _SLICE if piece.weight.device.type == "cpu" else _ACCELERATOR_SLICE
     for start in range(0, piece.weight.numel(), most):
         stop = min(start + most, piece.weight.numel())
@@ -497,7 +500,7 @@ def _slices(piece: Piece, storage: Storage) -> Iterator[Piece]:
             return tensor.view(-1)[start // every : -(-stop // every)]
 
         moments = {
-            state: {name: cut(tensor, storage.groups[name]) for name, tensor in stored.items()}
+            state: {name: cut(tensor, kept[state][name]) for name, tensor in stored.items()}
             for state, stored in piece.moments.items()
         }
         masters = {key: cut(tensor) for key, tensor in piece.state.items()}

@@ -32,7 +32,8 @@ class AdamW(Engine):
         weight_decay: decoupled: each step multiplies weights by 1 - lr * weight_decay.
         master: None, "fp32" (4 bytes an element more) or "remainder" (2 bytes more, the same master bit for bit), for
             parameters of 16 or 8 bits. Without a master an update smaller than half an ulp of a weight is lost.
-        moments: "fp32", "bf16", "fp8" (groups of 128 with dynamic range expansion) or "int8" (blocks of 2048).
+        moments: "fp32", "bf16", "fp8" (groups of 128 with dynamic range expansion), or, in blocks of 2048, "fp16" or
+            "int8".
         stochastic_rounding: BF16 weights without a master are rounded up or down at random, so that small updates are
             right on average. The random bits depend on step and place only.
         amax_every: for FP8 weights with one scale. 1: each step looks for the largest magnitude that it casts. N: each

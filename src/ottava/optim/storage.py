@@ -1,4 +1,4 @@
-"""How an optimizer keeps one number for each element of a parameter: FP32, BF16, FP8 or int8.
+"""How an optimizer keeps one number for each element of a parameter: FP32, BF16, FP16, FP8 or int8.
 
 Each storage turns FP32 numbers into named tensors and back. It knows one fact about a state: whether it is positive,
 like the second moment of AdamW, a denominator. There a nonzero number never becomes zero, because the quotient would
@@ -6,6 +6,7 @@ explode.
 
     fp32   4 bytes an element
     bf16   2 bytes
+    fp16   2 bytes, and 4 bytes for a block of 2048: its largest magnitude becomes FP16's
     fp8    1 byte, and 5 bytes for a group of 128: COAT's dynamic range expansion, which raises the magnitudes of a
            group to a power before the cast, so that they fill E4M3
     int8   1 byte, and 4 bytes for a block of 2048: steps of the block's largest magnitude
@@ -31,7 +32,7 @@ from ottava.numerics.rounding import decode, encode_, random_bits, random_bits_a
 from ottava.numerics.scaling import amax
 from ottava.weights.parameter import QuantizedWeight, is_quantized_weight
 
-Moments = Literal["fp32", "bf16", "fp8", "int8"]
+Moments = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 """Names of the storages."""
 
 Stored = dict[str, Tensor]
@@ -192,9 +193,33 @@ class Linear(Grouped):
         return {"": stored, "_amax": amax}
 
 
+@dataclass(frozen=True)
+class Half(Grouped):
+    """FP16 times a scale for each block of 2048, so that small moments keep their bits.
+
+    Source: TransformerEngine's FusedAdam, which has one scale a tensor.
+    """
+
+    size = 2048
+    groups: ClassVar[Mapping[str, int]] = MappingProxyType({"": 1, "_unit": 2048})
+    dtypes = MappingProxyType({"": torch.float16, "_unit": torch.float32})
+
+    def _decode(self, stored: Mapping[str, Tensor], positive: bool) -> Tensor:
+        return stored[""].to(torch.float32).mul_(stored["_unit"])
+
+    def _encode(self, x: Tensor, positive: bool, given: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        top, finite = torch.finfo(torch.float16).max, x.abs() < math.inf
+        usable = torch.where(finite, x, 0.0)
+        unit = usable.abs().amax(1, keepdim=True) / top if given is None else given["_unit"]
+        unit = unit.clamp(min=_SMALLEST)
+        codes = (usable / unit).clamp_(-top, top)
+        codes = torch.where(usable > 0, codes.clamp(min=2.0**-24), codes) if positive else codes
+        return {"": torch.where(finite, codes, math.nan).to(torch.float16), "_unit": unit}
+
+
 Storage = Wide | Grouped
 STORAGES: Mapping[str, Storage] = MappingProxyType(
-    {"fp32": Wide(torch.float32), "bf16": Wide(torch.bfloat16), "fp8": Expanded(), "int8": Linear()}
+    {"fp32": Wide(torch.float32), "bf16": Wide(torch.bfloat16), "fp16": Half(), "fp8": Expanded(), "int8": Linear()}
 )
 """Every storage by its name in `moments`."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 import ottava
+import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -20,6 +22,7 @@ from ottava.compat.transformer_engine.common.recipe import (
     Recipe,
 )
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, Granularity
+from ottava.ops.quantize import quantize
 from ottava.recipe import GEMMS, HIGH_PRECISION, RECIPES, get_recipe
 
 
@@ -105,6 +108,38 @@ def test_a_backward_in_high_precision_keeps_the_forward() -> None:
         assert changed == replace(recipe().ottava, name=changed.name, dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION)
 
 
+def test_a_backward_reads_what_the_forward_multiplied() -> None:
+    """Also by quantizers, whose columns are decoded rows; a GroupedLinear has the bits of its groups."""
+    custom = CustomRecipe(qfactory=te.mxfp8_fwd_high_precision_bwd_factory)
+    custom_mx = CustomRecipe(qfactory=te.mxfp8_factory, backward_override="dequantized")
+    kinds = (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
+    made = [(kind(backward_override="dequantized"), kind()) for kind in kinds]
+    made += [(custom, MXFP8BlockScaling()), (custom_mx, MXFP8BlockScaling())]
+    x, dy, layer = torch.randn(32, 64).bfloat16(), torch.randn(32, 48).bfloat16(), te.Linear(64, 48, bias=False)
+    layer, grouped = layer.bfloat16(), te.GroupedLinear(2, 64, 48, bias=False, params_dtype=torch.bfloat16, name="g")
+    grouped.weight.data[:] = layer.weight
+    for changed, plain in made:
+        cells = plain.ottava.fprop
+        assert cells.lhs is not None
+        assert cells.rhs is not None
+        given = x.clone().requires_grad_()
+        layer.zero_grad(), grouped.zero_grad()
+        with te.autocast(recipe=changed):
+            y, both_y = layer(given), grouped(x[:16], [16, 0])
+        y.backward(dy), both_y.backward(dy[:16])
+        w, rows = (quantize(t.detach(), spec).dequantize() for t, spec in ((layer.weight, cells.rhs), (x, cells.lhs)))
+        assert torch.equal(given.grad, dy @ w)
+        assert torch.equal(layer.weight.grad, dy.t() @ rows)
+        first = quantize(x[:16], cells.lhs).dequantize()
+        assert torch.equal(grouped.weight.grad[0], dy[:16].t() @ first)
+        with te.autocast(recipe=plain):
+            assert torch.equal(layer(x), y)
+        layer.eval()
+        with torch.no_grad(), te.autocast(recipe=changed):
+            assert torch.equal(layer(x), y)
+        layer.train()
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
@@ -114,7 +149,6 @@ def test_a_backward_in_high_precision_keeps_the_forward() -> None:
         (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, "mean"),
         (lambda: DelayedScaling(scaling_factor_compute_algo=max), NotImplementedError, "set the margin"),
         (lambda: DelayedScaling(backward_override="high_precision"), ValueError, "for the other recipes"),
-        (lambda: Float8CurrentScaling(backward_override="dequantized"), NotImplementedError, "'dequantized' is not"),
         (
             lambda: Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=1e-4)),
             NotImplementedError,

@@ -113,6 +113,9 @@ def test_heads_are_normed_behind_the_rotation() -> None:
     torch.manual_seed(2)
     own: dict[str, Any] = {"qk_norm_type": "RMSNorm", "bias": False, "fuse_qkv_params": True}
     layer, first = (te.MultiheadAttention(32, HEADS, DIM, 0.0, qk_norm_before_rope=b, **own) for b in (False, True))
+    l2 = te.MultiheadAttention(32, HEADS, DIM, 0.0, qk_norm_type="L2Normalization")
+    assert isinstance(l2.q_norm, te.ops.L2Normalization)
+    assert l2.q_norm is l2.k_norm  # it has no parameters
     with torch.no_grad():
         layer.q_norm.weight.copy_(torch.rand(DIM))
         layer.k_norm.weight.copy_(torch.rand(DIM))

@@ -50,6 +50,21 @@ def test_rows_and_gradients_are_those_of_loops_over_tokens() -> None:
             torch.testing.assert_close(one.float(), other.float(), rtol=bound, atol=8 * bound)
 
 
+def test_codes_go_to_their_experts_as_they_are() -> None:
+    x, _, mask, _ = routed()
+    order = [t for _, t in by_hand(x, mask)]
+    e4m3 = te.DType.kFloat8E4M3
+    quantizers = (te.Float8CurrentScalingQuantizer(e4m3), te.Float8BlockQuantizer(e4m3, block_scaling_dim=1))
+    for quantizer in (*quantizers, te.MXFP8Quantizer(e4m3)):
+        quantizer.set_usage(columnwise=False)
+        cast = quantizer(x)
+        rows, _ = te.moe_permute(cast, mask, len(order))
+        assert torch.equal(rows._rowwise_data, cast._rowwise_data[order])
+        assert torch.equal(rows.dequantize(), cast.dequantize()[order])
+    squares = te.Float8BlockQuantizer(e4m3)(x)  # 128 rows have one scale: numbers go
+    assert torch.equal(te.moe_permute(squares, mask, len(order))[0], squares.dequantize()[order])
+
+
 def test_padding_dropping_and_index_maps() -> None:
     x, experts, mask, probs = routed()
     counts = mask.sum(0)

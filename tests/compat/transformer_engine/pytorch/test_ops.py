@@ -29,6 +29,21 @@ def test_a_sequence_has_the_bits_of_the_modules() -> None:
         te.ops.AllReduce()
 
 
+def test_operations_without_a_module_of_their_own() -> None:
+    x = torch.randn(32, 32, requires_grad=True)
+    block = te.ops.Sequential(te.ops.ConstantScale(0.5), te.ops.Reshape((4, -1, 32)), te.ops.Dropout(0.0))
+    assert torch.equal(block(x), (x / 2).view(4, 8, 32))
+    cast = te.ops.Sequential(te.ops.Quantize(backward=True), te.ops.ConstantScale(2.0))
+    assert torch.equal(cast(x), 2 * x)  # outside of an autocast it does nothing
+    with te.autocast(recipe=MXFP8BlockScaling()):
+        y, kept = cast(x), te.ops.Quantize()(x)
+    assert isinstance(kept, te.MXFP8Tensor)
+    assert torch.equal(y, 2 * kept.dequantize())
+    dy = torch.randn(32, 32)
+    y.backward(dy)
+    assert torch.equal(x.grad.dequantize(), te.MXFP8Quantizer(te.DType.kFloat8E4M3)(2 * dy).dequantize())
+
+
 def test_groups_have_weights_of_their_own() -> None:
     layer = te.ops.GroupedLinear(2, 32, 16, dtype=torch.bfloat16)
     x = torch.randn(3, 32).bfloat16()

@@ -158,6 +158,13 @@ def test_an_empty_tensor_may_show_a_dtype_of_codes() -> None:
     assert torch.equal(filled.dequantize(dtype=torch.float32), quantizer(x).dequantize())  # type: ignore[attr-defined]
 
 
+def test_a_tensor_in_high_precision_has_the_dtype_that_was_asked_for() -> None:
+    quantizer, x = te.IdentityQuantizer(dtype=torch.bfloat16), matrix(4, 8)
+    for made in (quantizer(x), quantizer.make_empty((4, 8), dtype=torch.float32)):
+        assert made.dtype == made.dequantize().dtype == torch.bfloat16
+    assert torch.equal(quantizer(x).dequantize(), x.bfloat16())
+
+
 def test_each_direction_of_a_hybrid_is_a_tensor() -> None:
     x_q: Any = QUANTIZERS["hybrid"](matrix(32, 64))
     row, column = x_q.rowwise_sub_storage, x_q.columnwise_sub_storage
@@ -344,5 +351,10 @@ def test_a_recipe_state_makes_the_quantizers_of_its_recipe() -> None:
     first.amax.fill_(3.0)
     assert state.amax_history is not None
     assert state.amax_history.tolist() == [[3.0, 0.0], *[[0.0, 0.0]] * 3]
+    assert state._has_delayed_scaling
+    asked = recipes.CustomRecipe(qfactory=lambda role: te.DelayedScalingRequest(amax_history_len=8))
+    own = RecipeState(asked, mode="forward")
+    own.make_quantizers()
+    assert own._inner_delayed_scaling_recipe == recipes.DelayedScaling(amax_history_len=8)
     with pytest.raises(ValueError, match="got 1 roles for 2"):
         RecipeState(recipes.MXFP8BlockScaling(), mode="forward", num_quantizers=2, roles=[None])

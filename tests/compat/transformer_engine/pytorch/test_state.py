@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import ottava
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
+from ottava.compat.transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from ottava.engine.functional import quantized_layers
 from ottava.interop.contents import read_scaling_state
 
@@ -248,10 +249,27 @@ def test_parts_have_their_names() -> None:
     linear, new = te.LayerNormLinear(16, 8), nn.Parameter(torch.full((16,), 2.0))
     linear.layer_norm_weight = new
     assert linear.norm.weight is new
-    with pytest.raises(AttributeError, match=r"Linear\.fp8_meta is not in ottava: histories and scales are buffers"):
-        te.Linear(16, 8).fp8_meta  # noqa: B018
+    with pytest.raises(AttributeError, match=r"Linear\._fp8_workspaces is not in ottava: ottava itself"):
+        te.Linear(16, 8)._fp8_workspaces  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'nobody'"):
         te.Linear(16, 8).nobody  # noqa: B018
+
+
+def test_scripts_read_the_state_of_a_layer() -> None:
+    """Scales and histories are those of the checkpoint, and a recipe without them shows none."""
+    layer, recipe = te.LayerNormMLP(16, 32, params_dtype=torch.bfloat16), DelayedScaling(amax_history_len=4)
+    assert layer.fp8_meta == {"fp8_checkpoint": False, "num_gemms": 2, "recipe": None}
+    with te.autocast(recipe=recipe):
+        assert FP8GlobalStateManager.get_fp8_recipe() == recipe
+        layer(torch.randn(16, 16).bfloat16()).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    meta, doors = layer.fp8_meta, layer.fc2.quantizers
+    assert meta["recipe"] == recipe
+    assert meta["scaling_fwd"].scale[3:5].tolist() == [float(doors.input.scale), float(doors.weight.scale)]
+    assert meta["scaling_fwd"].amax_history.shape == (4, 6)
+    assert float(meta["scaling_bwd"].amax_history[3, 2]) == float(doors.grad_output.amax_history[0]) > 0
+    with pytest.raises(AttributeError, match="fp8_meta"):
+        te.TransformerLayer(32, 64, 4).fp8_meta  # noqa: B018
 
 
 def test_parameters_have_their_order() -> None:

@@ -9,6 +9,7 @@ Source: TransformerEngine 2.20, transformer_engine/common/recipe/__init__.py.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields, replace
 from enum import Enum
@@ -140,11 +141,6 @@ class Recipe(RefusesUnknownFields):
                     f"{type(self).__name__}: {name}={getattr(self, name)!r} is not in ottava; needs {default!r}: "
                     + advice
                 )
-        if self.backward_override == "dequantized":
-            raise NotImplementedError(
-                f"{type(self).__name__}: backward_override={self.backward_override!r} is not in ottava; needs None or "
-                "'high_precision'. ottava's recipe.fp8_inputs_bf16_gemm() shows the effect of quantized operands alone"
-            )
 
     @property
     def ottava(self) -> OttavaRecipe:
@@ -154,7 +150,8 @@ class Recipe(RefusesUnknownFields):
             NotImplementedError: a field has a value that ottava cannot honour; the message says what to do.
         """
         if "_ottava" not in self.__dict__:
-            self.__dict__["_ottava"] = self._made_of_cells()
+            made = self.__dict__["_ottava"] = self._made_of_cells()
+            made.__dict__["theirs"] = copy.copy(self)  # for scripts that ask an autocast for its recipe
         return self.__dict__["_ottava"]  # type: ignore[no-any-return]  # as it was put there
 
     def _made_of_cells(self) -> OttavaRecipe:
@@ -162,8 +159,12 @@ class Recipe(RefusesUnknownFields):
         recipe = self._cells()
         if (self.fp8_dpa or self.fp8_mha) and self.ATTENTION is not None:
             recipe = replace(recipe, attention=self._attention_formats(self.ATTENTION))
-        if self.backward_override == "high_precision":
+        if self.backward_override is not None:
             recipe = replace(recipe, dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION)
+        if self.backward_override == "dequantized":
+            kind = FactoryRecipe if isinstance(recipe, FactoryRecipe) else DecodedRecipe
+            made: dict[str, Any] = {one.name: getattr(recipe, one.name) for one in fields(recipe) if one.init}
+            recipe = kind(**made | {"decoded": ("input", "weight")})
         registered = isinstance(recipe, FactoryRecipe) or recipe == get_recipe(recipe.name)
         return recipe if registered else replace(recipe, name=type(self).__name__)
 
@@ -530,7 +531,15 @@ class QuantizerRole:
 
 
 @dataclass(frozen=True)
-class FactoryRecipe(OttavaRecipe):
+class DecodedRecipe(OttavaRecipe):
+    """Of some tensors the backward's GEMMs in high precision read what the forward multiplied, decoded."""
+
+    decoded: tuple[str, ...] = ()
+    """"input", "weight" or "grad_output"."""
+
+
+@dataclass(frozen=True)
+class FactoryRecipe(DecodedRecipe):
     """The cells of a `CustomRecipe`; a layer that has a name asks the factory by it."""
 
     qfactory: Callable[..., Any] = field(default=max, repr=False)
@@ -542,9 +551,12 @@ class FactoryRecipe(OttavaRecipe):
         """The recipe of the layer with that name."""
         if layer not in self.kept:
             kind = "grouped_linear" if layer.startswith(GROUPED) else "linear"
-            gemms = factory_cells(self.qfactory, layer.removeprefix(GROUPED), kind)
-            high = {} if self.dgrad.quantized else {"dgrad": HIGH_PRECISION, "wgrad": HIGH_PRECISION}
-            self.kept[layer] = OttavaRecipe(self.name, **{**gemms, **high}, attention=self.attention)  # type: ignore[arg-type]  # GEMMs only
+            decoded = list(self.decoded)
+            gemms = factory_cells(self.qfactory, layer.removeprefix(GROUPED), kind, decoded)
+            made: dict[str, Any] = {**gemms, "attention": self.attention, "decoded": tuple(decoded)}
+            if not self.dgrad.quantized:
+                made |= {"dgrad": HIGH_PRECISION, "wgrad": HIGH_PRECISION}
+            self.kept[layer] = DecodedRecipe(self.name, **made)
         return self.kept[layer]
 
 
@@ -552,9 +564,13 @@ GROUPED = "grouped:"
 """In front of the names of the groups of a GroupedLinear, which are roles of their own."""
 
 
-def factory_cells(qfactory: Callable[..., Any], name: str, kind: str = "linear") -> dict[str, GemmRecipe]:
+def factory_cells(
+    qfactory: Callable[..., Any], name: str, kind: str = "linear", decoded: list[str] | None = None
+) -> dict[str, GemmRecipe]:
     """The GEMMs of the quantizers that a factory gives a linear layer.
 
+    Args:
+        decoded: gets the tensors whose columns are decoded rows.
     Raises:
         TypeError: the factory gives something else than a quantizer.  ValueError: no GEMM takes two of them together.
     """
@@ -566,7 +582,14 @@ def factory_cells(qfactory: Callable[..., Any], name: str, kind: str = "linear")
                 f"CustomRecipe: qfactory gave {quantizer!r} for the {tensor}; needs a quantizer such as "
                 "MXFP8Quantizer, an IdentityQuantizer to leave it in high precision, or a DelayedScalingRequest"
             )
-        for direction, spec in zip(("row", "col"), quantizer.specs(tensor), strict=True):
+        cells = quantizer.specs(tensor)
+        if (
+            decoded is not None
+            and cells[1] is None
+            and getattr(quantizer, "columnwise_source", "original") != "original"
+        ):
+            decoded.append(tensor)
+        for direction, spec in zip(("row", "col"), cells, strict=True):
             gemm, side = CELL_OF[tensor, direction]
             sides[gemm][side] = spec
     return {gemm: GemmRecipe(**cells) for gemm, cells in sides.items()}  # type: ignore[arg-type]  # sides only

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ottava.compat.transformer_engine.common.recipe import DecodedRecipe
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.engine.autocast import AMBIENT
 from ottava.nn.layer import Layer, LayerView, recomputing
+from ottava.numerics.tensor import QuantizedTensor
 from ottava.weights.parameter import QuantizedWeight
 
 Run = Callable[[torch.dtype], Tensor]
@@ -99,9 +101,12 @@ class WeightGradients(nn.Module):
         """
         self.is_first_forward = is_first_microbatch
         self._tell_of_another_recipe()
+        layers = [module for module in self.modules() if isinstance(module, Layer)]
+        if isinstance(AMBIENT.get().recipe, DecodedRecipe):
+            for layer in layers:
+                decodes_columns(layer)
         if is_first_microbatch is not True or not self.training or recomputing():
             return
-        layers = [module for module in self.modules() if isinstance(module, Layer)]
         for layer in layers:
             layer.quantizers.weight.stepped()
         for state in dict.fromkeys(layer.scaling_state for layer in layers):
@@ -146,6 +151,22 @@ class WeightGradients(nn.Module):
     def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Any) -> None:
         """Calls a function after each `backward_dw`."""
         self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
+
+
+def decodes_columns(layer: Layer) -> None:
+    """Lets the doors of a layer decode rows in place of columns in high precision, as its recipe asks."""
+    if "_decodes" not in vars(layer):
+        vars(layer)["_decodes"] = True
+        for tensor, door in layer.quantizers.named_children():
+            door.register_forward_hook(partial(_decoded, layer, tensor))
+
+
+def _decoded(layer: Layer, tensor: str, door: nn.Module, args: Any, both: Any) -> Any:
+    row, col = both
+    recipe = None if layer.last_call is None else layer.last_call.recipe
+    if tensor in getattr(recipe, "decoded", ()) and isinstance(row, QuantizedTensor) and isinstance(col, Tensor):
+        return row, row.dequantize(col.dtype).t()
+    return None
 
 
 class _Taker:

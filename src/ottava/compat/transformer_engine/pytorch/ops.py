@@ -14,11 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ottava import nn as ours
+from ottava.compat.transformer_engine.common.recipe import QuantizerRole
 from ottava.compat.transformer_engine.pytorch import module
 from ottava.compat.transformer_engine.pytorch.distributed import gathered, is_distributed_weight
+from ottava.compat.transformer_engine.pytorch.module import L2Normalization as L2Normalization
 from ottava.compat.transformer_engine.pytorch.module import activation_for, device_for, in_amp, started
+from ottava.compat.transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from ottava.compat.transformer_engine.pytorch.quantizers import RecipeState
 from ottava.compat.transformer_engine.pytorch.refused import absent
 from ottava.compat.transformer_engine.pytorch.state import TEState
+from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor
 from ottava.engine.functional import produced
 from ottava.nn.activations import ActivationFormula
 
@@ -171,6 +176,74 @@ class Bias(FusibleOperation):
 
 class Identity(nn.Identity, FusibleOperation):
     """x."""
+
+
+class Dropout(nn.Dropout, FusibleOperation):
+    """torch.nn.Dropout."""
+
+
+class ConstantScale(FusibleOperation):
+    """x times a number."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(...) -> (...)."""
+        return input * self.scale
+
+
+class Reshape(FusibleOperation):
+    """x in another shape."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(...) -> shape."""
+        return input.reshape(self.shape)
+
+
+class Quantize(FusibleOperation):
+    """Casts x, or its gradient, by the recipe of the autocast; without one it is the identity.
+
+    Example:
+        >>> import ottava.compat.transformer_engine.pytorch as te
+        >>> with te.autocast(recipe=te.quantization.MXFP8BlockScaling()):
+        ...     print(type(Quantize()(torch.ones(32, 32))).__name__)
+        MXFP8Tensor
+    """
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__()
+        self.casts = tuple(name for name, on in (("forward", forward), ("backward", backward)) if on)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(...) -> (...)."""
+        if not FP8GlobalStateManager.is_fp8_enabled():
+            return input
+        return _Quantized.apply(input, FP8GlobalStateManager.get_fp8_recipe(), self.casts)  # type: ignore[no-any-return]
+
+
+class _Quantized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, recipe: Any, casts: tuple[str, ...]) -> Tensor:
+        ctx.recipe, ctx.casts = recipe, casts
+        return _cast("forward", x, recipe, casts)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _cast("backward", dy, ctx.recipe, ctx.casts), None, None
+
+
+def _cast(mode: str, x: Tensor, recipe: Any, casts: tuple[str, ...]) -> Tensor:
+    if mode not in casts or isinstance(x, QuantizedTensor):
+        return x.view_as(x)
+    roles = [QuantizerRole("linear", "input" if mode == "forward" else "grad_output")]
+    made: Tensor = RecipeState.create(recipe, mode=mode, device=x.device, roles=roles).make_quantizers()[0](x)
+    return made
 
 
 class AddExtraInput(nn.Identity, FusibleOperation):

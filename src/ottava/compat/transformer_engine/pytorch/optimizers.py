@@ -12,7 +12,8 @@ from torch.optim.optimizer import ParamsT
 
 from ottava import optim
 from ottava.compat.transformer_engine.pytorch.refused import refuse
-from ottava.optim.engine import widened
+from ottava.optim.engine import State, widened
+from ottava.optim.storage import join
 from ottava.weights.parameter import local
 
 __all__ = [
@@ -20,7 +21,7 @@ __all__ = [
     *("multi_tensor_scale", "multi_tensor_scale_tensor", "multi_tensor_unscale_l2norm"),
 ]
 
-_MOMENTS = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "fp8"})
+_MOMENTS = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "fp8"})
 
 
 class FusedAdam(optim.AdamW):
@@ -30,11 +31,12 @@ class FusedAdam(optim.AdamW):
         params, lr, betas, eps, weight_decay: as in torch's AdamW; weight_decay is 0 by default.
         master_weights: keep FP32 masters.
         store_param_remainders: store each master as the BF16 weight and a remainder of 16 bits.
+        master_weight_dtype: torch.float32; or torch.float16, whose 16 bits are spent on such remainders.
         use_decoupled_grad: a step reads `parameter.decoupled_grad`, of any dtype, and not `.grad`.
-        exp_avg_dtype, exp_avg_sq_dtype: torch.float32, bfloat16, or uint8 for FP8; the same dtype for both.
+        exp_avg_dtype, exp_avg_sq_dtype: torch.float32, bfloat16, float16 with scales, or uint8 for FP8.
     Raises:
-        NotImplementedError: ottava lacks the argument's value (adam_w_mode=False, bias_correction=False, moments of two
-            dtypes or in float16, ...). The message names a replacement.
+        NotImplementedError: ottava lacks the argument's value (adam_w_mode=False, bias_correction=False, ...). The
+            message names a replacement.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -57,19 +59,28 @@ class FusedAdam(optim.AdamW):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
         **others: Any,
     ) -> None:
-        refuse("FusedAdam", {"amsgrad": amsgrad, **others})
-        if exp_avg_dtype != exp_avg_sq_dtype or exp_avg_dtype not in _MOMENTS:
-            raise NotImplementedError(
-                f"FusedAdam: got exp_avg_dtype={exp_avg_dtype} and exp_avg_sq_dtype={exp_avg_sq_dtype}; needs the same "
-                "dtype for both: torch.float32, torch.bfloat16, or torch.uint8 for FP8"
-            )
-        master: Any = ("remainder" if store_param_remainders else "fp32") if master_weights else None
+        short = master_weight_dtype == torch.float16
+        refuse("FusedAdam", {"amsgrad": amsgrad, "master_weight_dtype": master_weight_dtype, **others})
+        for name, dtype in (("exp_avg_dtype", exp_avg_dtype), ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
+            if dtype not in _MOMENTS:
+                raise NotImplementedError(
+                    f"FusedAdam: {name}={dtype} is not in ottava; needs torch.float32, torch.bfloat16, torch.float16, "
+                    "or torch.uint8 for FP8"
+                )
+        self.remainders = store_param_remainders
         moments: Any = _MOMENTS[exp_avg_dtype]
+        self.kept = State("exp_avg"), State("exp_avg_sq", _MOMENTS[exp_avg_sq_dtype])
+        master: Any = ("remainder" if store_param_remainders or short else "fp32") if master_weights else None
         super().__init__(params, lr, betas, eps, weight_decay, master=master, moments=moments, capturable=capturable)
         self.gradient = "decoupled_grad" if use_decoupled_grad else "grad"
         self.register_step_post_hook(_count)
+
+    def states(self, group: Mapping[str, Any]) -> tuple[State, ...]:
+        """The two means, each in its own dtype."""
+        return self.kept
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, of both gradients."""
@@ -79,9 +90,12 @@ class FusedAdam(optim.AdamW):
                 parameter.decoupled_grad = None if set_to_none else parameter.decoupled_grad.zero_()
 
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
-        """A state of a parameter in FP32: "exp_avg", "exp_avg_sq" or "master_param"; remainders stay int16."""
+        """A state of a parameter in FP32: "exp_avg", "exp_avg_sq" or "master_param"; of store_param_remainders the
+        remainders, int16."""
         state = {name: local(value) for name, value in self.state[param].items()}
         master = state.get("remainder", state.get("master", param))
+        if "remainder" in state and not self.remainders:
+            master = join(local(param).detach(), master)
         found: Tensor = (widened(state) | {"master_param": master})[state_name]
         return found
 

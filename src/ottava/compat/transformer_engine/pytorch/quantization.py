@@ -163,6 +163,11 @@ class FP8GlobalStateManager(metaclass=_Stateless):
         return ambient.enabled and ambient.recipe is not None and ambient.recipe.quantized
 
     @staticmethod
+    def get_fp8_recipe() -> Recipe:
+        """The recipe of the autocast that is active; without one the default."""
+        return getattr(AMBIENT.get().recipe, "theirs", None) or get_default_recipe()
+
+    @staticmethod
     def is_fp8_calibration() -> bool:
         """Whether an autocast with calibrating=True is active."""
         return AMBIENT.get().calibrating

@@ -329,10 +329,12 @@ class NVFP4Quantizer(Quantizer):
         self.with_random_sign_mask = with_random_sign_mask
 
     def make_empty(self, shape: Sequence[int], **others: Any) -> Tensor:
-        """As `Quantizer.make_empty`. Scales behind the transform get the order of tensor cores with the first cast, if
-        blocks of 64 x 128 do not divide the matrix: as TransformerEngine's kernel writes them."""
+        """As `Quantizer.make_empty`. Scales behind the transform, and those of squares, get the order of tensor cores
+        with the first cast, if blocks of 64 x 128, or 128 x 128, do not divide the matrix: as TransformerEngine's
+        kernels write them."""
         made: Any = super().make_empty(shape, **others)
-        made._in_order = self.with_rht and bool(made.shape[-1] % 128 or made.numel() // made.shape[-1] % 64)
+        every = 64 if self.with_rht else 128 if self.with_2d_quantization else 0
+        made._in_order = every > 0 and bool(made.shape[-1] % 128 or made.numel() // made.shape[-1] % every)
         return made  # type: ignore[no-any-return]
 
     def is_quantizable(self, inp: Tensor) -> bool:
@@ -370,13 +372,18 @@ class NVFP4Quantizer(Quantizer):
 
 
 class IdentityQuantizer(Quantizer):
-    """Leaves a tensor in high precision."""
+    """Leaves a tensor in high precision; in its dtype, or in the quantizer's where that has one."""
 
     tensor_class = IdentityTensor
 
     def __init__(self, *, dtype: torch.dtype | None = None, **usage: bool) -> None:
         super().__init__(**usage)
         self.dtype = dtype
+
+    def quantize(self, tensor: Tensor, *, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """As `Quantizer.quantize`."""
+        given = tensor if self.dtype is None or out is not None else tensor.to(self.dtype)
+        return super().quantize(given, out=out, dtype=self.dtype or dtype)
 
     def specs(self, tensor: str = "") -> Cells:
         """As `Quantizer.specs`."""
@@ -388,7 +395,7 @@ class HybridQuantizer(Quantizer):
 
     Args:
         columnwise_source: "original": both cast the tensor itself. "rowwise_dequantized": the second casts what the
-            first one gives back; tensors can do so, recipes cannot.
+            first one gives back; in a recipe the second then has to be an `IdentityQuantizer`.
     Raises:
         TypeError: a quantizer is a request.  ValueError: both are one object, or the source is unknown.
     """
@@ -417,12 +424,13 @@ class HybridQuantizer(Quantizer):
 
     def specs(self, tensor: str = "") -> Cells:
         """As `Quantizer.specs`."""
-        if self.columnwise_source != "original" and tensor:
+        cells = self.rowwise_quantizer.specs(tensor)[0], self.columnwise_quantizer.specs(tensor)[1]
+        if self.columnwise_source != "original" and tensor and cells[1] is not None:
             raise NotImplementedError(
                 "HybridQuantizer: columnwise_source='rowwise_dequantized' is not in ottava's recipes: each cell casts "
-                "the tensor itself. Give 'original'"
+                "the tensor itself. Give 'original', or an IdentityQuantizer for columns"
             )
-        return self.rowwise_quantizer.specs(tensor)[0], self.columnwise_quantizer.specs(tensor)[1]
+        return cells
 
     def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes | None:
         """As `Quantizer.cast`, by the quantizer of the direction."""
@@ -473,32 +481,14 @@ def delayed_scaling_factory(role: Any) -> DelayedScalingRequest:
     return DelayedScalingRequest()
 
 
-def current_scaling_factory(role: Any) -> Float8CurrentScalingQuantizer:
-    """The cells of Float8CurrentScaling()."""
-    gradient = role is not None and role.tensor_type == "grad_output"
-    return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if gradient else DType.kFloat8E4M3)
-
-
-def float8_block_scaling_factory(role: Any) -> Float8BlockQuantizer:
-    """The cells of Float8BlockScaling()."""
-    weight = role is not None and role.tensor_type == "weight"
-    return Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=2 if weight else 1)
-
-
-def mxfp8_factory(role: Any) -> MXFP8Quantizer:
-    """The cells of MXFP8BlockScaling()."""
-    return MXFP8Quantizer(DType.kFloat8E4M3)
-
-
-def nvfp4_factory(role: Any) -> NVFP4Quantizer:
-    """The cells of NVFP4BlockScaling()."""
-    tensor = "" if role is None else role.tensor_type
-    turned = tensor != "weight"
-    return NVFP4Quantizer(
-        with_rht=turned,
-        with_post_rht_amax=turned,
-        with_2d_quantization=not turned,
-        stochastic_rounding=tensor == "grad_output",
+def mxfp8_fwd_high_precision_bwd_factory(role: Any) -> Quantizer:
+    """A forward in MXFP8, and a backward in high precision that reads its operands, decoded."""
+    if role is not None and role.tensor_type == "grad_output":
+        return IdentityQuantizer()
+    return HybridQuantizer(
+        rowwise_quantizer=MXFP8Quantizer(DType.kFloat8E4M3),
+        columnwise_quantizer=IdentityQuantizer(),
+        columnwise_source="rowwise_dequantized",
     )
 
 
@@ -524,6 +514,8 @@ class RecipeState:
     scale: Tensor | None = None
     amax_history: Tensor | None = None
     """Of delayed scaling: fp32 (slots,), and (amax_history_len, slots); the quantizers have views of both."""
+    _inner_delayed_scaling_recipe: DelayedScaling | None = None
+    _has_delayed_scaling = property(lambda self: self.scale is not None)
 
     def __init__(
         self, recipe: Any, *, mode: str, num_quantizers: int = 1, device: Any = None, roles: Any = None
@@ -569,6 +561,7 @@ class RecipeState:
             )
         if asked:
             one = made[asked[0]]
+            self._inner_delayed_scaling_recipe = DelayedScaling(**vars(one)) if one is not self.recipe else one
             new: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
             self.scale = torch.ones(len(asked), **new)
             self.amax_history = torch.zeros(one.amax_history_len, len(asked), **new)
@@ -604,3 +597,30 @@ class RecipeState:
 
 DelayedScalingRecipeState = Float8CurrentScalingRecipeState = Float8BlockScalingRecipeState = RecipeState
 MXFP8BlockScalingRecipeState = NVFP4BlockScalingRecipeState = CustomRecipeState = RecipeState
+
+
+def _default(own: recipe.Recipe, role: Any) -> Any:
+    """The quantizer of a recipe for a role."""
+    tensor = "input" if role is None or role.tensor_type == "grad_input" else role.tensor_type
+    state = RecipeState(own, mode="backward" if tensor == "grad_output" else "forward")
+    return state._make(tensor, role or recipe.QuantizerRole())
+
+
+def current_scaling_factory(role: Any) -> Any:
+    """The cells of Float8CurrentScaling()."""
+    return _default(recipe.Float8CurrentScaling(), role)
+
+
+def float8_block_scaling_factory(role: Any) -> Any:
+    """The cells of Float8BlockScaling()."""
+    return _default(recipe.Float8BlockScaling(), role)
+
+
+def mxfp8_factory(role: Any) -> Any:
+    """The cells of MXFP8BlockScaling()."""
+    return _default(recipe.MXFP8BlockScaling(), role)
+
+
+def nvfp4_factory(role: Any) -> Any:
+    """The cells of NVFP4BlockScaling()."""
+    return _default(recipe.NVFP4BlockScaling(), role)

@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import product
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ Parts = str | Sequence[tuple[str, int]]
 _CASTS = "layer.last_call shows the recipe of its last forward, and ottava.watch(model) records every cast"
 INTERNALS: Mapping[str, str] = MappingProxyType(
     {
-        "fp8_meta": f"histories and scales are buffers of layer.quantizers; {_CASTS}",
         "_fp8_workspaces": "ottava itself keeps a weight's cast until the weight changes",
         "_get_quantizers": _CASTS,
         "get_quantizer_roles": "ottava asks a CustomRecipe for the input, the weight and the gradient",
@@ -250,10 +249,38 @@ class TEState(nn.Module):
         Returns:
             uint8 (n,) on the CPU: a pickle of tensors and of TransformerEngine's DelayedScaling.
         """
+        state = self._histories(layers)
+        if not state:
+            return torch.empty(0, dtype=torch.uint8)  # as TransformerEngine writes for recipes without a history
+        maxima = state["recipe"].fp8_format.value
+        highest = {f"fp8_max_{direction}": float(getattr(maxima, f"max_{direction}")) for direction in _SLOTS}
+        state["extra_fp8_variables"] = {"fp8_checkpoint": True, "num_gemms": len(layers), **highest}
+        stream = io.BytesIO()
+        _TheirPickler(stream, protocol=3).dump(state)  # the last protocol that writes a module's name as a line
+        data = stream.getvalue().replace(f"c{DelayedScaling.__module__}\n".encode(), _THEIR_RECIPES)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """TransformerEngine's state of a linear layer, for scripts that read it: a copy, with the recipe of the last
+        forward, and of delayed scaling histories and scales, "scaling_fwd" and "scaling_bwd"."""
+        layers = self.__dict__.get("_states", {}).get("")
+        if layers is None:
+            raise AttributeError("fp8_meta")  # its parts have states of their own
+        call, state = _layer(self, layers[0]).last_call, self._histories(layers)
+        found: dict[str, Any] = {"fp8_checkpoint": bool(state), "num_gemms": len(layers)}
+        found["recipe"] = getattr(None if call is None else call.recipe, "theirs", None)
+        for direction in _SLOTS if state else ():
+            parts = {name: state[f"{name}_{direction}"] for name in ("scale", "amax_history")}
+            found[f"scaling_{direction}"] = SimpleNamespace(**parts)
+        return found
+
+    def _histories(self, layers: Sequence[str]) -> dict[str, Any]:
+        """Recipe, scales and histories in TransformerEngine's layout; {}: no layer has a history."""
         parts = [_layer(self, path).quantizers for path in layers]
         doors = [door for part in parts for door in part.doors if door.spec is not None]
         if not doors or doors[0].scale.is_meta:
-            return torch.empty(0, dtype=torch.uint8)  # as TransformerEngine writes for recipes without a history
+            return {}
         rows = max(len(door.amax_history) for door in doors)
         formats = {part.grad_output.spec.format for part in parts if part.grad_output.spec is not None}
         settings = {name: getattr(doors[0].spec, name) for name in _FIELDS} | {"amax_history_len": rows}
@@ -273,14 +300,7 @@ class TEState(nn.Module):
                 history[0, column] = door.staged[0]  # TransformerEngine's staging slot
                 scale[column] = door.scale if bool(door.scale) else 1.0  # where TransformerEngine's scales start
             state |= {f"scale_{direction}": scale, f"amax_history_{direction}": history}
-        highest = {
-            f"fp8_max_{direction}": float(getattr(recipe.fp8_format.value, f"max_{direction}")) for direction in _SLOTS
-        }
-        state["extra_fp8_variables"] = {"fp8_checkpoint": True, "num_gemms": len(parts), **highest}
-        stream = io.BytesIO()
-        _TheirPickler(stream, protocol=3).dump(state)  # the last protocol that writes a module's name as a line
-        data = stream.getvalue().replace(f"c{DelayedScaling.__module__}\n".encode(), _THEIR_RECIPES)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return state
 
 
 class _TheirPickler(pickle.Pickler):

@@ -304,6 +304,13 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
             return x.numbers(kwargs["dtype"])  # of the codes, not of what they show
         if same:
             return x._like(x.shape, _copied(x.rows), _copied(x.columns))
+    if (
+        packet is _aten.index_select
+        and args[1] == 0
+        and x.dim() == 2
+        and (taken := _taken(x.rows, args[2])) is not None
+    ):
+        return x._like((len(args[2]), x.shape[1]), taken, None)
     if packet is _aten._has_compatible_shallow_copy_type:
         return isinstance(args[1], QuantizedTensor)
     return None
@@ -311,6 +318,15 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
 
 def _sliced(dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> tuple[slice, ...]:
     return (*[slice(None)] * dim, slice(start, end, step))
+
+
+def _taken(codes: Any, rows: Tensor) -> Any:
+    """The codes of some rows, which have scales of their own or that of the tensor; None: blocks join rows."""
+    if not isinstance(codes, Codes) or codes.spec.granularity.rows not in (None, 1):
+        return None
+    data = codes.data.view(torch.uint8).index_select(0, rows).view(codes.data.dtype)
+    own = codes.spec.granularity.rows == 1
+    return replace(codes, data=data, scale_inv=codes.scale_inv.index_select(0, rows) if own else codes.scale_inv)
 
 
 def _copied(codes: Any) -> Any:
