@@ -81,6 +81,15 @@ def test_a_cause_is_named_and_parts_sum_to_the_kl(bare: Model) -> None:
         assert CAUSES[cause] in str(found)
 
 
+def test_casts_of_some_linears_are_found_by_their_kind(bare: Model) -> None:
+    state = ModelState.of(bare)
+    cast = ModelState.of(_sharp(trained(under(plain("llama", dtype=torch.bfloat16), rowwise_fp32()))))
+    some = {n: side for n, side in cast.linears.items() if "down_proj" in n}
+    found = attribute(rollout(logp(replace(state, linears={**state.linears, **some})), logp(state)), bare)
+    assert found.first is not None
+    assert (found.first.cause, found.first.said) == ("layers", "down cast with a scale a row and a token")
+
+
 def test_other_kernels_are_no_cause(bare: Model) -> None:
     state = ModelState.of(bare)
     own = logp(state)

@@ -189,13 +189,16 @@ def attribute(
     found = _first(found)
     lab = _Lab(found, ours, temperature)
     state = lab.start
-    tried = list(hypotheses(found, ours, theirs, before))
+    tried, later = list(hypotheses(found, ours, theirs, before)), [] if ours is None else list(_in_part(ours))
     loss, parts = lab.loss(state), list[Share]()
     while float(loss.mean()) > 0 and len(parts) < _ROUNDS:
         settings = ((one.cause, *each) for one in tried for each in lab.tries(state, one))
         best = min(settings, key=lambda x: float(x[3].mean()), default=None)
         if best is None or not _real(loss, best[3], lab.whole):
-            break
+            if not later or float(loss.mean()) <= lab.rounding(state)[0]:
+                break
+            tried, later = [*tried, *later], []
+            continue
         cause, state, said, after = best
         gain = float(loss.mean() - after.mean())
         parts.append(Share(cause, gain, said))
@@ -724,6 +727,19 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
         yield _of_state("layers", "the linears that training leaves in BF16", partial(_given, left))
     masters = {n: _cast(s, s.cast.spec, s.activations) for n, s in casts.items() if s.cast is not None}
     yield _of_state("weights", "codes of bf16(master)", partial(_given, masters))
+
+
+def _in_part(ours: Model) -> Iterator[Hypothesis]:
+    """Casts of some linears, for what casts of all do not explain."""
+    casts = {name: side for name, side in ours.linears.items() if side.cast is not None}
+    body = casts or {name: side for name, side in ours.linears.items() if _kind(name, "") == ""}
+    for kind, names in _groups(list(body)).items():
+        for what, (spec, inputs) in _CASTS.items() if kind in _KINDS else ():
+            full = {n: _cast(body[n], spec, body[n].activations if casts else inputs) for n in names}
+            yield _of_state("weights" if casts else "layers", f"{kind} cast with {what}", partial(_given, full))
+            if casts:
+                rows = {n: replace(body[n], activations=inputs) for n in names}
+                yield _of_state("activations", f"inputs of {kind} cast with {what}", partial(_given, rows))
 
 
 def _cast(side: Side, spec: QuantizationSpec, inputs: InputCast | None) -> Side:
