@@ -18,6 +18,7 @@ from ottava.experiments.trace import Trace
 from ottava.experiments.twin import STEPS, OptimizerTwin
 from ottava.record.reader import Run
 from ottava.record.schema import EXPERIMENTS
+from ottava.watching.manifest import configured
 
 E4M3 = torch.float8_e4m3fn
 
@@ -369,6 +370,28 @@ def test_an_argument_that_the_collator_drops_is_the_answer_beside_a_good_run(tmp
     answer = diagnose(Run.open(tmp_path / "bad"), baseline=Run.open(tmp_path / "good"))
     assert answer.findings[0].cause.endswith("step 5. The model is called without mask, which the good run gives.")
     assert answer.findings[0].cause.startswith("Short rows are filled up with one token that no mask hides")
+
+
+def test_a_config_and_arguments_of_a_trainer_are_told_beside_a_good_run(tmp_path: Path) -> None:
+    """In place of the line of a library that they lead to. Folders and seeds are left out."""
+    for name in ("good", "bad"):
+        torch.manual_seed(0)
+        model, by = nn.Sequential(nn.Linear(64, 64)), 1.0 if name == "good" else 8.0
+        model.config = {"rope": {"factor": by}, "output_dir": name, "hidden_size": 64}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with ottava.watch(model, tmp_path / name):
+            for _ in range(12):
+                loss = torch.div(model(torch.randn(32, 64)), by).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    answer = diagnose(Run.open(tmp_path / "bad"), baseline=Run.open(tmp_path / "good"))
+    assert answer.findings[0].cause == "The model's config differs: rope.factor is 8.0, in the good run 1.0."
+    assert answer.findings[0].title == "The model is not configured as in the good run"
+    given = pytest.importorskip("transformers").TrainingArguments("folder", neftune_noise_alpha=5)
+    found = configured([model])
+    assert found["trainer"]["neftune_noise_alpha"] == given.neftune_noise_alpha
+    assert not {"seed", "output_dir"} & {*found["trainer"], *found["config"]}
 
 
 def test_a_norm_that_runs_twice_in_one_loss_is_repeated(tmp_path: Path) -> None:

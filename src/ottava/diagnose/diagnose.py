@@ -36,11 +36,11 @@ _ALWAYS = frozenset({"O1", "O2", "D3", "D6"})
 """Laws without which nothing trains, or something else than was meant."""
 _OF_CASTS = frozenset({"O3", "O4", "O7", "O8", "R1"})
 """Laws that casts can break, too: a gradient that underflows is none."""
-_MEANT = frozenset({"D1", "D3", "D4", "M4", "M6", "O6", "O7"})
+_MEANT = frozenset({"D1", "D3", "D4", "M4", "M6", "O6", "O7", "O13"})
 """Laws that may be broken on purpose even where something happens to the loss."""
 _HEALTHY = 0.02  # update over weight
 _AS_FAR = 0.8  # of this run's error: two batches of one program part by less
-_PLACES = ("arguments", "casting", "code", "cast", "setting", "optimizer", "parameter")
+_PLACES = ("trainer", "config", "arguments", "casting", "code", "cast", "setting", "optimizer", "parameter")
 _NO_CAUSE = frozenset({"recipe", "weights", "batch"})
 """Differences that good runs have, too: another recipe, another seed."""
 
@@ -213,7 +213,7 @@ def _answers(
     others: list[Finding | None]
     others = [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id in _OF_CASTS]
     # with a good run beside, the place where the code parts is the answer, and a broken law may follow from it
-    parted = any(d.kind in _PLACES[:4] for d in differ)
+    parted = any(d.kind in _PLACES[:6] for d in differ)
     placed = _differing([d for d in differ if parted and d.kind in _PLACES], happened, frameworks)
     lead = [] if good is None or of_casts else _led([*found[1:], *others], placed, good)
     found, others = ([f for f in fs if all(f is not one for one, _ in lead)] for fs in (found, others))
@@ -232,7 +232,7 @@ def _answers(
         cleared = behind(facts, min(since), trial, "The fault below began")
         trial = cleared if cleared.part == "innocent" else trial
     hurt = _fp8(facts, trial, happened, frameworks)
-    if hurt is not None and (place := next((d for d in differ if d.kind in _PLACES[:4]), None)) is not None:
+    if hurt is not None and (place := next((d for d in differ if d.kind in _PLACES[:6]), None)) is not None:
         hurt = hurt if place.sentence in hurt.cause else replace(hurt, cause=f"{hurt.cause} {place.sentence}")
     if trial.part == "guilty" and (of_casts or not after):
         found += [hurt, *placed, *others]
@@ -505,6 +505,8 @@ _TITLES = MappingProxyType(
     {
         "optimizer": "The optimizer is not that of the good run",
         "casting": "The casts are not set as in the good run",
+        "trainer": "The Trainer is not set as in the good run",
+        "config": "The model is not configured as in the good run",
         "arguments": "The model is not called as in the good run",
         "code": "The code parts from that of the good run",
         "cast": "A cast parts from that of the good run",
@@ -549,7 +551,7 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
         return render("good_lr" if one.key == "lr" else "good_setting", values, frameworks, trial)
     names = {"weights": "good_weights", "batch": "good_batch", "labels": "good_labels", "optimizer": "good_setting",
              "casting": "good_setting", "parameter": "optimizer" if one.key == "held" else "good_parameters",
-             "arguments": "good_call"}  # fmt: skip
+             "arguments": "good_call", "trainer": "good_setting", "config": "good_setting"}  # fmt: skip
     return render(names.get(one.kind, "good_code"), values, frameworks)
 
 

@@ -44,7 +44,8 @@ class Difference:
     """One difference of two runs."""
 
     kind: str
-    """recipe, casting, optimizer, setting, arguments, code, cast, parameter, program, weights, batch, labels, ranks."""
+    """recipe, casting, optimizer, setting, trainer, config, arguments, code, cast, parameter, program, weights, batch,
+    labels, ranks."""
     key: str
     good: Any
     bad: Any
@@ -57,9 +58,20 @@ def differences(good: Facts, bad: Facts) -> list[Difference]:
     """All differences that the facts show, in the order of computation."""
     found = [*_recipes(good, bad), *_optimizers(good, bad), *_groups(good, bad)]
     weights, batch = _weights(good, bad), _batch(good, bad)
-    found += [*_parameters(good, bad), *_arguments(good, bad), *_calls(good, bad, weights)]
+    found += [*_configured(good, bad), *_parameters(good, bad), *_arguments(good, bad), *_calls(good, bad, weights)]
     found += [*sorted(_program(good, bad), key=lambda d: d.step or 0), *weights, *batch]
     return found
+
+
+def _configured(good: Facts, bad: Facts) -> Iterator[Difference]:
+    """What the Trainer and the model were made with: what follows from it parts inside of a library."""
+    for kind, whose in (("trainer", "The Trainer's arguments differ"), ("config", "The model's config differs")):
+        a, b = (f.manifest.get(kind) or {} for f in (good, bad))
+        apart = [k for k in dict.fromkeys((*b, *a)) if a.get(k) != b.get(k)] if a and b else []
+        if apart:
+            said = "; ".join(f"{k} is {b.get(k)}, in the good run {a.get(k)}" for k in apart[:3])
+            more = f", and {len(apart) - 3} more" if len(apart) > 3 else ""
+            yield Difference(kind, apart[0], a.get(apart[0]), b.get(apart[0]), f"{whose}: {said}{more}.")
 
 
 def _arguments(good: Facts, bad: Facts) -> Iterator[Difference]:

@@ -416,7 +416,7 @@ def _lr_low(facts: Facts, event: Event | None) -> Broken | None:
     said += f"{one['loss_longer']:.4g}."
     since = None if count == len(tried) else int(begins["step"])
     remedy = "schedule" if why.startswith(" The learning") else "unscale" if "GradScaler" in why else ""
-    grave = bool(why) or event is not None
+    grave = bool(why) or (event is not None and event.kind == "flat")
     return Broken(said + why, since, numbers={"raise": _RAISE}, grave=grave, shown=True, remedy=remedy)
 
 

@@ -59,7 +59,7 @@ def parted(facts: Facts) -> Iterator[Difference]:
 def _idle(facts: Facts) -> Iterator[Difference]:
     """Ranks whose loss does not fall where that of the others does: their share of the gradient comes from other data.
 
-    A rank may see harder data than the others, so a fifth of what they gain is enough.
+    A rank may see harder data than the others, so a fifth of what they gain is enough, or half of it in a few batches.
     """
     losses = {0: facts.loss, **{rank: other.loss for rank, other in facts.ranks.items()}}
     known = {rank: curve.loss[np.isfinite(curve.loss)] for rank, curve in losses.items()}
@@ -70,7 +70,10 @@ def _idle(facts: Facts) -> Iterator[Difference]:
     best = max(known, key=lambda rank: begins[rank] - ends[rank])
     gain = begins[best] - ends[best]
     for rank, curve in losses.items():
-        if gain > 0.3 * abs(begins[best]) and gain > 6 * curve.noise and begins[rank] - ends[rank] < 0.2 * gain:
+        few = begins[rank] - float(np.quantile(known[rank][-len(known[rank]) // 2 :], 0.05)) > 0.5 * gain
+        if few or gain <= 0.3 * abs(begins[best]) or gain <= 6 * curve.noise:
+            continue
+        if begins[rank] - ends[rank] < 0.2 * gain:
             said = f"Rank {rank} learns nothing from its data: its loss goes from {begins[rank]:.4g} to "
             said += f"{ends[rank]:.4g}, that of rank {best} from {begins[best]:.4g} to {ends[best]:.4g}."
             yield Difference("data", "loss", ends[best], ends[rank], said)

@@ -40,7 +40,7 @@ _DOCUMENTS = ("segment_ids", "doc_ids", "document_ids", "sequence_ids", "seq_ids
 _ROWS = 4  # are cut to their own length
 _ANOTHER = 0.02  # of the root mean square: in other shapes BF16 sums are others by half a percent
 _ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
-_ATTENDS = _ATTENTION | {"softmax"}
+_ATTENDS = frozenset({*_ATTENTION, "softmax"})
 _INSIDE = 0.05  # of a row's own tokens: more of them, and a row of equal ones is data, as the ground of a picture
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
+import re
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +21,12 @@ from ottava.recipe import Recipe
 from ottava.watching.adapters import casting
 from ottava.watching.doors import DoorTap
 from ottava.watching.modules import ModuleTap
+
+_NO_SETTING = re.compile(
+    r"^_|\._|name_or_path|version|architectures|seed|_dir$|run_name|report_to|tqdm|^(log|save|eval|hub|push|local|ddp)|_id$"
+)
+"""What tells nothing of how a model computes or learns."""
+_LONGEST = 200
 
 
 def start_of_run(world_size: int) -> dict[str, Any]:
@@ -68,6 +77,33 @@ def coverage(doors: DoorTap, modules: ModuleTap, *, trained: bool) -> dict[str, 
             recipe.name: recipe.to_dict() for recipe in (*modules.recipes(), *recipes_of(doors.layers.values()))
         },
     }
+
+
+def configured(roots: Iterable[nn.Module]) -> dict[str, dict[str, Any]]:
+    """What a model and a Trainer of transformers were configured with: plain values by name.
+
+    A config is what has `to_dict`, or a dict, at the first module that has one. A Trainer is not to be reached from a
+    model, so its arguments are found among the objects of the process.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    with suppress(Exception):  # code of users: a config may be anything
+        config = next((c for r in roots for m in r.modules() if (c := getattr(m, "config", None)) is not None), None)
+        found["config"] = _plain(config if isinstance(config, Mapping) else config.to_dict())
+    if (module := sys.modules.get("transformers.training_args")) is not None:
+        given = [one for one in gc.get_objects() if issubclass(type(one), module.TrainingArguments)]
+        found |= {"trainer": _plain(given[-1].to_dict())} if given else {}
+    return {key: values for key, values in found.items() if values}
+
+
+def _plain(values: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping):
+            found |= _plain(value, f"{name}.")
+        elif not _NO_SETTING.search(name) and len(text := str(value)) <= _LONGEST:
+            found[name] = value if isinstance(value, (bool, int, str)) or value is None else text
+    return found
 
 
 def recipes_of(layers: Iterable[weakref.ref[nn.Module]]) -> list[Recipe]:

@@ -33,6 +33,7 @@ from torch.optim.optimizer import Optimizer
 from ottava.engine.functional import QuantizedLayer
 from ottava.watching.batches import Batches
 from ottava.watching.gradients import Gradients, dense
+from ottava.watching.manifest import configured
 from ottava.watching.operands import SHARD, capturing, plain
 
 _SAMPLED = 1024  # elements of a parameter whose update is measured
@@ -471,6 +472,7 @@ class TrainingTap:
         if final:
             about["unmoved"] = sorted({n for n, p in self._parameters() if self._weights.get(n, "-") == hash_of(p)})
         about |= {"arguments": self.batches.arguments} if self.batches.arguments else {}
+        about |= configured([root for ref, _ in self._roots if (root := ref()) is not None])
         return {"parameters": parameters, "dtypes": dtypes, "tied": self._ties(), **loss, **about}
 
     def stands_in(self, optimizer: Optimizer) -> bool:
