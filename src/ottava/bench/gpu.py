@@ -119,7 +119,7 @@ _SINGLE = (
 
 def single_gemms(run: Run, m: int, k: int, n: int) -> Rows:
     """BF16 and the fastest way of each kind of scales."""
-    dense = rotating(run, partial(dense_pair, run, m, n, k), 2 * (m * k + n * k))
+    dense = rotating(run, lambda: (normal(run, m, k), normal(run, n, k)), 2 * (m * k + n * k))
     contenders: dict[str, Callable[[], Any]] = {"bf16": partial(dense_gemm, dense)}
     facts: dict[str, Any] = {"bf16": {}}
     for name, recipe, fast in _SINGLE:
@@ -194,11 +194,6 @@ def transposing_cast(run: Run) -> dict[str, Any]:
     way = partial(at_once if triton else one_by_one, take, spec, spec, scale)
     times = race(run, {"cast": way})["cast"]
     return rated({"what": "cast", "shape_cast": [m, k]}, times, bytes_per_second=4 * m * k)
-
-
-def dense_pair(run: Run, m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """(M, K), (N, K) in BF16."""
-    return normal(run, m, k), normal(run, n, k)
 
 
 def dense_gemm(take: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from signal import Signals
@@ -38,9 +37,7 @@ if TYPE_CHECKING:
     from ottava.lab.study import LabSettings
     from ottava.train.config import TrainConfig
     from ottava.train.demo import Demo, DemoFolder
-    from ottava.train.display import RunView
     from ottava.train.loop import Trainer
-    from ottava.train.run_folder import StepRecord
     from ottava.train.verdict import DemoResult
 
 _REDRAW_SECONDS = 0.25
@@ -112,8 +109,9 @@ def _run(
     """
     from rich.console import Console
 
-    from ottava.train.display import open_display
+    from ottava.train.display import RunView, open_display
 
+    name = config.build_recipe().name
     began, first, shown = time.monotonic(), trainer.step, 0.0
     with open_display(Console(stderr=progress_on_stderr, quiet=not trainer.ranks.first)) as display:
         display.say(str(trainer.conversion))
@@ -123,7 +121,7 @@ def _run(
             now = time.monotonic()
             if now - shown > _REDRAW_SECONDS or trainer.done or record.val_loss is not None:
                 per_step = (now - began) / max(1, trainer.step - first)
-                display.show([_view(trainer, config)], per_step * (config.steps - trainer.step))
+                display.show([RunView.of(trainer, name, config.seed, 50)], per_step * (config.steps - trainer.step))
                 shown = now
             if record.val_loss is not None:
                 display.say(f"step {record.step}/{config.steps}: validation loss {record.val_loss:.4f} nats per byte")
@@ -135,31 +133,10 @@ def _run(
     return True, None
 
 
-def _view(trainer: Trainer, config: TrainConfig) -> RunView:
-    """The state of the run for the display."""
-    from ottava.report.charts import smooth
-    from ottava.train.display import RunView
-
-    curve = smooth([record.loss for record in trainer.history])
-    return RunView(
-        recipe=config.build_recipe().name,
-        seed=config.seed,
-        step=trainer.step,
-        steps=config.steps,
-        loss=curve[-1],
-        delta=None,
-        tokens_per_second=_tokens_per_second(trainer.history[-50:]),
-        curve=curve,
-    )
-
-
-def _tokens_per_second(records: Sequence[StepRecord]) -> float | None:
-    """The rate of the median step, which a few slow steps do not change. None before the first step."""
-    return records[-1].tokens / statistics.median(record.seconds for record in records) if records else None
-
-
 def _result(trainer: Trainer, config: TrainConfig, *, interrupted: bool) -> dict[str, Any]:
     """The object that --json prints."""
+    from ottava.train.display import tokens_per_second
+
     last = trainer.history[-1] if trainer.history else None
     validation = [record.val_loss for record in trainer.history if record.val_loss is not None]
     return {
@@ -172,7 +149,7 @@ def _result(trainer: Trainer, config: TrainConfig, *, interrupted: bool) -> dict
         "loss": last.loss if last and not trainer.diverged else None,
         "val_loss": validation[-1] if validation else None,
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        "tokens_per_second": _tokens_per_second(trainer.history),
+        "tokens_per_second": tokens_per_second(trainer.history),
     }
 
 

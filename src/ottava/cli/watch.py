@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
@@ -134,7 +134,10 @@ def run_inside(session: AbstractContextManager[object], command: list[str]) -> i
     except (LaunchError, ConfigError):
         raise
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else _print_exit(end.code)
+        if isinstance(end.code, int):
+            return end.code
+        print(end.code, file=sys.stderr)  # sys.exit("text") ends with 1, as Python does it
+        return _FAILED
     except (Exception, KeyboardInterrupt) as error:
         sys.excepthook(type(error), error.with_traceback(own_traceback(error)), error.__traceback__)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else _FAILED
@@ -144,12 +147,6 @@ def run_inside(session: AbstractContextManager[object], command: list[str]) -> i
 def _folder(command: list[str]) -> Path:
     script = command[1].split(".")[-1] if command[0] == "-m" else Path(command[0]).stem
     return Path("runs") / f"watch-{script}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def _print_exit(message: object) -> int:
-    """Prints the text of sys.exit("text"), and returns the exit code 1, as Python does."""
-    print(message, file=sys.stderr)
-    return _FAILED
 
 
 def _print_summary(session: Watch, code: int, *, as_json: bool) -> None:
@@ -392,27 +389,26 @@ def _as_text(table: pa.Table) -> bytes:
 
 
 def _as_csv(table: pa.Table) -> bytes:
-    import io
-
     from pyarrow import csv
 
-    buffer = io.BytesIO()
-    csv.write_csv(table, buffer)
-    return buffer.getvalue()
+    return _written(csv.write_csv, table)
 
 
 def _as_json(table: pa.Table) -> bytes:
-
     return (to_json({"schema_version": 1, "rows": table.to_pylist()}, indent=None) + "\n").encode()
 
 
 def _as_parquet(table: pa.Table) -> bytes:
-    import io
-
     from pyarrow import parquet
 
+    return _written(parquet.write_table, table)
+
+
+def _written(write: Callable[[pa.Table, Any], None], table: pa.Table) -> bytes:
+    import io
+
     buffer = io.BytesIO()
-    parquet.write_table(table, buffer)
+    write(table, buffer)
     return buffer.getvalue()
 
 

@@ -106,11 +106,15 @@ class Quantizer(nn.Module):
             col = x.t() if columnwise and col_spec is None else col  # a view: high precision needs no copy
         return row, col
 
+    @property
+    def hooked(self) -> bool:
+        """Whether a hook watches what this door casts."""
+        own = self._forward_hooks or self._forward_pre_hooks
+        return bool(own or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
     def refuse_unmade(self, rows: UnmadeRows, *specs: QuantizationSpec | None) -> str | None:
         """Why this door needs made rows; None if a kernel may make them while it casts."""
-        if (self._forward_hooks or self._forward_pre_hooks) or (
-            torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-        ):
+        if self.hooked:
             return "a hook watches the door"
         if self.cast is not cast_both:
             return "ranks agree on a scale first"

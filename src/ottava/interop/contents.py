@@ -539,19 +539,13 @@ scale_max=None)
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors in one entry. Those inside other packages' tensors have the name of their attribute behind a dot."""
-    if isinstance(value, StandInTensor):
-        for attribute, inner in vars(value).items():
-            yield from _tensors(f"{name}.{attribute}", inner)
-    elif isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not isinstance(value, StandInTensor):
         yield name, value
-    elif isinstance(value, StandIn):
-        for i, inner in enumerate((*value.args, value.state)):
-            yield from _tensors(f"{name}.{i}", inner)
-    elif isinstance(value, list | tuple):
-        for i, inner in enumerate(value):
-            yield from _tensors(f"{name}.{i}", inner)
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
+        return
+    held = vars(value) if isinstance(value, StandInTensor) else value
+    held = (*value.args, value.state) if isinstance(value, StandIn) else held
+    if isinstance(held, list | tuple | Mapping):
+        for key, inner in held.items() if isinstance(held, Mapping) else enumerate(held):
             yield from _tensors(f"{name}.{key}", inner)
 
 

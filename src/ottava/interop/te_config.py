@@ -87,11 +87,7 @@ def read_te_config(tree: Mapping[str, Any]) -> dict[str, Any]:
         >>> settings["looks"], settings["recipes"]
         ([{'layers': ['re:fc1'], 'tensors': ['input'], 'every': 10, 'ranges': [], 'zero': 1}], ['mxfp8'])
     """
-    reader = _Reader()
-    for name, section in tree.items():
-        if _flag(section, "enabled", name):
-            reader.section(str(name), section)
-    return reader.settings()
+    return _Reader(tree).settings()
 
 
 def read_logs(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -100,15 +96,11 @@ def read_logs(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
         ConfigError: as `read_te_config`.
     """
-    reader = _Reader()
-    for name, section in tree.items():
-        if _flag(section, "enabled", name):
-            reader.section(str(name), section)
-    return reader.logs
+    return _Reader(tree).logs
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, tree: Mapping[str, Any]) -> None:
         self.logs: list[dict[str, Any]] = []
         self.looks: list[dict[str, Any]] = []
         self.dumps: list[dict[str, Any]] = []
@@ -126,6 +118,9 @@ class _Reader:
                 "PerTensorScaling": self._current,
             }
         )
+        for name, section in tree.items():
+            if _flag(section, "enabled", name):
+                self.section(str(name), section)
 
     def settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = {"looks": self.looks, "sample": 1, "notes": list(self.notes)}

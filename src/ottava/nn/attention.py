@@ -322,21 +322,11 @@ class DotProductAttention(nn.Module):
         results = []
         for one in zip(*split, strict=True):
             a, b, c = (t.transpose(0, 1)[None] for t in one)
-            results.append(self._attend(a, b, c, rule, None, None, None)[0].transpose(0, 1))
+            results.append(self._attend(a, b, c, rule)[0].transpose(0, 1))
         return torch.cat(results)
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rule: MaskRule,
-        given: Tensor | None,
-        query_lengths: Tensor | None,
-        key_lengths: Tensor | None,
-        score_mod: ScoreMod | None = None,
-    ) -> Tensor:
-        """(B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv) -> (B, H, Sq, Dv)."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, *more: Any) -> Tensor:
+        """(B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv) -> (B, H, Sq, Dv); more: as of `attend_here`."""
         (batch, heads, _, dim), (groups, keys) = q.shape, k.shape[1:3]
         if k.shape != (batch, groups, keys, dim) or v.shape[:3] != k.shape[:3] or groups == 0 or heads % groups:
             raise ValueError(
@@ -344,9 +334,9 @@ class DotProductAttention(nn.Module):
                 "needs one B and D, k and v of one S, and heads of q that are a multiple of those of k and v"
             )
         if self.keys is not None:
-            y: Tensor = self.keys.attend(self, q, k, v, rule, alone=given is query_lengths is key_lengths is None)
+            y: Tensor = self.keys.attend(self, q, k, v, rule, alone=all(one is None for one in more))
             return y
-        return self.attend_here(q, k, v, rule, given, query_lengths, key_lengths, score_mod)
+        return self.attend_here(q, k, v, rule, *more)
 
     def attend_here(
         self,

@@ -80,9 +80,7 @@ class ConversionReport:
         return {
             "recipe": self.recipe.to_dict(),
             "converted": list(self.converted),
-            "skipped": dict(self.skipped),
-            "outside": dict(self.outside),
-            "unstored": dict(self.unstored),
+            **{name: dict(getattr(self, name)) for name in ("skipped", "outside", "unstored")},
         }
 
     def __str__(self) -> str:

@@ -517,7 +517,7 @@ def _rows_cast(
     assert spec is not None
     if plan is not None and plan.travels and spec.granularity == PER_TENSOR:
         return plan.cast(x, spec, lead.doors.input.plans)  # type: ignore[attr-defined, no-any-return]  # a RankPermutation
-    if not (plan is not None and plan.travels) and any(_watched(call.doors.input) for call in calls):
+    if not (plan is not None and plan.travels) and any(call.doors.input.hooked for call in calls):
         own = x if plan is None else plan.gather(x)
         cast = [
             call.doors.input(own[group.start : group.end], spec, None, columnwise=False, record=record)[0]
@@ -531,16 +531,6 @@ def _rows_cast(
         return codes
     data = plan.gather(codes.data.view(torch.uint8)).view(codes.data.dtype)
     return QuantizedTensor(data, plan.gather(codes.scale_inv), spec, x.dtype)
-
-
-def _watched(door: nn.Module) -> bool:
-    everywhere = nn.modules.module
-    return bool(
-        door._forward_hooks
-        or door._forward_pre_hooks
-        or everywhere._global_forward_hooks
-        or everywhere._global_forward_pre_hooks
-    )
 
 
 def _lines(codes: QuantizedTensor, start: int, end: int) -> QuantizedTensor:

@@ -214,8 +214,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
         *,
         zero_centered_gamma: bool = False,
     ) -> None:
-        shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
-        super().__init__(shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)  # type: ignore[arg-type]
         self._settle("layernorm", zero_centered_gamma)
 
 
@@ -244,8 +243,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
         *,
         zero_centered_gamma: bool = False,
     ) -> None:
-        shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
-        super().__init__(shape, eps, elementwise_affine, device=device, dtype=dtype)
+        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)  # type: ignore[arg-type]
         self._settle("rmsnorm", zero_centered_gamma)
 
 

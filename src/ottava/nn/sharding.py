@@ -263,7 +263,8 @@ class Sharding:
         x, place = self._enter(layer, input)
         weight, own_bias = local(layer.weight), None if layer.returns_bias else layer.bias
         if self.split and isinstance(own_bias, DTensor):
-            own_bias = own_bias.to_local(grad_placements=self._bias_grad)
+            whole = isinstance(self.output, Replicate)
+            own_bias = own_bias.to_local(grad_placements=(Replicate() if whole else Partial(),))
         own_bias = local(own_bias)
         layer.exchange, tokens = self._exchange(list(x.shape[:-1]), place, vars(input).get("once"))
         rows = self._run(layer, x, weight, None if self.split else own_bias, *more)
@@ -276,10 +277,6 @@ class Sharding:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         return Sharding(self.mesh, self.split, self.input, self.output, local_output=self.local_output)
-
-    @property
-    def _bias_grad(self) -> tuple[Placement, ...]:
-        return (Replicate(),) if isinstance(self.output, Replicate) else (Partial(),)
 
     def parameters_of(self, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Those of what stands in front of the cast; each rank has seen only its tokens of them."""

@@ -38,6 +38,7 @@ from ottava.base.untrusted import UntrustedError, parse_json, read_text, regular
 from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.casts import is_torchao
 from ottava.experiments.program import tensors_in
+from ottava.experiments.snapshot import stepped_by
 
 SCHEMA = "ottava.trace/1"
 GRADIENTS = ("output gradient", "input gradient")
@@ -369,7 +370,7 @@ class StepRecorder:
         if not self.active:
             return
         names: dict[int, tuple[Any, str]] = {id(p): (module, name) for module, name, p in self._parameters()}
-        for number, p in enumerate(_stepped(optimizer)):
+        for number, p in enumerate(stepped_by(optimizer)):
             module, name = names.get(id(p), (optimizer, f"parameter {number}"))
             if p.grad is not None:
                 self._note(module, name, "clipped gradient", 0, 0, p.grad)
@@ -381,7 +382,7 @@ class StepRecorder:
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.active:
             return
-        for p in _stepped(optimizer):
+        for p in stepped_by(optimizer):
             if id(p) in self._before:
                 module, name, before = self._before.pop(id(p))
                 moved = _local(p).float() - before.float()
@@ -492,10 +493,6 @@ def unit_of(module: nn.Module) -> tuple[float, float] | None:
 def _elsewhere(path: str, others: set[str]) -> set[str]:
     """Modules that neither hold a module nor lie in it."""
     return {o for o in others if o and path and not f"{o}.".startswith(f"{path}.") and not path.startswith(f"{o}.")}
-
-
-def _stepped(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _in_backward() -> bool:

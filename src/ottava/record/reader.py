@@ -228,8 +228,9 @@ class Table:
     def dicts(self, *metrics: str) -> list[dict[str, Any]]:
         """Rows as plain values: the identity and these statistics (by default all)."""
         names = metrics or tuple(STATISTICS)
-        columns = {**self.columns, **{name: self.metric(name) for name in names}}
-        return [{name: _python(values[i]) for name, values in columns.items()} for i in range(len(self))]
+        columns = {name: values.tolist() for name, values in self.columns.items()}
+        columns |= {name: self.metric(name).tolist() for name in names}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def keys(self) -> list[SlotKey]:
         """The cast of every row."""
@@ -388,7 +389,7 @@ class Run:
     @cached_property
     def ranks(self) -> list[int]:
         """Ranks that wrote statistics."""
-        return sorted({rank for _, rank, _ in self._parts})
+        return sorted({rank for _, rank, _ in part_files(self.path)})
 
     def table(self, *, phase: str | None = "full", merge_ranks: bool = True) -> Table:
         """The statistics, in the order in which they were written.
@@ -405,17 +406,12 @@ class Run:
     @cached_property
     def _raw(self) -> Table:
         parts = []
-        for _, _, path in self._parts:
+        for _, _, path in part_files(self.path):
             try:
                 parts.append(Part(path))
             except (pa.ArrowInvalid, OSError) as error:
                 _say_torn(path, error)
         return table_of(parts)
-
-    @property
-    def _parts(self) -> list[tuple[int, int, Path]]:
-        """(number, rank, file) of every part, in the order in which they were written."""
-        return part_files(self.path)
 
 
 def part_files(folder: Path) -> list[tuple[int, int, Path]]:
@@ -485,10 +481,6 @@ def number_of(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
-
-
-def _python(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _table(stored: pa.Table | None, parts: Sequence[Part]) -> Table:
@@ -635,12 +627,8 @@ def tensor_table(table: Table, statistics: Iterable[str] = COLUMNS, *, ranks: bo
     columns = {"step": table["step"]} | ({"rank": table["rank"]} if ranks else {})
     columns |= {
         "layer": table["layer"],
-        "tensor": _symbols(table),
+        "tensor": [symbol(t, d) for t, d in zip(table["tensor"], table["direction"], strict=True)],
         "recipe": table["recipe"],
         "format": table["format"],
     }
     return pa.table(columns | {name: table.metric(name) for name in known_statistics(statistics)})
-
-
-def _symbols(table: Table) -> list[str]:
-    return [symbol(t, d) for t, d in zip(table["tensor"], table["direction"], strict=True)]

@@ -456,7 +456,7 @@ def forest(chart: Forest, *, chart_id: str) -> str:
         2
     """
     across = math.log10 if chart.log else float
-    shown = [e for _, row in chart.rows for e in row if _drawable(e, chart.log)]
+    shown = [e for _, row in chart.rows for e in row if _fits(e.mean, chart.log)]
     ends = [
         across(v)
         for e in shown
@@ -470,7 +470,7 @@ def forest(chart: Forest, *, chart_id: str) -> str:
         height = _LANE * max(1, len(row))
         parts.append(_row_name(axis, name, y + height / 2))
         for lane, estimate in enumerate(row):
-            if _drawable(estimate, chart.log):
+            if _fits(estimate.mean, chart.log):
                 parts.append(_estimate(axis, estimate, y + _LANE * (lane + 0.5), chart.log))
         y += height + _GAP
     band = "" if chart.band is None else _range(axis, chart.band, y - _GAP / 2, chart.log)
@@ -577,10 +577,6 @@ def _row_name(axis: _Axis, name: str, y: float) -> str:
 
 def _fits(value: float, log: bool) -> bool:
     return math.isfinite(value) and (value > 0 or not log)
-
-
-def _drawable(estimate: Estimate, log: bool) -> bool:
-    return _fits(estimate.mean, log)
 
 
 def _whisker(estimate: Estimate, log: bool) -> tuple[float, float]:

@@ -49,9 +49,9 @@ from ottava.base.untrusted import UntrustedError, file_digest, parse_json, read_
 from ottava.optim.engine import BOUND, Engine, group_scales, widened
 from ottava.optim.rules import ADAMW_STATES
 from ottava.optim.storage import join
-from ottava.train.ranks import Orders, Ranks, local
+from ottava.train.ranks import Orders, Ranks
 from ottava.weights.checkpoint import infer_spec
-from ottava.weights.parameter import QuantizedWeight, adopt_scales
+from ottava.weights.parameter import QuantizedWeight, adopt_scales, local
 
 _FORMAT, _BEFORE = "ottava.train.checkpoint/3", "ottava.train.checkpoint/2"
 _SHARDS = "ottava.train.shards/1"
@@ -243,7 +243,7 @@ def restore_optimizer(
     entries = {name: widened(state) for name, state in _optimizer_entries(checkpoint.tensors).items()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
-        needed = _state_names(optimizer, group)
+        needed = {state.name for state in (optimizer.states(group) if isinstance(optimizer, Engine) else ADAMW_STATES)}
         for parameter in group["params"]:
             state = entries.get(names[id(parameter)], {})
             if state and state.keys() - {"step"} != needed:
@@ -254,11 +254,6 @@ def restore_optimizer(
             if state and isinstance(optimizer, Engine):
                 state["master"] = weights[names[id(parameter)]].to(torch.float32)
     load_optimizer(checkpoint, model, optimizer, entries)
-
-
-def _state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
-    """Names of the states that the optimizer keeps of each parameter, without the step count."""
-    return {state.name for state in (optimizer.states(group) if isinstance(optimizer, Engine) else ADAMW_STATES)}
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -676,12 +671,9 @@ def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
     """
     if not source.exists():
         raise CheckpointError(f"{source}: does not exist; needed: a run folder of `ottava train`, or a checkpoint")
-    checkpoint: Checkpoint | None
-    problems: list[str] = []
-    if source.is_dir() and not (source / HEADER).exists():
-        checkpoint, problems = newest_checkpoint(source / "checkpoints")
-    else:
-        checkpoint = read_any(source)
+    if not source.is_dir() or (source / HEADER).exists():
+        return read_any(source), []
+    checkpoint, problems = newest_checkpoint(source / "checkpoints")
     if checkpoint is None:
         raise CheckpointError(f"{source}: holds no checkpoint; needed: a run folder of `ottava train`, or a checkpoint")
     return checkpoint, problems

@@ -73,20 +73,8 @@ class Run:
 
     def view(self, reference: Run) -> RunView:
         """The state of the run, compared with the BF16 run of the same seed."""
-        curve = smooth([record.loss for record in self.trainer.history])
-        other = smooth([record.loss for record in reference.trainer.history])
-        compared = min(len(curve), len(other)) - 1
-        recent = [record.seconds for record in self.trainer.history[-_RECENT:]]
-        return RunView(
-            recipe=self.recipe,
-            seed=self.seed,
-            step=self.trainer.step,
-            steps=self.trainer.config.steps,
-            loss=curve[-1] if curve else None,
-            delta=curve[compared] - other[compared] if compared >= 0 and self.recipe != REFERENCE else None,
-            tokens_per_second=self.trainer.history[-1].tokens / statistics.median(recent) if recent else None,
-            curve=curve,
-        )
+        other = None if self.recipe == REFERENCE else reference.trainer
+        return RunView.of(self.trainer, self.recipe, self.seed, _RECENT, other)
 
     def result(self) -> RunResult:
         """The result of the finished run. Evaluates the run once more, in high precision."""

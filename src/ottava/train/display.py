@@ -8,10 +8,11 @@ rich prints none if NO_COLOR is set.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -22,6 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ottava.base.text import duration, signed
+from ottava.report.charts import smooth
+
+if TYPE_CHECKING:
+    from ottava.train.loop import Trainer
+    from ottava.train.run_folder import StepRecord
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 22
@@ -44,10 +50,25 @@ class RunView:
     curve: Sequence[float]
     """Smoothed losses so far, for the sparkline."""
 
+    @classmethod
+    def of(cls, trainer: Trainer, recipe: str, seed: int, recent: int, reference: Trainer | None = None) -> RunView:
+        """Of a trainer; recent: steps whose median is the speed; reference: the BF16 run of this seed."""
+        curve = smooth([record.loss for record in trainer.history])
+        other = [] if reference is None else smooth([record.loss for record in reference.history])
+        delta = next((a - b for a, b in reversed(list(zip(curve, other, strict=False)))), None)
+        loss, speed = curve[-1] if curve else None, tokens_per_second(trainer.history[-recent:])
+        at = {"step": trainer.step, "steps": trainer.config.steps}
+        return cls(recipe=recipe, seed=seed, **at, loss=loss, delta=delta, tokens_per_second=speed, curve=curve)
+
     @property
     def diverged(self) -> bool:
         """Whether the loss is no longer a number."""
         return self.loss is not None and not math.isfinite(self.loss)
+
+
+def tokens_per_second(records: Sequence[StepRecord]) -> float | None:
+    """The rate of the median step, which a few slow steps do not change. None before the first step."""
+    return records[-1].tokens / statistics.median(record.seconds for record in records) if records else None
 
 
 class PlainDisplay:

@@ -107,13 +107,10 @@ def as_llama(
     casts = any(layer.resolved.quantized for layer in quantized_layers(model))
     parameters = dict(model.named_parameters()) | dict(masters or {})
 
-    def plain(name: str, source: str) -> Weight:
-        return Weight(f"{name}.weight", numbers(parameters[f"{source}.weight"]).detach())
-
     weights = []
     for ours, theirs in table(config):
         if ours.rpartition(".")[2] in ("embedding", "norm"):
-            weights += [plain(name, ours) for name in theirs]
+            weights += [Weight(f"{name}.weight", numbers(parameters[f"{ours}.weight"]).detach()) for name in theirs]
         elif ours == "lm_head":
             values = numbers(parameters["lm_head.weight"]).detach()
             weights.append(Weight("lm_head.weight", values, True, default_filter("lm_head", model.lm_head) or ""))

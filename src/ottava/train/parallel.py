@@ -33,7 +33,8 @@ from ottava.nn.moe import MoE
 from ottava.optim.engine import summed
 from ottava.train.config import ModelConfig, ParallelConfig
 from ottava.train.model import VOCABULARY, ByteTransformer, entropy, loss
-from ottava.train.ranks import Orders, Ranks, local
+from ottava.train.ranks import Orders, Ranks
+from ottava.weights.parameter import local
 
 
 def parts_of(config: ParallelConfig, layers: int, place: int) -> list[tuple[int, range]]:

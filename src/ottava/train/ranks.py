@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ottava.base.settings import ConfigError
 from ottava.distributed import verify
 from ottava.train.config import ParallelConfig
+from ottava.weights.parameter import local
 
 T = TypeVar("T")
 Orders = Mapping[str, Tensor]
@@ -211,11 +212,6 @@ class Ranks:
         if gradients:
             torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
-
-
-def local(tensor: Any) -> Tensor:
-    """This process's part of a DTensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shards(tensor: Any) -> int:

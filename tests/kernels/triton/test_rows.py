@@ -144,7 +144,7 @@ def test_norms_alone_are_fp64s_within_the_roundings_of_torchs_lines(monkeypatch:
     """
     if not ON_GPU:
         monkeypatch.setattr(ottava.nn.norms, "supports_norm", lambda *_: None)
-        monkeypatch.setattr(triton_rows, "_programs", lambda device: 3)
+        monkeypatch.setattr(triton_rows, "filling", lambda device: 3)
     asked: list[str] = []
     original = triton_rows.norm_gradient
     monkeypatch.setattr(ottava.nn.norms, "norm_gradient", lambda *a, **k: (asked.append("dx"), original(*a, **k))[1])

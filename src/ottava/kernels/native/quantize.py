@@ -28,7 +28,7 @@ from ottava.kernels.gate import address, pointer, refusal
 from ottava.kernels.native import build as native_build
 from ottava.kernels.reference import Cast
 from ottava.numerics.formats import E2M1, E4M3, Format
-from ottava.numerics.rounding import check_input_dtype, draw_seed
+from ottava.numerics.rounding import draw_seed
 from ottava.numerics.scaling import FOUR_OVER_SIX_TOPS, MS_EDEN_TOPS, TE_FOUR_OVER_SIX, Granularity, column_major
 from ottava.numerics.scaling import amax as block_amax
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
@@ -111,9 +111,7 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
         (x, scale, staged) -> Cast; staged: of a door, fp32 (3,), contiguous: the kernel raises it to the amax of this
         cast, which has one scale.
     """
-    check_input_dtype(x, "quantize")
-    if x.dim() != 2:
-        raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
+    reference.check_matrix(x)
     if not x.numel():  # no codes and no amax, but a scale
         return lambda x, scale, staged: reference.quantize(x, spec, scale)
     if (plan := _PLANS.get(settings(spec).library)) is not None:

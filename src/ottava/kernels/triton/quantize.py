@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from ottava.kernels.gate import refusal
-from ottava.kernels.reference import Cast
+from ottava.kernels.reference import Cast, check_matrix
 from ottava.kernels.triton.launch import Launch, Named
 from ottava.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2
-from ottava.numerics.rounding import check_input_dtype
 from ottava.numerics.scaling import BLOCK_1X128, PER_TENSOR, Granularity, column_major
 from ottava.numerics.tensor import QuantizationSpec
 
@@ -113,9 +112,7 @@ def quantize_both(
         TypeError: dtype.  ValueError: x is not a matrix.
     """
     if isinstance(x, Tensor):
-        check_input_dtype(x, "quantize")
-        if x.dim() != 2:
-            raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
+        check_matrix(x)
         if column_major(x):  # x.T is the one that lies row by row
             cast_t, cast = quantize_both(x.t(), spec_t, spec, scale, staged)
             return cast, cast_t
@@ -261,7 +258,7 @@ def _plan_predicted(
     for redo in (False, True):
         sides = spec is not None, spec_t is not None
         constants = predicted_launch(known, *sides, redo, _converts(device), redo and stages != "")
-        most = _programs(device) if redo else None
+        most = filling(device) if redo else None
         launches.append(_bound(device_code.predicted_kernel, (*shape, *strides), tops, constants, named, most))
     finish = _finish(spec, spec_t, spec is not None and spec_t is not None)
 
@@ -478,8 +475,8 @@ def _tile(block_rows: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _programs(device: torch.device) -> int:
-    """As many programs of the guard as a device holds at once; the interpreter takes 3."""
+def filling(device: torch.device) -> int:
+    """As many programs as a device holds at once; the interpreter takes 3."""
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ottava.kernels.gate import launched, refusal
 from ottava.kernels.triton.launch import Launch, Named
-from ottava.kernels.triton.quantize import NAME, UnmadeRows, refuse_device
+from ottava.kernels.triton.quantize import NAME, UnmadeRows, filling, refuse_device
 
 MADE = ("rmsnorm", "layernorm", "silu", "gelu", "gelu_tanh", "relu", "relu2")
 """What the device code knows."""
@@ -181,7 +181,7 @@ def norm_gradient(
     """(dx like x, d_gamma and d_beta (K,) in fp32) of `norm`, reading x and dy once; beta: whether d_beta is wanted."""
     cols = x.shape[-1]
     rows = x.numel() // cols
-    programs = min(rows, _programs(x.device))
+    programs = min(rows, filling(x.device))
     dx = torch.empty_like(x)
     d_gamma = None if gamma is None else x.new_empty(programs, cols, dtype=torch.float32)
     d_beta = x.new_empty(programs, cols, dtype=torch.float32) if beta else None
@@ -198,12 +198,6 @@ def norm_launch(make: str, cols: int) -> dict[str, Any]:
     """The compile-time parameters of `norm_kernel` and its gradient: a row in registers, 32 numbers a thread."""
     wide = max(1 << (cols - 1).bit_length(), 128)
     return {"MAKE": make, "TC": wide, "num_warps": max(wide // 1024, 1)}
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    """Programs that sum d_gamma: enough to fill the device, few enough to be added up quickly."""
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _device_code() -> Any:
