@@ -528,20 +528,17 @@ def marks(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         >>> marks([{"step": 7, "rank": 0, "kind": "resumed"}])
         [{'step': 7, 'kind': 'resumed', 'letter': 'R', 'quiet': False, 'text': 'the run was resumed after this step'}]
     """
-    shown = []
-    for event in sorted(events, key=lambda event: int(event["step"])):
-        kind = str(event.get("kind", "event"))
-        step = int(event["step"])
-        shown.append(
-            {
-                "step": step,
-                "kind": KIND_NAMES.get(kind, kind),
-                "letter": kind[:1].upper(),
-                "quiet": kind in QUIET,
-                "text": event_text(event),
-            }
-        )
-    return shown
+    return [
+        {
+            "step": int(event["step"]),
+            "kind": KIND_NAMES.get(kind, kind),
+            "letter": kind[:1].upper(),
+            "quiet": kind in QUIET,
+            "text": event_text(event),
+        }
+        for event in sorted(events, key=lambda event: int(event["step"]))
+        for kind in [str(event.get("kind", "event"))]
+    ]
 
 
 KIND_NAMES = MappingProxyType({"burst": "closer look", "flight": "amaxes stored"})

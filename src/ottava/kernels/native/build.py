@@ -185,6 +185,13 @@ def load(name: str, dtype: torch.dtype | None = None, variant: str = "") -> Buil
     return built
 
 
+def loaded(name: str, dtype: torch.dtype | None = None) -> ctypes.CDLL:
+    """The library of `load`, which is there: a `supports_*` was asked."""
+    library = load(name, dtype).library
+    assert library is not None
+    return library
+
+
 def declare(library: ctypes.CDLL) -> None:
     """Tells ctypes what the functions of a library return and take."""
     for name, (result, arguments) in _SYMBOLS.items():

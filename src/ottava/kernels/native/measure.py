@@ -117,8 +117,7 @@ class Layout(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _places(layout: Layout, dtype: torch.dtype) -> ctypes.Array[ctypes.c_int64]:
     """The place of each sum of a library. Raises ValueError if the library computes other sums."""
-    library = native_build.load("measure", dtype).library
-    assert library is not None  # supports_measure was asked
+    library = native_build.loaded("measure", dtype)
     words = [names().decode().split() for names in (library.ottava_sums, library.ottava_extremes)]
     sums, extremes = (dict(zip(w[::2], map(int, w[1::2]), strict=True)) for w in words)
     refuse_other_sums(NAME, dict(layout.sums), sums)
@@ -156,12 +155,10 @@ def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor,
             job.extremes = pointer(extremes) + 8 * len(layout.extremes) * i
         settings = _Library(places=ctypes.addressof(_places(layout, dtype)), width=layout.used)
         if any(isinstance(looks[i].cast, QuantizationSpec) or spec_of(looks[i]).predicted for i in indices):
-            casts = native_build.load("quantize", dtype).library
-            assert casts is not None  # supports_measure was asked
+            casts = native_build.loaded("quantize", dtype)
             settings.quantize = ctypes.cast(casts.ottava_cast, _POINTERS)
             settings.scales = ctypes.cast(casts.ottava_scales, _POINTERS)
-        library = native_build.load("measure", dtype).library
-        assert library is not None
+        library = native_build.loaded("measure", dtype)
         failed = library.ottava_measure(jobs, len(indices), ctypes.byref(settings), torch.get_num_threads())
         del kept  # the jobs point to these
         if failed:
@@ -253,8 +250,7 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if col != 1:  # the order of elements does not matter
         # extremes and counts do not depend on the order, so columns are read as rows
         x, row, col = (x.t(), col, 1) if row == 1 else (x.contiguous(), x.shape[1], 1)
-    library = native_build.load("sample", x.dtype).library
-    assert library is not None  # supports_survey was asked
+    library = native_build.loaded("sample", x.dtype)
     to = _ROUNDED.get(target, 0) if target != x.dtype else 0
     finite = library.ottava_survey(pointer(x), to, *x.shape, row, pointer(extent), torch.get_num_threads())
     # the amax of cast numbers is the cast amax, but what overflows in the cast has to be counted
@@ -291,8 +287,7 @@ def take(x: Tensor, bands: Sequence[range], squares: Tensor | None = None) -> Te
     """
     rows, cols = x.shape
     taken = torch.empty(sum(map(len, bands)), cols, dtype=x.dtype, device="cpu")
-    library = native_build.load("sample", _holds(x)).library
-    assert library is not None  # supports_take was asked
+    library = native_build.loaded("sample", _holds(x))
     numbers = (ctypes.c_int64 * (3 * len(bands)))(*(n for band in bands for n in (band.start, band.stop, band.step)))
     # waking a thread takes longer than copying a few rows
     threads = torch.get_num_threads() if taken.numel() >= _SHARED else 1

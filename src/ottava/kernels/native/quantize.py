@@ -128,7 +128,7 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
     sizes = (rows, cols, pitch, *granularity.block_shape((rows, cols)))
     code_dtype, float32, threads, pack = spec.format.storage_dtype, torch.float32, torch.get_num_threads, _JOB.pack
     empty, cpu = torch.empty_strided, x.device  # torch takes longer to read a size alone, or "cpu"
-    cast = _library("quantize", x.dtype).ottava_cast
+    cast = native_build.loaded("quantize", x.dtype).ottava_cast
 
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
         if copied:
@@ -190,7 +190,11 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
     sizes = rows, cols, lines.stride(0) if rows > 1 else cols, height, width
     cell, cell_t = settings(first), settings(second)  # they must live as long as this plan
     dtypes, float32 = (first.format.storage_dtype, second.format.storage_dtype), torch.float32
-    cast_both, threads, pack = _library("quantize", x.dtype).ottava_cast_both, torch.get_num_threads, _BOTH.pack
+    cast_both, threads, pack = (
+        native_build.loaded("quantize", x.dtype).ottava_cast_both,
+        torch.get_num_threads,
+        _BOTH.pack,
+    )
     empty, cpu = torch.empty_strided, x.device
 
     def run(x: Tensor) -> CastPair:
@@ -220,8 +224,8 @@ def _plan_stochastic(x: Tensor, spec: QuantizationSpec) -> RunCast:
     block, grid, cell = granularity.block_shape(shape), granularity.grid_shape(shape), settings(spec)
     numbers = fmt.mantissa_bits, fmt.emin, fmt.bits, nan_code(fmt), fmt.max
     factors, round_ = (
-        _library("quantize", x.dtype).ottava_factors,
-        _library("stochastic", x.dtype).ottava_cast_stochastic,
+        native_build.loaded("quantize", x.dtype).ottava_factors,
+        native_build.loaded("stochastic", x.dtype).ottava_cast_stochastic,
     )
     # a rule reads the numbers of a block, not only its amax; only torch has all of them
     by_rule, empty, threads = spec.block_scale != "amax", torch.empty, torch.get_num_threads
@@ -258,7 +262,7 @@ def _plan_by_rule(x: Tensor, spec: QuantizationSpec) -> RunCast:
     shape, (rule, top, candidates) = (x.shape[0], x.shape[1]), RULES[spec.block_scale]
     block, grid = spec.granularity.block_shape(shape), spec.granularity.grid_shape(shape)
     group = 0 if spec.transform is None else spec.transform.group or 0
-    cast = _library("block_scales", x.dtype).ottava_cast_by_rule
+    cast = native_build.loaded("block_scales", x.dtype).ottava_cast_by_rule
 
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
         x = x.detach().contiguous()
@@ -305,7 +309,7 @@ def plan_transform(x: Tensor, transform: Transform) -> Callable[[Tensor, Tensor 
     (rows, cols), size = x.shape, transform.size
     dtype = torch.bfloat16 if transform.narrows(x.dtype) else torch.float32
     out_shape = rows, -(-cols // size) * size
-    rotate = _library("rotate", x.dtype).ottava_rotate
+    rotate = native_build.loaded("rotate", x.dtype).ottava_rotate
 
     def run(x: Tensor, aside: Tensor | None) -> Tensor:
         drawn, out = aside is not None, torch.empty(out_shape, dtype=dtype, device="cpu")
@@ -352,7 +356,7 @@ def plan_dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Callable[[Quant
         return lambda x_q: torch.empty(x_q.shape, dtype=dtype, device="cpu")
     sizes = rows, cols, *granularity.block_shape((rows, cols))
     numbers, in_bf16 = code_numbers(fmt), int(dtype == torch.bfloat16)
-    decode, threads, empty = _library("decode").ottava_decode, torch.get_num_threads, torch.empty
+    decode, threads, empty = native_build.loaded("decode").ottava_decode, torch.get_num_threads, torch.empty
 
     def run(x_q: QuantizedTensor) -> Tensor:
         codes, scales = x_q.data, x_q.scale_inv
@@ -364,12 +368,6 @@ def plan_dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Callable[[Quant
         return out.t() if turned else out
 
     return run
-
-
-def _library(name: str, dtype: torch.dtype | None = None) -> ctypes.CDLL:
-    library = native_build.load(name, dtype).library
-    assert library is not None  # a `supports_*` was asked
-    return library
 
 
 def code_numbers(fmt: Format) -> tuple[int, int, int, int]:
