@@ -214,7 +214,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
         *,
         zero_centered_gamma: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
         self._settle("layernorm", zero_centered_gamma)
 
 
@@ -243,7 +243,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
         *,
         zero_centered_gamma: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
         self._settle("rmsnorm", zero_centered_gamma)
 
 
