@@ -443,7 +443,6 @@ _KINDS = MappingProxyType(
     }
 )
 """Linears that are left out, or lost, together."""
-_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -636,7 +635,7 @@ def _of_checkpoint(ours: Model, theirs: Model) -> Iterator[Hypothesis]:
              and not torch.equal(t.float(), ours.plain[n].float())}  # fmt: skip
     if other:
         said = f"{len(other)} tensors in high precision as in the checkpoint"
-        yield _of_state("plain", said, partial(_given, {}, plain=other))
+        yield _of_state("plain", said, lambda s: replace(s, plain={**s.plain, **other}))
 
 
 def _formula(ours: Model, theirs: Model) -> Mapping[str, object]:
@@ -647,8 +646,8 @@ def _kind(name: str, other: str) -> str:
     return "router" if ROUTER.search(name) else "head" if HEAD.search(name) else other
 
 
-def _given(sides: Mapping[str, Side], state: ModelState, plain: Mapping[str, Tensor] = _NOTHING) -> ModelState:
-    return replace(state, linears={**state.linears, **sides}, plain={**state.plain, **plain})
+def _given(sides: Mapping[str, Side], state: ModelState) -> ModelState:
+    return replace(state, linears={**state.linears, **sides})
 
 
 def _groups(names: Sequence[str]) -> dict[str, list[str]]:
@@ -673,10 +672,13 @@ def _stale(ours: Model, name: str, model: Model) -> Iterator[Hypothesis]:
             sides[key] = replace(side, weight=old.weight, cast=cast)
     plain = {n: t for n, t in model.plain.items() if n in ours.plain and t.shape == ours.plain[n].shape}
 
-    yield _of_state("stale", f"all weights of {name}", partial(_given, sides, plain=plain))
+    def change(some: Mapping[str, Side], others: Mapping[str, Tensor], state: ModelState) -> ModelState:
+        return replace(state, linears={**state.linears, **some}, plain={**state.plain, **others})
+
+    yield _of_state("stale", f"all weights of {name}", partial(change, sides, plain))
     for kind, names in _groups(list(sides)).items():
         inside = {n: t for n, t in plain.items() if kind.startswith("block") and f".{kind[6:]}." in n}
-        yield _of_state("stale", f"{kind} of {name}", partial(_given, {n: sides[n] for n in names}, plain=inside))
+        yield _of_state("stale", f"{kind} of {name}", partial(change, {n: sides[n] for n in names}, inside))
     embeddings = {n: t for n, t in plain.items() if re.search("embed|wte|wpe", n)}
     norms = {n: t for n, t in plain.items() if n not in embeddings}
     heads = {n: side for n, side in sides.items() if HEAD.search(n)}
@@ -687,8 +689,8 @@ def _stale(ours: Model, name: str, model: Model) -> Iterator[Hypothesis]:
         ("norms and biases", {}, norms),
         ("tensors in high precision", {}, plain),
     ):
-        yield _of_state("stale", f"{what} of {name}", partial(_given, some, plain=others))
-    yield _of_state("stale", f"all linears of {name}", partial(_given, sides))
+        yield _of_state("stale", f"{what} of {name}", partial(change, some, others))
+    yield _of_state("stale", f"all linears of {name}", partial(change, sides, {}))
 
 
 def _of_engines(ours: Model) -> Iterator[Hypothesis]:
