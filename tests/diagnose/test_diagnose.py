@@ -253,7 +253,7 @@ def test_short_steps_are_told_from_those_of_a_schedule(tmp_path: Path) -> None:
     assert not said("a warm-up begins with them", {5: 0.5, 10: 0.5, 20: 0.9, 30: 0.9})
     assert not said("no lower end", {10: -9.0, 20: -9.0, 30: -9.0})
     assert not said("a careful rate", short, still)  # a note
-    assert "too short in 3 of 3" in said("with an event", short, rises)
+    assert "too short in 3 of 3" in said("a guess", short, lambda s: {"loss": 4.16})
     assert "Clipping shortens the gradient 317 times in the median step." in said("clipped", short)
     # norms 1.3 before clipping to 1, with the factor of a GradScaler inside; no length that was tried helps any more
     scaled = lambda s: {"grad_norm": 1.3, "grad_norm_used": 2.0**-16, "grad_scale": 2.0**16}  # noqa: E731
