@@ -90,6 +90,18 @@ def test_casts_of_some_linears_are_found_by_their_kind(bare: Model) -> None:
     assert (found.first.cause, found.first.said) == ("layers", "down cast with a scale a row and a token")
 
 
+def test_a_cause_may_hold_in_some_sequences(bare: Model) -> None:
+    state = ModelState.of(bare)
+    own, some = logp(state, chunk=1), torch.arange(6).repeat_interleave(40) % 3 == 1
+    late = own.view(6, 40).roll(1, 1).flatten()
+    for cause, engine in (("temperature", logp(state, Sampler(0.7))), ("shift", late)):
+        found = attribute(rollout(torch.where(some, engine, own), own), bare)
+        assert found.first is not None
+        assert found.first.cause == cause, str(found)
+        assert found.first.said.endswith(", in 2 of 6 sequences")
+        assert found.rest.kl < 0.1 * found.kl
+
+
 def test_other_kernels_are_no_cause(bare: Model) -> None:
     state = ModelState.of(bare)
     own = logp(state)

@@ -190,16 +190,22 @@ def attribute(
     lab = _Lab(found, ours, temperature)
     state = lab.start
     tried, later = list(hypotheses(found, ours, theirs, before)), [] if ours is None else list(_in_part(ours))
-    loss, parts = lab.loss(state), list[Share]()
+    loss, parts, part = lab.loss(state), list[Share](), False
+    done = torch.zeros_like(loss, dtype=torch.bool)  # sequences of which a cause was found that holds in them alone
     while float(loss.mean()) > 0 and len(parts) < _ROUNDS:
-        settings = ((one.cause, *each) for one in tried for each in lab.tries(state, one))
+        settings = ((one.cause, *each) for one in tried for each in lab.tries(state, one, loss, done, part))
         best = min(settings, key=lambda x: float(x[3].mean()), default=None)
         if best is None or not _real(loss, best[3], lab.whole):
-            if not later or float(loss.mean()) <= lab.rounding(state)[0]:
+            if part or float(loss.mean()) <= lab.rounding(state)[0]:
                 break
-            tried, later = [*tried, *later], []
+            tried, part = [*tried, *later], True
             continue
-        cause, state, said, after = best
+        cause, changed, said, after, where = best
+        if bool((where | done).all()):
+            state = changed
+        else:
+            done, count = done | where, sum(bool(one.any()) for one in where.split(found.sequences))
+            said = f"{said}, in {count} of {len(found.sequences)} sequences"
         gain = float(loss.mean() - after.mean())
         parts.append(Share(cause, gain, said))
         loss = after
@@ -331,11 +337,24 @@ class _Lab:
         sides = [*self.start.state.linears.values(), *(theirs.linears.values() if theirs else ())]
         return "untold" if any(side.cast is not None for side in sides) or parts else "not-fp8"
 
-    def tries(self, setting: Guess, one: Hypothesis) -> Iterator[tuple[Guess, str, Tensor]]:
-        """The settings of a hypothesis, in words, and each token's KL under them."""
-        for changed, said in one.settings(setting, lambda other: float(self.loss(other).mean())):
-            if changed.trainer <= (float(self.loss(setting).mean()) > self.noise):  # one rounding less is no cause
-                yield changed, said, self.loss(changed)
+    def tries(
+        self, setting: Guess, one: Hypothesis, loss: Tensor, done: Tensor, part: bool
+    ) -> Iterator[tuple[Guess, str, Tensor, Tensor]]:
+        """The settings of a hypothesis, in words, each token's KL under them, and the tokens where they hold.
+
+        They hold everywhere but in sequences that are `done`; with `part`, where they halve the KL of a sequence.
+        """
+
+        def under(other: Guess) -> tuple[Tensor, Tensor]:
+            after, where = self.loss(other), ~done
+            if part:
+                both = zip(after.split(self.found.sequences), loss.split(self.found.sequences), strict=True)
+                where = where & torch.cat([(a.mean() < 0.5 * b.mean()).expand(len(a)) for a, b in both])
+            return torch.where(where, after, loss), where
+
+        for changed, said in one.settings(setting, lambda other: float(under(other)[0].mean())):
+            if changed.trainer <= (float(loss.mean()) > self.noise):  # one rounding less is no cause
+                yield changed, said, *under(changed)
 
     def loss(self, setting: Guess) -> Tensor:
         """Each token's KL between the rollout and training's log-probabilities under a setting."""
