@@ -113,6 +113,7 @@ class TrainingTap:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._held: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
         self._bare: dict[str, dict[str, Any]] = {}
+        self._configured: dict[str, dict[str, Any]] = {}
         self._steppers: dict[int, tuple[weakref.ref[Optimizer], float]] = {}
         self._restarts = self._shared = 0
         self._before: tuple[list[Tensor], Tensor] | None = None
@@ -472,7 +473,9 @@ class TrainingTap:
         if final:
             about["unmoved"] = sorted({n for n, p in self._parameters() if self._weights.get(n, "-") == hash_of(p)})
         about |= {"arguments": self.batches.arguments} if self.batches.arguments else {}
-        about |= configured([root for ref, _ in self._roots if (root := ref()) is not None])
+        if not self._configured:  # once: a search among all objects of the process takes a tenth of a second
+            self._configured = configured([root for ref, _ in self._roots if (root := ref()) is not None])
+        about |= self._configured
         return {"parameters": parameters, "dtypes": dtypes, "tied": self._ties(), **loss, **about}
 
     def stands_in(self, optimizer: Optimizer) -> bool:
