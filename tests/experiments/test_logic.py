@@ -391,7 +391,7 @@ def test_a_config_and_arguments_of_a_trainer_are_told_beside_a_good_run(tmp_path
     given = pytest.importorskip("transformers").TrainingArguments("folder", neftune_noise_alpha=5)
     found = configured([model])
     assert found["trainer"]["neftune_noise_alpha"] == given.neftune_noise_alpha
-    assert not {"seed", "output_dir"} & {*found["trainer"], *found["config"]}
+    assert not {"seed", "output_dir"} & {*found["trainer"], *found["model_config"]}
 
 
 def test_a_norm_that_runs_twice_in_one_loss_is_repeated(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ _MEANT = frozenset({"D1", "D3", "D4", "M4", "M6", "O6", "O7", "O13"})
 """Laws that may be broken on purpose even where something happens to the loss."""
 _HEALTHY = 0.02  # update over weight
 _AS_FAR = 0.8  # of this run's error: two batches of one program part by less
-_PLACES = ("trainer", "config", "arguments", "casting", "code", "cast", "setting", "optimizer", "parameter")
+_PLACES = ("trainer", "model_config", "arguments", "casting", "code", "cast", "setting", "optimizer", "parameter")
 _NO_CAUSE = frozenset({"recipe", "weights", "batch"})
 """Differences that good runs have, too: another recipe, another seed."""
 
@@ -506,7 +506,7 @@ _TITLES = MappingProxyType(
         "optimizer": "The optimizer is not that of the good run",
         "casting": "The casts are not set as in the good run",
         "trainer": "The Trainer is not set as in the good run",
-        "config": "The model is not configured as in the good run",
+        "model_config": "The model is not configured as in the good run",
         "arguments": "The model is not called as in the good run",
         "code": "The code parts from that of the good run",
         "cast": "A cast parts from that of the good run",
@@ -551,7 +551,7 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
         return render("good_lr" if one.key == "lr" else "good_setting", values, frameworks, trial)
     names = {"weights": "good_weights", "batch": "good_batch", "labels": "good_labels", "optimizer": "good_setting",
              "casting": "good_setting", "parameter": "optimizer" if one.key == "held" else "good_parameters",
-             "arguments": "good_call", "trainer": "good_setting", "config": "good_setting"}  # fmt: skip
+             "arguments": "good_call", "trainer": "good_setting", "model_config": "good_setting"}  # fmt: skip
     return render(names.get(one.kind, "good_code"), values, frameworks)
 
 

@@ -44,8 +44,8 @@ class Difference:
     """One difference of two runs."""
 
     kind: str
-    """recipe, casting, optimizer, setting, trainer, config, arguments, code, cast, parameter, program, weights, batch,
-    labels, ranks."""
+    """recipe, casting, optimizer, setting, trainer, model_config, arguments, code, cast, parameter, program, weights,
+    batch, labels, ranks."""
     key: str
     good: Any
     bad: Any
@@ -65,7 +65,7 @@ def differences(good: Facts, bad: Facts) -> list[Difference]:
 
 def _configured(good: Facts, bad: Facts) -> Iterator[Difference]:
     """What the Trainer and the model were made with: what follows from it parts inside of a library."""
-    for kind, whose in (("trainer", "The Trainer's arguments differ"), ("config", "The model's config differs")):
+    for kind, whose in (("trainer", "The Trainer's arguments differ"), ("model_config", "The model's config differs")):
         a, b = (f.manifest.get(kind) or {} for f in (good, bad))
         apart = [k for k in dict.fromkeys((*b, *a)) if a.get(k) != b.get(k)] if a and b else []
         if apart:

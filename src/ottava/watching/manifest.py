@@ -88,8 +88,7 @@ def configured(roots: Iterable[nn.Module]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     with suppress(Exception):  # code of users: a config may be anything
         config = next((c for r in roots for m in r.modules() if (c := getattr(m, "config", None)) is not None), None)
-        made = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
-        found["config"] = _plain(made)
+        found["model_config"] = _plain(config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)())
     if (module := sys.modules.get("transformers.training_args")) is not None:
         given = [one for one in gc.get_objects() if issubclass(type(one), module.TrainingArguments)]
         found |= {"trainer": _plain(given[-1].to_dict())} if given else {}
