@@ -153,7 +153,10 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         "site": Remedy("Give ${site} a scale of its present amax, or a narrower block, or leave it out."),
         "outside": Remedy("Keep ${site} in 16 or 32 bits, or give it scales of narrower blocks."),
         "wire": Remedy("Give all ranks one scale before their codes are added (${site}), or send 16 bits."),
-        "derivative": Remedy("Mend the backward: look at transposes, reshapes and scales, and try it without casts."),
+        "derivative": Remedy(
+            "Mend the backward, or the forward: look at transposes, reshapes and scales of both, and try them without "
+            "casts."
+        ),
         "current": Remedy(
             "Take scales from the present amax, in place of a history.",
             cost="one more pass over each tensor",

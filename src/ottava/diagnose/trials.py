@@ -196,7 +196,7 @@ def _derived(facts: Facts) -> Trial | None:
     worst = max(far, key=lambda e: _number(e, "derivative"))
     names = ", ".join(f"`{n}`" for n in worst.get("functions") or ())
     said = f"Without its casts the handwritten backward of {names} is not the derivative of its forward: at step "
-    said += f"{worst['step']} the two gradients differ by {100 * worst['derivative']:.3g} %."
+    said += f"{worst['step']} the two gradients differ by {100 * worst['derivative']:.3g} %. One of the two is wrong."
     return Trial("guilty", (said,), int(worst["step"]), worst["derivative"], place=({"function": names},), sound=True)
 
 
@@ -471,7 +471,7 @@ def named(place: Sequence[Mapping[str, str]]) -> str:
     for part in place[:3]:
         layer, gemm, operand = (part.get(k) or "" for k in ("layer", "gemm", "operand"))
         words.append(
-            f"the backward of {part['function']}"
+            f"the forward or the backward of {part['function']}"
             if part.get("function")
             else spoken(part.get("site") or part["outside"])
             if part.get("site") or part.get("outside")
