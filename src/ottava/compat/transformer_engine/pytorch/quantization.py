@@ -21,7 +21,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ottava.base.errors import need
-from ottava.compat.transformer_engine.common.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, Recipe
+from ottava.compat.transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    asked_as,
+)
 from ottava.engine.autocast import AMBIENT, Autocast
 from ottava.engine.autocast import autocast as our_autocast
 from ottava.interop.contents import StateFileError, read_extra_state
@@ -68,6 +74,7 @@ def autocast(
     need("autocast", chosen, Recipe, "a recipe of ottava.compat.transformer_engine.common.recipe")
     calibrates, tool = calibrating and not enabled, debug_tool()
     cells = chosen.ottava if tool is None else tool.recipe(chosen.ottava)
+    asked_as(cells)[:] = asked_as(chosen.ottava)
     return our_autocast(
         cells if enabled or calibrates else _HIGH_PRECISION,
         enabled=enabled,
@@ -165,7 +172,7 @@ class FP8GlobalStateManager(metaclass=_Stateless):
     @staticmethod
     def get_fp8_recipe() -> Recipe:
         """The recipe of the autocast that is active; without one the default."""
-        return getattr(AMBIENT.get().recipe, "theirs", None) or get_default_recipe()
+        return next(iter(asked_as(AMBIENT.get().recipe)), None) or get_default_recipe()
 
     @staticmethod
     def is_fp8_calibration() -> bool:

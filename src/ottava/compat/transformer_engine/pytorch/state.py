@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.compat.transformer_engine.common.recipe import GROUPED, DelayedScaling, Format
+from ottava.compat.transformer_engine.common.recipe import GROUPED, DelayedScaling, Format, asked_as
 from ottava.compat.transformer_engine.pytorch.quantization import debug_tool
 from ottava.engine.functional import QuantizedLayer
 from ottava.interop.contents import StateFileError, format_maxima, read_extra_state
@@ -269,7 +269,7 @@ class TEState(nn.Module):
             raise AttributeError("fp8_meta")  # its parts have states of their own
         call, state = _layer(self, layers[0]).last_call, self._histories(layers)
         found: dict[str, Any] = {"fp8_checkpoint": bool(state), "num_gemms": len(layers)}
-        found["recipe"] = getattr(None if call is None else call.recipe, "theirs", None)
+        found["recipe"] = next(iter(asked_as(None if call is None else call.recipe)), None)
         for direction in _SLOTS if state else ():
             parts = {name: state[f"{name}_{direction}"] for name in ("scale", "amax_history")}
             found[f"scaling_{direction}"] = SimpleNamespace(**parts)
