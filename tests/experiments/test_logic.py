@@ -377,7 +377,7 @@ def test_a_config_and_arguments_of_a_trainer_are_told_beside_a_good_run(tmp_path
     for name in ("good", "bad"):
         torch.manual_seed(0)
         model, by = nn.Sequential(nn.Linear(64, 64)), 1.0 if name == "good" else 8.0
-        model.config = {"rope": {"factor": by}, "output_dir": name, "hidden_size": 64}
+        model.config = {"rope": {"factor": by}, "output_dir": name, "api_key": name, "logits_scaling": 2}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         with ottava.watch(model, tmp_path / name):
             for _ in range(12):
@@ -388,6 +388,7 @@ def test_a_config_and_arguments_of_a_trainer_are_told_beside_a_good_run(tmp_path
     answer = diagnose(Run.open(tmp_path / "bad"), baseline=Run.open(tmp_path / "good"))
     assert answer.findings[0].cause == "The model's config differs: rope.factor is 8.0, in the good run 1.0."
     assert answer.findings[0].title == "The model is not configured as in the good run"
+    assert configured([model])["model_config"] == {"rope.factor": "8.0", "logits_scaling": 2}
     given = pytest.importorskip("transformers").TrainingArguments("folder", neftune_noise_alpha=5)
     found = configured([model])
     assert found["trainer"]["neftune_noise_alpha"] == given.neftune_noise_alpha

@@ -23,9 +23,10 @@ from ottava.watching.doors import DoorTap
 from ottava.watching.modules import ModuleTap
 
 _NO_SETTING = re.compile(
-    r"^_|\._|name_or_path|version|architectures|seed|_dir$|run_name|report_to|tqdm|^(log|save|eval|hub|push|local|ddp)|_id$"
+    r"^_|\._|name_or_path|version|architectures|seed|_dir$|run_name|report_to|tqdm|secret|password|api_key|_token$|"
+    r"^(logging_|log_level|log_on|save_|eval_|hub_|push_|local_rank|ddp_)"
 )
-"""What tells nothing of how a model computes or learns."""
+"""What tells nothing of how a model computes or learns, and what nobody may read."""
 _LONGEST = 200
 
 
@@ -89,9 +90,10 @@ def configured(roots: Iterable[nn.Module]) -> dict[str, dict[str, Any]]:
     with suppress(Exception):  # code of users: a config may be anything
         config = next((c for r in roots for m in r.modules() if (c := getattr(m, "config", None)) is not None), None)
         found["model_config"] = _plain(config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)())
-    if (module := sys.modules.get("transformers.training_args")) is not None:
-        given = [one for one in gc.get_objects() if issubclass(type(one), module.TrainingArguments)]
-        found |= {"trainer": _plain(given[-1].to_dict())} if given else {}
+    with suppress(Exception):
+        if (module := sys.modules.get("transformers.training_args")) is not None:
+            given = [one for one in gc.get_objects() if issubclass(type(one), module.TrainingArguments)]
+            found["trainer"] = _plain(given[-1].to_dict())
     return {key: values for key, values in found.items() if values}
 
 
