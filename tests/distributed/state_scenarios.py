@@ -83,8 +83,10 @@ class World:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"left {self.rank}", "")
         store.wait([f"left {other}" for other in range(self.size)])
+        groups = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
         gc.collect()
+        del groups  # the last holders: a Reducer would join gloo's thread under the GIL that the thread waits for
 
 
 def ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
