@@ -67,7 +67,7 @@ class Call(NamedTuple):
     def where(self) -> str:
         """FILE:LINE (source), and the module."""
         source = f" (`{self.place[3]}`)" if self.place[3] else ""
-        inside = f" in {self.module}" if self.module else ""
+        inside = f" in module {self.module}" if self.module else ""
         return f"{self.place[0]}:{self.place[1]}{source}{inside}"
 
     def __str__(self) -> str:

@@ -506,10 +506,10 @@ _KINDS = (
 )
 
 
-_OF_SITES: tuple[tuple[Any, str, float, str], ...] = (
-    ("clipped", "clipped", 1e-3, _KINDS[0][3]),
-    ("flushed", "flushed", 0.1, _KINDS[1][3]),
-    ("coarse", "error", 0.1, "a cast moves {where} by {value:.3g} %"),
+_OF_SITES: tuple[tuple[Any, str, str, float, str], ...] = (
+    ("clipped", "clipped", "overflow_pct", 1e-3, _KINDS[0][3]),
+    ("flushed", "flushed", "underflow_pct", 0.1, _KINDS[1][3]),
+    ("coarse", "error", "error_pct", 0.1, "a cast moves {where} by {value:.3g} %"),
 )
 
 
@@ -526,10 +526,10 @@ def damage(
     table = facts.real_casts()
     for site in sites:
         seen = [e["sites"][site] for e in facts.experiments("shadow") if site in (e.get("sites") or {})]
-        for kind, name, limit, text in _OF_SITES:
+        for kind, name, metric, limit, text in _OF_SITES:
             if seen and (value := max(float(e.get(name) or 0.0) for e in seen)) > limit:
                 said = text.format(value=100 * value, where=f"the input of {spoken(site)}")
-                return Damage(kind, f"{said[0].upper()}{said[1:]}.", metric=name, value=value)
+                return Damage(kind, f"{said[0].upper()}{said[1:]}.", metric=metric, value=100 * value)
     steps, among = np.asarray(table["step"]), [not layers or n in layers for n in table["layer"]]
     keep = (steps >= since) & (steps <= last) & np.array(among, dtype=bool)
     table = table.take(np.flatnonzero(keep))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -24,7 +25,7 @@ from ottava.report.charts import DARK, LIGHT, Bars, Chart, Forest, css_variables
 
 
 def render(package: str, template: str, **values: Any) -> str:
-    """Renders a template, which has the filters number, elide, listed, duration, signed, fixed, breakable and figure.
+    """Renders a template, which has the filters number, elide, listed, duration, signed, fixed, breakable, marked, figure.
 
     Args:
         package: the package of the template and of its included files.
@@ -45,7 +46,7 @@ def _environment(package: str) -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         loader=jinja2.FunctionLoader(functools.partial(_source, package)),
     )
-    shared = (text.number, text.elide, text.listed, text.duration, text.signed, text.fixed, breakable, figure)
+    shared = (text.number, text.elide, text.listed, text.duration, text.signed, text.fixed, breakable, marked, figure)
     environment.filters |= {function.__name__: function for function in shared}
     return environment
 
@@ -91,6 +92,16 @@ def write_page(path: Path, page: str, language: str = "en") -> Path:
     with replacing(path) as scratch:
         scratch.write_text(Language(language).page(page) if path.suffix == ".html" else page, encoding="utf-8")
     return path
+
+
+def marked(sentence: str) -> Markup:
+    """A sentence whose `code` stands as code.
+
+    Example:
+        >>> marked("step 1: `a < b`")
+        Markup('step 1: <code>a &lt; b</code>')
+    """
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(sentence))))
 
 
 def breakable(name: str) -> Markup:
