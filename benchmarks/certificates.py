@@ -4,9 +4,9 @@ Tiny random models under the recipe of each layout are exported and run by trans
 verdict of `ottava parity`, how many linears were compared with what ran, and the largest difference of logits beside
 the largest logit of training. Writes benchmarks/results/certificates.json and prints the table of docs/serving.md.
 
-`--blind` makes the pairs of benchmarks/blind/certificates instead, or with `--blind rollouts` of that set, calls
+`--blind` makes the pairs of benchmarks/blind/certificates instead, or with `--blind SET` of that set, calls
 `ottava parity` as their script says (the first set's vllm with scales in FP32, as that set counts it), and writes
-verdict, first cause and truth of each to benchmarks/results/certificates-blind.json, or rollouts-blind.json.
+verdict, first cause and truth of each to benchmarks/results/certificates-blind.json, or SET-blind.json.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def blind(which: str, folder: Path) -> None:
     made = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     (older := folder / "older.json").write_text('{"env": {"VLLM_USE_DEEP_GEMM_E8M0": "0"}}', encoding="utf-8")
     rows, truth = [], yaml.safe_load((BLIND / which / "truth.yaml").read_text(encoding="utf-8"))
-    for line, row in zip(made, truth, strict=True):
-        words, out = [*line.split()[1:], "--json"], StringIO()
+    for line, row in zip(made, truth["pairs"] if isinstance(truth, dict) else truth, strict=True):
+        words, out = [*line.partition("ottava ")[2].split(), "--json"], StringIO()
         if which == "certificates":
             words += ["--no-kl"]
             words += ["--engine-config", str(older)] * (row["engine"] == "vllm" and "--engine-config" not in words)

@@ -189,7 +189,7 @@ def attribute(
     found = _first(found)
     lab = _Lab(found, ours, temperature)
     state = lab.start
-    tried, later = list(hypotheses(found, ours, theirs, before)), [] if ours is None else list(_in_part(ours))
+    tried, later = list(hypotheses(found, ours, theirs, before)), list(_in_part(ours))
     loss, parts, part = lab.loss(state), list[Share](), False
     done = torch.zeros_like(loss, dtype=torch.bool)  # sequences of which a cause was found that holds in them alone
     while float(loss.mean()) > 0 and len(parts) < _ROUNDS:
@@ -280,6 +280,8 @@ class _Lab:
         self.notes: tuple[str, ...] = ()
         self.noise, self.said = 0.0, "no model was given: nothing but the dump was looked at"
         self._kept: tuple[ModelState, list[Tensor]] | None = None
+        self._base: tuple[Guess, Tensor] | None = None
+        self._true = False  # whether the twin is as near to training's numbers as another order of sums is
         state = None if ours is None else ModelState.of(ours)
         self.start = Guess(state, Sampler(temperature))
         if state is None:
@@ -289,6 +291,7 @@ class _Lab:
         self._own = self._logp(self.start)
         self.noise, self.said = self.rounding(self.start)
         self._fit()
+        self._true = float(kl_of(found.recomputed, self._own).mean()) <= self.noise
         self._compare(self.start.sampler.temperature)
 
     def rounding(self, setting: Guess) -> tuple[float, str]:
@@ -353,12 +356,25 @@ class _Lab:
             return torch.where(where, after, loss), where
 
         for changed, said in one.settings(setting, lambda other: float(under(other)[0].mean())):
-            if changed.trainer <= (float(loss.mean()) > self.noise):  # one rounding less is no cause
-                yield changed, said, *under(changed)
+            if changed.trainer and not setting.trainer and float(loss.mean()) <= self.noise:
+                continue  # one rounding less is no cause
+            yield changed, said, *under(changed)
+            if self._true and changed.state is not setting.state and not setting.trainer:
+                # Where both sides cast, sums in another order move codes, those of training's own numbers, too. The
+                # twin's have one such distance less; so a cause counts that is nearer than the twin without it.
+                after, where = under(alone := replace(changed, trainer=True))
+                if _real(torch.where(done, loss, self._plain(setting)), after, self.whole):
+                    yield alone, said, after, where
 
     def loss(self, setting: Guess) -> Tensor:
         """Each token's KL between the rollout and training's log-probabilities under a setting."""
         return kl_of(self.found.rollout, self._predicted(setting))
+
+    def _plain(self, setting: Guess) -> Tensor:
+        """The loss of what the twin alone says, kept, since each hypothesis asks for it."""
+        if self._base is None or self._base[0] is not setting:
+            self._base = setting, self.loss(replace(setting, trainer=True))
+        return self._base[1]
 
     def _predicted(self, setting: Guess) -> Tensor:
         """fp32 (N,): the rollout's log-probabilities, if the setting is true."""
@@ -370,7 +386,7 @@ class _Lab:
         values = values / setting.scale + setting.offset
         if setting.shift:
             parts = zip(*(one.split(self.found.sequences) for one in (values, self.found.rollout)), strict=True)
-            values = torch.cat([_shifted(part, setting.shift, told) for part, told in parts])
+            values = torch.cat([_shifted(part, setting.shift, told, setting.behind) for part, told in parts])
         if setting.padded is not None:
             values = torch.where(self.found.rollout == setting.padded, setting.padded, values)
         return values
@@ -397,14 +413,20 @@ class _Lab:
         return self._twins[key]
 
 
-def _shifted(values: Tensor, by: int, told: Tensor) -> Tensor:
-    """The list late by some places; where it has no number, what was told stands."""
+def _shifted(values: Tensor, by: int, told: Tensor, behind: bool) -> Tensor:
+    """The list late by some places; where it has no number, what was told stands. `behind`: from the place on where
+    that begins to explain, and explains nearly all."""
     made = told.clone()
     if by > 0:
         made[by:] = values[:-by]
     else:
         made[:by] = values[-by:]
-    return made
+    if not behind:
+        return made
+    before, after = (kl_of(told, one).flip(0).cumsum(0).flip(0) for one in (values, made))  # of all from a place on
+    place = int((before - after).argmax())
+    found = bool(after[place] < _EXPLAINED * before[place])
+    return torch.cat((values[:place], made[place:])) if found else values
 
 
 def _batches(
@@ -434,6 +456,7 @@ _TEMPERATURES = (0.1, 10.0)
 _TOP_P = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 _TOP_K = (5, 10, 20, 40, 50, 100, 200, 500)
 _PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
+_CLIPS = (0.7, 0.5, 0.35, 0.25, 0.12, 0.06)
 _EXACTLY = 1e-4
 _MOSTLY = 0.98
 _CASTS = MappingProxyType(
@@ -514,6 +537,8 @@ class Guess:
     sampler: Sampler = field(default_factory=Sampler)
     shift: int = 0
     """Places by which the rollout's list is late."""
+    behind: bool = False
+    """Only from some place of a sequence on, which is found for each."""
     scale: float = 1.0
     """By which log-probabilities were divided."""
     offset: float = 0.0
@@ -560,6 +585,9 @@ def hypotheses(
         yield _of_state("routes", "the experts of the dump", partial(replace, replay=True))
     for fmt in (E4M3, E5M2):
         yield _of_state("kv-cache", f"keys and values in {fmt.name}", partial(replace, cache=fmt))
+    for i in range(int(ours.config.get("num_hidden_layers") or 0)):
+        where = f"keys and values of layer {i} in {E4M3.name}"
+        yield _of_state("kv-cache", where, partial(replace, cache=E4M3, cached=i))
     if theirs is not None:
         yield from _of_checkpoint(ours, theirs)
     for name, model in before:
@@ -744,12 +772,20 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
     left = {n: _cast(s, first.cast.spec, first.activations) for n, s in body.items() if s.cast is None}
     if left:
         yield _of_state("layers", "the linears that training leaves in BF16", partial(_given, left))
+    for share in _CLIPS:
+        tensor = {n: replace(s, activations=InputCast(PER_TENSOR, False, False)) for n, s in casts.items()}
+        said = f"inputs clipped at {share:g} of their largest, as by a scale of other data"
+        yield _of_state("activations", said, lambda state, share=share: replace(_given(tensor, state), clip=share))
     masters = {n: _cast(s, s.cast.spec, s.activations) for n, s in casts.items() if s.cast is not None}
     yield _of_state("weights", "codes of bf16(master)", partial(_given, masters))
 
 
-def _in_part(ours: Model) -> Iterator[Hypothesis]:
-    """Casts of some linears, for what casts of all do not explain."""
+def _in_part(ours: Model | None) -> Iterator[Hypothesis]:
+    """What holds from a place on, or casts of some linears, for what holds everywhere does not explain."""
+    for by in (1, -1):
+        yield _one("shift", f"the list moved by {by:+d} from a place on", shift=by, behind=True)
+    if ours is None:
+        return
     casts = {name: side for name, side in ours.linears.items() if side.cast is not None}
     body = casts or {name: side for name, side in ours.linears.items() if _kind(name, "") == ""}
     for kind, names in _groups(list(body)).items():

@@ -36,6 +36,10 @@ class ModelState:
     """Of config.json."""
     cache: Format | None = None
     """Format of cached keys and values, with scale 1; None: as they are."""
+    cached: int | None = None
+    """The one layer that has such a cache; None: all."""
+    clip: float = 1.0
+    """Share of its largest input at which a linear that casts clips, as a scale of other data does."""
     replay: bool = False
     """Take the experts that the rollout chose."""
     split: bool = False
@@ -93,17 +97,15 @@ class Twin:
         class Rounded(DynamicCache):
             """Keys and values as a cache in FP8 gives them back."""
 
-            def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-                fmt = state.cache
-                assert fmt is not None
-                near = (
-                    round_to_format(x.clamp(-fmt.max, fmt.max), fmt).to(x.dtype) for x in (key_states, value_states)
-                )
-                return super().update(*near, *args, **kwargs)
+            def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+                fmt, pair = state.cache, (keys, values)
+                if fmt is not None and state.cached in (None, layer_idx):
+                    pair = tuple(round_to_format(x.clamp(-fmt.max, fmt.max), fmt).to(x.dtype) for x in pair)
+                return super().update(*pair, layer_idx, *args, **kwargs)
 
         sides = self._fill(state)
         cached = {} if state.cache is None else {"past_key_values": Rounded(), "use_cache": True}
-        with torch.no_grad(), _Switched(sides, routes, split=state.split):
+        with torch.no_grad(), _Switched(sides, routes, state):
             out: Tensor = self.model(input_ids=ids, **(cached or {"use_cache": False})).logits
         return out.float()
 
@@ -174,9 +176,9 @@ def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class _Switched(TorchFunctionMode):
     """Multiplies in each linear what its side has, and gives routers their experts."""
 
-    def __init__(self, sides: Mapping[int, tuple[Side, Tensor]], routes: Tensor | None, *, split: bool) -> None:
+    def __init__(self, sides: Mapping[int, tuple[Side, Tensor]], routes: Tensor | None, state: ModelState) -> None:
         super().__init__()
-        self.sides, self.split = sides, split
+        self.sides, self.split, self.clip = sides, state.split, state.clip
         self.routes = None if routes is None else iter(routes.unbind(2))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,6 +195,8 @@ class _Switched(TorchFunctionMode):
 
     def _linear(self, side: Side, operand: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """(..., K), (N, K) -> (..., N): products summed in FP32, then rounded to the dtype of x."""
+        if self.clip < 1 and side.cast is not None:
+            x = x.clamp(-(top := self.clip * x.abs().amax()), top)
         rows = side.rows(x.reshape(-1, x.shape[-1])).float()
         half = rows.shape[1] // 2 if self.split else rows.shape[1]
         y = rows[:, :half] @ operand[:, :half].t()
