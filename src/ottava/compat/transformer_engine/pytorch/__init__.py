@@ -54,7 +54,7 @@ _PLACES = MappingProxyType(
 )
 
 
-_MORE = ("gradients", "inference", "rope", "state")
+_MORE = ("gemms", "gradients", "inference", "rope", "state")
 """Modules of ours without public names."""
 
 

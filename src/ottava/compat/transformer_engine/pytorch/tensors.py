@@ -8,6 +8,7 @@ columns have TransformerEngine's layout; what is written into them, by a collect
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 
 from ottava.kernels.scaled_mm import swizzled
 from ottava.numerics import formats
-from ottava.numerics.scaling import TE_FOUR_OVER_SIX, amax, exponent_bytes, read_scales
+from ottava.numerics.scaling import PER_TENSOR, TE_FOUR_OVER_SIX, amax, exponent_bytes, read_scales
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.tensor import QuantizedTensor as Codes
-from ottava.ops.gemm import gemm
+from ottava.ops.quantize import quantize
 from ottava.weights.layouts import LAYOUTS
 
 _aten = torch.ops.aten
@@ -104,8 +105,8 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         made: QuantizedTensor = Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=held.device, requires_grad=requires_grad
         )
-        made._codes, made._shown = [None, None], [None, None]
-        made.rows, made.columns, made._quantizer = rows, columns, quantizer
+        made._codes, made._shown, made._quantizer = [None, None], [None, None], quantizer
+        made.rows, made.columns = rows, columns
         return made
 
     def _held(self, turned: bool) -> Codes | Tensor | None:
@@ -145,7 +146,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
             )
         assert held is not None
         matrix = held.dequantize() if isinstance(held, Codes) else held.clone()
-        matrix = matrix if self.rows is not None else matrix.t()
+        matrix = matrix if self.rows is not None else matrix.t().contiguous()
         return matrix.reshape(self.shape).to(dtype or self.dtype)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
@@ -199,7 +200,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         parts: list[Tensor | None] = []
         for turned in (False, True):
             codes = self._held(turned)
-            parts += [codes.data, codes.scale_inv] if isinstance(codes, Codes) else [codes, None]
+            parts += [codes.data.view(torch.uint8), codes.scale_inv] if isinstance(codes, Codes) else [codes, None]
             self._put(turned, None if codes is None else _emptied(codes))
         return parts, self
 
@@ -207,13 +208,25 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         """Takes back what `prepare_for_saving` gave, and returns the rest of the list."""
         for turned in (False, True):
             codes, (data, scales) = self._codes[turned], tensors[2 * turned : 2 * turned + 2]
-            kept = isinstance(codes, Codes) and data is not None and scales is not None
-            self._put(turned, replace(codes, data=data, scale_inv=scales) if kept else data)  # type: ignore[type-var]
+            if isinstance(codes, Codes) and data is not None and scales is not None:
+                self._put(turned, replace(codes, data=data.view(codes.data.dtype), scale_inv=scales))
+            else:
+                self._put(turned, data)
         return list(tensors[4:])
 
     def get_metadata(self) -> dict[str, Any]:
         """The arguments of the constructor, but shape and dtype."""
         return {"rows": self.rows, "columns": self.columns, "quantizer": self._quantizer}
+
+    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
+        """The buffers of its codes, without those of scales."""
+        return tuple(self._laid(turned, 0) for turned in (False, True))
+
+    @classmethod
+    def make_like(cls, tensor: QuantizedTensor, *, shape: Sequence[int] | None = None, **others: Any) -> Any:
+        """A tensor of the same codes, which are not copied; others: dtype, requires_grad."""
+        own = {"dtype": others.pop("dtype", tensor.dtype)} | tensor.get_metadata() | others
+        return cls.__new__(cls, tensor.shape if shape is None else shape, **own)
 
     def _like(self, shape: Sequence[int], rows: Any, columns: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
         return type(self).__new__(type(self), shape, dtype or self.dtype, rows, columns, self._quantizer)
@@ -271,8 +284,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         if isinstance(first, QuantizedTensor) and (kept := _kept(func, first, args, kwargs)) is not None:
             return kept
         if func is _aten.copy_.default and isinstance(first, QuantizedTensor):
-            first.quantize_(args[1])
-            return first
+            return _copied_into(first, args[1])
         schema = func._schema.arguments
         plain = [_unwrapped(arg) for arg in args]
         result = func(*plain, **{name: _unwrapped(value) for name, value in kwargs.items()})
@@ -288,10 +300,19 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
     packet = func.overloadpacket
     if packet in (_aten.detach, _aten.alias):
         return x._like(x.shape, x.rows, x.columns)
-    if packet is _aten.as_strided and [*args[1]] == [*x.shape] and [*args[2]] == [*x.stride()] and not any(args[3:]):
-        return x._like(x.shape, x.rows, x.columns)
-    if packet is _aten.slice and x.shape == torch.empty(x.shape, device="meta")[_sliced(*args[1:])].shape:
-        return x._like(x.shape, x.rows, x.columns)
+    if packet is _aten.as_strided and [*args[1][1:]] == [*x.shape[1:]] and [*args[2]] == [*x.stride()]:
+        first, left = divmod((*args[3:], 0)[0] or 0, x.stride()[0])
+        return None if left else _part(x, 0, first, first + args[1][0])
+    if packet is _aten.slice and (*args[4:], 1)[0] == 1:
+        dim, first, last = (*args[1:4], *(0, None, None)[len(args) - 1 :])
+        first, last, _ = slice(first, last).indices(x.shape[dim])
+        return _part(x, dim, first, max(first, last))
+    if packet is _aten.split:
+        return _pieces(x, *args[1:])
+    if packet is _aten.select:
+        return _line(x, *args[1:])
+    if packet in (_aten.new_zeros, _aten.empty_like):
+        return _zeros(x, args[1] if packet is _aten.new_zeros else x.shape, kwargs)
     if packet is _aten.clone:
         return x._like(x.shape, _copied(x.rows), _copied(x.columns))
     if packet in (_aten.view, _aten._unsafe_view, _aten.reshape) and not isinstance(args[1], torch.dtype):
@@ -316,8 +337,104 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
     return None
 
 
-def _sliced(dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> tuple[slice, ...]:
-    return (*[slice(None)] * dim, slice(start, end, step))
+def _part(x: QuantizedTensor, dim: int, first: int, last: int) -> QuantizedTensor | None:
+    """Some rows (dim 0) or columns (1), with their scales; None: an end lies inside a block, or x is no matrix."""
+    dim %= x.dim()
+    shape = [*x.shape[:dim], last - first, *x.shape[dim + 1 :]]
+    if shape == [*x.shape]:
+        return x._like(shape, x.rows, x.columns)
+    held = x._held(False), x._held(True)
+    halves = [_cut(half, dim ^ turned, first, last) for turned, half in enumerate(held)] if x.dim() == 2 else held
+    lost = any(half is None for half, whole in zip(halves, held, strict=True) if whole is not None)
+    return None if lost or x.dim() != 2 else x._like(shape, *halves)
+
+
+def _cut(codes: Any, axis: int, first: int, last: int) -> Any:
+    place = (slice(first, last),) if axis == 0 else (slice(None), slice(first, last))
+    if not isinstance(codes, Codes):
+        return None if codes is None else codes[place]
+    size, blocks = (codes.spec.granularity.rows, codes.spec.granularity.cols)[axis], slice(None)
+    if size is not None:
+        if first % size or (last % size and last != codes.shape[axis]):
+            return None
+        blocks = slice(first // size, -(-last // size))
+    scales = codes.scale_inv[(*place[:-1], blocks)]
+    return replace(codes, data=codes.data[place].contiguous(), scale_inv=scales.contiguous())
+
+
+def _pieces(x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor] | None:
+    """`_part` for each piece; only a hybrid, which FSDP2 could not shard otherwise, refuses pieces of blocks."""
+    pieces = [_part(x, dim, at, min(at + size, x.shape[dim])) for at in range(0, x.shape[dim], size)]
+    if None in pieces and isinstance(x, HybridQuantizedTensor):
+        raise NotImplementedError(
+            f"HybridQuantizedTensor: pieces of {size} along dimension {dim} divide blocks of codes; needs a local "
+            "shape that is divisible by 32 for MXFP8, by 16 for NVFP4, and by 128 for blocks: take fewer ranks"
+        )
+    return None if None in pieces else pieces  # type: ignore[return-value]  # none of them is None
+
+
+def _line(x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor | None:
+    """One row or column, where one scale serves all."""
+    held = [codes for codes in (x.rows, x.columns) if codes is not None]
+    if x.dim() != 2 or any(isinstance(codes, Codes) and codes.scale_inv.numel() > 1 for codes in held):
+        return None
+    index %= x.shape[dim]
+    part = _part(x, dim, index, index + 1)
+    assert part is not None
+    if dim % 2 == 0:
+        return part._like(x.shape[1:], part.rows, part.columns)
+    turned = (
+        replace(codes, data=codes.data.t()) if isinstance(codes, Codes) else None if codes is None else codes.t()
+        for codes in (part.rows, part.columns)
+    )
+    return part._like(x.shape[:1], *turned)
+
+
+def _zeros(x: QuantizedTensor, shape: Sequence[int], kwargs: Any) -> QuantizedTensor:
+    """Zeros with the directions of x, in its kind of codes; a cast of its own, so no state of x moves.
+
+    Raises:
+        TypeError: codes cannot stand for that dtype.  RuntimeError: x has no codes.
+    """
+    held, dtype = (x._held(False), x._held(True)), kwargs.get("dtype") or x.dtype
+    coded = any(isinstance(half, Codes) for half in held)
+    if held == (None, None):
+        raise RuntimeError(f"{type(x).__name__}.new_zeros needs at least one present sub-storage; x has no codes")
+    if coded and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"{type(x).__name__}.new_zeros only supports float32, bfloat16 and float16; got {dtype}")
+    plain = torch.zeros(tuple(shape), dtype=dtype, device=kwargs.get("device") or x.device)
+    matrix, quantizer = plain.reshape(-1, plain.shape[-1] if shape else 1), copy.copy(x._quantizer)
+    halves = []
+    for turned, half in enumerate(held):
+        own = matrix.t().contiguous() if turned else matrix
+        halves.append(_no_scale(quantize(own, half.spec)) if isinstance(half, Codes) else None if half is None else own)
+    if quantizer is not None:
+        quantizer.set_usage(rowwise=held[0] is not None, columnwise=held[1] is not None)
+    return type(x).__new__(type(x), shape, dtype, *halves, quantizer)
+
+
+def _no_scale(codes: Codes) -> Codes:
+    amax = torch.zeros(1, dtype=torch.float32, device=codes.device)
+    return replace(codes, scale_inv=torch.zeros_like(codes.scale_inv), amax=amax)
+
+
+def _copied_into(to: QuantizedTensor, source: Tensor) -> QuantizedTensor:
+    """Takes the codes of a tensor of the same kind; casts the numbers of any other one.
+
+    Raises:
+        NotImplementedError: of two hybrids one lacks a direction.
+    """
+    if isinstance(source, QuantizedTensor) and type(source) is type(to) and source.shape == to.shape:
+        pairs = [(to._held(turned), source._held(turned)) for turned in (False, True)]
+        if isinstance(to, HybridQuantizedTensor) and any((own is None) != (new is None) for own, new in pairs):
+            raise NotImplementedError(
+                f"copy_ requires matching rowwise/columnwise usages; got {source.get_usages()} for {to.get_usages()}: "
+                "copy source.dequantize(), or set the usage of both quantizers"
+            )
+        if all(getattr(own, "spec", own is None) == getattr(new, "spec", new is None) for own, new in pairs):
+            to.rows, to.columns = (_copied(new) for _, new in pairs)
+            return to
+    return to.quantize_(source)
 
 
 def _taken(codes: Any, rows: Tensor) -> Any:
@@ -396,14 +513,18 @@ class Float8Tensor(QuantizedTensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *parts: Any, **theirs: Any) -> Any:
-        """As `QuantizedTensor`, or of TransformerEngine's data, fp8_scale_inv and fp8_dtype."""
+        """As `QuantizedTensor`, or of TransformerEngine's data, data_transpose, fp8_scale_inv and fp8_dtype."""
         if parts or "data" not in theirs:
             return QuantizedTensor.__new__(cls, shape, dtype, *parts, **theirs)
-        spec = QuantizationSpec(FORMATS[DType.cast(theirs["fp8_dtype"])])
-        data = theirs["data"].reshape(-1, shape[-1] if shape else 1).view(spec.format.storage_dtype)
-        rows = Codes(data, theirs["fp8_scale_inv"].reshape(1, 1).to(data.device), spec, dtype)
+        spec, width = QuantizationSpec(FORMATS[DType.cast(theirs["fp8_dtype"])]), shape[-1] if shape else 1
+        halves: list[Codes | None] = []
+        for name, sizes in (("data", (-1, width)), ("data_transpose", (width, -1))):
+            given = theirs.get(name)
+            data = None if given is None else given.reshape(sizes).view(spec.format.storage_dtype)
+            scale = theirs["fp8_scale_inv"].reshape(1, 1)
+            halves.append(None if data is None else Codes(data, scale.to(data.device), spec, dtype))
         last = theirs.get("quantizer"), theirs.get("requires_grad", False)
-        return QuantizedTensor.__new__(cls, shape, dtype, rows, None, *last)
+        return QuantizedTensor.__new__(cls, shape, dtype, *halves, *last)
 
     _data, _transpose = QuantizedTensor._rowwise_data, QuantizedTensor._columnwise_data
     _transpose_invalid = property(lambda self: self.columns is None)
@@ -501,11 +622,8 @@ class NVFP4Tensor(QuantizedTensor):
                 f"NVFP4Tensor: got a shard of {count} rows; needs rows in whole blocks of 16, and "
                 "with_2d_quantization=True to make columns of them"
             )
-        if mesh is not None and rows.amax is not None:
-            ends = torch.stack((rows.amax, -rows.amax))
-            dist.all_reduce(ends, dist.ReduceOp.MAX, mesh.get_group())
-            if not torch.equal(ends[0], -ends[1]):
-                raise ValueError("NVFP4Tensor: ranks have different amaxes; cast the whole tensor, then shard it")
+        if rows.amax is not None:
+            _refuse_unlike(rows.amax, mesh, "amaxes", "NVFP4Tensor")
         data, scales = self._layout(rows, False)
         return (data, scales[:count]), (rows, self.columns is not None)
 
@@ -527,24 +645,114 @@ class NVFP4Tensor(QuantizedTensor):
     _amax_columnwise = property(lambda self: None if self.columns is None else self.columns.amax.view(-1))
 
 
+def _refuse_unlike(number: Tensor, mesh: Any, what: str, where: str) -> None:
+    """Refuses shards that ranks have cast by numbers of their own."""
+    if mesh is None:
+        return
+    ends = torch.stack((number, -number))
+    dist.all_reduce(ends, dist.ReduceOp.MAX, mesh.get_group())
+    if not torch.equal(ends[0], -ends[1]):
+        raise ValueError(f"{where}: ranks have different {what}; cast the whole tensor, then shard it")
+
+
 class IdentityTensor(QuantizedTensor):
     """A tensor in high precision."""
 
-    _hp_data = property(lambda self: None if self.rows is None else self.rows.view(self.shape))
+    @property
+    def _hp_data(self) -> Tensor | None:
+        matrix = self.columns.t() if self.rows is None and self.columns is not None else self.rows
+        return None if matrix is None else matrix.reshape(self.shape)
 
 
 class HybridQuantizedTensor(QuantizedTensor):
-    """Rows and columns by different quantizers."""
+    """Rows and columns by different quantizers, each direction a tensor of its own quantizer.
 
-    _rowwise_storage = rowwise_sub_storage = property(lambda self: self._half(False))
-    _columnwise_storage = columnwise_sub_storage = property(lambda self: self._half(True))
+    `quantized_model_init` with a CustomRecipe whose factory gives a `HybridQuantizer` for weights stores them so.
+    """
 
-    def _half(self, turned: bool) -> Any:
-        """One direction, as a tensor of its own quantizer; None: it was not made."""
-        rows, columns = (None, self.columns) if turned else (self.rows, None)
+    _rowwise_storage = rowwise_sub_storage = property(lambda self: self._halves[0])
+    _columnwise_storage = columnwise_sub_storage = property(lambda self: self._halves[1])
+    _halves: list[QuantizedTensor | None]
+    """Rows and columns; they hold the codes."""
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *parts: Any, **theirs: Any) -> Any:
+        """As `QuantizedTensor`, or of TransformerEngine's rowwise_storage and columnwise_storage."""
+        if parts or "rowwise_storage" not in theirs:
+            return QuantizedTensor.__new__(cls, shape, dtype, *parts, **theirs)
+        row, column, quantizer = (theirs.get(f"{n}") for n in ("rowwise_storage", "columnwise_storage", "quantizer"))
+        if quantizer is None:
+            raise ValueError("HybridQuantizedTensor requires a parent quantizer; give quantizer=HybridQuantizer(...)")
+        turned = column
+        if column is not None and column.columns is None:  # rows alone: one scale serves both directions
+            turned = column._like(column.shape, None, column.rows.t())
+        halves = None if row is None else row.rows, None if turned is None else turned.columns
+        return QuantizedTensor.__new__(cls, shape, dtype, *halves, quantizer, theirs.get("requires_grad", False))
+
+    def _held(self, turned: bool) -> Codes | Tensor | None:
+        half = self._halves[turned]
+        return None if half is None else half._held(turned)
+
+    def _put(self, turned: bool, codes: Codes | Tensor | None) -> None:
+        halves = self.__dict__.setdefault("_halves", [None, None])
+        half = halves[turned]
+        if half is not None and codes is not None:
+            half._put(turned, codes)
+            return
         own = self._quantizer.columnwise_quantizer if turned else self._quantizer.rowwise_quantizer
-        held = rows is not None or columns is not None
-        return own.tensor_class(self.shape, self.dtype, rows, columns, own) if held else None
+        pair = (None, codes) if turned else (codes, None)
+        halves[turned] = None if codes is None else own.tensor_class(self.shape, self.dtype, *pair, own)
+
+    def _laid(self, turned: bool, part: int) -> Tensor | None:
+        half = self._halves[turned]
+        return None if half is None else half._laid(turned, part)
+
+    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
+        """As `QuantizedTensor.get_data_tensors`, of both directions."""
+        return tuple(one for half in self._halves if half is not None for one in half.get_data_tensors())
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """What FSDP2 gathers of a shard: for each direction codes, and scales where they have rows of their own.
+
+        Raises:
+            NotImplementedError: NVFP4 codes, whose amax is that of a whole tensor.
+            ValueError: ranks have different scales of a tensor.
+        """
+        parts: list[Tensor] = []
+        for turned, name in ((False, "rowwise"), (True, "columnwise")):
+            codes = self._held(turned)
+            if isinstance(self._halves[turned], NVFP4Tensor):
+                raise NotImplementedError(
+                    f"HybridQuantizedTensor: the {name} sub-storage is an NVFP4Tensor, which has no "
+                    "fsdp_buffer_fields: its codes belong to the amax of a whole tensor. Use a supported "
+                    "sub-quantizer, or NVFP4 alone with square blocks"
+                )
+            held = [codes.data.view(torch.uint8), codes.scale_inv] if isinstance(codes, Codes) else [codes]
+            if isinstance(codes, Codes) and codes.spec.granularity == PER_TENSOR:
+                _refuse_unlike(held.pop(), mesh, "scales", type(self).__name__)
+            parts += [(part.t() if turned else part).contiguous() for part in held if part is not None]
+        return tuple(parts), (self._held(False), self._held(True))
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[Any, Any]:
+        """The whole tensor, or out with new codes; and what FSDP2 frees."""
+        left, halves, rows = list(all_gather_outputs), [], 0
+        for turned, shard in enumerate(metadata):
+            if shard is not None:
+                data = left.pop(0)
+                rows, data = len(data), data.t().contiguous() if turned else data
+                if isinstance(shard, Codes):
+                    whole = shard.spec.granularity == PER_TENSOR
+                    scales = shard.scale_inv if whole else left.pop(0).t().contiguous() if turned else left.pop(0)
+                    data = replace(shard, data=data.view(shard.data.dtype), scale_inv=scales)
+            halves.append(None if shard is None else data)
+        if out is not None:
+            out.rows, out.columns = halves
+        made = out if out is not None else self._like((rows, *self.shape[1:]), *halves, param_dtype)
+        return made, all_gather_outputs
 
 
 Float8TensorStorage, Float8BlockwiseQTensorStorage = Float8Tensor, Float8BlockwiseQTensor
@@ -582,105 +790,6 @@ class _Quantize(torch.autograd.Function):
 def quantized(quantizer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The quantized tensor of x: what `quantizer(x)` returns."""
     return _Quantize.apply(x, quantizer, dtype or x.dtype)  # type: ignore[no-any-return]
-
-
-def general_gemm(
-    A: Tensor,
-    B: Tensor,
-    out_dtype: torch.dtype | None = None,
-    *,
-    layout: str = "TN",
-    bias: Tensor | None = None,
-    grad: bool = False,
-    accumulate: bool = False,
-    out: Tensor | None = None,
-    alpha: float = 1.0,
-    use_split_accumulator: bool = False,
-    quantization_params: Any = None,
-    **others: Any,
-) -> tuple[Tensor, Tensor | None, None, None]:
-    """TransformerEngine's GEMM: B A.T ("TN"), B A ("NN") or B.T A ("NT"), of two quantized or two plain tensors.
-
-    Args:
-        A, B: tensors; leading dimensions are folded. Quantized ones need the codes of the dimension that is summed.
-        bias: added to the result; with grad, its gradient is returned in the second place.
-        accumulate, out: add to out, which is returned.
-        quantization_params: cast the result.
-    Raises:
-        NotImplementedError: gelu, user buffers or another argument.  ValueError: unknown layout, or codes are missing.
-
-    Example:
-        >>> general_gemm(torch.ones(2, 16), torch.ones(3, 16))[0].shape
-        torch.Size([3, 2])
-    """
-    if layout not in ("TN", "NN", "NT"):
-        raise ValueError(f"general_gemm: got layout {layout!r}; needs 'TN', 'NN' or 'NT'")
-    for name, value in others.items():
-        if value not in (None, False):
-            raise NotImplementedError(f"general_gemm: {name}={value!r} is not in ottava: leave it out")
-    a, b = _operand(A, "A", columns=layout[0] == "N"), _operand(B, "B", columns=layout[1] == "T")
-    dtype = out_dtype or (out.dtype if out is not None else A.dtype)
-    wide = accumulate or alpha != 1.0
-    y = gemm(
-        b,
-        a,
-        out_dtype=torch.float32 if wide else dtype,
-        bias=None if grad else bias,
-        fast_accum=isinstance(a, Codes) and not use_split_accumulator,
-    )
-    y = (alpha * y) if alpha != 1.0 else y
-    folded = B.shape[:-1] if layout != "NT" else B.shape[-1:]
-    y = y.reshape(*folded, y.shape[-1])
-    if accumulate and out is not None:
-        y = out.float() + y
-    y = y.to(dtype)
-    y = y if out is None else out.copy_(y)
-    d_bias = _plain(B).reshape(-1, B.shape[-1]).sum(0).to(dtype) if grad and bias is not None else None
-    return (y if quantization_params is None else quantization_params(y)), d_bias, None, None
-
-
-def general_grouped_gemm(
-    A: Sequence[Tensor],
-    B: Sequence[Tensor],
-    out: Sequence[Tensor],
-    quantization_params: Sequence[Any],
-    out_dtype: torch.dtype | None = None,
-    layout: str = "TN",
-    m_splits: Sequence[int] | None = None,
-    **others: Any,
-) -> tuple[Any, list[Any], list[Any]]:
-    """`general_gemm` of each pair, written into out.
-
-    Args:
-        out: a tensor for each pair; with single_output one, whose rows m_splits divides.
-        others: bias (a list, counts with use_bias), and arguments of `general_gemm`.
-    Returns:
-        out, or its one tensor; the gradients of the biases; a third list, for GELU's inputs.
-
-    Example:
-        >>> x, w, y = torch.ones(3, 16), torch.ones(2, 4, 16), torch.empty(3, 4)
-        >>> general_grouped_gemm(list(w), x.split([2, 1]), [y], [None] * 2, m_splits=[2, 1], single_output=True)[0][0]
-        tensor([16., 16., 16., 16.])
-    """
-    biases = others.pop("bias", None) if others.pop("use_bias", False) else [None] * len(A)
-    one_tensor = others.pop("single_output", False)
-    places = out[0].split(list(m_splits or ())) if one_tensor else out
-    made = [
-        general_gemm(a, b, layout=layout, bias=bias, out=place, quantization_params=cast, **others)
-        for a, b, bias, place, cast in zip(A, B, biases, places, quantization_params, strict=True)
-    ]
-    return out[0] if one_tensor else out, [one[1] for one in made], [None] * len(A)
-
-
-def _operand(x: Tensor, name: str, *, columns: bool) -> Any:
-    if not isinstance(x, QuantizedTensor):
-        matrix = x.reshape(-1, x.shape[-1])
-        return matrix.t().contiguous() if columns else matrix
-    codes = x.columns if columns else x.rows
-    if codes is None:
-        word = "columnwise" if columns else "rowwise"
-        raise ValueError(f"general_gemm: {name} has no {word} codes; needs quantizer.set_usage({word}=True)")
-    return codes
 
 
 def get_fp8_te_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> DType:
