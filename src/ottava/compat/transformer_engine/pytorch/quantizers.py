@@ -28,6 +28,7 @@ from ottava.compat.transformer_engine.pytorch.tensors import (
     MXFP8Tensor,
     NVFP4Tensor,
     QuantizedTensor,
+    cast_rows_alone,
     get_fp8_te_dtype,
     quantized,
 )
@@ -37,7 +38,6 @@ from ottava.numerics.scaling import (
     BLOCK_1X32,
     BLOCK_1X128,
     BLOCK_128X128,
-    PER_ROW,
     PER_TENSOR,
     TE_FOUR_OVER_SIX,
     Granularity,
@@ -337,26 +337,17 @@ class NVFP4Quantizer(Quantizer):
         made._in_order = every > 0 and bool(made.shape[-1] % 128 or made.numel() // made.shape[-1] % every)
         return made  # type: ignore[no-any-return]
 
-    def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether layers can cast so: see `specs`."""
-        return not self.row_scaled_nvfp4
-
     def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes:
         """As `Quantizer.cast`, with the amax of the tensor, or of each row, where rows are tensors of their own."""
         own, spec = matrix.t().contiguous() if columns else matrix, self.specs()[columns]
         assert spec is not None
-        parts = [quantize(part, spec) for part in (own.split(1) if self.row_scaled_nvfp4 else [own])]
-        data, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("data", "scale_inv"))
-        seen = amax(parts[0].transformed(own), PER_ROW if self.row_scaled_nvfp4 else PER_TENSOR)
-        return Codes(data, scales, spec, matrix.dtype, seen)
+        if self.row_scaled_nvfp4:
+            return cast_rows_alone(own, spec)
+        codes = quantize(own, spec)
+        return replace(codes, dtype=matrix.dtype, amax=amax(codes.transformed(own), PER_TENSOR))
 
     def specs(self, tensor: str = "") -> Cells:
         """As `Quantizer.specs`: the transform is for columns only, as in TransformerEngine."""
-        if self.row_scaled_nvfp4 and tensor:
-            raise NotImplementedError(
-                "NVFP4Quantizer: row_scaled_nvfp4=True is not in ottava's recipes: each tensor of a GEMM has one fp32 "
-                "scale above those of its blocks. Leave it out"
-            )
         rules = {arithmetic: rule for rule, arithmetic in TE_FOUR_OVER_SIX.items()}
         row = QuantizationSpec(
             _format("NVFP4Quantizer", self.dtype),
@@ -395,7 +386,7 @@ class HybridQuantizer(Quantizer):
 
     Args:
         columnwise_source: "original": both cast the tensor itself. "rowwise_dequantized": the second casts what the
-            first one gives back; in a recipe the second then has to be an `IdentityQuantizer`.
+            first one gives back.
     Raises:
         TypeError: a quantizer is a request.  ValueError: both are one object, or the source is unknown.
     """
@@ -424,13 +415,7 @@ class HybridQuantizer(Quantizer):
 
     def specs(self, tensor: str = "") -> Cells:
         """As `Quantizer.specs`."""
-        cells = self.rowwise_quantizer.specs(tensor)[0], self.columnwise_quantizer.specs(tensor)[1]
-        if self.columnwise_source != "original" and tensor and cells[1] is not None:
-            raise NotImplementedError(
-                "HybridQuantizer: columnwise_source='rowwise_dequantized' is not in ottava's recipes: each cell casts "
-                "the tensor itself. Give 'original', or an IdentityQuantizer for columns"
-            )
-        return cells
+        return self.rowwise_quantizer.specs(tensor)[0], self.columnwise_quantizer.specs(tensor)[1]
 
     def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes | None:
         """As `Quantizer.cast`, by the quantizer of the direction."""
@@ -489,6 +474,33 @@ def mxfp8_fwd_high_precision_bwd_factory(role: Any) -> Quantizer:
         rowwise_quantizer=MXFP8Quantizer(DType.kFloat8E4M3),
         columnwise_quantizer=IdentityQuantizer(),
         columnwise_source="rowwise_dequantized",
+    )
+
+
+def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: Any) -> Quantizer:
+    """A forward in NVFP4, each row of the input with a scale of its own, and a backward that reads it, decoded."""
+    if role is not None and role.tensor_type == "grad_output":
+        return IdentityQuantizer()
+    if role is None or role.tensor_type not in ("input", "weight"):
+        return NVFP4Quantizer()
+    return HybridQuantizer(
+        rowwise_quantizer=NVFP4Quantizer(row_scaled_nvfp4=role.tensor_type == "input"),
+        columnwise_quantizer=IdentityQuantizer(),
+        columnwise_source="rowwise_dequantized",
+    )
+
+
+def mxfp8_fwd_nvfp4_bwd_factory(role: Any) -> Any:
+    """A forward in MXFP8 and a backward in NVFP4; dgrad multiplies the forward's weight, cast again."""
+    tensor = None if role is None or role.module_type not in ("linear", "grouped_linear") else role.tensor_type
+    if tensor == "grad_output":
+        return nvfp4_factory(role)
+    if tensor not in ("input", "weight"):
+        return mxfp8_factory(role)
+    return HybridQuantizer(
+        rowwise_quantizer=mxfp8_factory(role),
+        columnwise_quantizer=NVFP4Quantizer() if tensor == "weight" else nvfp4_factory(role),
+        columnwise_source="rowwise_dequantized" if tensor == "weight" else "original",
     )
 
 

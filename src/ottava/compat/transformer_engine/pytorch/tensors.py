@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ottava.kernels.scaled_mm import swizzled
 from ottava.numerics import formats
-from ottava.numerics.scaling import PER_TENSOR, TE_FOUR_OVER_SIX, amax, exponent_bytes, read_scales
+from ottava.numerics.scaling import PER_ROW, PER_TENSOR, TE_FOUR_OVER_SIX, amax, exponent_bytes, read_scales
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.tensor import QuantizedTensor as Codes
 from ottava.ops.quantize import quantize
@@ -785,6 +785,13 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _unwrapped(grad), None, None
+
+
+def cast_rows_alone(matrix: Tensor, spec: QuantizationSpec) -> Codes:
+    """The codes of each row as a tensor of its own, with the amax of each."""
+    parts = [quantize(row.contiguous(), spec) for row in matrix.split(1)]
+    data, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("data", "scale_inv"))
+    return Codes(data, scales, spec, matrix.dtype, amax(parts[0].transformed(matrix), PER_ROW))
 
 
 def quantized(quantizer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
