@@ -158,7 +158,7 @@ def _stored_by(recipe: Recipe, keep_high_precision: bool) -> Iterator[None]:
         new = nn.Parameter(_of_weight(recipe, layer.name).quantize(old.detach()), old.requires_grad)
         vars(new).update(vars(old))
         if keep_high_precision:
-            vars(new)["high_precision"] = old.detach().cpu()
+            new.high_precision = old.detach().cpu()
         layer.weight = new
         layer.quantizers.weight.__class__ = _StoredDoor
 

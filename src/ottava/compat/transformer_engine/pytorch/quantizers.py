@@ -164,6 +164,12 @@ class Quantizer:
         """True: ottava pads what blocks do not divide."""
         return True
 
+    def is_requantization_safe(self) -> bool:
+        """Whether a second cast gives the codes of the first: no state, no random numbers, no code of a script."""
+        if type(self).specs is Quantizer.specs or isinstance(self, Float8Quantizer):
+            return False
+        return all(spec is None or spec.rounding != "stochastic" for spec in self.specs())
+
     def supports_only_rowwise_all_gather(self) -> bool:
         """Whether ranks exchange codes of rows alone: both casts then have the same codes."""
         row, col = self.specs()
@@ -425,6 +431,12 @@ class HybridQuantizer(Quantizer):
             matrix = row.dequantize()
         return self.columnwise_quantizer.cast(matrix, columns=True)
 
+    def is_requantization_safe(self) -> bool:
+        """As `Quantizer.is_requantization_safe`, of the casts that a call makes."""
+        row, column = self.rowwise_quantizer.is_requantization_safe(), self.columnwise_quantizer.is_requantization_safe()
+        rows_count = self.rowwise_usage or (self.columnwise_usage and self.columnwise_source != "original")
+        return (row or not rows_count) and (column or not self.columnwise_usage)
+
     def copy(self) -> HybridQuantizer:
         """As `Quantizer.copy`, of both quantizers, too."""
         made = copy.copy(self)
@@ -486,6 +498,28 @@ def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: Any) -> Quantizer:
     return HybridQuantizer(
         rowwise_quantizer=NVFP4Quantizer(row_scaled_nvfp4=role.tensor_type == "input"),
         columnwise_quantizer=IdentityQuantizer(),
+        columnwise_source="rowwise_dequantized",
+    )
+
+
+def nvfp4_1d_weight_factory(role: Any) -> Any:
+    """NVFP4 whose weights have blocks of 16 in both directions; dgrad multiplies the forward's weight, cast again."""
+    if role is None or role.module_type not in ("linear", "grouped_linear") or role.tensor_type != "weight":
+        return nvfp4_factory(role)
+    return HybridQuantizer(
+        rowwise_quantizer=NVFP4Quantizer(),
+        columnwise_quantizer=NVFP4Quantizer(),
+        columnwise_source="rowwise_dequantized",
+    )
+
+
+def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: Any) -> Any:
+    """MXFP8, but grouped layers go forward in NVFP4, and their backward casts again what the forward multiplied."""
+    if role is None or role.module_type != "grouped_linear" or role.tensor_type not in ("input", "weight"):
+        return mxfp8_factory(role)
+    return HybridQuantizer(
+        rowwise_quantizer=NVFP4Quantizer(row_scaled_nvfp4=role.tensor_type == "input"),
+        columnwise_quantizer=mxfp8_factory(role),
         columnwise_source="rowwise_dequantized",
     )
 

@@ -85,6 +85,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     _codes: list[Codes | Tensor | None]
     _shown: list[tuple[Tensor, Tensor] | None]
     """Codes and scales of each direction in TransformerEngine's layout, once somebody has asked for them."""
+    high_precision: Tensor | None = None
     _quantizer: Any
     """What casts new numbers into it; None: nothing does."""
 
@@ -166,9 +167,10 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
                 f"{type(self).__name__}.quantize_: got {tuple(source.shape)}; needs {tuple(self.shape)}, as it has"
             )
         numbers, self._in_order = _plain(source), False
-        if self.rows is not None:
+        asked = quantizer.get_usages() if isinstance(self, HybridQuantizedTensor) else {}
+        if self.rows is not None and asked.get("rowwise", True):
             self.rows = _cast(quantizer, numbers, columns=False)
-        if self.columns is not None:
+        if self.columns is not None and asked.get("columnwise", True):
             self.columns = _cast(quantizer, numbers, columns=True)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
@@ -221,6 +223,18 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     def get_data_tensors(self) -> tuple[Tensor | None, ...]:
         """The buffers of its codes, without those of scales."""
         return tuple(self._laid(turned, 0) for turned in (False, True))
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The initial numbers of a weight, on the CPU; None: they were not kept, or are cleared."""
+        return self.high_precision
+
+    def clear_high_precision_init_val(self) -> None:
+        """Gives up these numbers."""
+        self.high_precision = None
+
+    def clear(self) -> None:
+        """Gives up the codes; `restore_from_saved` may give them back."""
+        self.prepare_for_saving()
 
     @classmethod
     def make_like(cls, tensor: QuantizedTensor, *, shape: Sequence[int] | None = None, **others: Any) -> Any:
@@ -289,9 +303,13 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         plain = [_unwrapped(arg) for arg in args]
         result = func(*plain, **{name: _unwrapped(value) for name, value in kwargs.items()})
         for argument, given, decoded in zip(schema, args, plain, strict=False):
-            if isinstance(given, QuantizedTensor) and argument.alias_info is not None and argument.alias_info.is_write:
-                given.quantize_(decoded)
-                return given
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            if isinstance(given, QuantizedTensor):
+                return given.quantize_(decoded)
+            for one, numbers in zip(given, decoded, strict=True) if isinstance(given, list | tuple) else ():
+                if isinstance(one, QuantizedTensor):
+                    one.quantize_(numbers)
         return result
 
 
@@ -302,7 +320,8 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
         return x._like(x.shape, x.rows, x.columns)
     if packet is _aten.as_strided and [*args[1][1:]] == [*x.shape[1:]] and [*args[2]] == [*x.stride()]:
         first, left = divmod((*args[3:], 0)[0] or 0, x.stride()[0])
-        return None if left else _part(x, 0, first, first + args[1][0])
+        inside = not left and first + args[1][0] <= x.shape[0]
+        return _part(x, 0, first, first + args[1][0]) if inside else None
     if packet is _aten.slice and (*args[4:], 1)[0] == 1:
         dim, first, last = (*args[1:4], *(0, None, None)[len(args) - 1 :])
         first, last, _ = slice(first, last).indices(x.shape[dim])
@@ -676,17 +695,20 @@ class HybridQuantizedTensor(QuantizedTensor):
     """Rows and columns; they hold the codes."""
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *parts: Any, **theirs: Any) -> Any:
-        """As `QuantizedTensor`, or of TransformerEngine's rowwise_storage and columnwise_storage."""
+    def __new__(cls, shape: Any = None, dtype: Any = None, *parts: Any, **theirs: Any) -> Any:
+        """As `QuantizedTensor`, or of TransformerEngine's rowwise_storage and columnwise_storage, whose shape is the
+        default; fake_dtype is another name of dtype."""
         if parts or "rowwise_storage" not in theirs:
             return QuantizedTensor.__new__(cls, shape, dtype, *parts, **theirs)
-        row, column, quantizer = (theirs.get(f"{n}") for n in ("rowwise_storage", "columnwise_storage", "quantizer"))
-        if quantizer is None:
-            raise ValueError("HybridQuantizedTensor requires a parent quantizer; give quantizer=HybridQuantizer(...)")
+        row, column, quantizer = (theirs.get(n) for n in ("rowwise_storage", "columnwise_storage", "quantizer"))
+        if not hasattr(quantizer, "columnwise_quantizer"):
+            raise TypeError(f"{cls.__name__} requires a parent HybridQuantizer; got {quantizer!r}: give quantizer=")
         turned = column
         if column is not None and column.columns is None:  # rows alone: one scale serves both directions
             turned = column._like(column.shape, None, column.rows.t())
         halves = None if row is None else row.rows, None if turned is None else turned.columns
+        first = column if row is None else row
+        shape, dtype = shape or getattr(first, "shape", None), dtype or theirs.get("fake_dtype")
         return QuantizedTensor.__new__(cls, shape, dtype, *halves, quantizer, theirs.get("requires_grad", False))
 
     def _held(self, turned: bool) -> Codes | Tensor | None:
