@@ -173,6 +173,10 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         if self.columns is not None and asked.get("columnwise", True):
             self.columns = _cast(quantizer, numbers, columns=True)
 
+    def is_cast_of(self, values: Tensor) -> Tensor:
+        """Where its numbers are those that a cast of these values gives; an optimizer asks of its masters."""
+        return self._quantizer.copy().quantize(values, dtype=self.dtype).numbers() == self.numbers()  # type: ignore[no-any-return]
+
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Drops codes (False), or makes them of the other ones (True) where one scale serves both.
 
@@ -299,6 +303,10 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
             return kept
         if func is _aten.copy_.default and isinstance(first, QuantizedTensor):
             return _copied_into(first, args[1])
+        if func is _aten._foreach_copy_.default:  # one rounding each, as copy_
+            for to, source in zip(*args[:2], strict=True):
+                to.copy_(source)
+            return None
         schema = func._schema.arguments
         plain = [_unwrapped(arg) for arg in args]
         result = func(*plain, **{name: _unwrapped(value) for name, value in kwargs.items()})
