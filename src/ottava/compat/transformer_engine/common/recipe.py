@@ -600,7 +600,11 @@ def factory_cells(
         if marks is not None and getattr(quantizer, "columnwise_source", "original") != "original":
             marks["decoded"].append(tensor)
         for direction in ("row", "col") if marks is not None else ():
-            if getattr(getattr(quantizer, f"{direction}wise_quantizer".replace("col", "column"), quantizer), "row_scaled_nvfp4", False):
+            if getattr(
+                getattr(quantizer, f"{direction}wise_quantizer".replace("col", "column"), quantizer),
+                "row_scaled_nvfp4",
+                False,
+            ):
                 marks["rows_alone"].append((tensor, direction))
         for direction, spec in zip(("row", "col"), cells, strict=True):
             gemm, side = CELL_OF[tensor, direction]

@@ -433,7 +433,10 @@ class HybridQuantizer(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         """As `Quantizer.is_requantization_safe`, of the casts that a call makes."""
-        row, column = self.rowwise_quantizer.is_requantization_safe(), self.columnwise_quantizer.is_requantization_safe()
+        row, column = (
+            self.rowwise_quantizer.is_requantization_safe(),
+            self.columnwise_quantizer.is_requantization_safe(),
+        )
         rows_count = self.rowwise_usage or (self.columnwise_usage and self.columnwise_source != "original")
         return (row or not rows_count) and (column or not self.columnwise_usage)
 
