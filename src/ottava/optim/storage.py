@@ -466,7 +466,9 @@ def _value(parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
         own, kept = _numbers(parameter), None if master is None else _is_cast(parameter, master)
         parameter.drop_high_precision()
     else:
-        own = parameter.detach().to(torch.float32, copy=True)
+        plain = parameter.detach()
+        plain = plain.dequantize() if hasattr(plain, "is_cast_of") else plain
+        own = plain.to(torch.float32, copy=True)
         kept = None if master is None else _is_rounded(parameter, master)
     return own if master is None or kept is None else torch.where(kept, master, own)
 

@@ -579,7 +579,7 @@ GROUPED = "grouped:"
 
 
 def factory_cells(
-    qfactory: Callable[..., Any], name: str, kind: str = "linear", marks: Mapping[str, list[Any]] | None = None
+    qfactory: Callable[..., Any], name: str, kind: str = "linear", marks: Mapping[str, list[Any]] = MappingProxyType({})
 ) -> dict[str, GemmRecipe]:
     """The GEMMs of the quantizers that a factory gives a linear layer.
 
@@ -597,14 +597,10 @@ def factory_cells(
                 "MXFP8Quantizer, an IdentityQuantizer to leave it in high precision, or a DelayedScalingRequest"
             )
         cells = quantizer.specs(tensor)
-        if marks is not None and getattr(quantizer, "columnwise_source", "original") != "original":
+        if marks and getattr(quantizer, "columnwise_source", "original") != "original":
             marks["decoded"].append(tensor)
-        for direction in ("row", "col") if marks is not None else ():
-            if getattr(
-                getattr(quantizer, f"{direction}wise_quantizer".replace("col", "column"), quantizer),
-                "row_scaled_nvfp4",
-                False,
-            ):
+        for direction, name in (("row", "rowwise_quantizer"), ("col", "columnwise_quantizer")) if marks else ():
+            if getattr(getattr(quantizer, name, quantizer), "row_scaled_nvfp4", False):
                 marks["rows_alone"].append((tensor, direction))
         for direction, spec in zip(("row", "col"), cells, strict=True):
             gemm, side = CELL_OF[tensor, direction]

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ottava.compat.transformer_engine.common import recipe
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
+from ottava.compat.transformer_engine.pytorch.hybrid import HybridQuantizedTensor
 from ottava.compat.transformer_engine.pytorch.tensors import (
     FORMATS,
     DType,
     Float8BlockwiseQTensor,
     Float8Tensor,
-    HybridQuantizedTensor,
     IdentityTensor,
     MXFP8Tensor,
     NVFP4Tensor,
@@ -481,64 +481,44 @@ def delayed_scaling_factory(role: Any) -> DelayedScalingRequest:
     return DelayedScalingRequest()
 
 
-def mxfp8_fwd_high_precision_bwd_factory(role: Any) -> Quantizer:
+def _again(role: Any, row: Quantizer, column: Quantizer, gradient: Quantizer, other: Quantizer) -> Any:
+    """Input and weight by row forward, and what it gives, decoded, by column backward."""
+    tensor = "" if role is None else role.tensor_type
+    if tensor not in ("input", "weight"):
+        return gradient if tensor == "grad_output" else other
+    return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source="rowwise_dequantized")
+
+
+def mxfp8_fwd_high_precision_bwd_factory(role: Any) -> Any:
     """A forward in MXFP8, and a backward in high precision that reads its operands, decoded."""
-    if role is not None and role.tensor_type == "grad_output":
-        return IdentityQuantizer()
-    return HybridQuantizer(
-        rowwise_quantizer=MXFP8Quantizer(DType.kFloat8E4M3),
-        columnwise_quantizer=IdentityQuantizer(),
-        columnwise_source="rowwise_dequantized",
-    )
+    return _again(role, mxfp8_factory(role), IdentityQuantizer(), IdentityQuantizer(), mxfp8_factory(role))
 
 
-def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: Any) -> Quantizer:
-    """A forward in NVFP4, each row of the input with a scale of its own, and a backward that reads it, decoded."""
-    if role is not None and role.tensor_type == "grad_output":
-        return IdentityQuantizer()
-    if role is None or role.tensor_type not in ("input", "weight"):
-        return NVFP4Quantizer()
-    return HybridQuantizer(
-        rowwise_quantizer=NVFP4Quantizer(row_scaled_nvfp4=role.tensor_type == "input"),
-        columnwise_quantizer=IdentityQuantizer(),
-        columnwise_source="rowwise_dequantized",
-    )
-
-
-def nvfp4_1d_weight_factory(role: Any) -> Any:
-    """NVFP4 whose weights have blocks of 16 in both directions; dgrad multiplies the forward's weight, cast again."""
-    if role is None or role.module_type not in ("linear", "grouped_linear") or role.tensor_type != "weight":
-        return nvfp4_factory(role)
-    return HybridQuantizer(
-        rowwise_quantizer=NVFP4Quantizer(),
-        columnwise_quantizer=NVFP4Quantizer(),
-        columnwise_source="rowwise_dequantized",
-    )
+def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: Any) -> Any:
+    """The same with NVFP4, and a scale for each row of the input."""
+    row = NVFP4Quantizer(row_scaled_nvfp4=getattr(role, "tensor_type", "") == "input")
+    return _again(role, row, IdentityQuantizer(), IdentityQuantizer(), NVFP4Quantizer())
 
 
 def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: Any) -> Any:
-    """MXFP8, but grouped layers go forward in NVFP4, and their backward casts again what the forward multiplied."""
-    if role is None or role.module_type != "grouped_linear" or role.tensor_type not in ("input", "weight"):
+    """MXFP8, but the forward of grouped layers is that of `nvfp4_row_scaled_fwd_high_precision_bwd_factory`."""
+    if getattr(role, "module_type", "") != "grouped_linear":
         return mxfp8_factory(role)
-    return HybridQuantizer(
-        rowwise_quantizer=NVFP4Quantizer(row_scaled_nvfp4=role.tensor_type == "input"),
-        columnwise_quantizer=mxfp8_factory(role),
-        columnwise_source="rowwise_dequantized",
-    )
+    row = NVFP4Quantizer(row_scaled_nvfp4=role.tensor_type == "input")
+    return _again(role, row, mxfp8_factory(role), mxfp8_factory(role), mxfp8_factory(role))
+
+
+def nvfp4_1d_weight_factory(role: Any) -> Any:
+    """NVFP4 with blocks of 16 for weights; dgrad multiplies the forward's weight, cast again."""
+    weight = getattr(role, "tensor_type", "") == "weight"
+    return _again(role, NVFP4Quantizer(), NVFP4Quantizer(), role, role) if weight else nvfp4_factory(role)
 
 
 def mxfp8_fwd_nvfp4_bwd_factory(role: Any) -> Any:
     """A forward in MXFP8 and a backward in NVFP4; dgrad multiplies the forward's weight, cast again."""
-    tensor = None if role is None or role.module_type not in ("linear", "grouped_linear") else role.tensor_type
-    if tensor == "grad_output":
-        return nvfp4_factory(role)
-    if tensor not in ("input", "weight"):
-        return mxfp8_factory(role)
-    return HybridQuantizer(
-        rowwise_quantizer=mxfp8_factory(role),
-        columnwise_quantizer=NVFP4Quantizer() if tensor == "weight" else nvfp4_factory(role),
-        columnwise_source="rowwise_dequantized" if tensor == "weight" else "original",
-    )
+    if getattr(role, "tensor_type", "") != "input":
+        return _again(role, mxfp8_factory(role), NVFP4Quantizer(), nvfp4_factory(role), mxfp8_factory(role))
+    return HybridQuantizer(rowwise_quantizer=mxfp8_factory(role), columnwise_quantizer=nvfp4_factory(role))
 
 
 _TYPES = MappingProxyType({"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")})

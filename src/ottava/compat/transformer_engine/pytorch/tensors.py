@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ottava.kernels.scaled_mm import swizzled
 from ottava.numerics import formats
-from ottava.numerics.scaling import PER_ROW, PER_TENSOR, TE_FOUR_OVER_SIX, amax, exponent_bytes, read_scales
+from ottava.numerics.scaling import PER_ROW, TE_FOUR_OVER_SIX, amax, exponent_bytes, read_scales
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.tensor import QuantizedTensor as Codes
 from ottava.ops.quantize import quantize
@@ -86,6 +86,8 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     _shown: list[tuple[Tensor, Tensor] | None]
     """Codes and scales of each direction in TransformerEngine's layout, once somebody has asked for them."""
     high_precision: Tensor | None = None
+    hybrid = False
+    """Whether each direction has a quantizer of its own."""
     _quantizer: Any
     """What casts new numbers into it; None: nothing does."""
 
@@ -167,7 +169,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
                 f"{type(self).__name__}.quantize_: got {tuple(source.shape)}; needs {tuple(self.shape)}, as it has"
             )
         numbers, self._in_order = _plain(source), False
-        asked = quantizer.get_usages() if isinstance(self, HybridQuantizedTensor) else {}
+        asked = quantizer.get_usages() if self.hybrid else {}
         if self.rows is not None and asked.get("rowwise", True):
             self.rows = _cast(quantizer, numbers, columns=False)
         if self.columns is not None and asked.get("columnwise", True):
@@ -336,8 +338,6 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
         return _part(x, dim, first, max(first, last))
     if packet is _aten.split:
         return _pieces(x, *args[1:])
-    if packet is _aten.select:
-        return _line(x, *args[1:])
     if packet in (_aten.new_zeros, _aten.empty_like):
         return _zeros(x, args[1] if packet is _aten.new_zeros else x.shape, kwargs)
     if packet is _aten.clone:
@@ -392,29 +392,12 @@ def _cut(codes: Any, axis: int, first: int, last: int) -> Any:
 def _pieces(x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor] | None:
     """`_part` for each piece; only a hybrid, which FSDP2 could not shard otherwise, refuses pieces of blocks."""
     pieces = [_part(x, dim, at, min(at + size, x.shape[dim])) for at in range(0, x.shape[dim], size)]
-    if None in pieces and isinstance(x, HybridQuantizedTensor):
+    if None in pieces and x.hybrid:
         raise NotImplementedError(
             f"HybridQuantizedTensor: pieces of {size} along dimension {dim} divide blocks of codes; needs a local "
             "shape that is divisible by 32 for MXFP8, by 16 for NVFP4, and by 128 for blocks: take fewer ranks"
         )
     return None if None in pieces else pieces  # type: ignore[return-value]  # none of them is None
-
-
-def _line(x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor | None:
-    """One row or column, where one scale serves all."""
-    held = [codes for codes in (x.rows, x.columns) if codes is not None]
-    if x.dim() != 2 or any(isinstance(codes, Codes) and codes.scale_inv.numel() > 1 for codes in held):
-        return None
-    index %= x.shape[dim]
-    part = _part(x, dim, index, index + 1)
-    assert part is not None
-    if dim % 2 == 0:
-        return part._like(x.shape[1:], part.rows, part.columns)
-    turned = (
-        replace(codes, data=codes.data.t()) if isinstance(codes, Codes) else None if codes is None else codes.t()
-        for codes in (part.rows, part.columns)
-    )
-    return part._like(x.shape[:1], *turned)
 
 
 def _zeros(x: QuantizedTensor, shape: Sequence[int], kwargs: Any) -> QuantizedTensor:
@@ -434,15 +417,14 @@ def _zeros(x: QuantizedTensor, shape: Sequence[int], kwargs: Any) -> QuantizedTe
     halves = []
     for turned, half in enumerate(held):
         own = matrix.t().contiguous() if turned else matrix
-        halves.append(_no_scale(quantize(own, half.spec)) if isinstance(half, Codes) else None if half is None else own)
+        halves.append(_zero(own, half) if isinstance(half, Codes) else None if half is None else own)
     if quantizer is not None:
         quantizer.set_usage(rowwise=held[0] is not None, columnwise=held[1] is not None)
     return type(x).__new__(type(x), shape, dtype, *halves, quantizer)
 
 
-def _no_scale(codes: Codes) -> Codes:
-    amax = torch.zeros(1, dtype=torch.float32, device=codes.device)
-    return replace(codes, scale_inv=torch.zeros_like(codes.scale_inv), amax=amax)
+def _zero(matrix: Tensor, like: Codes) -> Codes:
+    return replace(quantize(matrix, like.spec), amax=torch.zeros(1, device=matrix.device))
 
 
 def _copied_into(to: QuantizedTensor, source: Tensor) -> QuantizedTensor:
@@ -453,7 +435,7 @@ def _copied_into(to: QuantizedTensor, source: Tensor) -> QuantizedTensor:
     """
     if isinstance(source, QuantizedTensor) and type(source) is type(to) and source.shape == to.shape:
         pairs = [(to._held(turned), source._held(turned)) for turned in (False, True)]
-        if isinstance(to, HybridQuantizedTensor) and any((own is None) != (new is None) for own, new in pairs):
+        if to.hybrid and any((own is None) != (new is None) for own, new in pairs):
             raise NotImplementedError(
                 f"copy_ requires matching rowwise/columnwise usages; got {source.get_usages()} for {to.get_usages()}: "
                 "copy source.dequantize(), or set the usage of both quantizers"
@@ -650,7 +632,7 @@ class NVFP4Tensor(QuantizedTensor):
                 "with_2d_quantization=True to make columns of them"
             )
         if rows.amax is not None:
-            _refuse_unlike(rows.amax, mesh, "amaxes", "NVFP4Tensor")
+            refuse_unlike(rows.amax, mesh, "amaxes", "NVFP4Tensor")
         data, scales = self._layout(rows, False)
         return (data, scales[:count]), (rows, self.columns is not None)
 
@@ -672,7 +654,7 @@ class NVFP4Tensor(QuantizedTensor):
     _amax_columnwise = property(lambda self: None if self.columns is None else self.columns.amax.view(-1))
 
 
-def _refuse_unlike(number: Tensor, mesh: Any, what: str, where: str) -> None:
+def refuse_unlike(number: Tensor, mesh: Any, what: str, where: str) -> None:
     """Refuses shards that ranks have cast by numbers of their own."""
     if mesh is None:
         return
@@ -691,103 +673,8 @@ class IdentityTensor(QuantizedTensor):
         return None if matrix is None else matrix.reshape(self.shape)
 
 
-class HybridQuantizedTensor(QuantizedTensor):
-    """Rows and columns by different quantizers, each direction a tensor of its own quantizer.
-
-    `quantized_model_init` with a CustomRecipe whose factory gives a `HybridQuantizer` for weights stores them so.
-    """
-
-    _rowwise_storage = rowwise_sub_storage = property(lambda self: self._halves[0])
-    _columnwise_storage = columnwise_sub_storage = property(lambda self: self._halves[1])
-    _halves: list[QuantizedTensor | None]
-    """Rows and columns; they hold the codes."""
-
-    @staticmethod
-    def __new__(cls, shape: Any = None, dtype: Any = None, *parts: Any, **theirs: Any) -> Any:
-        """As `QuantizedTensor`, or of TransformerEngine's rowwise_storage and columnwise_storage, whose shape is the
-        default; fake_dtype is another name of dtype."""
-        if parts or "rowwise_storage" not in theirs:
-            return QuantizedTensor.__new__(cls, shape, dtype, *parts, **theirs)
-        row, column, quantizer = (theirs.get(n) for n in ("rowwise_storage", "columnwise_storage", "quantizer"))
-        if not hasattr(quantizer, "columnwise_quantizer"):
-            raise TypeError(f"{cls.__name__} requires a parent HybridQuantizer; got {quantizer!r}: give quantizer=")
-        turned = column
-        if column is not None and column.columns is None:  # rows alone: one scale serves both directions
-            turned = column._like(column.shape, None, column.rows.t())
-        halves = None if row is None else row.rows, None if turned is None else turned.columns
-        first = column if row is None else row
-        shape, dtype = shape or getattr(first, "shape", None), dtype or theirs.get("fake_dtype")
-        return QuantizedTensor.__new__(cls, shape, dtype, *halves, quantizer, theirs.get("requires_grad", False))
-
-    def _held(self, turned: bool) -> Codes | Tensor | None:
-        half = self._halves[turned]
-        return None if half is None else half._held(turned)
-
-    def _put(self, turned: bool, codes: Codes | Tensor | None) -> None:
-        halves = self.__dict__.setdefault("_halves", [None, None])
-        half = halves[turned]
-        if half is not None and codes is not None:
-            half._put(turned, codes)
-            return
-        own = self._quantizer.columnwise_quantizer if turned else self._quantizer.rowwise_quantizer
-        pair = (None, codes) if turned else (codes, None)
-        halves[turned] = None if codes is None else own.tensor_class(self.shape, self.dtype, *pair, own)
-
-    def _laid(self, turned: bool, part: int) -> Tensor | None:
-        half = self._halves[turned]
-        return None if half is None else half._laid(turned, part)
-
-    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
-        """As `QuantizedTensor.get_data_tensors`, of both directions."""
-        return tuple(one for half in self._halves if half is not None for one in half.get_data_tensors())
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """What FSDP2 gathers of a shard: for each direction codes, and scales where they have rows of their own.
-
-        Raises:
-            NotImplementedError: NVFP4 codes, whose amax is that of a whole tensor.
-            ValueError: ranks have different scales of a tensor.
-        """
-        parts: list[Tensor] = []
-        for turned, name in ((False, "rowwise"), (True, "columnwise")):
-            codes = self._held(turned)
-            if isinstance(self._halves[turned], NVFP4Tensor):
-                raise NotImplementedError(
-                    f"HybridQuantizedTensor: the {name} sub-storage is an NVFP4Tensor, which has no "
-                    "fsdp_buffer_fields: its codes belong to the amax of a whole tensor. Use a supported "
-                    "sub-quantizer, or NVFP4 alone with square blocks"
-                )
-            held = [codes.data.view(torch.uint8), codes.scale_inv] if isinstance(codes, Codes) else [codes]
-            if isinstance(codes, Codes) and codes.spec.granularity == PER_TENSOR:
-                _refuse_unlike(held.pop(), mesh, "scales", type(self).__name__)
-            parts += [(part.t() if turned else part).contiguous() for part in held if part is not None]
-        return tuple(parts), (self._held(False), self._held(True))
-
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> tuple[Any, Any]:
-        """The whole tensor, or out with new codes; and what FSDP2 frees."""
-        left, halves, rows = list(all_gather_outputs), [], 0
-        for turned, shard in enumerate(metadata):
-            if shard is not None:
-                data = left.pop(0)
-                rows, data = len(data), data.t().contiguous() if turned else data
-                if isinstance(shard, Codes):
-                    whole = shard.spec.granularity == PER_TENSOR
-                    scales = shard.scale_inv if whole else left.pop(0).t().contiguous() if turned else left.pop(0)
-                    data = replace(shard, data=data.view(shard.data.dtype), scale_inv=scales)
-            halves.append(None if shard is None else data)
-        if out is not None:
-            out.rows, out.columns = halves
-        made = out if out is not None else self._like((rows, *self.shape[1:]), *halves, param_dtype)
-        return made, all_gather_outputs
-
-
 Float8TensorStorage, Float8BlockwiseQTensorStorage = Float8Tensor, Float8BlockwiseQTensor
 MXFP8TensorStorage, NVFP4TensorStorage, IdentityTensorStorage = MXFP8Tensor, NVFP4Tensor, IdentityTensor
-HybridQuantizedTensorStorage = HybridQuantizedTensor
 
 
 def _cast(quantizer: Any, x: Tensor, *, columns: bool) -> Codes | Tensor:
