@@ -599,8 +599,8 @@ def factory_cells(
         cells = quantizer.specs(tensor)
         if marks and getattr(quantizer, "columnwise_source", "original") != "original":
             marks["decoded"].append(tensor)
-        for direction, name in (("row", "rowwise_quantizer"), ("col", "columnwise_quantizer")) if marks else ():
-            if getattr(getattr(quantizer, name, quantizer), "row_scaled_nvfp4", False):
+        for direction, half in (("row", "rowwise_quantizer"), ("col", "columnwise_quantizer")) if marks else ():
+            if getattr(getattr(quantizer, half, quantizer), "row_scaled_nvfp4", False):
                 marks["rows_alone"].append((tensor, direction))
         for direction, spec in zip(("row", "col"), cells, strict=True):
             gemm, side = CELL_OF[tensor, direction]

@@ -60,10 +60,6 @@ class HybridQuantizedTensor(QuantizedTensor):
         half = self._halves[turned]
         return None if half is None else half._laid(turned, part)
 
-    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
-        """As `QuantizedTensor.get_data_tensors`, of both directions."""
-        return tuple(one for half in self._halves if half is not None for one in half.get_data_tensors())
-
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
@@ -82,7 +78,7 @@ class HybridQuantizedTensor(QuantizedTensor):
                     "fsdp_buffer_fields: its codes belong to the amax of a whole tensor. Use a supported "
                     "sub-quantizer, or NVFP4 alone with square blocks"
                 )
-            held = [codes.data.view(torch.uint8), codes.scale_inv] if isinstance(codes, Codes) else [codes]
+            held: list[Any] = [codes.data.view(torch.uint8), codes.scale_inv] if isinstance(codes, Codes) else [codes]
             if isinstance(codes, Codes) and codes.spec.granularity == PER_TENSOR:
                 refuse_unlike(held.pop(), mesh, "scales", type(self).__name__)
             parts += [(part.t() if turned else part).contiguous() for part in held if part is not None]
@@ -92,7 +88,8 @@ class HybridQuantizedTensor(QuantizedTensor):
         self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Any, Any]:
         """The whole tensor, or out with new codes; and what FSDP2 frees."""
-        left, halves, rows = list(all_gather_outputs), [], 0
+        left, rows = list(all_gather_outputs), 0
+        halves: list[Any] = []
         for turned, shard in enumerate(metadata):
             if shard is not None:
                 data = left.pop(0)
@@ -104,7 +101,7 @@ class HybridQuantizedTensor(QuantizedTensor):
             halves.append(None if shard is None else data)
         if out is not None:
             out.rows, out.columns = halves
-        made = out if out is not None else self._like((rows, *self.shape[1:]), *halves, param_dtype)
+        made = out if out is not None else self._like((rows, *self.shape[1:]), halves[0], halves[1], param_dtype)
         return made, all_gather_outputs
 
 

@@ -158,7 +158,7 @@ def _stored_by(recipe: Recipe, keep_high_precision: bool) -> Iterator[None]:
         new = nn.Parameter(_of_weight(recipe, layer.name).quantize(old.detach()), old.requires_grad)
         vars(new).update(vars(old))
         if keep_high_precision:
-            new.high_precision = old.detach().cpu()
+            vars(new)["high_precision"] = old.detach().cpu()
         layer.weight = new
         layer.quantizers.weight.__class__ = _StoredDoor
 
@@ -166,7 +166,7 @@ def _stored_by(recipe: Recipe, keep_high_precision: bool) -> Iterator[None]:
 class _StoredDoor(WeightQuantizer):
     """The door of a weight that may be stored as a quantized tensor: it gives the codes, without a cast."""
 
-    def forward(self, x: Any, *specs: Any, rowwise: bool = True, columnwise: bool = True, **others: Any) -> Any:  # type: ignore[override]  # passed on
+    def forward(self, x: Any, *specs: Any, rowwise: bool = True, columnwise: bool = True, **others: Any) -> Any:
         """As `WeightQuantizer.forward`.
 
         Raises:

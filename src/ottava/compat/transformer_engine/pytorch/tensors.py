@@ -333,7 +333,7 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
         inside = not left and first + args[1][0] <= x.shape[0]
         return _part(x, 0, first, first + args[1][0]) if inside else None
     if packet is _aten.slice and (*args[4:], 1)[0] == 1:
-        dim, first, last = (*args[1:4], *(0, None, None)[len(args) - 1 :])
+        dim, first, last = [*args[1:4], *[0, None, None][len(args) - 1 :]]
         first, last, _ = slice(first, last).indices(x.shape[dim])
         return _part(x, dim, first, max(first, last))
     if packet is _aten.split:
@@ -414,13 +414,13 @@ def _zeros(x: QuantizedTensor, shape: Sequence[int], kwargs: Any) -> QuantizedTe
         raise TypeError(f"{type(x).__name__}.new_zeros only supports float32, bfloat16 and float16; got {dtype}")
     plain = torch.zeros(tuple(shape), dtype=dtype, device=kwargs.get("device") or x.device)
     matrix, quantizer = plain.reshape(-1, plain.shape[-1] if shape else 1), copy.copy(x._quantizer)
-    halves = []
+    halves: list[Any] = []
     for turned, half in enumerate(held):
         own = matrix.t().contiguous() if turned else matrix
         halves.append(_zero(own, half) if isinstance(half, Codes) else None if half is None else own)
     if quantizer is not None:
         quantizer.set_usage(rowwise=held[0] is not None, columnwise=held[1] is not None)
-    return type(x).__new__(type(x), shape, dtype, *halves, quantizer)
+    return type(x).__new__(type(x), shape, dtype, halves[0], halves[1], quantizer)
 
 
 def _zero(matrix: Tensor, like: Codes) -> Codes:
@@ -533,7 +533,7 @@ class Float8Tensor(QuantizedTensor):
             scale = theirs["fp8_scale_inv"].reshape(1, 1)
             halves.append(None if data is None else Codes(data, scale.to(data.device), spec, dtype))
         last = theirs.get("quantizer"), theirs.get("requires_grad", False)
-        return QuantizedTensor.__new__(cls, shape, dtype, *halves, *last)
+        return QuantizedTensor.__new__(cls, shape, dtype, halves[0], halves[1], *last)
 
     _data, _transpose = QuantizedTensor._rowwise_data, QuantizedTensor._columnwise_data
     _transpose_invalid = property(lambda self: self.columns is None)
