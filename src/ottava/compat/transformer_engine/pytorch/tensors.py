@@ -333,9 +333,9 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
         inside = not left and first + args[1][0] <= x.shape[0]
         return _part(x, 0, first, first + args[1][0]) if inside else None
     if packet is _aten.slice and (*args[4:], 1)[0] == 1:
-        dim, first, last = [*args[1:4], *[0, None, None][len(args) - 1 :]]
-        first, last, _ = slice(first, last).indices(x.shape[dim])
-        return _part(x, dim, first, max(first, last))
+        given = dict(enumerate(args))  # x, dim, start and end
+        first, last, _ = slice(given.get(2), given.get(3)).indices(x.shape[given.get(1, 0)])
+        return _part(x, given.get(1, 0), first, max(first, last))
     if packet is _aten.split:
         return _pieces(x, *args[1:])
     if packet in (_aten.new_zeros, _aten.empty_like):
