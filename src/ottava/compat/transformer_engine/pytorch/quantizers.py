@@ -343,6 +343,10 @@ class NVFP4Quantizer(Quantizer):
         made._in_order = every > 0 and bool(made.shape[-1] % 128 or made.numel() // made.shape[-1] % every)
         return made  # type: ignore[no-any-return]
 
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """False where rows have scales of their own, as TransformerEngine answers."""
+        return not self.row_scaled_nvfp4
+
     def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes:
         """As `Quantizer.cast`, with the amax of the tensor, or of each row, where rows are tensors of their own."""
         own, spec = matrix.t().contiguous() if columns else matrix, self.specs()[columns]
