@@ -122,8 +122,8 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
     (
         "`CustomRecipe`, `HybridQuantizer`",
         "yes",
-        "yes, as cells; `rowwise_dequantized` for columns in high precision",
-        f"{_TESTS}/pytorch/test_quantizers.py",
+        "yes, as cells; of the weights of linear layers `quantized_model_init` stores both directions",
+        f"{_TESTS}/pytorch/test_hybrid.py",
     ),
     (
         "`backward_override`",
@@ -134,7 +134,7 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
     (
         "NVFP4 with a scale for each row",
         "yes",
-        "quantizers do it; recipes refuse it",
+        "yes, row by row, which takes time",
         f"{_TESTS}/pytorch/test_quantizers.py",
     ),
     ("NVFP4's four over six, by MAE and MSE", "yes", "yes, the same codes", _RECIPES),

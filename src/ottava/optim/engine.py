@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.utils.hooks import RemovableHandle
 
 from ottava.base.errors import need, need_known, need_type
+from ottava.kernels.gate import PLAIN
 from ottava.optim.storage import STORAGES, Piece, Storage, WeightStore, choose
 from ottava.weights.parameter import is_quantized_weight, local
 
@@ -487,7 +488,8 @@ def _wide(store: WeightStore, piece: Piece) -> bool:
 
 
 def _flat(piece: Piece) -> bool:
-    return piece.weight.is_contiguous() and piece.gradient.is_contiguous()
+    # slices of a subclass need not be its memory
+    return type(piece.weight) in PLAIN and piece.weight.is_contiguous() and piece.gradient.is_contiguous()
 
 
 def _slices(piece: Piece, kept: Mapping[str, Mapping[str, int]]) -> Iterator[Piece]:

@@ -444,6 +444,10 @@ def choose(parameter: Tensor, group: Mapping[str, Any]) -> WeightStore:
                 "master='fp32' or 'remainder'"
             )
         return Quantized() if master == "fp32" else QuantizedRemainder()
+    if hasattr(parameter, "is_cast_of"):  # codes in a tensor of another kind
+        if master != "fp32":
+            raise ValueError(f"a quantized tensor keeps its master in FP32; got master={master!r}: use master='fp32'")
+        return Mastered()
     if parameter.itemsize >= 4:
         return Plain()
     if master == "remainder" and parameter.dtype != torch.bfloat16:
@@ -462,7 +466,9 @@ def _value(parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
         own, kept = _numbers(parameter), None if master is None else _is_cast(parameter, master)
         parameter.drop_high_precision()
     else:
-        own = parameter.detach().to(torch.float32, copy=True)
+        plain = parameter.detach()
+        plain = plain.dequantize() if hasattr(plain, "is_cast_of") else plain
+        own = plain.to(torch.float32, copy=True)
         kept = None if master is None else _is_rounded(parameter, master)
     return own if master is None or kept is None else torch.where(kept, master, own)
 
@@ -514,7 +520,9 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_rounded(weight: Tensor, master: Tensor) -> Tensor:
-    """Where a 16-bit weight is its master, rounded to the nearest."""
+    """Where a 16-bit weight is its master, rounded to the nearest, or by a cast of its own."""
+    if hasattr(weight, "is_cast_of"):
+        return weight.is_cast_of(master)  # type: ignore[no-any-return]
     return weight == master.to(weight.dtype)
 
 

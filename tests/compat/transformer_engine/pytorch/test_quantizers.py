@@ -14,14 +14,9 @@ import ottava
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common import recipe as recipes
 from ottava.compat.transformer_engine.pytorch import quantizers
+from ottava.compat.transformer_engine.pytorch.gemms import general_gemm, general_grouped_gemm
 from ottava.compat.transformer_engine.pytorch.quantizers import Quantizer, RecipeState
-from ottava.compat.transformer_engine.pytorch.tensors import (
-    DType,
-    general_gemm,
-    general_grouped_gemm,
-    prepare_for_saving,
-    restore_from_saved,
-)
+from ottava.compat.transformer_engine.pytorch.tensors import DType, prepare_for_saving, restore_from_saved
 from ottava.ops.gemm import gemm
 
 QUANTIZERS: dict[str, Quantizer] = {
@@ -146,8 +141,6 @@ def test_rows_of_their_own_have_the_codes_of_tensors_of_one_row() -> None:
     x_q: Any = quantizer(x)
     assert torch.equal(x_q._amax_rowwise, x.abs().amax(1))
     assert (x_q._row_scaled_nvfp4, te.NVFP4Quantizer()(x)._row_scaled_nvfp4) == (True, False)  # type: ignore[attr-defined]
-    with pytest.raises(NotImplementedError, match="row_scaled_nvfp4=True is not in ottava's recipes"):
-        recipes.CustomRecipe(qfactory=lambda role: quantizer).ottava.cells("input")
 
 
 def test_an_empty_tensor_may_show_a_dtype_of_codes() -> None:

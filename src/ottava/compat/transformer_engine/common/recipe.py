@@ -169,10 +169,13 @@ class Recipe(RefusesUnknownFields):
             recipe = replace(recipe, attention=self._attention_formats(self.ATTENTION))
         if self.backward_override is not None:
             recipe = replace(recipe, dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION)
-        if self.backward_override == "dequantized":
+        decoded = ("input", "weight") if self.backward_override == "dequantized" else ()
+        if decoded or getattr(self, "row_scaled_activation", False):
             kind = FactoryRecipe if isinstance(recipe, FactoryRecipe) else DecodedRecipe
             made: dict[str, Any] = {one.name: getattr(recipe, one.name) for one in fields(recipe) if one.init}
-            recipe = kind(**made | {"decoded": ("input", "weight")})
+            alone = (("input", "row"), ("input", "col")) if getattr(self, "row_scaled_activation", False) else ()
+            made |= {"decoded": decoded, "rows_alone": alone}
+            recipe = kind(**made)
         registered = isinstance(recipe, FactoryRecipe) or recipe == get_recipe(recipe.name)
         return recipe if registered else replace(recipe, name=type(self).__name__)
 
@@ -425,7 +428,6 @@ class NVFP4BlockScaling(Recipe):
 
     REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            "row_scaled_activation": "each tensor has one fp32 scale above those of its blocks",
             "fp4_format": "NVFP4 codes are E2M1",
         }
     )
@@ -540,10 +542,13 @@ class QuantizerRole:
 
 @dataclass(frozen=True)
 class DecodedRecipe(OttavaRecipe):
-    """Of some tensors the backward's GEMMs in high precision read what the forward multiplied, decoded."""
+    """A recipe with casts that no cell says."""
 
     decoded: tuple[str, ...] = ()
-    """"input", "weight" or "grad_output"."""
+    """Of these tensors, "input", "weight" or "grad_output", the backward's GEMMs read what the forward multiplied,
+    decoded; where their cells are quantized, cast again."""
+    rows_alone: tuple[tuple[str, str], ...] = ()
+    """Of these, as ("input", "col"), each row is cast as a tensor of its own: NVFP4's fp32 scale is that of a row."""
 
 
 @dataclass(frozen=True)
@@ -559,9 +564,10 @@ class FactoryRecipe(DecodedRecipe):
         """The recipe of the layer with that name."""
         if layer not in self.kept:
             kind = "grouped_linear" if layer.startswith(GROUPED) else "linear"
-            decoded = list(self.decoded)
-            gemms = factory_cells(self.qfactory, layer.removeprefix(GROUPED), kind, decoded)
-            made: dict[str, Any] = {**gemms, "attention": self.attention, "decoded": tuple(decoded)}
+            marks: dict[str, list[Any]] = {"decoded": list(self.decoded), "rows_alone": list(self.rows_alone)}
+            gemms = factory_cells(self.qfactory, layer.removeprefix(GROUPED), kind, marks)
+            made: dict[str, Any] = {**gemms, "attention": self.attention}
+            made |= {name: tuple(one) for name, one in marks.items()}
             if not self.dgrad.quantized:
                 made |= {"dgrad": HIGH_PRECISION, "wgrad": HIGH_PRECISION}
             self.kept[layer] = DecodedRecipe(self.name, **made)
@@ -573,12 +579,12 @@ GROUPED = "grouped:"
 
 
 def factory_cells(
-    qfactory: Callable[..., Any], name: str, kind: str = "linear", decoded: list[str] | None = None
+    qfactory: Callable[..., Any], name: str, kind: str = "linear", marks: Mapping[str, list[Any]] = MappingProxyType({})
 ) -> dict[str, GemmRecipe]:
     """The GEMMs of the quantizers that a factory gives a linear layer.
 
     Args:
-        decoded: gets the tensors whose columns are decoded rows.
+        marks: its lists get what a `DecodedRecipe` says besides.
     Raises:
         TypeError: the factory gives something else than a quantizer.  ValueError: no GEMM takes two of them together.
     """
@@ -591,12 +597,11 @@ def factory_cells(
                 "MXFP8Quantizer, an IdentityQuantizer to leave it in high precision, or a DelayedScalingRequest"
             )
         cells = quantizer.specs(tensor)
-        if (
-            decoded is not None
-            and cells[1] is None
-            and getattr(quantizer, "columnwise_source", "original") != "original"
-        ):
-            decoded.append(tensor)
+        if marks and getattr(quantizer, "columnwise_source", "original") != "original":
+            marks["decoded"].append(tensor)
+        for direction, half in (("row", "rowwise_quantizer"), ("col", "columnwise_quantizer")) if marks else ():
+            if getattr(getattr(quantizer, half, quantizer), "row_scaled_nvfp4", False):
+                marks["rows_alone"].append((tensor, direction))
         for direction, spec in zip(("row", "col"), cells, strict=True):
             gemm, side = CELL_OF[tensor, direction]
             sides[gemm][side] = spec

@@ -16,6 +16,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "attention": ("DotProductAttention", "InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding"),
         "distributed": ("CudaRNGStatesTracker", "checkpoint", "parallel_cross_entropy"),
         "execution": ("get_cpu_offload_context", "make_graphed_callables", "mark_not_offload"),
+        "hybrid": ("HybridQuantizedTensor",),
         "module": ("GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"),
         "moe": (
             *("Fp8Padding", "Fp8Unpadding", "moe_permute", "moe_permute_and_pad_with_probs"),
@@ -33,7 +34,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "QuantizerRequest",
         ),
         "tensors": (
-            *("DType", "Float8BlockwiseQTensor", "Float8Tensor", "HybridQuantizedTensor", "IdentityTensor"),
+            *("DType", "Float8BlockwiseQTensor", "Float8Tensor", "IdentityTensor"),
             *("MXFP8Tensor", "NVFP4Tensor", "QuantizedTensor"),
         ),
         "transformer": ("TransformerLayer",),
@@ -54,7 +55,7 @@ _PLACES = MappingProxyType(
 )
 
 
-_MORE = ("gradients", "inference", "rope", "state")
+_MORE = ("gemms", "gradients", "inference", "rope", "state")
 """Modules of ours without public names."""
 
 

@@ -8,6 +8,7 @@ and dumps are those of a watch, in the folder `ottava` of `log_dir`; `ottava rep
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -104,8 +105,11 @@ def _run_under(module: Any, context: Mapping[str, Any], *, captures: bool) -> No
             "Float8CurrentScaling or MXFP8BlockScaling, or capture the whole step with ottava.graphed_step"
         )
     forward = module.forward
+    passes = "is_first_microbatch" in inspect.signature(forward).parameters  # else only the graph would have read it
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not passes:
+            kwargs.pop("is_first_microbatch", None)
         with autocast(context["enabled"], bool(context["calibrating"]), recipe, context["amax_reduction_group"]):
             return forward(*args, **kwargs)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.common.recipe import DecodedRecipe
 from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.compat.transformer_engine.pytorch.tensors import cast_rows_alone
 from ottava.engine.autocast import AMBIENT
 from ottava.nn.layer import Layer, LayerView, recomputing
 from ottava.numerics.tensor import QuantizedTensor
+from ottava.ops.quantize import quantize
 from ottava.weights.parameter import QuantizedWeight
 
 Run = Callable[[torch.dtype], Tensor]
@@ -102,9 +104,7 @@ class WeightGradients(nn.Module):
         self.is_first_forward = is_first_microbatch
         self._tell_of_another_recipe()
         layers = [module for module in self.modules() if isinstance(module, Layer)]
-        if isinstance(AMBIENT.get().recipe, DecodedRecipe):
-            for layer in layers:
-                decodes_columns(layer)
+        decode_under_autocast(layers)
         if is_first_microbatch is not True or not self.training or recomputing():
             return
         for layer in layers:
@@ -153,9 +153,12 @@ class WeightGradients(nn.Module):
         self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
 
 
-def decodes_columns(layer: Layer) -> None:
-    """Lets the doors of a layer decode rows in place of columns in high precision, as its recipe asks."""
-    if "_decodes" not in vars(layer):
+def decode_under_autocast(layers: Iterable[Any]) -> None:
+    """Lets the doors of layers cast rows alone, and decode rows in place of columns in high precision, as the recipe of
+    the autocast asks."""
+    for layer in layers if isinstance(AMBIENT.get().recipe, DecodedRecipe) else ():
+        if "_decodes" in vars(layer):
+            continue
         vars(layer)["_decodes"] = True
         for tensor, door in layer.quantizers.named_children():
             door.register_forward_hook(partial(_decoded, layer, tensor))
@@ -164,9 +167,17 @@ def decodes_columns(layer: Layer) -> None:
 def _decoded(layer: Layer, tensor: str, door: nn.Module, args: Any, both: Any) -> Any:
     row, col = both
     recipe = None if layer.last_call is None else layer.last_call.recipe
-    if tensor in getattr(recipe, "decoded", ()) and isinstance(row, QuantizedTensor) and isinstance(col, Tensor):
-        return row, row.dequantize(col.dtype).t()
-    return None
+    if not isinstance(recipe, DecodedRecipe):
+        return None
+    x = args[0].detach()
+    if (tensor, "row") in recipe.rows_alone and isinstance(row, QuantizedTensor):
+        row = cast_rows_alone(x, row.spec)
+    if tensor in recipe.decoded and isinstance(row, QuantizedTensor) and col is not None:
+        x = row.dequantize(col.dtype)
+        col = x.t() if isinstance(col, Tensor) else quantize(x.t().contiguous(), col.spec)
+    if (tensor, "col") in recipe.rows_alone and isinstance(col, QuantizedTensor):
+        col = cast_rows_alone(x.t(), col.spec)
+    return row, col
 
 
 class _Taker:

@@ -17,6 +17,7 @@ from ottava import nn as ours
 from ottava.compat.transformer_engine.common.recipe import QuantizerRole
 from ottava.compat.transformer_engine.pytorch import module
 from ottava.compat.transformer_engine.pytorch.distributed import gathered, is_distributed_weight
+from ottava.compat.transformer_engine.pytorch.gradients import decode_under_autocast
 from ottava.compat.transformer_engine.pytorch.module import L2Normalization as L2Normalization
 from ottava.compat.transformer_engine.pytorch.module import activation_for, device_for, in_amp, started
 from ottava.compat.transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -136,6 +137,7 @@ class GroupedLinear(TEState, FusibleOperation):
         """(..., K), and the number of rows of each group -> (..., N)."""
         if is_distributed_weight(self.groups[0].weight):
             return gathered(self, [f"groups.{g}.weight" for g in range(self.num_groups)], input, split_sizes)
+        decode_under_autocast(self.groups)
         rows = input.flatten(0, -2).split([int(size) for size in split_sizes])
         y = torch.cat([layer(part) for layer, part in zip(self.groups, rows, strict=True)])
         return y.view(*input.shape[:-1], y.shape[-1])

@@ -17,21 +17,27 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ottava.base.errors import need
 from ottava.compat.transformer_engine.common.recipe import (
     CustomRecipe,
     DelayedScaling,
     MXFP8BlockScaling,
+    QuantizerRole,
     Recipe,
     asked_as,
 )
+from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor
 from ottava.engine.autocast import AMBIENT, Autocast
 from ottava.engine.autocast import autocast as our_autocast
+from ottava.engine.quantizer import WeightQuantizer
 from ottava.interop.contents import StateFileError, read_extra_state
+from ottava.nn import GroupedLinear
 from ottava.nn.convert import model_init
+from ottava.nn.layer import Layer
 
 _HIGH_PRECISION = "bf16"
 
@@ -114,8 +120,77 @@ def quantized_model_init(
     chosen = get_default_recipe() if recipe is None else recipe
     need("quantized_model_init", chosen, Recipe, "a recipe of ottava.compat.transformer_engine.common.recipe")
     cells = replace(chosen.ottava, overrides=()) if isinstance(chosen, CustomRecipe) else chosen.ottava  # no names yet
-    with model_init(cells, keep_high_precision=preserve_high_precision_init_val):
+    hybrid = isinstance(chosen, CustomRecipe) and hasattr(_of_weight(chosen, ""), "rowwise_quantizer")
+    keep = preserve_high_precision_init_val
+    with _stored_by(chosen, keep) if hybrid else model_init(cells, keep_high_precision=keep):
         yield
+
+
+def _of_weight(recipe: Recipe, name: str) -> Any:
+    return recipe.qfactory(QuantizerRole("linear", "weight", name))  # type: ignore[attr-defined]  # of a CustomRecipe
+
+
+@contextmanager
+def _stored_by(recipe: Recipe, keep_high_precision: bool) -> Iterator[None]:
+    """Casts the weights of linear layers that are made inside by the quantizers of a factory, at the end.
+
+    Raises:
+        NotImplementedError: a GroupedLinear, whose weights are one parameter.
+    """
+    made: list[Layer] = []
+
+    def note(module: nn.Module, name: str, parameter: Any) -> None:
+        if isinstance(module, GroupedLinear) and name == "weight":
+            raise NotImplementedError(
+                "quantized_model_init: a GroupedLinear whose weights a HybridQuantizer stores is not in ottava: they "
+                "are one parameter. Make it outside, or give the factory one quantizer for both directions"
+            )
+        if isinstance(module, Layer) and name == "weight":
+            made.append(module)
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+    for layer in made:
+        old = layer.weight
+        new = nn.Parameter(_of_weight(recipe, layer.name).quantize(old.detach()), old.requires_grad)
+        vars(new).update(vars(old))
+        if keep_high_precision:
+            vars(new)["high_precision"] = old.detach().cpu()
+        layer.weight = new
+        layer.quantizers.weight.__class__ = _StoredDoor
+
+
+class _StoredDoor(WeightQuantizer):
+    """The door of a weight that may be stored as a quantized tensor: it gives the codes, without a cast."""
+
+    def forward(self, x: Any, *specs: Any, rowwise: bool = True, columnwise: bool = True, **others: Any) -> Any:
+        """As `WeightQuantizer.forward`.
+
+        Raises:
+            ValueError: the recipe of the autocast casts weights otherwise.
+        """
+        if not isinstance(x, QuantizedTensor):
+            return super().forward(x, *specs, rowwise=rowwise, columnwise=columnwise, **others)
+        return tuple(
+            _operand(x, spec, turned) if asked else None
+            for turned, (spec, asked) in enumerate(zip(specs, (rowwise, columnwise), strict=True))
+        )
+
+
+def _operand(x: QuantizedTensor, spec: Any, turned: int) -> Any:
+    codes = x.columns if turned else x.rows
+    if spec is None:
+        return codes if isinstance(codes, Tensor) else x.numbers().t() if turned else x.numbers()
+    if getattr(codes, "spec", None) != spec:
+        raise ValueError(
+            f"a weight {tuple(x.shape)} is stored as {getattr(codes, 'spec', None)} in the direction of "
+            f"{'W.T' if turned else 'W'}, and the autocast casts it to {spec}, a second rounding; give "
+            "quantized_model_init and autocast one recipe"
+        )
+    return codes
 
 
 fp8_model_init = quantized_model_init
@@ -216,8 +291,8 @@ def should_load_extra_state_pickle(data: bytes, context: str) -> bool:
 
 
 def is_non_tn_fp8_gemm_supported() -> bool:
-    """False: the GEMMs of ottava sum over the last dimension of both operands."""
-    return False
+    """True: where one scale serves both directions, `general_gemm` takes codes of rows in every layout."""
+    return True
 
 
 def round_up_to_nearest_multiple(value: int, multiple: int) -> int:

@@ -18,16 +18,17 @@ from torch import Tensor
 
 from ottava.compat.transformer_engine.common import recipe
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
+from ottava.compat.transformer_engine.pytorch.hybrid import HybridQuantizedTensor
 from ottava.compat.transformer_engine.pytorch.tensors import (
     FORMATS,
     DType,
     Float8BlockwiseQTensor,
     Float8Tensor,
-    HybridQuantizedTensor,
     IdentityTensor,
     MXFP8Tensor,
     NVFP4Tensor,
     QuantizedTensor,
+    cast_rows_alone,
     get_fp8_te_dtype,
     quantized,
 )
@@ -37,7 +38,6 @@ from ottava.numerics.scaling import (
     BLOCK_1X32,
     BLOCK_1X128,
     BLOCK_128X128,
-    PER_ROW,
     PER_TENSOR,
     TE_FOUR_OVER_SIX,
     Granularity,
@@ -163,6 +163,12 @@ class Quantizer:
     def is_quantizable(self, inp: Tensor) -> bool:
         """True: ottava pads what blocks do not divide."""
         return True
+
+    def is_requantization_safe(self) -> bool:
+        """Whether a second cast gives the codes of the first: no state, no random numbers, no code of a script."""
+        if type(self).specs is Quantizer.specs or isinstance(self, Float8Quantizer):
+            return False
+        return all(spec is None or spec.rounding != "stochastic" for spec in self.specs())
 
     def supports_only_rowwise_all_gather(self) -> bool:
         """Whether ranks exchange codes of rows alone: both casts then have the same codes."""
@@ -338,25 +344,20 @@ class NVFP4Quantizer(Quantizer):
         return made  # type: ignore[no-any-return]
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether layers can cast so: see `specs`."""
+        """False where rows have scales of their own, as TransformerEngine answers."""
         return not self.row_scaled_nvfp4
 
     def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes:
         """As `Quantizer.cast`, with the amax of the tensor, or of each row, where rows are tensors of their own."""
         own, spec = matrix.t().contiguous() if columns else matrix, self.specs()[columns]
         assert spec is not None
-        parts = [quantize(part, spec) for part in (own.split(1) if self.row_scaled_nvfp4 else [own])]
-        data, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("data", "scale_inv"))
-        seen = amax(parts[0].transformed(own), PER_ROW if self.row_scaled_nvfp4 else PER_TENSOR)
-        return Codes(data, scales, spec, matrix.dtype, seen)
+        if self.row_scaled_nvfp4:
+            return cast_rows_alone(own, spec)
+        codes = quantize(own, spec)
+        return replace(codes, dtype=matrix.dtype, amax=amax(codes.transformed(own), PER_TENSOR))
 
     def specs(self, tensor: str = "") -> Cells:
         """As `Quantizer.specs`: the transform is for columns only, as in TransformerEngine."""
-        if self.row_scaled_nvfp4 and tensor:
-            raise NotImplementedError(
-                "NVFP4Quantizer: row_scaled_nvfp4=True is not in ottava's recipes: each tensor of a GEMM has one fp32 "
-                "scale above those of its blocks. Leave it out"
-            )
         rules = {arithmetic: rule for rule, arithmetic in TE_FOUR_OVER_SIX.items()}
         row = QuantizationSpec(
             _format("NVFP4Quantizer", self.dtype),
@@ -395,7 +396,7 @@ class HybridQuantizer(Quantizer):
 
     Args:
         columnwise_source: "original": both cast the tensor itself. "rowwise_dequantized": the second casts what the
-            first one gives back; in a recipe the second then has to be an `IdentityQuantizer`.
+            first one gives back.
     Raises:
         TypeError: a quantizer is a request.  ValueError: both are one object, or the source is unknown.
     """
@@ -424,13 +425,7 @@ class HybridQuantizer(Quantizer):
 
     def specs(self, tensor: str = "") -> Cells:
         """As `Quantizer.specs`."""
-        cells = self.rowwise_quantizer.specs(tensor)[0], self.columnwise_quantizer.specs(tensor)[1]
-        if self.columnwise_source != "original" and tensor and cells[1] is not None:
-            raise NotImplementedError(
-                "HybridQuantizer: columnwise_source='rowwise_dequantized' is not in ottava's recipes: each cell casts "
-                "the tensor itself. Give 'original', or an IdentityQuantizer for columns"
-            )
-        return cells
+        return self.rowwise_quantizer.specs(tensor)[0], self.columnwise_quantizer.specs(tensor)[1]
 
     def cast(self, matrix: Tensor, *, columns: bool = False) -> Codes | None:
         """As `Quantizer.cast`, by the quantizer of the direction."""
@@ -439,6 +434,15 @@ class HybridQuantizer(Quantizer):
         if self.columnwise_source != "original" and (row := self.rowwise_quantizer.cast(matrix)) is not None:
             matrix = row.dequantize()
         return self.columnwise_quantizer.cast(matrix, columns=True)
+
+    def is_requantization_safe(self) -> bool:
+        """As `Quantizer.is_requantization_safe`, of the casts that a call makes."""
+        row, column = (
+            self.rowwise_quantizer.is_requantization_safe(),
+            self.columnwise_quantizer.is_requantization_safe(),
+        )
+        rows_count = self.rowwise_usage or (self.columnwise_usage and self.columnwise_source != "original")
+        return (row or not rows_count) and (column or not self.columnwise_usage)
 
     def copy(self) -> HybridQuantizer:
         """As `Quantizer.copy`, of both quantizers, too."""
@@ -481,15 +485,44 @@ def delayed_scaling_factory(role: Any) -> DelayedScalingRequest:
     return DelayedScalingRequest()
 
 
-def mxfp8_fwd_high_precision_bwd_factory(role: Any) -> Quantizer:
+def _again(role: Any, row: Quantizer, column: Quantizer, gradient: Quantizer, other: Quantizer) -> Any:
+    """Input and weight by row forward, and what it gives, decoded, by column backward."""
+    tensor = "" if role is None else role.tensor_type
+    if tensor not in ("input", "weight"):
+        return gradient if tensor == "grad_output" else other
+    return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source="rowwise_dequantized")
+
+
+def mxfp8_fwd_high_precision_bwd_factory(role: Any) -> Any:
     """A forward in MXFP8, and a backward in high precision that reads its operands, decoded."""
-    if role is not None and role.tensor_type == "grad_output":
-        return IdentityQuantizer()
-    return HybridQuantizer(
-        rowwise_quantizer=MXFP8Quantizer(DType.kFloat8E4M3),
-        columnwise_quantizer=IdentityQuantizer(),
-        columnwise_source="rowwise_dequantized",
-    )
+    return _again(role, mxfp8_factory(role), IdentityQuantizer(), IdentityQuantizer(), mxfp8_factory(role))
+
+
+def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: Any) -> Any:
+    """The same with NVFP4, and a scale for each row of the input."""
+    row = NVFP4Quantizer(row_scaled_nvfp4=getattr(role, "tensor_type", "") == "input")
+    return _again(role, row, IdentityQuantizer(), IdentityQuantizer(), NVFP4Quantizer())
+
+
+def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: Any) -> Any:
+    """MXFP8, but the forward of grouped layers is that of `nvfp4_row_scaled_fwd_high_precision_bwd_factory`."""
+    if getattr(role, "module_type", "") != "grouped_linear":
+        return mxfp8_factory(role)
+    row = NVFP4Quantizer(row_scaled_nvfp4=role.tensor_type == "input")
+    return _again(role, row, mxfp8_factory(role), mxfp8_factory(role), mxfp8_factory(role))
+
+
+def nvfp4_1d_weight_factory(role: Any) -> Any:
+    """NVFP4 with blocks of 16 for weights; dgrad multiplies the forward's weight, cast again."""
+    weight = getattr(role, "tensor_type", "") == "weight"
+    return _again(role, NVFP4Quantizer(), NVFP4Quantizer(), role, role) if weight else nvfp4_factory(role)
+
+
+def mxfp8_fwd_nvfp4_bwd_factory(role: Any) -> Any:
+    """A forward in MXFP8 and a backward in NVFP4; dgrad multiplies the forward's weight, cast again."""
+    if getattr(role, "tensor_type", "") != "input":
+        return _again(role, mxfp8_factory(role), NVFP4Quantizer(), nvfp4_factory(role), mxfp8_factory(role))
+    return HybridQuantizer(rowwise_quantizer=mxfp8_factory(role), columnwise_quantizer=nvfp4_factory(role))
 
 
 _TYPES = MappingProxyType({"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")})

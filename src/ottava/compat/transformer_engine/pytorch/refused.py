@@ -129,7 +129,7 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         **{f"NVTE_{f.upper()}": _FIELD.format(f) for f in ("nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode")},
         **{f"NVTE_NVFP4_{f.upper()}": _FIELD.format(f"{f}=True") for f in _DISABLE},
         "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH": "errors are those of FP32, as without it",
-        "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "each tensor has one fp32 scale above those of its blocks",
+        "NVTE_NVFP4_ROW_SCALED_ACTIVATION": _FIELD.format("row_scaled_activation=True"),
         "NVTE_UNFUSED_FP8_UPDATE": "histories have one rule: that of an idle layer never rolls",
     }
 )

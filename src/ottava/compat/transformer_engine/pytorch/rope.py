@@ -65,7 +65,8 @@ def apply_rotary_pos_emb(
     if needed > len(freqs):
         raise ValueError(f"apply_rotary_pos_emb: got angles of {len(freqs)} positions; needs {needed}")
     angles = freqs[positions].squeeze(-3)  # (t, 1, dim) or (s, b, 1, dim)
-    return rotate(t, table_of(angles, interleaved)).contiguous()
+    # a result in FP32 is what makes its gradient one rounding, too
+    return rotate(t, table_of(angles, interleaved), torch.float32).to(t.dtype).contiguous()
 
 
 def table_of(angles: Tensor, interleaved: bool) -> RotaryTable:

@@ -135,7 +135,11 @@ class TEState(nn.Module):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assigns a parameter by TransformerEngine's name, too."""
+        """Assigns a parameter by TransformerEngine's name, too; rows of a larger one are copied into it."""
+        if name in self.__dict__.get("_pieces", {}) and isinstance(value, Tensor):
+            with torch.no_grad():
+                self.theirs(name).copy_(value)
+            return None
         key = self.__dict__.get("_our_names", {}).get(name)
         if key is None or key == name:
             return super().__setattr__(name, value)

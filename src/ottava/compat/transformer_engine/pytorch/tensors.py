@@ -8,6 +8,7 @@ columns have TransformerEngine's layout; what is written into them, by a collect
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 
 from ottava.kernels.scaled_mm import swizzled
 from ottava.numerics import formats
-from ottava.numerics.scaling import TE_FOUR_OVER_SIX, amax, exponent_bytes, read_scales
+from ottava.numerics.scaling import PER_ROW, TE_FOUR_OVER_SIX, amax, exponent_bytes, read_scales
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.tensor import QuantizedTensor as Codes
-from ottava.ops.gemm import gemm
+from ottava.ops.quantize import quantize
 from ottava.weights.layouts import LAYOUTS
 
 _aten = torch.ops.aten
@@ -84,6 +85,9 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     _codes: list[Codes | Tensor | None]
     _shown: list[tuple[Tensor, Tensor] | None]
     """Codes and scales of each direction in TransformerEngine's layout, once somebody has asked for them."""
+    high_precision: Tensor | None = None
+    hybrid = False
+    """Whether each direction has a quantizer of its own."""
     _quantizer: Any
     """What casts new numbers into it; None: nothing does."""
 
@@ -104,8 +108,8 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         made: QuantizedTensor = Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=held.device, requires_grad=requires_grad
         )
-        made._codes, made._shown = [None, None], [None, None]
-        made.rows, made.columns, made._quantizer = rows, columns, quantizer
+        made._codes, made._shown, made._quantizer = [None, None], [None, None], quantizer
+        made.rows, made.columns = rows, columns
         return made
 
     def _held(self, turned: bool) -> Codes | Tensor | None:
@@ -145,7 +149,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
             )
         assert held is not None
         matrix = held.dequantize() if isinstance(held, Codes) else held.clone()
-        matrix = matrix if self.rows is not None else matrix.t()
+        matrix = matrix if self.rows is not None else matrix.t().contiguous()
         return matrix.reshape(self.shape).to(dtype or self.dtype)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
@@ -165,10 +169,15 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
                 f"{type(self).__name__}.quantize_: got {tuple(source.shape)}; needs {tuple(self.shape)}, as it has"
             )
         numbers, self._in_order = _plain(source), False
-        if self.rows is not None:
+        asked = quantizer.get_usages() if self.hybrid else {}
+        if self.rows is not None and asked.get("rowwise", True):
             self.rows = _cast(quantizer, numbers, columns=False)
-        if self.columns is not None:
+        if self.columns is not None and asked.get("columnwise", True):
             self.columns = _cast(quantizer, numbers, columns=True)
+
+    def is_cast_of(self, values: Tensor) -> Tensor:
+        """Where its numbers are those that a cast of these values gives; an optimizer asks of its masters."""
+        return self._quantizer.copy().quantize(values, dtype=self.dtype).numbers() == self.numbers()  # type: ignore[no-any-return]
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Drops codes (False), or makes them of the other ones (True) where one scale serves both.
@@ -199,7 +208,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         parts: list[Tensor | None] = []
         for turned in (False, True):
             codes = self._held(turned)
-            parts += [codes.data, codes.scale_inv] if isinstance(codes, Codes) else [codes, None]
+            parts += [codes.data.view(torch.uint8), codes.scale_inv] if isinstance(codes, Codes) else [codes, None]
             self._put(turned, None if codes is None else _emptied(codes))
         return parts, self
 
@@ -207,13 +216,37 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         """Takes back what `prepare_for_saving` gave, and returns the rest of the list."""
         for turned in (False, True):
             codes, (data, scales) = self._codes[turned], tensors[2 * turned : 2 * turned + 2]
-            kept = isinstance(codes, Codes) and data is not None and scales is not None
-            self._put(turned, replace(codes, data=data, scale_inv=scales) if kept else data)  # type: ignore[type-var]
+            if isinstance(codes, Codes) and data is not None and scales is not None:
+                self._put(turned, replace(codes, data=data.view(codes.data.dtype), scale_inv=scales))
+            else:
+                self._put(turned, data)
         return list(tensors[4:])
 
     def get_metadata(self) -> dict[str, Any]:
         """The arguments of the constructor, but shape and dtype."""
         return {"rows": self.rows, "columns": self.columns, "quantizer": self._quantizer}
+
+    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
+        """The buffers of its codes, without those of scales."""
+        return tuple(self._laid(turned, 0) for turned in (False, True))
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The initial numbers of a weight, on the CPU; None: they were not kept, or are cleared."""
+        return self.high_precision
+
+    def clear_high_precision_init_val(self) -> None:
+        """Gives up these numbers."""
+        self.high_precision = None
+
+    def clear(self) -> None:
+        """Gives up the codes; `restore_from_saved` may give them back."""
+        self.prepare_for_saving()
+
+    @classmethod
+    def make_like(cls, tensor: QuantizedTensor, *, shape: Sequence[int] | None = None, **others: Any) -> Any:
+        """A tensor of the same codes, which are not copied; others: dtype, requires_grad."""
+        own = {"dtype": others.pop("dtype", tensor.dtype)} | tensor.get_metadata() | others
+        return cls.__new__(cls, tensor.shape if shape is None else shape, **own)
 
     def _like(self, shape: Sequence[int], rows: Any, columns: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
         return type(self).__new__(type(self), shape, dtype or self.dtype, rows, columns, self._quantizer)
@@ -271,15 +304,22 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         if isinstance(first, QuantizedTensor) and (kept := _kept(func, first, args, kwargs)) is not None:
             return kept
         if func is _aten.copy_.default and isinstance(first, QuantizedTensor):
-            first.quantize_(args[1])
-            return first
+            return _copied_into(first, args[1])
+        if func is _aten._foreach_copy_.default:  # one rounding each, as copy_
+            for to, source in zip(*args[:2], strict=True):
+                to.copy_(source)
+            return None
         schema = func._schema.arguments
         plain = [_unwrapped(arg) for arg in args]
         result = func(*plain, **{name: _unwrapped(value) for name, value in kwargs.items()})
         for argument, given, decoded in zip(schema, args, plain, strict=False):
-            if isinstance(given, QuantizedTensor) and argument.alias_info is not None and argument.alias_info.is_write:
-                given.quantize_(decoded)
-                return given
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            if isinstance(given, QuantizedTensor):
+                return given.quantize_(decoded)
+            for one, numbers in zip(given, decoded, strict=True) if isinstance(given, list | tuple) else ():
+                if isinstance(one, QuantizedTensor):
+                    one.quantize_(numbers)
         return result
 
 
@@ -288,10 +328,18 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
     packet = func.overloadpacket
     if packet in (_aten.detach, _aten.alias):
         return x._like(x.shape, x.rows, x.columns)
-    if packet is _aten.as_strided and [*args[1]] == [*x.shape] and [*args[2]] == [*x.stride()] and not any(args[3:]):
-        return x._like(x.shape, x.rows, x.columns)
-    if packet is _aten.slice and x.shape == torch.empty(x.shape, device="meta")[_sliced(*args[1:])].shape:
-        return x._like(x.shape, x.rows, x.columns)
+    if packet is _aten.as_strided and [*args[1][1:]] == [*x.shape[1:]] and [*args[2]] == [*x.stride()]:
+        first, left = divmod((*args[3:], 0)[0] or 0, x.stride()[0])
+        inside = not left and first + args[1][0] <= x.shape[0]
+        return _part(x, 0, first, first + args[1][0]) if inside else None
+    if packet is _aten.slice and (*args[4:], 1)[0] == 1:
+        given = dict(enumerate(args))  # x, dim, start and end
+        first, last, _ = slice(given.get(2), given.get(3)).indices(x.shape[given.get(1, 0)])
+        return _part(x, given.get(1, 0), first, max(first, last))
+    if packet is _aten.split:
+        return _pieces(x, *args[1:])
+    if packet in (_aten.new_zeros, _aten.empty_like):
+        return _zeros(x, args[1] if packet is _aten.new_zeros else x.shape, kwargs)
     if packet is _aten.clone:
         return x._like(x.shape, _copied(x.rows), _copied(x.columns))
     if packet in (_aten.view, _aten._unsafe_view, _aten.reshape) and not isinstance(args[1], torch.dtype):
@@ -316,8 +364,86 @@ def _kept(func: Any, x: QuantizedTensor, args: tuple[Any, ...], kwargs: Any) -> 
     return None
 
 
-def _sliced(dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> tuple[slice, ...]:
-    return (*[slice(None)] * dim, slice(start, end, step))
+def _part(x: QuantizedTensor, dim: int, first: int, last: int) -> QuantizedTensor | None:
+    """Some rows (dim 0) or columns (1), with their scales; None: an end lies inside a block, or x is no matrix."""
+    dim %= x.dim()
+    shape = [*x.shape[:dim], last - first, *x.shape[dim + 1 :]]
+    if shape == [*x.shape]:
+        return x._like(shape, x.rows, x.columns)
+    held = x._held(False), x._held(True)
+    halves = [_cut(half, dim ^ turned, first, last) for turned, half in enumerate(held)] if x.dim() == 2 else held
+    lost = any(half is None for half, whole in zip(halves, held, strict=True) if whole is not None)
+    return None if lost or x.dim() != 2 else x._like(shape, *halves)
+
+
+def _cut(codes: Any, axis: int, first: int, last: int) -> Any:
+    place = (slice(first, last),) if axis == 0 else (slice(None), slice(first, last))
+    if not isinstance(codes, Codes):
+        return None if codes is None else codes[place]
+    size, blocks = (codes.spec.granularity.rows, codes.spec.granularity.cols)[axis], slice(None)
+    if size is not None:
+        if first % size or (last % size and last != codes.shape[axis]):
+            return None
+        blocks = slice(first // size, -(-last // size))
+    scales = codes.scale_inv[(*place[:-1], blocks)]
+    return replace(codes, data=codes.data[place].contiguous(), scale_inv=scales.contiguous())
+
+
+def _pieces(x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor] | None:
+    """`_part` for each piece; only a hybrid, which FSDP2 could not shard otherwise, refuses pieces of blocks."""
+    pieces = [_part(x, dim, at, min(at + size, x.shape[dim])) for at in range(0, x.shape[dim], size)]
+    if None in pieces and x.hybrid:
+        raise NotImplementedError(
+            f"HybridQuantizedTensor: pieces of {size} along dimension {dim} divide blocks of codes; needs a local "
+            "shape that is divisible by 32 for MXFP8, by 16 for NVFP4, and by 128 for blocks: take fewer ranks"
+        )
+    return None if None in pieces else pieces  # type: ignore[return-value]  # none of them is None
+
+
+def _zeros(x: QuantizedTensor, shape: Sequence[int], kwargs: Any) -> QuantizedTensor:
+    """Zeros with the directions of x, in its kind of codes; a cast of its own, so no state of x moves.
+
+    Raises:
+        TypeError: codes cannot stand for that dtype.  RuntimeError: x has no codes.
+    """
+    held, dtype = (x._held(False), x._held(True)), kwargs.get("dtype") or x.dtype
+    coded = any(isinstance(half, Codes) for half in held)
+    if held == (None, None):
+        raise RuntimeError(f"{type(x).__name__}.new_zeros needs at least one present sub-storage; x has no codes")
+    if coded and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"{type(x).__name__}.new_zeros only supports float32, bfloat16 and float16; got {dtype}")
+    plain = torch.zeros(tuple(shape), dtype=dtype, device=kwargs.get("device") or x.device)
+    matrix, quantizer = plain.reshape(-1, plain.shape[-1] if shape else 1), copy.copy(x._quantizer)
+    halves: list[Any] = []
+    for turned, half in enumerate(held):
+        own = matrix.t().contiguous() if turned else matrix
+        halves.append(_zero(own, half) if isinstance(half, Codes) else None if half is None else own)
+    if quantizer is not None:
+        quantizer.set_usage(rowwise=held[0] is not None, columnwise=held[1] is not None)
+    return type(x).__new__(type(x), shape, dtype, halves[0], halves[1], quantizer)
+
+
+def _zero(matrix: Tensor, like: Codes) -> Codes:
+    return replace(quantize(matrix, like.spec), amax=torch.zeros(1, device=matrix.device))
+
+
+def _copied_into(to: QuantizedTensor, source: Tensor) -> QuantizedTensor:
+    """Takes the codes of a tensor of the same kind; casts the numbers of any other one.
+
+    Raises:
+        NotImplementedError: of two hybrids one lacks a direction.
+    """
+    if isinstance(source, QuantizedTensor) and type(source) is type(to) and source.shape == to.shape:
+        pairs = [(to._held(turned), source._held(turned)) for turned in (False, True)]
+        if to.hybrid and any((own is None) != (new is None) for own, new in pairs):
+            raise NotImplementedError(
+                f"copy_ requires matching rowwise/columnwise usages; got {source.get_usages()} for {to.get_usages()}: "
+                "copy source.dequantize(), or set the usage of both quantizers"
+            )
+        if all(getattr(own, "spec", own is None) == getattr(new, "spec", new is None) for own, new in pairs):
+            to.rows, to.columns = (_copied(new) for _, new in pairs)
+            return to
+    return to.quantize_(source)
 
 
 def _taken(codes: Any, rows: Tensor) -> Any:
@@ -396,14 +522,18 @@ class Float8Tensor(QuantizedTensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *parts: Any, **theirs: Any) -> Any:
-        """As `QuantizedTensor`, or of TransformerEngine's data, fp8_scale_inv and fp8_dtype."""
+        """As `QuantizedTensor`, or of TransformerEngine's data, data_transpose, fp8_scale_inv and fp8_dtype."""
         if parts or "data" not in theirs:
             return QuantizedTensor.__new__(cls, shape, dtype, *parts, **theirs)
-        spec = QuantizationSpec(FORMATS[DType.cast(theirs["fp8_dtype"])])
-        data = theirs["data"].reshape(-1, shape[-1] if shape else 1).view(spec.format.storage_dtype)
-        rows = Codes(data, theirs["fp8_scale_inv"].reshape(1, 1).to(data.device), spec, dtype)
+        spec, width = QuantizationSpec(FORMATS[DType.cast(theirs["fp8_dtype"])]), shape[-1] if shape else 1
+        halves: list[Codes | None] = []
+        for name, sizes in (("data", (-1, width)), ("data_transpose", (width, -1))):
+            given = theirs.get(name)
+            data = None if given is None else given.reshape(sizes).view(spec.format.storage_dtype)
+            scale = theirs["fp8_scale_inv"].reshape(1, 1)
+            halves.append(None if data is None else Codes(data, scale.to(data.device), spec, dtype))
         last = theirs.get("quantizer"), theirs.get("requires_grad", False)
-        return QuantizedTensor.__new__(cls, shape, dtype, rows, None, *last)
+        return QuantizedTensor.__new__(cls, shape, dtype, halves[0], halves[1], *last)
 
     _data, _transpose = QuantizedTensor._rowwise_data, QuantizedTensor._columnwise_data
     _transpose_invalid = property(lambda self: self.columns is None)
@@ -501,11 +631,8 @@ class NVFP4Tensor(QuantizedTensor):
                 f"NVFP4Tensor: got a shard of {count} rows; needs rows in whole blocks of 16, and "
                 "with_2d_quantization=True to make columns of them"
             )
-        if mesh is not None and rows.amax is not None:
-            ends = torch.stack((rows.amax, -rows.amax))
-            dist.all_reduce(ends, dist.ReduceOp.MAX, mesh.get_group())
-            if not torch.equal(ends[0], -ends[1]):
-                raise ValueError("NVFP4Tensor: ranks have different amaxes; cast the whole tensor, then shard it")
+        if rows.amax is not None:
+            refuse_unlike(rows.amax, mesh, "amaxes", "NVFP4Tensor")
         data, scales = self._layout(rows, False)
         return (data, scales[:count]), (rows, self.columns is not None)
 
@@ -527,29 +654,27 @@ class NVFP4Tensor(QuantizedTensor):
     _amax_columnwise = property(lambda self: None if self.columns is None else self.columns.amax.view(-1))
 
 
+def refuse_unlike(number: Tensor, mesh: Any, what: str, where: str) -> None:
+    """Refuses shards that ranks have cast by numbers of their own."""
+    if mesh is None:
+        return
+    ends = torch.stack((number, -number))
+    dist.all_reduce(ends, dist.ReduceOp.MAX, mesh.get_group())
+    if not torch.equal(ends[0], -ends[1]):
+        raise ValueError(f"{where}: ranks have different {what}; cast the whole tensor, then shard it")
+
+
 class IdentityTensor(QuantizedTensor):
     """A tensor in high precision."""
 
-    _hp_data = property(lambda self: None if self.rows is None else self.rows.view(self.shape))
-
-
-class HybridQuantizedTensor(QuantizedTensor):
-    """Rows and columns by different quantizers."""
-
-    _rowwise_storage = rowwise_sub_storage = property(lambda self: self._half(False))
-    _columnwise_storage = columnwise_sub_storage = property(lambda self: self._half(True))
-
-    def _half(self, turned: bool) -> Any:
-        """One direction, as a tensor of its own quantizer; None: it was not made."""
-        rows, columns = (None, self.columns) if turned else (self.rows, None)
-        own = self._quantizer.columnwise_quantizer if turned else self._quantizer.rowwise_quantizer
-        held = rows is not None or columns is not None
-        return own.tensor_class(self.shape, self.dtype, rows, columns, own) if held else None
+    @property
+    def _hp_data(self) -> Tensor | None:
+        matrix = self.columns.t() if self.rows is None and self.columns is not None else self.rows
+        return None if matrix is None else matrix.reshape(self.shape)
 
 
 Float8TensorStorage, Float8BlockwiseQTensorStorage = Float8Tensor, Float8BlockwiseQTensor
 MXFP8TensorStorage, NVFP4TensorStorage, IdentityTensorStorage = MXFP8Tensor, NVFP4Tensor, IdentityTensor
-HybridQuantizedTensorStorage = HybridQuantizedTensor
 
 
 def _cast(quantizer: Any, x: Tensor, *, columns: bool) -> Codes | Tensor:
@@ -579,108 +704,16 @@ class _Quantize(torch.autograd.Function):
         return _unwrapped(grad), None, None
 
 
+def cast_rows_alone(matrix: Tensor, spec: QuantizationSpec) -> Codes:
+    """The codes of each row as a tensor of its own, with the amax of each."""
+    parts = [quantize(row.contiguous(), spec) for row in matrix.split(1)]
+    data, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("data", "scale_inv"))
+    return Codes(data, scales, spec, matrix.dtype, amax(parts[0].transformed(matrix), PER_ROW))
+
+
 def quantized(quantizer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The quantized tensor of x: what `quantizer(x)` returns."""
     return _Quantize.apply(x, quantizer, dtype or x.dtype)  # type: ignore[no-any-return]
-
-
-def general_gemm(
-    A: Tensor,
-    B: Tensor,
-    out_dtype: torch.dtype | None = None,
-    *,
-    layout: str = "TN",
-    bias: Tensor | None = None,
-    grad: bool = False,
-    accumulate: bool = False,
-    out: Tensor | None = None,
-    alpha: float = 1.0,
-    use_split_accumulator: bool = False,
-    quantization_params: Any = None,
-    **others: Any,
-) -> tuple[Tensor, Tensor | None, None, None]:
-    """TransformerEngine's GEMM: B A.T ("TN"), B A ("NN") or B.T A ("NT"), of two quantized or two plain tensors.
-
-    Args:
-        A, B: tensors; leading dimensions are folded. Quantized ones need the codes of the dimension that is summed.
-        bias: added to the result; with grad, its gradient is returned in the second place.
-        accumulate, out: add to out, which is returned.
-        quantization_params: cast the result.
-    Raises:
-        NotImplementedError: gelu, user buffers or another argument.  ValueError: unknown layout, or codes are missing.
-
-    Example:
-        >>> general_gemm(torch.ones(2, 16), torch.ones(3, 16))[0].shape
-        torch.Size([3, 2])
-    """
-    if layout not in ("TN", "NN", "NT"):
-        raise ValueError(f"general_gemm: got layout {layout!r}; needs 'TN', 'NN' or 'NT'")
-    for name, value in others.items():
-        if value not in (None, False):
-            raise NotImplementedError(f"general_gemm: {name}={value!r} is not in ottava: leave it out")
-    a, b = _operand(A, "A", columns=layout[0] == "N"), _operand(B, "B", columns=layout[1] == "T")
-    dtype = out_dtype or (out.dtype if out is not None else A.dtype)
-    wide = accumulate or alpha != 1.0
-    y = gemm(
-        b,
-        a,
-        out_dtype=torch.float32 if wide else dtype,
-        bias=None if grad else bias,
-        fast_accum=isinstance(a, Codes) and not use_split_accumulator,
-    )
-    y = (alpha * y) if alpha != 1.0 else y
-    folded = B.shape[:-1] if layout != "NT" else B.shape[-1:]
-    y = y.reshape(*folded, y.shape[-1])
-    if accumulate and out is not None:
-        y = out.float() + y
-    y = y.to(dtype)
-    y = y if out is None else out.copy_(y)
-    d_bias = _plain(B).reshape(-1, B.shape[-1]).sum(0).to(dtype) if grad and bias is not None else None
-    return (y if quantization_params is None else quantization_params(y)), d_bias, None, None
-
-
-def general_grouped_gemm(
-    A: Sequence[Tensor],
-    B: Sequence[Tensor],
-    out: Sequence[Tensor],
-    quantization_params: Sequence[Any],
-    out_dtype: torch.dtype | None = None,
-    layout: str = "TN",
-    m_splits: Sequence[int] | None = None,
-    **others: Any,
-) -> tuple[Any, list[Any], list[Any]]:
-    """`general_gemm` of each pair, written into out.
-
-    Args:
-        out: a tensor for each pair; with single_output one, whose rows m_splits divides.
-        others: bias (a list, counts with use_bias), and arguments of `general_gemm`.
-    Returns:
-        out, or its one tensor; the gradients of the biases; a third list, for GELU's inputs.
-
-    Example:
-        >>> x, w, y = torch.ones(3, 16), torch.ones(2, 4, 16), torch.empty(3, 4)
-        >>> general_grouped_gemm(list(w), x.split([2, 1]), [y], [None] * 2, m_splits=[2, 1], single_output=True)[0][0]
-        tensor([16., 16., 16., 16.])
-    """
-    biases = others.pop("bias", None) if others.pop("use_bias", False) else [None] * len(A)
-    one_tensor = others.pop("single_output", False)
-    places = out[0].split(list(m_splits or ())) if one_tensor else out
-    made = [
-        general_gemm(a, b, layout=layout, bias=bias, out=place, quantization_params=cast, **others)
-        for a, b, bias, place, cast in zip(A, B, biases, places, quantization_params, strict=True)
-    ]
-    return out[0] if one_tensor else out, [one[1] for one in made], [None] * len(A)
-
-
-def _operand(x: Tensor, name: str, *, columns: bool) -> Any:
-    if not isinstance(x, QuantizedTensor):
-        matrix = x.reshape(-1, x.shape[-1])
-        return matrix.t().contiguous() if columns else matrix
-    codes = x.columns if columns else x.rows
-    if codes is None:
-        word = "columnwise" if columns else "rowwise"
-        raise ValueError(f"general_gemm: {name} has no {word} codes; needs quantizer.set_usage({word}=True)")
-    return codes
 
 
 def get_fp8_te_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> DType:
