@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.diagnose.diagnose import diagnose
+from ottava.diagnose.facts import Facts
 from ottava.experiments.logic import reasons
 from ottava.experiments.program import AS_IT_RAN, Recorder
 from ottava.experiments.trace import Trace
@@ -393,6 +394,26 @@ def test_a_config_and_arguments_of_a_trainer_are_told_beside_a_good_run(tmp_path
     found = configured([model])
     assert found["trainer"]["neftune_noise_alpha"] == given.neftune_noise_alpha
     assert not {"seed", "output_dir"} & {*found["trainer"], *found["model_config"]}
+    lora = type("", (), {"to_dict": lambda self: {"r": 8, "target_modules": {"v", "q"}}})
+    model[0].peft_config = {"default": lora()}
+    assert configured([model])["model_config"]["peft.default.target_modules"] == "['q', 'v']"
+
+
+@pytest.mark.parametrize(("cut", "ahead"), [((3, 12), 0), ((0, 11), 1), ((0, 12), 0), ((3, 12), -3)])
+def test_labels_are_compared_at_the_places_of_their_scores(tmp_path: Path, cut: tuple[int, int], ahead: int) -> None:
+    """The token that came three places before is no unshifted label: the scores were cut to later places."""
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(4):
+            ids = torch.randint(50, (6, 12))
+            labels = ids[:, cut[0] + ahead : cut[1] + ahead]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(ids)[:, slice(*cut)].flatten(0, 1), labels.flatten()).backward()
+            optimizer.step()
+    facts = Facts(Run.open(tmp_path / "run"))
+    columns = [float(facts.column(f"labels_ahead_{k}_pct")[-1]) for k in range(3)]
+    assert [value == 100 for value in columns] == [k == ahead for k in range(3)]
 
 
 def test_a_norm_that_runs_twice_in_one_loss_is_repeated(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from ottava.report.charts import DARK, LIGHT, Bars, Chart, Forest, css_variables
 
 
 def render(package: str, template: str, **values: Any) -> str:
-    """Renders a template, which has the filters number, elide, listed, duration, signed, fixed, breakable, marked, figure.
+    """Renders a template, which has the filters of `text`, breakable, marked and figure.
 
     Args:
         package: the package of the template and of its included files.

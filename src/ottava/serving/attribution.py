@@ -360,8 +360,7 @@ class _Lab:
                 continue  # one rounding less is no cause
             yield changed, said, *under(changed)
             if self._true and changed.state is not setting.state and not setting.trainer:
-                # Where both sides cast, sums in another order move codes, those of training's own numbers, too. The
-                # twin's have one such distance less; so a cause counts that is nearer than the twin without it.
+                # Sums in another order move codes, in training's own numbers, too: the twin's have one such way less.
                 after, where = under(alone := replace(changed, trainer=True))
                 if _real(torch.where(done, loss, self._plain(setting)), after, self.whole):
                     yield alone, said, after, where
@@ -414,13 +413,8 @@ class _Lab:
 
 
 def _shifted(values: Tensor, by: int, told: Tensor, behind: bool) -> Tensor:
-    """The list late by some places; where it has no number, what was told stands. `behind`: from the place on where
-    that begins to explain, and explains nearly all."""
-    made = told.clone()
-    if by > 0:
-        made[by:] = values[:-by]
-    else:
-        made[:by] = values[-by:]
+    """The list late by some places; where it has no number, what was told stands. `behind`: from where it explains."""
+    made = torch.cat((told[:by], values[:-by]) if by > 0 else (values[-by:], told[by:]))
     if not behind:
         return made
     before, after = (kl_of(told, one).flip(0).cumsum(0).flip(0) for one in (values, made))  # of all from a place on
@@ -697,6 +691,10 @@ def _given(sides: Mapping[str, Side], state: ModelState) -> ModelState:
     return replace(state, linears={**state.linears, **sides})
 
 
+def _clipped(sides: Mapping[str, Side], share: float, state: ModelState) -> ModelState:
+    return replace(_given(sides, state), clip=share)
+
+
 def _groups(names: Sequence[str]) -> dict[str, list[str]]:
     """Linears that are left out together: kinds, blocks, and the first and last block."""
     found = {kind: [n for n in names if re.search(pattern, n)] for kind, pattern in _KINDS.items()}
@@ -772,10 +770,10 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
     left = {n: _cast(s, first.cast.spec, first.activations) for n, s in body.items() if s.cast is None}
     if left:
         yield _of_state("layers", "the linears that training leaves in BF16", partial(_given, left))
+    tensor = {n: replace(s, activations=InputCast(PER_TENSOR, False, False)) for n, s in casts.items()}
     for share in _CLIPS:
-        tensor = {n: replace(s, activations=InputCast(PER_TENSOR, False, False)) for n, s in casts.items()}
         said = f"inputs clipped at {share:g} of their largest, as by a scale of other data"
-        yield _of_state("activations", said, lambda state, share=share: replace(_given(tensor, state), clip=share))
+        yield _of_state("activations", said, partial(_clipped, tensor, share))
     masters = {n: _cast(s, s.cast.spec, s.activations) for n, s in casts.items() if s.cast is not None}
     yield _of_state("weights", "codes of bf16(master)", partial(_given, masters))
 

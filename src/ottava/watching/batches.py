@@ -100,11 +100,11 @@ class Batches:
         self._commit()
         self._losses += 1
         first = "labels" not in self._numbers
-        for target, ignore, classes in (found for root in roots for found in _labels(root)):
+        for target, ignore, classes, places in (found for root in roots for found in _labels(root)):
             with unobserved(target):
                 target = target.detach()
                 if ignore is not None and first:
-                    shares, old = self._shares(target, ignore), self._numbers.get("labels")
+                    shares, old = self._shares(target, ignore, places), self._numbers.get("labels")
                     self._numbers["labels"] = shares if old is None else old + shares
                 if "label" not in self._numbers:
                     self._place("target", _batch(target), self._losses)
@@ -170,7 +170,7 @@ class Batches:
         turn = (numbers[:1].to(torch.int64) * number % _PRIME).to(torch.float32)
         _add(self._numbers, kind, torch.cat([turn, numbers[1:]]))
 
-    def _shares(self, x: Tensor, ignore: int) -> Tensor:
+    def _shares(self, x: Tensor, ignore: int, places: tuple[int, int] | None) -> Tensor:
         """[ignored, used, as the first, whether they copy an input, share of the most frequent, and `_matches`]."""
         flat = x.reshape(-1)
         used = flat != ignore
@@ -179,7 +179,7 @@ class Batches:
         copied = sum((((i == x) | (x == ignore)).all() & used.any()).to(torch.float32) for i in twins)
         counts = torch.stack([(~used).sum(), used.sum(), (flat == first).sum()]).to(torch.float32)
         alike = torch.stack([counts[0] * 0 + copied, _common(_strided(flat, _HASHED), ignore)])
-        return torch.cat([counts, alike, _matches(flat, used, self._ids)])
+        return torch.cat([counts, alike, _matches(flat, used, self._ids, places)])
 
     def columns(self, name: str, read: Sequence[float]) -> dict[str, float]:
         """Columns of steps.jsonl from one of the numbers of `drain`, once it was read; steps come in their order."""
@@ -283,7 +283,7 @@ def _alike(x: Tensor, *, first: bool) -> Tensor:
     return torch.stack([samples, tokens, (x == 0).all().to(torch.float32)])
 
 
-def _matches(labels: Tensor, used: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+def _matches(labels: Tensor, used: Tensor, inputs: Sequence[Tensor], places: tuple[int, int] | None) -> Tensor:
     """[labels that were compared, how many of them are the input's token at their place, the next, the one after that].
 
     Zeros where no input is a batch of sequences at least as long as the labels.
@@ -295,8 +295,9 @@ def _matches(labels: Tensor, used: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         rows, length = len(ids), labels.numel() // len(ids)
         if labels.numel() != rows * length or not _SEQUENCE <= length <= ids.shape[1]:
             continue
-        # labels of all places, or of those behind a prompt
-        for first in {0, ids.shape[1] - length}:
+        # labels of the places that the scores were cut to; else of all, or of those behind a prompt
+        known = places is not None and places[0] == ids.shape[1]
+        for first in {places[1]} if known and places else {0, ids.shape[1] - length}:
             count = length - 2
             x, some = (t.reshape(rows, -1)[:, :count] for t in (labels, used))
             equal = [((x == ids[:, first + k : first + k + count]) & some).sum() for k in range(3)]
@@ -328,17 +329,29 @@ def _behind(root: Tensor, of: Callable[[Any], bool]) -> Iterator[Any]:
             waiting += [following for following, _ in node.next_functions]
 
 
-def _labels(root: Tensor) -> Iterator[tuple[Tensor, int | None, int | None]]:
-    """The targets that losses behind a root saved, the label that they ignore, the classes of a mean over labels."""
+def _labels(root: Tensor) -> Iterator[tuple[Tensor, int | None, int | None, tuple[int, int] | None]]:
+    """The targets that losses behind a root saved, the label that they ignore, the classes of a mean over labels, and
+    `_places` of the scores."""
     try:
         for node in _behind(root, lambda node: isinstance(getattr(node, "_saved_target", None), Tensor)):
             ignore = getattr(node, "_saved_ignore_index", None)
             scores = node._saved_self if ignore is not None and getattr(node, "_saved_reduction", 0) == 1 else None
             classes = scores.shape[1] if isinstance(scores, Tensor) and scores.dim() > 1 else None
             signed = ignore if ignore is None or ignore < 1 << 63 else ignore - (1 << 64)
-            yield node._saved_target, signed, classes
+            yield node._saved_target, signed, classes, _places(node)
     except RuntimeError:  # the graph was freed
         return
+
+
+def _places(node: Any) -> tuple[int, int] | None:
+    """(L, first) of scores (B, L, classes) that were cut to places from `first` on."""
+    while (node := node.next_functions[0][0]) is not None and node.name().startswith((*_SHAPES, "LogSoftmax")):
+        if node.name().startswith("Slice"):
+            break
+    if getattr(node, "_saved_dim", None) != 1 or not node.name().startswith("Slice"):
+        return None
+    length, start = node._saved_self_sym_sizes[1], node._saved_start
+    return length, start if start < 1 << 63 else start - (1 << 64) + length
 
 
 def _softmax_twice(root: Tensor) -> bool | None:

@@ -81,15 +81,18 @@ def coverage(doors: DoorTap, modules: ModuleTap, *, trained: bool) -> dict[str, 
 
 
 def configured(roots: Iterable[nn.Module]) -> dict[str, dict[str, Any]]:
-    """What a model and a Trainer of transformers were configured with: plain values by name.
+    """What a model, its adapters and a Trainer of transformers were configured with: plain values by name.
 
-    A config is what has `to_dict`, or a dict, at the first module that has one. A Trainer is not to be reached from a
-    model, so its arguments are found among the objects of the process.
+    A config is what has `to_dict`, or a dict, at the first module that has one; PEFT's has one an adapter. A Trainer is
+    not to be reached from a model, so its arguments are found among the objects of the process.
     """
     found: dict[str, dict[str, Any]] = {}
-    with suppress(Exception):  # code of users: a config may be anything
-        config = next((c for r in roots for m in r.modules() if (c := getattr(m, "config", None)) is not None), None)
-        found["model_config"] = _plain(config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)())
+    modules = [module for root in roots for module in root.modules()]
+    for name in ("config", "peft_config"):
+        with suppress(Exception):  # code of users: a config may be anything
+            config = next((c for m in modules if (c := getattr(m, name, None)) is not None), None)
+            values = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
+            found["model_config"] = found.get("model_config", {}) | _plain(values, "" if name == "config" else "peft.")
     with suppress(Exception):
         if (module := sys.modules.get("transformers.training_args")) is not None:
             given = [one for one in gc.get_objects() if issubclass(type(one), module.TrainingArguments)]
@@ -100,7 +103,8 @@ def configured(roots: Iterable[nn.Module]) -> dict[str, dict[str, Any]]:
 def _plain(values: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
-        name = f"{above}{key}"
+        name, value = f"{above}{key}", sorted(value) if isinstance(value, (set, frozenset)) else value
+        value = value.to_dict() if hasattr(value, "to_dict") else value
         if isinstance(value, Mapping):
             found |= _plain(value, f"{name}.")
         elif not _NO_SETTING.search(name) and len(text := str(value)) <= _LONGEST:
