@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,6 +67,7 @@ class Exact(TorchDispatchMode):
         """"FILE:LINE, called at FILE:LINE" -> the worst that its casts did: error, flushed and clipped, as shares."""
         self.codes: set[CodeType] = set()
         """The user's functions around them."""
+        self._clamped: tuple[int, Tensor] | None = None  # storage of what a clamp gave, and what it had got
         self._cast: dict[int, tuple[Any, Tensor]] = {}
         """Address of a storage of codes -> itself, and the numbers that were cast, one for every byte."""
 
@@ -88,7 +90,11 @@ class Exact(TorchDispatchMode):
         if func in (torch.ops.aten.clamp.default, torch.ops.aten.clamp_.default) and _to_largest(*args[1:], **kwargs):
             if self.only is None or self.only:
                 return args[0] if func is torch.ops.aten.clamp_.default else args[0].clone()
-        elif func is torch.ops.aten._scaled_mm.default:
+            before = args[0].detach().clone() if func is torch.ops.aten.clamp_.default else args[0]
+            result = func(*args, **kwargs)
+            self._clamped = result.untyped_storage()._cdata, before
+            return result
+        if func is torch.ops.aten._scaled_mm.default:
             near = [self._numbers(x) for x in args[:2]]
             if any(x is not None for x in near):
                 operands = [x.float() if n is None else n for x, n in zip(args, near, strict=False)]
@@ -140,6 +146,9 @@ class Exact(TorchDispatchMode):
         return ", called at ".join(found) or ("the backward of a conversion" if _backwards() else "")
 
     def _note(self, site: str, x: Tensor, codes: Tensor) -> None:
+        if self._clamped is not None and self._clamped[0] == x.untyped_storage()._cdata:
+            x = self._clamped[1]
+        self._clamped = None
         values, near = x.detach().float(), codes.detach().float()
         size = float(values.norm())
         far = float((near.nan_to_num() - values).norm()) / size if size > 0 else 0.0
@@ -241,7 +250,7 @@ def derivatives(codes: Collection[CodeType], functions: dict[str, str]) -> Itera
         if not mine & {*codes} or not any(isinstance(x, Tensor) and x.requires_grad for x in args):
             return plain(*args)
         seen = _Steps()
-        with torch.enable_grad(), seen:
+        with torch.enable_grad(), seen, _Through():
             own = cls.setup_context is not owner.setup_context
             result = cls.forward(*args) if own else cls.forward(_Context(), *args)
         cut = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -262,6 +271,15 @@ class _Steps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found = self.found or func._schema.name.removeprefix("aten::").rstrip("_") in _STEPS
         return func(*args, **(kwargs or {}))
+
+
+class _Through(TorchFunctionMode):
+    """A clamp to the largest number of a format is a part of the cast: a backward around it passes gradients on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        clamps = getattr(func, "__name__", "").rstrip("_") in ("clamp", "clip")
+        return args[0] * 1 if clamps and _to_largest(*args[1:], **kwargs) else func(*args, **kwargs)
 
 
 class _Context:
