@@ -61,6 +61,7 @@ def main() -> None:
         "--diagnose", type=Path, metavar="RUN", help="write such a run there, if it is not, and time diagnose"
     )
     parser.add_argument("--every", type=int, default=1, help="steps between the looks of that run")
+    parser.add_argument("--set", action="append", default=[], help="of a training's configuration: model.layers=1")
     parser.add_argument("--trainer", type=Path, metavar="JSON", help="time a Trainer with and without the callback")
     arguments = parser.parse_args()
     if arguments.trainer is not None:
@@ -71,7 +72,7 @@ def main() -> None:
         return
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for recipe in ("bf16", "tensorwise"):
-        seconds = measure(recipe, arguments.steps, arguments.rounds, arguments.batch_size)
+        seconds = measure(recipe, arguments.steps, arguments.rounds, arguments.batch_size, arguments.set)
         base = seconds["unwatched"]
         print(f"\n{recipe}: {1e3 * statistics.median(base):.1f} ms a step unwatched")
         for mode, times in seconds.items():
@@ -79,9 +80,9 @@ def main() -> None:
             print(f"  {mode:36} {100 * statistics.median(ratios):+7.1f} %")
 
 
-def measure(recipe: str, steps: int, rounds: int, batch_size: int) -> dict[str, list[float]]:
+def measure(recipe: str, steps: int, rounds: int, batch_size: int, more: list[str]) -> dict[str, list[float]]:
     """Seconds per step of every round, by mode."""
-    config = load_config(None, [f"batch_size={batch_size}"])
+    config = load_config(None, [f"batch_size={batch_size}", *more])
     corpus = ByteCorpus.load(config.data)
     torch.manual_seed(0)
     model = ByteTransformer(config.model, config.sequence_length)
