@@ -252,8 +252,9 @@ def _padding(
 
         try:
             runs = [_run(forward, way, change, evaluates=True) for change in (alone, cut, swapped)]
-        except Exception:  # a model of one length
-            return {}
+        except Exception:  # a model of one length: other tokens take the place of the padding
+            moved = None if main.is_floating_point() else _reaches(forward, way, main, ~real, own)
+            return {} if moved is None else {"padding": attends and moved}
         others = not torch.equal(main[row, span], main[row - 1, span])
         for all_, one, short, other in zip(own, *runs, strict=False):
             if all_.dim() < 2 or all_.shape[0] != len(main) or len(short) != 1:
