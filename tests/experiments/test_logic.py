@@ -107,17 +107,19 @@ def test_what_an_output_depends_on_is_tried() -> None:
 class Padded(nn.Module):
     """An encoder whose mask is True at padding, or by mistake at tokens; made outside of it, or inside."""
 
-    def __init__(self, *, inverted: bool = False, inside: bool = False, causal: bool = False, pooled: bool = False):
+    def __init__(self, *, inverted: bool = False, inside: bool = False, causal: bool = False, pooled: bool = False,
+                 table: bool = False):  # fmt: skip
         super().__init__()
         layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
         self.token, self.place, self.head = nn.Embedding(40, 32), nn.Embedding(24, 32), nn.Linear(32, 8)
         self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.inverted, self.inside, self.causal, self.pooled = inverted, inside, causal, pooled
+        self.length = 20 if table else 0  # a table of positions as it is: rows of another length fail
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None,
                 document: Tensor | None = None, labels: Tensor | None = None) -> Tensor:  # fmt: skip
         one = (ids != 0) if mask is None or self.inside else mask.bool()
-        places = torch.arange(ids.shape[1])[None] if position_ids is None else position_ids
+        places = torch.arange(self.length or ids.shape[1])[None] if position_ids is None else position_ids
         later = torch.ones(ids.shape[1], ids.shape[1]).tril() == 0 if self.causal else None
         if document is not None:
             later = (document[:, :, None] != document[:, None]).repeat_interleave(4, 0)
@@ -140,6 +142,8 @@ def test_masks_positions_and_labels_are_tried_along_the_rows() -> None:
         (Padded(inverted=True), {"mask": real.long()}, {"padding": True, "hidden": True}),
         (Padded(inverted=True, inside=True), {}, {"padding": True, "hidden": True}),
         (Padded(inverted=True, pooled=True), {"mask": real}, {"padding": True}),
+        (Padded(table=True), {"mask": real}, {"padding": False, "hidden": None}),
+        (Padded(table=True, inverted=True), {"mask": real}, {"padding": True, "hidden": None}),
         (Padded(), {"mask": real, "labels": ids.masked_fill(~real, -100)}, {"taught": False}),
         (Padded(), {"mask": real, "labels": ids}, {"taught": True}),
         (Padded(), {"position_ids": torch.arange(20).expand(16, -1)}, {"uncounted": False}),
