@@ -175,4 +175,4 @@ def test_the_switch_is_an_option_or_a_variable(
     assert '<html lang="zh"' in page
     assert "学习率为 0" in page
     assert ended("diagnose", str(tmp_path / "run"), "--lang", "fr") == 2
-    assert "en, zh" in capsys.readouterr().err
+    assert "'en', 'zh'" in capsys.readouterr().err

@@ -151,3 +151,20 @@ def test_without_words_it_says_what_to_do_next_here(
         "ottava watch -- fit.py",
         "ottava demo",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("lab mxfp8 --lang fr", 2, "--lang"),  # before it trains, not where the page is written
+        ("plan llama-1b --world 8 --mesh dp=8 --microbatches 0", 2, "--microbatches"),
+        ("compare a b --top -3", 2, "--top"),
+        ("bench cpu --threads -1", 2, "--threads"),
+        ("certify torch.encode.e4m3 --device tpu", 2, "certify: --device tpu"),
+        ("watch -- .", 2, "there is no file '.'"),
+        ("consolidate nowhere out", 4, "nowhere: does not exist"),
+    ],
+)
+def test_wrong_words_are_no_bug_of_ours(words: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(*words.split()) == code
+    assert said in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_run_without_a_recording_is_a_bad_input_file(tmp_path: Path) -> None:
 
 def test_one_of_the_two_is_asked_for(tmp_path: Path) -> None:
     for arguments in ((), ("llama-8b", "--history", tmp_path)):
-        with pytest.raises(ValueError, match="give a MODEL to predict its layers, or --history"):
+        with pytest.raises(ValueError, match="give either a MODEL to predict its layers, or --history"):
             run("plan", *arguments)
 
 

@@ -148,3 +148,6 @@ def test_a_run_is_trained_again_with_its_remedy(tmp_path: Path) -> None:
     assert "Trained again with it: the loss at the end is" in str(came)
     with pytest.raises(ValueError, match="only a person can make this change"):
         retrain(bad, {"trial": None}, tmp_path / "none")
+    (tmp_path / "train.py").write_text("raise RuntimeError('no data')", encoding="utf-8")
+    with pytest.raises(ValueError, match="ended before its first step: RuntimeError: no data"):
+        retrain(bad, {"trial": {"lr": 1e6}}, tmp_path / "fails")

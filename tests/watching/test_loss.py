@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from ottava.watching.loss import LossTap
 
@@ -38,6 +39,12 @@ def test_sees_every_way_to_call_backward(losses: list[float]) -> None:
     torch.autograd.backward(tensors=[leaf().sum() * 3, leaf().sum() * 4])
     (leaf() * 5)[0].reshape(1, 1).backward(torch.ones(1, 1))
     assert losses == [3, 6, 9, 12, 5]
+
+
+def test_a_loss_that_a_number_divides_is_seen_under_a_dispatch_mode(losses: list[float]) -> None:
+    with FlopCounterMode(display=False):
+        (torch.nn.functional.mse_loss(leaf(), torch.zeros(2)) / 2).backward()
+    assert losses == [1.25]
 
 
 def test_what_is_no_loss_is_passed_over(losses: list[float]) -> None:

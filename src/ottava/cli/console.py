@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -34,7 +34,8 @@ _MARKS = MappingProxyType(
 _GAP = 2
 _SCHEMA_VERSION = 1
 SpeaksOption = Annotated[
-    str, typer.Option("--lang", envvar="OTTAVA_LANG", metavar="NAME", help="Language of the sentences: en or zh.")
+    Literal["en", "zh"],
+    typer.Option("--lang", envvar="OTTAVA_LANG", metavar="NAME", help="Language of the sentences: en or zh."),
 ]
 """The option of commands whose sentences, or page, there are in Chinese, too."""
 

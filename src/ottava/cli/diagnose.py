@@ -134,7 +134,7 @@ def compare(
         list[Path] | None,
         Option("--control", metavar="RUN", help="Another good run, of another seed; repeatable."),
     ] = None,
-    top: Annotated[int, Option("--top", metavar="N", help="Rows of the table.")] = 15,
+    top: Annotated[int, Option("--top", metavar="N", min=1, help="Rows of the table.")] = 15,
     language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:

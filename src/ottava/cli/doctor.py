@@ -285,7 +285,7 @@ def cpu(
     compiled: Annotated[
         bool, Option("--compiled", help="Measure under torch.compile, too. This takes minutes.")
     ] = False,
-    threads: Annotated[int | None, Option(help="Threads of torch. [torch's own choice]")] = None,
+    threads: Annotated[int | None, Option(min=1, help="Threads of torch. [torch's own choice]")] = None,
     cpu_time: Annotated[bool, Option("--cpu-time", help="Measure CPU time: for one thread on a busy machine.")] = False,
     checkpoint: Annotated[
         Path | None, Option(help="smollm2: folder of SmolLM2-135M with model.safetensors. [random weights]")

@@ -81,7 +81,7 @@ def export(
             "-l",
             metavar="L",
             help="bf16, compressed-tensors-{block,channel,tensor,mxfp8,mxfp4,nvfp4}, fp8-block, fp8-block-ue8m0, "
-            "mxfp8, modelopt.",
+            "mxfp8, modelopt, modelopt-nvfp4.",
         ),
     ] = None,
     static: Annotated[bool, Option("--static", help="Write scales of activations, from histories.")] = False,

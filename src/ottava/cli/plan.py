@@ -32,7 +32,7 @@ def plan(
     mesh: Annotated[
         str, Option(metavar="dp=128,tp=8", help="For --world: dp, shard, tp and pp, with that product.")
     ] = "",
-    microbatches: Annotated[int, Option(help="For --world: parts of a rank's batch.")] = 1,
+    microbatches: Annotated[int, Option(min=1, help="For --world: parts of a rank's batch.")] = 1,
     memory: Annotated[
         bool, Option("--memory", help="For MODEL: predict the bytes of training with AdamW instead.")
     ] = False,
@@ -65,7 +65,7 @@ def plan(
     Exit code 4 if the run has no recording or it is damaged.
     """
     if bool(model) == bool(history):
-        raise ValueError("plan: give a MODEL to predict its layers, or --history to replay the amaxes of a run")
+        raise ValueError("plan: give either a MODEL to predict its layers, or --history to replay amaxes of a run")
     if optimizer and not memory:
         raise ValueError("plan: --optimizer is for --memory; give both")
     if bool(world) != bool(mesh) or (world and (memory or history is not None)):

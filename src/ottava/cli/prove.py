@@ -227,6 +227,8 @@ def certify(
 
     Exit code 1 if something is wrong or raises, 2 for an unknown adapter, kind or recipe.
     """
+    import torch
+
     from ottava.prove.certificate import certify as run
     from ottava.prove.page import page
     from ottava.prove.ready import load, ready
@@ -237,6 +239,10 @@ def certify(
         return 0
     if not names:
         raise ValueError("certify: no adapter; give MODULE:FUNCTION, or a name that `ottava certify --list` shows")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"certify: --device {device}: {error}") from error
     changed = {"recipe": recipe, "format": format, "operand": operand, "out": out, "accumulator": accumulator}
     found = []
     adapters = [load(name, kind, **changed) for name in names]

@@ -207,4 +207,7 @@ def retrain(run: Run, remedy: Mapping[str, Any], folder: Path, good: Run | None 
         done = subprocess.run(again, cwd=where, capture_output=True, text=True)
         if done.returncode and not (folder / "watch.json").is_file():
             raise ValueError(f"not retrained: {' '.join(words)} failed: {done.stderr.strip()[-300:]}")
-    return Retrained(last_loss(run), last_loss(Run.open(folder)), math.nan if good is None else last_loss(good))
+    new = Run.open(folder)
+    if not len(new.steps["step"]):
+        raise ValueError(f"not retrained: {' '.join(words)} ended before its first step: {new.manifest.get('ended')}")
+    return Retrained(last_loss(run), last_loss(new), math.nan if good is None else last_loss(good))

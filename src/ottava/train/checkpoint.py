@@ -559,6 +559,8 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
 def _entries(path: Path) -> Entries:
     if path.is_file():
         raise CheckpointError(f"{path}: is one file already; needs the folder of a checkpoint of several processes")
+    if not path.exists():
+        raise CheckpointError(f"{path}: does not exist; needs the folder of a checkpoint of several processes")
     if (path / "checkpoints").is_dir():
         raise CheckpointError(f"{path}: is a run folder; give one of the folders in {path / 'checkpoints'}")
     try:

@@ -41,7 +41,7 @@ def check_script(words: Sequence[str], command: str = "watch") -> None:
         raise LaunchError(
             f"{command}: {words[0]!r} is an option of Python; give a script, or -m and a module, after --"
         )
-    if words[0] != "-m" and not Path(words[0]).exists():
+    if words[0] != "-m" and not any(Path(words[0], name).is_file() for name in ("", "__main__.py")):
         raise LaunchError(f"{command}: there is no file {words[0]!r}; give a script, or -m and a module, after --")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 Share = float | Tensor | None
 
@@ -173,7 +174,8 @@ def _share(node: Any) -> Share:
         if node.name().startswith(("Div", "Mul")):
             if len(following) != 1 or not isinstance(other, Tensor) or other.numel() != 1:
                 return None
-            factor = other.detach() if other.device.type != "cpu" else float(other)
+            with _disable_current_modes():  # a number of Python comes to a mode as no tensor
+                factor = other.detach() if other.device.type != "cpu" else float(other)
             if isinstance(factor, float) and not factor:
                 return None
             share = share / factor if node.name().startswith("Div") else share * factor
