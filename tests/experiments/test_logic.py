@@ -474,3 +474,21 @@ def test_masks_of_libraries_are_tried() -> None:
         values = {"input_ids": ids, **given}
         found = tried(model.train(), values.pop("input_ids"), labels=ids.masked_fill(real == 0, -100), **values)
         assert {kind: found[kind] for kind in wanted} == wanted, (type(model), given.keys(), found)
+
+
+def test_a_rate_that_no_loss_shows_comes_before_the_line_that_it_reaches(tmp_path: Path) -> None:
+    for name, lr in (("good", 1e-3), ("bad", 3e-3)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        with ottava.watch(model, tmp_path / name):
+            for _ in range(12):
+                optimizer.zero_grad()
+                (model(torch.randn(32, 16)) - 1).square().mean().backward()
+                optimizer.step()
+    answer = diagnose(Run.open(tmp_path / "bad"), baseline=Run.open(tmp_path / "good"))
+    assert not answer.event
+    assert [f.title for f in answer.findings[:2]] == [
+        "The learning rate is 3 times that of the good run",
+        "The code parts from that of the good run",
+    ]

@@ -477,8 +477,11 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
 
 def _differing(differ: Sequence[Difference], happened: Event | None, frameworks: Sequence[str]) -> list[Finding | None]:
     """The differences from a good run, where something happened: what is set or computed otherwise first."""
-    if happened is None:  # a fault that no loss shows is seen in the code alone
-        return [_finding(d, "warning", frameworks) for d in differ if d.kind in _PLACES[:6]]
+    if happened is None:  # a fault that no loss shows is seen in the code; a setting changes what code is given
+        places = [d for d in differ if d.kind in _PLACES[:6]]
+        until = max((d.step or 0 for d in places), default=-1)
+        makes = [d for d in differ if d.kind in ("setting", "optimizer") and (d.step or 0) <= until]
+        return [_finding(d, "warning", frameworks) for d in (*makes, *places)]
     early = [d for d in differ if d.step is None or d.step <= happened.step]
     causes = [d for d in early if d.kind not in _NO_CAUSE]
     same_start = not any(d.kind == "weights" for d in differ)  # then no other seed explains other batches

@@ -383,8 +383,9 @@ def _level(facts: Facts, entry: Mapping[str, Any]) -> float:
 def _small(facts: Facts, entry: Mapping[str, Any]) -> bool:
     """Whether the gradient is that of a batch that the model fits: it moves nothing."""
     norms = facts.column("grad_norm")
-    seen = [] if norms is None else norms[np.isfinite(norms) & (facts.steps <= _step(entry))]  # a blow-up comes later
-    largest = float(np.max(seen, initial=0.0))
+    if norms is None:
+        return False
+    largest = float(np.max(norms[np.isfinite(norms) & (facts.steps <= _step(entry))], initial=0.0))  # later: a blow-up
     return isinstance(entry.get("norm"), (int, float)) and bool(entry["norm"] < _STILL * largest)
 
 

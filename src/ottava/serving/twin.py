@@ -98,9 +98,9 @@ class Twin:
             """Keys and values as a cache in FP8 gives them back."""
 
             def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-                fmt, pair = state.cache, (keys, values)
+                fmt, pair = state.cache, [keys, values]
                 if fmt is not None and state.cached in (None, layer_idx):
-                    pair = tuple(round_to_format(x.clamp(-fmt.max, fmt.max), fmt).to(x.dtype) for x in pair)
+                    pair = [round_to_format(x.clamp(-fmt.max, fmt.max), fmt).to(x.dtype) for x in pair]
                 return super().update(*pair, layer_idx, *args, **kwargs)
 
         sides = self._fill(state)
