@@ -145,6 +145,9 @@ def test_a_run_is_trained_again_with_its_remedy(tmp_path: Path) -> None:
     came = retrain(bad, {"trial": {"lr": 1e6}}, tmp_path / "cure")
     assert came.cure < 0.5 * came.bad == 0.5 * last_loss(bad)
     assert came.cured is None
+    assert retrain(bad, {"trial": {"lr": 1e6}}, tmp_path / "cure") == came
+    assert retrain(bad, {"trial": {"lr": 1.0}}, tmp_path / "cure").cure > came.cure
+    assert (tmp_path / "cure-2" / "watch.json").is_file()
     assert "Trained again with it: the loss at the end is" in str(came)
     with pytest.raises(ValueError, match="only a person can make this change"):
         retrain(bad, {"trial": None}, tmp_path / "none")

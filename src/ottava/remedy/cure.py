@@ -8,6 +8,7 @@ are nobody's to change from outside: their remedies have no trial, and the answe
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 import subprocess
@@ -185,7 +186,8 @@ def retrain(run: Run, remedy: Mapping[str, Any], folder: Path, good: Run | None 
     Args:
         run: whose command runs again, in the folder in which it ran.
         remedy: one of a finding.
-        folder: for the new run; one that is there is read.
+        folder: for the new run. One that tried this remedy is read; beside one of another, or without a step, the name
+            gets a number.
         good: a run to compare with.
     Raises:
         ValueError: nobody can make the change from outside, or the command is not known or fails; the message says so.
@@ -196,10 +198,16 @@ def retrain(run: Run, remedy: Mapping[str, Any], folder: Path, good: Run | None 
     if "watch" not in command[1:2] or "--" not in command:
         raise ValueError("not retrained: the run was not made by `ottava watch SCRIPT`, so its command is not known")
     words, where = command[command.index("--") + 1 :], Path(str(run.manifest.get("cwd") or "."))
-    if not (folder / "watch.json").is_file():
+    text, first = yaml.safe_dump({"cure": trial, "shadow": 0}), folder
+    for number in itertools.count(2):
+        settings, made = folder.with_name(f"{folder.name}.yaml"), (folder / "watch.json").is_file()
+        same = settings.is_file() and settings.read_text(encoding="utf-8") == text
+        if not made or (same and len(Run.open(folder).steps["step"])):
+            break
+        folder = first.with_name(f"{first.name}-{number}")
+    if not made:
         folder.mkdir(parents=True, exist_ok=True)
-        settings = folder.with_suffix(".yaml")
-        settings.write_text(yaml.safe_dump({"cure": trial, "shadow": 0}), encoding="utf-8")
+        settings.write_text(text, encoding="utf-8")
         ranks = int((run.manifest.get("host") or {}).get("world_size") or 1)
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         again = [sys.executable, *launcher, "-m", "ottava", "watch", "--out", str(folder.resolve())]
