@@ -49,7 +49,7 @@ def test_the_answer_comes_first_and_the_change_is_for_the_framework(tmp_path: Pa
     _, text = call(record(tmp_path / "run", lr=0.0))
     assert text.startswith("The learning rate is 0. The learning rate is 0 in 10 of 10 steps, from step 1 on.")
     right, asked = CONFIDENCE["law"]
-    said = f"such first answers to unseen faults: {right} of {asked} right"
+    said = f"on unseen faults, answers of this kind were right {right} times in {asked}"
     assert f"1. The learning rate is 0  (critical, step 1; {said})" in text
     assert "transformers:" in text
     assert "megatron:" not in text

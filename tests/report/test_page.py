@@ -62,7 +62,7 @@ def test_page_says_all_that_is_known(whole: str) -> None:
         "Outlier tokens own the scale",
         "61.7 %",
         "Float8BlockScaling()",
-        "Of such first answers to unseen faults 11 of 12 were right.",
+        "On unseen faults, answers of this kind were right 11 times in 12.",
         "max_logit",
         "Does a BF16 run spike as often?",
         "The watch saw 12 of 13 linear layers",

@@ -114,7 +114,7 @@ def _text(result: Diagnosis, every: bool) -> str:
 
 def _finding(number: int, finding: Finding) -> list[str]:
     right = finding.confidence
-    sure = "" if right is None else f"; such first answers to unseen faults: {right[0]} of {right[1]} right"
+    sure = "" if right is None else f"; on unseen faults, answers of this kind were right {right[0]} times in {right[1]}"
     when = f", step {finding.steps[0]}" if finding.steps else ""
     lines = [f"{number}. {finding.title}  ({finding.severity}{when}{sure})", f"   {finding.cause}"]
     lines += [f"   {sentence}" for sentence in finding.tried]
