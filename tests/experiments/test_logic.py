@@ -72,10 +72,10 @@ class Tags(nn.Module):
         return self.body(self.token(ids) + where, mask=mask)
 
 
-def tried(model: nn.Module, x: Tensor, **others: Tensor) -> dict[str, bool | None]:
+def tried(model: nn.Module, *inputs: Tensor, **others: Tensor) -> dict[str, bool | None]:
     recorder = Recorder([model])
     before = {n: v.clone() for n, v in model.state_dict().items()}
-    model(x, **others)
+    model(*inputs, **others)
     after = {n: v.clone() for n, v in model.state_dict().items()}
     found = reasons(recorder.finish().forwards, AS_IT_RAN)
     assert model.training
@@ -159,6 +159,8 @@ def test_masks_positions_and_labels_are_tried_along_the_rows() -> None:
         values = {"ids": ids, **given}
         found = tried(model, values.pop("ids"), **values)
         assert {kind: found.get(kind) for kind in wanted} == wanted, (given.keys(), found)
+    found = tried(Padded(causal=True), full, torch.ones(16, 20), packed)  # without names in the call
+    assert (found["crosses"], found["uncounted"]) == (True, False)
 
 
 @pytest.mark.parametrize(("fault", "law"), [("", None), ("ahead", "M8"), ("shift", "D6"), ("eval", "M6")])

@@ -114,7 +114,8 @@ def _text(result: Diagnosis, every: bool) -> str:
 
 def _finding(number: int, finding: Finding) -> list[str]:
     right = finding.confidence
-    sure = "" if right is None else f"; on unseen faults, answers of this kind were right {right[0]} times in {right[1]}"
+    said = "; on unseen faults, answers of this kind were right {} times in {}"
+    sure = "" if right is None else said.format(*right)
     when = f", step {finding.steps[0]}" if finding.steps else ""
     lines = [f"{number}. {finding.title}  ({finding.severity}{when}{sure})", f"   {finding.cause}"]
     lines += [f"   {sentence}" for sentence in finding.tried]

@@ -20,6 +20,7 @@ parts each row in two, where the tokens of one part are all the same. So a mask 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -114,9 +115,12 @@ def _tokens(forward: Forward) -> Tensor | None:
 
 
 def _named(forward: Forward) -> list[tuple[str, Tensor]]:
-    """The tensors among the arguments, with their names, or numbers."""
+    """The tensors among the arguments, with the names that the forward gives them, or numbers."""
     args, kwargs = forward.arguments
-    named = [*((str(i), x) for i, x in enumerate(args)), *((str(k), x) for k, x in kwargs.items())]
+    takes = inspect.signature(forward.module.forward).parameters.values()
+    names = [one.name for one in takes if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    names += [str(i) for i in range(len(names), len(args))]
+    named = [*zip(names, args, strict=False), *((str(k), x) for k, x in kwargs.items())]
     values = [(name, x.value() if isinstance(x, Kept) else x) for name, x in named]
     return [(name, x) for name, x in values if isinstance(x, Tensor) and not isinstance(x, Slot)]
 
@@ -149,12 +153,16 @@ def _of_rows(forward: Forward, way: Way) -> dict[str, bool | None]:
     seen = _Seen(main.shape[:2])
     own = _run(forward, way, evaluates=True, seen=seen)
     real = next((r for x in (*(x for _, x in each), *seen.found) if (r := _real(x, main)) is not None), None)
-    places = next((x for name, x in each if "position" in name and not x.is_floating_point()), None)
+    named_places = ((name, x) for name, x in each if "position" in name and not x.is_floating_point())
+    kind, places = next(named_places, ("", None))
+    counts = False
     if places is not None:
         inside = slice(None) if real is None else real[:, 1:] & real[:, :-1]
-        found["uncounted"] = bool((places.diff(dim=1)[inside] == 1).float().mean() < 0.5)
+        counts = bool((places.diff(dim=1)[inside] == 1).float().mean() >= 0.5)
+        if "position_ids" in kind:  # by another name they may be places in a picture, or come in another order
+            found["uncounted"] = not counts
     parts = next((x for name, x in each if name in _DOCUMENTS), None)
-    if parts is None and places is not None and not found["uncounted"] and main.dim() == 2:
+    if parts is None and places is not None and counts and main.dim() == 2:
         parts = (places == 0).cumsum(1) if real is None else (places.eq(0) & real).cumsum(1)
     if parts is not None and main.dim() == 2:
         found["crosses"] = _crosses(forward, way, main, parts, own)
