@@ -24,6 +24,7 @@ import yaml
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from ottava.base.untrusted import read_text
 from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.casts import is_torchao, torchs_linear
 from ottava.experiments.handmade import Exact, derivatives
@@ -201,7 +202,7 @@ def retrain(run: Run, remedy: Mapping[str, Any], folder: Path, good: Run | None 
     text, first = yaml.safe_dump({"cure": trial, "shadow": 0}), folder
     for number in itertools.count(2):
         settings, made = folder.with_name(f"{folder.name}.yaml"), (folder / "watch.json").is_file()
-        same = settings.is_file() and settings.read_text(encoding="utf-8") == text
+        same = settings.is_file() and read_text(settings) == text
         if not made or (same and len(Run.open(folder).steps["step"])):
             break
         folder = first.with_name(f"{first.name}-{number}")
