@@ -67,7 +67,7 @@ class Exact(TorchDispatchMode):
         """"FILE:LINE, called at FILE:LINE" -> the worst that its casts did: error, flushed and clipped, as shares."""
         self.codes: set[CodeType] = set()
         """The user's functions around them."""
-        self._clamped: tuple[int, Tensor] | None = None  # storage of what a clamp gave, and what it had got
+        self._clamped: tuple[Tensor, Tensor] | None = None  # what a clamp gave, held for its address, and what it got
         self._cast: dict[int, tuple[Any, Tensor]] = {}
         """Address of a storage of codes -> itself, and the numbers that were cast, one for every byte."""
 
@@ -92,7 +92,7 @@ class Exact(TorchDispatchMode):
                 return args[0] if func is torch.ops.aten.clamp_.default else args[0].clone()
             before = args[0].detach().clone() if func is torch.ops.aten.clamp_.default else args[0]
             result = func(*args, **kwargs)
-            self._clamped = result.untyped_storage()._cdata, before
+            self._clamped = result, before
             return result
         if func is torch.ops.aten._scaled_mm.default:
             near = [self._numbers(x) for x in args[:2]]
@@ -146,7 +146,7 @@ class Exact(TorchDispatchMode):
         return ", called at ".join(found) or ("the backward of a conversion" if _backwards() else "")
 
     def _note(self, site: str, x: Tensor, codes: Tensor) -> None:
-        if self._clamped is not None and self._clamped[0] == x.untyped_storage()._cdata:
+        if self._clamped is not None and x.is_set_to(self._clamped[0]):  # no view: that would be other numbers
             x = self._clamped[1]
         self._clamped = None
         values, near = x.detach().float(), codes.detach().float()

@@ -413,7 +413,7 @@ class _Lab:
 
 
 def _shifted(values: Tensor, by: int, told: Tensor, behind: bool) -> Tensor:
-    """The list late by some places; where it has no number, what was told stands. `behind`: from where it explains."""
+    """Moves a list by some places, and keeps what was told elsewhere. `behind`: it moves from where that explains."""
     made = torch.cat((told[:by], values[:-by]) if by > 0 else (values[-by:], told[by:]))
     if not behind:
         return made

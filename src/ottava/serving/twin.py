@@ -97,11 +97,11 @@ class Twin:
         class Rounded(DynamicCache):
             """Keys and values as a cache in FP8 gives them back."""
 
-            def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-                fmt, pair = state.cache, [keys, values]
+            def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **more: Any) -> Any:
+                fmt, pair = state.cache, [key_states, value_states]
                 if fmt is not None and state.cached in (None, layer_idx):
                     pair = [round_to_format(x.clamp(-fmt.max, fmt.max), fmt).to(x.dtype) for x in pair]
-                return super().update(*pair, layer_idx, *args, **kwargs)
+                return super().update(*pair, layer_idx, *args, **more)
 
         sides = self._fill(state)
         cached = {} if state.cache is None else {"past_key_values": Rounded(), "use_cache": True}

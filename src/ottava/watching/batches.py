@@ -296,8 +296,8 @@ def _matches(labels: Tensor, used: Tensor, inputs: Sequence[Tensor], places: tup
         if labels.numel() != rows * length or not _SEQUENCE <= length <= ids.shape[1]:
             continue
         # labels of the places that the scores were cut to; else of all, or of those behind a prompt
-        known = places is not None and places[0] == ids.shape[1]
-        for first in {places[1]} if known and places else {0, ids.shape[1] - length}:
+        fits = places is not None and places[0] == ids.shape[1] and places[1] + length <= ids.shape[1]
+        for first in {places[1]} if fits and places else {0, ids.shape[1] - length}:
             count = length - 2
             x, some = (t.reshape(rows, -1)[:, :count] for t in (labels, used))
             equal = [((x == ids[:, first + k : first + k + count]) & some).sum() for k in range(3)]
