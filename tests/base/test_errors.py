@@ -31,6 +31,13 @@ def test_equally_near_names_are_ordered_by_their_first_letters() -> None:
         assert "did you mean 'mse'?" in unknown_name("statistic", "mes", names)
 
 
+def test_initials_are_a_name() -> None:
+    """lr is learning_rate, though its letters are nearer to those of eps."""
+    names = ("optimizer.eps", "optimizer.learning_rate", "optimizer.weight_decay")
+    assert "did you mean 'optimizer.learning_rate'?" in unknown_name("setting", "optimizer.lr", names)
+    assert "did you mean 'batch_size'?" in unknown_name("setting", "bs", ("steps", "batch_size"))
+
+
 @pytest.mark.parametrize("got", ["ROWWISE", "Rowwise", "rOwWiSs"])
 def test_case_does_not_hide_the_nearest_name(got: str) -> None:
     """The name asked for is shown as it was written, the known one as it is known."""

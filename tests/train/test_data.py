@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,20 @@ def test_missing_empty_and_short_text_are_refused_by_name(tmp_path: Path) -> Non
     with pytest.raises(DataError, match="validation part has 5 bytes"):
         ByteCorpus.load(DataConfig(path=file)).require(8)
     ByteCorpus.load(DataConfig(path=file)).require(4)
+
+
+def test_folder_without_rights_is_no_empty_one() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are for their owner alone
+        closed = Path(folder, "closed")
+        closed.mkdir(0)
+        os.chmod(folder, 0o755)
+        was = os.geteuid()
+        try:
+            os.seteuid(was or 65534)  # root may read everything
+            with pytest.raises(DataError, match=r"closed: cannot be read \(Permission denied\)"):
+                ByteCorpus.load(DataConfig(path=closed))
+        finally:
+            os.seteuid(was)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,11 @@ def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
     word = str(got).casefold()
 
     def closeness(name: str) -> tuple[float, bool]:
-        # the first letter decides between equally near names: mes is mse rather than rms
-        return difflib.SequenceMatcher(None, name, word).ratio(), name[:1] == word[:1]
+        # initials are a name, too; the first letter decides between equally near ones: mes is mse rather than rms
+        above, _, last = name.rpartition(".")
+        initials = f"{above}." * bool(above) + "".join(part[:1] for part in last.split("_"))
+        short = "_" in last and initials == word
+        return float(short) or difflib.SequenceMatcher(None, name, word).ratio(), name[:1] == word[:1]
 
     nearest = max(by_folded, key=closeness, default="")
     hint = f"; did you mean {by_folded[nearest]!r}?" if nearest and closeness(nearest)[0] >= 0.5 else ";"

@@ -80,6 +80,8 @@ def check(
     with tempfile.TemporaryDirectory(prefix="ottava-check-") if runs else nullcontext("") as scratch:
         if runs:
             script, arguments = words[0], words[1:]
+            if not Path(script).exists():
+                raise FileNotFoundError(f"check: there is no file {script!r}; give a Python script")
             folder = Path(scratch) if save is None else save
             if save is None and not arguments and ranks == 1:
                 raise ValueError(
@@ -148,8 +150,6 @@ def _run(
     """Records a script in processes of its own."""
     from ottava.prove.recorder import StepRecording
 
-    if not Path(script).exists():
-        raise FileNotFoundError(f"check: there is no file {script!r}; give a Python script")
     words = [sys.executable, "-m", "ottava", "check", "--record", str(folder), "--steps", str(steps)]
     words += ["--nudge", to_json(asdict(nudge))] if nudge is not None else []
     with socket.socket() as free:

@@ -20,7 +20,7 @@ from ottava.base.text import data_frame, finite, html_table
 from ottava.diagnose.calls import stale
 from ottava.diagnose.difference import Difference, differences
 from ottava.diagnose.facts import GROUP_SETTINGS, Facts
-from ottava.diagnose.laws import LAWS, Broken, Law, broken
+from ottava.diagnose.laws import LAWS, NEEDS, Broken, Law, broken
 from ottava.diagnose.loss import Event, event
 from ottava.diagnose.remedies import ran, render
 from ottava.diagnose.trials import Damage, Trial, behind, damage, forecast, judge, named, spoken, triage
@@ -170,7 +170,8 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     rates = None if good is None else good.column("lr")
     for remedy in (r for f in findings for r in f.remedies if r["name"] == "good_lr" and rates is not None):
         remedy["trial"] = {"schedule": [float(x) for x in np.nan_to_num(rates)]}  # type: ignore[arg-type]
-    untested = [{"id": law.id, "title": law.title, "needs": law.needs} for law in LAWS if not _has(facts, law)]
+    lack = [law for law in LAWS if not facts.has(law.needs)]
+    untested = [{"id": law.id, "title": law.title, "needs": NEEDS.get(law.needs, law.needs)} for law in lack]
     return Diagnosis(
         verdict=next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none"),
         sentence=_sentence(facts, findings, happened, trial, good is not None),
@@ -556,33 +557,6 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
              "casting": "good_setting", "parameter": "optimizer" if one.key == "held" else "good_parameters",
              "arguments": "good_call", "trainer": "good_setting", "model_config": "good_setting"}  # fmt: skip
     return render(names.get(one.kind, "good_code"), values, frameworks)
-
-
-def _has(facts: Facts, law: Law) -> bool:
-    """Whether the run folder has what a law needs."""
-    columns = {
-        "D1": "input_hash", "D3": "labels_ignored_pct", "D4": "input_hash", "D7": "rows_again_pct",
-        "O2": "lr", "O5": "kept_gradient", "O6": "extra_steps", "G1": "grad_norm",
-        "M6": "train_forwards_in_eval_mode",
-        "D6": "labels_ahead_1_pct", "O14": "loss_share",
-    }  # fmt: skip
-    if law.id in columns:
-        return facts.column(columns[law.id]) is not None
-    if law.id in ("O4", "O7", "O8"):
-        return bool(facts.moves) or (law.id == "O7" and facts.column("written") is not None)
-    if law.id in ("O1", "O3"):
-        return bool(facts.parameters)
-    return {
-        "R1": bool(facts.ranks),
-        "M7": bool(facts.run.trace),
-        "M8": any("sees_later" in e for e in facts.experiments("shadow")),
-        "M9": any("mixes" in e for e in facts.experiments("shadow")),
-        "M10": any(set(e) & {"padding", "crosses", "uncounted"} for e in facts.experiments("shadow")),
-        "O12": any("loss_tenth" in e for e in facts.experiments("shadow")),
-        "O13": any("loss_longer" in e for e in facts.experiments("shadow")),
-        "M3": "softmax_twice" in facts.manifest,
-        "M4": bool(facts.run.trace),
-    }.get(law.id, True)
 
 
 def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None, trial: Trial, compared: bool) -> str:

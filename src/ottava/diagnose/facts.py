@@ -62,6 +62,16 @@ class Facts:
             return None
         return np.asarray(values, dtype=np.float64)
 
+    def has(self, names: str) -> bool:
+        """Whether one of "a|b" is known: a column, an entry of the manifest or of a shadow, or a property; "": yes."""
+        return not names or any(
+            self.column(name) is not None
+            or name in self.manifest
+            or any(name in entry for entry in self.experiments("shadow"))
+            or bool(getattr(self, name, None) or getattr(self.run, name, None))
+            for name in names.split("|")
+        )
+
     @cached_property
     def loss(self) -> LossCurve:
         """The loss over steps."""

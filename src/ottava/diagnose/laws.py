@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class Law:
     remedy: str
     """A name in `remedies.REMEDIES`."""
     needs: str
-    """What the run folder must have; shown where it is missing."""
+    """Facts, one of which the run folder must have, in words in `NEEDS`; "": none."""
     always: bool = False
     """Asked even where nothing happened to the loss, though it is not exact: an experiment tells."""
 
@@ -661,42 +662,56 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
     return None
 
 
+NEEDS = MappingProxyType(
+    {
+        "input_hash": "inputs (batches: true)", "labels_ignored_pct": "labels of a cross-entropy",
+        "labels_ahead_1_pct": "labels and inputs of a cross-entropy", "rows_again_pct": "hashes of rows and labels",
+        "parameters": "parameters of the optimizers", "moves": "two full looks", "extra_steps": "steps",
+        "kept_gradient": "gradients before backward", "loss_share": "losses of several micro-batches",
+        "loss_longer": "shadow steps", "loss_tenth": "a shadow step, or full looks", "ranks": "several ranks",
+        "train_forwards_in_eval_mode": "modes of forwards", "trace": "a trace of torch's calls",
+        "sees_later": "a shadow step, and labels", "mixes": "a shadow step", "softmax_twice": "the graph of the loss",
+        "padding|uncounted": "a shadow step, and a mask",
+    }
+)  # fmt: skip
+"""What is shown in place of the names of these facts, see `Facts.has`."""
+
 LAWS: tuple[Law, ...] = (
-    Law("D1", "The batches hold infinities or NaN", _inputs_broken, True, "data", "inputs (batches: true)"),
-    Law("D3", "The labels teach nothing", _labels_dead, True, "labels", "labels of a cross-entropy"),
-    Law(
-        "D6",
-        "The labels are not the next tokens",
-        _labels_shifted,
-        True,
-        "labels",
-        "labels and inputs of a cross-entropy",
-    ),
-    Law("D7", "Rows come again with other labels", _relabeled, True, "pairs", "hashes of rows and labels"),
-    Law("D4", "The same batch comes again and again", _same_batch, True, "data", "hashes of batches"),
-    Law("O1", "No optimizer moves this model", _never_stepped, True, "optimizer", "parameters of the optimizers"),
+    Law("D1", "The batches hold infinities or NaN", _inputs_broken, True, "data", "input_hash"),
+    Law("D3", "The labels teach nothing", _labels_dead, True, "labels", "labels_ignored_pct"),
+    Law("D6", "The labels are not the next tokens", _labels_shifted, True, "labels", "labels_ahead_1_pct"),
+    Law("D7", "Rows come again with other labels", _relabeled, True, "pairs", "rows_again_pct"),
+    Law("D4", "The same batch comes again and again", _same_batch, True, "data", "input_hash"),
+    Law("O1", "No optimizer moves this model", _never_stepped, True, "optimizer", "parameters"),
     Law("O2", "The learning rate is 0", _lr_zero, True, "schedule", "lr"),
-    Law("O3", "Some parameters do not train", _unheld, True, "optimizer", "parameters of the optimizers"),
-    Law("O4", "Most of the model gets no gradient at the optimizer", _no_gradient, True, "graph", "two full looks"),
-    Law("O5", "Gradients are never cleared", _kept_gradient, True, "zero_grad", "gradients before backward"),
-    Law("O6", "The optimizer steps more than once, or forgets its moments", _steps_again, True, "optimizer", "steps"),
-    Law("O7", "Something else than the optimizer writes the weights", _written, True, "written", "two full looks"),
-    Law("O8", "Updates vanish in 16-bit weights", _vanish, True, "masters", "full looks"),
-    Law("O13", "The steps are far too short", _lr_low, False, "raise_lr", "shadow steps", always=True),
-    Law("O12", "The learning rate is too high", _lr_high, False, "lower_lr", "a shadow step, or full looks"),
-    Law("O14", "The losses of micro-batches make no mean", _summed, True, "divide", "losses of several micro-batches"),
-    Law("G1", "The gradient explodes, and nothing clips it", _explodes, False, "clip", "grad_norm"),
-    Law("R1", "The ranks do not work as one", _ranks_part, True, "ranks", "several ranks"),
-    Law("M6", "The training is in evaluation mode", _trains_in_eval, True, "train", "modes of forwards"),
-    Law("M7", "The loss mixes up its samples", _every_pair, True, "shapes", "a trace of torch's calls"),
-    Law("M8", "The model sees what it has to predict", _sees_answer, True, "mask", "a shadow step, and labels"),
-    Law("M9", "A sample's output depends on the rest of its batch", _samples_mix, True, "rows", "a shadow step"),
+    Law("O3", "Some parameters do not train", _unheld, True, "optimizer", "parameters"),
+    Law("O4", "Most of the model gets no gradient at the optimizer", _no_gradient, True, "graph", "moves"),
+    Law("O5", "Gradients are never cleared", _kept_gradient, True, "zero_grad", "kept_gradient"),
     Law(
-        "M10", "Masks, positions or labels do not fit the rows", _mask_leaks, True, "masks", "a shadow step, and a mask"
+        "O6",
+        "The optimizer steps more than once, or forgets its moments",
+        _steps_again,
+        True,
+        "optimizer",
+        "extra_steps",
     ),
-    Law("M1", "Nothing of a checkpoint was loaded", _nothing_loaded, True, "load", "a call of load_state_dict"),
-    Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "the graph of the loss"),
-    Law("M4", "The model begins far above a guess", _starts_high, True, "init", "a trace of torch's calls"),
-    Law("M5", "A result is not finite", _loss_alone, False, "nonfinite", "a captured step, or full looks"),
+    Law("O7", "Something else than the optimizer writes the weights", _written, True, "written", "moves"),
+    Law("O8", "Updates vanish in 16-bit weights", _vanish, True, "masters", "moves"),
+    Law("O13", "The steps are far too short", _lr_low, False, "raise_lr", "loss_longer", always=True),
+    Law("O12", "The learning rate is too high", _lr_high, False, "lower_lr", "loss_tenth"),
+    Law("O14", "The losses of micro-batches make no mean", _summed, True, "divide", "loss_share"),
+    Law("G1", "The gradient explodes, and nothing clips it", _explodes, False, "clip", "grad_norm"),
+    Law("R1", "The ranks do not work as one", _ranks_part, True, "ranks", "ranks"),
+    Law("M6", "The training is in evaluation mode", _trains_in_eval, True, "train", "train_forwards_in_eval_mode"),
+    Law("M7", "The loss mixes up its samples", _every_pair, True, "shapes", "trace"),
+    Law("M8", "The model sees what it has to predict", _sees_answer, True, "mask", "sees_later"),
+    Law("M9", "A sample's output depends on the rest of its batch", _samples_mix, True, "rows", "mixes"),
+    Law(
+        "M10", "Masks, positions or labels do not fit the rows", _mask_leaks, True, "masks", "padding|uncounted"
+    ),
+    Law("M1", "Nothing of a checkpoint was loaded", _nothing_loaded, True, "load", ""),
+    Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "softmax_twice"),
+    Law("M4", "The model begins far above a guess", _starts_high, True, "init", "trace"),
+    Law("M5", "A result is not finite", _loss_alone, False, "nonfinite", ""),
 )
 """In the order of computation: data, model and optimizer."""

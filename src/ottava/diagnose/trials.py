@@ -443,6 +443,8 @@ def _placed(facts: Facts, trial: Trial) -> Trial:
             return replace(trial, tried=(*trial.tried, said), place=place)
         fell = f"falls from {100 * before:.3g} % to {100 * after:.3g} %"
         said = f"With {named(place)} in high precision the gradient's error {fell}."
+        if best["step"] != trial.step:
+            said = f"With {named(place)} in high precision the gradient's error of step {best['step']} {fell}."
         return replace(trial, tried=(*trial.tried, said), cured=after, place=place)
     if by_loss:
         return trial  # the gradient's worst parameters say nothing of the loss

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -156,8 +157,11 @@ def _walk(root: Path, skip: frozenset[str] = frozenset(), skip_prefixes: tuple[s
     def is_text(name: str) -> bool:
         return name not in skip and not name.startswith((".", *skip_prefixes))
 
+    def refuse(error: OSError) -> NoReturn:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
     files: list[Path] = []
-    for folder, below, names in os.walk(root):
+    for folder, below, names in os.walk(root, onerror=refuse):
         below[:] = filter(is_text, below)
         files += [Path(folder, name) for name in filter(is_text, names)]
     return sorted(files, key=lambda file: file.relative_to(root).parts)
