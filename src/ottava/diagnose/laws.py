@@ -706,9 +706,7 @@ LAWS: tuple[Law, ...] = (
     Law("M7", "The loss mixes up its samples", _every_pair, True, "shapes", "trace"),
     Law("M8", "The model sees what it has to predict", _sees_answer, True, "mask", "sees_later"),
     Law("M9", "A sample's output depends on the rest of its batch", _samples_mix, True, "rows", "mixes"),
-    Law(
-        "M10", "Masks, positions or labels do not fit the rows", _mask_leaks, True, "masks", "padding|uncounted"
-    ),
+    Law("M10", "Masks, positions or labels do not fit the rows", _mask_leaks, True, "masks", "padding|uncounted"),
     Law("M1", "Nothing of a checkpoint was loaded", _nothing_loaded, True, "load", ""),
     Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "softmax_twice"),
     Law("M4", "The model begins far above a guess", _starts_high, True, "init", "trace"),

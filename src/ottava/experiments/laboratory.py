@@ -687,13 +687,15 @@ class Laboratory:
         early = self._ablated is not None and self._step - self._ablated < self._every
         if early or facts["error"] is None:
             return ""
-        what = "gradient"
-        if not gradient_hurts(facts["error"], facts.get("noise"), facts.get("bias"), casts.bits, hidden=SUSPICIOUS):
+        what, about = "gradient", (facts["error"], facts.get("noise"), facts.get("bias"), casts.bits)
+        sure = gradient_hurts(*about)
+        if not gradient_hurts(*about, hidden=SUSPICIOUS):
             exact = facts["loss_without"]
             if exact is None or not loss_taken(self._first_loss, facts["loss"], exact):
                 return ""
-            what = "loss"
-        if self._early == EARLY or self._why != "schedule" or not _alone():  # ranks must agree, clocks do not
+            what, sure = "loss", True
+        # what may be noise is searched for once it is paid for; ranks must agree, clocks do not
+        if (sure and self._early == EARLY) or self._why != "schedule" or not _alone():
             return what
         budget = self._share * (time.perf_counter() - self._started)
         return what if self.seconds + _SEARCH * took < budget else ""
