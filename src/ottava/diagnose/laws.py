@@ -195,7 +195,8 @@ def _outside(name: str) -> bool:
 def _never_stepped(facts: Facts, event: Event | None) -> Broken | None:
     own = [p for p in facts.parameters if p.get("trains") and not _outside(str(p["name"]))]
     others = [str(p["name"]) for p in facts.parameters if _outside(str(p["name"]))]
-    moves = facts.unmoved is not None and len({str(p["name"]) for p in own} & facts.unmoved) < len(own)
+    names = {str(p["name"]) for p in own or facts.parameters}
+    moves = facts.unmoved is not None and not names <= facts.unmoved
     if own and not any(p.get("held") for p in own) and others and not moves:
         return Broken(
             f"The optimizer steps {len(others)} tensors, and none of them is a parameter of the model that ran."

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from ottava.ops.quantize import quantize
 from ottava.serving.causes import HEAD, ROUTER
 from ottava.serving.engines import EXACT
 from ottava.serving.formula import formula_causes
-from ottava.serving.rollout import Equality, Rollout, certify
+from ottava.serving.rollout import Equality, Rollout, Sampler, batches, certify
 from ottava.serving.sides import Model, Side
 from ottava.serving.twin import ModelState, Twin
 from ottava.weights.layouts import InputCast
@@ -57,6 +57,7 @@ CAUSES = MappingProxyType(
     }
 )
 """Cause -> what it means. The last three are names of a rest."""
+_LISTS = ("shift", "padded")
 _REST = ("batch variance", "not-fp8", "untold")
 FP8 = frozenset(("layers", "weights", "activations", "head", "router", "kv-cache"))
 """Causes that are casts."""
@@ -68,7 +69,6 @@ _NOISE = 4.0
 """Times the KL that BF16 sums over two ranks make: attention, norms and the engine's own kernels are the rest."""
 _TOKENS = 4096
 _ROUNDS = 8
-_BATCH = 8
 _FAR = 0.5
 _EXPLAINED = 0.1  # of the distance that another temperature leaves: a broken recomputation has no temperature
 
@@ -189,12 +189,19 @@ def attribute(
     found = _first(found)
     lab = _Lab(found, ours, temperature)
     state = lab.start
-    tried, later = list(hypotheses(found, ours, theirs, before)), list(_in_part(ours))
+    ours = lab.ours
+    tried, later = list(hypotheses(found, ours, theirs, before)), list(_in_part(ours, before))
     loss, parts, part = lab.loss(state), list[Share](), False
     done = torch.zeros_like(loss, dtype=torch.bool)  # sequences of which a cause was found that holds in them alone
     while float(loss.mean()) > 0 and len(parts) < _ROUNDS:
         settings = ((one.cause, *each) for one in tried for each in lab.tries(state, one, loss, done, part))
         best = min(settings, key=lambda x: float(x[3].mean()), default=None)
+        if best is not None and best[0] == "trainer":  # a list that is wrong in some sequences needs no such cause
+            some = [one for one in tried if one.cause in _LISTS]
+            lists = [(one.cause, *x) for one in some for x in lab.tries(state, one, loss, done, True)]
+            best = min(
+                (x for x in lists if float(x[3].mean()) <= lab.noise), key=lambda x: float(x[3].mean()), default=best
+            )
         if best is None or not _real(loss, best[3], lab.whole):
             if part or float(loss.mean()) <= lab.rounding(state)[0]:
                 break
@@ -283,14 +290,15 @@ class _Lab:
         self._base: tuple[Guess, Tensor] | None = None
         self._true = False  # whether the twin is as near to training's numbers as another order of sums is
         state = None if ours is None else ModelState.of(ours)
-        self.start = Guess(state, Sampler(temperature))
+        self.start, self.ours = Guess(state, Sampler(temperature)), ours
         if state is None:
             return
-        self._batches = list(_batches(found, state.config))
+        self._batches = list(batches(found, state.config))
         self._twins: dict[int, Twin] = {id(state.config): Twin(state, torch.bfloat16)}
         self._own = self._logp(self.start)
         self.noise, self.said = self.rounding(self.start)
         self._fit()
+        self._fit_layers()
         self._true = float(kl_of(found.recomputed, self._own).mean()) <= self.noise
         self._compare(self.start.sampler.temperature)
 
@@ -312,6 +320,22 @@ class _Lab:
         if (here := away(self.start)) > self.noise and away(warm) < _EXPLAINED * here:
             self.start, self._own = warm, self._logp(warm)
             self.notes = (f"training's own log-probabilities are those of {said}",)
+
+    def _fit_layers(self) -> None:
+        """Takes linears that training leaves in BF16, whatever its recipe says, from what it recomputed."""
+        assert self.ours is not None
+        casts = {name: Side(side.weight) for name, side in self.ours.linears.items() if side.cast is not None}
+        here = kl_of(self.found.recomputed, self._own)
+        tried = []
+        for kind, names in _groups(list(casts)).items():
+            other = replace(self.ours, linears={**self.ours.linears, **{n: casts[n] for n in names}})
+            setting = replace(self.start, state=ModelState.of(other))
+            tried.append((kind, other, setting, own := self._logp(setting), kl_of(self.found.recomputed, own)))
+        kind, other, setting, own, away = min(tried, key=lambda x: float(x[4].mean()), default=(None,) * 5)
+        if away is not None and away.mean() < 0.5 * here.mean() and _real(here, away, float(here.mean())):
+            self.ours, self.start, self._own = other, setting, own
+            self.noise, self.said = self.rounding(setting)
+            self.notes += (f"training's own log-probabilities are those with {kind} in BF16",)
 
     def _compare(self, temperature: float) -> None:
         """Whether the twin computes what training recomputed."""
@@ -423,26 +447,6 @@ def _shifted(values: Tensor, by: int, told: Tensor, behind: bool) -> Tensor:
     return torch.cat((values[:place], made[place:])) if found else values
 
 
-def _batches(
-    found: Rollout, config: Mapping[str, Any]
-) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]]:
-    """(ids padded at the right, which a causal model does not see; (sequence, place) of compared tokens; routes)."""
-    vocabulary = int(config.get("vocab_size") or 0)
-    top = max(int(one.max()) for one in found.ids)
-    if vocabulary and top >= vocabulary:
-        raise ValueError(
-            f"parity: the dump has token {top}, and the checkpoint {vocabulary} tokens: they are of another tokenizer"
-        )
-    for start in range(0, len(found.ids), _BATCH):
-        some, places = found.ids[start : start + _BATCH], found.at[start : start + _BATCH]
-        ids = torch.nn.utils.rnn.pad_sequence(list(some), batch_first=True)
-        row = torch.cat([torch.full_like(at, i) for i, at in enumerate(places)])
-        routes = None
-        if found.routes is not None:
-            routes = torch.nn.utils.rnn.pad_sequence(list(found.routes[start : start + _BATCH]), batch_first=True)
-        yield ids, (row, torch.cat(list(places))), routes
-
-
 # --- what may be true of the engine: each hypothesis is a switch of one setting ---------------------------------------
 
 
@@ -451,6 +455,7 @@ _TOP_P = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 _TOP_K = (5, 10, 20, 40, 50, 100, 200, 500)
 _PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
 _CLIPS = (0.7, 0.5, 0.35, 0.25, 0.12, 0.06)
+_TOPS = (16.0, 8.0, 4.0, 2.0, 1.0)
 _EXACTLY = 1e-4
 _MOSTLY = 0.98
 _CASTS = MappingProxyType(
@@ -471,56 +476,13 @@ _KINDS = MappingProxyType(
     {
         "attention": r"attn|attention",
         "q, k, v": r"(q|k|v|qkv)_proj$|c_attn$",
-        "o": r"(o_proj|attn\.c_proj)$",
         "MLP": r"mlp|feed_forward|experts",
         "gate, up": r"(gate|up|gate_up)_proj$|c_fc$",
-        "down": r"(down_proj|mlp\.c_proj)$",
         "experts": r"\.experts\.",
     }
 )
 """Linears that are left out, or lost, together."""
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """What an engine does with logits before it takes log-probabilities."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    """Tokens that stay; 0: all."""
-    top_p: float = 1.0
-    """Probability of those that stay."""
-    penalty: float = 1.0
-    """By which positive logits of tokens that stand before are divided, and negative ones multiplied."""
-
-    def log_probabilities(self, logits: Tensor, ids: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-        """logits (n, V), of the places before `at` in ids (B, T) -> fp32 (n,): log p of the tokens at `at`.
-
-        A token that does not stay has that of the whole vocabulary.
-
-        Example:
-            >>> z, ids = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[2, 0]])
-            >>> at = (torch.tensor([0]), torch.tensor([1]))
-            >>> [round(float(one.log_probabilities(z, ids, at)), 3) for one in (Sampler(), Sampler(top_k=2))]
-            [-0.408, -0.313]
-        """
-        if self.penalty != 1:
-            seen = torch.zeros_like(logits, dtype=torch.bool)
-            for i, (row, place) in enumerate(zip(*(one.tolist() for one in at), strict=True)):
-                seen[i, ids[row, :place]] = True
-            logits = torch.where(seen, torch.where(logits > 0, logits / self.penalty, logits * self.penalty), logits)
-        logits, target = logits / self.temperature, ids[at][:, None]
-        whole = logits.log_softmax(-1)
-        if self.top_k or self.top_p < 1:
-            ordered, places = logits.sort(-1, descending=True)
-            mass = ordered.softmax(-1).cumsum(-1)
-            gone = mass - ordered.softmax(-1) >= self.top_p
-            if self.top_k:
-                gone[:, self.top_k :] = True
-            cut = logits.masked_fill(torch.zeros_like(gone).scatter(-1, places, gone), -torch.inf).log_softmax(-1)
-            whole = torch.where(cut.isfinite(), cut, whole)
-        return whole.gather(-1, target)[:, 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -578,10 +540,9 @@ def hypotheses(
     if found.routes is not None:
         yield _of_state("routes", "the experts of the dump", partial(replace, replay=True))
     for fmt in (E4M3, E5M2):
-        yield _of_state("kv-cache", f"keys and values in {fmt.name}", partial(replace, cache=fmt))
-    for i in range(int(ours.config.get("num_hidden_layers") or 0)):
-        where = f"keys and values of layer {i} in {E4M3.name}"
-        yield _of_state("kv-cache", where, partial(replace, cache=E4M3, cached=i))
+        for i in (None, *range(int(ours.config.get("num_hidden_layers") or 0))):
+            where = f"keys and values {'' if i is None else f'of layer {i} '}in {fmt.name}"
+            yield _of_state("kv-cache", where, partial(replace, cache=fmt, cached=i))
     if theirs is not None:
         yield from _of_checkpoint(ours, theirs)
     for name, model in before:
@@ -696,25 +657,44 @@ def _clipped(sides: Mapping[str, Side], share: float, state: ModelState) -> Mode
 
 
 def _groups(names: Sequence[str]) -> dict[str, list[str]]:
-    """Linears that are left out together: kinds, blocks, and the first and last block."""
+    """Linears that are left out together: kinds, those of one name, blocks, and the first and last block."""
     found = {kind: [n for n in names if re.search(pattern, n)] for kind, pattern in _KINDS.items()}
     blocks: dict[int, list[str]] = {}
     for name in names:
         if match := _BLOCK.search(name):
             blocks.setdefault(int(match[1]), []).append(name)
+            alike = ".".join([word for word in name[match.end() :].split(".") if not word.isdigit()][-2:])
+            found.setdefault(alike, []).append(name)
     found |= {f"block {i}": some for i, some in blocks.items()}
     if len(blocks) > 2:
         found["the first and last block"] = blocks[min(blocks)] + blocks[max(blocks)]
     return {kind: some for kind, some in found.items() if some and len(some) < len(names)}
 
 
-def _stale(ours: Model, name: str, model: Model) -> Iterator[Hypothesis]:
-    """Weights of an earlier step, cast as today's are: all of them, or some."""
+def _subtrees(names: Iterable[str]) -> dict[str, list[str]]:
+    """Linears below each module inside of a block; an expert is one, its linears are none."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if match := _BLOCK.search(name):
+            words = name[match.end() :].split(".")
+            for k in range(1, len(words) + ("experts" not in words)):
+                found.setdefault(name[: match.end()] + ".".join(words[:k]), []).append(name)
+    return found
+
+
+def _old(ours: Model, model: Model) -> dict[str, Side]:
+    """Weights of an earlier step, cast as today's are."""
     sides = {}
     for key, side in ours.linears.items():
         if (old := model.linears.get(key)) is not None and old.weight.shape == side.weight.shape:
             cast = None if side.cast is None else quantize(old.weight, replace(side.cast.spec, scaling="current"))
             sides[key] = replace(side, weight=old.weight, cast=cast)
+    return sides
+
+
+def _stale(ours: Model, name: str, model: Model) -> Iterator[Hypothesis]:
+    """Weights of an earlier step: all of them, or some."""
+    sides = _old(ours, model)
     plain = {n: t for n, t in model.plain.items() if n in ours.plain and t.shape == ours.plain[n].shape}
 
     def change(some: Mapping[str, Side], others: Mapping[str, Tensor], state: ModelState) -> ModelState:
@@ -774,20 +754,35 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
     for share in _CLIPS:
         said = f"inputs clipped at {share:g} of their largest, as by a scale of other data"
         yield _of_state("activations", said, partial(_clipped, tensor, share))
+    for top in _TOPS:
+        said = f"inputs clipped at {top:g}, as by one scale for all linears"
+        yield _of_state("activations", said, lambda s, top=top: replace(_given(tensor, s), top=top))  # type: ignore[misc]
+    other = {
+        n: _cast(s, replace(s.cast.spec, format=E5M2), s.activations) for n, s in casts.items() if s.cast is not None
+    }
+    yield _of_state("weights", f"weights in {E5M2.name}", partial(_given, other))
     masters = {n: _cast(s, s.cast.spec, s.activations) for n, s in casts.items() if s.cast is not None}
     yield _of_state("weights", "codes of bf16(master)", partial(_given, masters))
 
 
-def _in_part(ours: Model | None) -> Iterator[Hypothesis]:
-    """What holds from a place on, or casts of some linears, for what holds everywhere does not explain."""
+def _in_part(ours: Model | None, before: Sequence[tuple[str, Model]]) -> Iterator[Hypothesis]:
+    """What holds from a place on, in some linears, or beyond a limit: what holds everywhere does not explain."""
     for by in (1, -1):
         yield _one("shift", f"the list moved by {by:+d} from a place on", shift=by, behind=True)
     if ours is None:
         return
+    for top in _TOPS:
+        said = f"keys and values in {E4M3.name}, clipped at {top:g}"
+        yield _of_state("kv-cache", said, partial(replace, cache=E4M3, cache_top=top))
     casts = {name: side for name, side in ours.linears.items() if side.cast is not None}
+    ways = [("stale", f"of {name}", _old(ours, model)) for name, model in before]
+    ways += [("layers", "in BF16", {n: Side(side.weight) for n, side in casts.items()})]
+    for cause, said, sides in ways:
+        for part, names in _subtrees(sides).items():
+            yield _of_state(cause, f"{part} {said}", partial(_given, {n: sides[n] for n in names}))
     body = casts or {name: side for name, side in ours.linears.items() if _kind(name, "") == ""}
     for kind, names in _groups(list(body)).items():
-        for what, (spec, inputs) in _CASTS.items() if kind in _KINDS else ():
+        for what, (spec, inputs) in () if "block" in kind else _CASTS.items():
             full = {n: _cast(body[n], spec, body[n].activations if casts else inputs) for n in names}
             yield _of_state("weights" if casts else "layers", f"{kind} cast with {what}", partial(_given, full))
             if casts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -383,3 +383,65 @@ def certify(found: Rollout) -> Equality:
     hashes = {name: hashlib.sha256(one.numpy().tobytes()).hexdigest() for name, one in bits.items()}
     pairwise = {name: int(one.sum()) for name, one in apart.items()}
     return Equality(not why, len(found.rollout), count, pairwise, largest, why, hashes)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What an engine does with logits before it takes log-probabilities."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """Tokens that stay; 0: all."""
+    top_p: float = 1.0
+    """Probability of those that stay."""
+    penalty: float = 1.0
+    """By which positive logits of tokens that stand before are divided, and negative ones multiplied."""
+
+    def log_probabilities(self, logits: Tensor, ids: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+        """logits (n, V), of the places before `at` in ids (B, T) -> fp32 (n,): log p of the tokens at `at`.
+
+        A token that does not stay has that of the whole vocabulary.
+
+        Example:
+            >>> z, ids = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[2, 0]])
+            >>> at = (torch.tensor([0]), torch.tensor([1]))
+            >>> [round(float(one.log_probabilities(z, ids, at)), 3) for one in (Sampler(), Sampler(top_k=2))]
+            [-0.408, -0.313]
+        """
+        if self.penalty != 1:
+            seen = torch.zeros_like(logits, dtype=torch.bool)
+            for i, (row, place) in enumerate(zip(*(one.tolist() for one in at), strict=True)):
+                seen[i, ids[row, :place]] = True
+            logits = torch.where(seen, torch.where(logits > 0, logits / self.penalty, logits * self.penalty), logits)
+        logits, target = logits / self.temperature, ids[at][:, None]
+        whole = logits.log_softmax(-1)
+        if self.top_k or self.top_p < 1:
+            ordered, places = logits.sort(-1, descending=True)
+            mass = ordered.softmax(-1).cumsum(-1)
+            gone = mass - ordered.softmax(-1) >= self.top_p
+            if self.top_k:
+                gone[:, self.top_k :] = True
+            cut = logits.masked_fill(torch.zeros_like(gone).scatter(-1, places, gone), -torch.inf).log_softmax(-1)
+            whole = torch.where(cut.isfinite(), cut, whole)
+        return whole.gather(-1, target)[:, 0]
+
+
+_BATCH = 8
+
+
+def batches(found: Rollout, config: Mapping[str, Any]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]]:
+    """(ids padded at the right, which a causal model does not see; (sequence, place) of compared tokens; routes)."""
+    vocabulary = int(config.get("vocab_size") or 0)
+    top = max(int(one.max()) for one in found.ids)
+    if vocabulary and top >= vocabulary:
+        raise ValueError(
+            f"parity: the dump has token {top}, and the checkpoint {vocabulary} tokens: they are of another tokenizer"
+        )
+    for start in range(0, len(found.ids), _BATCH):
+        some, places = found.ids[start : start + _BATCH], found.at[start : start + _BATCH]
+        ids = torch.nn.utils.rnn.pad_sequence(list(some), batch_first=True)
+        row = torch.cat([torch.full_like(at, i) for i, at in enumerate(places)])
+        routes = None
+        if found.routes is not None:
+            routes = torch.nn.utils.rnn.pad_sequence(list(found.routes[start : start + _BATCH]), batch_first=True)
+        yield ids, (row, torch.cat(list(places))), routes

@@ -395,4 +395,5 @@ def spec_of(cast: InputCast, weight: QuantizationSpec) -> QuantizationSpec:
     """The spec by which activations are cast in front of a weight of this spec."""
     powers = "e8m0" if weight.scale_format in ("e8m0", "e8m0_floor") else "pow2"
     numbers = "e4m3" if weight.scale_format == "e4m3" else "fp32"
-    return QuantizationSpec(weight.format, cast.granularity, powers if cast.powers else numbers)  # type: ignore[arg-type]
+    fmt = E4M3 if weight.format == E5M2 else weight.format  # no engine casts inputs to E5M2
+    return QuantizationSpec(fmt, cast.granularity, powers if cast.powers else numbers)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,11 +36,15 @@ class ModelState:
     config: Mapping[str, Any]
     """Of config.json."""
     cache: Format | None = None
-    """Format of cached keys and values, with scale 1; None: as they are."""
+    """Format of cached keys and values; None: as they are."""
+    cache_top: float = math.inf
+    """The largest number that its scale lets it hold; infinity: scale 1."""
     cached: int | None = None
     """The one layer that has such a cache; None: all."""
     clip: float = 1.0
     """Share of its largest input at which a linear that casts clips, as a scale of other data does."""
+    top: float = math.inf
+    """The input at which all of them clip, as one scale for all does."""
     replay: bool = False
     """Take the experts that the rollout chose."""
     split: bool = False
@@ -100,7 +105,8 @@ class Twin:
             def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **more: Any) -> Any:
                 fmt, pair = state.cache, [key_states, value_states]
                 if fmt is not None and state.cached in (None, layer_idx):
-                    pair = [round_to_format(x.clamp(-fmt.max, fmt.max), fmt).to(x.dtype) for x in pair]
+                    by = state.cache_top / fmt.max if math.isfinite(state.cache_top) else 1.0
+                    pair = [(round_to_format((x / by).clamp(-fmt.max, fmt.max), fmt) * by).to(x.dtype) for x in pair]
                 return super().update(*pair, layer_idx, *args, **more)
 
         sides = self._fill(state)
@@ -178,7 +184,7 @@ class _Switched(TorchFunctionMode):
 
     def __init__(self, sides: Mapping[int, tuple[Side, Tensor]], routes: Tensor | None, state: ModelState) -> None:
         super().__init__()
-        self.sides, self.split, self.clip = sides, state.split, state.clip
+        self.sides, self.split, self.state = sides, state.split, state
         self.routes = None if routes is None else iter(routes.unbind(2))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -195,8 +201,8 @@ class _Switched(TorchFunctionMode):
 
     def _linear(self, side: Side, operand: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """(..., K), (N, K) -> (..., N): products summed in FP32, then rounded to the dtype of x."""
-        if self.clip < 1 and side.cast is not None:
-            x = x.clamp(-(top := self.clip * x.abs().amax()), top)
+        if (self.state.clip < 1 or math.isfinite(self.state.top)) and side.cast is not None:
+            x = x.clamp(-(top := (self.state.clip * x.abs().amax()).clamp(max=self.state.top)), top)
         rows = side.rows(x.reshape(-1, x.shape[-1])).float()
         half = rows.shape[1] // 2 if self.split else rows.shape[1]
         y = rows[:, :half] @ operand[:, :half].t()

@@ -155,7 +155,9 @@ class Watch:
             timed=self.collector.timed,
             learned=self._learned,
         )
-        self.training = TrainingTap(model, batches=config.batches, report=self._reports, timed=self.collector.timed)
+        self.training = TrainingTap(
+            model, batches=config.batches, report=self._reports, timed=self.collector.timed, by_hand=self._end_step
+        )
         self.laboratory = self._make_laboratory(step)
         self.losses = LossTap(self._saw_loss, self._rooted, self._backward_ended, self.laboratory.backward)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
@@ -224,7 +226,7 @@ class Watch:
         self.writer.describe(**facts)
 
     def step(self) -> None:
-        """Ends a step. Only loops without a torch optimizer need it."""
+        """Ends a step. Without an optimizer of torch's, a step ends with the next forward if weights have changed."""
         self._end_step()
 
     def on_look(self, callback: Callable[[int, Table], object]) -> None:
@@ -275,6 +277,7 @@ class Watch:
         """Removes every hook and writes the rest. `ended` says why the run ended."""
         if self._closed:
             return
+        self.training.wrote()
         self._closed = True
         atexit.unregister(self._at_exit)
         for hook in self._hooks:

@@ -101,8 +101,9 @@ class TrainingTap:
         batches: bool = True,
         report: Callable[..., None] = lambda kind, **facts: None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        by_hand: Callable[[], None] = lambda: None,
     ) -> None:
-        self._hashes, self._report, self._timed = batches, report, timed
+        self._hashes, self._report, self._timed, self._by_hand = batches, report, timed, by_hand
         self.batches = Batches()
         self.gradients = Gradients()
         self._roots: list[tuple[weakref.ref[nn.Module], Any]] = []
@@ -116,6 +117,7 @@ class TrainingTap:
         self._configured: dict[str, dict[str, Any]] = {}
         self._steppers: dict[int, tuple[weakref.ref[Optimizer], float]] = {}
         self._restarts = self._shared = 0
+        self._versions: list[int] | None = None
         self._before: tuple[list[Tensor], Tensor] | None = None
         self._left: tuple[list[Tensor], Tensor] | None = None
         self._written: tuple[list[Tensor], Tensor] | None = None
@@ -177,6 +179,7 @@ class TrainingTap:
         pairs = [(group[0], other) for group in found.values() for other in group[1:]]
         self._equal += [pair for pair in pairs if len(lookups & set(pair)) == 1 or self._is_one(root, pair)]
         self._roots.append((weakref.ref(root), root.register_forward_hook(self._forwarded, with_kwargs=True)))
+        self._roots.append((weakref.ref(root), root.register_forward_pre_hook(self._begins, prepend=True)))
 
     @staticmethod
     def _is_one(root: nn.Module, pair: tuple[str, str]) -> bool:
@@ -191,6 +194,19 @@ class TrainingTap:
             hook.remove()
 
     # --- the forward ----------------------------------------------------------------------------------------------
+
+    def _begins(self, *_: Any) -> None:
+        if self._versions is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.wrote()
+
+    def wrote(self) -> None:
+        """Ends the step if weights have changed since the backward, and no optimizer of torch's was there to do it."""
+        if self._versions is not None and not self.paused and self._counts() != self._versions:
+            self._versions = None
+            self._by_hand()
+
+    def _counts(self) -> list[int]:
+        return [p._version for _, p in self._parameters() if not p.is_inference()]
 
     def _forwarded(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or self.paused or torch._C._current_graph_task_id() != -1 or capturing():
@@ -258,6 +274,9 @@ class TrainingTap:
 
         scale: the factor of a GradScaler in them.
         """
+        self._versions = None if self._stepped_at else self._counts()
+        if self._versions is not None:
+            self._hash_weights()
         if (self.idle and not self.norm_wanted) or capturing():
             return
         held = [p for group in self._groups() for p in group["params"] if p.grad is not None]
