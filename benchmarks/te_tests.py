@@ -77,7 +77,7 @@ class _Missing(type):
         if name.startswith("__"):
             raise AttributeError(name)
         refused = cls.__dict__.get("refused")
-        if refused is not None and not _Missing.collecting:
+        if refused is not None and (name == "is_supported" or not _Missing.collecting):
             return getattr(refused, name)
         return _missing(f"{cls.__name__}.{name}", refused)
 

@@ -91,8 +91,32 @@ def get_default_init_method() -> Init:
     return init_method_normal(_STD)
 
 
+def l2normalization_fwd_fused(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / sqrt(sum(x**2) + eps) over the last dimension, in FP32 and rounded once; and what x was multiplied by."""
+    wide = x.float()
+    rsqrt_norm = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
+    return (wide * rsqrt_norm).to(x.dtype), rsqrt_norm
+
+
+def l2normalization_fused(x: Tensor, eps: float) -> Tensor:
+    """`l2normalization_fwd_fused` without the second result."""
+    return l2normalization_fwd_fused(x, eps)[0]
+
+
+def l2normalization_backward_fused(grad_output: Tensor, x: Tensor, rsqrt_norm: Tensor, eps: float) -> Tensor:
+    """dx = r (dy - x r**2 sum(x dy)), in FP32 and rounded once; eps is already in r."""
+    wide, dy = x.float(), grad_output.float()
+    along = wide * rsqrt_norm.square() * (wide * dy).sum(-1, keepdim=True)
+    return (rsqrt_norm * (dy - along)).to(x.dtype)
+
+
+def dgelu_fused_(grad_output: Tensor, inp: Tensor) -> Tensor:
+    """The gradient of GELU (the tanh formula); writes into neither."""
+    return torch.ops.aten.gelu_backward(grad_output, inp, approximate="tanh")  # type: ignore[no-any-return]
+
+
 class L2Normalization(nn.Module):
-    """x / sqrt(sum(x**2) + eps) over the last dimension, in FP32 and rounded once.
+    """`l2normalization_fused` as a module.
 
     Example:
         >>> L2Normalization()(torch.tensor([3.0, 4.0]))
@@ -105,8 +129,7 @@ class L2Normalization(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., K)."""
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return l2normalization_fused(x, self.eps)
 
 
 def norm_heads(

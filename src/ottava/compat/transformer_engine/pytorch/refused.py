@@ -190,6 +190,10 @@ class Absent(type):
         # a class of the module: annotations and checks name it without using it
         return Absent(f"{cls.__name__}.{name}", (), {"advice": cls.advice, "is_module": False})
 
+    def is_supported(cls) -> bool:
+        """False: what a script asks of a fused kernel, before it runs the parts instead."""
+        return False
+
     def __instancecheck__(cls, instance: object) -> bool:
         return False
 
