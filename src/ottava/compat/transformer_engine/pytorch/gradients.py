@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.common.recipe import DecodedRecipe
+from ottava.compat.transformer_engine.pytorch.quantization import FP8GlobalStateManager, quantizer_of_weight
 from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor as TheirTensor
 from ottava.compat.transformer_engine.pytorch.tensors import cast_rows_alone
 from ottava.engine.autocast import AMBIENT
 from ottava.nn.layer import Layer, LayerView, recomputing
@@ -79,6 +81,8 @@ class WeightGradients(nn.Module):
     is_first_forward: bool | None = None
     """is_first_microbatch of the last forward."""
     delays = False
+    _shared_under: Any = None
+    """The recipe of the last forward with is_first_microbatch."""
     _told: Any = None
     """The recipe of the last forward whose autocast was compared with that of stored weights."""
     use_bias = property(lambda self: self.bias is not None)
@@ -88,6 +92,7 @@ class WeightGradients(nn.Module):
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self.fuse_wgrad_accumulation, self.delays = extras.fuse, extras.delay
         self._waiting: list[deque[Callable[[], None]]] = []
+        self._workspaces: dict[str, Any] = {}
         if not (extras.fuse or extras.delay):
             return
         for layer in (module for module in self.modules() if isinstance(module, Layer)):
@@ -105,6 +110,10 @@ class WeightGradients(nn.Module):
         self._tell_of_another_recipe()
         layers = [module for module in self.modules() if isinstance(module, Layer)]
         decode_under_autocast(layers)
+        if is_first_microbatch is not None and FP8GlobalStateManager.is_fp8_enabled():
+            self._shared_under = FP8GlobalStateManager.get_fp8_recipe()
+            for name, shared in self._workspaces.items() if is_first_microbatch else ():
+                shared.quantize_(self._named_layers()[name].weight.detach())
         if is_first_microbatch is not True or not self.training or recomputing():
             return
         for layer in layers:
@@ -112,6 +121,30 @@ class WeightGradients(nn.Module):
         for state in dict.fromkeys(layer.scaling_state for layer in layers):
             if state.bound and state.predicts and not state.moved_by_autocast:
                 state.update()
+
+    def _named_layers(self) -> dict[str, Layer]:
+        """Each layer, by the name of its weight in TransformerEngine."""
+        found = {path: layer for path, layer in self.named_modules() if isinstance(layer, Layer)}
+        return {
+            f"weight{path[7:]}" if path.startswith("groups.") else f"{path}_weight".lstrip("_"): layer
+            for path, layer in found.items()
+        }
+
+    def _get_weight_quantizers(self) -> list[Any]:
+        """For each weight a quantizer that casts as the recipe of the autocast; None: outside of one."""
+        recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+        return [recipe and quantizer_of_weight(recipe, one) for one in self._named_layers().values()]
+
+    @property
+    def _fp8_workspaces(self) -> dict[str, Any]:
+        """The casts of weights that micro-batches share, by name, as quantized tensors; {} before a forward with
+        is_first_microbatch, and for weights that are stored as codes. The first micro-batch of each step casts anew,
+        into the same buffers. Layers do not read them: a door keeps the same cast in ottava's layout."""
+        for name, layer in self._named_layers().items() if self._shared_under is not None else ():
+            if name not in self._workspaces and not isinstance(layer.weight, QuantizedWeight | TheirTensor):
+                own = quantizer_of_weight(self._shared_under, layer)
+                self._workspaces[name] = own.quantize(layer.weight.detach())
+        return self._workspaces
 
     def _tell_of_another_recipe(self) -> None:
         """Warns if weights were stored under one recipe, and a new autocast runs them under another."""

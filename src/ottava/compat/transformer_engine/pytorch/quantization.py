@@ -30,6 +30,7 @@ from ottava.compat.transformer_engine.common.recipe import (
     Recipe,
     asked_as,
 )
+from ottava.compat.transformer_engine.pytorch.quantizers import Float8Quantizer, MXFP8Quantizer, RecipeState
 from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor
 from ottava.engine.autocast import AMBIENT, Autocast
 from ottava.engine.autocast import autocast as our_autocast
@@ -38,6 +39,7 @@ from ottava.interop.contents import StateFileError, read_extra_state
 from ottava.nn import GroupedLinear
 from ottava.nn.convert import model_init
 from ottava.nn.layer import Layer
+from ottava.weights.parameter import QuantizedWeight
 
 _HIGH_PRECISION = "bf16"
 
@@ -120,14 +122,27 @@ def quantized_model_init(
     chosen = get_default_recipe() if recipe is None else recipe
     need("quantized_model_init", chosen, Recipe, "a recipe of ottava.compat.transformer_engine.common.recipe")
     cells = replace(chosen.ottava, overrides=()) if isinstance(chosen, CustomRecipe) else chosen.ottava  # no names yet
-    hybrid = isinstance(chosen, CustomRecipe) and hasattr(_of_weight(chosen, ""), "rowwise_quantizer")
+    own = chosen.nvfp4() or (
+        isinstance(chosen, CustomRecipe) and hasattr(quantizer_of_weight(chosen), "rowwise_quantizer")
+    )
     keep = preserve_high_precision_init_val
-    with _stored_by(chosen, keep) if hybrid else model_init(cells, keep_high_precision=keep):
+    with _stored_by(chosen, keep) if own else model_init(cells, keep_high_precision=keep):
         yield
 
 
-def _of_weight(recipe: Recipe, name: str) -> Any:
-    return recipe.qfactory(QuantizerRole("linear", "weight", name))  # type: ignore[attr-defined]  # of a CustomRecipe
+def quantizer_of_weight(recipe: Recipe, layer: Any = None) -> Any:
+    """The quantizer that casts as a layer casts its weight under a recipe."""
+    roles = [QuantizerRole("linear", "weight", getattr(layer, "name", ""))]
+    made = RecipeState.create(recipe, mode="forward", roles=roles).make_quantizers()[0]
+    if layer is None:
+        return made
+    weight = layer.weight
+    if isinstance(made, Float8Quantizer):  # of delayed scaling: the scale of the layer's history
+        made.scale, made.amax = layer.quantizers.weight.scale, torch.zeros(1, device=weight.device)
+    squares = getattr(made, "with_2d_quantization", False) and not (made.row_scaled_nvfp4 or made.nvfp4_use_4over6)
+    tiles = isinstance(made, MXFP8Quantizer) or (squares and not any(size % 128 for size in weight.shape))
+    made.optimize_for_gemm = tiles and not isinstance(weight, QuantizedWeight | QuantizedTensor)
+    return made
 
 
 @contextmanager
@@ -155,7 +170,9 @@ def _stored_by(recipe: Recipe, keep_high_precision: bool) -> Iterator[None]:
         handle.remove()
     for layer in made:
         old = layer.weight
-        new = nn.Parameter(_of_weight(recipe, layer.name).quantize(old.detach()), old.requires_grad)
+        own = quantizer_of_weight(recipe, layer)
+        own.optimize_for_gemm = False  # optimizers and collectives write into it
+        new = nn.Parameter(own.quantize(old.detach()), old.requires_grad)
         vars(new).update(vars(old))
         if keep_high_precision:
             vars(new)["high_precision"] = old.detach().cpu()

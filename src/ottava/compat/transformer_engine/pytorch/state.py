@@ -39,7 +39,6 @@ Parts = str | Sequence[tuple[str, int]]
 _CASTS = "layer.last_call shows the recipe of its last forward, and ottava.watch(model) records every cast"
 INTERNALS: Mapping[str, str] = MappingProxyType(
     {
-        "_fp8_workspaces": "ottava itself keeps a weight's cast until the weight changes",
         "_get_quantizers": _CASTS,
         "get_quantizer_roles": "ottava asks a CustomRecipe for the input, the weight and the gradient",
         "output_quantizer_role": "outputs are in high precision",
