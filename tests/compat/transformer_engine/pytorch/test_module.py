@@ -44,14 +44,17 @@ def test_each_is_the_layer_of_ottava() -> None:
     ]
     for theirs, ours, more in pairs:
         theirs.bfloat16(), ours.bfloat16()
-        own = dict(ours.named_parameters())
-        assert own.keys() == dict(theirs.named_parameters()).keys()
+        own, grouped = dict(ours.named_parameters()), isinstance(theirs, te.GroupedLinear)
+        assert own.keys() == {name.rpartition("groups.")[2].lstrip("012.") for name, _ in theirs.named_parameters()}
         for name, b in theirs.named_parameters():
-            own[name].data.copy_(b.data)
+            where = own[name.lstrip("groups.012")].data[int(name[7])] if grouped else own[name].data
+            where.copy_(b.data)
         for recipe in RECIPES:
             with te.autocast(recipe=recipe):
                 expected = run(ours, x, *more)
                 got = run(theirs, x, *more)
+            if grouped:  # a parameter for each group: y, dx, and pairs of dw and db
+                got = [*got[:2], torch.stack(got[2::2]), torch.stack(got[3::2])]
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (type(theirs), recipe)
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.common.recipe import DecodedRecipe
-from ottava.compat.transformer_engine.pytorch.quantization import FP8GlobalStateManager, quantizer_of_weight
+from ottava.compat.transformer_engine.pytorch.quantization import FP8GlobalStateManager, debug_tool, quantizer_of_weight
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor as TheirTensor
 from ottava.compat.transformer_engine.pytorch.tensors import cast_rows_alone
 from ottava.engine.autocast import AMBIENT
-from ottava.nn.layer import Layer, LayerView, recomputing
+from ottava.nn.layer import Layer, recomputing
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.ops.quantize import quantize
 from ottava.weights.parameter import QuantizedWeight
@@ -99,7 +99,7 @@ class WeightGradients(nn.Module):
             self._waiting.append(deque())
             layer.takes_dw = _Taker(self, layer, self._waiting[-1])
             if extras.delay:  # Megatron's hooks then wait for `backward_dw`
-                layer.parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+                layer.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def begins(self, is_first_microbatch: bool | None) -> None:
         """Notes which micro-batch a forward reads. The first one of a step moves predicted scales.
@@ -114,12 +114,14 @@ class WeightGradients(nn.Module):
             self._shared_under = FP8GlobalStateManager.get_fp8_recipe()
             for name, shared in self._workspaces.items() if is_first_microbatch else ():
                 shared.quantize_(self._named_layers()[name].weight.detach())
-        if is_first_microbatch is not True or not self.training or recomputing():
+        first = is_first_microbatch is True
+        looks = debug_tool() is not None and debug_tool().on  # such a script may have no optimizer, and reads scales
+        if not (first or looks) or not self.training or recomputing():
             return
-        for layer in layers:
+        for layer in layers if first else ():
             layer.quantizers.weight.stepped()
         for state in dict.fromkeys(layer.scaling_state for layer in layers):
-            if state.bound and state.predicts and not state.moved_by_autocast:
+            if state.bound and state.predicts and not state.moved_by_autocast and (first or state.without_steps):
                 state.update()
 
     def _named_layers(self) -> dict[str, Layer]:
@@ -232,17 +234,13 @@ def _put_later(layer: Layer, run: Run, fuse: bool, overwrite: bool) -> None:
         if fuse:
             _add_to_main(layer, run, overwrite)
             return
-        parameter, own = layer.parameter, run(layer.weight.dtype)
-        if parameter.grad is None:
-            parameter.grad = own if own.shape == parameter.shape else torch.zeros_like(parameter)
-            if parameter.grad is own:
-                return
-        _piece(layer, parameter.grad).add_(own)
+        own = run(layer.weight.dtype)
+        layer.weight.grad = own if layer.weight.grad is None else layer.weight.grad.add_(own)
 
 
 def _add_to_main(layer: Layer, run: Run, overwrite: bool) -> Tensor | None:
     """Adds dw to main_grad. Returns zeros for autograd, if the parameter says that its trainer looks for them."""
-    parameter: Any = layer.parameter
+    parameter: Any = layer.weight
     main = parameter.get_main_grad() if hasattr(parameter, "get_main_grad") else getattr(parameter, "main_grad", None)
     if main is None:
         raise RuntimeError(
@@ -251,7 +249,7 @@ def _add_to_main(layer: Layer, run: Run, overwrite: bool) -> Tensor | None:
             "fuse_wgrad_accumulation out"
         )
     own = run(main.dtype)
-    place = _piece(layer, main.view(parameter.shape))
+    place = main.view(parameter.shape)
     if overwrite or getattr(parameter, "overwrite_main_grad", False):
         place.copy_(own)
     else:
@@ -271,8 +269,3 @@ def get_dummy_wgrad(
     """
     default = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.zeros(tuple(shape), dtype=dtype, device=default if device is None else device)
-
-
-def _piece(layer: Layer, whole: Tensor) -> Tensor:
-    """The layer's part of a tensor that has the shape of its parameter."""
-    return whole if not isinstance(layer, LayerView) or layer.piece is None else whole[layer.piece]

@@ -36,7 +36,6 @@ from ottava.engine.autocast import AMBIENT, Autocast
 from ottava.engine.autocast import autocast as our_autocast
 from ottava.engine.quantizer import WeightQuantizer
 from ottava.interop.contents import StateFileError, read_extra_state
-from ottava.nn import GroupedLinear
 from ottava.nn.convert import model_init
 from ottava.nn.layer import Layer
 from ottava.weights.parameter import QuantizedWeight
@@ -147,19 +146,10 @@ def quantizer_of_weight(recipe: Recipe, layer: Any = None) -> Any:
 
 @contextmanager
 def _stored_by(recipe: Recipe, keep_high_precision: bool) -> Iterator[None]:
-    """Casts the weights of linear layers that are made inside by the quantizers of a factory, at the end.
-
-    Raises:
-        NotImplementedError: a GroupedLinear, whose weights are one parameter.
-    """
+    """Casts the weights of linear layers that are made inside by the quantizers of a recipe, at the end."""
     made: list[Layer] = []
 
     def note(module: nn.Module, name: str, parameter: Any) -> None:
-        if isinstance(module, GroupedLinear) and name == "weight":
-            raise NotImplementedError(
-                "quantized_model_init: a GroupedLinear whose weights a HybridQuantizer stores is not in ottava: they "
-                "are one parameter. Make it outside, or give the factory one quantizer for both directions"
-            )
         if isinstance(module, Layer) and name == "weight":
             made.append(module)
 

@@ -41,7 +41,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 BELOW: Mapping[str, str] = MappingProxyType(
     {
-        "GroupedTensor": "GroupedLinear keeps the weights of its groups as one tensor, .weight",
+        "GroupedTensor": "each group has tensors of its own: split x, and quantize each part",
     }
 )
 """Names and modules below that interface, which scripts have used, too -> what to use."""
