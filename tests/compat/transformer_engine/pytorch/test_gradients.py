@@ -54,11 +54,12 @@ def test_gradients_are_added_to_main_grad_unrounded(recipe: Recipe | None) -> No
             rows = wanted.grad.flatten(0, -2).any(1)  # what an empty group never wrote stays
             got = parameter.main_grad.flatten(0, -2)
             assert torch.equal(got.bfloat16()[rows], wanted.grad.flatten(0, -2)[rows])  # FP32 sums, rounded there only
-            assert not torch.equal(got[rows], got[rows].bfloat16().float())
+            empty = wanted is getattr(one, "weight1", None)  # a group without rows
+            assert torch.equal(got[rows], got[rows].bfloat16().float()) == empty
             assert parameter.grad_added_to_main_grad
             assert not parameter.grad.any()  # autograd's gradient is a dummy
-        for bias in (p for name, p in other.named_parameters() if name.endswith("bias")):
-            assert bias.grad.any()
+        for name, bias in other.named_parameters():
+            assert not name.endswith("bias") or bias.grad.any() == (name != "groups.1.bias")
         backward(other, more, recipe, is_first_microbatch=False)
         for parameter, before in zip(weights(other), first, strict=True):
             rows = (before != 3.0).flatten(0, -2).any(1)
@@ -91,7 +92,7 @@ def test_gradients_come_later_and_have_the_same_bits() -> None:
                 assert parameter.skip_backward_post_hook
                 mine, theirs = (p.main_grad if fuse else p.grad for p in (parameter, wanted))
                 assert torch.equal(mine, theirs)
-                assert theirs.any()
+                assert theirs.any() == (wanted is not getattr(one, "weight1", None))
             with pytest.raises(RuntimeError, match="no backward waits for its weight gradients"):
                 other.backward_dw()
 

@@ -357,13 +357,12 @@ class Tool:
         y, name = run(input, weight, *more), layer.name.removeprefix(GROUPED) + (f".gemm_{group}" if group else "")
         wanted = {tensor: found for tensor in TENSORS if (found := self._features(name, tensor))}
         if "activation" in wanted:
-            with torch.no_grad():
-                self._show(wanted, name, "activation", layer.rows(input))
+            self._show(wanted, name, "activation", layer.rows(input.detach()))
         for tensor, one in (("weight", weight), ("output", y)):
             self._show(wanted, name, tensor, one)
-        ends = {"gradient": y, "wgrad": weight, "dgrad": weight if layer.produce else input}
+        ends = {"gradient": y, "wgrad": weight} | ({} if layer.produce else {"dgrad": input})
         for tensor, one in ends.items():
-            if tensor in wanted and one.requires_grad and not (tensor == "dgrad" and layer.produce):
+            if tensor in wanted and one.requires_grad:
                 handles: list[Any] = []
 
                 def show(grad: Tensor, tensor: str = tensor, handles: list[Any] = handles) -> None:
@@ -389,10 +388,10 @@ class Tool:
         return found
 
     def _show(self, wanted: Mapping[str, Any], layer: str, tensor: str, x: Tensor) -> None:
-        codes = dict.fromkeys(("rowwise_quantized_tensor", "columnwise_quantized_tensor", "quantizer", "tp_group"))
-        step: Any = {"layer_name": layer, "tensor_name": tensor, "iteration": self.statistics and self.statistics.step}
+        unknown = dict.fromkeys(("rowwise_quantized_tensor", "columnwise_quantized_tensor", "quantizer", "tp_group"))
+        known: Any = {"layer_name": layer, "tensor_name": tensor, "iteration": self.statistics and self.statistics.step}
         for feature, settings in wanted.get(tensor, ()):
-            feature.inspect_tensor(settings, tensor=x.detach(), **step, **codes)
+            feature.inspect_tensor(settings, tensor=x.detach(), **known, **unknown)
 
     def _fake(self, layer: QuantizedLayer, group: str, tensor: str, door: nn.Module, args: Any, both: Any) -> Any:
         made, log = list(both), self.statistics

@@ -72,6 +72,7 @@ class Sequential(nn.Sequential):
 _MODULE = MappingProxyType(
     {
         "dtype": "params_dtype",
+        "num_groups": "num_gemms",
         "tensor_parallel_mode": "parallel_mode",
         "tensor_parallel_group": "tp_group",
         "rng_state_tracker_function": "get_rng_state_tracker",
@@ -81,7 +82,14 @@ _MODULE = MappingProxyType(
 """Argument of an operation -> that of a module."""
 
 
-class Linear(module.Linear, FusibleOperation):
+class _OfModule(FusibleOperation):
+    """A module with the arguments of an operation."""
+
+    def __init__(self, *sizes: int, **others: Any) -> None:
+        super().__init__(*sizes, **{_MODULE.get(name, name): one for name, one in others.items()})
+
+
+class Linear(_OfModule, module.Linear):
     """`te.Linear` with the arguments of an operation: dtype, tensor_parallel_mode, accumulate_into_main_grad...
 
     Example:
@@ -89,18 +97,15 @@ class Linear(module.Linear, FusibleOperation):
         torch.bfloat16
     """
 
-    def __init__(self, in_features: int, out_features: int, **others: Any) -> None:
-        super().__init__(in_features, out_features, **{_MODULE.get(name, name): one for name, one in others.items()})
-
 
 class BasicLinear(Linear):
     """`Linear` without a bias."""
 
-    def __init__(self, in_features: int, out_features: int, **others: Any) -> None:
-        super().__init__(in_features, out_features, bias=False, **others)
+    def __init__(self, *sizes: int, **others: Any) -> None:
+        super().__init__(*sizes, bias=False, **others)
 
 
-class GroupedLinear(module.GroupedLinear, FusibleOperation):
+class GroupedLinear(_OfModule, module.GroupedLinear):
     """`te.GroupedLinear` with the arguments of an operation.
 
     Example:
@@ -109,11 +114,7 @@ class GroupedLinear(module.GroupedLinear, FusibleOperation):
     """
 
     num_extra_inputs = 1
-
-    def __init__(self, num_groups: int, in_features: int, out_features: int, **others: Any) -> None:
-        own = {_MODULE.get(name, name): one for name, one in others.items()}
-        super().__init__(num_groups, in_features, out_features, **own)
-        self.num_groups = num_groups
+    num_groups = property(lambda self: self.num_gemms)
 
 
 class _Norm(FusibleOperation):

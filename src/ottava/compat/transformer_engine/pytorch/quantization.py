@@ -30,7 +30,12 @@ from ottava.compat.transformer_engine.common.recipe import (
     Recipe,
     asked_as,
 )
-from ottava.compat.transformer_engine.pytorch.quantizers import Float8Quantizer, MXFP8Quantizer, RecipeState
+from ottava.compat.transformer_engine.pytorch.quantizers import (
+    Float8Quantizer,
+    HybridQuantizer,
+    MXFP8Quantizer,
+    RecipeState,
+)
 from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor
 from ottava.engine.autocast import AMBIENT, Autocast
 from ottava.engine.autocast import autocast as our_autocast
@@ -121,21 +126,16 @@ def quantized_model_init(
     chosen = get_default_recipe() if recipe is None else recipe
     need("quantized_model_init", chosen, Recipe, "a recipe of ottava.compat.transformer_engine.common.recipe")
     cells = replace(chosen.ottava, overrides=()) if isinstance(chosen, CustomRecipe) else chosen.ottava  # no names yet
-    own = chosen.nvfp4() or (
-        isinstance(chosen, CustomRecipe) and hasattr(quantizer_of_weight(chosen), "rowwise_quantizer")
-    )
-    keep = preserve_high_precision_init_val
+    role, keep = QuantizerRole("linear", "weight"), preserve_high_precision_init_val
+    own = chosen.nvfp4() or (isinstance(chosen, CustomRecipe) and isinstance(chosen.qfactory(role), HybridQuantizer))
     with _stored_by(chosen, keep) if own else model_init(cells, keep_high_precision=keep):
         yield
 
 
-def quantizer_of_weight(recipe: Recipe, layer: Any = None) -> Any:
+def quantizer_of_weight(recipe: Recipe, layer: Any) -> Any:
     """The quantizer that casts as a layer casts its weight under a recipe."""
-    roles = [QuantizerRole("linear", "weight", getattr(layer, "name", ""))]
-    made = RecipeState.create(recipe, mode="forward", roles=roles).make_quantizers()[0]
-    if layer is None:
-        return made
-    weight = layer.weight
+    state = RecipeState.create(recipe, mode="forward", roles=[QuantizerRole("linear", "weight", layer.name)])
+    made, weight = state.make_quantizers()[0], layer.weight
     if isinstance(made, Float8Quantizer):  # of delayed scaling: the scale of the layer's history
         made.scale, made.amax = layer.quantizers.weight.scale, torch.zeros(1, device=weight.device)
     squares = getattr(made, "with_2d_quantization", False) and not (made.row_scaled_nvfp4 or made.nvfp4_use_4over6)
