@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ottava
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common import recipe as recipes
+from ottava.compat.transformer_engine.pytorch import module
 from sweep import sweep
 
 RECIPES: tuple[recipes.Recipe, ...] = (recipes.DelayedScaling(), recipes.Float8CurrentScaling())
@@ -68,6 +69,18 @@ def test_outside_an_autocast_they_are_torch() -> None:
     mlp = te.LayerNormMLP(32, 64, activation="srelu", bias=False, normalization="RMSNorm")
     hidden = nn.functional.linear(nn.functional.rms_norm(x, (32,), eps=1e-5), mlp.fc1_weight).relu().square()
     assert torch.allclose(mlp(x), nn.functional.linear(hidden, mlp.fc2_weight), rtol=1e-5, atol=1e-5)
+
+
+def test_the_functions_of_fused_kernels_are_those_of_autograd() -> None:
+    x, dy = torch.randn(4, 64).requires_grad_(), torch.randn(4, 64)
+    y, r = module.l2normalization_fwd_fused(x, 1e-6)
+    wide = x.detach().double().requires_grad_()
+    (wide / (wide.square().sum(-1, keepdim=True) + 1e-6).sqrt()).backward(dy.double())
+    assert torch.equal(module.L2Normalization()(x), y)
+    dx = module.l2normalization_backward_fused(dy, x, r, 1e-6).double()
+    torch.testing.assert_close(dx, wide.grad, rtol=0, atol=16 * torch.finfo(torch.float32).eps)
+    nn.functional.gelu(x, approximate="tanh").backward(dy)
+    assert torch.equal(module.dgelu_fused_(dy, x.detach()), x.grad)
 
 
 def test_biases_and_normed_rows_can_be_asked_for() -> None:

@@ -412,8 +412,8 @@ class LayerNormMLP(Sharded, ours.NormMLP):
 class GroupedLinear(TEState, WeightGradients):
     """A linear layer for each group of rows, with TransformerEngine's arguments; errors as `Linear`.
 
-    Parameters weight0, bias0, weight1... are leaves of their own, as TransformerEngine's. Groups without a row get zeros
-    as gradients. `ottava.nn.GroupedLinear` keeps one parameter for all groups, and makes the same bits.
+    Parameters weight0, bias0, weight1... are leaves of their own, as TransformerEngine's; `ottava.nn.GroupedLinear`, which
+    has the same bits, keeps one for all groups. Groups without a row get zeros as gradients.
 
     Args:
         num_gemms: number of groups.
