@@ -267,12 +267,10 @@ class Tool:
     tree: Mapping[str, Any] = MappingProxyType({})
     changes: tuple[Intervention, ...] = ()
     on = False
-    get_tensor_reduction_group = staticmethod(lambda: None)
-    """Of ranks that share statistics: each rank has its own."""
+    get_tensor_reduction_group = staticmethod(lambda: None)  # each rank has statistics of its own
 
     def __init__(self) -> None:
-        self.features: dict[str, Any] = {}
-        """Those of a script, by name."""
+        self.features: dict[str, Any] = {}  # of a script, by name
         self.end_debug()
         self.transformer_engine = self
 
@@ -318,8 +316,7 @@ class Tool:
         self.on, self.watch, self.changes, self.layers = False, None, (), 0
         self.statistics, self.tree = None, MappingProxyType({})
         self.made: dict[Recipe, Recipe] = {}
-        self.next: dict[tuple[str, str, str], int | None] = {}
-        """(layer, tensor, feature) -> when to ask a feature again; None: never."""
+        self.next: dict[tuple[str, str, str], int | None] = {}  # when to ask again of (layer, tensor, feature)
 
     def step(self) -> None:
         """Ends a step."""
@@ -350,9 +347,8 @@ class Tool:
     ) -> Tensor:
         """A layer's forward, whose tensors go to the features of a script that the configuration names for it.
 
-        A feature has `inspect_tensor_enabled`, which answers (now, iteration to ask again or None), or now alone; and
-        `inspect_tensor`, which gets tensors in high precision, whether or not the layer casts them. A layer with a norm
-        shows no dgrad. Groups whose rows are cast at once (without gradients) show none.
+        Its `inspect_tensor_enabled` answers (now, iteration to ask again or None), or now alone; its `inspect_tensor`
+        gets tensors in high precision. A layer behind a norm of its own shows no dgrad.
         """
         y, name = run(input, weight, *more), layer.name.removeprefix(GROUPED) + (f".gemm_{group}" if group else "")
         wanted = {tensor: found for tensor in TENSORS if (found := self._features(name, tensor))}
@@ -379,9 +375,8 @@ class Tool:
         for name in asked.keys() & self.features.keys():
             own, key = self.features[name], (layer, tensor, name)
             there, settings = own.parse_config_and_api(asked[name], tensor_parsing=True, tensor_name=tensor)
-            if not (there and asked[name].get("enabled")) or log is None or (due := self.next.get(key, 0)) is None:
-                continue
-            if log.step >= due:
+            due = self.next.get(key, 0)
+            if there and asked[name].get("enabled") and log is not None and due is not None and log.step >= due:
                 given = own.inspect_tensor_enabled(settings, layer_name=layer, tensor_name=tensor, iteration=log.step)
                 now, self.next[key] = given if isinstance(given, tuple) else (given, log.step + 1)
                 found += [(own, settings)] if now else []

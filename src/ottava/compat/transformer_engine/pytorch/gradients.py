@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,7 +109,11 @@ class WeightGradients(nn.Module):
         self.is_first_forward = is_first_microbatch
         self._tell_of_another_recipe()
         layers = [module for module in self.modules() if isinstance(module, Layer)]
-        decode_under_autocast(layers)
+        for layer in layers if isinstance(AMBIENT.get().recipe, DecodedRecipe) else ():
+            if "_decodes" not in vars(layer):  # its doors cast rows alone, and decode rows in place of columns
+                vars(layer)["_decodes"] = True
+                for tensor, door in layer.quantizers.named_children():
+                    door.register_forward_hook(partial(_decoded, layer, tensor))
         if is_first_microbatch is not None and FP8GlobalStateManager.is_fp8_enabled():
             self._shared_under = FP8GlobalStateManager.get_fp8_recipe()
             for name, shared in self._workspaces.items() if is_first_microbatch else ():
@@ -139,9 +143,8 @@ class WeightGradients(nn.Module):
 
     @property
     def _fp8_workspaces(self) -> dict[str, Any]:
-        """The casts of weights that micro-batches share, by name, as quantized tensors; {} before a forward with
-        is_first_microbatch, and for weights that are stored as codes. The first micro-batch of each step casts anew,
-        into the same buffers. Layers do not read them: a door keeps the same cast in ottava's layout."""
+        """The casts of weights that micro-batches share (none before a forward with is_first_microbatch, or of weights
+        stored as codes), cast anew with each step's first one. A door keeps the same codes in ottava's layout."""
         for name, layer in self._named_layers().items() if self._shared_under is not None else ():
             if name not in self._workspaces and not isinstance(layer.weight, QuantizedWeight | TheirTensor):
                 own = quantizer_of_weight(self._shared_under, layer)
@@ -188,17 +191,6 @@ class WeightGradients(nn.Module):
         self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
 
 
-def decode_under_autocast(layers: Iterable[Any]) -> None:
-    """Lets the doors of layers cast rows alone, and decode rows in place of columns in high precision, as the recipe of
-    the autocast asks."""
-    for layer in layers if isinstance(AMBIENT.get().recipe, DecodedRecipe) else ():
-        if "_decodes" in vars(layer):
-            continue
-        vars(layer)["_decodes"] = True
-        for tensor, door in layer.quantizers.named_children():
-            door.register_forward_hook(partial(_decoded, layer, tensor))
-
-
 def _decoded(layer: Layer, tensor: str, door: nn.Module, args: Any, both: Any) -> Any:
     row, col = both
     recipe = None if layer.last_call is None else layer.last_call.recipe
@@ -233,9 +225,9 @@ def _put_later(layer: Layer, run: Run, fuse: bool, overwrite: bool) -> None:
     with torch.no_grad():
         if fuse:
             _add_to_main(layer, run, overwrite)
-            return
-        own = run(layer.weight.dtype)
-        layer.weight.grad = own if layer.weight.grad is None else layer.weight.grad.add_(own)
+        else:
+            own = run(layer.weight.dtype)
+            layer.weight.grad = own if layer.weight.grad is None else layer.weight.grad.add_(own)
 
 
 def _add_to_main(layer: Layer, run: Run, overwrite: bool) -> Tensor | None:
@@ -248,8 +240,7 @@ def _add_to_main(layer: Layer, run: Run, overwrite: bool) -> Tensor | None:
             "without main_grad; give it a tensor of that shape, as Megatron's DistributedDataParallel does, or leave "
             "fuse_wgrad_accumulation out"
         )
-    own = run(main.dtype)
-    place = main.view(parameter.shape)
+    own, place = run(main.dtype), main.view(parameter.shape)
     if overwrite or getattr(parameter, "overwrite_main_grad", False):
         place.copy_(own)
     else:

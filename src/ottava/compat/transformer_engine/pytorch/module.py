@@ -412,8 +412,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
 class GroupedLinear(TEState, WeightGradients):
     """A linear layer for each group of rows, with TransformerEngine's arguments; errors as `Linear`.
 
-    Parameters weight0, bias0, weight1... are leaves of their own, as TransformerEngine's; `ottava.nn.GroupedLinear`, which
-    has the same bits, keeps one for all groups. Groups without a row get zeros as gradients.
+    Parameters weight0, bias0, weight1... are leaves of their own. Groups without a row get zeros as gradients.
 
     Args:
         num_gemms: number of groups.

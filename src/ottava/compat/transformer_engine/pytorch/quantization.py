@@ -30,12 +30,7 @@ from ottava.compat.transformer_engine.common.recipe import (
     Recipe,
     asked_as,
 )
-from ottava.compat.transformer_engine.pytorch.quantizers import (
-    Float8Quantizer,
-    HybridQuantizer,
-    MXFP8Quantizer,
-    RecipeState,
-)
+from ottava.compat.transformer_engine.pytorch import quantizers
 from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor
 from ottava.engine.autocast import AMBIENT, Autocast
 from ottava.engine.autocast import autocast as our_autocast
@@ -126,20 +121,21 @@ def quantized_model_init(
     chosen = get_default_recipe() if recipe is None else recipe
     need("quantized_model_init", chosen, Recipe, "a recipe of ottava.compat.transformer_engine.common.recipe")
     cells = replace(chosen.ottava, overrides=()) if isinstance(chosen, CustomRecipe) else chosen.ottava  # no names yet
-    role, keep = QuantizerRole("linear", "weight"), preserve_high_precision_init_val
-    own = chosen.nvfp4() or (isinstance(chosen, CustomRecipe) and isinstance(chosen.qfactory(role), HybridQuantizer))
+    keep = preserve_high_precision_init_val
+    made = chosen.qfactory(QuantizerRole("linear", "weight")) if isinstance(chosen, CustomRecipe) else None
+    own = chosen.nvfp4() or isinstance(made, quantizers.HybridQuantizer)
     with _stored_by(chosen, keep) if own else model_init(cells, keep_high_precision=keep):
         yield
 
 
 def quantizer_of_weight(recipe: Recipe, layer: Any) -> Any:
     """The quantizer that casts as a layer casts its weight under a recipe."""
-    state = RecipeState.create(recipe, mode="forward", roles=[QuantizerRole("linear", "weight", layer.name)])
+    state = quantizers.RecipeState.create(recipe, mode="forward", roles=[QuantizerRole("linear", "weight", layer.name)])
     made, weight = state.make_quantizers()[0], layer.weight
-    if isinstance(made, Float8Quantizer):  # of delayed scaling: the scale of the layer's history
+    if isinstance(made, quantizers.Float8Quantizer):  # of delayed scaling: the scale of the layer's history
         made.scale, made.amax = layer.quantizers.weight.scale, torch.zeros(1, device=weight.device)
     squares = getattr(made, "with_2d_quantization", False) and not (made.row_scaled_nvfp4 or made.nvfp4_use_4over6)
-    tiles = isinstance(made, MXFP8Quantizer) or (squares and not any(size % 128 for size in weight.shape))
+    tiles = isinstance(made, quantizers.MXFP8Quantizer) or (squares and not any(size % 128 for size in weight.shape))
     made.optimize_for_gemm = tiles and not isinstance(weight, QuantizedWeight | QuantizedTensor)
     return made
 

@@ -114,7 +114,7 @@ class TEState(nn.Module):
         self._keys, self._states, self._orders = dict(keys), dict(states), dict(orders)
         self._our_names = {parts: key for key, parts in keys.items() if isinstance(parts, str)}
         self._pieces = {
-            name: (key, sum(n for _, n in parts[:place]), rows)
+            name: (key, slice(before := sum(n for _, n in parts[:place]), before + rows))
             for key, parts in keys.items()
             if not isinstance(parts, str)
             for place, (name, rows) in enumerate(parts)
@@ -157,10 +157,9 @@ class TEState(nn.Module):
             path, _, last = self._our_names[name].rpartition(".")
             return getattr(self.get_submodule(path), last)
         if name in self._pieces:
-            key, first, rows = self._pieces[name]
+            key, place = self._pieces[name]
             path, _, last = key.rpartition(".")
             whole = getattr(self.get_submodule(path), last)
-            place = slice(first, first + rows)
             piece: Any = whole if whole is None else whole[place]
             if whole is not None and whole.grad is not None:
                 piece.grad = whole.grad[place]
@@ -173,7 +172,7 @@ class TEState(nn.Module):
         """The submodule of ottava at a path of TransformerEngine; None: there is no such path."""
         start = f"{theirs}."
         below = [key.split(".")[:-1] for name, key in self._our_names.items() if name.startswith(start)]
-        below += [key.split(".")[:-1] for name, (key, _, _) in self._pieces.items() if name.startswith(start)]
+        below += [key.split(".")[:-1] for name, (key, _) in self._pieces.items() if name.startswith(start)]
         below += [path.split(".") for name, paths in self._states.items() if name == theirs for path in paths]
         if not below:
             return None
