@@ -9,13 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import ottava.compat.transformer_engine.pytorch as te
-from ottava.compat.transformer_engine.common.recipe import (
-    DelayedScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from ottava.compat.transformer_engine.common import recipe as recipes
+from ottava.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling, Recipe
 
 X = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -168,24 +163,22 @@ def test_micro_batches_share_casts_that_a_script_can_see() -> None:
     """In the bits of a quantizer, and in buffers that stay; none of a weight that is stored as codes."""
     for recipe, quantizer, ordered in (
         (MXFP8BlockScaling(), te.MXFP8Quantizer(te.DType.kFloat8E4M3), True),
-        (NVFP4BlockScaling(), te.NVFP4Quantizer(with_2d_quantization=True), True),
-        (NVFP4BlockScaling(disable_2d_quantization=True), te.NVFP4Quantizer(), False),
-        (Float8CurrentScaling(), te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3), False),
+        (recipes.NVFP4BlockScaling(), te.NVFP4Quantizer(with_2d_quantization=True), True),
+        (recipes.NVFP4BlockScaling(disable_2d_quantization=True), te.NVFP4Quantizer(), False),
+        (recipes.Float8CurrentScaling(), te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3), False),
     ):
-        quantizer.optimize_for_gemm = ordered
+        quantizer.optimize_for_gemm, x = ordered, torch.randn(32, 128)
         for module, names in (
-            (te.Linear(128, 128), ["weight"]),
             (te.LayerNormMLP(128, 256), ["fc1_weight", "fc2_weight"]),
             (te.GroupedLinear(2, 128, 128), ["weight0", "weight1"]),
         ):
             more = ([16, 16],) if isinstance(module, te.GroupedLinear) else ()
-            x = torch.randn(32, 128)
             with te.autocast(recipe=recipe):
                 y = module(x, *more)
                 assert module._fp8_workspaces == {}
                 assert torch.equal(module(x, *more, is_first_microbatch=True), y)
-                assert [one.optimize_for_gemm for one in module._get_weight_quantizers()] == [ordered] * len(names)
-            assert module._get_weight_quantizers() == [None] * len(names)
+                assert [one.optimize_for_gemm for one in module._get_weight_quantizers()] == [ordered] * 2
+            assert module._get_weight_quantizers() == [None] * 2
             shared = module._fp8_workspaces
             assert [*shared] == names
             places = [one._rowwise_scale_inv.data_ptr() for one in shared.values()]
@@ -198,8 +191,8 @@ def test_micro_batches_share_casts_that_a_script_can_see() -> None:
                 cast = quantizer(getattr(module, name).detach())
                 for part in ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"):
                     assert torch.equal(getattr(shared[name], part), getattr(cast, part)), (recipe, name, part)
-            with te.quantized_model_init(recipe=recipe):
-                stored = te.Linear(128, 128)
-            with te.autocast(recipe=recipe):
-                stored(x, is_first_microbatch=True).sum().backward()
+        with te.quantized_model_init(recipe=recipe):
+            stored = te.Linear(128, 128)
+        with te.autocast(recipe=recipe):
+            stored(x, is_first_microbatch=True).sum().backward()
             assert stored._fp8_workspaces == {}
