@@ -372,7 +372,7 @@ class Tool:
         """The features that want a tensor now, with their settings."""
         found, log = [], self.statistics
         asked = ConfigManager.get_config_for_layer(layer).get("transformer_engine", {}) if log is not None else {}
-        for name in asked.keys() & self.features.keys():
+        for name in (one for one in asked if one in self.features):
             own, key = self.features[name], (layer, tensor, name)
             there, settings = own.parse_config_and_api(asked[name], tensor_parsing=True, tensor_name=tensor)
             due = self.next.get(key, 0)
