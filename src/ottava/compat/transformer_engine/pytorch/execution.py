@@ -342,9 +342,7 @@ class Tool:
         if self.features:
             vars(layer)["run"] = functools.partial(self.inspected, layer, group, layer.run)
 
-    def inspected(
-        self, layer: Any, group: str, run: Callable[..., Tensor], input: Tensor, weight: Tensor, *more: Any
-    ) -> Tensor:
+    def inspected(self, layer: Any, group: str, run: Any, input: Tensor, weight: Tensor, *more: Any) -> Any:
         """A layer's forward, whose tensors go to the features of a script that the configuration names for it.
 
         Its `inspect_tensor_enabled` answers (now, iteration to ask again or None), or now alone; its `inspect_tensor`
