@@ -186,6 +186,7 @@ def test_outside_amp_a_norm_has_its_weights_dtype_and_an_fp32_stream_is_saved_on
 
 
 def test_groups_take_rows_in_several_dimensions() -> None:
-    layer, x = te.GroupedLinear(2, 8, 4), torch.randn(5, 1, 8)
-    assert torch.equal(layer(x, [2, 3]), layer(x.view(5, 8), [2, 3]).view(5, 1, 4))
-    assert (layer.num_gemms, layer.use_bias, te.GroupedLinear(2, 8, 4, bias=False).use_bias) == (2, True, False)
+    layer, x = te.ops.GroupedLinear(2, 8, 4, dtype=torch.bfloat16), torch.randn(5, 1, 8).bfloat16()
+    flat = [nn.functional.linear(x[:2, 0], layer.weight0, layer.bias0), nn.functional.linear(x[2:, 0], layer.weight1)]
+    assert torch.equal(layer(x, torch.tensor([2, 3])), torch.cat(flat)[:, None])
+    assert (layer.num_groups, layer.use_bias, te.GroupedLinear(2, 8, 4, bias=False).use_bias) == (2, True, False)
