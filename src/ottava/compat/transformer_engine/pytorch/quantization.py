@@ -109,7 +109,7 @@ def quantized_model_init(
     Args:
         enabled: False changes nothing.
         recipe: a recipe of `common.recipe`; None: `get_default_recipe()`. The layers keep it, so they run in FP8
-            outside an autocast, too; not under NVFP4 and a HybridQuantizer, whose weights are tensors of both directions.
+            outside an autocast, too; not those of NVFP4 and a HybridQuantizer, which store both directions.
         preserve_high_precision_init_val: keep the initial numbers as `weight.high_precision`, for the masters of an
             optimizer.
     Raises:
