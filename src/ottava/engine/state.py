@@ -156,6 +156,11 @@ class ScalingState:
         backward = {id(layer.quantizers.grad_output) for layer in self._layers()}
         self._roll([door for door in doors if part == "all" or (id(door) in backward) == (part == "backward")])
 
+    @property
+    def without_steps(self) -> bool:
+        """Whether a backward has ended since the last boundary, and no optimizer has stepped these weights yet."""
+        return self._heard and not self._advice.began
+
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
         """Calls `update` after every step of this optimizer, even if it holds no parameter of the model; for wrapped
         optimizers."""

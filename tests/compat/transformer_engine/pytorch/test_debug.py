@@ -123,3 +123,53 @@ def test_the_log_is_theirs_and_a_script_may_feed_it(tool: Tool, tmp_path: Path) 
     config = ConfigManager.get_config_for_layer("fc9")["transformer_engine"]["LogFp8TensorStats"]
     assert TEConfigAPIMapper().parse_config_and_api(config, tensor_parsing=True, tensor_name="gradient")[0]
     assert not TEConfigAPIMapper().parse_config_and_api(config, tensor_parsing=True, tensor_name="weight")[0]
+
+
+FEATURE = """
+from ottava.compat.transformer_engine.pytorch.debug_stats import MetricLogger, Registry, TEConfigAPIMapper, api_method
+
+@Registry.register_feature(namespace="transformer_engine")
+class Largest(TEConfigAPIMapper):
+    seen, asked = {}, []
+
+    @api_method
+    def inspect_tensor_enabled(self, config, layer_name, tensor_name, iteration):
+        self.asked.append(tensor_name)
+        return (False, None) if tensor_name == "output" else (iteration % config["freq"] == 0, iteration + 1)
+
+    @api_method
+    def inspect_tensor(self, config, layer_name, tensor_name, iteration, tp_group, tensor, **codes):
+        self.seen[tensor_name, iteration] = tensor.clone()
+        MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_largest", tensor.abs().max(), iteration)
+"""
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_feature_of_a_script_sees_tensors_and_scales_move_without_an_optimizer(
+    tool: Tool, tmp_path: Path, fp8: bool
+) -> None:
+    """Beside autograd's gradients of the same step; a feature that wants a tensor never is asked once."""
+    names = "activation, weight, gradient, output, wgrad, dgrad"
+    feature = f"{{Largest: {{enabled: True, tensors: [{names}], freq: 2}}}}"
+    text = f"one: {{enabled: True, layers: {{layer_types: [fc]}}, transformer_engine: {feature}}}"
+    (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "largest.py").write_text(FEATURE)
+    tool.initialize(tmp_path / "config.yaml", feature_dirs=[str(tmp_path)], log_dir=tmp_path)
+    layer, other = te.Linear(32, 16, name="fc", device="cpu"), te.Linear(16, 16, name="last", device="cpu")
+    for step in range(3):
+        x = ((1 + step) * torch.ones(32, 32)).requires_grad_()
+        layer.zero_grad()
+        with te.autocast(fp8, recipe=DelayedScaling(amax_history_len=1)):
+            y = layer(x)
+            y.retain_grad()
+            other(y).square().sum().backward()
+        tool.step()
+    if fp8:  # the scale of the last step's amax
+        assert float(layer.quantizers.input.scale) == 448 / 2
+    own = tool.features["Largest"]
+    wanted = {"activation": x, "weight": layer.weight, "gradient": y.grad, "wgrad": layer.weight.grad, "dgrad": x.grad}
+    assert own.seen.keys() == {(name, step) for name in wanted for step in (0, 2)}
+    assert all(torch.equal(own.seen[name, 2], tensor) for name, tensor in wanted.items())
+    assert (own.asked.count("output"), own.asked.count("dgrad")) == (1, 3)
+    lines = (tmp_path / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log").read_text()
+    assert "fc_activation_largest\t\titeration=000002\t\tvalue=3.0000\n" in lines

@@ -73,6 +73,10 @@ def test_rows_alone_and_columns_of_decoded_rows() -> None:
     y, _, dw = passed(layer, alone, x)
     assert torch.equal(y, general_gemm(cast(layer.weight.detach()), rows(x))[0])
     assert torch.equal(dw, general_gemm(rows(x), cast(x[:, :64].flip(0)), layout="NT")[0])
+    with te.quantized_model_init(recipe=alone, preserve_high_precision_init_val=True):  # W and W.T have scales apart
+        stored: Any = te.Linear(128, 64, bias=False, device="cpu")
+    layer.weight = torch.nn.Parameter(stored.weight.high_precision)
+    assert all(map(torch.equal, passed(stored, alone, x), passed(layer, alone, x)))
     layer.zero_grad()
     _, dx, _ = passed(layer, recipe_of("mx", "mx", "rowwise_dequantized"), x)
     again = KINDS["mx"]()(KINDS["mx"]()(layer.weight.detach()).dequantize())
@@ -93,7 +97,7 @@ def test_small_ones() -> None:
     assert torch.equal(t.grad, wide.grad.half())  # type: ignore[arg-type, union-attr]
     grouped = te.GroupedLinear(2, 16, 8, device="cpu")
     grouped.weight1 = torch.nn.Parameter(torch.ones(8, 16))
-    assert torch.equal(grouped.weight[1], torch.ones(8, 16))
-    recipe = recipe_of("mx", "tensor")
-    with pytest.raises(NotImplementedError, match="GroupedLinear"), te.quantized_model_init(recipe=recipe):
-        te.GroupedLinear(2, 16, 8, device="cpu")
+    assert torch.equal(grouped.groups[1].weight, torch.ones(8, 16))
+    with te.quantized_model_init(recipe=recipe_of("mx", "tensor")):
+        stored = te.GroupedLinear(2, 16, 8, device="cpu")
+    assert [type(getattr(stored, f"weight{g}")).__name__ for g in range(2)] == ["HybridQuantizedTensor"] * 2

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ottava
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common import recipe as recipes
+from ottava.compat.transformer_engine.pytorch import module
 from sweep import sweep
 
 RECIPES: tuple[recipes.Recipe, ...] = (recipes.DelayedScaling(), recipes.Float8CurrentScaling())
@@ -44,14 +45,17 @@ def test_each_is_the_layer_of_ottava() -> None:
     ]
     for theirs, ours, more in pairs:
         theirs.bfloat16(), ours.bfloat16()
-        own = dict(ours.named_parameters())
-        assert own.keys() == dict(theirs.named_parameters()).keys()
+        own, grouped = dict(ours.named_parameters()), isinstance(theirs, te.GroupedLinear)
+        assert own.keys() == {name.rpartition("groups.")[2].lstrip("012.") for name, _ in theirs.named_parameters()}
         for name, b in theirs.named_parameters():
-            own[name].data.copy_(b.data)
+            where = own[name.lstrip("groups.012")].data[int(name[7])] if grouped else own[name].data
+            where.copy_(b.data)
         for recipe in RECIPES:
             with te.autocast(recipe=recipe):
                 expected = run(ours, x, *more)
                 got = run(theirs, x, *more)
+            if grouped:  # a parameter for each group: y, dx, and pairs of dw and db
+                got = [*got[:2], torch.stack(got[2::2]), torch.stack(got[3::2])]
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (type(theirs), recipe)
 
 
@@ -65,6 +69,18 @@ def test_outside_an_autocast_they_are_torch() -> None:
     mlp = te.LayerNormMLP(32, 64, activation="srelu", bias=False, normalization="RMSNorm")
     hidden = nn.functional.linear(nn.functional.rms_norm(x, (32,), eps=1e-5), mlp.fc1_weight).relu().square()
     assert torch.allclose(mlp(x), nn.functional.linear(hidden, mlp.fc2_weight), rtol=1e-5, atol=1e-5)
+
+
+def test_the_functions_of_fused_kernels_are_those_of_autograd() -> None:
+    x, dy = torch.randn(4, 64).requires_grad_(), torch.randn(4, 64)
+    y, r = module.l2normalization_fwd_fused(x, 1e-6)
+    wide = x.detach().double().requires_grad_()
+    (wide / (wide.square().sum(-1, keepdim=True) + 1e-6).sqrt()).backward(dy.double())
+    assert torch.equal(module.L2Normalization()(x), y)
+    dx = module.l2normalization_backward_fused(dy, x, r, 1e-6).double()
+    torch.testing.assert_close(dx, wide.grad, rtol=0, atol=16 * torch.finfo(torch.float32).eps)
+    nn.functional.gelu(x, approximate="tanh").backward(dy)
+    assert torch.equal(module.dgelu_fused_(dy, x.detach()), x.grad)
 
 
 def test_biases_and_normed_rows_can_be_asked_for() -> None:
@@ -170,6 +186,7 @@ def test_outside_amp_a_norm_has_its_weights_dtype_and_an_fp32_stream_is_saved_on
 
 
 def test_groups_take_rows_in_several_dimensions() -> None:
-    layer, x = te.GroupedLinear(2, 8, 4), torch.randn(5, 1, 8)
-    assert torch.equal(layer(x, [2, 3]), layer(x.view(5, 8), [2, 3]).view(5, 1, 4))
-    assert (layer.num_gemms, layer.use_bias, te.GroupedLinear(2, 8, 4, bias=False).use_bias) == (2, True, False)
+    layer, x = te.ops.GroupedLinear(2, 8, 4, dtype=torch.bfloat16), torch.randn(5, 1, 8).bfloat16()
+    flat = [nn.functional.linear(x[:2, 0], layer.weight0, layer.bias0), nn.functional.linear(x[2:, 0], layer.weight1)]
+    assert torch.equal(layer(x, torch.tensor([2, 3])), torch.cat(flat)[:, None])
+    assert (layer.num_groups, layer.use_bias, te.GroupedLinear(2, 8, 4, bias=False).use_bias) == (2, True, False)

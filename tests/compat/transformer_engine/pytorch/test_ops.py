@@ -42,11 +42,3 @@ def test_operations_without_a_module_of_their_own() -> None:
     dy = torch.randn(32, 32)
     y.backward(dy)
     assert torch.equal(x.grad.dequantize(), te.MXFP8Quantizer(te.DType.kFloat8E4M3)(2 * dy).dequantize())
-
-
-def test_groups_have_weights_of_their_own() -> None:
-    layer = te.ops.GroupedLinear(2, 32, 16, dtype=torch.bfloat16)
-    x = torch.randn(3, 32).bfloat16()
-    wanted = [nn.functional.linear(x[:1], layer.weight0, layer.bias0), nn.functional.linear(x[1:], layer.weight1)]
-    assert torch.equal(layer(x, torch.tensor([1, 2])), torch.cat(wanted))
-    assert {"weight0", "weight1", "bias0", "bias1"} < set(layer.state_dict())

@@ -43,6 +43,7 @@ def test_a_refused_name_refuses_to_be_used() -> None:
     for name in NAMES:
         stand_in: Any = getattr(te, name)
         assert not isinstance(torch.ones(1), stand_in)
+        assert not stand_in.is_supported()
         for use in (stand_in, lambda stand_in=stand_in: stand_in.anything):
             with pytest.raises(NotImplementedError, match=f"transformer_engine.pytorch.{name} is not in ottava: "):
                 use()

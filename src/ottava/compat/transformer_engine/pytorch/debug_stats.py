@@ -198,14 +198,18 @@ class Statistics:
             for name, (source, word) in names.items()
         }
         self.kept, self.wanted = {}, {}
-        if found:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                now = time.strftime("%Y-%m-%d %H:%M:%S")
-                for (layer, tensor, name, iteration), value in found.items():
-                    what = f"{layer}_{tensor}_{name}"
-                    file.write(f"{now},000 - INFO - {what}\t\titeration={iteration:06d}\t\tvalue={float(value):.4f}\n")
+        self.write({("_".join(key[:3]), key[3]): value for key, value in found.items()})
         return found
+
+    def write(self, found: Mapping[tuple[str, int], Any]) -> None:
+        """Appends a line for each (name, iteration) -> number; no file without one."""
+        if not found:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            for (what, iteration), value in found.items():
+                file.write(f"{now},000 - INFO - {what}\t\titeration={iteration:06d}\t\tvalue={float(value):.4f}\n")
 
     def end_step(self) -> None:
         """Writes the step's numbers."""
@@ -220,6 +224,29 @@ class STATS_BUFFERS:
     def log_stats() -> dict[tuple[str, str, str, int], Tensor]:
         """Writes and returns the statistics since the last call."""
         return debug_tool().statistics.log_stats()  # type: ignore[no-any-return]
+
+
+class MetricLogger:
+    """The statistics log, for features of a script."""
+
+    @staticmethod
+    def log_scalar(name: str, value: Any, iteration: int) -> None:
+        """Writes one line."""
+        debug_tool().statistics.write({(name, iteration): value})
+
+
+class Registry:
+    """Takes features of a script; see `execution.Tool.inspected`."""
+
+    @staticmethod
+    def register_feature(namespace: str = "transformer_engine") -> Callable[[type], type]:
+        """Decorates the class of a feature; configurations name it so."""
+        return lambda made: debug_tool().features.update({made.__name__: made()}) or made
+
+
+def api_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a method of a feature that the tool calls."""
+    return method
 
 
 class TEDebugState:

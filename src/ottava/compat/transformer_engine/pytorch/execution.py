@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import runpy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from ottava.base.settings import read_yaml
 from ottava.compat.transformer_engine.common.recipe import GROUPED
 from ottava.compat.transformer_engine.common.recipe import Recipe as TERecipe
-from ottava.compat.transformer_engine.pytorch.debug_stats import Statistics
+from ottava.compat.transformer_engine.pytorch.debug_stats import ConfigManager, Statistics
 from ottava.compat.transformer_engine.pytorch.quantization import autocast, get_default_recipe
 from ottava.compat.transformer_engine.pytorch.quantizers import Float8CurrentScalingQuantizer
 from ottava.engine.functional import QuantizedLayer
@@ -266,8 +267,10 @@ class Tool:
     tree: Mapping[str, Any] = MappingProxyType({})
     changes: tuple[Intervention, ...] = ()
     on = False
+    get_tensor_reduction_group = staticmethod(lambda: None)  # each rank has statistics of its own
 
     def __init__(self) -> None:
+        self.features: dict[str, Any] = {}  # of a script, by name
         self.end_debug()
         self.transformer_engine = self
 
@@ -277,7 +280,8 @@ class Tool:
         """Reads a configuration; unknown features in it, and statistics that no watch has, are warned of.
 
         Args:
-            others: left out with a warning, but for the folder of TransformerEngine's own features.
+            others: feature_dirs, folders whose Python files register features; TransformerEngine's own is left out.
+                Others are left out with a warning.
         Raises:
             ValueError: it was initialized before.  ConfigError: the file has the wrong form.
         """
@@ -285,16 +289,20 @@ class Tool:
             raise ValueError("nvdlfw_inspect: initialize was called twice; needs end_debug() between")
         self.on = True
         others.pop("default_logging_enabled", None)
-        for name, given in others.items():
-            if given and not str(given).rstrip("/'])").endswith("debug/features"):
-                warnings.warn(f"nvdlfw_inspect: {name} is left out: ottava's watch writes its own files", stacklevel=2)
+        folders = others.pop("feature_dirs", None) or ()
+        for folder in map(Path, [folders] if isinstance(folders, str | Path) else folders):
+            for path in () if folder.parts[-2:] == ("debug", "features") else sorted(folder.glob("*.py")):
+                runpy.run_path(str(path))
+        for name in (name for name, given in others.items() if given):
+            warnings.warn(f"nvdlfw_inspect: {name} is left out: ottava's watch writes its own files", stacklevel=2)
         if config_file:
             config = WatchConfig.load(Path(config_file))
             self.tree = read_yaml(Path(config_file))
             self.statistics = Statistics(read_logs(self.tree), Path(log_dir), init_training_step)
             self.changes = config.interventions
             for note in config.notes:
-                warnings.warn(note, stacklevel=2)
+                if note.partition(": ")[0].rpartition(".")[2] not in self.features:
+                    warnings.warn(note, stacklevel=2)
             if config.looks or config.dump.periods:
                 only = config.model_copy(update={"interventions": (), "notes": ()})
                 names = ("ottava", *(f"ottava-{n}" for n in range(2, 1000)))  # a session of its own, each
@@ -308,6 +316,7 @@ class Tool:
         self.on, self.watch, self.changes, self.layers = False, None, (), 0
         self.statistics, self.tree = None, MappingProxyType({})
         self.made: dict[Recipe, Recipe] = {}
+        self.next: dict[tuple[str, str, str], int | None] = {}  # when to ask again of (layer, tensor, feature)
 
     def step(self) -> None:
         """Ends a step."""
@@ -330,6 +339,52 @@ class Tool:
         layer.name = layer.name or f"Layer_{self.layers}"
         for tensor, door in layer.quantizers.named_children():
             door.register_forward_hook(functools.partial(self._fake, layer, group, tensor))
+        if self.features:
+            vars(layer)["run"] = functools.partial(self.inspected, layer, group, layer.run)
+
+    def inspected(self, layer: Any, group: str, run: Any, input: Tensor, weight: Tensor, *more: Any) -> Any:
+        """A layer's forward, whose tensors go to the features of a script that the configuration names for it.
+
+        Its `inspect_tensor_enabled` answers (now, iteration to ask again or None), or now alone; its `inspect_tensor`
+        gets tensors in high precision. A layer behind a norm of its own shows no dgrad.
+        """
+        y, name = run(input, weight, *more), layer.name.removeprefix(GROUPED) + (f".gemm_{group}" if group else "")
+        wanted = {tensor: found for tensor in TENSORS if (found := self._features(name, tensor))}
+        if "activation" in wanted:
+            self._show(wanted, name, "activation", layer.rows(input.detach()))
+        for tensor, one in (("weight", weight), ("output", y)):
+            self._show(wanted, name, tensor, one)
+        ends = {"gradient": y, "wgrad": weight} | ({} if layer.produce else {"dgrad": input})
+        for tensor, one in ends.items():
+            if tensor in wanted and one.requires_grad:
+                handles: list[Any] = []
+
+                def show(grad: Tensor, tensor: str = tensor, handles: list[Any] = handles) -> None:
+                    handles.pop().remove()  # a weight lives on
+                    self._show(wanted, name, tensor, grad)
+
+                handles.append(one.register_hook(show))
+        return y
+
+    def _features(self, layer: str, tensor: str) -> list[tuple[Any, dict[str, Any]]]:
+        """The features that want a tensor now, with their settings."""
+        found, log = [], self.statistics
+        asked = ConfigManager.get_config_for_layer(layer).get("transformer_engine", {}) if log is not None else {}
+        for name in (one for one in asked if one in self.features):
+            own, key = self.features[name], (layer, tensor, name)
+            there, settings = own.parse_config_and_api(asked[name], tensor_parsing=True, tensor_name=tensor)
+            due = self.next.get(key, 0)
+            if there and asked[name].get("enabled") and log is not None and due is not None and log.step >= due:
+                given = own.inspect_tensor_enabled(settings, layer_name=layer, tensor_name=tensor, iteration=log.step)
+                now, self.next[key] = given if isinstance(given, tuple) else (given, log.step + 1)
+                found += [(own, settings)] if now else []
+        return found
+
+    def _show(self, wanted: Mapping[str, Any], layer: str, tensor: str, x: Tensor) -> None:
+        unknown = dict.fromkeys(("rowwise_quantized_tensor", "columnwise_quantized_tensor", "quantizer", "tp_group"))
+        known: Any = {"layer_name": layer, "tensor_name": tensor, "iteration": self.statistics and self.statistics.step}
+        for feature, settings in wanted.get(tensor, ()):
+            feature.inspect_tensor(settings, tensor=x.detach(), **known, **unknown)
 
     def _fake(self, layer: QuantizedLayer, group: str, tensor: str, door: nn.Module, args: Any, both: Any) -> Any:
         made, log = list(both), self.statistics

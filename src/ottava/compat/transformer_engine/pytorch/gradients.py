@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.common.recipe import DecodedRecipe
+from ottava.compat.transformer_engine.pytorch.quantization import FP8GlobalStateManager, debug_tool, quantizer_of_weight
 from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor as TheirTensor
 from ottava.compat.transformer_engine.pytorch.tensors import cast_rows_alone
 from ottava.engine.autocast import AMBIENT
-from ottava.nn.layer import Layer, LayerView, recomputing
+from ottava.nn.layer import Layer, recomputing
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.ops.quantize import quantize
 from ottava.weights.parameter import QuantizedWeight
@@ -79,6 +81,8 @@ class WeightGradients(nn.Module):
     is_first_forward: bool | None = None
     """is_first_microbatch of the last forward."""
     delays = False
+    _shared_under: Any = None
+    """The recipe of the last forward with is_first_microbatch."""
     _told: Any = None
     """The recipe of the last forward whose autocast was compared with that of stored weights."""
     use_bias = property(lambda self: self.bias is not None)
@@ -88,13 +92,14 @@ class WeightGradients(nn.Module):
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self.fuse_wgrad_accumulation, self.delays = extras.fuse, extras.delay
         self._waiting: list[deque[Callable[[], None]]] = []
+        self._workspaces: dict[str, Any] = {}
         if not (extras.fuse or extras.delay):
             return
         for layer in (module for module in self.modules() if isinstance(module, Layer)):
             self._waiting.append(deque())
             layer.takes_dw = _Taker(self, layer, self._waiting[-1])
             if extras.delay:  # Megatron's hooks then wait for `backward_dw`
-                layer.parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+                layer.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def begins(self, is_first_microbatch: bool | None) -> None:
         """Notes which micro-batch a forward reads. The first one of a step moves predicted scales.
@@ -104,14 +109,47 @@ class WeightGradients(nn.Module):
         self.is_first_forward = is_first_microbatch
         self._tell_of_another_recipe()
         layers = [module for module in self.modules() if isinstance(module, Layer)]
-        decode_under_autocast(layers)
-        if is_first_microbatch is not True or not self.training or recomputing():
+        for layer in layers if isinstance(AMBIENT.get().recipe, DecodedRecipe) else ():
+            if "_decodes" not in vars(layer):  # its doors cast rows alone, and decode rows in place of columns
+                vars(layer)["_decodes"] = True
+                for tensor, door in layer.quantizers.named_children():
+                    door.register_forward_hook(partial(_decoded, layer, tensor))
+        if is_first_microbatch is not None and FP8GlobalStateManager.is_fp8_enabled():
+            self._shared_under = FP8GlobalStateManager.get_fp8_recipe()
+            for name, shared in self._workspaces.items() if is_first_microbatch else ():
+                shared.quantize_(self._named_layers()[name].weight.detach())
+        first = is_first_microbatch is True
+        looks = debug_tool() is not None and debug_tool().on  # such a script may have no optimizer, and reads scales
+        if not (first or looks) or not self.training or recomputing():
             return
-        for layer in layers:
+        for layer in layers if first else ():
             layer.quantizers.weight.stepped()
         for state in dict.fromkeys(layer.scaling_state for layer in layers):
-            if state.bound and state.predicts and not state.moved_by_autocast:
+            if state.bound and state.predicts and not state.moved_by_autocast and (first or state.without_steps):
                 state.update()
+
+    def _named_layers(self) -> dict[str, Layer]:
+        """Each layer, by the name of its weight in TransformerEngine."""
+        found = {path: layer for path, layer in self.named_modules() if isinstance(layer, Layer)}
+        return {
+            f"weight{path[7:]}" if path.startswith("groups.") else f"{path}_weight".lstrip("_"): layer
+            for path, layer in found.items()
+        }
+
+    def _get_weight_quantizers(self) -> list[Any]:
+        """For each weight a quantizer that casts as the recipe of the autocast; None: outside of one."""
+        recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+        return [recipe and quantizer_of_weight(recipe, one) for one in self._named_layers().values()]
+
+    @property
+    def _fp8_workspaces(self) -> dict[str, Any]:
+        """The casts of weights that micro-batches share (none before a forward with is_first_microbatch, or of weights
+        stored as codes), cast anew with each step's first one. A door keeps the same codes in ottava's layout."""
+        for name, layer in self._named_layers().items() if self._shared_under is not None else ():
+            if name not in self._workspaces and not isinstance(layer.weight, QuantizedWeight | TheirTensor):
+                own = quantizer_of_weight(self._shared_under, layer)
+                self._workspaces[name] = own.quantize(layer.weight.detach())
+        return self._workspaces
 
     def _tell_of_another_recipe(self) -> None:
         """Warns if weights were stored under one recipe, and a new autocast runs them under another."""
@@ -153,17 +191,6 @@ class WeightGradients(nn.Module):
         self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
 
 
-def decode_under_autocast(layers: Iterable[Any]) -> None:
-    """Lets the doors of layers cast rows alone, and decode rows in place of columns in high precision, as the recipe of
-    the autocast asks."""
-    for layer in layers if isinstance(AMBIENT.get().recipe, DecodedRecipe) else ():
-        if "_decodes" in vars(layer):
-            continue
-        vars(layer)["_decodes"] = True
-        for tensor, door in layer.quantizers.named_children():
-            door.register_forward_hook(partial(_decoded, layer, tensor))
-
-
 def _decoded(layer: Layer, tensor: str, door: nn.Module, args: Any, both: Any) -> Any:
     row, col = both
     recipe = None if layer.last_call is None else layer.last_call.recipe
@@ -198,18 +225,14 @@ def _put_later(layer: Layer, run: Run, fuse: bool, overwrite: bool) -> None:
     with torch.no_grad():
         if fuse:
             _add_to_main(layer, run, overwrite)
-            return
-        parameter, own = layer.parameter, run(layer.weight.dtype)
-        if parameter.grad is None:
-            parameter.grad = own if own.shape == parameter.shape else torch.zeros_like(parameter)
-            if parameter.grad is own:
-                return
-        _piece(layer, parameter.grad).add_(own)
+        else:
+            own = run(layer.weight.dtype)
+            layer.weight.grad = own if layer.weight.grad is None else layer.weight.grad.add_(own)
 
 
 def _add_to_main(layer: Layer, run: Run, overwrite: bool) -> Tensor | None:
     """Adds dw to main_grad. Returns zeros for autograd, if the parameter says that its trainer looks for them."""
-    parameter: Any = layer.parameter
+    parameter: Any = layer.weight
     main = parameter.get_main_grad() if hasattr(parameter, "get_main_grad") else getattr(parameter, "main_grad", None)
     if main is None:
         raise RuntimeError(
@@ -217,8 +240,7 @@ def _add_to_main(layer: Layer, run: Run, overwrite: bool) -> Tensor | None:
             "without main_grad; give it a tensor of that shape, as Megatron's DistributedDataParallel does, or leave "
             "fuse_wgrad_accumulation out"
         )
-    own = run(main.dtype)
-    place = _piece(layer, main.view(parameter.shape))
+    own, place = run(main.dtype), main.view(parameter.shape)
     if overwrite or getattr(parameter, "overwrite_main_grad", False):
         place.copy_(own)
     else:
@@ -238,8 +260,3 @@ def get_dummy_wgrad(
     """
     default = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.zeros(tuple(shape), dtype=dtype, device=default if device is None else device)
-
-
-def _piece(layer: Layer, whole: Tensor) -> Tensor:
-    """The layer's part of a tensor that has the shape of its parameter."""
-    return whole if not isinstance(layer, LayerView) or layer.piece is None else whole[layer.piece]

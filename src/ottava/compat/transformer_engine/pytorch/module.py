@@ -66,9 +66,6 @@ def start(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None
 
 def started(module: nn.Module, init_method: Init | None, output_layer_init_method: Init | None = None) -> None:
     """`start` for each linear layer of a module; the second method is for the layers in front of a residual sum."""
-    if isinstance(module, ours.GroupedLinear):
-        start(module.weight, module.bias, init_method)
-        return
     quantized = list(quantized_layers(module))
     for name, layer in module.named_modules():
         if layer in quantized:
@@ -91,8 +88,32 @@ def get_default_init_method() -> Init:
     return init_method_normal(_STD)
 
 
+def l2normalization_fwd_fused(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / sqrt(sum(x**2) + eps) over the last dimension, in FP32 and rounded once; and what x was multiplied by."""
+    wide = x.float()
+    rsqrt_norm = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
+    return (wide * rsqrt_norm).to(x.dtype), rsqrt_norm
+
+
+def l2normalization_fused(x: Tensor, eps: float) -> Tensor:
+    """`l2normalization_fwd_fused` without the second result."""
+    return l2normalization_fwd_fused(x, eps)[0]
+
+
+def l2normalization_backward_fused(grad_output: Tensor, x: Tensor, rsqrt_norm: Tensor, eps: float) -> Tensor:
+    """dx = r (dy - x r**2 sum(x dy)), in FP32 and rounded once; eps is already in r."""
+    wide, dy = x.float(), grad_output.float()
+    along = wide * rsqrt_norm.square() * (wide * dy).sum(-1, keepdim=True)
+    return (rsqrt_norm * (dy - along)).to(x.dtype)
+
+
+def dgelu_fused_(grad_output: Tensor, inp: Tensor) -> Tensor:
+    """The gradient of GELU (the tanh formula); writes into neither."""
+    return torch.ops.aten.gelu_backward(grad_output, inp, approximate="tanh")  # type: ignore[no-any-return]
+
+
 class L2Normalization(nn.Module):
-    """x / sqrt(sum(x**2) + eps) over the last dimension, in FP32 and rounded once.
+    """`l2normalization_fused` as a module.
 
     Example:
         >>> L2Normalization()(torch.tensor([3.0, 4.0]))
@@ -105,8 +126,7 @@ class L2Normalization(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., K)."""
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return l2normalization_fused(x, self.eps)
 
 
 def norm_heads(
@@ -389,8 +409,10 @@ class LayerNormMLP(Sharded, ours.NormMLP):
         return (y, _returned(self.fc2.bias, y)) if self.returns_bias else y
 
 
-class GroupedLinear(TEState, WeightGradients, ours.GroupedLinear):
-    """`ottava.nn.GroupedLinear` with TransformerEngine's arguments and names of parameters; errors as `Linear`.
+class GroupedLinear(TEState, WeightGradients):
+    """A linear layer for each group of rows, with TransformerEngine's arguments; errors as `Linear`.
+
+    Parameters weight0, bias0, weight1... are leaves of their own. Groups without a row get zeros as gradients.
 
     Args:
         num_gemms: number of groups.
@@ -403,6 +425,8 @@ class GroupedLinear(TEState, WeightGradients, ours.GroupedLinear):
         >>> layer(torch.ones(5, 64), [4, 1]).shape, sorted(layer.state_dict())
         (torch.Size([5, 32]), ['_extra_state', 'weight0', 'weight1'])
     """
+
+    use_bias = property(lambda self: self.groups[0].bias is not None)
 
     def __init__(
         self,
@@ -417,24 +441,33 @@ class GroupedLinear(TEState, WeightGradients, ours.GroupedLinear):
         **others: Any,
     ) -> None:
         extras = extras_of("GroupedLinear", others, _COMMON)
-        super().__init__(
-            num_gemms, in_features, out_features, bias, recipe="bf16", device=device_for(device), dtype=params_dtype
-        )
+        super().__init__()
+        sizes = in_features, out_features, bias, device_for(device), params_dtype
+        self.groups = nn.ModuleList(ours.Linear(*sizes, recipe="bf16") for _ in range(num_gemms))
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         with extras.initial():
             self.starts(partial(started, self, init_method))
-        self.num_gemms = num_gemms
-        stacked = {name: tuple((f"{name}{g}", 0) for g in range(num_gemms)) for name in ("weight", "bias")}
-        self.uses_their_keys(stacked, {"": tuple(f"groups.{g}" for g in range(num_gemms))})
+        names = ("weight", "bias") if bias else ("weight",)
+        keys = {f"groups.{g}.{name}": f"{name}{g}" for name in names for g in range(num_gemms)}
+        self.uses_their_keys(keys, {"": tuple(f"groups.{g}" for g in range(num_gemms))})
         self.names_layers(others.get("name"))
         self.gives(extras)
 
-    def forward(  # type: ignore[override]  # TransformerEngine's signature
+    def forward(
         self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, **others: Any
     ) -> Tensor:
         """(..., in_features) and the number of rows of each group -> (..., out_features)."""
         refuse("GroupedLinear", others)
+        if is_distributed_weight(self.groups[0].weight):
+            return gathered(self, [f"groups.{g}.weight" for g in range(self.num_gemms)], inp, m_splits)
         self.begins(is_first_microbatch)
-        y: Tensor = super().forward(inp.reshape(-1, inp.shape[-1]), m_splits)
+        sizes, rows = [int(size) for size in m_splits], inp.reshape(-1, inp.shape[-1])
+        if len(sizes) != self.num_gemms or sum(sizes) != len(rows) or min(sizes) < 0:
+            raise ValueError(
+                f"GroupedLinear: got splits {sizes} for {len(rows)} rows; needs {self.num_gemms} numbers, none "
+                f"negative, that add up to {len(rows)}"
+            )
+        y = torch.cat([layer(part) for layer, part in zip(self.groups, rows.split(sizes), strict=True)])
         return y.view(*inp.shape[:-1], y.shape[-1])
 
 

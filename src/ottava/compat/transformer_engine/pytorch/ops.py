@@ -13,17 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava import nn as ours
 from ottava.compat.transformer_engine.common.recipe import QuantizerRole
 from ottava.compat.transformer_engine.pytorch import module
-from ottava.compat.transformer_engine.pytorch.distributed import gathered, is_distributed_weight
-from ottava.compat.transformer_engine.pytorch.gradients import decode_under_autocast
 from ottava.compat.transformer_engine.pytorch.module import L2Normalization as L2Normalization
-from ottava.compat.transformer_engine.pytorch.module import activation_for, device_for, in_amp, started
+from ottava.compat.transformer_engine.pytorch.module import activation_for, device_for, in_amp
 from ottava.compat.transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from ottava.compat.transformer_engine.pytorch.quantizers import RecipeState
 from ottava.compat.transformer_engine.pytorch.refused import absent
-from ottava.compat.transformer_engine.pytorch.state import TEState
 from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor
 from ottava.engine.functional import produced
 from ottava.nn.activations import ActivationFormula
@@ -76,6 +72,7 @@ class Sequential(nn.Sequential):
 _MODULE = MappingProxyType(
     {
         "dtype": "params_dtype",
+        "num_groups": "num_gemms",
         "tensor_parallel_mode": "parallel_mode",
         "tensor_parallel_group": "tp_group",
         "rng_state_tracker_function": "get_rng_state_tracker",
@@ -85,7 +82,14 @@ _MODULE = MappingProxyType(
 """Argument of an operation -> that of a module."""
 
 
-class Linear(module.Linear, FusibleOperation):
+class _OfModule(FusibleOperation):
+    """A module with the arguments of an operation."""
+
+    def __init__(self, *sizes: int, **others: Any) -> None:
+        super().__init__(*sizes, **{_MODULE.get(name, name): one for name, one in others.items()})
+
+
+class Linear(_OfModule, module.Linear):
     """`te.Linear` with the arguments of an operation: dtype, tensor_parallel_mode, accumulate_into_main_grad...
 
     Example:
@@ -93,19 +97,16 @@ class Linear(module.Linear, FusibleOperation):
         torch.bfloat16
     """
 
-    def __init__(self, in_features: int, out_features: int, **others: Any) -> None:
-        super().__init__(in_features, out_features, **{_MODULE.get(name, name): one for name, one in others.items()})
-
 
 class BasicLinear(Linear):
     """`Linear` without a bias."""
 
-    def __init__(self, in_features: int, out_features: int, **others: Any) -> None:
-        super().__init__(in_features, out_features, bias=False, **others)
+    def __init__(self, *sizes: int, **others: Any) -> None:
+        super().__init__(*sizes, bias=False, **others)
 
 
-class GroupedLinear(TEState, FusibleOperation):
-    """A linear layer for each group of rows, with parameters weight0, weight1... of their own.
+class GroupedLinear(_OfModule, module.GroupedLinear):
+    """`te.GroupedLinear` with the arguments of an operation.
 
     Example:
         >>> GroupedLinear(2, 16, 8, bias=False)(torch.ones(3, 16), torch.tensor([1, 2])).shape
@@ -113,34 +114,7 @@ class GroupedLinear(TEState, FusibleOperation):
     """
 
     num_extra_inputs = 1
-
-    def __init__(
-        self,
-        num_groups: int,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        sizes = in_features, out_features, bias, device_for(device), dtype
-        made = (ours.Linear(*sizes, recipe="bf16") for _ in range(num_groups))
-        self.groups, self.num_groups = nn.ModuleList(made), num_groups
-        self.starts(lambda: started(self, None))
-        names = ("weight", "bias") if bias else ("weight",)
-        keys = {f"groups.{g}.{name}": f"{name}{g}" for name in names for g in range(num_groups)}
-        self.uses_their_keys(keys, {"": [f"groups.{g}" for g in range(num_groups)]})
-
-    def forward(self, input: Tensor, split_sizes: Any) -> Tensor:
-        """(..., K), and the number of rows of each group -> (..., N)."""
-        if is_distributed_weight(self.groups[0].weight):
-            return gathered(self, [f"groups.{g}.weight" for g in range(self.num_groups)], input, split_sizes)
-        decode_under_autocast(self.groups)
-        rows = input.flatten(0, -2).split([int(size) for size in split_sizes])
-        y = torch.cat([layer(part) for layer, part in zip(self.groups, rows, strict=True)])
-        return y.view(*input.shape[:-1], y.shape[-1])
+    num_groups = property(lambda self: self.num_gemms)
 
 
 class _Norm(FusibleOperation):

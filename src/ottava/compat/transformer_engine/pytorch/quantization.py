@@ -30,14 +30,15 @@ from ottava.compat.transformer_engine.common.recipe import (
     Recipe,
     asked_as,
 )
+from ottava.compat.transformer_engine.pytorch import quantizers
 from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor
 from ottava.engine.autocast import AMBIENT, Autocast
 from ottava.engine.autocast import autocast as our_autocast
 from ottava.engine.quantizer import WeightQuantizer
 from ottava.interop.contents import StateFileError, read_extra_state
-from ottava.nn import GroupedLinear
 from ottava.nn.convert import model_init
 from ottava.nn.layer import Layer
+from ottava.weights.parameter import QuantizedWeight
 
 _HIGH_PRECISION = "bf16"
 
@@ -108,7 +109,7 @@ def quantized_model_init(
     Args:
         enabled: False changes nothing.
         recipe: a recipe of `common.recipe`; None: `get_default_recipe()`. The layers keep it, so they run in FP8
-            outside an autocast, too.
+            outside an autocast, too; not those of NVFP4 and a HybridQuantizer, which store both directions.
         preserve_high_precision_init_val: keep the initial numbers as `weight.high_precision`, for the masters of an
             optimizer.
     Raises:
@@ -120,31 +121,31 @@ def quantized_model_init(
     chosen = get_default_recipe() if recipe is None else recipe
     need("quantized_model_init", chosen, Recipe, "a recipe of ottava.compat.transformer_engine.common.recipe")
     cells = replace(chosen.ottava, overrides=()) if isinstance(chosen, CustomRecipe) else chosen.ottava  # no names yet
-    hybrid = isinstance(chosen, CustomRecipe) and hasattr(_of_weight(chosen, ""), "rowwise_quantizer")
     keep = preserve_high_precision_init_val
-    with _stored_by(chosen, keep) if hybrid else model_init(cells, keep_high_precision=keep):
+    made = chosen.qfactory(QuantizerRole("linear", "weight")) if isinstance(chosen, CustomRecipe) else None
+    own = chosen.nvfp4() or isinstance(made, quantizers.HybridQuantizer)
+    with _stored_by(chosen, keep) if own else model_init(cells, keep_high_precision=keep):
         yield
 
 
-def _of_weight(recipe: Recipe, name: str) -> Any:
-    return recipe.qfactory(QuantizerRole("linear", "weight", name))  # type: ignore[attr-defined]  # of a CustomRecipe
+def quantizer_of_weight(recipe: Recipe, layer: Any) -> Any:
+    """The quantizer that casts as a layer casts its weight under a recipe."""
+    state = quantizers.RecipeState.create(recipe, mode="forward", roles=[QuantizerRole("linear", "weight", layer.name)])
+    made, weight = state.make_quantizers()[0], layer.weight
+    if isinstance(made, quantizers.Float8Quantizer):  # of delayed scaling: the scale of the layer's history
+        made.scale, made.amax = layer.quantizers.weight.scale, torch.zeros(1, device=weight.device)
+    squares = getattr(made, "with_2d_quantization", False) and not (made.row_scaled_nvfp4 or made.nvfp4_use_4over6)
+    tiles = isinstance(made, quantizers.MXFP8Quantizer) or (squares and not any(size % 128 for size in weight.shape))
+    made.optimize_for_gemm = tiles and not isinstance(weight, QuantizedWeight | QuantizedTensor)
+    return made
 
 
 @contextmanager
 def _stored_by(recipe: Recipe, keep_high_precision: bool) -> Iterator[None]:
-    """Casts the weights of linear layers that are made inside by the quantizers of a factory, at the end.
-
-    Raises:
-        NotImplementedError: a GroupedLinear, whose weights are one parameter.
-    """
+    """Casts the weights of linear layers that are made inside by the quantizers of a recipe, at the end."""
     made: list[Layer] = []
 
     def note(module: nn.Module, name: str, parameter: Any) -> None:
-        if isinstance(module, GroupedLinear) and name == "weight":
-            raise NotImplementedError(
-                "quantized_model_init: a GroupedLinear whose weights a HybridQuantizer stores is not in ottava: they "
-                "are one parameter. Make it outside, or give the factory one quantizer for both directions"
-            )
         if isinstance(module, Layer) and name == "weight":
             made.append(module)
 
@@ -155,7 +156,9 @@ def _stored_by(recipe: Recipe, keep_high_precision: bool) -> Iterator[None]:
         handle.remove()
     for layer in made:
         old = layer.weight
-        new = nn.Parameter(_of_weight(recipe, layer.name).quantize(old.detach()), old.requires_grad)
+        own = quantizer_of_weight(recipe, layer)
+        own.optimize_for_gemm = False  # optimizers and collectives write into it
+        new = nn.Parameter(own.quantize(old.detach()), old.requires_grad)
         vars(new).update(vars(old))
         if keep_high_precision:
             vars(new)["high_precision"] = old.detach().cpu()

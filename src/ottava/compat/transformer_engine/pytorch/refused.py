@@ -41,7 +41,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 BELOW: Mapping[str, str] = MappingProxyType(
     {
-        "GroupedTensor": "GroupedLinear keeps the weights of its groups as one tensor, .weight",
+        "GroupedTensor": "each group has tensors of its own: split x, and quantize each part",
     }
 )
 """Names and modules below that interface, which scripts have used, too -> what to use."""
@@ -189,6 +189,10 @@ class Absent(type):
             cls._refuse()
         # a class of the module: annotations and checks name it without using it
         return Absent(f"{cls.__name__}.{name}", (), {"advice": cls.advice, "is_module": False})
+
+    def is_supported(cls) -> bool:
+        """False: what a script asks of a fused kernel, before it runs the parts instead."""
+        return False
 
     def __instancecheck__(cls, instance: object) -> bool:
         return False

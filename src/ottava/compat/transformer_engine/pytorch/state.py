@@ -39,7 +39,6 @@ Parts = str | Sequence[tuple[str, int]]
 _CASTS = "layer.last_call shows the recipe of its last forward, and ottava.watch(model) records every cast"
 INTERNALS: Mapping[str, str] = MappingProxyType(
     {
-        "_fp8_workspaces": "ottava itself keeps a weight's cast until the weight changes",
         "_get_quantizers": _CASTS,
         "get_quantizer_roles": "ottava asks a CustomRecipe for the input, the weight and the gradient",
         "output_quantizer_role": "outputs are in high precision",
@@ -107,7 +106,7 @@ class TEState(nn.Module):
 
         Args:
             keys: ottava's key -> TransformerEngine's key. A parameter that TransformerEngine splits has a sequence of
-                (key, number of rows) instead; 0 rows: each key is one matrix of a stack.
+                (key, number of rows) instead.
             states: path of a TransformerEngine module that saves histories -> ottava's layers, in the order of its
                 GEMMs.
             orders: ottava's key -> the order of its rows in TransformerEngine. The state dict then holds a copy.
@@ -115,7 +114,7 @@ class TEState(nn.Module):
         self._keys, self._states, self._orders = dict(keys), dict(states), dict(orders)
         self._our_names = {parts: key for key, parts in keys.items() if isinstance(parts, str)}
         self._pieces = {
-            name: (key, sum(n for _, n in parts[:place]), rows) if rows else (key, place, 0)
+            name: (key, slice(before := sum(n for _, n in parts[:place]), before + rows))
             for key, parts in keys.items()
             if not isinstance(parts, str)
             for place, (name, rows) in enumerate(parts)
@@ -158,10 +157,9 @@ class TEState(nn.Module):
             path, _, last = self._our_names[name].rpartition(".")
             return getattr(self.get_submodule(path), last)
         if name in self._pieces:
-            key, first, rows = self._pieces[name]
+            key, place = self._pieces[name]
             path, _, last = key.rpartition(".")
             whole = getattr(self.get_submodule(path), last)
-            place = slice(first, first + rows) if rows else first
             piece: Any = whole if whole is None else whole[place]
             if whole is not None and whole.grad is not None:
                 piece.grad = whole.grad[place]
@@ -174,7 +172,7 @@ class TEState(nn.Module):
         """The submodule of ottava at a path of TransformerEngine; None: there is no such path."""
         start = f"{theirs}."
         below = [key.split(".")[:-1] for name, key in self._our_names.items() if name.startswith(start)]
-        below += [key.split(".")[:-1] for name, (key, _, _) in self._pieces.items() if name.startswith(start)]
+        below += [key.split(".")[:-1] for name, (key, _) in self._pieces.items() if name.startswith(start)]
         below += [path.split(".") for name, paths in self._states.items() if name == theirs for path in paths]
         if not below:
             return None
@@ -353,8 +351,7 @@ def _rename_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
         if isinstance(parts, str):
             state[prefix + parts] = tensor
         else:  # views: writing into them writes into the parameter
-            stacked = parts[0][1] == 0
-            pieces = tensor.unbind() if stacked else tensor.split([rows for _, rows in parts])
+            pieces = tensor.split([rows for _, rows in parts])
             state |= {prefix + name: piece for (name, _), piece in zip(parts, pieces, strict=True)}
     for path, layers in module._states.items():
         for layer in layers:
@@ -379,8 +376,7 @@ def _rename_in(
         names = [parts] if isinstance(parts, str) else [name for name, _ in parts]
         if all(prefix + name in state for name in names):
             pieces = [state.pop(prefix + name) for name in names]
-            join = torch.stack if not isinstance(parts, str) and parts[0][1] == 0 else torch.cat
-            whole = pieces[0] if isinstance(parts, str) else join(pieces)
+            whole = pieces[0] if isinstance(parts, str) else torch.cat(pieces)
             order = module._orders.get(key)
             state[prefix + key] = whole if order is None else whole[torch.tensor(order).argsort()]
     for path, layers in module._states.items():

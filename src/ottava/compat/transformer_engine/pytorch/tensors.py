@@ -170,10 +170,14 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
             )
         numbers, self._in_order = _plain(source), False
         asked = quantizer.get_usages() if self.hybrid else {}
-        if self.rows is not None and asked.get("rowwise", True):
-            self.rows = _cast(quantizer, numbers, columns=False)
-        if self.columns is not None and asked.get("columnwise", True):
-            self.columns = _cast(quantizer, numbers, columns=True)
+        for turned, name in enumerate(("rowwise", "columnwise")):
+            if self._held(bool(turned)) is None or not asked.get(name, True):
+                continue
+            shown, codes = self._shown[turned], _cast(quantizer, numbers, columns=bool(turned))
+            self._put(bool(turned), codes)
+            if shown is not None and isinstance(codes, Codes) and self._with_gemm_swizzled_scales:
+                new = self._layout(codes, bool(turned))  # a kernel's graph has captured these addresses
+                self._shown[turned] = shown[0].copy_(new[0]), shown[1].copy_(new[1])
 
     def is_cast_of(self, values: Tensor) -> Tensor:
         """Where its numbers are those that a cast of these values gives; an optimizer asks of its masters."""
