@@ -209,6 +209,10 @@ def _answers(
     found = [_checked(facts, frameworks)]
     hits = broken(facts, happened)
     laws = [(law, how, _law(law, how, happened, facts, frameworks)) for law, how in hits]
+    if good is not None:  # what the good run breaks in the same places does not part the two
+        alike = {law.id: how.where for law, how in broken(good, None)}
+        same = [law.id in alike and {*how.where} <= {*alike[law.id]} for law, how in hits]
+        laws = [(a, h, replace(f, severity="note") if k else f) for (a, h, f), k in zip(laws, same, strict=True)]
     strong = [law.exact and how.grave for law, how, _ in laws]
     found += [f for (law, _, f), exact in zip(laws, strong, strict=True) if exact and law.id not in _OF_CASTS]
     others: list[Finding | None]
@@ -303,10 +307,12 @@ def _by_recipe(facts: Facts, good: Facts, happened: Event | None, differ: Sequen
     if trial.part != "unknown" or not lasting or recipe is None or len(differ) > 1:
         return trial
     hurts = judge(facts, None)
-    if hurts.part != "guilty" or judge(good, None).part == "guilty":
+    if hurts.part not in ("guilty", "unknown") or not hurts.error > 0:
+        return trial
+    if (beside := judge(good, None)).part == "guilty" and beside.error >= _AS_FAR * hurts.error:
         return trial
     said = f"{recipe.sentence} Nothing else does, so the good run shows that the casts do it."
-    return replace(hurts, tried=(said, *hurts.tried))
+    return replace(hurts, part="guilty", tried=(said, *hurts.tried))
 
 
 def _one_answer(found: Sequence[Finding]) -> list[Finding]:

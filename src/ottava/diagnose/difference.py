@@ -233,7 +233,8 @@ def _parameters(good: Facts, bad: Facts) -> Iterator[Difference]:
     only = [n for n in a if n not in b], [n for n in b if n not in a]
     if any(only):
         # what an optimizer holds in one run alone does not train in the other, whatever its name there
-        held = [n for n in only[0] if a[n].get("held")], [n for n in only[1] if b[n].get("held")]
+        held = tuple([n for n in names if side[n].get("held") and side[n].get("trains")]
+                     for names, side in zip(only, (a, b), strict=True))  # fmt: skip
         verb, only = ("trains", held) if any(held) else ("has", only)
         sides = zip(("good", "bad"), only, strict=True)
         said = " and ".join(f"only the {w} run {verb} {_some(n)}" for w, n in sides if n)

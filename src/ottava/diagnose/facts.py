@@ -179,13 +179,15 @@ class Facts:
 
     @cached_property
     def batches(self) -> Values | None:
-        """A number for each step's batch, equal for equal inputs and labels; None without hashes."""
+        """A number for each step's batch, equal for equal inputs and labels, below zero without a hash; None without
+        any."""
         inputs, labels = self.column("input_hash"), self.column("label_hash")
         if inputs is None and labels is None:
             return None
-        zero = np.zeros(len(self.steps))
-        pairs = np.stack([np.nan_to_num(zero if c is None else c, nan=-1.0) for c in (inputs, labels)], axis=1)
-        return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+        columns = [c for c in (inputs, labels) if c is not None]
+        pairs, known = np.stack([np.nan_to_num(c, nan=-1.0) for c in columns], axis=1), np.isfinite(columns).any(axis=0)
+        numbers = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+        return np.where(known, numbers, -1 - np.arange(len(known)))
 
     # --- casts --------------------------------------------------------------------------------------------------
 

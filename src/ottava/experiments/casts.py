@@ -86,8 +86,8 @@ def with_sites(casts: Casts | None, sites: Collection[str]) -> Casts:
     exact = Exact(libraries=False)
     if casts is None or casts.mode == "simulated":
         name = f"conversions at {next(iter(sites), '')}"
-        return Casts("real", name, 8, AS_IT_RAN, Way(mode=exact), {}, {}, tuple(sites))
-    return replace(casts, without=replace(casts.without, mode=exact), sites=tuple(sites))
+        return Casts("real", name, 8, AS_IT_RAN, Way(mode=exact, saves=False), {}, {}, tuple(sites))
+    return replace(casts, without=replace(casts.without, mode=exact, saves=False), sites=tuple(sites))
 
 
 def is_torchao(module: nn.Module) -> bool:

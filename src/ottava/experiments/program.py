@@ -472,6 +472,8 @@ class Way:
     """A context around each forward and its backward."""
     mode: Exact | None = None
     """The same, and around each operation of the loss."""
+    saves: bool = True
+    """Whether the script's hooks pack what waits for the backward; without casts none does, for packing may be one."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -586,7 +588,7 @@ class _Run:
         entry.around.restore(entry.module)
         args, kwargs = tree_map(self._value if self.tail else self._apart, entry.part(self.rows))
         around = entry.around
-        under = under_ambient(self.way.ambient(around.ambient)), under_saved(around.saved)
+        under = under_ambient(self.way.ambient(around.ambient)), under_saved(around.saved if self.way.saves else None)
         with under_autocasts(around.autocasts), under[0], under[1], self.way.on():
             outputs = list(tensors_in(entry.module(*args, **kwargs)))
         if len(outputs) != len(entry.slots):
@@ -613,7 +615,7 @@ class _Run:
 
     def _operation(self, entry: Operation) -> None:
         args, kwargs = tree_map(self._value, entry.arguments)
-        under = under_autocasts(entry.autocasts), under_saved(entry.saved)
+        under = under_autocasts(entry.autocasts), under_saved(entry.saved if self.way.saves else None)
         with torch.set_grad_enabled(entry.gradients), under[0], under[1], self.way.mode or nullcontext():
             results = list(tensors_in(entry.function(*args, **kwargs)))
         if len(results) != len(entry.results):

@@ -6,13 +6,19 @@ weights, the counters of `ScalingState`) and torch's random generators. It never
 
 from __future__ import annotations
 
+import collections
+import copy
+import functools
+import itertools
 import math
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -187,10 +193,10 @@ def only_pattern(name: str) -> str:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restores what forward and backward change in a model: gradients, buffers, attributes of modules, and the state
-    of predicted scales. What an attribute of another class holds is not seen."""
+    """Restores what forward and backward change: gradients, buffers, attributes of modules, the state of predicted
+    scales, and numbers, iterators and random numbers of the script. What other objects and files hold is not seen."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    modules = [_Attributes(m) for m in model.modules()]
+    modules, script = [_Attributes(m) for m in model.modules()], _Globals(model)
     tensors = {id(t): t for m in modules for t in m.tensors()}.values()
     values = [(t, t.clone()) for t in tensors]
     states = {id(s): (s, _copied(vars(s))) for m in modules if (s := m.attributes.get("scaling_state")) is not None}
@@ -202,7 +208,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for module in modules:
+            for module in (*modules, script):
                 module.restore()
             for tensor, value in values:
                 tensor.copy_(value)
@@ -211,14 +217,67 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 vars(state).update(attributes)
 
 
+_ITERATORS = tuple(map(type, (itertools.count(), itertools.cycle(()), iter([]), iter(()), iter(range(0)))))
+_SHORT = 10_000
+_PLAIN = (int, float, complex, str, bytes, type(None))
+
+
+def _held(values: Iterable[Any]) -> Iterator[Callable[[], object]]:
+    """What puts back each of these: the contents of a collection, the state of a source of random numbers."""
+    for value in values:
+        if type(value) in (list, dict, set, collections.deque):
+            yield functools.partial(_refill, value, value.copy())
+        elif isinstance(value, torch.Generator | np.random.RandomState):
+            yield functools.partial(value.set_state, value.get_state())
+        elif isinstance(value, np.random.Generator):
+            yield functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+
+
+def _refill(live: Any, saved: Any) -> None:
+    live.clear()
+    (live.update if isinstance(live, dict | set) else live.extend)(saved)
+
+
+def _counts(value: Any) -> bool:
+    """Whether this draws random numbers, or is a short collection of numbers: a thread may fill others meanwhile."""
+    if type(value) in (list, dict, set, collections.deque):
+        inside = value.values() if isinstance(value, dict) else value
+        return len(value) <= _SHORT and all(isinstance(x, _PLAIN) for x in inside)
+    return isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState)
+
+
+class _Globals:
+    """Numbers, iterators and sources of random numbers of the script and of the modules that define a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        files = {
+            n: getattr(sys.modules.get(n), "__file__", None) for n in {type(m).__module__ for m in model.modules()}
+        }
+        own = [n for n, file in files.items() if file and "-packages" not in file and not n.startswith("ottava.")]
+        self._spaces = [(vars(sys.modules[n]), dict(vars(sys.modules[n]))) for n in {*own, "__main__"}]
+        for _, names in self._spaces:
+            for name, value in [*names.items()]:
+                if isinstance(value, _ITERATORS):
+                    names[name] = copy.copy(value)
+                elif not isinstance(value, _PLAIN) or name.startswith("__"):
+                    del names[name]
+        values = [v for space, _ in self._spaces for v in space.values() if _counts(v)]
+        self._contents = [*_held(values)]
+
+    def restore(self) -> None:
+        for space, names in self._spaces:
+            space.update(names)
+        for put_back in self._contents:
+            put_back()
+
+
 class _Attributes:
     """What a module holds beside its parameters and children: by name, and the contents of lists, sets and dicts."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.attributes = module, dict(vars(module))
-        own = [v for k, v in self.attributes.items() if k == "_buffers" or k not in _OF_MODULES]
-        self._contents = [(v, v.copy()) for v in own if type(v) in (list, dict, set)]
-        self._generators = [(v, v.get_state()) for v in own if isinstance(v, torch.Generator)]
+        self.module = module
+        self.attributes = {k: copy.copy(v) if isinstance(v, _ITERATORS) else v for k, v in vars(module).items()}
+        self._contents = [*_held(v for k, v in self.attributes.items() if k == "_buffers" or k not in _OF_MODULES)]
 
     def tensors(self) -> Iterator[Tensor]:
         """Buffers and small tensors that a forward may write to."""
@@ -231,14 +290,8 @@ class _Attributes:
         """Puts everything back but the numbers in tensors."""
         vars(self.module).clear()
         vars(self.module).update(self.attributes)
-        for live, saved in self._contents:
-            if isinstance(live, list):
-                live[:] = saved
-            else:
-                live.clear()
-                live.update(saved)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        for put_back in self._contents:
+            put_back()
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -455,7 +455,7 @@ _TOP_P = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 _TOP_K = (5, 10, 20, 40, 50, 100, 200, 500)
 _PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
 _CLIPS = (0.7, 0.5, 0.35, 0.25, 0.12, 0.06)
-_TOPS = (16.0, 8.0, 4.0, 2.0, 1.0)
+_TOPS = tuple(2.0 ** (k / 2) for k in range(8, -1, -1))
 _EXACTLY = 1e-4
 _MOSTLY = 0.98
 _CASTS = MappingProxyType(
@@ -755,7 +755,7 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
         said = f"inputs clipped at {share:g} of their largest, as by a scale of other data"
         yield _of_state("activations", said, partial(_clipped, tensor, share))
     for top in _TOPS:
-        said = f"inputs clipped at {top:g}, as by one scale for all linears"
+        said = f"inputs clipped at {top:.3g}, as by one scale for all linears"
         yield _of_state("activations", said, lambda s, top=top: replace(_given(tensor, s), top=top))  # type: ignore[misc]
     other = {
         n: _cast(s, replace(s.cast.spec, format=E5M2), s.activations) for n, s in casts.items() if s.cast is not None
@@ -772,7 +772,7 @@ def _in_part(ours: Model | None, before: Sequence[tuple[str, Model]]) -> Iterato
     if ours is None:
         return
     for top in _TOPS:
-        said = f"keys and values in {E4M3.name}, clipped at {top:g}"
+        said = f"keys and values in {E4M3.name}, clipped at {top:.3g}"
         yield _of_state("kv-cache", said, partial(replace, cache=E4M3, cache_top=top))
     casts = {name: side for name, side in ours.linears.items() if side.cast is not None}
     ways = [("stale", f"of {name}", _old(ours, model)) for name, model in before]

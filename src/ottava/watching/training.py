@@ -315,6 +315,7 @@ class TrainingTap:
 
     def after(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:
         """An optimizer has stepped."""
+        self._versions = None
         self._optimizer_steps += 1
         if self._backwards and self._stepped_at.get(id(optimizer)) == self._backwards:
             self._extra_steps += 1
