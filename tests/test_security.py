@@ -27,6 +27,10 @@ ALLOWED = {
     ("watching/launch.py", "runpy.run_path"): "the same",
     ("compat/transformer_engine/__main__.py", "runpy.run_path"): "runs the user's script",
     ("kernels/native/trial.py", "runpy.run_path"): "a file of the package",
+    (
+        "compat/transformer_engine/pytorch/execution.py",
+        "runpy.run_path",
+    ): "code in feature_dirs, which the script names",
     ("prove/reproduce.py", "runpy.run_path"): "the reproducer that it has written a moment ago",
     ("serving/executed.py", "from_pretrained"): "from a folder, as below",
     ("serving/answers.py", "from_pretrained"): "from a folder, with local_files_only and without remote code",

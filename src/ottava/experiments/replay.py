@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -219,7 +220,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 _ITERATORS = tuple(map(type, (itertools.count(), itertools.cycle(()), iter([]), iter(()), iter(range(0)))))
 _SHORT = 10_000
-_PLAIN = (int, float, complex, str, bytes, type(None))
+_PLAIN = (int, float, complex, str, bytes, NoneType)
 
 
 def _held(values: Iterable[Any]) -> Iterator[Callable[[], object]]:

@@ -660,8 +660,11 @@ class Watch:
         overhead = {"watching_s": self.collector.seconds, "total_s": time.perf_counter() - self._started}
         training = self.training.describe(final)
         training["weights"] = self._weights or training["weights"]
+        seen = coverage(self.doors, self.modules, trained=self.steps_done > 0)
+        if not seen["coverage"]["seen"] and (self.writer.manifest.get("coverage") or {}).get("seen"):
+            seen = {}  # a resumed run that has not looked yet knows what it saw before
         self.writer.describe(
             **training,
-            **coverage(self.doors, self.modules, trained=self.steps_done > 0),
+            **seen,
             overhead={"share": self.overhead, **overhead, **facts},
         )
