@@ -233,8 +233,10 @@ def _parameters(good: Facts, bad: Facts) -> Iterator[Difference]:
     only = [n for n in a if n not in b], [n for n in b if n not in a]
     if any(only):
         # what an optimizer holds in one run alone does not train in the other, whatever its name there
-        held = tuple([n for n in names if side[n].get("held") and side[n].get("trains")]
-                     for names, side in zip(only, (a, b), strict=True))  # fmt: skip
+        def steps(side: Mapping[str, Any], names: list[str]) -> list[str]:
+            return [n for n in names if side[n].get("held") and side[n].get("trains")]
+
+        held = steps(a, only[0]), steps(b, only[1])
         verb, only = ("trains", held) if any(held) else ("has", only)
         sides = zip(("good", "bad"), only, strict=True)
         said = " and ".join(f"only the {w} run {verb} {_some(n)}" for w, n in sides if n)

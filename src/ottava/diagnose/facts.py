@@ -185,9 +185,9 @@ class Facts:
         if inputs is None and labels is None:
             return None
         columns = [c for c in (inputs, labels) if c is not None]
-        pairs, known = np.stack([np.nan_to_num(c, nan=-1.0) for c in columns], axis=1), np.isfinite(columns).any(axis=0)
+        pairs = np.stack([np.nan_to_num(c, nan=-1.0) for c in columns], axis=1)
         numbers = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
-        return np.where(known, numbers, -1 - np.arange(len(known)))
+        return np.where((pairs >= 0).any(axis=1), numbers, -1 - np.arange(len(numbers)))
 
     # --- casts --------------------------------------------------------------------------------------------------
 

@@ -209,8 +209,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for module in (*modules, script):
+            for module in modules:
                 module.restore()
+            script.restore()
             for tensor, value in values:
                 tensor.copy_(value)
             for state, attributes in states.values():
@@ -229,7 +230,8 @@ def _held(values: Iterable[Any]) -> Iterator[Callable[[], object]]:
         if type(value) in (list, dict, set, collections.deque):
             yield functools.partial(_refill, value, value.copy())
         elif isinstance(value, torch.Generator | np.random.RandomState):
-            yield functools.partial(value.set_state, value.get_state())
+            source: Any = value
+            yield functools.partial(source.set_state, source.get_state())
         elif isinstance(value, np.random.Generator):
             yield functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
 
@@ -277,7 +279,9 @@ class _Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.attributes = {k: copy.copy(v) if isinstance(v, _ITERATORS) else v for k, v in vars(module).items()}
+        self.attributes: dict[str, Any] = {
+            k: copy.copy(v) if isinstance(v, _ITERATORS) else v for k, v in vars(module).items()
+        }
         self._contents = [*_held(v for k, v in self.attributes.items() if k == "_buffers" or k not in _OF_MODULES)]
 
     def tensors(self) -> Iterator[Tensor]:

@@ -331,11 +331,12 @@ class _Lab:
             other = replace(self.ours, linears={**self.ours.linears, **{n: casts[n] for n in names}})
             setting = replace(self.start, state=ModelState.of(other))
             tried.append((kind, other, setting, own := self._logp(setting), kl_of(self.found.recomputed, own)))
-        kind, other, setting, own, away = min(tried, key=lambda x: float(x[4].mean()), default=(None,) * 5)
-        if away is not None and away.mean() < 0.5 * here.mean() and _real(here, away, float(here.mean())):
-            self.ours, self.start, self._own = other, setting, own
-            self.noise, self.said = self.rounding(setting)
-            self.notes += (f"training's own log-probabilities are those with {kind} in BF16",)
+        best = min(tried, key=lambda x: float(x[4].mean()), default=None)
+        if best is None or not best[4].mean() < 0.5 * here.mean() or not _real(here, best[4], float(here.mean())):
+            return
+        kind, self.ours, self.start, self._own, _ = best
+        self.noise, self.said = self.rounding(self.start)
+        self.notes += (f"training's own log-probabilities are those with {kind} in BF16",)
 
     def _compare(self, temperature: float) -> None:
         """Whether the twin computes what training recomputed."""
