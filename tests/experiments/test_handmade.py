@@ -209,6 +209,30 @@ def test_casts_of_what_is_saved_are_tried(scale: float, tmp_path: Path) -> None:
             optimizer.step()
     answer = diagnose(Run.open(tmp_path / "run"))
     assert answer.fp8 == ("guilty" if scale == 1.0 else "innocent"), answer.sentence
-    if scale == 1.0:
+    if scale == 1.0:  # of a scale that another tensor left, too: without casts nobody packs
         assert answer.findings[0].title.startswith("FP8 casts hurt the gradient: the cast at test_handmade.py:")
         assert answer.findings[0].remedies[0]["trial"]["sites"][0].startswith("test_handmade.py:")
+
+
+def test_a_scale_of_another_saved_tensor_is_the_casts_fault(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    optimizer, scales = torch.optim.AdamW(model.parameters(), lr=1e-3), {}
+
+    def pack(x: Tensor) -> Any:
+        if isinstance(x, nn.Parameter) or x.shape != (128, 64):
+            return x
+        scales["last"] = 448 / x.detach().abs().max()
+        return ((x * scales["last"]).to(torch.float8_e4m3fn),)
+
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(12):
+            x = torch.randn(128, 64)
+            with torch.autograd.graph.saved_tensors_hooks(
+                pack, lambda kept: kept[0].float() / scales["last"] if isinstance(kept, tuple) else kept
+            ):
+                loss = nn.functional.mse_loss(model(4 * x), x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert diagnose(Run.open(tmp_path / "run")).fp8 == "guilty"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,6 +96,32 @@ def test_no_trace(own: str, target: str) -> None:
     assert same(
         {n: t.clone() for n, t in model.state_dict().items()}, {n: t.clone() for n, t in twin.state_dict().items()}
     )
+
+
+COUNT, DICE, STEPS = [0], np.random.default_rng(0), itertools.count()
+
+
+class Counts(nn.Module):
+    """A forward that changes the script's own numbers, and its own iterator and deque."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.past = iter(range(9)), collections.deque([1.0], maxlen=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        COUNT[0] += 1
+        self.past.append(float(next(self.places)))
+        return x * float(DICE.random()) * COUNT[0] * next(STEPS) * sum(self.past)
+
+
+def test_numbers_of_the_script_are_put_back() -> None:
+    model, x = Counts(), torch.ones(3)
+    with untouched(model):
+        first = model(x)
+        model(x)
+    assert torch.equal(model(x), first)
+    assert COUNT == [1]
+    assert list(model.past) == [1.0, 0.0]
 
 
 def test_no_trace_after_an_exception() -> None:

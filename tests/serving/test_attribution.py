@@ -87,7 +87,30 @@ def test_casts_of_some_linears_are_found_by_their_kind(bare: Model) -> None:
     some = {n: side for n, side in cast.linears.items() if "down_proj" in n}
     found = attribute(rollout(logp(replace(state, linears={**state.linears, **some})), logp(state)), bare)
     assert found.first is not None
-    assert (found.first.cause, found.first.said) == ("layers", "down cast with a scale a row and a token")
+    assert (found.first.cause, found.first.said) == ("layers", "mlp.down_proj cast with a scale a row and a token")
+
+
+def test_what_one_module_or_training_itself_does_is_found(bare: Model) -> None:
+    """One layer's stale projection, one limit of a cache, training's own list, and casts that training leaves out."""
+    state, before = ModelState.of(bare), older(bare, "layers.1.mlp.up_proj")
+    own, half = logp(state, chunk=1), torch.arange(6).repeat_interleave(40) < 3
+    found = attribute(rollout(logp(ModelState.of(before)), own), bare, before=[("step 3", older(bare))])
+    assert found.first is not None
+    assert found.first.said.startswith("model.layers.1.mlp.up_proj of step 3")
+    found = attribute(rollout(logp(replace(state, cache=E4M3, cache_top=0.9)), own), bare)
+    assert found.first is not None
+    assert found.first.cause == "kv-cache"
+    found = attribute(rollout(own, torch.where(half, own.view(6, 40).roll(-1, 1).flatten(), own)), bare)
+    assert found.first is not None
+    assert found.first.cause == "shift"
+    recipe = _sharp(trained(under(plain("llama", dtype=torch.bfloat16), rowwise_fp32())))
+    full = ModelState.of(recipe)
+    left = {n: bare.linears[n] for n in full.linears if n.endswith("gate_proj")}
+    training = logp(replace(full, linears={**full.linears, **left}), chunk=1)
+    found = attribute(rollout(logp(full), training), recipe)
+    assert found.first is not None
+    assert found.first.cause == "layers"
+    assert "those with mlp.gate_proj in BF16" in found.notes[0]
 
 
 def test_a_cause_may_hold_in_some_sequences(bare: Model) -> None:

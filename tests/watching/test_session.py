@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import ottava
 import warm
 from ottava.base.settings import ConfigError
+from ottava.diagnose.diagnose import diagnose
 from ottava.record.reader import Run
 from ottava.watching.config import WatchConfig
 from ottava.watching.session import Watch, watch
@@ -190,6 +191,30 @@ def test_two_optimizers_are_one_step(tmp_path: Path) -> None:
             for optimizer in pair:
                 optimizer.step()
     assert Run.open(seen.folder).steps["step"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("torchs", [False, True])
+def test_an_optimizer_by_hand_ends_steps_too(torchs: bool, tmp_path: Path) -> None:
+    """At the next forward with a gradient, or at the end; and an optimizer of torch's ends a step once."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, tmp_path / "run"):
+        for _ in range(5):
+            for _ in range(2):
+                model(torch.randn(8, 4)).square().mean().backward()
+            with torch.no_grad():
+                model(torch.randn(8, 4))
+                for p in () if torchs else model.parameters():
+                    assert p.grad is not None
+                    p.sub_(p.grad, alpha=0.1)
+            if torchs:
+                optimizer.step()
+            model.zero_grad()
+    run = Run.open(tmp_path / "run")
+    assert run.steps["step"].tolist() == [1, 2, 3, 4, 5]
+    assert np.isfinite(run.steps["loss"]).all()
+    assert run.steps["backwards"].tolist() == [2.0] * 5
+    assert diagnose(run).verdict == "none"
 
 
 @pytest.mark.parametrize("how", ["a gradient", "the engine itself"])
