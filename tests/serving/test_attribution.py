@@ -92,11 +92,11 @@ def test_casts_of_some_linears_are_found_by_their_kind(bare: Model) -> None:
 
 def test_what_one_module_or_training_itself_does_is_found(bare: Model) -> None:
     """One layer's stale projection, one limit of a cache, training's own list, and casts that training leaves out."""
-    state, before = ModelState.of(bare), older(bare, "layers.1.mlp.up_proj")
+    state, before, name = ModelState.of(bare), older(older(older(older(bare)))), "model.layers.1.mlp.up_proj"
     own, half = logp(state, chunk=1), torch.arange(6).repeat_interleave(40) < 3
-    found = attribute(rollout(logp(ModelState.of(before)), own), bare, before=[("step 3", older(bare))])
+    found = attribute(rollout(logp(state.given(name, before.linears[name])), own), bare, before=[("step 3", before)])
     assert found.first is not None
-    assert found.first.said.startswith("model.layers.1.mlp.up_proj of step 3")
+    assert found.first.said == f"{name} of step 3"
     found = attribute(rollout(logp(replace(state, cache=E4M3, cache_top=0.9)), own), bare)
     assert found.first is not None
     assert found.first.cause == "kv-cache"
