@@ -14,7 +14,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
@@ -241,6 +241,15 @@ def _refill(live: Any, saved: Any) -> None:
     (live.update if isinstance(live, dict | set) else live.extend)(saved)
 
 
+def _there(value: Any) -> Any:
+    """The same; of an iterator one at the same place. Python 3.14 has no copies of those of itertools."""
+    if isinstance(value, _ITERATORS):
+        with warnings.catch_warnings(), suppress(TypeError):
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return copy.copy(value)
+    return value
+
+
 def _counts(value: Any) -> bool:
     """Whether this draws random numbers, or is a short collection of numbers: a thread may fill others meanwhile."""
     if type(value) in (list, dict, set, collections.deque):
@@ -260,9 +269,9 @@ class _Globals:
         self._spaces = [(vars(sys.modules[n]), dict(vars(sys.modules[n]))) for n in {*own, "__main__"}]
         for _, names in self._spaces:
             for name, value in [*names.items()]:
-                if isinstance(value, _ITERATORS):
-                    names[name] = copy.copy(value)
-                elif not isinstance(value, _PLAIN) or name.startswith("__"):
+                if isinstance(value, _ITERATORS + _PLAIN) and not name.startswith("__"):
+                    names[name] = _there(value)
+                else:
                     del names[name]
         values = [v for space, _ in self._spaces for v in space.values() if _counts(v)]
         self._contents = [*_held(values)]
@@ -279,9 +288,7 @@ class _Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.attributes: dict[str, Any] = {
-            k: copy.copy(v) if isinstance(v, _ITERATORS) else v for k, v in vars(module).items()
-        }
+        self.attributes: dict[str, Any] = {k: _there(v) for k, v in vars(module).items()}
         self._contents = [*_held(v for k, v in self.attributes.items() if k == "_buffers" or k not in _OF_MODULES)]
 
     def tensors(self) -> Iterator[Tensor]:
