@@ -11,6 +11,7 @@ import copy
 import functools
 import itertools
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -262,19 +263,14 @@ class _Globals:
     """Numbers, iterators and sources of random numbers of the script and of the modules that define a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        files = {
-            n: getattr(sys.modules.get(n), "__file__", None) for n in {type(m).__module__ for m in model.modules()}
-        }
-        own = [n for n, file in files.items() if file and "-packages" not in file and not n.startswith("ottava.")]
-        self._spaces = [(vars(sys.modules[n]), dict(vars(sys.modules[n]))) for n in {*own, "__main__"}]
-        for _, names in self._spaces:
-            for name, value in [*names.items()]:
-                if isinstance(value, _ITERATORS + _PLAIN) and not name.startswith("__"):
-                    names[name] = _there(value)
-                else:
-                    del names[name]
-        values = [v for space, _ in self._spaces for v in space.values() if _counts(v)]
-        self._contents = [*_held(values)]
+        found = [sys.modules.get(name) for name in {type(m).__module__ for m in model.modules()}]
+        own = [m for m in found if not re.search("-packages|/src/ottava/", getattr(m, "__file__", None) or "-packages")]
+        spaces = [vars(m) for m in {*own, sys.modules["__main__"]}]
+        kinds = _ITERATORS + _PLAIN
+        self._spaces = [
+            (s, {k: _there(v) for k, v in s.items() if isinstance(v, kinds) and k[:2] != "__"}) for s in spaces
+        ]
+        self._contents = [*_held(v for space, _ in self._spaces for v in space.values() if _counts(v))]
 
     def restore(self) -> None:
         for space, names in self._spaces:
