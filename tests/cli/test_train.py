@@ -154,6 +154,7 @@ def test_diverged_run_is_exit_code_1(ottava: Command) -> None:
     assert result["step"] < 12
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals to another process")
 @pytest.mark.parametrize(
     "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]

@@ -246,7 +246,10 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         (tmp_path / "rank0.json").write_text(hostile, "utf-8")
         with pytest.raises(ValueError, match="rank0"):
             StepRecording.load(tmp_path)
+    (tmp_path / "train.py").touch()
     with pytest.raises(ValueError, match="the same command"):
+        command.run("check", str(tmp_path / "train.py"))
+    with pytest.raises(FileNotFoundError, match="there is no file 'train.py'"):
         command.run("check", "train.py")
 
 
