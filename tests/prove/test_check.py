@@ -249,7 +249,7 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     with pytest.raises(ValueError, match="the same command"):
         command.run("check", str(tmp_path / "train.py"))
-    with pytest.raises(FileNotFoundError, match="there is no file 'train.py'"):
+    with pytest.raises(FileNotFoundError, match=r"there is no file 'train\.py'"):
         command.run("check", "train.py")
 
 
