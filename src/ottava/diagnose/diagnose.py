@@ -209,8 +209,9 @@ def _answers(
     found = [_checked(facts, frameworks)]
     hits = broken(facts, happened)
     laws = [(law, how, _law(law, how, happened, facts, frameworks)) for law, how in hits]
-    if good is not None:  # what the good run breaks in the same places does not part the two
-        alike = {law.id: how.where for law, how in broken(good, None)}
+    kept = [] if good is None else broken(good, None)
+    if kept:  # what the good run breaks in the same places does not part the two
+        alike = {law.id: how.where for law, how in kept}
         same = [law.id in alike and {*how.where} <= {*alike[law.id]} for law, how in hits]
         laws = [(a, h, replace(f, severity="note") if k else f) for (a, h, f), k in zip(laws, same, strict=True)]
     strong = [law.exact and how.grave for law, how, _ in laws]
@@ -220,7 +221,11 @@ def _answers(
     # with a good run beside, the place where the code parts is the answer, and a broken law may follow from it
     parted = any(d.kind in _PLACES[:6] for d in differ)
     placed = _differing([d for d in differ if parted and d.kind in _PLACES], happened, frameworks)
-    lead = [] if good is None or of_casts else _led([*found[1:], *others], placed, good)
+    lead = (
+        []
+        if good is None or of_casts
+        else _led([*found[1:], *others], placed, {law.id for law, how in kept if how.grave})
+    )
     found, others = ([f for f in fs if all(f is not one for one, _ in lead)] for fs in (found, others))
     found[1:1] = [f for _, f in lead if f.id not in _OF_CASTS]
     placed = [*(f for _, f in lead if f.id in _OF_CASTS), *placed]
@@ -541,14 +546,13 @@ def _titled(one: Difference) -> str:
 
 
 def _led(
-    laws: Sequence[Finding | None], placed: Sequence[Finding | None], good: Facts
+    laws: Sequence[Finding | None], placed: Sequence[Finding | None], there: set[str]
 ) -> list[tuple[Finding, Finding]]:
-    """Each broken law that the good run keeps, and the same with the place where the code parts: the law says what the
-    place does."""
+    """Each broken law that the good run keeps (it breaks those `there`), and the same with the place where the code
+    parts: the law says what the place does."""
     place = next((f for f in placed if f is not None and f.severity != "note"), None)
     if place is None:
         return []
-    there = {law.id for law, how in broken(good, None) if how.grave}
     own = [f for f in laws if f is not None and f.severity != "note" and f.id not in there]
     return [(f, replace(f, cause=f"{f.cause} {place.cause}", remedies=[*f.remedies, *place.remedies])) for f in own]
 

@@ -57,7 +57,7 @@ class Law:
     remedy: str
     """A name in `remedies.REMEDIES`."""
     needs: str
-    """Facts, one of which the run folder must have, in words in `NEEDS`; "": none."""
+    """The law needs one of these facts. `NEEDS` has them in words; "": it needs none."""
     always: bool = False
     """Asked even where nothing happened to the loss, though it is not exact: an experiment tells."""
 

@@ -190,7 +190,7 @@ def attribute(
     lab = _Lab(found, ours, temperature)
     state = lab.start
     ours = lab.ours
-    tried, later = list(hypotheses(found, ours, theirs, before)), list(_in_part(ours, before))
+    tried = list(hypotheses(found, ours, theirs, before))
     loss, parts, part = lab.loss(state), list[Share](), False
     done = torch.zeros_like(loss, dtype=torch.bool)  # sequences of which a cause was found that holds in them alone
     while float(loss.mean()) > 0 and len(parts) < _ROUNDS:
@@ -205,7 +205,7 @@ def attribute(
         if best is None or not _real(loss, best[3], lab.whole):
             if part or float(loss.mean()) <= lab.rounding(state)[0]:
                 break
-            tried, part = [*tried, *later], True
+            tried, part = [*tried, *_in_part(ours, before)], True
             continue
         cause, changed, said, after, where = best
         if bool((where | done).all()):
@@ -438,7 +438,7 @@ class _Lab:
 
 
 def _shifted(values: Tensor, by: int, told: Tensor, behind: bool) -> Tensor:
-    """Moves a list by some places, and keeps what was told elsewhere. `behind`: it moves from where that explains."""
+    """Moves a list by some places, and keeps what was told at its ends. `behind`: from the place on that fits best."""
     made = torch.cat((told[:by], values[:-by]) if by > 0 else (values[-by:], told[by:]))
     if not behind:
         return made

@@ -201,7 +201,7 @@ class TrainingTap:
 
     def wrote(self) -> None:
         """Ends the step if weights have changed since the backward, and no optimizer of torch's was there to do it."""
-        if self._versions is not None and not self.paused and self._counts() != self._versions:
+        if self._versions is not None and not self.paused and not capturing() and self._counts() != self._versions:
             self._versions = None
             self._by_hand()
 
@@ -274,10 +274,12 @@ class TrainingTap:
 
         scale: the factor of a GradScaler in them.
         """
-        self._versions = None if self._stepped_at else self._counts()
-        if self._versions is not None:
+        if capturing():
+            return
+        if not self._stepped_at:  # nobody knows yet who will step
+            self._versions = self._counts()
             self._hash_weights()
-        if (self.idle and not self.norm_wanted) or capturing():
+        if self.idle and not self.norm_wanted:
             return
         held = [p for group in self._groups() for p in group["params"] if p.grad is not None]
         if self.looking or not held:
