@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ottava
+from ottava.experiments.nonfinite import nan_in_graph
 from ottava.record.reader import Run
 
 
@@ -88,8 +91,47 @@ def test_a_nan_in_any_step_is_read_from_the_graph_of_its_loss(
         assert (found, calls.count(7)) == ([], 2)
         return
     (line,) = found
-    assert (line["step"], line["operation"], line["before"]) == (7, "div", "down")
-    assert line["operand"] == "its other holds a zero"
+    assert (line["step"], line["operation"], line["behind"], line["before"]) == (7, "div", "up", "down")
+    assert line["operand"] == "self = 0, other = 0"
+
+
+NAN = torch.tensor(torch.nan)
+GRAPHS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], str]] = {
+    "sqrt": (torch.sqrt, torch.sum, "sqrt b c, self = -1"),
+    "log": (lambda h: (h + 1).log(), torch.sum, "log b c, self = 0"),
+    "exp": (lambda h: (h * 100).exp() / (h * 100).exp().sum(), torch.sum, "exp b c, self = 100"),
+    "assigned": (lambda h: torch.cat([h, NAN.expand(4, 1)], 1)[:, 1:], torch.sum, "cat b c, "),
+    "written": (
+        lambda h: h.index_put((torch.tensor(0),), NAN),
+        torch.sum,
+        "index_put b c, self = 1, values of no layer",
+    ),
+    "hidden": (lambda h: h.masked_fill(h == h, -torch.inf).softmax(-1), torch.sum, "softmax or masked_fill b c, "),
+    "masked": (
+        lambda h: h.masked_fill(h < 0, -torch.inf).softmax(1),
+        lambda y: (y - y.sum()).sqrt(),
+        "sqrt c , self = -3",
+    ),
+    "given": (torch.neg, lambda y: y.mean() * NAN, "mul c , other holds NaN"),
+    "added": (torch.neg, lambda y: y.square().mean() + NAN, "add c , self = 1, other of no layer"),
+    "half": (torch.neg, lambda y: y.square().mean() / torch.tensor(0.0) * 0, "div c , self = 1, other = 0"),
+    "unused": (torch.neg, lambda y: F.cross_entropy(y, torch.full((4,), -100)), "nll_loss c , "),
+}
+
+
+@pytest.mark.parametrize("fault", GRAPHS)
+def test_the_graph_names_operation_operands_and_place(fault: str) -> None:
+    """b hands 1 and -1 on, c hands on what it gets."""
+    inside, loss, expected = GRAPHS[fault]
+    b, c = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    for layer in (b, c):
+        nn.init.eye_(layer.weight)
+    names = {id(b.weight): "b.weight", id(c.weight): "c.weight"}
+    y = loss(c(inside(b(torch.tensor([[1.0, -1.0]] * 4)))))
+    found = nan_in_graph(y if y.dim() == 0 else y.sum(), lambda p: names.get(id(p), ""))
+    assert found is not None
+    said = f"{found['operation']} {found['behind']} {found['before']}, {found['operand']}"
+    assert (said, found["first"]) == (expected, " or " not in expected)
 
 
 def test_weights_that_are_lost_at_once_need_a_snapshot(tmp_path: Path) -> None:

@@ -578,7 +578,7 @@ def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None,
     if ended not in (None, "", "closed"):
         end = f" The run ended after step {last} with {str(ended)[:120]}."
     part = {
-        "none": "No cast to FP8 was seen, so FP8 has no part in it.",
+        "none": "No cast to FP8 was seen.",
         "innocent": "FP8 is innocent: " + (trial.tried[0] if trial.tried else ""),
         "unknown": "Whether FP8 has a part in it was not tried." if not trial.tried else f"FP8: {trial.tried[0]}",
         "guilty": "",

@@ -629,13 +629,16 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
     if event is None or event.kind != "not finite":
         return None
     for entry in facts.experiments("nonfinite"):
-        operand = f", operand {entry['operand']}" if entry.get("operand") else ""
-        said = f"The first result that is not finite is {entry.get('operation')} in {entry.get('module') or 'the loss'}"
-        if entry.get("before"):
-            said = f"The first result that is not finite is {entry['operation']} in front of {entry['before']}"
-        module = (str(entry["module"]),) if entry.get("module") else ()
-        said = f"{said} ({entry.get('direction')}{operand}) at step {entry['step']}."
-        return Broken(said, int(entry["step"]), module)
+        operand = f", {entry['operand']}" if entry.get("operand") else ""
+        module, behind, before = (str(entry.get(key) or "") for key in ("module", "behind", "before"))
+        place = f"in {module}" if module else f"behind {behind}" if behind else "in the loss"
+        if before and not module:
+            place = f"between {behind} and {before}" if behind else f"in front of {before}"
+        said = f"The first result that is not finite is {entry.get('operation')}, {place}"
+        if entry.get("brought"):
+            said = f"The first operation that reads a NaN, which no layer made, is {entry.get('operation')}, {place}"
+        said = f"{said} ({entry.get('direction')}{operand}), at step {entry['step']}."
+        return Broken(said, int(entry["step"]), (module,) if module else ())
     norm = facts.column("grad_norm")
     lost = [] if norm is None else facts.steps[LossCurve(facts.steps, norm).broken].tolist()
     if lost and lost[0] < event.step:

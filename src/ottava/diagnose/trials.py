@@ -1,6 +1,6 @@
 """Is it FP8? Reads the experiments that a watched process made, cheapest first; the first that decides, decides.
 
-    E0  logic        nothing cast, so FP8 has no part in the run
+    E0  logic        no layer casts, and no call of a traced step converts
     E3  replay       the recorded steps again, as they ran and in high precision: the event stays, or it is gone
     E1  shadow step  one batch, the gradient with casts and without: their distance against the gradient itself
     E2  ablation     parts of the casts off, halving the set: the smallest set whose casts make that distance
@@ -115,7 +115,11 @@ def judge(facts: Facts, event: Event | None) -> Trial:
     if facts.casts is False and (read := reads_codes(facts)) is not None:
         return Trial("unknown", (f"No layer casts, but {read.where} reads FP8 numbers. No experiment tries that.",))
     if facts.casts is False:
-        return Trial("none", ("No cast to FP8 was seen in this run, so FP8 has no part in it.",))
+        count = len({str(line.get("step")) for line in facts.run.trace})
+        seen = "No layer casts. No step was traced, so a conversion by hand would not be seen."
+        if count:
+            seen = f"No layer casts, and no call of {count} traced steps converts to FP8. Other steps are not traced."
+        return Trial("none", (seen,))
     refused = tuple(f"Step {e['step']}: {e.get('why')}" for e in facts.experiments("refused")[:2])
     if (replayed := _replayed(facts, event)) is not None:
         return _placed(facts, replayed)

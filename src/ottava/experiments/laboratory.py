@@ -29,16 +29,9 @@ from ottava.engine.autocast import Ambient
 from ottava.experiments.bisect import Ablation
 from ottava.experiments.casts import Casts, casts_of, only_without, with_sites
 from ottava.experiments.logic import reasons
+from ottava.experiments.nonfinite import first_nonfinite, nan_in_graph
 from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Recorder, Way, has_compiled
-from ottava.experiments.shadow import (
-    Shadow,
-    first_nonfinite,
-    local,
-    nan_in_graph,
-    nothing_changes,
-    parameters_of,
-    scaler_factor,
-)
+from ottava.experiments.shadow import Shadow, local, nothing_changes, parameters_of, scaler_factor
 from ottava.experiments.snapshot import NotReplayableError, Snapshot, stepped_by
 from ottava.experiments.trace import Trace
 from ottava.experiments.twin import STEPS, OptimizerTwin, keeps_codes, narrow

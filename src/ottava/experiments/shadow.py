@@ -4,30 +4,22 @@ error = |g_casts - g| / |g|                 how far the casts move the gradient
 noise = |g_casts - g| / |sigma|             sigma: the gradient of one half of the samples less that of the other,
                                             over all samples' count: how far the batch itself leaves g uncertain
 bias  = <g_casts - g, g> / |g|^2            the part that does not average out
-
-`first_nonfinite` runs the step once more under a TorchDispatchMode, which sees every operation of forward and backward.
-An infinity that an operation was told to write, as a mask of attention, does not count; a NaN always does.
-`nan_in_graph` reads the graph of a loss that is NaN, whose step nobody has captured.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ottava.experiments.casts import Casts, with_sites
-from ottava.experiments.handmade import NARROW, Exact, derivatives
+from ottava.experiments.handmade import Exact, derivatives
 from ottava.experiments.program import AS_IT_RAN, Gradients, Pass, Player, Program, Way
 from ottava.experiments.replay import untouched
 from ottava.experiments.snapshot import random_kept
@@ -35,8 +27,6 @@ from ottava.experiments.snapshot import random_kept
 _SHOWN = 5
 _COPIED = 1 << 26
 """Elements of weights that are copied on their device; more of them go to the CPU."""
-_SECOND = MappingProxyType({"other": 1, "mat2": 1, "batch2": 1, "key": 1, "value": 2})
-"""What autograd calls an operand that is not the first -> its place."""
 _FLOOR = 1e-3
 """Parameters whose gradient is a smaller part of the whole are not ranked by their noise."""
 
@@ -340,204 +330,3 @@ def _both_nan(a: Tensor, b: Tensor) -> bool:
 def _tolerance(gradients: Gradients) -> float:
     """The rounding of a product with a factor, as clipping multiplies."""
     return max((torch.finfo(g.dtype).eps for g in gradients if g is not None), default=0.0)
-
-
-def first_nonfinite(player: Player, name_of: Callable[[nn.Module], str], *, tail: bool) -> dict[str, Any] | None:
-    """module, operation, operand and direction of the first non-finite result; None: all results are finite."""
-    seer = _Seer()
-    modules = [m for module in player.program.modules for m in module.modules()]
-    with _named(modules, name_of, seer):
-        player.run(Way(AS_IT_RAN.ambient, lambda: seer.watching()), tail=tail)
-    return seer.found
-
-
-class _Seer(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, Any] | None = None
-        self.path: list[str] = []
-        self.backward = ""
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with self:
-            yield
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        before = [] if self.found else _read(args, kwargs)
-        result = func(*args, **kwargs)
-        # memory that nobody has written yet holds anything
-        if self.found is None and "empty" not in str(func):
-            wrong = [x for x in pytree.tree_leaves(result) if _is_float(x) and not bool(x.isfinite().all())]
-            if wrong and (operand := _innocent(before, wrong, args, kwargs)) is not None:
-                back = torch._C._current_graph_task_id() != -1
-                self.found = {
-                    "module": self.backward if back else (self.path[-1] if self.path else ""),
-                    "operation": _operation(func, args, kwargs),
-                    "operand": operand,
-                    "direction": "backward" if back else "forward",
-                    "value": "nan" if any(bool(x.isnan().any()) for x in wrong) else "inf",
-                    "first": True,
-                }
-        return result
-
-
-def _operation(func: Any, args: Any, kwargs: Any) -> str:
-    narrow = [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in NARROW]
-    name = str(func).removeprefix("aten.").split(".")[0]
-    return f"the conversion from {str(narrow[0]).removeprefix('torch.')}" if name == "_to_copy" and narrow else name
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and not x.is_meta and x.itemsize > 1
-
-
-def _read(args: Any, kwargs: Any) -> list[tuple[float, bool]]:
-    """amax of every tensor that an operation reads, and whether it has a NaN."""
-    tensors = [local(x).detach() for x in pytree.tree_leaves((args, kwargs)) if _is_float(x)]
-    return [(float(x.abs().nan_to_num(0.0, math.inf).max()), bool(x.isnan().any())) for x in tensors]
-
-
-def _innocent(before: Sequence[tuple[float, bool]], wrong: Sequence[Tensor], args: Any, kwargs: Any) -> str | None:
-    """The operand with the largest magnitude if the operands did not bring the fault with them; else None."""
-    asked = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, float) and not math.isfinite(x)]
-    brought = any(nan for _, nan in before)
-    infinite = bool(asked) or any(math.isinf(amax) for amax, _ in before)
-    new_nan = any(bool(x.isnan().any()) for x in wrong)
-    if brought or (infinite and not new_nan):
-        return None
-    if not before:
-        return ""
-    index = max(range(len(before)), key=lambda i: before[i][0])
-    return f"tensor {index + 1} of {len(before)}, amax {before[index][0]:.4g}"
-
-
-def nan_in_graph(root: Tensor, name_of: Callable[[Tensor], str]) -> dict[str, Any] | None:
-    """The operation whose result is the first NaN, read from what autograd saved for the backward of `root`.
-
-    None if the graph does not show it: a parameter or an input brought the NaN, or nothing near it was saved.
-    Tensors under hooks, as of a checkpoint, are not unpacked, for that would compute them again.
-
-    Args:
-        root: a loss that is NaN, before its backward.
-        name_of: of a parameter; "" if it has none.
-    Returns:
-        operation, operand, direction, value, first as of `first_nonfinite`, and `before`: the module that reads
-        the result, or "".
-    """
-    order, hidden = _producers_first(root), False
-    saved: dict[Any, list[tuple[str, Tensor]]] = {}
-    for node in order:  # once: hooks are set only once
-        saved[node], under_hooks = _saved(node)
-        hidden |= under_hooks
-    if hidden:
-        return None
-    for node in order:
-        if (leaf := getattr(node, "variable", None)) is not None and _has_nan(leaf):
-            return None
-        wrong = [name for name, x in saved[node] if _has_nan(x)]
-        if not wrong:
-            continue
-        if "result" in wrong[0] or "output" in wrong[0]:
-            return _made(node, saved[node], "")
-        # an operation saved a NaN that it read: whoever handed it over has made it
-        handed = [n for n, _ in node.next_functions if n is not None and not hasattr(n, "variable")]
-        if not handed:
-            return None
-        maker = handed[min(_SECOND.get(wrong[0], 0), len(handed) - 1)]
-        while not saved[maker] and (above := _only(maker)) is not None and not hasattr(above, "variable"):
-            maker = above  # a view
-        before = ""
-        for beside, _ in node.next_functions:
-            while beside is not None and not hasattr(beside, "variable"):
-                beside = None if saved[beside] else _only(beside)
-            before = before or ("" if beside is None else name_of(beside.variable).rpartition(".")[0])
-        return _made(maker, saved[maker], before)
-    return _made(order[-1], saved[order[-1]], "") if order else None
-
-
-def _only(node: Any) -> Any:
-    """The one node whose result this one reads, or None."""
-    return node.next_functions[0][0] if len(node.next_functions) == 1 else None
-
-
-def _producers_first(root: Tensor) -> list[Any]:
-    """The nodes of a graph, each behind those whose results it reads."""
-    order: list[Any] = []
-    seen: set[Any] = set()
-    stack: list[tuple[Any, bool]] = [(root.grad_fn, False)] if root.grad_fn is not None else []
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(n, False) for n, _ in node.next_functions if n is not None and n not in seen]
-    return order
-
-
-def _saved(node: Any) -> tuple[list[tuple[str, Tensor]], bool]:
-    """What a node saved for its backward, and whether some of it lies under hooks."""
-    found, hidden = [], False
-    for name in dir(node):
-        if not name.startswith("_raw_saved_"):
-            continue
-        raw = getattr(node, name)
-        for one in raw if isinstance(raw, tuple) else (raw,):
-            try:
-                one.register_hooks(lambda x: x, lambda x: x)  # refused where hooks are
-            except RuntimeError as error:
-                hidden |= "already been set" in str(error)  # not: a tensor that is None
-        if hidden:
-            break
-        kept = getattr(node, "saved_tensors" if name == "_raw_saved_tensors" else name.replace("_raw", "", 1))
-        kept = kept if isinstance(kept, tuple) else (kept,)
-        found += [
-            (name.removeprefix("_raw_saved_"), x) for x in kept if isinstance(x, Tensor) and x.is_floating_point()
-        ]
-    return found, hidden
-
-
-def _has_nan(x: Tensor) -> bool:
-    return bool((x.float() if x.itemsize == 1 else x).isnan().any())  # codes of FP8, too
-
-
-def _made(node: Any, saved: Sequence[tuple[str, Tensor]], before: str) -> dict[str, Any]:
-    name = re.sub(r"Backward\d*$", "", node.name())
-    zero = next((of for of, x in saved if "result" not in of and bool((x == 0).any()) and x.itemsize > 1), "")
-    return {
-        "module": "",
-        "before": before,
-        "operation": re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(),
-        "operand": f"its {zero} holds a zero" if zero else "",
-        "direction": "forward",
-        "value": "nan",
-        "first": True,
-    }
-
-
-@contextmanager
-def _named(modules: Sequence[nn.Module], name_of: Callable[[nn.Module], str], seer: _Seer) -> Iterator[None]:
-    """Tells the seer which module runs."""
-    handles: list[Any] = []
-
-    def enter(module: nn.Module, *_: Any) -> None:
-        seer.path.append(name_of(module))
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if seer.path:
-            seer.path.pop()
-        name = name_of(module)
-        for x in pytree.tree_leaves(output):
-            if isinstance(x, Tensor) and x.requires_grad and not module._modules:
-                x.register_hook(lambda g: setattr(seer, "backward", name))
-
-    for module in modules:
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
