@@ -344,7 +344,10 @@ def _object(path: Path | None) -> dict[str, Any] | None:
 
     if path is None:
         return None
-    found = parse_json(read_text(path))
+    try:
+        found = parse_json(read_text(path))
+    except UntrustedError as error:
+        raise UntrustedError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
     if not isinstance(found, dict):
         raise UntrustedError(f"{path}: needs one JSON object")
     return found

@@ -414,6 +414,9 @@ def _config(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[dict[str, A
             if a.get(key) != b.get(key):
                 name = key if section == "config" else f"{section}.{key}"
                 differences.append({"key": name, "good": a.get(key), "bad": b.get(key)})
+    commands = [" ".join(map(str, run.get("command") or ())) for run in (good, bad)]
+    if commands[0] != commands[1]:
+        differences.append({"key": "run.command", "good": commands[0], "bad": commands[1]})
     recipes = [sorted({layer.get("recipe") or "" for layer in run.get("layers") or ()}) for run in (good, bad)]
     if recipes[0] != recipes[1]:
         differences.append({"key": "layers.recipe", "good": ", ".join(recipes[0]), "bad": ", ".join(recipes[1])})

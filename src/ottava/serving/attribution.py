@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -202,7 +203,7 @@ def attribute(
             best = min(
                 (x for x in lists if float(x[3].mean()) <= lab.noise), key=lambda x: float(x[3].mean()), default=best
             )
-        if best is None or not _real(loss, best[3], lab.whole):
+        if best is None or not _real(loss, best[3], lab.whole, part=part):
             if part or float(loss.mean()) <= lab.rounding(state)[0]:
                 break
             tried, part = [*tried, *_in_part(ours, before)], True
@@ -260,9 +261,12 @@ def _first(found: Rollout) -> Rollout:
                    versions=versions)  # fmt: skip
 
 
-def _real(before: Tensor, after: Tensor, whole: float) -> bool:
-    """Whether a cause takes away enough, and more than chance does: of the roots, for one token may be half of a KL."""
-    gain = before.sqrt() - after.sqrt()
+def _real(before: Tensor, after: Tensor, whole: float, *, part: bool = False) -> bool:
+    """Whether a cause takes away enough, and more than chance does: of the roots, for one token may be half of a KL.
+
+    Tokens of which a cause says nothing do not count, unless it was chosen for those where it holds (`part`).
+    """
+    gain = (before.sqrt() - after.sqrt())[(before != after) | part]
     error = float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else math.inf
     return float(gain.mean()) > _SIGMA * error and float((before - after).mean()) > _SHARE * whole
 
@@ -613,7 +617,8 @@ def _of_checkpoint(ours: Model, theirs: Model) -> Iterator[Hypothesis]:
     """Each way in which the engine's checkpoint differs, by its rules."""
     if causes := formula_causes(ours.config, theirs.config):
         said = min(causes, key=lambda cause: cause[0] != "formula")[1]
-        yield _of_state("formula", said, lambda s: replace(s, config=_formula(ours, theirs)))
+        config = theirs.config if theirs.config.get("model_type") else ours.config
+        yield _of_state("formula", said, lambda s: replace(s, config=config))
     pairs = {n: (a, theirs.linears[n]) for n, a in ours.linears.items() if n in theirs.linears}
     pairs = {n: (a, b) for n, (a, b) in pairs.items() if a.weight.shape == b.weight.shape}
     sets: dict[str, dict[str, Side]] = {}
@@ -641,10 +646,6 @@ def _of_checkpoint(ours: Model, theirs: Model) -> Iterator[Hypothesis]:
         yield _of_state("plain", said, lambda s: replace(s, plain={**s.plain, **other}))
 
 
-def _formula(ours: Model, theirs: Model) -> Mapping[str, object]:
-    return theirs.config if theirs.config.get("model_type") else ours.config
-
-
 def _kind(name: str, other: str) -> str:
     return "router" if ROUTER.search(name) else "head" if HEAD.search(name) else other
 
@@ -658,7 +659,7 @@ def _clipped(sides: Mapping[str, Side], share: float, state: ModelState) -> Mode
 
 
 def _groups(names: Sequence[str]) -> dict[str, list[str]]:
-    """Linears that are left out together: kinds, those of one name, blocks, and the first and last block."""
+    """Linears left out together: kinds, those of one name, one expert everywhere, blocks, the first and last block."""
     found = {kind: [n for n in names if re.search(pattern, n)] for kind, pattern in _KINDS.items()}
     blocks: dict[int, list[str]] = {}
     for name in names:
@@ -666,6 +667,8 @@ def _groups(names: Sequence[str]) -> dict[str, list[str]]:
             blocks.setdefault(int(match[1]), []).append(name)
             alike = ".".join([word for word in name[match.end() :].split(".") if not word.isdigit()][-2:])
             found.setdefault(alike, []).append(name)
+            if expert := re.search(r"\.experts\.(\d+)\.", name):
+                found.setdefault(f"expert {expert[1]}", []).append(name)
     found |= {f"block {i}": some for i, some in blocks.items()}
     if len(blocks) > 2:
         found["the first and last block"] = blocks[min(blocks)] + blocks[max(blocks)]
@@ -734,10 +737,11 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
             yield _of_state("layers", f"all linears cast with {what}", partial(_given, full))
             alone = {n: _cast(side, spec, None) for n, side in body.items()}
             yield _of_state("layers", f"all weights cast with {what}, and no inputs", partial(_given, alone))
-        for cause, pattern in (("head", HEAD), ("router", ROUTER)):
-            some = {n: _cast(s, spec, inputs) for n, s in ours.linears.items() if pattern.search(n) and s.cast is None}
+        for (cause, pattern), fmt in product((("head", HEAD), ("router", ROUTER)), (E4M3, E5M2)):
+            chosen = {n: s for n, s in ours.linears.items() if pattern.search(n) and s.cast is None}
+            some = {n: _cast(s, replace(spec, format=fmt), inputs) for n, s in chosen.items()}
             if some:
-                yield _of_state(cause, f"cast with {what}", partial(_given, some))
+                yield _of_state(cause, f"cast with {what}, weights in {fmt.name}", partial(_given, some))
     if not casts:
         return
     bare = {n: Side(side.weight) for n, side in casts.items()}
@@ -758,17 +762,15 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
     for top in _TOPS:
         said = f"inputs clipped at {top:.3g}, as by one scale for all linears"
         yield _of_state("activations", said, lambda s, top=top: replace(_given(tensor, s), top=top))  # type: ignore[misc]
-    other = {
-        n: _cast(s, replace(s.cast.spec, format=E5M2), s.activations) for n, s in casts.items() if s.cast is not None
-    }
-    yield _of_state("weights", f"weights in {E5M2.name}", partial(_given, other))
-    masters = {n: _cast(s, s.cast.spec, s.activations) for n, s in casts.items() if s.cast is not None}
-    yield _of_state("weights", "codes of bf16(master)", partial(_given, masters))
+    for fmt, said in ((E5M2, f"weights in {E5M2.name}"), (None, "codes of bf16(master)")):
+        specs = {n: replace(s.cast.spec, format=fmt or s.cast.spec.format) for n, s in casts.items() if s.cast}
+        other = {n: _cast(casts[n], spec, casts[n].activations) for n, spec in specs.items()}
+        yield _of_state("weights", said, partial(_given, other))
 
 
 def _in_part(ours: Model | None, before: Sequence[tuple[str, Model]]) -> Iterator[Hypothesis]:
     """What holds from a place on, in some linears, or beyond a limit: what holds everywhere does not explain."""
-    for by in (1, -1):
+    for by in (1, -1, 2, -2):
         yield _one("shift", f"the list moved by {by:+d} from a place on", shift=by, behind=True)
     if ours is None:
         return
