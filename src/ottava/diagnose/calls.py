@@ -101,7 +101,12 @@ def parting(good: Facts, bad: Facts, *, values: bool) -> Parting | None:
     ignored = _cast_layers(good, bad)
     casting = _casting([*a.values(), *b.values()])
     for step in sorted(a.keys() & b.keys()):
-        mine, theirs = ([c for c in calls if c.module not in ignored] for calls in (a[step], b[step]))
+        inside = {c.place[:3:2] for c in (*a[step], *b[step]) if c.module in ignored}
+        mine, theirs = (
+            # a backward has no module: what the layers' own functions do there is theirs
+            [c for c in calls if c.module not in ignored and not (c.backward and c.place[:3:2] in inside)]
+            for calls in (a[step], b[step])
+        )
         found = _walk(mine, theirs, values=values and not ignored and _equal_until(good, bad, step))
         if found is not None:
             return _told(step, *found, casting)

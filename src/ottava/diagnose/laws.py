@@ -634,10 +634,11 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
         place = f"in {module}" if module else f"behind {behind}" if behind else "in the loss"
         if before and not module:
             place = f"between {behind} and {before}" if behind else f"in front of {before}"
-        said = f"The first result that is not finite is {entry.get('operation')}, {place}"
+        what, way, step = entry.get("operation"), f"{entry.get('direction')}{operand}", entry["step"]
+        said = f"The first result that is not finite is {what}, {place} ({way}), at step {step}."
         if entry.get("brought"):
-            said = f"The first operation that reads a NaN, which no layer made, is {entry.get('operation')}, {place}"
-        said = f"{said} ({entry.get('direction')}{operand}), at step {entry['step']}."
+            first = "The first operation that reads a NaN, which no layer made, is"
+            said = f"{first} {what}, {place} ({way}), at step {step}."
         return Broken(said, int(entry["step"]), (module,) if module else ())
     norm = facts.column("grad_norm")
     lost = [] if norm is None else facts.steps[LossCurve(facts.steps, norm).broken].tolist()

@@ -268,7 +268,7 @@ class _Graph:
         if not _schemas(node):
             return ""
         edges, value = self._edges(node), self.value(node)
-        read = {name: self.value(*edge) for name, edge in edges.items() if edge[0] is not None}
+        read = {name: self._moved(*edge) for name, edge in edges.items() if edge[0] is not None}
         read |= {n: x for n, x in self._kept[node].items() if isinstance(x, Tensor) and n not in _RESULTS}
         known = {n: x.detach() for n, x in read.items() if x is not None and x.is_floating_point()}
         ill = [f"{n} holds {'NaN' if _has_nan(x) else 'infinities'}" for n, x in known.items() if not _finite(x)]
@@ -277,8 +277,20 @@ class _Graph:
         strangers = [f"{n} of no layer" for n, (maker, _) in edges.items() if maker is None and n not in known]
         at = tuple((value.isnan() if wrong is _has_nan else value.isinf()).nonzero()[0].tolist())
         with suppress(RuntimeError):
-            return ", ".join([*(f"{n} = {float(x.expand(value.shape)[at]):.4g}" for n, x in known.items()), *strangers])
+            alike = {
+                n: x.view(value.shape) if x.numel() == value.numel() else x.expand(value.shape)
+                for n, x in known.items()
+            }
+            return ", ".join([*(f"{n} = {float(x[at]):.4g}" for n, x in alike.items()), *strangers])
         return ", ".join(strangers)
+
+    def _moved(self, node: Any, number: int) -> Tensor | None:
+        """The result of a node, or of that whose result it only sees in another shape."""
+        while (value := self.value(node, number)) is None and _only_moves(node) and len(node.next_functions) == 1:
+            node, number = node.next_functions[0]
+            if node is None:
+                break
+        return value
 
     def parameter(self, node: Any) -> Tensor | None:
         """The leaf that a node only moves, as the transpose of a weight does."""
@@ -334,7 +346,9 @@ def _operation_of(node: Any) -> str:
 def _only_moves(node: Any) -> bool:
     """Whether a result is a view or a copy of the operand."""
     schemas = _schemas(node)
-    return _operation_of(node) == "clone" or any(a.alias_info is not None for s in schemas for a in s.arguments)
+    return _operation_of(node) in ("clone", "unsafe_view") or any(
+        a.alias_info is not None for s in schemas for a in s.arguments
+    )
 
 
 def _saved(node: Any) -> tuple[dict[str, Any], bool]:

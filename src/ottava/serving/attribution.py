@@ -462,6 +462,7 @@ _PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
 _CLIPS = (0.7, 0.5, 0.35, 0.25, 0.12, 0.06)
 _TOPS = tuple(2.0 ** (k / 2) for k in range(8, -1, -1))
 _EXACTLY = 1e-4
+_EXPERTS = 16  # that are tried one by one
 _MOSTLY = 0.98
 _CASTS = MappingProxyType(
     {
@@ -667,7 +668,7 @@ def _groups(names: Sequence[str]) -> dict[str, list[str]]:
             blocks.setdefault(int(match[1]), []).append(name)
             alike = ".".join([word for word in name[match.end() :].split(".") if not word.isdigit()][-2:])
             found.setdefault(alike, []).append(name)
-            if expert := re.search(r"\.experts\.(\d+)\.", name):
+            if (expert := re.search(r"\.experts\.(\d+)\.", name)) and int(expert[1]) < _EXPERTS:
                 found.setdefault(f"expert {expert[1]}", []).append(name)
     found |= {f"block {i}": some for i, some in blocks.items()}
     if len(blocks) > 2:
