@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,6 +163,22 @@ def test_a_stale_copy_of_a_weight_is_named(renewed: bool, tmp_path: Path) -> Non
         assert (found[0].step, found[0].used.module) == (2, "0")
         answer = diagnose(run)
         assert (answer.findings[0].title, answer.findings[0].stage) == ("An FP8 copy of a weight is stale", "software")
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_cast_layer_s_backward_is_the_layer_s(parts: bool) -> None:
+    """In the function `amax` the recipe decides, forward and backward; in `train` the script does."""
+
+    def facts(recipe: str, line: int) -> Facts:
+        inside = ["lib.py", line, "amax", recipe, ""]
+        places = [inside, ["run.py", 30, "train", recipe, ""] if parts else inside]
+        calls = [["abs", 0, 1, [recipe], [], [], 0], ["abs", 1, 0, [recipe], [], [], 1]]
+        trace = [{"step": 1, "places": places, "modules": ["", "up"], "calls": calls}]
+        manifest = {"layers": [{"name": "up", "casts": {}, "package": "torchao", "recipe": recipe}]}
+        return SimpleNamespace(run=SimpleNamespace(trace=trace), manifest=manifest)  # type: ignore[return-value]
+
+    found = parting(facts("tensorwise", 9), facts("rowwise", 11), values=False)
+    assert (found is not None) == parts
 
 
 def test_a_rounding_is_told_from_another_number() -> None:
