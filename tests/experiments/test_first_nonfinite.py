@@ -115,6 +115,7 @@ GRAPHS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], 
     "given": (torch.neg, lambda y: y.mean() * NAN, "mul c , other holds NaN"),
     "added": (torch.neg, lambda y: y.square().mean() + NAN, "add c , self = 1, other of no layer"),
     "half": (torch.neg, lambda y: y.square().mean() / torch.tensor(0.0) * 0, "div c , self = 1, other = 0"),
+    "endless": (torch.neg, lambda y: (y * 100).exp().mean(), "exp c , self = 100"),
     "unused": (torch.neg, lambda y: F.cross_entropy(y, torch.full((4,), -100)), "nll_loss c , "),
 }
 

@@ -357,7 +357,9 @@ class Laboratory:
         if self._recorder is not None:
             self._recorder.backward(root, loss, gradient, retain)
         # to read a loss costs nothing on a CPU only; after this backward the weights are NaN and the graph is gone
-        elif self._every and not self._found_nonfinite and root.device.type == "cpu" and bool(loss.isnan().any()):
+        elif (
+            self._every and not self._found_nonfinite and root.device.type == "cpu" and not bool(loss.isfinite().all())
+        ):
             with self._safely("nonfinite"):
                 self._tell_nonfinite(self._step, nan_in_graph(root, self._name_of))
 

@@ -2,8 +2,8 @@
 
 `first_nonfinite` runs a captured step once more under a TorchDispatchMode, which sees every operation of forward and
 backward. An infinity that an operation was told to write, as a mask of attention, does not count; a NaN always does.
-`nan_in_graph` reads the graph of a loss that is NaN, whose step nobody has captured. Autograd saved part of the values
-of the graph; the others are computed again where a schema of ATen says how, from saved operands.
+`nan_in_graph` reads the graph of a loss that is not finite, whose step nobody has captured. Autograd saved part of the
+values of the graph; the others are computed again where a schema of ATen says how, from saved operands.
 """
 
 from __future__ import annotations
@@ -129,12 +129,12 @@ def _named(modules: Sequence[nn.Module], name_of: Callable[[nn.Module], str], se
 
 
 def nan_in_graph(root: Tensor, name_of: Callable[[Tensor], str]) -> dict[str, Any] | None:
-    """The operation that made the NaN of a loss, read from what autograd keeps for the backward.
+    """The operation that made the NaN or infinity of a loss, read from what autograd keeps for the backward.
 
     What a checkpoint holds is not computed again: None then, and where a parameter has brought the NaN.
 
     Args:
-        root: a loss that is NaN, before its backward.
+        root: a loss that is not finite, before its backward.
         name_of: of a parameter; "" if it has none.
     Returns:
         operation, operand, direction, value and module as of `first_nonfinite`; `behind` and `before`: the modules
@@ -144,13 +144,16 @@ def nan_in_graph(root: Tensor, name_of: Callable[[Tensor], str]) -> dict[str, An
     graph = _Graph(root)
     if graph.hidden or not graph.order:
         return None
-    node = next((node for node in graph.order if graph.brought(node) or graph.seen(node, _has_nan)), graph.order[-1])
-    if graph.parameter(node) is not None and graph.seen(node, _has_nan):
-        return None
-    node, unknown = graph.made(node, _has_nan)
-    if not unknown:  # an infinity before it may be where it began
-        begun, hazy = graph.made(node, _has_inf)
-        node = node if hazy else begun
+    node = graph.order[-1]
+    if _has_nan(root):
+        node = next((one for one in graph.order if graph.brought(one) or graph.seen(one, _has_nan)), node)
+        if graph.parameter(node) is not None and graph.seen(node, _has_nan):
+            return None
+        node, unknown = graph.made(node, _has_nan)
+        begun, hazy = graph.made(node, _has_inf)  # an infinity before it may be where it began
+        node = node if unknown or hazy else begun
+    else:  # infinities of masks are none of a loss
+        node, unknown = graph.made(node, _has_inf)
     nan = graph.seen(node, _has_nan) is not False
     may = [n for n in (node, *unknown) if not _only_moves(n)] or [node]
     return {
