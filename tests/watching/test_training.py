@@ -60,6 +60,19 @@ COUNTS = (
 """What a watch counts of a loop; a healthy one has 0 of each."""
 
 
+def test_a_weight_that_takes_another_s_place_ends_as_it_began(tmp_path: Path) -> None:
+    """The optimizer is older than the second layer, as after a resized embedding."""
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ottava.watch(net, tmp_path / "run") as watch:
+        for step in range(10):
+            if step == 3:
+                net[1] = torch.nn.Linear(8, 8)
+            net(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+    assert Run.open(watch.folder).manifest["unmoved"] == ["1.bias", "1.weight"]
+
+
 def test_a_zero_is_written_where_it_was_counted(tmp_path: Path) -> None:
     """Where no optimizer was seen, none of its mistakes was looked for, and nothing is written."""
     clean = run(tmp_path / "clean")

@@ -128,6 +128,7 @@ class TrainingTap:
         self._casting = weakref.WeakKeyDictionary()
         self._equal: list[tuple[str, str]] = []
         self._weights: dict[str, str] = {}
+        self._began: dict[str, tuple[int, str]] = {}  # id and hash, for a script may put another one in its place
         self._hashed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._reached: set[str] = set()
         self._frameworks: list[str] | None = None
@@ -493,7 +494,7 @@ class TrainingTap:
         dtypes = {"inputs": sorted(self.batches.dtypes)} if self.batches.dtypes else {}
         about: dict[str, Any] = {"weights": self._weights, "framework": self._frameworks or []}
         if final:
-            about["unmoved"] = sorted({n for n, p in self._parameters() if self._weights.get(n, "-") == hash_of(p)})
+            about["unmoved"] = sorted({n for n, p in self._parameters() if self._began.get(n) == (id(p), hash_of(p))})
         about |= {"arguments": self.batches.arguments} if self.batches.arguments else {}
         if not self._configured:  # once: a search among all objects of the process takes a tenth of a second
             self._configured = configured([root for ref, _ in self._roots if (root := ref()) is not None])
@@ -508,13 +509,14 @@ class TrainingTap:
         return all(tuple(p.shape) in shapes for group in optimizer.param_groups for p in group["params"])
 
     def _hash_weights(self) -> None:
-        """Hashes the parameters of models that are new, before an optimizer first changes them."""
+        """Hashes the parameters of models that are new, before an optimizer first changes them; new ones in looks."""
         for ref, _ in self._roots:
-            if (root := ref()) is not None and root not in self._hashed:
+            if (root := ref()) is not None and (self.looking or root not in self._hashed):
                 self._hashed.add(root)
                 for name, p in root.named_parameters():
-                    if (hash := hash_of(p)) and name not in self._weights:
-                        self._weights[name] = hash
+                    if self._began.get(name, (0, ""))[0] != id(p) and (hash := hash_of(p)):
+                        self._began[name] = id(p), hash
+                        self._weights.setdefault(name, hash)
 
     def _living(self) -> list[Optimizer]:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
