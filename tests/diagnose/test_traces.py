@@ -25,7 +25,7 @@ FAULTS = {
     "labels": "the first value that differs is made outside of the calls that were seen",
     "load": "was changed outside of the calls that were seen in this run alone",
     "random state": "the output of `dropout` in the backward, where a forward is repeated",
-    "backward": "`tensor` at test_traces.py:42",
+    "backward": "`tensor` at test_traces.py:43",
     "clip": "calls `set grad(f32[8, 8], None)`",
 }
 

@@ -562,7 +562,8 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
     if one.kind == "setting":
         values |= {k: f"{v:.6g}" for k, v in values.items() if isinstance(v, float)}
         trial = {"settings": {one.key: one.good}} if one.key in GROUP_SETTINGS[1:] else None
-        return render("good_lr" if one.key == "lr" else "good_setting", values, frameworks, trial)
+        whole = one.key == "lr" and not one.where
+        return render("good_lr" if whole else "good_setting", values, frameworks, None if one.where else trial)
     names = {"weights": "good_weights", "batch": "good_batch", "labels": "good_labels", "optimizer": "good_setting",
              "casting": "good_setting", "parameter": "optimizer" if one.key == "held" else "good_parameters",
              "arguments": "good_call", "trainer": "good_setting", "model_config": "good_setting"}  # fmt: skip

@@ -155,34 +155,51 @@ def _optimizers(good: Facts, bad: Facts) -> Iterator[Difference]:
         yield Difference("optimizer", "optimizer", *names, f"The optimizer differs: {names[0]} and {names[1]}.")
 
 
+def _same_parameters(good: Facts, bad: Facts) -> dict[tuple[str, str], list[str]]:
+    """(group in the good run, group in the bad run) -> the parameters that they hold; those of most elements first."""
+    found: dict[tuple[str, str], list[str]] = {}
+    a, b = _by_name(good), _by_name(bad)
+    for name in (n for n in b if n in a and a[n].get("held") and b[n].get("held")):
+        pair = str(a[name]["held"].get("group", "")), str(b[name]["held"].get("group", ""))
+        found.setdefault(pair, []).append(name)
+    size = {pair: sum(math.prod(b[n].get("shape") or [0]) for n in names) for pair, names in found.items()}
+    if all(one == other for one, other in found):  # numbers of groups mean the same
+        return {(n, n): [] for n in dict.fromkeys(name.partition("/")[2] for name in bad.groups)}
+    return {pair: found[pair] for pair in sorted(found, key=lambda pair: -size[pair])}
+
+
 def _groups(good: Facts, bad: Facts) -> Iterator[Difference]:
     common, mine, theirs = np.intersect1d(good.steps, bad.steps, return_indices=True)
-    said: set[str] = set()
-    for name in bad.groups:
-        if name not in good.groups or not len(common):
-            continue
-        a, b = good.groups[name][mine], bad.groups[name][theirs]
-        apart = np.flatnonzero(
-            np.isfinite(a) & np.isfinite(b) & (np.abs(a - b) > 1e-6 * np.maximum(np.abs(a), np.abs(b)))
-        )
-        kind, _, group = name.partition("/")
-        if not len(apart) or kind in said:
-            continue
-        said.add(kind)
-        i = int(apart[np.argmax(np.abs(a[apart] - b[apart]))])
-        step = int(common[apart[0]])
-        what = _SETTINGS.get(kind, f"Adam's {kind}" if kind.startswith("beta") else kind)
-        several = sum(n.startswith(f"{kind}/") for n in bad.groups) > 1
-        of = f" of group {group}" if several and group else ""
-        from_ = "" if step == common[0] else f", from step {step} on"
-        yield Difference(
-            "setting",
-            kind,
-            float(a[i]),
-            float(b[i]),
-            f"The {what}{of} differs: {a[i]:.4g} and {b[i]:.4g}{from_}.",
-            step,
-        )
+    kinds = dict.fromkeys(name.partition("/")[0] for name in bad.groups) if len(common) else {}
+    pairs = _same_parameters(good, bad)
+    for kind in kinds:
+        found: list[tuple[float, int, Difference]] = []
+        for pair, held in pairs.items():
+            names = [f"{kind}/{n}".removesuffix("/") for n in pair]
+            if names[0] not in good.groups or names[1] not in bad.groups:
+                continue
+            a, b = good.groups[names[0]][mine], bad.groups[names[1]][theirs]
+            with np.errstate(invalid="ignore"):  # infinities
+                far = np.abs(a - b) / np.maximum(np.maximum(np.abs(a), np.abs(b)), 1e-300)
+            apart = np.flatnonzero(far > 1e-6)
+            if not len(apart):
+                continue
+            i = int(apart[np.argmax(np.abs(a[apart] - b[apart]))])
+            step = int(common[apart[0]])
+            what = _SETTINGS.get(kind, f"Adam's {kind}" if kind.startswith("beta") else kind)
+            several = sum(n.startswith(f"{kind}/") for n in bad.groups) > 1
+            of = f" of {_some(held)}" if held else f" of group {pair[1]}" if several and pair[1] else ""
+            from_ = "" if step == common[0] else f", from step {step} on"
+            said = f"The {what}{of} differs: {a[i]:.4g} and {b[i]:.4g}{from_}."
+            found.append(
+                (
+                    float(far[i]),
+                    len(found),
+                    Difference("setting", kind, float(a[i]), float(b[i]), said, step, tuple(held)),
+                )
+            )
+        if found:
+            yield max(found, key=lambda one: (one[0], -one[1]))[2]
     a_groups, b_groups = (len({n.partition("/")[2] for n in f.groups if "/" in n}) for f in (good, bad))
     if a_groups and b_groups and a_groups != b_groups:
         said_groups = f"The optimizer has {a_groups} groups in the good run, {b_groups} in this."
@@ -210,7 +227,14 @@ def _program(good: Facts, bad: Facts) -> Iterator[Difference]:
 
 
 def _by_name(facts: Facts) -> dict[str, Mapping[str, Any]]:
-    return {bare(str(p["name"])): p for p in facts.parameters}
+    """Parameters by their names; those of a second model of the same class, as of a reference, say so."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for p in sorted(facts.parameters, key=lambda p: not p.get("held")):
+        name, number = bare(str(p["name"])), 1
+        while (own := name if number == 1 else f"model {number}'s {name}") in found:
+            number += 1
+        found[own] = p
+    return found
 
 
 def _parameters(good: Facts, bad: Facts) -> Iterator[Difference]:

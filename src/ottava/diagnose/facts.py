@@ -125,7 +125,7 @@ class Facts:
 
     @cached_property
     def _about(self) -> dict[str, Mapping[str, Any]]:
-        return {str(p["name"]): p for p in self.parameters}
+        return {str(p["name"]): p for p in sorted(self.parameters, key=lambda p: bool(p.get("held")))}  # a copy's: not
 
     @property
     def unmoved(self) -> set[str] | None:

@@ -637,8 +637,7 @@ def _loss_alone(facts: Facts, event: Event | None) -> Broken | None:
         what, way, step = entry.get("operation"), f"{entry.get('direction')}{operand}", entry["step"]
         said = f"The first result that is not finite is {what}, {place} ({way}), at step {step}."
         if entry.get("brought"):
-            first = "The first operation that reads a NaN, which no layer made, is"
-            said = f"{first} {what}, {place} ({way}), at step {step}."
+            said = f"The first operation that reads a NaN of no layer is {what}, {place} ({way}), at step {step}."
         return Broken(said, int(entry["step"]), (module,) if module else ())
     norm = facts.column("grad_norm")
     lost = [] if norm is None else facts.steps[LossCurve(facts.steps, norm).broken].tolist()
