@@ -29,7 +29,7 @@ from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
-    {"fp8": (135, 145), "difference": (94, 123), "law": (103, 154), "software": (2, 4)}
+    {"fp8": (156, 166), "difference": (108, 140), "law": (118, 169), "software": (2, 4)}
 )
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "D3", "D6"})
