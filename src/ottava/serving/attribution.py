@@ -763,8 +763,9 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
     for top in _TOPS:
         said = f"inputs clipped at {top:.3g}, as by one scale for all linears"
         yield _of_state("activations", said, lambda s, top=top: replace(_given(tensor, s), top=top))  # type: ignore[misc]
-    for fmt, said in ((E5M2, f"weights in {E5M2.name}"), (None, "codes of bf16(master)")):
-        specs = {n: replace(s.cast.spec, format=fmt or s.cast.spec.format) for n, s in casts.items() if s.cast}
+    for coarse, said in ((True, f"weights in {E5M2.name}"), (False, "codes of bf16(master)")):
+        specs = {n: s.cast.spec for n, s in casts.items() if s.cast is not None}
+        specs = {n: replace(spec, format=E5M2) if coarse else spec for n, spec in specs.items()}
         other = {n: _cast(casts[n], spec, casts[n].activations) for n, spec in specs.items()}
         yield _of_state("weights", said, partial(_given, other))
 
