@@ -757,7 +757,9 @@ class Advice:
         if count < _ENOUGH or not all(_readable(layer) for layer in layers):
             return
         self._asked_idle = True
-        idle = [m for m in layers if m.parameter.requires_grad and id(m.parameter) not in self._stepped and _waits(m)]
+        left = (m for m in layers if m.parameter.requires_grad and id(m.parameter) not in self._stepped)
+        # a door of theirs has staged an amax that no boundary has taken
+        idle = [m for m in left if any(d.spec is not None and bool(d.staged[0] > 0) for d in m.quantizers.doors)]
         if idle:
             names = listed((layer.name or type(layer).__name__ for layer in idle), most=3)
             warnings.warn(
@@ -766,11 +768,6 @@ class Advice:
                 "requires_grad_(False), or call ottava.ScalingState(model).update() after each step",
                 stacklevel=2,
             )
-
-
-def _waits(layer: Any) -> bool:
-    """Whether a door has staged an amax that no boundary has taken."""
-    return any(door.spec is not None and bool(door.staged[0] > 0) for door in layer.quantizers.doors)
 
 
 def _readable(module: nn.Module) -> bool:

@@ -228,16 +228,15 @@ def take(module: nn.Module, parts: Mapping[str, LayerView | Stack]) -> None:
             module.add_module(name, part)
 
 
-def _added_at_once(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """torch's linear rounds before it adds the bias if the weight is transposed; Conv1D does not."""
-    return torch.addmm(bias, input.reshape(-1, input.shape[-1]), weight.t()).view(*input.shape[:-1], len(weight))
-
-
 class TurnedLinear(Changed, Layer):
     """A linear layer whose parameter `weight` is (in, out)."""
 
     turned = True
-    plain = staticmethod(_added_at_once)
+
+    @staticmethod
+    def plain(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]  # it has a bias
+        """torch's linear rounds before it adds the bias if the weight is transposed; Conv1D does not."""
+        return torch.addmm(bias, input.reshape(-1, input.shape[-1]), weight.t()).view(*input.shape[:-1], len(weight))
 
     @property
     def in_features(self) -> int:  # type: ignore[override]  # of a Layer they are attributes

@@ -119,7 +119,11 @@ class Demo:
 
     def __init__(self, folder: DemoFolder) -> None:
         self.folder = folder
-        self.runs = [Run(recipe, seed, self._trainer(recipe, seed)) for recipe, seed in folder.settings.runs()]
+        made = folder.settings.config
+        self.runs = [
+            Run(recipe, seed, Trainer(made(recipe, seed), folder.run(recipe, seed), resume=folder.resumed))
+            for recipe, seed in folder.settings.runs()
+        ]
 
     @property
     def done(self) -> bool:
@@ -171,11 +175,6 @@ class Demo:
         self.folder.write("loss.svg", render_picture(result))
         self.folder.write("summary.json", to_json(result.to_dict(), indent=1) + "\n")
         self.folder.mark(finished=True)
-
-    def _trainer(self, recipe: str, seed: int) -> Trainer:
-        return Trainer(
-            self.folder.settings.config(recipe, seed), self.folder.run(recipe, seed), resume=self.folder.resumed
-        )
 
     def _seconds_left(self) -> float | None:
         times = [run.seconds_left for run in self.runs]

@@ -282,7 +282,8 @@ class Trainer:
                     self._train_step(start + 1)
                     if _due(self.config.parallel.verify_every, self.step, 0):
                         self.ranks.compare(self.model)
-                records = [*(r for r in records if r.step <= start), *self._records_since(start)]
+                since = self.history[-(self.step - start + 1) :]
+                records = [*(r for r in records if r.step <= start), *(r for r in since if r.step > start)]
                 if not self.diverged and _due(self.config.checkpoint.every, self.step, self.config.steps):
                     self._random = _random_states(self.device)
                     try:
@@ -493,9 +494,6 @@ class Trainer:
     def _keep_record(self, record: StepRecord) -> None:
         self.history.append(record)
         self.folder.append(record)
-
-    def _records_since(self, step: int) -> list[StepRecord]:
-        return [record for record in self.history[-(self.step - step + 1) :] if record.step > step]
 
     def _fill_records(self, step: int) -> None:
         """Adds a record without a loss for each batch that the guard skipped."""

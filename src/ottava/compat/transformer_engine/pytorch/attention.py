@@ -497,13 +497,10 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         self.layer_number = layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
         norm_heads("MultiheadAttention", (self,), qk_norm_type, qk_norm_eps, **made)
-        with extras.initial():
-            self.starts(partial(started, self, init_method, output_layer_init_method))
-        self.uses_their_keys(*attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))
-        self.names_layers(others.get("name"))
         self.out.returns_bias = self.returns_bias = return_bias
-        self.share(shards)
-        self.gives(extras)
+        start = partial(started, self, init_method, output_layer_init_method)
+        keys = attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved)
+        self.finish(extras, shards, others.get("name"), start, *keys)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self,

@@ -245,12 +245,8 @@ class Linear(Sharded, ours.Linear):
             out_features = shards.of("out_features", out_features)
         super().__init__(in_features, out_features, bias, device_for(device), params_dtype, recipe="bf16")
         self.returns_bias = return_bias
-        self.uses_their_keys({}, {"": ("",)})
-        self.names_layers(others.get("name"))
-        with extras.initial():
-            self.starts(partial(started, self, init_method))
-        self.share(shards, parallel_mode)
-        self.gives(extras)
+        start = partial(started, self, init_method)
+        self.finish(extras, shards, others.get("name"), start, {}, {"": ("",)}, mode=parallel_mode)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
@@ -319,12 +315,8 @@ class LayerNormLinear(Sharded, ours.NormLinear):
             return_norm_output=return_layernorm_output,
         )
         self.returns_bias = return_bias
-        with extras.initial():
-            self.starts(partial(started, self, init_method))
-        self.uses_their_keys({"norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias"}, {"": ("",)})
-        self.names_layers(others.get("name"))
-        self.share(shards)
-        self.gives(extras)
+        start, keys = partial(started, self, init_method), {f"norm.{n}": f"layer_norm_{n}" for n in ("weight", "bias")}
+        self.finish(extras, shards, others.get("name"), start, keys, {"": ("",)})
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
@@ -395,12 +387,8 @@ class LayerNormMLP(Sharded, ours.NormMLP):
             dtype=params_dtype,
         )
         self.fc2.returns_bias = self.returns_bias = return_bias
-        with extras.initial():
-            self.starts(partial(started, self, init_method, output_layer_init_method))
-        self.uses_their_keys(mlp_keys(), {"": ("fc1", "fc2")})
-        self.names_layers(others.get("name"))
-        self.share(shards)
-        self.gives(extras)
+        start = partial(started, self, init_method, output_layer_init_method)
+        self.finish(extras, shards, others.get("name"), start, mlp_keys(), {"": ("fc1", "fc2")})
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """(..., hidden_size) -> (..., hidden_size); with return_bias, a tuple with the bias, which is not added."""

@@ -136,12 +136,9 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         self.rotary_pos_interleaved, self.layer_number = rotary_pos_interleaved, layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
         norm_heads(where, (self.attention, self.cross), qk_norm_type, qk_norm_eps, **made)
-        with extras.initial():
-            self.starts(partial(started, self, init_method, output_layer_init_method))
-        self.uses_their_keys(*self._their_names(fuse_qkv_params, qkv_weight_interleaved))
-        self.names_layers(others.get("name"))
-        self.share(shards)
-        self.gives(extras)
+        start = partial(started, self, init_method, output_layer_init_method)
+        keys = self._their_names(fuse_qkv_params, qkv_weight_interleaved)
+        self.finish(extras, shards, others.get("name"), start, *keys)
 
     def _their_names(
         self, fused: bool, interleaved: bool
