@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known, unknown_name
 from ottava.engine.autocast import AMBIENT
 from ottava.kernels.gate import no_autocast
 from ottava.nn.grouped import Permutation, permute, sort_by_expert, unpermute
@@ -187,8 +187,7 @@ def moe_unpermute(
     if merging_probs is not None and probs is not None:
         raise ValueError("moe_unpermute: got merging_probs and probs, two names of one argument; give merging_probs")
     merging_probs = probs if merging_probs is None else merging_probs
-    if map_type not in ("mask", "index"):
-        raise ValueError(f"moe_unpermute: {unknown_name('map_type', map_type, ['mask', 'index'])}")
+    need_known("moe_unpermute", "map_type", map_type, ("mask", "index"))
     if map_type == "index":
         row_id_map = row_id_map.view(-1, 1 if merging_probs is None else merging_probs.shape[1])
     plan = _plan(row_id_map)
@@ -223,8 +222,7 @@ def moe_sort_chunks_by_index_with_probs(
 
 def _experts_of(where: str, inp: Tensor, routing_map: Tensor, map_type: str) -> Tensor:
     """(tokens, choices): the experts of each token; the number of choices stands for none in a mask."""
-    if map_type not in ("mask", "index"):
-        raise ValueError(f"{where}: {unknown_name('map_type', map_type, ['mask', 'index'])}")
+    need_known(where, "map_type", map_type, ("mask", "index"))
     if map_type == "index" and routing_map.dim() == 1:
         routing_map = routing_map[:, None]
     if inp.dim() != 2 or routing_map.dim() != 2 or len(inp) != len(routing_map):
@@ -374,8 +372,7 @@ def _scores(flat: Tensor, score_function: str, *, pre_softmax: bool) -> Tensor:
         "sigmoid": torch.sigmoid,
         "sqrtsoftplus": lambda z: torch.nn.functional.softplus(z).sqrt(),
     }
-    if score_function not in known:
-        raise ValueError(f"router: {unknown_name('score_function', score_function, known)}")
+    need_known("router", "score_function", score_function, known)
     scores: Tensor = known[score_function](flat.float())
     return scores
 

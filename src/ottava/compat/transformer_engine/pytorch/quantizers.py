@@ -455,13 +455,12 @@ class NVFP4Quantizer(Quantizer):
 
     def specs(self, tensor: str = "") -> Cells:
         """As `Quantizer.specs`: the transform is for columns only, as in TransformerEngine."""
-        rules = {arithmetic: rule for rule, arithmetic in TE_FOUR_OVER_SIX.items()}
         row = QuantizationSpec(
             _format("NVFP4Quantizer", self.dtype),
             Granularity(16, 16) if self.with_2d_quantization else BLOCK_1X16,
             "e4m3",
             rounding="stochastic" if self.stochastic_rounding else "nearest_even",
-            block_scale=rules[float(self.nvfp4_e4m3_max), self.nvfp4_4over6_err_mode]
+            block_scale=recipe.FOUR_OVER_SIX[float(self.nvfp4_e4m3_max), self.nvfp4_4over6_err_mode]
             if self.nvfp4_use_4over6
             else "amax",
         )
