@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ottava.train.config import TrainConfig
 
 SCHEMA_VERSION = 2
-_SEVERITIES = ("critical", "warning", "never")
 
 
 def diagnose(
@@ -62,7 +61,10 @@ def diagnose(
     from ottava.diagnose.remedies import FRAMEWORKS
     from ottava.record.reader import Run
 
-    for option, value, choices in (("--fail-on", fail_on, _SEVERITIES), ("--for", framework, FRAMEWORKS)):
+    for option, value, choices in (
+        ("--fail-on", fail_on, ("critical", "warning", "never")),
+        ("--for", framework, FRAMEWORKS),
+    ):
         need_known("", f"value of {option}", value, (None, *choices))
     good, say = None if baseline is None else Run.open(baseline), Language(language)
     bad = Run.open(run)

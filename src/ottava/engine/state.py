@@ -51,7 +51,7 @@ from ottava.engine.quantizer import Notes, Quantizer, WeightQuantizer, stage
 from ottava.kernels.triton import step as triton_step
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import TENSORS, Recipe
-from ottava.weights.parameter import QuantizedWeight, is_quantized_weight, local
+from ottava.weights.parameter import is_quantized_weight, local
 
 _UNREAD_BOUNDARIES = 8
 _JOIN = "delayed scaling: DistributedDataParallel.join does not go with"
@@ -573,20 +573,17 @@ def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
         need_plain(wrapper, model)
     for state in states:
         state.wrapped(wrapper)
-    _send_codes(wrapper, [p for p in model.parameters() if is_quantized_weight(p)])
-    if not states and isinstance(wrapper, DistributedDataParallel):
-        agree(wrapper.process_group, (), ())
+    if isinstance(wrapper, DistributedDataParallel):
+        with (
+            torch.no_grad()
+        ):  # all ranks get the codes of the first; DDP later sends their numbers, which changes nothing
+            for weight in (p for p in model.parameters() if is_quantized_weight(p)):
+                # codes, not numbers: sent numbers would be cast again, and a second rounding is another weight
+                dist.broadcast(weight.detach(), group_src=0, group=wrapper.process_group)  # type: ignore[arg-type]
+                weight.sent = True
+        if not states:
+            agree(wrapper.process_group, (), ())
     take_part_in_join(wrapper, _shadow)
-
-
-def _send_codes(wrapper: nn.Module, weights: list[QuantizedWeight]) -> None:
-    """Gives all ranks the codes of the first. DistributedDataParallel later sends the numbers of these codes, which
-    changes nothing."""
-    with torch.no_grad():
-        for weight in weights if isinstance(wrapper, DistributedDataParallel) else ():
-            # codes, not numbers: sent numbers would be cast again, and a second rounding is another weight
-            dist.broadcast(weight.detach(), group_src=0, group=wrapper.process_group)  # type: ignore[arg-type]
-            weight.sent = True
 
 
 def _shadow(wrapper: nn.Module) -> None:

@@ -280,7 +280,6 @@ class StackedExperts(Changed, ViewOwner):
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_DECLARED = ("is_transposed", "has_bias", "has_gate")
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -305,7 +304,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _up_of(module: nn.Module) -> str | None:
     """The name of the stack in front of the activation, if a class declares how it multiplies (transformers 5's
     `use_experts_implementation`); None if it declares nothing or computes more."""
-    if not all(isinstance(vars(module).get(name), bool) for name in _DECLARED):
+    if not all(isinstance(vars(module).get(name), bool) for name in ("is_transposed", "has_bias", "has_gate")):
         return None
     attributes = vars(module)
     if attributes.get("has_post_expert_norm") or attributes.get("_is_expert_parallel"):

@@ -65,7 +65,6 @@ from ottava.train.run_folder import RunFolder, StepRecord
 from ottava.watching.session import Watch, watch
 from ottava.weights.checkpoint import poisoned
 
-RECEIPT_VERSION = 1
 _CALIBRATION_BATCHES = 16  # a whole window of the registered recipes
 _log = logging.getLogger(__name__)
 
@@ -489,7 +488,7 @@ class Trainer:
         """The receipt of this process; with several processes also those of all of them, whose layers may differ."""
         values = receipt(self.model).to_dict()
         ranks = {} if self.ranks.size == 1 else {"ranks": self.ranks.tell(values)}
-        return {"schema_version": RECEIPT_VERSION, **values, **ranks}
+        return {"schema_version": 1, **values, **ranks}
 
     def _keep_record(self, record: StepRecord) -> None:
         self.history.append(record)

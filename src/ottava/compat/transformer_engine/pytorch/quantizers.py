@@ -320,14 +320,13 @@ class Float8CurrentScalingQuantizer(Quantizer):
         fp8_dtype: Any,
         device: torch.device | str | None = None,
         *,
-        rowwise: bool = True,
-        columnwise: bool = True,
         with_amax_reduction: bool = False,
         amax_reduction_group: dist.ProcessGroup | None = None,
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
+        **usage: bool,
     ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        super().__init__(**usage)
         self.dtype, self.force_pow_2_scales, self.amax_epsilon = DType.cast(fp8_dtype), force_pow_2_scales, amax_epsilon
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
 
@@ -355,13 +354,12 @@ class Float8BlockQuantizer(Quantizer):
         self,
         fp8_dtype: Any,
         *,
-        rowwise: bool = True,
-        columnwise: bool = True,
         amax_epsilon: float = 0.0,
         force_pow_2_scales: bool = True,
         block_scaling_dim: int = 2,
+        **usage: bool,
     ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        super().__init__(**usage)
         _no_floor("Float8BlockQuantizer", amax_epsilon)
         if block_scaling_dim not in (1, 2):
             raise ValueError(f"Float8BlockQuantizer: got block_scaling_dim={block_scaling_dim!r}; needs 1 or 2")
