@@ -196,6 +196,7 @@ def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 RESULTS = ("report.html", "loss.svg", "summary.json")
 DEFAULT_RECIPES = ("tensorwise", "blockwise")
+DEFAULT_STEPS = 240
 DEFAULT_FOLDER = Path("runs/demo")
 
 _EVALUATIONS = 10
@@ -216,7 +217,7 @@ class DemoSettings(Section):
 
     recipes: tuple[str, ...] = DEFAULT_RECIPES
     """FP8 recipes, each trained with seed 0."""
-    steps: int = 240
+    steps: int = DEFAULT_STEPS
     seeds: int = 3
     """BF16 runs, with seeds 0, 1, ...: their spread is the noise."""
     data: str | None = None
