@@ -9,7 +9,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime
 from functools import partial
@@ -401,9 +401,13 @@ def _written(module: str, write: str, table: pa.Table) -> bytes:
     return buffer.getvalue()
 
 
-_FORMS = MappingProxyType(
-    {"text": _as_text, "csv": partial(_written, "csv", "write_csv"), "json": _as_json}
-    | {"parquet": partial(_written, "parquet", "write_table")}
+_FORMS: Mapping[str, Callable[[pa.Table], bytes]] = MappingProxyType(
+    {
+        "text": _as_text,
+        "csv": partial(_written, "csv", "write_csv"),
+        "json": _as_json,
+        "parquet": partial(_written, "parquet", "write_table"),
+    }
 )
 
 

@@ -574,12 +574,11 @@ def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
     for state in states:
         state.wrapped(wrapper)
     if isinstance(wrapper, DistributedDataParallel):
-        with (
-            torch.no_grad()
-        ):  # all ranks get the codes of the first; DDP later sends their numbers, which changes nothing
+        with torch.no_grad():
+            # all ranks get the codes of the first; DDP later sends their numbers, which changes nothing
             for weight in (p for p in model.parameters() if is_quantized_weight(p)):
                 # codes, not numbers: sent numbers would be cast again, and a second rounding is another weight
-                dist.broadcast(weight.detach(), group_src=0, group=wrapper.process_group)  # type: ignore[arg-type]
+                dist.broadcast(weight.detach(), group_src=0, group=wrapper.process_group)
                 weight.sent = True
         if not states:
             agree(wrapper.process_group, (), ())

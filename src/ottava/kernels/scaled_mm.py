@@ -16,7 +16,7 @@ Source: torch aten/src/ATen/native/cuda/ScaledBlas.cpp (shapes and strides of sc
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +141,8 @@ def gemm(
     own_bias = bias if blocks else None
     if bias is not None and not blocks and ready.b.shape[1] != bias.shape[0]:
         bias = nn.functional.pad(bias, (0, ready.b.shape[1] - bias.shape[0]))
+    # how the scales lie, where torch does not guess it from their shape
+    swizzle: dict[str, Any] = {f"swizzle_{side}": SwizzleType.SWIZZLE_32_4_4 for side in "ab"} if _is_mx(a) else {}
     y = nn.functional.scaled_mm(
         ready.a,
         ready.b,
@@ -151,8 +153,7 @@ def gemm(
         bias=None if blocks else bias,
         output_dtype=torch.float32 if own_bias is not None else out_dtype,
         use_fast_accum=fast_accum and not blocks and not _is_mx(a),
-        # how the scales lie, where torch does not guess it from their shape
-        **({f"swizzle_{side}": SwizzleType.SWIZZLE_32_4_4 for side in "ab"} if _is_mx(a) else {}),
+        **swizzle,
     )
     # the rows and columns of the padding are zeros, or the bias
     y = y[: a.shape[0], : b.shape[0]]

@@ -212,9 +212,12 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         parts: list[Tensor | None] = []
         for turned in (False, True):
             codes = self._held(turned)
-            parts += [codes.data.view(torch.uint8), codes.scale_inv] if isinstance(codes, Codes) else [codes, None]
-            one = isinstance(codes, Codes)
-            self._put(turned, replace(codes, data=codes.data[:0], scale_inv=codes.scale_inv[:0]) if one else None)
+            if isinstance(codes, Codes):
+                parts += [codes.data.view(torch.uint8), codes.scale_inv]
+                self._put(turned, replace(codes, data=codes.data[:0], scale_inv=codes.scale_inv[:0]))
+            else:
+                parts += [codes, None]
+                self._put(turned, None)
         return parts, self
 
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -421,7 +424,7 @@ def _zeros(x: QuantizedTensor, shape: Sequence[int], kwargs: Any) -> QuantizedTe
     matrix, quantizer = plain.reshape(-1, plain.shape[-1] if shape else 1), copy.copy(x._quantizer)
     halves: list[Any] = []
     for turned, half in enumerate(held):
-        own = matrix.t().contiguous() if turned else matrix
+        own: Any = matrix.t().contiguous() if turned else matrix
         if isinstance(half, Codes):
             own = replace(quantize(own, half.spec), amax=torch.zeros(1, device=own.device))
         halves.append(None if half is None else own)
