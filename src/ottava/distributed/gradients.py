@@ -78,7 +78,15 @@ def each_gradient_hook(
     Returns:
         The mean, in the bucket's memory and dtype. It sends what torch's own sum does, in one call for each parameter.
 
-    Example: as of `fp8_gradient_hook`.
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
+        >>> ddp.register_comm_hook(None, each_gradient_hook)
+        >>> ddp(torch.tensor([[1.0, 2.0, 3.0, 4.0]])).sum().backward()
+        >>> ddp.module.weight.grad
+        tensor([[1., 2., 3., 4.]])
+        >>> dist.destroy_process_group()
     """
     size = dist.get_world_size(group)
     parts = [gradient.div_(size) for gradient in bucket.gradients()]
