@@ -31,7 +31,7 @@ ALLOWED = {
         "compat/transformer_engine/pytorch/execution.py",
         "runpy.run_path",
     ): "code in feature_dirs, which the script names",
-    ("prove/reproduce.py", "runpy.run_path"): "the reproducer that it has written a moment ago",
+    ("prove/prover.py", "runpy.run_path"): "the reproducer that it has written a moment ago",
     ("serving/executed.py", "from_pretrained"): "from a folder, as below",
     ("serving/answers.py", "from_pretrained"): "from a folder, with local_files_only and without remote code",
     ("compat/on_cpu.py", "torch.load"): "wraps the user's own call",

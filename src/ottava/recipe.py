@@ -655,7 +655,6 @@ def _with_history(recipe: Recipe, history: Mapping[str, Any]) -> Recipe:
 # --- which layers a recipe does not reach, by their names ---
 
 HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
-_ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
 _SMALLEST = 32
 
 
@@ -674,7 +673,7 @@ def default_filter(name: str, layer: nn.Linear) -> str | None:
         return "output head: sensitive, and its input feeds the loss directly"
     if any(part.startswith("lora_") for part in parts):
         return "LoRA adapter: small, and all that is being trained"
-    if parts[-1] in _ROUTERS:
+    if parts[-1] in ("router", "gate", "gating", "shared_expert_gate"):
         return "router: a rounding error changes which expert runs"
     smallest = min(layer.in_features, layer.out_features)
     if smallest < _SMALLEST:

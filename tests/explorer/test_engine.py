@@ -21,7 +21,7 @@ from torch import Tensor
 
 import ottava
 from explorer import twin
-from ottava.explorer.page import cell, tables
+from ottava.explorer import cell, tables
 from ottava.numerics.formats import E2M1, E4M3, E5M2, FORMATS, FP32, Format
 from ottava.numerics.rounding import Rounding, decode, draw_seed, encode, random_bits
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_SCALES, PER_TENSOR, ScaleFormat

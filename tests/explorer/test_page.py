@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import command
-from ottava.explorer.page import explorer_page, tables
+from ottava.explorer import explorer_page, tables
 from ottava.numerics.formats import E4M3, FORMATS
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import RECIPES

@@ -14,10 +14,10 @@ from torch import Tensor
 from ottava.kernels import reference
 from ottava.numerics import rounding
 from ottava.numerics.formats import FORMATS, get_format
-from ottava.prove import adapter, codes, hypotheses, judge, matrix, places
+from ottava.prove import adapter, codes, hypotheses, judge, matrix
 from ottava.prove.adapters import KINDS, KernelAdapter
 from ottava.prove.certificate import KernelCertificate, certify
-from ottava.prove.explain import Failure, explain
+from ottava.prove.explain import Failure, Part, explain, part_of
 from ottava.prove.page import page
 from ottava.prove.ready import load, ready
 from planted_faults import planted
@@ -160,8 +160,8 @@ def test_a_fault_without_a_name_is_placed() -> None:
 def test_a_scale_without_dimensions_has_no_rows_to_name() -> None:
     """Nothing tells two cases apart: no place, and no traceback."""
     yes, no, case = torch.tensor(True), torch.tensor(False), matrix.KernelCase("", {"x": torch.ones(4, 4)})
-    parts = [places.Part(case, {}, "scale_inv", *masks) for masks in ((yes, no), (no, yes))]
-    assert places.part_of("cast", parts) == ""
+    parts = [Part(case, {}, "scale_inv", *masks) for masks in ((yes, no), (no, yes))]
+    assert part_of("cast", parts) == ""
 
 
 def test_no_layer_is_without_features() -> None:

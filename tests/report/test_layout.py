@@ -20,7 +20,7 @@ from torch import nn
 from demo_samples import made_demo, made_run, usual_runs
 from lab_samples import study
 from ottava.base.language import Language
-from ottava.explorer.page import explorer_page
+from ottava.explorer import explorer_page
 from ottava.lab.page import lab_page
 from ottava.numerics.formats import get_format
 from ottava.prove import check

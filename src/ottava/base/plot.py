@@ -23,7 +23,6 @@ BITS = MappingProxyType({4: "#f2a65a", 8: "#7fb2e5", 16: "#d9d9d9"})
 """The face of a recipe's cell by the bits of its format; its text is black."""
 _SPANS = MappingProxyType({"%": (0.0, 5.0), "dB": (0.0, 40.0)})
 """Unit -> what its colours span at least, so that a difference of nothing does not look like damage."""
-_MISSING = "#80808033"
 
 
 def figure(width: float, height: float, rows: Sequence[float] = (1.0,)) -> tuple[Any, Any]:
@@ -108,7 +107,7 @@ def map_of(
 def _behind(edges: Sequence[float], rows: int) -> Any:
     from matplotlib.patches import Rectangle
 
-    return Rectangle((edges[0], 0), edges[-1] - edges[0], rows, facecolor=_MISSING, edgecolor="none", zorder=-1)
+    return Rectangle((edges[0], 0), edges[-1] - edges[0], rows, facecolor="#80808033", edgecolor="none", zorder=-1)
 
 
 def edges_of(steps: Sequence[float]) -> list[float]:

@@ -340,14 +340,8 @@ def _microxcaling(model: nn.Module, run: Run) -> nn.Module:
     """E4M3 in blocks of 32 for all operands of all GEMMs, without microxcaling's elementwise BF16 rounding in front."""
     importlib.import_module("mx.mx_ops")  # other packages have the name mx, too
     mx: Any = importlib.import_module("mx")
-    settings = {
-        "scale_bits": 8,
-        "w_elem_format": "fp8_e4m3",
-        "a_elem_format": "fp8_e4m3",
-        "block_size": 32,
-        "bfloat": 0,
-    }
-    specs = mx.finalize_mx_specs({**settings, "custom_cuda": False})
+    formats = {"w_elem_format": "fp8_e4m3", "a_elem_format": "fp8_e4m3"}
+    specs = mx.finalize_mx_specs({**formats, "scale_bits": 8, "block_size": 32, "bfloat": 0, "custom_cuda": False})
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             layer = mx.Linear(module.in_features, module.out_features, module.bias is not None, mx_specs=specs)

@@ -32,7 +32,6 @@ _MARKS = MappingProxyType(
     {"inside": ("ok", "green"), "better": ("ok", "green"), "worse": ("bad", "red"), "diverged": ("bad", "red")}
 )
 _GAP = 2
-_SCHEMA_VERSION = 1
 SpeaksOption = Annotated[
     Literal["en", "zh"],
     typer.Option("--lang", envvar="OTTAVA_LANG", metavar="NAME", help="Language of the sentences: en or zh."),
@@ -42,7 +41,7 @@ SpeaksOption = Annotated[
 
 def answer(as_json: bool, values: Mapping[str, Any], text: object) -> None:
     """Prints the result of a command: one JSON object with a schema version, or its text."""
-    typer.echo(to_json({"schema_version": _SCHEMA_VERSION, **values}) if as_json else str(text))
+    typer.echo(to_json({"schema_version": 1, **values}) if as_json else str(text))
 
 
 def print_table(

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ottava.train.config import TrainConfig
 
 SCHEMA_VERSION = 2
-_SEVERITIES = ("critical", "warning", "never")
 
 
 def diagnose(
@@ -56,15 +55,17 @@ def diagnose(
 
     Exit code 1 if a finding is at least as severe as --fail-on.
     """
-    from ottava.base.errors import unknown_name
+    from ottava.base.errors import need_known
     from ottava.base.language import Language
     from ottava.diagnose.diagnose import diagnose as explain
     from ottava.diagnose.remedies import FRAMEWORKS
     from ottava.record.reader import Run
 
-    for option, value, choices in (("--fail-on", fail_on, _SEVERITIES), ("--for", framework, FRAMEWORKS)):
-        if value is not None and value not in choices:
-            raise ValueError(unknown_name(f"value of {option}", value, choices))
+    for option, value, choices in (
+        ("--fail-on", fail_on, ("critical", "warning", "never")),
+        ("--for", framework, FRAMEWORKS),
+    ):
+        need_known("", f"value of {option}", value, (None, *choices))
     good, say = None if baseline is None else Run.open(baseline), Language(language)
     bad = Run.open(run)
     if not len(bad.steps["step"]) and not len(bad.table(phase=None)):

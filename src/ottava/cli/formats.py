@@ -314,7 +314,7 @@ def explorer(
     """
     import typer
 
-    from ottava.explorer.page import explorer_page
+    from ottava.explorer import explorer_page
 
     write_file(out, explorer_page().encode())
     size = out.stat().st_size

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -388,31 +391,24 @@ def _as_text(table: pa.Table) -> bytes:
     return "\n".join([*columns(head, *rows), ""]).encode()
 
 
-def _as_csv(table: pa.Table) -> bytes:
-    from pyarrow import csv
-
-    return _written(csv.write_csv, table)
-
-
 def _as_json(table: pa.Table) -> bytes:
     return (to_json({"schema_version": 1, "rows": table.to_pylist()}, indent=None) + "\n").encode()
 
 
-def _as_parquet(table: pa.Table) -> bytes:
-    from pyarrow import parquet
-
-    return _written(parquet.write_table, table)
-
-
-def _written(write: Callable[[pa.Table, Any], None], table: pa.Table) -> bytes:
-    import io
-
+def _written(module: str, write: str, table: pa.Table) -> bytes:
     buffer = io.BytesIO()
-    write(table, buffer)
+    getattr(importlib.import_module(f"pyarrow.{module}"), write)(table, buffer)
     return buffer.getvalue()
 
 
-_FORMS = MappingProxyType({"text": _as_text, "csv": _as_csv, "json": _as_json, "parquet": _as_parquet})
+_FORMS: Mapping[str, Callable[[pa.Table], bytes]] = MappingProxyType(
+    {
+        "text": _as_text,
+        "csv": partial(_written, "csv", "write_csv"),
+        "json": _as_json,
+        "parquet": partial(_written, "parquet", "write_table"),
+    }
+)
 
 
 def live(

@@ -31,7 +31,6 @@ from ottava.weights.checkpoint import SCALE_SUFFIX, infer_spec
 from ottava.weights.parameter import adopt_scales
 
 _KINDS = Tensor | StandIn | io.BytesIO
-_NESTED = ("model", "state_dict", "module", "model_state_dict")
 _E4M3 = 7
 """TransformerEngine's number of the format (transformer_engine.h)."""
 _STATE = "_extra_state"
@@ -85,7 +84,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 def _inner(tree: Any) -> Any:
     """The state dict in a training checkpoint."""
-    for key in _NESTED:
+    for key in ("model", "state_dict", "module", "model_state_dict"):
         if isinstance(tree, Mapping) and isinstance(tree.get(key), Mapping):
             return tree[key]
     return tree

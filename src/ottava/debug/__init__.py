@@ -6,20 +6,26 @@ from typing import TYPE_CHECKING, Any
 from ottava.base import first_use
 
 if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
-    from ottava.diagnose.compare import compare
-    from ottava.diagnose.diagnose import diagnose
-    from ottava.diagnose.history import replay
-    from ottava.diagnose.what_if import predict
-    from ottava.experiments.bisect import bisect
-    from ottava.interop.contents import read_scaling_state
-    from ottava.measure.observer import Observation, Slots, observe
-    from ottava.measure.statistics import STATISTICS, Statistic
-    from ottava.record.amaxes import read_series
-    from ottava.record.dumps import read_dump, save_batch
-    from ottava.record.reader import Run
-    from ottava.remedy.fallback import Fallback, by_fork, by_gradient
-    from ottava.remedy.guard import SpikeGuard
-    from ottava.watching.config import WatchConfig
+    from ottava.diagnose.compare import compare as compare
+    from ottava.diagnose.diagnose import diagnose as diagnose
+    from ottava.diagnose.history import replay as replay
+    from ottava.diagnose.what_if import predict as predict
+    from ottava.experiments.bisect import bisect as bisect
+    from ottava.interop.contents import read_scaling_state as read_scaling_state
+    from ottava.measure.observer import Observation as Observation
+    from ottava.measure.observer import Slots as Slots
+    from ottava.measure.observer import observe as observe
+    from ottava.measure.statistics import STATISTICS as STATISTICS
+    from ottava.measure.statistics import Statistic as Statistic
+    from ottava.record.amaxes import read_series as read_series
+    from ottava.record.dumps import read_dump as read_dump
+    from ottava.record.dumps import save_batch as save_batch
+    from ottava.record.reader import Run as Run
+    from ottava.remedy.fallback import Fallback as Fallback
+    from ottava.remedy.fallback import by_fork as by_fork
+    from ottava.remedy.fallback import by_gradient as by_gradient
+    from ottava.remedy.guard import SpikeGuard as SpikeGuard
+    from ottava.watching.config import WatchConfig as WatchConfig
 
 _HOMES = MappingProxyType(
     {
@@ -40,28 +46,7 @@ _HOMES = MappingProxyType(
     }
 )
 
-__all__ = [
-    "STATISTICS",
-    "Fallback",
-    "Observation",
-    "Run",
-    "Slots",
-    "SpikeGuard",
-    "Statistic",
-    "WatchConfig",
-    "bisect",
-    "by_fork",
-    "by_gradient",
-    "compare",
-    "diagnose",
-    "observe",
-    "predict",
-    "read_dump",
-    "read_scaling_state",
-    "read_series",
-    "replay",
-    "save_batch",
-]
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:

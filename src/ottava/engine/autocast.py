@@ -184,22 +184,12 @@ def _under(recipe: Recipe, accumulator: Accumulator | None) -> Recipe:
 class Autocast(AbstractContextManager[None]):
     """The result of `autocast`: a context, and a decorator of functions. Code may enter it again."""
 
-    def __init__(
-        self,
-        recipe: Recipe | None,
-        *,
-        enabled: bool,
-        calibrating: bool,
-        update: Update,
-        group: ProcessGroup | None,
-        accumulator: Accumulator | None = None,
-        batch_invariant: bool | None = None,
-    ) -> None:
-        self._settings = (recipe, enabled, calibrating, update, group, accumulator, batch_invariant)
+    def __init__(self, entering: Callable[[], AbstractContextManager[None]]) -> None:
+        self._entering = entering
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        context = _entering(*self._settings)
+        context = self._entering()
         context.__enter__()
         self._entered.append(context)
 
@@ -225,7 +215,7 @@ class Autocast(AbstractContextManager[None]):
 
         @functools.wraps(function)
         def under(*args: P.args, **kwargs: P.kwargs) -> R:
-            with _entering(*self._settings):
+            with self._entering():
                 return function(*args, **kwargs)
 
         return under
@@ -291,15 +281,8 @@ def autocast(
             "autocast: batch_invariant=True holds for ottava's GEMMs; needs enabled=True, calibrating=False"
         )
     profile = None if accumulator is None else get_accumulator(accumulator)
-    return Autocast(
-        None if recipe is None else get_recipe(recipe),
-        enabled=enabled,
-        calibrating=calibrating,
-        update=update,
-        group=group,
-        accumulator=profile,
-        batch_invariant=batch_invariant,
-    )
+    asked = None if recipe is None else get_recipe(recipe)
+    return Autocast(functools.partial(_entering, asked, enabled, calibrating, update, group, profile, batch_invariant))
 
 
 @contextmanager
@@ -309,8 +292,8 @@ def _entering(
     calibrating: bool,
     update: Update,
     group: ProcessGroup | None,
-    accumulator: Accumulator | None = None,
-    batch_invariant: bool | None = None,
+    accumulator: Accumulator | None,
+    batch_invariant: bool | None,
 ) -> Iterator[None]:
     """One entering of an `autocast`."""
     # not `ambient()`: entering an autocast inside of another is not what a layer does, and must not be heard

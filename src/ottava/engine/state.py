@@ -51,7 +51,7 @@ from ottava.engine.quantizer import Notes, Quantizer, WeightQuantizer, stage
 from ottava.kernels.triton import step as triton_step
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.recipe import TENSORS, Recipe
-from ottava.weights.parameter import QuantizedWeight, is_quantized_weight, local
+from ottava.weights.parameter import is_quantized_weight, local
 
 _UNREAD_BOUNDARIES = 8
 _JOIN = "delayed scaling: DistributedDataParallel.join does not go with"
@@ -573,20 +573,16 @@ def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
         need_plain(wrapper, model)
     for state in states:
         state.wrapped(wrapper)
-    _send_codes(wrapper, [p for p in model.parameters() if is_quantized_weight(p)])
-    if not states and isinstance(wrapper, DistributedDataParallel):
-        agree(wrapper.process_group, (), ())
+    if isinstance(wrapper, DistributedDataParallel):
+        with torch.no_grad():
+            # all ranks get the codes of the first; DDP later sends their numbers, which changes nothing
+            for weight in (p for p in model.parameters() if is_quantized_weight(p)):
+                # codes, not numbers: sent numbers would be cast again, and a second rounding is another weight
+                dist.broadcast(weight.detach(), group_src=0, group=wrapper.process_group)
+                weight.sent = True
+        if not states:
+            agree(wrapper.process_group, (), ())
     take_part_in_join(wrapper, _shadow)
-
-
-def _send_codes(wrapper: nn.Module, weights: list[QuantizedWeight]) -> None:
-    """Gives all ranks the codes of the first. DistributedDataParallel later sends the numbers of these codes, which
-    changes nothing."""
-    with torch.no_grad():
-        for weight in weights if isinstance(wrapper, DistributedDataParallel) else ():
-            # codes, not numbers: sent numbers would be cast again, and a second rounding is another weight
-            dist.broadcast(weight.detach(), group_src=0, group=wrapper.process_group)  # type: ignore[arg-type]
-            weight.sent = True
 
 
 def _shadow(wrapper: nn.Module) -> None:
@@ -757,7 +753,9 @@ class Advice:
         if count < _ENOUGH or not all(_readable(layer) for layer in layers):
             return
         self._asked_idle = True
-        idle = [m for m in layers if m.parameter.requires_grad and id(m.parameter) not in self._stepped and _waits(m)]
+        left = (m for m in layers if m.parameter.requires_grad and id(m.parameter) not in self._stepped)
+        # a door of theirs has staged an amax that no boundary has taken
+        idle = [m for m in left if any(d.spec is not None and bool(d.staged[0] > 0) for d in m.quantizers.doors)]
         if idle:
             names = listed((layer.name or type(layer).__name__ for layer in idle), most=3)
             warnings.warn(
@@ -766,11 +764,6 @@ class Advice:
                 "requires_grad_(False), or call ottava.ScalingState(model).update() after each step",
                 stacklevel=2,
             )
-
-
-def _waits(layer: Any) -> bool:
-    """Whether a door has staged an amax that no boundary has taken."""
-    return any(door.spec is not None and bool(door.staged[0] > 0) for door in layer.quantizers.doors)
 
 
 def _readable(module: nn.Module) -> bool:

@@ -141,6 +141,8 @@ def gemm(
     own_bias = bias if blocks else None
     if bias is not None and not blocks and ready.b.shape[1] != bias.shape[0]:
         bias = nn.functional.pad(bias, (0, ready.b.shape[1] - bias.shape[0]))
+    # how the scales lie, where torch does not guess it from their shape
+    swizzle: dict[str, Any] = {f"swizzle_{side}": SwizzleType.SWIZZLE_32_4_4 for side in "ab"} if _is_mx(a) else {}
     y = nn.functional.scaled_mm(
         ready.a,
         ready.b,
@@ -151,7 +153,7 @@ def gemm(
         bias=None if blocks else bias,
         output_dtype=torch.float32 if own_bias is not None else out_dtype,
         use_fast_accum=fast_accum and not blocks and not _is_mx(a),
-        **_swizzle(a),
+        **swizzle,
     )
     # the rows and columns of the padding are zeros, or the bias
     y = y[: a.shape[0], : b.shape[0]]
@@ -199,11 +201,6 @@ def _has_blocks(x_q: QuantizedTensor) -> bool:
 
 def _is_mx(x_q: QuantizedTensor) -> bool:
     return x_q.spec.granularity == BLOCK_1X32 and x_q.spec.scale_format in ("e8m0", "e8m0_floor")
-
-
-def _swizzle(a: QuantizedTensor) -> dict[str, Any]:
-    """How the scales lie, where torch does not guess it from their shape."""
-    return {f"swizzle_{side}": SwizzleType.SWIZZLE_32_4_4 for side in "ab"} if _is_mx(a) else {}
 
 
 def swizzled(scale_inv: Tensor) -> Tensor:

@@ -140,10 +140,6 @@ def percentile(histogram: Bins, share: float, *, width: float = 1.0, first: floa
     return _where(total > 0, first + width * (index + part))
 
 
-def _dead_channels(t: Tally) -> Number:
-    return 100 * ratio(t.n_dead, np.asarray(t.channel_sqnr).sum(-1) + t.n_dead)
-
-
 def _row_sqnr(share: float) -> Callable[[Tally], Number]:
     return lambda t: percentile(t.row_sqnr, share, width=ROW_SQNR_DB)
 
@@ -224,7 +220,7 @@ _ENTRIES = (
         "%",
         "columns of the cast matrix whose energy is at most 2^-80 of the largest column's",
         "high",
-        _dead_channels,
+        lambda t: 100 * ratio(t.n_dead, np.asarray(t.channel_sqnr).sum(-1) + t.n_dead),
     ),
     Statistic(
         "sqnr_db",

@@ -377,7 +377,11 @@ class DotProductAttention(nn.Module):
         if score_mod is not None:
             y = self._run_modified(q, k, v, mask, scale, score_mod, plain=fp8 is None and not invariant)
         elif invariant:
-            y = self._run_invariant(q, k, v, mask, scale, fp8)
+            asked = {"dropout": self.dropout and self.training, "a sink": self.sink is not None, "FP8": fp8 is not None}
+            if what := [name for name, on in asked.items() if on]:
+                raise ValueError(f"DotProductAttention: batch invariant attention knows no {' and no '.join(what)}")
+            self._note(q, k, BACKEND, "bits of a query depend on its keys alone")
+            y = invariant_attention(q, k, v, mask, scale)
         else:
             y = self._run(q, k, v, mask, causal, scale) if fp8 is None else self._run_fp8(q, k, v, mask, scale, fp8)
         if query_lengths is not None:
@@ -460,15 +464,6 @@ class DotProductAttention(nn.Module):
             found.append(scores.amax() if scores.numel() else scores.new_full((), -torch.inf))
         now = torch.stack(found)
         self.last_max_logit = now if self.last_max_logit is None else now.maximum(self.last_max_logit)
-
-    def _run_invariant(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fp8: AttentionRecipe | None
-    ) -> Tensor:
-        refused = {"dropout": self.dropout and self.training, "a sink": self.sink is not None, "FP8": fp8 is not None}
-        if what := [name for name, asked in refused.items() if asked]:
-            raise ValueError(f"DotProductAttention: batch invariant attention knows no {' and no '.join(what)}")
-        self._note(q, k, BACKEND, "bits of a query depend on its keys alone")
-        return invariant_attention(q, k, v, mask, scale)
 
     def _choice(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, **more: Any) -> int:
         """The kernel that torch will run: torch asks the same function."""

@@ -228,16 +228,15 @@ def take(module: nn.Module, parts: Mapping[str, LayerView | Stack]) -> None:
             module.add_module(name, part)
 
 
-def _added_at_once(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """torch's linear rounds before it adds the bias if the weight is transposed; Conv1D does not."""
-    return torch.addmm(bias, input.reshape(-1, input.shape[-1]), weight.t()).view(*input.shape[:-1], len(weight))
-
-
 class TurnedLinear(Changed, Layer):
     """A linear layer whose parameter `weight` is (in, out)."""
 
     turned = True
-    plain = staticmethod(_added_at_once)
+
+    @staticmethod
+    def plain(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """torch's linear rounds before it adds the bias if the weight is transposed; Conv1D does not."""
+        return torch.addmm(bias, input.reshape(-1, input.shape[-1]), weight.t()).view(*input.shape[:-1], len(weight))
 
     @property
     def in_features(self) -> int:  # type: ignore[override]  # of a Layer they are attributes
@@ -281,7 +280,6 @@ class StackedExperts(Changed, ViewOwner):
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_DECLARED = ("is_transposed", "has_bias", "has_gate")
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -306,7 +304,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _up_of(module: nn.Module) -> str | None:
     """The name of the stack in front of the activation, if a class declares how it multiplies (transformers 5's
     `use_experts_implementation`); None if it declares nothing or computes more."""
-    if not all(isinstance(vars(module).get(name), bool) for name in _DECLARED):
+    if not all(isinstance(vars(module).get(name), bool) for name in ("is_transposed", "has_bias", "has_gate")):
         return None
     attributes = vars(module)
     if attributes.get("has_post_expert_norm") or attributes.get("_is_expert_parallel"):

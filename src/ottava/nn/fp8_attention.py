@@ -107,7 +107,7 @@ def softmax(scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> tuple[T
 
 
 class _FP8Attention(torch.autograd.Function):
-    """Attention on FP8 operands, emulated on every device: plain torch on codes, with hardware's roundings.
+    """Attention with one scale for each tensor; arguments of `fp8_attention`.
 
         S  = softmax(Q K.T * scale + mask)      Q, K and V are cast with one scale; S is cast for the next GEMM
         O  = S V                                cast, as FP8 kernels give it
@@ -115,11 +115,6 @@ class _FP8Attention(torch.autograd.Function):
 
     The last two GEMMs read the cast of dS, which the field calls dP; dQ, dK and dV share one scale. It holds all scores
     in memory: it shows the effect of FP8 on a model's numbers, and saves nothing.
-
-    Args:
-        q, k, v: (B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv); the result is (B, H, Sq, Dv), in q's dtype.
-        mask: bool or float, broadcasts to (B, H, Sq, Sk); it gets no gradient.
-        sink: (H,), logits in the denominator.
     """
 
     @staticmethod

@@ -356,7 +356,14 @@ def grouped_linear(
     if travels:
         remark = "; ".join(filter(None, (remark, f"rows came from other ranks {'as codes' if shared else 'uncast'}")))
     if shared is not None:
-        return _run_together(groups[0], busy, shared, input, weight, bias, plan, remark)
+        calls = []
+        for group in busy:
+            call = group.part.begin_call(input.new_empty(0).expand(group.end - group.start, 0), AMBIENT.get())
+            call.remark, call.cast_specs = remark, (shared.fprop.lhs,)
+            calls.append(call)
+        lead = calls[0] if calls else Call(groups[0].quantizers, shared)  # the rows of this rank may all go to others
+        input = ready_input(groups[0], input, weight, bias, lead)
+        return applied(_Together, busy, lead, calls, torch.is_grad_enabled(), plan, input, weight, bias)  # type: ignore[no-any-return]
     if plan is not None:
         input = permute(input, plan)
     weights = torch.unbind(weight)  # one gradient for the whole stack
@@ -419,26 +426,6 @@ def _together(parts: Iterable[LayerView], cast_once: bool, needs_dw: bool, trave
     if one_by_one or row.scale_format == "e4m3":  # two levels: one of them belongs to the tensor
         return None, ""
     return recipe, "x.T made from the codes of x" if needs_dw else ""
-
-
-def _run_together(
-    first: LayerView,
-    busy: list[_Group],
-    recipe: Recipe,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: Permutation | None,
-    remark: str,
-) -> Tensor:
-    calls = []
-    for group in busy:
-        call = group.part.begin_call(input.new_empty(0).expand(group.end - group.start, 0), AMBIENT.get())
-        call.remark, call.cast_specs = remark, (recipe.fprop.lhs,)
-        calls.append(call)
-    lead = calls[0] if calls else Call(first.quantizers, recipe)  # the rows of this rank may all go to others
-    input = ready_input(first, input, weight, bias, lead)
-    return applied(_Together, busy, lead, calls, torch.is_grad_enabled(), plan, input, weight, bias)  # type: ignore[no-any-return]
 
 
 class _Together(torch.autograd.Function):

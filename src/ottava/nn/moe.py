@@ -44,6 +44,16 @@ class Routing(NamedTuple):
     """fp32 (tokens, experts)."""
 
 
+def choose_experts(scores: Tensor, top_k: int, groups: int, top_groups: int, best: int = 2) -> Tensor:
+    """int64 (tokens, top_k), from the top_groups of the groups of experts by the sum of a group's best scores."""
+    if groups > 1:
+        grouped = scores.view(len(scores), groups, -1)
+        sums = grouped.topk(min(best, grouped.shape[2]), dim=-1).values.sum(-1)
+        used = torch.zeros_like(sums).scatter_(1, sums.topk(top_groups, dim=-1).indices, 1.0)
+        scores = grouped.masked_fill(used[..., None] == 0, -torch.inf).flatten(1)
+    return scores.topk(top_k, dim=-1).indices
+
+
 class Router(nn.Module):
     """Sends each token to `top_k` of `num_experts` experts.
 
@@ -134,7 +144,8 @@ class Router(nn.Module):
             scores = logits.sigmoid() if self.score == "sigmoid" else logits
             if self.score == "softmax":
                 scores = logits.softmax(dim=-1)
-            index = self._choose(scores.detach())
+            biased = scores.detach() if self.bias is None else scores.detach() + self.bias
+            index = choose_experts(biased, self.top_k, self.num_groups, self.top_groups)
             probs = scores.gather(1, index)
             if self.score == "softmax_of_top_k":
                 probs = probs.softmax(dim=-1)
@@ -144,16 +155,6 @@ class Router(nn.Module):
                 probs = probs * self.scaling
             probs = self._balance(logits, scores, index, probs)
         return Routing(probs, index, logits)
-
-    def _choose(self, scores: Tensor) -> Tensor:
-        if self.bias is not None:
-            scores = scores + self.bias
-        if self.num_groups > 1:
-            grouped = scores.view(len(scores), self.num_groups, -1)
-            best = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)
-            used = torch.zeros_like(best).scatter_(1, best.topk(self.top_groups, dim=-1).indices, 1.0)
-            scores = grouped.masked_fill(used[..., None] == 0, -torch.inf).flatten(1)
-        return scores.topk(self.top_k, dim=-1).indices
 
     def _balance(self, logits: Tensor, scores: Tensor, index: Tensor, probs: Tensor) -> Tensor:
         """Counts the choices, and attaches the gradients of the losses to the probabilities."""

@@ -149,10 +149,7 @@ class QuantizationSpec(RefusesUnknownFields):
             )
         if self.block_scale == "amax":
             return
-        if self.block_scale not in BLOCK_SCALES:
-            raise ValueError(
-                f"QuantizationSpec: {unknown_name('block_scale', self.block_scale, ('amax', *BLOCK_SCALES))}"
-            )
+        need_known("QuantizationSpec", "block_scale", self.block_scale, ("amax", *BLOCK_SCALES))
         if self.format != E2M1 or self.scale_format != "e4m3" or self.margin:
             raise ValueError(
                 f"QuantizationSpec: block_scale {self.block_scale!r} is for E2M1 with scale_format 'e4m3' and margin "

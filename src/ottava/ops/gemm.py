@@ -272,7 +272,15 @@ def plan_gemm(
         if accumulator is not None:
             if accumulator.emulated:
                 # its own table: a device that has the accumulator is not asked
-                return _plan_accumulated(a, b, out_dtype, bias, accumulator, backend)
+                emulates, why_not = choose_accumulating(a, b, out_dtype, accumulator, backend)
+                summed = emulates.plan_accumulate(a, b, out_dtype, bias, accumulator)
+
+                def emulate(a: Any, b: Any, bias: Tensor | None, c: Tensor | None = None) -> Tensor:
+                    with no_autocast(a.device):
+                        return summed(a, b, bias, c)
+
+                record = _record(a, b, emulates.NAME, emulates.NATIVE, "", why_not, out_dtype, accumulator)
+                return GemmPlan(emulate, record, (a.spec, b.spec, accumulator))
             backend = backend or (None if a.device.type == "cpu" else reference.NAME)  # tensor cores do not sum in fp32
         chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
         kernel, pads = chosen.kernel, getattr(chosen.kernel, "padding", None)
@@ -299,25 +307,6 @@ def plan_gemm(
 
     record = _record(a, b, f"{dense.NAME} {dtype_name(x.dtype)}", False, "", refusals, out_dtype)
     return GemmPlan(run, record, specs)
-
-
-def _plan_accumulated(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    accumulator: Accumulator,
-    backend: str | None,
-) -> GemmPlan:
-    kernel, refusals = choose_accumulating(a, b, out_dtype, accumulator, backend)
-    multiply = kernel.plan_accumulate(a, b, out_dtype, bias, accumulator)
-
-    def run(a: Any, b: Any, bias: Tensor | None, c: Tensor | None = None) -> Tensor:
-        with no_autocast(a.device):
-            return multiply(a, b, bias, c)
-
-    record = _record(a, b, kernel.NAME, kernel.NATIVE, "", refusals, out_dtype, accumulator)
-    return GemmPlan(run, record, (a.spec, b.spec, accumulator))
 
 
 def explain(

@@ -68,8 +68,10 @@ def align(a: StepRecording, b: StepRecording) -> Aligned:
     theirs = [one.by_key() for one in (b.ranks or [b])]
     _at_the_step(mine, theirs)
     known = dict.fromkeys(key for one in theirs for key in one)
-    only_a = [k for k in mine if k not in known and k.kind != "recomputed" and not _optional(k)]
-    only_b = [k for k in known if k not in mine and k.kind != "recomputed" and not _optional(k)]
+    optional = ("recomputed", "clipped gradient", "buffer")
+    only_a, only_b = (
+        [k for k in one if k not in other and k.kind not in optional] for one, other in ((mine, known), (known, mine))
+    )
     common = [k for k in mine if k in known]
     if len(common) * 10 < min(len(mine), len(known)) or not common:
         raise UnlikeError(_unlike(a, b, mine, known))
@@ -128,10 +130,6 @@ def _other_sum(a: Sequence[TensorSeen], b: Sequence[TensorSeen], paths: set[str]
     known = [[e.beside for e in one if e.beside is not None] for one in (a, b)]
     mine, theirs = (paths & {path for beside in one for path in beside} for one in known)
     return all(known) and mine != theirs
-
-
-def _optional(key: Key) -> bool:
-    return key.kind in ("clipped gradient", "buffer")
 
 
 def _joined(a: StepRecording) -> dict[Key, list[TensorSeen]]:

@@ -7,21 +7,324 @@ knobs. If none does, the adapter is called again with clean memory, with contigu
 result right is the reason. Else the answer says what the wrong numbers are, and where they lie.
 """
 
+# mypy: disable-error-code="misc"
+# (a lambda with a default has no type that mypy infers)
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ottava.prove.codes import Allowed
+from ottava.prove.codes import Allowed, in_bad_tile
 from ottava.prove.hypotheses import Asked, Fault, all_hypotheses
 from ottava.prove.judge import expect
 from ottava.prove.matrix import KernelCase
-from ottava.prove.places import Part, copied, part_of, relation
+
+_SIZES = (2, 4, 8, 16, 32, 64, 128)
+
+
+class Part(NamedTuple):
+    """One result of one case, and two kinds of its numbers."""
+
+    case: KernelCase
+    got: Any
+    """All results."""
+    name: str
+    given: Tensor
+    """Numbers of which a sentence must be true."""
+    others: Tensor
+    """Numbers of which it must not be."""
+    allowed: Allowed | None = None
+
+    @property
+    def right(self) -> Tensor:
+        """Numbers that are allowed; 0.5 everywhere if nothing says which are."""
+        return self.allowed.right if self.allowed is not None else torch.full(self.given.shape, 0.5)
+
+
+Where = Callable[[Part], Tensor | bool]
+
+
+def part_of(kind: str, parts: Sequence[Part]) -> str:
+    """A sentence that is true of all given numbers, and of none of the others; "" if none is known.
+
+    Example:
+        >>> given = torch.arange(40)[:, None].expand(40, 5) >= 32
+        >>> part_of("cast", [Part(KernelCase("", {"x": torch.ones(40, 5)}), {}, "data", given, ~given)])
+        'in rows beyond the last whole 32'
+    """
+    if not any(bool(part.others.any()) for part in parts):
+        return "everywhere"
+    for text, where in _sentences(kind, parts):
+        for part in parts:
+            holds = where(part)
+            inside = holds if isinstance(holds, Tensor) else torch.tensor(holds).expand(part.given.shape)
+            if bool((part.given & ~inside).any()) or bool((part.others & inside).any()):
+                break
+        else:
+            return text
+    return _tail(parts) or _sizes_of(kind, parts)
+
+
+def _tail(parts: Sequence[Part]) -> str:
+    """The row or column from which on all numbers are given ones, and none before."""
+    for dim, word in ((0, "row"), (1, "column")):
+        firsts, free = set(), 0
+        for part in (part for part in parts if part.given.numel()):
+            given = part.given.reshape(-1, part.given.shape[-1] if part.given.dim() > 1 else part.given.numel())
+            lines = given.all(1 - dim)
+            if not bool(given.any()):
+                free = max(free, given.shape[dim])
+                continue
+            first, mixed = len(lines) - int(lines.sum()), given.any(1 - dim) != lines
+            firsts.add(first if bool(lines[first:].all()) and not bool(mixed.any()) else -1)
+        if len(firsts) == 1 and min(firsts) >= free:  # a case without such numbers ends before that line
+            return f"from {word} {firsts.pop()} on"
+    return ""
+
+
+def _sentences(kind: str, parts: Sequence[Part]) -> Iterator[tuple[str, Where]]:
+    names = tuple(dict.fromkeys(part.name for part in parts if bool(part.given.any())))
+    yield f"in {' and '.join(names)}", lambda part: part.name in names
+    end = f" of {names[0]}" if names and len({part.name for part in parts}) > 1 else ""
+    for text, where in _of_one(kind) if names else ():
+        yield text + end, lambda part, where=where: where(part) if part.name == names[0] else False
+    if len(names) > 1:
+        yield from _of_one(kind)
+
+
+def _of_one(kind: str) -> Iterator[tuple[str, Where]]:
+    yield from _of_cases(kind)
+    yield from _of_values(kind)
+    for size in reversed(_SIZES):
+        yield (
+            f"behind the last whole {size} elements",
+            lambda part, n=size: torch.arange(part.given.numel()).view(part.given.shape) >= part.given.numel() // n * n,
+        )
+    for dim, word in ((0, "row"), (1, "column")):
+
+        def on(chosen: Callable[[Tensor, int], Tensor], dim: int = dim) -> Where:
+            return lambda part: chosen(*_lines(part, kind, dim))
+
+        yield f"in the last {word}", on(lambda i, n: i == n - 1)
+        yield f"in the first {word}", on(lambda i, n: i == 0)
+        yield f"in all {word}s but the first", on(lambda i, n: i > 0)
+        for size in reversed(_SIZES):
+            yield f"in {word}s beyond the last whole {size}", on(lambda i, n, size=size: i >= n // size * size)
+        for size in _SIZES[3:]:
+            yield f"from {word} {size} on", on(lambda i, n, size=size: i >= size)
+            yield f"before {word} {size}", on(lambda i, n, size=size: i < size)
+        for every, rest in ((n, rest) for n in _SIZES[:5] for rest in range(n)):
+            text = f"in {word}s {rest}, {rest + every}, {rest + 2 * every} and so on"
+            yield text, on(lambda i, n, every=every, rest=rest: i % every == rest)
+    if kind == "grouped":
+        yield from _of_groups()
+    for size in _SIZES[1:] if kind in ("gemm", "grouped", "cast", "attention") else ():
+        yield f"in rows of a tile of {size} that holds NaN", lambda part, size=size: _beside_nan(part, size)
+
+
+def _lines(part: Part, kind: str, dim: int) -> tuple[Tensor, int]:
+    """The number of the row or column of each number, and their count."""
+    shape = part.given.shape or torch.Size((1,))
+    rows = math.prod(shape[:-1]) if kind in ("encode", "decode", "linear") else (1, *shape)[-2]
+    index = torch.arange((rows, shape[-1])[dim]).view((1, -1) if dim else (-1, 1)).expand(rows, shape[-1])
+    same = index.numel() == part.given.numel()
+    return (index.reshape if same else index.expand)(part.given.shape), (rows, shape[-1])[dim]
+
+
+def _beside_nan(part: Part, size: int) -> Tensor:
+    x = next(iter(part.case.inputs.values()))
+    near = in_bad_tile(x.float().isnan().reshape(-1, x.shape[-1]).any(1), size)
+    return near.reshape(-1, 1).expand(part.given.shape) if part.given.dim() == 2 else near.new_tensor(False)
+
+
+def _of_groups() -> Iterator[tuple[str, Where]]:
+    def rows(chosen: Callable[..., Tensor]) -> Where:
+        """Of each row: its place in its group, the size of the group, whether an empty group lies before it."""
+
+        def where(part: Part) -> Tensor:
+            told, empty = [], 0
+            for start, stop in pairwise([0, *part.case.inputs["ends"].tolist()]):
+                told += [(place, stop - start, empty) for place in range(stop - start)]
+                empty |= start == stop
+            told += [(-1, 0, 0)] * (part.given.shape[0] - len(told))
+            return chosen(*torch.tensor(told).view(-1, 3).t()[:, :, None]).expand(part.given.shape)
+
+        return where
+
+    def in_last(part: Part) -> Tensor:
+        begins = int(part.case.inputs["ends"][-2:-1].sum())
+        return (torch.arange(part.given.shape[0]) >= begins)[:, None].expand(part.given.shape)
+
+    yield "behind an empty group", rows(lambda i, n, behind: behind > 0)
+    yield "in the last group", in_last
+    yield "in the last row of a group", rows(lambda i, n, behind: i == n - 1)
+    yield "in the first row of a group", rows(lambda i, n, behind: i == 0)
+    odd = "in the last row of a group with an odd number of rows"
+    yield odd, rows(lambda i, n, behind: (i == n - 1) & (n % 2 == 1))
+    for size in reversed(_SIZES):
+        text = f"in rows of a group beyond its last whole {size}"
+        yield text, rows(lambda i, n, behind, size=size: i >= n // size * size)
+
+
+def _of_cases(kind: str) -> Iterator[tuple[str, Where]]:
+    """What is true of whole cases: of a dtype, of strides, of sizes."""
+
+    def first(part: Part) -> Tensor:
+        x: Tensor = next(iter(part.case.inputs.values()))
+        return x
+
+    for dtype, word in ((torch.bfloat16, "BF16"), (torch.float32, "FP32"), (torch.float8_e5m2, "E5M2"), (torch.float8_e4m3fn, "E4M3")):  # fmt: skip  # noqa: E501
+        yield f"for operands in {word}", lambda part, dtype=dtype: first(part).dtype == dtype
+    yield (
+        "for operands that are not contiguous",
+        lambda part: not all(x.is_contiguous() for x in part.case.inputs.values() if isinstance(x, Tensor)),
+    )
+    yield "for operands of three dimensions", lambda part: first(part).dim() > 2
+    yield "where all of x is zero", lambda part: not bool(first(part).float().any())
+    yield "for a second call in the same memory", lambda part: part.case.before is not None
+    for (name, one), (other, two) in combinations(_sizes(kind), 2):
+        yield f"where {name} equals {other}", lambda p, f=one, g=two: f(p) == g(p)
+        yield f"where {name} is not {other}", lambda p, f=one, g=two: f(p) != g(p)
+    for name, size_of in _sizes(kind):
+        for size in _SIZES:
+            yield f"where {name} is no multiple of {size}", lambda p, f=size_of, n=size: (f(p) or n) % n != 0
+            yield f"where {name} is at most {size}", lambda p, f=size_of, n=size: (f(p) or n + 1) <= n
+            yield f"where {name} is more than {size}", lambda p, f=size_of, n=size: (f(p) or 0) > n
+
+
+def _sizes(kind: str) -> tuple[tuple[str, Callable[[Part], int]], ...]:
+    def of(name: str, dim: int) -> Callable[[Part], int]:
+        return lambda part: int(part.case.inputs[name].shape[dim]) if part.case.inputs[name].dim() >= abs(dim) else 0
+
+    return {
+        "gemm": (("K", of("a", 1)), ("M", of("a", 0)), ("N", of("b", 0))),
+        "grouped": (("K", of("a", 1)), ("N", of("b", 1))),
+        "cast": (("M", of("x", 0)), ("K", of("x", 1))),
+        "linear": (("K", of("weight", 1)), ("N", of("weight", 0)), ("M", lambda p: p.case.inputs["x"][..., 0].numel())),
+        "attention": (("S", of("q", 2)), ("D", of("q", 3)), ("the number of heads", of("q", 1)), ("B", of("q", 0))),
+        "optimizer": (("the number of elements", lambda p: p.case.inputs["parameter"].numel()),),
+    }.get(kind, ())
+
+
+def _of_values(kind: str) -> Iterator[tuple[str, Where]]:
+    """What is true of a number by its right value, or by the input that it is made of."""
+    key = {"encode": "x", "cast": "x", "optimizer": "grad"}.get(kind)
+
+    def made_of(part: Part) -> Tensor:
+        assert key is not None
+        x: Tensor = part.case.inputs[key].double()
+        return x if x.shape == part.given.shape else x.new_full(part.given.shape, 0.5)
+
+    if key is not None:
+        yield "where it is zero", lambda part: made_of(part) == 0
+        yield "for infinity", lambda part: made_of(part).isinf()
+        yield "for NaN", lambda part: made_of(part).isnan()
+        yield "for NaN with the sign bit", lambda part: made_of(part).isnan() & made_of(part).signbit()
+        yield "for -0", lambda part: (made_of(part) == 0) & made_of(part).signbit()
+        yield "for negative numbers", lambda part: made_of(part) < 0
+        yield "for positive numbers", lambda part: made_of(part) > 0
+        yield "for FP32's subnormal numbers", lambda part: (made_of(part) != 0) & (made_of(part).abs() < 2.0**-126)
+
+    def whole_power(x: Tensor) -> Tensor:
+        return torch.frexp(x.nan_to_num(0.3))[0].abs() == 0.5
+
+    yield "where NaN is right", lambda part: part.right.isnan()
+    yield "where NaN or infinity is right", lambda part: ~part.right.isfinite()
+    if kind == "encode":
+        text = "where it rounds up to a power of two"
+        yield text, lambda part: whole_power(part.right) & (made_of(part).abs() < part.right.abs())
+    else:
+        yield "where a number with a fraction is right", lambda part: part.right % 1 != 0
+    yield "where zero is right", lambda part: part.right == 0
+    yield "where -0 is right", lambda part: (part.right == 0) & part.right.signbit()
+    yield "where infinity is right", lambda part: part.right.isinf()
+    yield "where a negative number is right", lambda part: part.right < 0
+    yield "where a power of two is right", lambda part: whole_power(part.right)
+    for name, smallest in (("E4M3", 2.0**-6), ("E5M2", 2.0**-14), ("E2M1", 1.0), ("E4M3FNUZ", 2.0**-7)):
+        text = f"normal number of {name} is right"
+        yield f"where a sub{text}", lambda part, s=smallest: (part.right != 0) & (part.right.abs() < s)
+        yield f"where a {text}", lambda part, s=smallest: part.right.abs() >= s
+
+
+def _sizes_of(kind: str, parts: Sequence[Part]) -> str:
+    """The magnitudes of the given numbers, if no other number has one of them."""
+    key = {"encode": "x", "decode": ""}.get(kind)
+    if key is None:
+        return ""
+    inside, outside = [], []
+    for part in parts:
+        x = part.case.inputs["x"].double() if key else None if part.allowed is None else part.allowed.right
+        if x is None or x.shape != part.given.shape:
+            return ""
+        inside.append(x[part.given].abs())
+        outside.append(x[part.others].abs())
+    held, rest = torch.cat(inside), torch.cat(outside)
+    held, rest = held[held.isfinite()], rest[rest.isfinite()]
+    if not len(held):
+        return ""
+    low, high = held.min(), held.max()
+    return "" if bool(((rest >= low) & (rest <= high)).any()) else f"for magnitudes from {low:g} to {high:g}"
+
+
+def relation(parts: Sequence[Part]) -> tuple[str, str]:
+    """What the given numbers are: (a name, a sentence)."""
+    pairs = [
+        (part.got[part.name][part.given], part.allowed.right[part.given]) for part in parts if part.allowed is not None
+    ]
+    got, right = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
+    if not bool(right.isfinite().any()):
+        shown = ", ".join(f"{float(value):g}" for value in got.unique()[:3]) + (" ..." if len(got.unique()) > 3 else "")
+        return "NaN hidden", f"holds {shown} where {'NaN' if bool(right.isnan().all()) else 'NaN or infinity'} belongs"
+    if bool(got.isnan().all()):
+        return "NaN", "holds NaN where numbers belong: it was not written, or NaN has spread"
+    if bool((got == 0).all()):
+        return "zeros", "is zero where other numbers belong"
+    if len(got) > 1 and bool((got == got[0]).all()):
+        return "one number", f"is {float(got[0]):g} wherever it is wrong"
+    if bool((got == -right).all()):
+        return "negated", "has the wrong sign"
+    ratio = got / torch.where(right == 0, math.nan, right)
+    usual = ratio[ratio.isfinite() & (ratio != 0)]
+    if len(usual) * 2 > len(got) and float(usual.max() - usual.min()) <= 0.02 * abs(float(usual.median())):
+        return "a factor", f"is {float(usual.median()):.4g} times what it should be"
+    if len(usual) * 2 > len(got) and bool((torch.frexp(usual)[0].abs() == 0.5).all()):
+        shown = ", ".join(f"{float(x):g}" for x in usual.unique()[:4])
+        return "powers of two", f"is off by factors that are powers of two: {shown}"
+    off = float(((got - right).abs() / right.abs().clamp(min=1e-300)).nan_to_num(math.inf, math.inf).median())
+    said = f"wrong by {off:.2g} of its size or more" if math.isfinite(off) else "infinite or NaN"
+    return "not explained", f"is {said} in half of the wrong places, and no hypothesis gives it"
+
+
+def copied(parts: Sequence[Part]) -> tuple[str, str] | None:
+    """Rows that hold what other rows should: (a name, a sentence)."""
+    offsets: list[set[int]] = []
+    for part in parts:
+        if part.allowed is None or part.given.dim() < 2 or part.given.shape[-1] < 2:
+            continue
+        width = part.given.shape[-1]
+        got, low, high = (x.reshape(-1, width) for x in (part.got[part.name], part.allowed.low, part.allowed.high))
+        wrong = part.given.reshape(-1, width).any(1).nonzero().flatten()[:64]
+        if len(got) > 512 or not len(wrong):
+            continue
+        varied = (low[:, :1] != low).any(1)
+        for row in wrong.tolist():
+            same = ((got[row] >= low) & (got[row] <= high)).all(1) & varied
+            same[row] = False
+            offsets.append({int(j) - row for j in same.nonzero().flatten()})
+    if len(offsets) < 2 or not all(offsets):
+        return None
+    common = set.intersection(*offsets)
+    if not common:
+        return "rows of others", "holds in each wrong row what another row should hold"
+    by = min(common, key=abs)
+    return "rows moved", f"holds in each wrong row what belongs {abs(by)} {'behind' if by > 0 else 'before'} it"
+
 
 _AFTER = ("times", "cut", "through", "clamp", "only", "keys", "plus")
 _ALMOST = 0.99

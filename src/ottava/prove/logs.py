@@ -37,7 +37,6 @@ _DTYPES = MappingProxyType(
 _RESULT = re.compile(r"->.*?\bt(?:\$\d+)?: (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]")
 _HASH = re.compile(r"'hash': (?P<number>[-+.\w]+)")
 _UNITS = 4
-_TITAN = "Total captured activations:"
 _NUMBERS = ("L1 norm", "L2 norm", "Min", "Max", "Mean")
 _WORDS = ("the L1 norm", "the L2 norm", "the smallest number", "the largest number", "the mean")
 
@@ -66,7 +65,7 @@ def load_log(path: Path) -> list[LoggedOperation]:
         text = read_text(path)
     except UntrustedError as error:
         raise TraceError(f"{path}: {error}") from None
-    found = [*(_of_titan(text) if text.startswith(_TITAN) else _of_debug_mode(text))]
+    found = [*(_of_titan(text) if text.startswith("Total captured activations:") else _of_debug_mode(text))]
     if not found:
         raise TraceError(
             f"{path}: has no operation with a norm; needs the text of debug_string() under "

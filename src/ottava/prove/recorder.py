@@ -112,7 +112,7 @@ class StepRecording:
     lost: int = 0
     """Tensors beyond what a recorder keeps."""
     operations: Any = None
-    """Its calls of operators of torch, see `reproduce`."""
+    """Its calls of operators of torch, see `prover`."""
 
     def by_key(self) -> dict[Key, list[TensorSeen]]:
         """Key -> the entries of its calls, in order."""

@@ -57,7 +57,6 @@ _PARTS_MERGED = 64
 _RECENT = 256
 _WAITING_BYTES, _WAITING_LINES = 64 * 2**20, 2**16
 """Limits of statistics, and of steps or events, that wait for a full disk; beyond them the oldest are lost."""
-_WRITE_ERRORS = (OSError, pa.ArrowException)
 
 
 _WAIT = 2.0
@@ -154,7 +153,7 @@ class RunWriter:
         """
         try:
             yield
-        except _WRITE_ERRORS as error:
+        except (OSError, pa.ArrowException) as error:
             if not self._patient:
                 raise
             self.lost.update([loses] if loses else [])

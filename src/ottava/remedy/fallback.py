@@ -11,7 +11,7 @@ not better (BioNeMo: the bad layer just moved), so at most `most` layers change 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -300,7 +300,9 @@ class Fallback:
         for gemm, tensors in _concerned(evidence, rows).items():
             if not getattr(layer.resolved, gemm).quantized:
                 continue
-            for candidate in [*self._finer(layer.resolved, name, gemm), get_recipe("bf16")]:
+            now = _cost(layer.resolved, [gemm])
+            finer = (one for one in self.candidates if _cost(one.for_layer(name), [gemm]) > now)
+            for candidate in [*finer, get_recipe("bf16")]:
                 new: GemmRecipe = getattr(candidate.for_layer(name), gemm)
                 change: dict[str, Any] = {gemm: new}
                 outcome = predict(rows, [layer.recipe.override(only_pattern(name), **change)])
@@ -316,12 +318,6 @@ class Fallback:
         recipe = layer.recipe.override(only_pattern(name), **cells)
         before = layer.resolved.name
         return [self._act(Proposal(step, name, before, changes, recipe, tuple(evidence), tuple(predicted)))]
-
-    def _finer(self, present: Recipe, name: str, gemm: str) -> Iterator[Recipe]:
-        """Candidates that cost more in this GEMM than the layer's present cells."""
-        for candidate in self.candidates:
-            if _cost(candidate.for_layer(name), [gemm]) > _cost(present, [gemm]):
-                yield candidate
 
     def _way_back(self, step: int, name: str, watched: _Watched, table: Table) -> list[Proposal]:
         own = watched.own

@@ -185,20 +185,17 @@ class SpikeGuard:
     def _recover(self, loss: float, z: float) -> float:
         spiked = self.step
         start = self._rewind(spiked)
-        spike, last = self._decide((spiked, loss, z, start))
+        facts = spiked, loss, z, start
+        replayed, again = self._replay(start, spiked, high_precision=True)
+        spike, last = self._skip(facts, replayed) if again else (self._hold(facts, replayed), replayed)
         self.spikes.append(spike)
         if self.log is not None:
-            facts = {"cause": spike.cause, "action": spike.action}
-            self.log.event(spiked, "spike", loss=loss, z=z, replayed_loss=spike.replayed_loss, **facts)
-            self.log.event(spiked, "rewind", to=start, skipped=list(spike.skipped), **facts)
+            said = {"cause": spike.cause, "action": spike.action}
+            self.log.event(spiked, "spike", loss=loss, z=z, replayed_loss=spike.replayed_loss, **said)
+            self.log.event(spiked, "rewind", to=start, skipped=list(spike.skipped), **said)
         if spike.cause == "fp8" and self._blamed > 1 and self.fallback is not None:
             self.fallback(self.model, spike)
         return last
-
-    def _decide(self, facts: tuple[int, float, float, int]) -> tuple[Spike, float]:
-        """Replays from the snapshot to find the cause; returns the spike and the final loss of the step."""
-        replayed, again = self._replay(facts[3], facts[0], high_precision=True)
-        return self._skip(facts, replayed) if again else (self._hold(facts, replayed), replayed)
 
     def _skip(self, facts: tuple[int, float, float, int], replayed: float) -> tuple[Spike, float]:
         """Skips the batch; if that is not enough, all batches since the snapshot."""

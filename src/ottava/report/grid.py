@@ -102,8 +102,6 @@ SCALES: Mapping[str, ColorScale] = MappingProxyType(
 """A statistic without an entry has the unit of its tensor (amax, mse). Its colours run from its smallest to its largest
 value and do not warn."""
 
-_KIND_ORDER = ("qkv", "proj", "fc1", "fc2", "router", "linear", "lm_head")
-
 
 class Worst(NamedTuple):
     """The most alarming cell of a look, or of a run."""
@@ -254,7 +252,7 @@ def _alarm(
 
 def _ordered(slots: list[SlotKey]) -> list[SlotKey]:
     """Casts by tensor, kind and number of the layer; otherwise in the order of the forward, as they came."""
-    tensors, kinds = list(SYMBOLS), [*_KIND_ORDER, *KINDS]
+    tensors, kinds = list(SYMBOLS), ["qkv", "proj", "fc1", "fc2", "router", "linear", "lm_head", *KINDS]
     patterns = list(dict.fromkeys(starred(slot.layer)[0] for slot in slots))
     rank = {pattern: i for i, pattern in enumerate(patterns)}
 

@@ -246,7 +246,6 @@ _DIGITS = 3
 _FINE = MappingProxyType({"cosine": 5, "gain": 5})
 """Statistics close to 1, whose differences lie in later digits."""
 _SERIES = ("amax", "scale_min", "scale_max", "nonfinite")
-_HISTOGRAMS = ("exponents", "row_sqnr", "block_spread")
 _NEAR_A_HALF = 1e-6  # of the third digit: far more than the error of the vectorized division below
 _INFINITE, _UNKNOWN = 1 << 29, 1 << 30
 _LEAST, _LOWEST_POWER = 1e-300, -310  # smaller numbers are 0
@@ -454,7 +453,7 @@ def _histograms(table: Table, grid: Grid, filled_rows: npt.NDArray[np.bool_]) ->
     entries = [[slot, look] for slot, look in chosen]
     counts: list[Values] = [np.zeros(0)]
     for i, entry in enumerate(entries):
-        for name in _HISTOGRAMS:
+        for name in ("exponents", "row_sqnr", "block_spread"):
             bins = np.asarray(getattr(tallies, name)[i])
             filled = np.flatnonzero(bins)
             first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, 0)

@@ -61,7 +61,6 @@ _MOVED = MappingProxyType(
 )
 """Names of the norms' weights in format 2 and in format 3. In format 2 a norm is a layer in front of its linear."""
 _NAME = re.compile(r"step-(\d+)(\.safetensors)?")
-_TEMPORARY = ".part"
 _HASH = "sha256"
 _OWN = "shard."
 _log = logging.getLogger(__name__)
@@ -187,7 +186,7 @@ def _renamed(name: str) -> str:
 
 def remove_temporary_files(folder: Path) -> None:
     """Removes temporary files of a killed process. Only the process that holds the folder may call it."""
-    for entry in folder.glob(f".*{_TEMPORARY}"):
+    for entry in folder.glob(".*.part"):
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 

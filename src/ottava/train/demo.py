@@ -43,9 +43,6 @@ from ottava.train.loop import Trainer
 from ottava.train.run_folder import FolderLock
 from ottava.train.verdict import REFERENCE, DemoResult, Machinery, RunResult
 
-_STEPS_PER_TURN = 4  # few enough for a lively display
-_RECENT = 20  # steps in the median that the display shows as speed
-
 
 class Run:
     """One training run of the demo."""
@@ -60,7 +57,7 @@ class Run:
     def advance(self) -> None:
         """Trains a few steps; nothing if the run is done."""
         began = time.perf_counter()
-        self.trainer.advance(_STEPS_PER_TURN)
+        self.trainer.advance(4)  # few enough steps for a lively display
         self._busy += time.perf_counter() - began
 
     @property
@@ -74,7 +71,7 @@ class Run:
     def view(self, reference: Run) -> RunView:
         """The state of the run, compared with the BF16 run of the same seed."""
         other = None if self.recipe == REFERENCE else reference.trainer
-        return RunView.of(self.trainer, self.recipe, self.seed, _RECENT, other)
+        return RunView.of(self.trainer, self.recipe, self.seed, 20, other)
 
     def result(self) -> RunResult:
         """The result of the finished run. Evaluates the run once more, in high precision."""
@@ -119,7 +116,11 @@ class Demo:
 
     def __init__(self, folder: DemoFolder) -> None:
         self.folder = folder
-        self.runs = [Run(recipe, seed, self._trainer(recipe, seed)) for recipe, seed in folder.settings.runs()]
+        made = folder.settings.config
+        self.runs = [
+            Run(recipe, seed, Trainer(made(recipe, seed), folder.run(recipe, seed), resume=folder.resumed))
+            for recipe, seed in folder.settings.runs()
+        ]
 
     @property
     def done(self) -> bool:
@@ -172,11 +173,6 @@ class Demo:
         self.folder.write("summary.json", to_json(result.to_dict(), indent=1) + "\n")
         self.folder.mark(finished=True)
 
-    def _trainer(self, recipe: str, seed: int) -> Trainer:
-        return Trainer(
-            self.folder.settings.config(recipe, seed), self.folder.run(recipe, seed), resume=self.folder.resumed
-        )
-
     def _seconds_left(self) -> float | None:
         times = [run.seconds_left for run in self.runs]
         estimates = [seconds for seconds in times if seconds is not None]
@@ -198,11 +194,9 @@ def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 # --- its folder ------------------------------------------------------------------------------------------------------
 
-DEMO_VERSION = 1
 RESULTS = ("report.html", "loss.svg", "summary.json")
 DEFAULT_RECIPES = ("tensorwise", "blockwise")
 DEFAULT_STEPS = 240
-DEFAULT_SEEDS = 3
 DEFAULT_FOLDER = Path("runs/demo")
 
 _EVALUATIONS = 10
@@ -224,7 +218,7 @@ class DemoSettings(Section):
     recipes: tuple[str, ...] = DEFAULT_RECIPES
     """FP8 recipes, each trained with seed 0."""
     steps: int = DEFAULT_STEPS
-    seeds: int = DEFAULT_SEEDS
+    seeds: int = 3
     """BF16 runs, with seeds 0, 1, ...: their spread is the noise."""
     data: str | None = None
     """A text file or a folder of them, as an absolute path; None for the standard library's sources."""
@@ -324,7 +318,7 @@ class DemoFolder:
 
     def mark(self, *, finished: bool) -> None:
         """Writes demo.json."""
-        values = {"schema_version": DEMO_VERSION, "finished": finished, "settings": self.settings.model_dump()}
+        values = {"schema_version": 1, "finished": finished, "settings": self.settings.model_dump()}
         self.write("demo.json", json.dumps(values, indent=2) + "\n")
 
     def write(self, name: str, text: str) -> Path:

@@ -65,7 +65,6 @@ from ottava.train.run_folder import RunFolder, StepRecord
 from ottava.watching.session import Watch, watch
 from ottava.weights.checkpoint import poisoned
 
-RECEIPT_VERSION = 1
 _CALIBRATION_BATCHES = 16  # a whole window of the registered recipes
 _log = logging.getLogger(__name__)
 
@@ -282,7 +281,8 @@ class Trainer:
                     self._train_step(start + 1)
                     if _due(self.config.parallel.verify_every, self.step, 0):
                         self.ranks.compare(self.model)
-                records = [*(r for r in records if r.step <= start), *self._records_since(start)]
+                since = self.history[-(self.step - start + 1) :]
+                records = [*(r for r in records if r.step <= start), *(r for r in since if r.step > start)]
                 if not self.diverged and _due(self.config.checkpoint.every, self.step, self.config.steps):
                     self._random = _random_states(self.device)
                     try:
@@ -488,14 +488,11 @@ class Trainer:
         """The receipt of this process; with several processes also those of all of them, whose layers may differ."""
         values = receipt(self.model).to_dict()
         ranks = {} if self.ranks.size == 1 else {"ranks": self.ranks.tell(values)}
-        return {"schema_version": RECEIPT_VERSION, **values, **ranks}
+        return {"schema_version": 1, **values, **ranks}
 
     def _keep_record(self, record: StepRecord) -> None:
         self.history.append(record)
         self.folder.append(record)
-
-    def _records_since(self, step: int) -> list[StepRecord]:
-        return [record for record in self.history[-(self.step - step + 1) :] if record.step > step]
 
     def _fill_records(self, step: int) -> None:
         """Adds a record without a loss for each batch that the guard skipped."""

@@ -66,7 +66,8 @@ def split(model: ByteTransformer, sizes: ModelConfig, ranks: Ranks) -> tuple[nn.
         model.first = ranks.part_of_sequences * (len(model.cos) // config.cp)
         parallelize_module(model, ranks.context, {"": ContextParallel(gather_keys=True)})
     if ranks.experts is not None:
-        parallelize_module(model, ranks.experts, dict.fromkeys(_layers_of_experts(model), ExpertParallel()))
+        layers = [name for name, module in model.named_modules() if isinstance(module, MoE)]
+        parallelize_module(model, ranks.experts, dict.fromkeys(layers, ExpertParallel()))
     if config.shard > 1:
         data_mesh = mesh["replicas", "shard"] if config.replicas > 1 else mesh["shard"]
         try:
@@ -108,10 +109,6 @@ def _split_layers(model: ByteTransformer, sizes: ModelConfig, mesh: DeviceMesh) 
     present = {name for name, _ in model.named_modules()}
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if name in present})
     return orders
-
-
-def _layers_of_experts(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, MoE)]
 
 
 def _shared_out(sizes: list[int], ranks: int) -> Tensor:

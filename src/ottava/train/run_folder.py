@@ -38,7 +38,6 @@ from ottava.base.untrusted import opened, parse_json, read_text
 from ottava.train.checkpoint import CheckpointError, as_checkpoint_error, atomic_write
 from ottava.train.config import FREE, TrainConfig, load_config
 
-MANIFEST_VERSION = 1
 _log = logging.getLogger(__name__)
 
 
@@ -142,7 +141,7 @@ class RunFolder:
         self.write("config.yaml", self._config.to_yaml())
         path = self.path / "manifest.json"
         process = _this_process()
-        manifest: dict[str, Any] = {"schema_version": MANIFEST_VERSION, **process, **facts, "resumed": []}
+        manifest: dict[str, Any] = {"schema_version": 1, **process, **facts, "resumed": []}
         if path.exists():
             try:
                 manifest = _like(manifest, parse_json(read_text(path)))
@@ -266,7 +265,6 @@ def _commit() -> str | None:
 
 # --- one process per folder ------------------------------------------------------------------------------------------
 
-_LOCK = ".lock"
 _NO_LOCKS = frozenset(getattr(errno, name) for name in ("ENOLCK", "ENOSYS", "EINVAL", "ENOTSUP", "EOPNOTSUPP"))
 
 
@@ -290,7 +288,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / _LOCK
+        path = folder / ".lock"
         lock = FileLock(path, timeout=0, thread_local=False)
         new: list[Path] = []
         try:

@@ -451,8 +451,7 @@ def _size(arguments: Mapping[str, Any], plain: Mapping[str, Granularity]) -> Gra
     strategy = arguments.get("strategy") or ("tensor" if group is None else "group")
     if strategy in plain:
         return plain[strategy]
-    if strategy not in _SIZED:
-        raise UntrustedError(f"config.json: {unknown_name('strategy', strategy, (*plain, *_SIZED))}")
+    need_known("config.json", "strategy", strategy, (*plain, *_SIZED), UntrustedError)
     return _block(arguments.get("block_structure") if strategy == "block" else [1, group])
 
 

@@ -318,10 +318,6 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return torch.cat([t.dequantize() if isinstance(t, QuantizedWeight) else t for t in tensors], dim)
 
 
-def _is_pinned(func: Any, weight: QuantizedWeight, *args: Any) -> bool:
-    return weight.codes.is_pinned() and weight.scales.is_pinned()
-
-
 def _broadcast_(func: Any, tensors: Sequence[QuantizedWeight], *args: Any) -> Any:
     work = None
     for part in (*(t.codes.view(torch.uint8) for t in tensors), *(t.scales for t in tensors)):
@@ -356,7 +352,7 @@ OPERATIONS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "aten.eye.m_out": _eye,
         "aten.cat.default": _cat,
         "aten.copy_.default": _copy_,
-        "aten.is_pinned.default": _is_pinned,
+        "aten.is_pinned.default": lambda _, weight, *args: weight.codes.is_pinned() and weight.scales.is_pinned(),
         "aten.new_zeros.default": _new_zeros,
         "aten.select.int": _select,
         "aten.slice.Tensor": _slice,

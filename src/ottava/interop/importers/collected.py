@@ -154,19 +154,16 @@ class Collected:
 
     def _write_rank(self, writer: RunWriter, rank: int, places: Sequence[Place]) -> None:
         for place in places:
-            self._write_place(writer, place)
+            of_tensor = self._tensors.get(place, {})
+            casts = self._casts.get(place) or {Cast(None, "row"): {}}
+            for cast, values in casts.items():
+                reported = _with_derived(of_tensor | values)
+                writer.tally(place.step, self._key(place, cast), Tally(), reported=reported)
         for step, owner, key, tally in self._tallies:
             if owner == rank:
                 writer.tally(step, key, tally)
         for step in sorted(self.steps):
             writer.step(step, **self.steps[step])
-
-    def _write_place(self, writer: RunWriter, place: Place) -> None:
-        of_tensor = self._tensors.get(place, {})
-        casts = self._casts.get(place) or {Cast(None, "row"): {}}
-        for cast, values in casts.items():
-            reported = _with_derived(of_tensor | values)
-            writer.tally(place.step, self._key(place, cast), Tally(), reported=reported)
 
     def _key(self, place: Place, cast: Cast) -> SlotKey:
         recipe = cast.recipe or self.recipe

@@ -33,7 +33,6 @@ from ottava.ops.quantize import quantize
 from ottava.record.schema import cast_key
 
 FILE = re.compile(rf"(?P<layer>.+)_(?P<tensor>{'|'.join(TENSORS)})_iter_(?P<step>\d+)\.pt")
-_RANK = re.compile(r"rank_(\d+)")
 _FORMATS = MappingProxyType({7: E4M3, 8: E5M2})  # DType in transformer_engine.h
 SIMULATED = "tensorwise"
 """Recipe to simulate for a tensor that was dumped in high precision only."""
@@ -53,7 +52,7 @@ def read(paths: list[Path], collected: Collected) -> None:
         match = FILE.fullmatch(path.name)
         assert match is not None
         layer = spellings.get(match["layer"]) or restored(match["layer"])
-        rank = whole(folder[1]) if (folder := _RANK.search(path.parent.name)) else 0
+        rank = whole(folder[1]) if (folder := re.search(r"rank_(\d+)", path.parent.name)) else 0
         tensor = TENSORS[match["tensor"]]
         try:
             x, casts = _casts(path, tensor, collected.recipe)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.base.errors import RefusesUnknownFields, unknown_name
+from ottava.base.errors import RefusesUnknownFields, need_known, unknown_name
 from ottava.numerics import formats
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, TE_FOUR_OVER_SIX, Granularity
 from ottava.numerics.tensor import QuantizationSpec
@@ -130,11 +130,8 @@ class Recipe(RefusesUnknownFields):
         Raises:
             ValueError: it names the field and what is needed.
         """
-        if self.backward_override not in (None, "high_precision", "dequantized"):
-            known = ("None", "high_precision", "dequantized")
-            raise ValueError(
-                f"{type(self).__name__}: {unknown_name('backward_override', self.backward_override, known)}"
-            )
+        if (given := self.backward_override) not in (None, *(known := ("high_precision", "dequantized"))):
+            raise ValueError(f"{type(self).__name__}: {unknown_name('backward_override', given, ('None', *known))}")
 
     def _refuse_missing(self) -> None:
         """Refuses values that TransformerEngine has and ottava has not."""
@@ -406,7 +403,7 @@ SCOPES: Mapping[str, Callable[[str], bool]] = MappingProxyType(
         "all": lambda tensor: True,
     }
 )
-_FOUR_OVER_SIX = MappingProxyType({arithmetic: rule for rule, arithmetic in TE_FOUR_OVER_SIX.items()})
+FOUR_OVER_SIX = MappingProxyType({arithmetic: rule for rule, arithmetic in TE_FOUR_OVER_SIX.items()})
 
 
 @dataclass(kw_only=True)
@@ -456,8 +453,7 @@ class NVFP4BlockScaling(Recipe):
             ("nvfp4_4over6_e4m3_use_256", SCOPES),
             ("nvfp4_4over6_err_mode", ("MAE", "MSE")),
         ):
-            if getattr(self, setting) not in known:
-                raise ValueError(f"NVFP4BlockScaling: {unknown_name(setting, getattr(self, setting), known)}")
+            need_known("NVFP4BlockScaling", setting, getattr(self, setting), known)
         if SCOPES[self.nvfp4_4over6]("input") and not self.disable_rht:
             raise ValueError(
                 f"NVFP4BlockScaling: nvfp4_4over6={self.nvfp4_4over6!r} searches the scales of activations, which "
@@ -470,7 +466,7 @@ class NVFP4BlockScaling(Recipe):
         def cell(spec: QuantizationSpec, tensor: str) -> QuantizationSpec:
             if tensor != "grad_output" and SCOPES[self.nvfp4_4over6](tensor):
                 bound = 256.0 if SCOPES[self.nvfp4_4over6_e4m3_use_256](tensor) else 448.0
-                spec = replace(spec, block_scale=_FOUR_OVER_SIX[bound, self.nvfp4_4over6_err_mode])
+                spec = replace(spec, block_scale=FOUR_OVER_SIX[bound, self.nvfp4_4over6_err_mode])
             params: QParams = getattr(self, _FP4_PARAMS[tensor])
             return replace(
                 spec,

@@ -16,7 +16,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "attention": ("DotProductAttention", "InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding"),
         "distributed": ("CudaRNGStatesTracker", "checkpoint", "parallel_cross_entropy"),
         "execution": ("get_cpu_offload_context", "make_graphed_callables", "mark_not_offload"),
-        "hybrid": ("HybridQuantizedTensor",),
         "module": ("GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"),
         "moe": (
             *("Fp8Padding", "Fp8Unpadding", "moe_permute", "moe_permute_and_pad_with_probs"),
@@ -30,8 +29,8 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "quantizers": (
             *("DelayedScalingRequest", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer"),
-            *("HybridQuantizer", "IdentityQuantizer", "MXFP8Quantizer", "NVFP4Quantizer", "Quantizer"),
-            "QuantizerRequest",
+            *("HybridQuantizedTensor", "HybridQuantizer", "IdentityQuantizer", "MXFP8Quantizer", "NVFP4Quantizer"),
+            *("Quantizer", "QuantizerRequest"),
         ),
         "tensors": (
             *("DType", "Float8BlockwiseQTensor", "Float8Tensor", "IdentityTensor"),

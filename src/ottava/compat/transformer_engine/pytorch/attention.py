@@ -18,16 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ottava import nn as ours
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known, unknown_name
 from ottava.compat.transformer_engine.pytorch.gradients import extras_of
 from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
-from ottava.compat.transformer_engine.pytorch.module import Init, device_for, in_amp, norm_heads, norm_name, started
+from ottava.compat.transformer_engine.pytorch.module import Init, device_for, norm_heads, norm_name, started
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.rope import table_of
 from ottava.compat.transformer_engine.pytorch.state import Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, shards_for
 from ottava.distributed.context import GatheredKeys, RingKeys, positions
 from ottava.nn.attention import Sink
+from ottava.nn.layer import autocast_input
 from ottava.nn.rope import RotaryTable, packed_positions
 
 
@@ -143,8 +144,7 @@ def sink_for(where: str, softmax_type: str) -> Sink:
     Raises:
         ValueError: the type is unknown.
     """
-    if softmax_type not in SINKS:
-        raise ValueError(f"{where}: {unknown_name('softmax_type', softmax_type, SINKS)}")
+    need_known(where, "softmax_type", softmax_type, SINKS)
     return SINKS[softmax_type]
 
 
@@ -497,13 +497,10 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         self.layer_number = layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
         norm_heads("MultiheadAttention", (self,), qk_norm_type, qk_norm_eps, **made)
-        with extras.initial():
-            self.starts(partial(started, self, init_method, output_layer_init_method))
-        self.uses_their_keys(*attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))
-        self.names_layers(others.get("name"))
         self.out.returns_bias = self.returns_bias = return_bias
-        self.share(shards)
-        self.gives(extras)
+        start = partial(started, self, init_method, output_layer_init_method)
+        keys = attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved)
+        self.finish(extras, shards, others.get("name"), start, *keys)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self,
@@ -521,7 +518,7 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         """
         kind, keys = attn_mask_type or self.attn_mask_type, encoder_output
         self.begins(call.get("is_first_microbatch"))
-        hidden_states = in_amp(hidden_states)
+        hidden_states = autocast_input(hidden_states)
         options = attention_arguments(
             "MultiheadAttention", self, hidden_states, kind, attention_mask, keys,
             rotary_interleaved=self.rotary_pos_interleaved, layer_number=self.layer_number, **call,

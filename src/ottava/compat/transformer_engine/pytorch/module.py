@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ottava import nn as ours
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known
 from ottava.compat.transformer_engine.pytorch.distributed import gathered, is_distributed_weight
 from ottava.compat.transformer_engine.pytorch.gradients import WeightGradients, extras_of
 from ottava.compat.transformer_engine.pytorch.refused import refuse
@@ -24,7 +24,7 @@ from ottava.compat.transformer_engine.pytorch.state import TEState
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, mark, one_of_modes, shards_for
 from ottava.engine.functional import quantized_layers
 from ottava.nn.activations import Activation, clamped_swiglu, get_activation
-from ottava.nn.layer import autocast_dtype
+from ottava.nn.layer import autocast_dtype, autocast_input  # the latter as `set_activation_dtype` does
 from ottava.nn.norms import NormName
 
 Init = Callable[[Tensor], Any]
@@ -145,15 +145,6 @@ def norm_heads(
             module.q_norm, module.k_norm = (made(module.head_dim, eps, **settings) for _ in range(2))
 
 
-def in_amp(x: Tensor) -> Tensor:
-    """x in the dtype of torch.autocast, if one is on: the activation dtype of TransformerEngine's modules.
-
-    Source: `TransformerEngineBaseModule.set_activation_dtype`. So a stream and what backward keeps of it have 16 bits.
-    """
-    dtype = autocast_dtype(x)
-    return x if dtype is None else x.to(dtype)
-
-
 _NORMS: Mapping[str, NormName] = MappingProxyType({"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
 _ACTIVATIONS = MappingProxyType({"srelu": "relu2", "gelu": "gelu_tanh", "geglu": "geglu_tanh"})
 """TransformerEngine's names that ottava spells otherwise. TransformerEngine's GELU is the tanh formula."""
@@ -166,8 +157,7 @@ def norm_name(where: str, normalization: str) -> NormName:
     Raises:
         ValueError: the name is unknown.
     """
-    if normalization not in _NORMS:
-        raise ValueError(f"{where}: {unknown_name('normalization', normalization, _NORMS)}")
+    need_known(where, "normalization", normalization, _NORMS)
     return _NORMS[normalization]
 
 
@@ -245,12 +235,8 @@ class Linear(Sharded, ours.Linear):
             out_features = shards.of("out_features", out_features)
         super().__init__(in_features, out_features, bias, device_for(device), params_dtype, recipe="bf16")
         self.returns_bias = return_bias
-        self.uses_their_keys({}, {"": ("",)})
-        self.names_layers(others.get("name"))
-        with extras.initial():
-            self.starts(partial(started, self, init_method))
-        self.share(shards, parallel_mode)
-        self.gives(extras)
+        start = partial(started, self, init_method)
+        self.finish(extras, shards, others.get("name"), start, {}, {"": ("",)}, mode=parallel_mode)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
@@ -319,12 +305,8 @@ class LayerNormLinear(Sharded, ours.NormLinear):
             return_norm_output=return_layernorm_output,
         )
         self.returns_bias = return_bias
-        with extras.initial():
-            self.starts(partial(started, self, init_method))
-        self.uses_their_keys({"norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias"}, {"": ("",)})
-        self.names_layers(others.get("name"))
-        self.share(shards)
-        self.gives(extras)
+        start, keys = partial(started, self, init_method), {f"norm.{n}": f"layer_norm_{n}" for n in ("weight", "bias")}
+        self.finish(extras, shards, others.get("name"), start, keys, {"": ("",)})
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
@@ -332,7 +314,7 @@ class LayerNormLinear(Sharded, ours.NormLinear):
         """(..., in_features) -> y; with return_bias or return_layernorm_output, a tuple (y, bias, normed rows)."""
         refuse("LayerNormLinear", others)
         self.begins(is_first_microbatch)
-        y = super().forward(in_amp(inp))
+        y = super().forward(autocast_input(inp))
         if not self.returns_bias:
             return y
         if self.return_norm_output:
@@ -395,17 +377,13 @@ class LayerNormMLP(Sharded, ours.NormMLP):
             dtype=params_dtype,
         )
         self.fc2.returns_bias = self.returns_bias = return_bias
-        with extras.initial():
-            self.starts(partial(started, self, init_method, output_layer_init_method))
-        self.uses_their_keys(mlp_keys(), {"": ("fc1", "fc2")})
-        self.names_layers(others.get("name"))
-        self.share(shards)
-        self.gives(extras)
+        start = partial(started, self, init_method, output_layer_init_method)
+        self.finish(extras, shards, others.get("name"), start, mlp_keys(), {"": ("fc1", "fc2")})
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """(..., hidden_size) -> (..., hidden_size); with return_bias, a tuple with the bias, which is not added."""
         self.begins(is_first_microbatch)
-        y = super().forward(in_amp(inp))
+        y = super().forward(autocast_input(inp))
         return (y, _returned(self.fc2.bias, y)) if self.returns_bias else y
 
 

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ottava.base.errors import unknown_name
+from ottava.base.errors import need_known, unknown_name
 from ottava.engine.autocast import AMBIENT
 from ottava.kernels.gate import no_autocast
 from ottava.nn.grouped import Permutation, permute, sort_by_expert, unpermute
+from ottava.nn.moe import choose_experts
 from ottava.numerics.formats import E2M1
 
 _EPS = 1e-20  # that TransformerEngine adds to a sum of scores
@@ -187,8 +188,7 @@ def moe_unpermute(
     if merging_probs is not None and probs is not None:
         raise ValueError("moe_unpermute: got merging_probs and probs, two names of one argument; give merging_probs")
     merging_probs = probs if merging_probs is None else merging_probs
-    if map_type not in ("mask", "index"):
-        raise ValueError(f"moe_unpermute: {unknown_name('map_type', map_type, ['mask', 'index'])}")
+    need_known("moe_unpermute", "map_type", map_type, ("mask", "index"))
     if map_type == "index":
         row_id_map = row_id_map.view(-1, 1 if merging_probs is None else merging_probs.shape[1])
     plan = _plan(row_id_map)
@@ -223,8 +223,7 @@ def moe_sort_chunks_by_index_with_probs(
 
 def _experts_of(where: str, inp: Tensor, routing_map: Tensor, map_type: str) -> Tensor:
     """(tokens, choices): the experts of each token; the number of choices stands for none in a mask."""
-    if map_type not in ("mask", "index"):
-        raise ValueError(f"{where}: {unknown_name('map_type', map_type, ['mask', 'index'])}")
+    need_known(where, "map_type", map_type, ("mask", "index"))
     if map_type == "index" and routing_map.dim() == 1:
         routing_map = routing_map[:, None]
     if inp.dim() != 2 or routing_map.dim() != 2 or len(inp) != len(routing_map):
@@ -315,7 +314,8 @@ def fused_topk_with_score_function(
     with no_autocast(logits.device):
         scores = _scores(flat, score_function, pre_softmax=use_pre_softmax)
         biased = scores if expert_bias is None or score_function == "softmax" else scores + expert_bias
-        chosen = _choose(biased.detach(), topk, num_groups, group_topk)
+        groups, used = (num_groups, group_topk) if num_groups and group_topk else (1, 1)
+        chosen = choose_experts(biased.detach(), topk, groups, used, topk // used)
         own = scores.gather(1, chosen)
         if score_function == "softmax":
             own = own if use_pre_softmax else own.softmax(-1)
@@ -346,7 +346,7 @@ def fused_compute_score_for_moe_aux_loss(
         scores = _scores(flat, score_function, pre_softmax=True)
         if score_function != "softmax":
             scores = scores / (scores.sum(-1, keepdim=True) + _EPS)
-    chosen = _choose(scores.detach(), topk, None, None)
+    chosen = scores.detach().topk(topk, dim=-1).indices
     return _map(chosen, logits, routing_map_format), scores.view(logits.shape)
 
 
@@ -374,20 +374,9 @@ def _scores(flat: Tensor, score_function: str, *, pre_softmax: bool) -> Tensor:
         "sigmoid": torch.sigmoid,
         "sqrtsoftplus": lambda z: torch.nn.functional.softplus(z).sqrt(),
     }
-    if score_function not in known:
-        raise ValueError(f"router: {unknown_name('score_function', score_function, known)}")
+    need_known("router", "score_function", score_function, known)
     scores: Tensor = known[score_function](flat.float())
     return scores
-
-
-def _choose(scores: Tensor, topk: int, groups: int | None, best: int | None) -> Tensor:
-    """int64 (tokens, topk)."""
-    if groups and best:
-        grouped = scores.view(len(scores), groups, -1)
-        sums = grouped.topk(topk // best, dim=-1).values.sum(-1)
-        used = torch.zeros_like(sums).scatter_(1, sums.topk(best, dim=-1).indices, 1.0)
-        scores = grouped.masked_fill(used[..., None] == 0, -torch.inf).flatten(1)
-    return scores.topk(topk, dim=-1).indices
 
 
 def _map(chosen: Tensor, logits: Tensor, form: object) -> Tensor:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from ottava.compat.transformer_engine.common.recipe import QuantizerRole
 from ottava.compat.transformer_engine.pytorch import module
 from ottava.compat.transformer_engine.pytorch.module import L2Normalization as L2Normalization
-from ottava.compat.transformer_engine.pytorch.module import activation_for, device_for, in_amp
+from ottava.compat.transformer_engine.pytorch.module import activation_for, device_for
 from ottava.compat.transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from ottava.compat.transformer_engine.pytorch.quantizers import RecipeState
 from ottava.compat.transformer_engine.pytorch.refused import absent
 from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor
 from ottava.engine.functional import produced
 from ottava.nn.activations import ActivationFormula
+from ottava.nn.layer import autocast_input
 
 
 class FusibleOperation(nn.Module):
@@ -254,7 +255,7 @@ class _Activated(FusibleOperation):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., F or 2 F) -> (..., F)."""
-        return produced(self.formula, in_amp(input))
+        return produced(self.formula, autocast_input(input))
 
 
 _KINDS = ("GELU", "GEGLU", "GLU", "QGELU", "QGEGLU", "ReLU", "ReGLU", "SReLU", "SReGLU", "SiLU", "SwiGLU")

@@ -40,8 +40,6 @@ from ottava.nn.convert import model_init
 from ottava.nn.layer import Layer
 from ottava.weights.parameter import QuantizedWeight
 
-_HIGH_PRECISION = "bf16"
-
 
 def debug_tool() -> Any:
     """The `execution.Tool` of a script that has imported nvdlfw_inspect; None: it has not, or its own."""
@@ -83,7 +81,7 @@ def autocast(
     cells = chosen.ottava if tool is None else tool.recipe(chosen.ottava)
     asked_as(cells)[:] = asked_as(chosen.ottava)
     return our_autocast(
-        cells if enabled or calibrates else _HIGH_PRECISION,
+        cells if enabled or calibrates else "bf16",
         enabled=enabled,
         calibrating=calibrates,
         group=amax_reduction_group,

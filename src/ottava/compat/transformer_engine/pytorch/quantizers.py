@@ -1,7 +1,8 @@
 """TransformerEngine's quantizers: each is the `QuantizationSpec` of a cast, and gives a tensor of `tensors`.
 
 A quantizer casts x by rows, for the GEMM that sums over the last dimension, and by columns, for the GEMM that sums over
-the others. `specs` gives both cells, so a `CustomRecipe` of quantizers is a recipe of ottava.
+the others. `specs` gives both cells, so a `CustomRecipe` of quantizers is a recipe of ottava. Beside them stands the
+tensor whose rows and columns are cast by different quantizers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from ottava.compat.transformer_engine.common import recipe
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
-from ottava.compat.transformer_engine.pytorch.hybrid import HybridQuantizedTensor
 from ottava.compat.transformer_engine.pytorch.tensors import (
     FORMATS,
     DType,
@@ -31,6 +31,7 @@ from ottava.compat.transformer_engine.pytorch.tensors import (
     cast_rows_alone,
     get_fp8_te_dtype,
     quantized,
+    refuse_unlike,
 )
 from ottava.numerics import formats
 from ottava.numerics.scaling import (
@@ -47,6 +48,102 @@ from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.tensor import QuantizedTensor as Codes
 from ottava.numerics.transforms import Hadamard
 from ottava.ops.quantize import quantize
+
+
+class HybridQuantizedTensor(QuantizedTensor):
+    """Rows and columns by different quantizers, each direction a tensor of its own quantizer.
+
+    `quantized_model_init` with a CustomRecipe whose factory gives a `HybridQuantizer` for weights stores them so.
+    """
+
+    hybrid = True
+    _rowwise_storage = rowwise_sub_storage = property(lambda self: self._halves[0])
+    _columnwise_storage = columnwise_sub_storage = property(lambda self: self._halves[1])
+    _halves: list[QuantizedTensor | None]
+    """Rows and columns; they hold the codes."""
+
+    @staticmethod
+    def __new__(cls, shape: Any = None, dtype: Any = None, *parts: Any, **theirs: Any) -> Any:
+        """As `QuantizedTensor`, or of TransformerEngine's rowwise_storage and columnwise_storage, whose shape is the
+        default; fake_dtype is another name of dtype."""
+        if parts or "rowwise_storage" not in theirs:
+            return QuantizedTensor.__new__(cls, shape, dtype, *parts, **theirs)
+        row, column, quantizer = (theirs.get(n) for n in ("rowwise_storage", "columnwise_storage", "quantizer"))
+        if not hasattr(quantizer, "columnwise_quantizer"):
+            raise TypeError(f"{cls.__name__} requires a parent HybridQuantizer; got {quantizer!r}: give quantizer=")
+        turned = column
+        if column is not None and column.columns is None:  # rows alone: one scale serves both directions
+            turned = column._like(column.shape, None, column.rows.t())
+        halves = None if row is None else row.rows, None if turned is None else turned.columns
+        first = column if row is None else row
+        shape, dtype = shape or getattr(first, "shape", None), dtype or theirs.get("fake_dtype")
+        return QuantizedTensor.__new__(cls, shape, dtype, *halves, quantizer, theirs.get("requires_grad", False))
+
+    def _held(self, turned: bool) -> Codes | Tensor | None:
+        half = self._halves[turned]
+        return None if half is None else half._held(turned)
+
+    def _put(self, turned: bool, codes: Codes | Tensor | None) -> None:
+        halves = self.__dict__.setdefault("_halves", [None, None])
+        half = halves[turned]
+        if half is not None and codes is not None:
+            half._put(turned, codes)
+            return
+        own = self._quantizer.columnwise_quantizer if turned else self._quantizer.rowwise_quantizer
+        pair = (None, codes) if turned else (codes, None)
+        halves[turned] = None if codes is None else own.tensor_class(self.shape, self.dtype, *pair, own)
+
+    def _laid(self, turned: bool, part: int) -> Tensor | None:
+        half = self._halves[turned]
+        return None if half is None else half._laid(turned, part)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """What FSDP2 gathers of a shard: for each direction codes, and scales where they have rows of their own.
+
+        Raises:
+            NotImplementedError: NVFP4 codes, whose amax is that of a whole tensor.
+            ValueError: ranks have different scales of a tensor.
+        """
+        parts: list[Tensor] = []
+        for turned, name in ((False, "rowwise"), (True, "columnwise")):
+            codes = self._held(turned)
+            if isinstance(self._halves[turned], NVFP4Tensor):
+                raise NotImplementedError(
+                    f"HybridQuantizedTensor: the {name} sub-storage is an NVFP4Tensor, which has no "
+                    "fsdp_buffer_fields: its codes belong to the amax of a whole tensor. Use a supported "
+                    "sub-quantizer, or NVFP4 alone with square blocks"
+                )
+            held: list[Any] = [codes.data.view(torch.uint8), codes.scale_inv] if isinstance(codes, Codes) else [codes]
+            if isinstance(codes, Codes) and codes.spec.granularity == PER_TENSOR:
+                refuse_unlike(held.pop(), mesh, "scales", type(self).__name__)
+            parts += [(part.t() if turned else part).contiguous() for part in held if part is not None]
+        return tuple(parts), (self._held(False), self._held(True))
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[Any, Any]:
+        """The whole tensor, or out with new codes; and what FSDP2 frees."""
+        left, rows = list(all_gather_outputs), 0
+        halves: list[Any] = []
+        for turned, shard in enumerate(metadata):
+            if shard is not None:
+                data = left.pop(0)
+                rows, data = len(data), data.t().contiguous() if turned else data
+                if isinstance(shard, Codes):
+                    whole = shard.spec.granularity == PER_TENSOR
+                    scales = shard.scale_inv if whole else left.pop(0).t().contiguous() if turned else left.pop(0)
+                    data = replace(shard, data=data.view(shard.data.dtype), scale_inv=scales)
+            halves.append(None if shard is None else data)
+        if out is not None:
+            out.rows, out.columns = halves
+        made = out if out is not None else self._like((rows, *self.shape[1:]), halves[0], halves[1], param_dtype)
+        return made, all_gather_outputs
+
+
+HybridQuantizedTensorStorage = HybridQuantizedTensor
+
 
 Cells = tuple[QuantizationSpec | None, QuantizationSpec | None]
 """Of x and of x.T; None stays in high precision."""
@@ -223,14 +320,13 @@ class Float8CurrentScalingQuantizer(Quantizer):
         fp8_dtype: Any,
         device: torch.device | str | None = None,
         *,
-        rowwise: bool = True,
-        columnwise: bool = True,
         with_amax_reduction: bool = False,
         amax_reduction_group: dist.ProcessGroup | None = None,
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
+        **usage: bool,
     ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        super().__init__(**usage)
         self.dtype, self.force_pow_2_scales, self.amax_epsilon = DType.cast(fp8_dtype), force_pow_2_scales, amax_epsilon
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
 
@@ -258,13 +354,12 @@ class Float8BlockQuantizer(Quantizer):
         self,
         fp8_dtype: Any,
         *,
-        rowwise: bool = True,
-        columnwise: bool = True,
         amax_epsilon: float = 0.0,
         force_pow_2_scales: bool = True,
         block_scaling_dim: int = 2,
+        **usage: bool,
     ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        super().__init__(**usage)
         _no_floor("Float8BlockQuantizer", amax_epsilon)
         if block_scaling_dim not in (1, 2):
             raise ValueError(f"Float8BlockQuantizer: got block_scaling_dim={block_scaling_dim!r}; needs 1 or 2")
@@ -358,13 +453,12 @@ class NVFP4Quantizer(Quantizer):
 
     def specs(self, tensor: str = "") -> Cells:
         """As `Quantizer.specs`: the transform is for columns only, as in TransformerEngine."""
-        rules = {arithmetic: rule for rule, arithmetic in TE_FOUR_OVER_SIX.items()}
         row = QuantizationSpec(
             _format("NVFP4Quantizer", self.dtype),
             Granularity(16, 16) if self.with_2d_quantization else BLOCK_1X16,
             "e4m3",
             rounding="stochastic" if self.stochastic_rounding else "nearest_even",
-            block_scale=rules[float(self.nvfp4_e4m3_max), self.nvfp4_4over6_err_mode]
+            block_scale=recipe.FOUR_OVER_SIX[float(self.nvfp4_e4m3_max), self.nvfp4_4over6_err_mode]
             if self.nvfp4_use_4over6
             else "amax",
         )

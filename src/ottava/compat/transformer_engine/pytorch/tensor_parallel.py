@@ -8,7 +8,7 @@ these gradients; their parameters have the attribute `sequence_parallel`, True. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from ottava.compat.transformer_engine.pytorch.gradients import WeightGradients
+from ottava.compat.transformer_engine.pytorch.gradients import Extras, WeightGradients
 from ottava.compat.transformer_engine.pytorch.state import TEState
 from ottava.nn.layer import Layer
 from ottava.nn.sharding import Sharding
@@ -79,8 +79,20 @@ def shards_for(
 class Sharded(TEState, WeightGradients):
     """A TransformerEngine module. Each rank of a group may hold a shard of it."""
 
+    def finish(
+        self, extras: Extras, shards: Shards, name: Any, start: Callable[[], None], *keys: Any, mode: Any = "column"
+    ) -> None:
+        """What a constructor does after it has built its layers: keys of TransformerEngine, as `uses_their_keys` takes
+        them, names of the layers, initial values, this rank's share, and the settings of `extras`."""
+        self.uses_their_keys(*keys)
+        self.names_layers(name)
+        with extras.initial():
+            self.starts(start)
+        self.share(shards, mode)
+        self.gives(extras)
+
     def share(self, shards: Shards, mode: str | None = "column") -> None:
-        """Marks this module as a shard. A constructor calls this after it has built the shard.
+        """Marks this module as a shard.
 
         Args:
             mode: the parallel mode of a module that is itself a linear.

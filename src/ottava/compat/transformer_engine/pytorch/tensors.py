@@ -212,8 +212,12 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         parts: list[Tensor | None] = []
         for turned in (False, True):
             codes = self._held(turned)
-            parts += [codes.data.view(torch.uint8), codes.scale_inv] if isinstance(codes, Codes) else [codes, None]
-            self._put(turned, None if codes is None else _emptied(codes))
+            if isinstance(codes, Codes):
+                parts += [codes.data.view(torch.uint8), codes.scale_inv]
+                self._put(turned, replace(codes, data=codes.data[:0], scale_inv=codes.scale_inv[:0]))
+            else:
+                parts += [codes, None]
+                self._put(turned, None)
         return parts, self
 
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -420,15 +424,13 @@ def _zeros(x: QuantizedTensor, shape: Sequence[int], kwargs: Any) -> QuantizedTe
     matrix, quantizer = plain.reshape(-1, plain.shape[-1] if shape else 1), copy.copy(x._quantizer)
     halves: list[Any] = []
     for turned, half in enumerate(held):
-        own = matrix.t().contiguous() if turned else matrix
-        halves.append(_zero(own, half) if isinstance(half, Codes) else None if half is None else own)
+        own: Any = matrix.t().contiguous() if turned else matrix
+        if isinstance(half, Codes):
+            own = replace(quantize(own, half.spec), amax=torch.zeros(1, device=own.device))
+        halves.append(None if half is None else own)
     if quantizer is not None:
         quantizer.set_usage(rowwise=held[0] is not None, columnwise=held[1] is not None)
     return type(x).__new__(type(x), shape, dtype, halves[0], halves[1], quantizer)
-
-
-def _zero(matrix: Tensor, like: Codes) -> Codes:
-    return replace(quantize(matrix, like.spec), amax=torch.zeros(1, device=matrix.device))
 
 
 def _copied_into(to: QuantizedTensor, source: Tensor) -> QuantizedTensor:
@@ -463,10 +465,6 @@ def _copied(codes: Any) -> Any:
     if not isinstance(codes, Codes):
         return None if codes is None else codes.clone()
     return replace(codes, data=codes.data.clone(), scale_inv=codes.scale_inv.clone())
-
-
-def _emptied(codes: Codes | Tensor) -> Any:
-    return replace(codes, data=codes.data[:0], scale_inv=codes.scale_inv[:0]) if isinstance(codes, Codes) else None
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:

@@ -25,7 +25,6 @@ from ottava.compat.transformer_engine.pytorch.module import (
     Init,
     activation_for,
     device_for,
-    in_amp,
     mlp_keys,
     norm_heads,
     norm_name,
@@ -33,6 +32,7 @@ from ottava.compat.transformer_engine.pytorch.module import (
 )
 from ottava.compat.transformer_engine.pytorch.state import Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, shards_for
+from ottava.nn.layer import autocast_input
 from ottava.nn.transformer import Arrangement
 
 _NAMES = ("num_gqa_groups", "hidden_dropout", "attn_input_format", "normalization", "params_dtype")
@@ -136,12 +136,9 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         self.rotary_pos_interleaved, self.layer_number = rotary_pos_interleaved, layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
         norm_heads(where, (self.attention, self.cross), qk_norm_type, qk_norm_eps, **made)
-        with extras.initial():
-            self.starts(partial(started, self, init_method, output_layer_init_method))
-        self.uses_their_keys(*self._their_names(fuse_qkv_params, qkv_weight_interleaved))
-        self.names_layers(others.get("name"))
-        self.share(shards)
-        self.gives(extras)
+        start = partial(started, self, init_method, output_layer_init_method)
+        keys = self._their_names(fuse_qkv_params, qkv_weight_interleaved)
+        self.finish(extras, shards, others.get("name"), start, *keys)
 
     def _their_names(
         self, fused: bool, interleaved: bool
@@ -175,7 +172,7 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
             cu_seqlens_kv: ends of the packed sequences of the keys; for a decoder, those of encoder_output.
             call: the other keywords of `attention_arguments`.
         """
-        hidden_states = in_amp(hidden_states)
+        hidden_states = autocast_input(hidden_states)
         self.begins(call.get("is_first_microbatch"))
         where, ends = "TransformerLayer", cu_seqlens_kv if self.cross is None else None
         options = attention_arguments(
