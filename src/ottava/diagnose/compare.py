@@ -408,15 +408,13 @@ def _compare_loss(good: Run, bad: Run, controls: Sequence[Run]) -> dict[str, Any
 def _config(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The settings that differ; those of the training come first."""
     differences = []
-    for section in ("config", "versions", "host", "settings"):
+    good, bad = ({**x, "run": {"command": " ".join(map(str, x.get("command") or ()))}} for x in (good, bad))
+    for section in ("config", "versions", "host", "settings", "run"):
         a, b = flatten(good.get(section) or {}), flatten(bad.get(section) or {})
         for key in dict.fromkeys((*a, *b)):
             if a.get(key) != b.get(key):
                 name = key if section == "config" else f"{section}.{key}"
                 differences.append({"key": name, "good": a.get(key), "bad": b.get(key)})
-    commands = [" ".join(map(str, run.get("command") or ())) for run in (good, bad)]
-    if commands[0] != commands[1]:
-        differences.append({"key": "run.command", "good": commands[0], "bad": commands[1]})
     recipes = [sorted({layer.get("recipe") or "" for layer in run.get("layers") or ()}) for run in (good, bad)]
     if recipes[0] != recipes[1]:
         differences.append({"key": "layers.recipe", "good": ", ".join(recipes[0]), "bad": ", ".join(recipes[1])})

@@ -274,7 +274,8 @@ class _Graph:
         read = {name: self._moved(*edge) for name, edge in edges.items() if edge[0] is not None}
         read |= {n: x for n, x in self._kept[node].items() if isinstance(x, Tensor) and n not in _RESULTS}
         known = {n: x.detach() for n, x in read.items() if x is not None and x.is_floating_point()}
-        ill = [f"{n} holds {'NaN' if _has_nan(x) else 'infinities'}" for n, x in known.items() if not _finite(x)]
+        ill = [f"{n} holds NaN" for n, x in known.items() if _has_nan(x)]
+        ill = ill or [f"{n} holds infinities" for n, x in known.items() if _has_inf(x)]
         if ill or value is None or not wrong(value):
             return ", ".join(ill)
         strangers = [f"{n} of no layer" for n, (maker, _) in edges.items() if maker is None and n not in known]
@@ -383,10 +384,6 @@ def _has_nan(x: Tensor) -> bool:
 
 def _has_inf(x: Tensor) -> bool:
     return bool((x.float() if x.itemsize == 1 else x).isinf().any())
-
-
-def _finite(x: Tensor) -> bool:
-    return not (_has_nan(x) or _has_inf(x))
 
 
 def _producers_first(root: Tensor) -> list[Any]:
