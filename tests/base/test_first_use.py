@@ -71,8 +71,7 @@ def test_table_type_checkers_and_all_agree(name: str) -> None:
     checked: dict[str, tuple[str, ...]] = {}
     for node in block.body:
         assert isinstance(node, ast.ImportFrom)
-        module = node.module or ""
-        checked[module] = (*checked.get(module, ()), *(alias.name for alias in node.names))
+        checked[node.module or ""] = checked.get(node.module or "", ()) + tuple(alias.name for alias in node.names)
     modules = checked.pop(name, ())
     assert checked == dict(package._HOMES)
     assert sorted(package.__all__) == sorted([*modules, *(one for names in checked.values() for one in names)])
