@@ -13,6 +13,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ def nan_in_graph(root: Tensor, name_of: Callable[[Tensor], str]) -> dict[str, An
     if graph.hidden or not graph.order:
         return None
     node = graph.order[-1]
-    if _has_nan(root):
+    if graph.seen(node, _has_nan):
         node = next((one for one in graph.order if graph.brought(one) or graph.seen(one, _has_nan)), node)
         if graph.parameter(node) is not None and graph.seen(node, _has_nan):
             return None
@@ -184,14 +185,14 @@ class _Graph:
         for node in self.order:
             for result in _RESULTS & self._kept[node].keys():
                 self._values[node, 0] = self._kept[node][result]
-            if (leaf := getattr(node, "variable", None)) is not None:
+            if (leaf := _own(getattr(node, "variable", None))) is not None:
                 self._values[node, 0] = leaf.detach()
             for name, edge in self._edges(node).items():
                 if edge[0] is not None:
                     self._readers.setdefault(edge[0], []).append(node)
                     if isinstance(x := self._kept[node].get(name), Tensor):
                         self._values.setdefault(edge, x)
-        self._values[self.order[-1], 0] = root.detach()
+        self._values[self.order[-1], 0] = _own(root.detach())
 
     def _edges(self, node: Any) -> dict[str, tuple[Any, int]]:
         """Name of an operand -> who makes it; of operations without a schema: its number."""
@@ -332,14 +333,18 @@ _RESULTS = frozenset({"result", "result0", "output"})
 """What autograd calls the result of an operation, among the tensors it saved."""
 
 
-def _schemas(node: Any) -> list[Any]:
+def _schemas(node: Any) -> tuple[Any, ...]:
     """The overloads that a node of autograd may be of."""
-    name = _operation_of(node)
+    return _overloads(_operation_of(node))
+
+
+@cache
+def _overloads(name: str) -> tuple[Any, ...]:
     packets = (getattr(torch.ops.aten, n, None) for n in (name, f"{name}_forward", f"_{name}"))
     packet = next((p for p in packets if p is not None), None)
     overloads = [] if packet is None else [getattr(packet, o)._schema for o in packet.overloads()]
     overloads = [s for s in overloads if s.arguments and "Tensor" in str(s.arguments[0].type)]
-    return [s for s in overloads if not any(a.is_out for a in s.arguments)]
+    return tuple(s for s in overloads if not any(a.is_out for a in s.arguments))
 
 
 def _operation_of(node: Any) -> str:
@@ -375,7 +380,13 @@ def _saved(node: Any) -> tuple[dict[str, Any], bool]:
             else:
                 kept = kept - (1 << 64) if isinstance(kept, int) and kept >= 1 << 63 else kept  # it has no sign
                 found[name.removeprefix("_saved_")] = kept
-    return found, False
+    return {name: own for name, x in found.items() if (own := _own(x)) is not None}, False
+
+
+def _own(x: Any) -> Any:
+    """This process's part of a DTensor, for a collective would wait for other ranks; None for other subclasses."""
+    x = x.to_local() if hasattr(x, "to_local") else x
+    return None if isinstance(x, Tensor) and type(x) not in (Tensor, nn.Parameter) else x
 
 
 def _has_nan(x: Tensor) -> bool:
