@@ -357,9 +357,7 @@ class Laboratory:
         if self._recorder is not None:
             self._recorder.backward(root, loss, gradient, retain)
         # to read a loss costs nothing on a CPU only; after this backward the weights are NaN and the graph is gone
-        elif (
-            self._every and not self._found_nonfinite and root.device.type == "cpu" and not bool(loss.isfinite().all())
-        ):
+        elif self._every and not self._found_nonfinite and root.device.type == "cpu" and not loss.isfinite().all():
             with self._safely("nonfinite"), random_kept():
                 self._tell_nonfinite(self._step, nan_in_graph(root, self._name_of))
 

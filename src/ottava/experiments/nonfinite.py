@@ -282,20 +282,15 @@ class _Graph:
         strangers = [f"{n} of no layer" for n, (maker, _) in edges.items() if maker is None and n not in known]
         at = tuple((value.isnan() if wrong is _has_nan else value.isinf()).nonzero()[0].tolist())
         with suppress(RuntimeError):
-            alike = {
-                n: x.view(value.shape) if x.numel() == value.numel() else x.expand(value.shape)
-                for n, x in known.items()
-            }
-            return ", ".join([*(f"{n} = {float(x[at]):.4g}" for n, x in alike.items()), *strangers])
+            alike = [x.view_as(value) if x.numel() == value.numel() else x.expand_as(value) for x in known.values()]
+            return ", ".join([*(f"{n} = {float(x[at]):.4g}" for n, x in zip(known, alike, strict=True)), *strangers])
         return ", ".join(strangers)
 
     def _moved(self, node: Any, number: int) -> Tensor | None:
         """The result of a node, or of that whose result it only sees in another shape."""
-        while (value := self.value(node, number)) is None and _only_moves(node) and len(node.next_functions) == 1:
-            node, number = node.next_functions[0]
-            if node is None:
-                break
-        return value
+        value = self.value(node, number)
+        moved = value is None and _only_moves(node) and len(node.next_functions) == 1 and node.next_functions[0][0]
+        return self._moved(*node.next_functions[0]) if moved else value
 
     def parameter(self, node: Any) -> Tensor | None:
         """The leaf that a node only moves, as the transpose of a weight does."""
@@ -354,10 +349,8 @@ def _operation_of(node: Any) -> str:
 
 def _only_moves(node: Any) -> bool:
     """Whether a result is a view or a copy of the operand."""
-    schemas = _schemas(node)
-    return _operation_of(node) in ("clone", "unsafe_view") or any(
-        a.alias_info is not None for s in schemas for a in s.arguments
-    )
+    aliases = [a.alias_info for s in _schemas(node) for a in s.arguments]
+    return _operation_of(node) in ("clone", "unsafe_view") or any(one is not None for one in aliases)
 
 
 def _saved(node: Any) -> tuple[dict[str, Any], bool]:
