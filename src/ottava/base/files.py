@@ -26,6 +26,8 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
         ...     [path.name for path in Path(folder).iterdir()]
         ['a.txt']
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: is a folder; needs the name of a file")
     scratch = path.with_name(f".{path.name}.part")
     try:
         with _of_the_system(path):

@@ -98,15 +98,11 @@ def watch(
     from ottava.watching.session import watch as start
 
     _check(command, out)
+    if step and not append:
+        raise ValueError(f"--step {step}: needs --append, which continues the watched run in --out DIR")
     options: dict[str, Any] = {"every": every, "recipes": recipe, "layers": layers, "sample": sample, "detail": detail}
-    options |= {
-        "sinks": [*(sink or ()), *["live"] * live],
-        "compiled": compiled,
-        "loss": loss,
-        "shadow": shadow,
-        "replay": replay,
-    }
-    options["tensors"] = tensors.split(",") if tensors is not None else None
+    options |= {"sinks": [*(sink or ()), *["live"] * live], "compiled": compiled, "loss": loss, "shadow": shadow}
+    options |= {"replay": replay, "tensors": tensors.split(",") if tensors is not None else None}
     settings = {name: value for name, value in options.items() if value not in (None, [])}
     session = start(None, out or _folder(command), config, step=step, append=append, **settings)
     _print_summary(session, code := run_inside(session, command), as_json=as_json)
