@@ -65,6 +65,8 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
         TypeError: dtype.  ValueError: x is not a matrix.
     """
     check_matrix(x)
+    if torch._C._functorch.is_batchedtensor(x) and not torch._C._functorch.get_unwrapped(x).numel():
+        raise ValueError("quantize: got no element under vmap, where torch has no rule for it; leave empty batches out")
     # a rule may mix neighbours of a row, and random numbers are counted along rows: both see x as it is
     ordinary = spec.rounding == "nearest_even" and spec.block_scale == "amax"
     if column_major(x) and ordinary:  # cast along memory; random numbers keep the order of x
