@@ -61,11 +61,13 @@ COUNTS = (
 
 
 def test_a_weight_that_takes_another_s_place_ends_as_it_began(tmp_path: Path) -> None:
-    """The optimizer is older than the second layer, as after a resized embedding."""
+    """The optimizer is older than the second layer. A frozen copy has the same names, and ends as it began, too."""
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with ottava.watch(net, tmp_path / "run") as watch:
+    copied = copy.deepcopy(net).requires_grad_(False)
+    with ottava.watch(None, tmp_path / "run") as watch:
         for step in range(10):
+            copied(torch.randn(4, 8))
             if step == 3:
                 net[1] = torch.nn.Linear(8, 8)
             net(torch.randn(4, 8)).square().mean().backward()

@@ -173,7 +173,7 @@ def _groups(good: Facts, bad: Facts) -> Iterator[Difference]:
     kinds = dict.fromkeys(name.partition("/")[0] for name in bad.groups) if len(common) else {}
     pairs = _same_parameters(good, bad)
     for kind in kinds:
-        found: list[tuple[float, int, Difference]] = []
+        found: list[tuple[float, Difference]] = []
         for pair, held in pairs.items():
             names = [f"{kind}/{n}".removesuffix("/") for n in pair]
             if names[0] not in good.groups or names[1] not in bad.groups:
@@ -191,15 +191,10 @@ def _groups(good: Facts, bad: Facts) -> Iterator[Difference]:
             of = f" of {_some(held)}" if held else f" of group {pair[1]}" if several and pair[1] else ""
             from_ = "" if step == common[0] else f", from step {step} on"
             said = f"The {what}{of} differs: {a[i]:.4g} and {b[i]:.4g}{from_}."
-            found.append(
-                (
-                    float(far[i]),
-                    len(found),
-                    Difference("setting", kind, float(a[i]), float(b[i]), said, step, tuple(held)),
-                )
-            )
+            one = Difference("setting", kind, float(a[i]), float(b[i]), said, step, tuple(held))
+            found.append((float(far[i]), one))
         if found:
-            yield max(found, key=lambda one: (one[0], -one[1]))[2]
+            yield max(found, key=lambda one: one[0])[1]
     a_groups, b_groups = (len({n.partition("/")[2] for n in f.groups if "/" in n}) for f in (good, bad))
     if a_groups and b_groups and a_groups != b_groups:
         said_groups = f"The optimizer has {a_groups} groups in the good run, {b_groups} in this."

@@ -128,7 +128,7 @@ class TrainingTap:
         self._casting = weakref.WeakKeyDictionary()
         self._equal: list[tuple[str, str]] = []
         self._weights: dict[str, str] = {}
-        self._began: dict[str, tuple[int, str]] = {}  # id and hash, for a script may put another one in its place
+        self._began: dict[int, str] = {}  # id -> hash: two models may have one name, and another take its place
         self._hashed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._reached: set[str] = set()
         self._frameworks: list[str] | None = None
@@ -494,7 +494,8 @@ class TrainingTap:
         dtypes = {"inputs": sorted(self.batches.dtypes)} if self.batches.dtypes else {}
         about: dict[str, Any] = {"weights": self._weights, "framework": self._frameworks or []}
         if final:
-            about["unmoved"] = sorted({n for n, p in self._parameters() if self._began.get(n) == (id(p), hash_of(p))})
+            still = [(n, self._began.get(id(p)) == hash_of(p)) for n, p in self._parameters()]
+            about["unmoved"] = sorted({n for n, same in still if same} - {n for n, same in still if not same})
         about |= {"arguments": self.batches.arguments} if self.batches.arguments else {}
         if not self._configured:  # once: a search among all objects of the process takes a tenth of a second
             self._configured = configured([root for ref, _ in self._roots if (root := ref()) is not None])
@@ -514,8 +515,8 @@ class TrainingTap:
             if (root := ref()) is not None and (self.looking or root not in self._hashed):
                 self._hashed.add(root)
                 for name, p in root.named_parameters():
-                    if self._began.get(name, (0, ""))[0] != id(p) and (hash := hash_of(p)):
-                        self._began[name] = id(p), hash
+                    if id(p) not in self._began and (hash := hash_of(p)):
+                        self._began[id(p)] = hash
                         self._weights.setdefault(name, hash)
 
     def _living(self) -> list[Optimizer]:
