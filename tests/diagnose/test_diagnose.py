@@ -405,11 +405,14 @@ def test_a_cast_that_loses_its_tensor_is_told_whatever_the_whole_gradient_says(t
 
 
 def test_a_loss_that_is_in_its_band_without_casts_says_who_raised_it(tmp_path: Path) -> None:
-    """Behind the event: the weights are sound, for without casts their loss is what it was."""
-    for name, exact, said in (("casts", 3.6, "guilty"), ("weights", 5.0, "unknown")):
+    """Behind the event: the weights are sound, for without casts their loss is what it was, or near the good run's."""
+    good = record(tmp_path / "good", casts=True, experiments=(shadow(5, 0.02),))
+    tried = (3.6, None, "inside the band"), (5.0, None, ""), (3.9, good, "casts make"), (5.2, good, "")
+    for exact, beside, words in tried:
         lines = (shadow(5, 0.02), shadow(30, 0.7, loss=7.0, loss_without=exact))
-        answer = diagnose(record(tmp_path / name, rises, casts=True, experiments=lines))
-        assert (answer.fp8, "inside the band that it had left" in answer.sentence) == (said, said == "guilty")
+        answer = diagnose(record(tmp_path / f"{exact}", rises, casts=True, experiments=lines), baseline=beside)
+        assert answer.fp8 == ("guilty" if words else "unknown"), answer.sentence
+        assert words in answer.sentence
 
 
 def test_a_loss_that_stays_at_a_guess_asks_whether_the_last_layer_trains(tmp_path: Path) -> None:
@@ -671,10 +674,6 @@ def test_patches_are_those_of_the_framework_that_ran(tmp_path: Path) -> None:
         assert list(result.findings[0].remedies[0]["patch"]) == names
     asked = diagnose(record(tmp_path / "asked", **how), framework="megatron").findings[0].remedies[0]["patch"]
     assert list(asked) == ["megatron"]
-
-
-def test_fails_from_a_severity_on(tmp_path: Path) -> None:
-    assert all(diagnose(record(tmp_path / word, **BREAKS["O2"])).fails(word) for word in ("critical", "warning"))
 
 
 def test_a_confidence_is_what_the_first_looks_gave() -> None:

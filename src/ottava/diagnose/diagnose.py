@@ -283,7 +283,7 @@ def _parting(trial: Trial, good: Facts | None) -> Trial:
 
 
 def _as_good(facts: Facts, good: Facts, happened: Event | None, trial: Trial) -> Trial:
-    """The trial; casts are guilty if without them a run that left has the good run's loss, in every trial since.
+    """The trial; casts are guilty if without them a run that left comes most of the way back, in every trial since.
 
     So its weights are as good, and what began later than the event would show in them.
     """
@@ -291,14 +291,16 @@ def _as_good(facts: Facts, good: Facts, happened: Event | None, trial: Trial) ->
         return trial
     at = dict(zip(good.loss.steps.tolist(), good.loss.loss.tolist(), strict=True))
     since = [e for e in facts.experiments("shadow") if e.get("mode") == "real" and e["step"] >= happened.step]
-    pairs = [(e.get("loss"), e.get("loss_without"), at.get(e["step"], math.nan)) for e in since]
-    known = [(x, y, z) for x, y, z in pairs if x is not None and y is not None]
-    above = [(x, y, z) for x, y, z in known if x - z > max(good.loss.rise, _GAP * abs(z))]
-    if len(above) < 2 or len(above) < len(pairs) or any(x - y < _MOST_OF * (x - z) for x, y, z in above):
+    rows = [(e["step"], e.get("loss"), e.get("loss_without"), at.get(e["step"], math.nan)) for e in since]
+    above = [(n, x, y, z) for n, x, y, z in rows if None not in (x, y) and x - z > max(good.loss.rise, _GAP * abs(z))]
+    if not above or any(x - y < _MOST_OF * (x - z) for _, x, y, z in above):
         return trial
-    x, y, z = above[-1]
-    said = f"In {len(above)} trials since it left, the run without casts has the good run's loss: "
-    said += f"at step {since[-1]['step']} {x:.3g} with casts, {y:.3g} without, {z:.3g} in the good run."
+    step, x, y, z = above[-1]
+    share = 100 * min((x - y) / (x - z), 1.0)
+    said = (
+        f"At step {step} the loss of the batch is {x:.3g} with casts, {y:.3g} without them and {z:.3g} in the good "
+        f"run: casts make {share:.0f} % of the gap."
+    )
     return replace(hurts, tried=(said, *hurts.tried), sound=True)
 
 
