@@ -128,7 +128,6 @@ def _bare_base() -> None:
         pytest.skip(f"the base interpreter has torch {found}")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_bare_base")
 def test_first_call_sets_up_and_later_calls_start_at_once(tmp_path: Path) -> None:
     """One line a phase, arguments and exit code are the command's own, extras come when they are asked for."""
@@ -167,7 +166,6 @@ def test_first_call_sets_up_and_later_calls_start_at_once(tmp_path: Path) -> Non
     assert not list((clone.root / ".venv").rglob("torch/__init__.py"))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the plain wheels of torch are CPU wheels")
 @pytest.mark.usefixtures("_bare_base")
 def test_refuses_to_pull_cuda_onto_a_machine_without_a_gpu(tmp_path: Path) -> None:
@@ -188,7 +186,6 @@ def test_refuses_to_pull_cuda_onto_a_machine_without_a_gpu(tmp_path: Path) -> No
     assert (code, "'tpu'" in err) == (2, True)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals and shared locks are POSIX")
 def test_killed_set_up_is_not_trusted_and_two_at_once_take_turns(tmp_path: Path) -> None:
     """After kill -9 in the middle the next calls start over, and only one of them does the work."""
@@ -214,7 +211,6 @@ def test_killed_set_up_is_not_trusted_and_two_at_once_take_turns(tmp_path: Path)
     assert any("waiting for it" in text for text in said)
 
 
-@pytest.mark.slow
 def test_another_torch_has_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`test --with` takes what there is of that release, and says how big it is; .venv stays as it is.
 
@@ -253,7 +249,6 @@ def test_another_torch_is_one_release(wrong: tuple[str, ...], capsys: pytest.Cap
     assert "it takes one release of torch, 2.11 or newer: torch==2.11.0" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_bare_base")
 def test_failures_are_shown(tmp_path: Path) -> None:
     """pip's own words reach the reader, and what is not ours is not deleted."""
@@ -303,11 +298,11 @@ def test_agrees_with_pyproject() -> None:
 
 
 def test_words_choose_the_tests() -> None:
-    """Nothing: all but the slow ones; --all: all; both share the cores. Anything else is pytest's own."""
+    """Nothing: all but the dear ones; --all: all; both share the cores. Anything else is pytest's own."""
     chosen = load_x().pytest_arguments
     fast, everything = chosen(()), chosen(("--all", "-x"))
     assert fast[:1] == everything[:1] == ("-n",)
-    assert fast[-2:] == ("-m", "not slow")
+    assert fast[-2:] == ("--under", "1.2")
     assert everything == (*fast[:-2], "-x")
     assert chosen(("tests/base/test_files.py", "--all")) == ("tests/base/test_files.py", "--all")
 

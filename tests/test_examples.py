@@ -15,7 +15,6 @@ from ottava.record.reader import Run
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.slow  # tests/nn/test_calibrate.py has what it shows, on a smaller model
 def test_resuming_from_bf16_is_smooth_with_calibration(capsys: pytest.CaptureFixture[str]) -> None:
     """Calibrated, the first FP8 loss is BF16's; from scale 1 most of some layer's first gradient is cast to zero."""
     main = runpy.run_path(str(ROOT / "examples" / "resume_from_bf16.py"))["main"]
@@ -25,7 +24,6 @@ def test_resuming_from_bf16_is_smooth_with_calibration(capsys: pytest.CaptureFix
     assert "calibrated" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_the_bad_run_is_told_from_the_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The one setting that differs comes first, FC2's inputs suffer, and FP8 is not blamed.
 

@@ -113,7 +113,6 @@ def code_of(book: dict[str, Any]) -> list[dict[str, Any]]:
     return [cell for cell in book["cells"] if cell["cell_type"] == "code"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_keeps_what_it_asserts(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cells in order, in one namespace; what a cell ends with draws itself. Two minutes of two cores are 240 s."""

@@ -193,7 +193,7 @@ def test_a_new_window_keeps_the_newest_and_says_so(way: str, length: int) -> Non
 # --- compiled, and without waiting for the device -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("delayed", marks=pytest.mark.slow), "guarded"])
+@pytest.mark.parametrize("recipe", ["delayed", "guarded"])
 def test_compiled_training_has_the_bits_of_eager_training(recipe: str) -> None:
     """Compiled once; state included, with an evaluation in between and the boundary found as ever."""
     eager, compiled = network(recipe), network(recipe)
@@ -217,7 +217,6 @@ def test_compiled_training_has_the_bits_of_eager_training(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("update", ["step", "autocast"])
-@pytest.mark.slow
 def test_a_compiled_model_moves_its_scales_under_an_autocast(update: Any) -> None:
     """Converted with another recipe: the first forward makes the buffers, uncompiled. TE's timing never is compiled."""
     eager, compiled = network("tensorwise"), network("tensorwise")

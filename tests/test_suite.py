@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import itertools
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,24 +95,16 @@ def test_a_warm_process_is_one_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no CPU time of children")
-def test_a_test_that_costs_too_much_fails_unless_it_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A minute of CPU time; slow ones may."""
+def test_a_test_that_costs_too_much_fails_unless_it_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute of CPU time."""
     import cost
 
     times = [0.0, cost.FAIL_FROM + 1.0, 0.0, cost.FAIL_FROM - 1.0]
     clock = itertools.chain(times, itertools.repeat(0.0))  # this test is being measured as well
     monkeypatch.setattr(cost, "cpu_seconds", lambda: next(clock))
 
-    class Item:
-        marks: tuple[str, ...] = ()
-
-        def get_closest_marker(self, name: str) -> bool:
-            return name in self.marks
-
-    def run(*marks: str) -> None:
-        item = Item()
-        item.marks = marks
-        call = cost.pytest_runtest_call(item)
+    def run(name: str = "") -> None:
+        call = cost.pytest_runtest_call(types.SimpleNamespace(nodeid=name, get_closest_marker=lambda _: None))
         next(call)
         with pytest.raises(StopIteration):
             call.send(None)
@@ -118,7 +112,17 @@ def test_a_test_that_costs_too_much_fails_unless_it_is_marked(monkeypatch: pytes
     with pytest.raises(pytest.fail.Exception, match=f"cost {cost.FAIL_FROM + 1} s of CPU time"):
         run()
     run()
-    run("slow")
+    run(next(iter(cost.listed())))
+
+
+def test_the_list_of_prices_names_tests_that_exist() -> None:
+    """A line of a test that was renamed would let the test cost what it likes."""
+    import cost
+
+    source = functools.cache(lambda name: (HERE.parent / name).read_text(encoding="utf-8"))
+    for test in cost.listed():
+        name, _, rest = test.partition("::")
+        assert f"def {rest.partition('[')[0].rpartition('::')[2]}(" in source(name), test
 
 
 def test_mutants_change_one_place_each() -> None:
@@ -167,7 +171,6 @@ sys.exit(pytest.main(["--collect-only", "-n0", "-p", "no:cacheprovider", "-rs", 
 """pytest where nobody finds these packages."""
 
 
-@pytest.mark.slow
 def test_tests_of_a_gpu_are_found_without_gfloat_pyarrow_and_pydantic() -> None:
     """A lent machine has few packages. A file that needs one is named and left out; without `-m gpu` it is an error."""
     files = ["kernels/test_scaled_mm.py", "nn/test_launches.py", "nn/test_graphed.py", "kernels/triton", "report"]

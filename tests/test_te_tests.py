@@ -104,7 +104,6 @@ def test_the_table_only_gets_better() -> None:
             assert later["share"] >= earlier["share"], later["title"]
 
 
-@pytest.mark.slow
 def test_each_class_is_recognised(te_tests: ModuleType, tmp_path: Path) -> None:
     """A folder of TransformerEngine's form, with a test of each class."""
     folder = tmp_path / "tests" / "pytorch"

@@ -95,7 +95,6 @@ def test_a_resource_from_elsewhere_is_found(tmp_path: Path) -> None:
     assert hosts == ["e.example", "b.example", "c.example"]
 
 
-@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """All public names have their place, both languages point at each other, and nothing comes from elsewhere."""
     for package in ("sphinx", "myst_nb", "furo"):

@@ -126,7 +126,6 @@ def test_what_cannot_be_built_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu.build_time(("sums", ""), 1)
 
 
-@pytest.mark.slow
 def test_the_first_step_loads_what_is_said_here(tmp_path: Path) -> None:
     """In a process with an empty cache."""
     program = (

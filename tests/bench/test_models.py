@@ -60,7 +60,6 @@ def test_a_checkpoint_is_loaded(tmp_path: Path) -> None:
         SmolLM2(vocabulary=97, layers=3).load(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_block_keeps_what_the_table_says() -> None:
     """Bytes a token, added up by hand: inputs of two norms, q, k, v, the output of attention, codes, and `save`."""
     torch.manual_seed(0)

@@ -109,7 +109,6 @@ except SystemExit as end:
 """`ottava`, of which rank 1 terminates itself or torchrun; each process writes its exit code beside the run."""
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
 @pytest.mark.parametrize("whom", ["self", "torchrun"])
 def test_a_terminated_run_of_several_processes_saves_and_is_no_success(whom: str, tmp_path: Path) -> None:
@@ -135,7 +134,6 @@ def test_a_terminated_run_of_several_processes_saves_and_is_no_success(whom: str
     assert int(saved.name.removeprefix("step-")) == len(losses(run))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
 def test_a_killed_process_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
     """The bits are those of one process with the same microbatches that nobody killed. Each holds a stage of the model;

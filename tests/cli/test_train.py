@@ -154,7 +154,6 @@ def test_diverged_run_is_exit_code_1(ottava: Command) -> None:
     assert result["step"] < 12
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals to another process")
 @pytest.mark.parametrize(
     "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
@@ -274,7 +273,6 @@ CELL = "{format: E2M1, granularity: 1x32, scale_format: e8m0}"
 SMALL = ("--quick", "--steps", "2", "--seeds", "2")
 
 
-@pytest.mark.slow
 def test_a_killed_study_of_a_yaml_recipe_goes_on_and_writes_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

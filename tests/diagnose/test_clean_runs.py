@@ -37,7 +37,6 @@ def test_some_clean_trainings_raise_nothing(population: Any, tmp_path: Path) -> 
     assert not raised(population, QUICK, ("tensorwise",), tmp_path, 1)
 
 
-@pytest.mark.slow
 def test_no_clean_training_raises_anything(population: Any, tmp_path: Path) -> None:
     """Each training under one of two recipes in turn, and a quarter in BF16: the laws read the same facts under each.
     `python benchmarks/clean.py` runs every pair.

@@ -39,7 +39,6 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "said"),
     [

@@ -12,7 +12,6 @@ import ottava
 from ottava.engine.groups import CollectiveRow
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size, module", [(2, "collective_scenarios"), (3, "order_scenarios")], ids=["what", "when"])
 def test_every_scenario_holds_on_every_rank(size: int, module: str, tmp_path: Path) -> None:
     scenarios = scenarios_of(module)

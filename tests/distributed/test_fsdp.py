@@ -40,7 +40,6 @@ def test_arithmetic_sees_the_numbers() -> None:
 SCENARIOS = scenarios_of("fsdp_scenarios")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3], ids=lambda size: f"{size} processes")
 def test_every_scenario_holds_on_every_rank(size: int, tmp_path: Path) -> None:
     failed = failures(start(size, tmp_path / "ranks", SCENARIOS), SCENARIOS)

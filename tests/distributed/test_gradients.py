@@ -10,7 +10,7 @@ from ranks import failures, scenarios_of, start
 SCENARIOS = scenarios_of("gradient_scenarios")
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda size: f"{size} processes")
+@pytest.mark.parametrize("size", [2, 3], ids=lambda size: f"{size} processes")
 def test_every_scenario_holds_on_every_rank(size: int, tmp_path: Path) -> None:
     failed = failures(start(size, tmp_path / "ranks", SCENARIOS), SCENARIOS)
     assert not failed, "\n".join(failed)

@@ -53,14 +53,13 @@ def results(folder: Path) -> Results:
     return Results(folder)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda size: f"{size} processes")
+@pytest.mark.parametrize("size", [2, 3], ids=lambda size: f"{size} processes")
 def test_every_scenario_holds_on_every_rank(results: Results, size: int) -> None:
     """See the scenarios' own docstrings. One test: workers of pytest-xdist would each start the processes again."""
     failed = failures(results[size], SHORT)
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.slow
 def test_long_scenarios_hold_in_two_processes(tmp_path: Path) -> None:
     """Compiled code, and all modules. A third process would add nothing to them."""
     long = [name for name in SCENARIOS if name not in SHORT]

@@ -13,13 +13,7 @@ SCENARIOS = {
 }
 
 
-CASES = [
-    pytest.param(
-        size, kind, id=f"{size} processes-{kind}", marks=() if (size, kind) == (2, "linears") else pytest.mark.slow
-    )
-    for size in (2, 4)
-    for kind in SCENARIOS
-]
+CASES = [pytest.param(size, kind, id=f"{size} processes-{kind}") for size in (2, 4) for kind in SCENARIOS]
 
 
 @pytest.mark.parametrize(("size", "kind"), CASES)

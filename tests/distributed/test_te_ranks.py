@@ -10,7 +10,7 @@ from ranks import failures, scenarios_of, start
 SCENARIOS = scenarios_of("te_scenarios", "te_context_scenarios")
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda size: f"{size} processes")
+@pytest.mark.parametrize("size", [2, 4], ids=lambda size: f"{size} processes")
 def test_every_scenario_holds_on_every_rank(size: int, tmp_path: Path) -> None:
     failed = failures(start(size, tmp_path / "ranks", SCENARIOS), SCENARIOS)
     assert not failed, "\n".join(failed)

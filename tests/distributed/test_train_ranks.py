@@ -11,8 +11,8 @@ from train_scenarios import ALONE, FOUR, QUICK, TWO, alone
 
 CASES = [
     pytest.param(2, QUICK, id="2 processes, quick"),
-    pytest.param(2, TWO, id="2 processes", marks=pytest.mark.slow),
-    pytest.param(4, FOUR, id="4 processes", marks=pytest.mark.slow),
+    pytest.param(2, TWO, id="2 processes"),
+    pytest.param(4, FOUR, id="4 processes"),
 ]
 
 

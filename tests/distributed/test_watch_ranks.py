@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from ranks import failures, scenarios_of, start
 
 import warm
@@ -36,7 +35,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 def test_under_torchrun_every_rank_is_on_record(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]

@@ -81,7 +81,6 @@ def test_fp8_of_accelerate_itself_gets_the_line_to_write(accelerator: Any) -> No
         door.prepare(accelerator, model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "weights", "on_meta"),
     [("delayed", "bf16", "meta"), ("delayed", "bf16", "cpu"), ("tensorwise", "fp8", "cpu")],

@@ -17,7 +17,6 @@ import yaml
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "door_axolotl.yaml"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_axolotl_train_logs_saves_and_loads_again(adapter: str, tmp_path: Path) -> None:
     if not all(map(find_spec, ("axolotl", "xformers", "trackio"))):

@@ -61,7 +61,6 @@ def with_masters(recipe: str, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_has_the_bits_of_a_plain_loop(deepspeed: Any, stage: int, recipe: str, tmp_path: Path) -> None:

@@ -115,7 +115,6 @@ def test_trains_with_the_bits_of_a_plain_loop(recipe: str, tmp_path: Path) -> No
         assert float(plain.loss(next(iter(batches())))) == after[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe, tensors", [("delayed", 34), ("mxfp8", 4)])
 def test_two_ranks_have_the_bits_of_torchs_ddp(recipe: str, tensors: int, tmp_path: Path) -> None:
     """Losses, and weights with histories, on both ranks."""

@@ -138,7 +138,6 @@ def test_the_verdict_is_that_of_the_diagnosis(tmp_path: Path, logger: Recorder) 
     assert callback.diagnosis.fp8 == diagnose(Run.open(tmp_path / "ottava")).fp8
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("times, titles", [(1, []), (300, ["The learning rate is too high"])])
 def test_a_healthy_run_has_no_finding_and_a_high_learning_rate_is_named(
     times: float, titles: list[str], tmp_path: Path, logger: Recorder
@@ -168,7 +167,6 @@ def test_it_stops_on_demand_with_a_checkpoint(tmp_path: Path, caplog: pytest.Log
     assert not list((tmp_path / "b").glob("checkpoint-*"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "step", "stopped", "asked"), [("line", 6, ["enough", ""], [3, 0]), ("hand", 4, ["", "by hand"], [0, 0])]
 )

@@ -44,7 +44,6 @@ def round_trip(tmp_path: Path, name: str, config: OttavaConfig) -> None:
     assert train(model, 1, first=5) == train(again, 1, first=5)
 
 
-@pytest.mark.slow
 @sweep(recipe=tuple(RECIPES))
 def test_every_recipe_survives_saving(recipe: str, tmp_path: Path) -> None:
     round_trip(tmp_path / recipe, "llama", OttavaConfig(recipe))
@@ -149,7 +148,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return uploads
 
 
-@pytest.mark.slow
 def test_a_push_to_the_hub_has_no_histories(
     tmp_path: Path, hub: list[set[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,7 +205,6 @@ def test_generation_leaves_no_trace(tmp_path: Path) -> None:
     assert same(before, model.state_dict())
 
 
-@pytest.mark.slow
 def test_a_compiled_model_trains(tmp_path: Path) -> None:
     losses = []
     for compiled in (False, True):

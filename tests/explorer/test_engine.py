@@ -234,7 +234,6 @@ def test_node_has_the_bits_of_ottava(tmp_path: Path) -> None:
     assert check(tmp_path, in_node, count=3000, shape=(40, 72), steps=4, octaves=9) > 300_000
 
 
-@pytest.mark.slow
 def test_ten_million_casts_and_200_steps(tmp_path: Path) -> None:
     """The whole promise of the page, in both engines of JavaScript."""
     assert check(tmp_path, in_node, in_chromium, count=400_000, shape=(129, 136), steps=200, octaves=8) > 10_000_000

@@ -135,7 +135,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return answer
 
 
-@pytest.mark.slow
 def test_a_number_has_its_code_its_error_and_its_zone(answers: dict[str, list[str]]) -> None:
     """E4M3 ends at 448, code 0x7E; its smallest number is 2**-9, 1.953 times 0.001."""
     assert answers["clipped"] == ["E4M3", "448", "10.4 %", "clipped", "0x7E", "01111110", "416", "–"]

@@ -22,15 +22,9 @@ from fuzz.parsers import PARSERS, Parser
 from ottava.base.untrusted import parse_json
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and a fork, as Linux has them")
-CHEAP = ("config", "overrides", "watch config", "recipe", "json and yaml", "run folder", "parquet", "amax series",
-         "dumps", "sharded checkpoint", "pickle", "scaling state", "torch.save", "event file", "import of logs",
-         "device constants", "kernel choices", "traces of check", "rollouts",
-         "requests of a live page")  # fmt: skip
-"""Those that read a case in some milliseconds."""
 
 
-@pytest.mark.parametrize("parser", [pytest.param(one, marks=() if one.name in CHEAP else pytest.mark.slow)
-                                    for one in PARSERS if one.guarded], ids=lambda one: one.name)  # fmt: skip
+@pytest.mark.parametrize("parser", [one for one in PARSERS if one.guarded], ids=lambda one: one.name)
 def test_a_damaged_file_is_read_or_refused(parser: Parser) -> None:
     """`./x fuzz --only PARSER --case I` shows a case again."""
     row = campaign.campaign(parser, 60, seed=1)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import determinism_cases
-import pytest
 from determinism_cases import MAY, SAME, cases
 
 import ottava
@@ -28,7 +27,6 @@ def digests(threads: int) -> dict[str, str]:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_bits_over_threads_processes_and_restarts(table: Callable[..., None]) -> None:
     """What the page promises to be the same is; torch's large sums show that the comparison can see a difference."""
     one, again, two, two_again = (digests(threads) for threads in (1, 1, 2, 2))

@@ -92,7 +92,7 @@ def test_a_named_accumulator_hides_nothing(recipe: str, tensor: str) -> None:
         assert_hides_nothing(recipe, tensor, word, found)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("delayed", marks=pytest.mark.slow), "nvfp4_rht"])
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4_rht"])
 def test_compiled_code_hides_nothing(recipe: str) -> None:
     for tensor in PLACE:
         assert_hides_nothing(recipe, tensor, "infinity", lost(recipe, tensor, math.inf, compiled=True))

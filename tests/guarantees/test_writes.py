@@ -191,7 +191,6 @@ def outcome(make: Callable[..., Any], storage: str, write: Write) -> str:
     return "within half a step"
 
 
-@pytest.mark.slow
 def test_a_weight_is_what_was_written(table: Callable[..., None]) -> None:
     """Under every optimizer, in every storage."""
     rows = []

@@ -241,7 +241,6 @@ def test_the_fastest_configuration_runs(tuned: Store, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.scaled_mm_on_cpu
-@pytest.mark.slow
 def test_biased_operands_judge_every_way(tuned: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right on normal numbers and not on magnitudes: out, unless fast accumulation may lose so much; that is told."""
     a, b = (quantize.quantize(torch.randn(16, 16384), QuantizationSpec(E4M3)) for _ in range(2))

@@ -26,7 +26,6 @@ print(took, before, faults())
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's remedy")
 def test_large_tensors_are_not_faulted_in_again() -> None:
     """A page is 4 KiB, or 2 MiB where the system makes huge ones; kept memory is not faulted in again."""

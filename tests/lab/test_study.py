@@ -42,7 +42,6 @@ def small(*names: str, seeds: int = 1) -> LabSettings:
     return LabSettings(recipes=tuple(map(read_recipe, names)), seeds=seeds, steps=2, quick=True)
 
 
-@pytest.mark.slow
 def test_a_stopped_study_goes_on_where_it_was(tmp_path: Path) -> None:
     """Stopped in the second recipe, it keeps the first; a damaged file and a new recipe are measured, nothing else."""
     study = Study(small("mxfp8"), tmp_path / "lab")

@@ -43,7 +43,7 @@ def step(model: nn.Module, seed: int) -> Tensor:
     return y.detach()
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", "tensorwise"])
 def test_all_tiles_are_what_an_observer_sees(recipe: str) -> None:
     """Every door, both directions, two micro-batches; and the numbers of the run are the same."""
     plain = step(network(recipe), 1)

@@ -152,7 +152,6 @@ def test_a_sum_that_a_kernel_forgets_is_an_error(monkeypatch: pytest.MonkeyPatch
         walk.measure_all([look])
 
 
-@pytest.mark.slow
 @NATIVE
 def test_a_sum_is_a_field_and_a_line_a_kernel(tmp_path: Path) -> None:
     """A third moment, added as a contributor does in a copy of the package: that of fp64 from C++ and from torch."""

@@ -191,7 +191,7 @@ def start(room: Room, source: str, copy: Path, report: Path, warm: bool) -> int:
         import pytest
 
         order = Order(room.seconds)
-        words = ["-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "-m", "not slow"]
+        words = ["-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "--under", "10"]
         code = int(pytest.main([*words, *room.tests], plugins=[order]))
         lines = [order.failed, *(f"{seconds:.4f} {test}" for test, seconds in order.seconds.items())]
         report.write_text("\n".join(lines), encoding="utf-8")

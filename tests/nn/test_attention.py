@@ -230,7 +230,6 @@ def test_empty_tensors() -> None:
         assert not y.any()
 
 
-@pytest.mark.slow
 def test_compiles_whole_with_eager_results_and_says_so() -> None:
     """Also for a second length, which torch compiles for any length."""
     for options in ({}, {"window": (3, 0)}, {"sink": 0.5}, {"backend": "flash"}):

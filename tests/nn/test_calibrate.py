@@ -232,7 +232,6 @@ def test_recomputed_layers_are_calibrated(reentrant: bool) -> None:
     assert differences(state_of(plain), state_of(recomputed)) == []
 
 
-@pytest.mark.slow
 def test_a_compiled_model_is_calibrated_and_trains_on_compiled() -> None:
     """Calibration runs its layers uncompiled; nothing of that sticks."""
     eager, compiled = network(), network()

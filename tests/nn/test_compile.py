@@ -27,9 +27,7 @@ from sweep import FIXED
 
 KINDS = ("bf16", "rowwise_with_gw_hp", "blockwise", "delayed")
 """One recipe of each kind of graph: torch's own, mixed with high precision, blocks, with state."""
-every_recipe = pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow) for name in FIXED]
-)
+every_recipe = pytest.mark.parametrize("recipe", FIXED)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +88,6 @@ def test_one_graph_gives_the_bits_of_eager(recipe: str) -> None:
     assert_same(train(model, compiled(model)), train(eager, eager))
 
 
-@pytest.mark.slow
 def test_transforms_stay_in_the_graph() -> None:
     """Rotations, means and factors: the bits of eager, in one graph. Fresh signs are drawn in the order in which the
     compiled code runs, so those are other signs: the same from one seed, and gradients as good."""
@@ -110,9 +107,7 @@ def test_transforms_stay_in_the_graph() -> None:
         assert 0 < (first[i] - exact[i]).float().norm() < 0.6 * exact[i].float().norm()
 
 
-@pytest.mark.parametrize(
-    "recipe", ["blockwise", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bf16", "delayed"))]
-)
+@pytest.mark.parametrize("recipe", ["blockwise", "bf16", "delayed"])
 def test_mixed_precision_gives_the_bits_of_eager(recipe: str, torch_first: None) -> None:
     """FP32 parameters under torch.autocast, entered outside of the compiled code."""
     eager, model = network(recipe, torch.float32), network(recipe, torch.float32)
@@ -130,7 +125,6 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [*KINDS, "nvfp4_rht"])
 def test_checkpointing_inside_compiled_code_stays_one_graph(recipe: str) -> None:
     """A side effect in forward would break the graph here, and the whole block would silently run eagerly."""
@@ -138,7 +132,6 @@ def test_checkpointing_inside_compiled_code_stays_one_graph(recipe: str) -> None
     assert_same(train(model, compiled(model)), train(eager, eager))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
 def test_generated_code_gives_the_bits_of_eager(recipe: str) -> None:
     """Inductor generates the code around the two operators; casts and sums are inside them."""
@@ -146,7 +139,6 @@ def test_generated_code_gives_the_bits_of_eager(recipe: str) -> None:
     assert_same(train(model, compiled(model, backend="inductor")), train(eager, eager))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif("lite" not in torch._inductor.list_mode_options(), reason="this torch has no mode 'lite'")
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
 def test_a_whole_block_has_the_bits_of_eager_where_torch_runs_its_own_kernels(recipe: str) -> None:
@@ -165,9 +157,7 @@ def test_a_whole_block_has_the_bits_of_eager_where_torch_runs_its_own_kernels(re
     assert_same(run("lite"), run(None))
 
 
-@pytest.mark.parametrize(
-    "recipe", ["tensorwise", *(pytest.param(n, marks=pytest.mark.slow) for n in ("delayed", "mxfp8"))]
-)
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
 def test_dynamic_rows_compile_once(recipe: str) -> None:
     """Batches of 8, 5, 33 and 130 rows through one graph, each with the bits of eager."""
     model, counter = network(recipe), Counter()
@@ -259,9 +249,7 @@ def test_a_delayed_recipe_entered_for_the_first_time_is_refused_or_right() -> No
         assert torch.equal(compiled(model)(x), eager(x))  # now they are there
 
 
-@pytest.mark.parametrize(
-    "recipe", ["blockwise", "delayed", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tensorwise", "rowwise"))]
-)
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", "tensorwise", "rowwise"])
 def test_compiled_code_for_a_gpu_reads_each_tensor_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One operator casts x and x.T, as eager code does there; the bits and the histories stay those of eager code."""
     monkeypatch.setattr(casts_in_graph, "_casts_as", lambda x: "cuda")

@@ -123,7 +123,6 @@ def test_the_logits_of_all_tokens_never_exist() -> None:
             assert size == x.nbytes + (head.weight.nbytes if reduction == "mean" else 0)
 
 
-@pytest.mark.slow
 def test_compiled_calibrated_autocast_and_without_gradients() -> None:
     """One graph; histories of an unfused head; torch.autocast; no_grad and frozen weights make no gradients."""
     x, target = sample()

@@ -121,7 +121,6 @@ def test_a_recomputed_module_has_the_same_bits(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:ottava.convert")
 @sweep(recipe=[*ottava.RECIPES], weights=["bf16", "fp8"])
-@pytest.mark.slow
 def test_validation_leaves_no_trace_in_a_training_step(recipe: str, weights: Any) -> None:
     """A forward under inference_mode and one under no_grad, then a step: its bits are those of the step alone."""
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -143,7 +142,6 @@ def test_validation_leaves_no_trace_in_a_training_step(recipe: str, weights: Any
         assert same(*runs), name
 
 
-@pytest.mark.slow
 @sweep(name=[name for name in MODULES if name not in SPLITS_BY_NUMBERS])
 def test_a_module_is_one_graph(name: str) -> None:
     """fullgraph says so. torch traces norms and products of BF16 in fp32, so a number may be rounded elsewhere; the

@@ -120,7 +120,6 @@ def test_every_gemm_is_that_of_the_codes_its_doors_gave() -> None:
             assert near(grads[3].double(), -(p_sink * along).sum((0, 2, 3)), (p_sink * along).abs().sum((0, 2, 3)) * 4)
 
 
-@pytest.mark.slow
 def test_a_recipe_says_where_it_is_on() -> None:
     """By autocast and by convert; padded, empty, compiled and recomputed."""
     q, k, v, dy = heads(torch.bfloat16)

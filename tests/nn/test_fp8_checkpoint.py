@@ -206,7 +206,6 @@ def test_no_buffer_stays_on_meta(tmp_path: Path) -> None:
         assert type(other.up) is nn.Linear
 
 
-@pytest.mark.slow
 def test_a_llama_from_meta_gives_the_logits_of_one_from_memory(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
@@ -347,7 +346,6 @@ def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> N
         load_fp8(model, tmp_path / "nowhere")
 
 
-@pytest.mark.slow
 def test_adapters_of_peft_train_on_top_in_both_orders(tmp_path: Path) -> None:
     """Loaded and then wrapped, or wrapped and then loaded: logits, input gradients and those of the adapters are the
     bits of a dequantized base. Merging them into codes is refused by name."""

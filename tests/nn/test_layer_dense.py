@@ -158,7 +158,6 @@ print(json.dumps({"order": ranking.order, "times": dict(ranking.choice.milliseco
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_where_torch_emulates_bf16_it_is_beaten(tmp_path: Path) -> None:
     """oneDNN and torch told that this CPU has AVX2 only stand in for one without BF16 units."""

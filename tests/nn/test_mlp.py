@@ -111,7 +111,6 @@ def test_in_high_precision_it_is_plain_torch() -> None:
         assert all(p.grad is not None and p.grad.isfinite().all() for p in mlp.parameters())
 
 
-@pytest.mark.slow
 def test_compiled_and_recomputed_from_outside() -> None:
     """One graph in every way to save; a checkpoint around a recomputing MLP; no_grad keeps nothing."""
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()

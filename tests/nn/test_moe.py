@@ -236,7 +236,6 @@ def test_two_casts_of_activations_and_the_bits_of_one_linear_per_expert(recipe: 
     assert all(("no powers of two" in row.note) == refused for row in rows)
 
 
-@pytest.mark.slow
 def test_compiled_code_gives_the_same_bits() -> None:
     """With a graph break where the splits are read; the experts themselves are compiled."""
     for name in ("tensorwise", "bf16"):

@@ -182,7 +182,6 @@ def test_fused_and_unfused_are_the_same_bits(recipe: Recipe) -> None:
     assert ottava.receipt(fused).fp8_fraction == ottava.receipt(plain[1]).fp8_fraction
 
 
-@pytest.mark.slow
 def test_compiled_recomputed_copied_and_under_another_recipe() -> None:
     """One graph; checkpoints of both kinds; deepcopy and pickle; autocast; DDP: always the bits of the two layers."""
     # traced, a LayerNorm of 16 bits is one of fp32, where sums have another order: see test_norms

@@ -109,7 +109,7 @@ def train(
     return [*seen, *model.parameters(), *model.buffers()]
 
 
-@pytest.mark.parametrize("predicted", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("predicted", [True, False])
 @sweep(recipe=RECIPES, predicted=None)
 def test_checkpointing_changes_no_bit(recipe: Recipe, predicted: bool) -> None:
     """y, all gradients, parameters after two steps, and the histories of delayed scaling, which a recomputation stages
@@ -129,7 +129,6 @@ def test_recomputation_runs_the_recipe_of_its_forward(recipe: Recipe) -> None:
 
 
 @sweep(recipe=RECIPES)
-@pytest.mark.slow
 def test_recomputation_under_torch_autocast(recipe: Recipe) -> None:
     """FP32 parameters: torch restores its own autocast for the recomputation, ottava its recipe."""
     expected = train(network("mxfp8").float(), plain, recipe, low=True)

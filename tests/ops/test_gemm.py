@@ -232,7 +232,6 @@ def test_two_high_precisions_are_refused() -> None:
 # --- inside torch.compile --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @sweep(with_bias=[False, True])
 def test_the_gemm_operator_keeps_torchs_contract(pair: Pair, with_bias: bool) -> None:
     """opcheck, and the bits of `gemm` outside a graph. Its test_schema multiplies FP8, which torch 2.13 cannot."""

@@ -139,7 +139,6 @@ def test_both_casts_as_one_operator_are_two_casts(recipe: str) -> None:
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @sweep(spec=CONTRACTS, view=["contiguous", "transposed", "strided", "one row", "one column", "one number", "empty"])
 def test_the_quantize_operator_keeps_torchs_contract(spec: QuantizationSpec, view: str) -> None:
     """torch.library.opcheck: schema, fake kernel (shapes, dtypes, strides), autograd registration, AOT dispatch."""

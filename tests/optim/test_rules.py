@@ -120,7 +120,6 @@ def families(step: int, rate: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("betas", "decay", "itemsize"), [((0.9, 0.95), 0.0, 4), ((0.9, 0.999), 0.1, 2)])
-@pytest.mark.slow
 def test_10000_steps_do_not_violate_it(betas: tuple[float, float], decay: float, itemsize: int) -> None:
     """Each family is a weight of its own; the learning rate swings, and for a while exceeds 1 / weight_decay. The
     quotient is measured at the first step alone, so every later bound of it is predicted, and so is every amax."""

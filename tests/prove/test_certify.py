@@ -29,7 +29,6 @@ def run(kind: str, function: Any, count: int = CASES, **what: Any) -> KernelCert
     return certify(KernelAdapter("here", function, kind, MappingProxyType(what)), count=count)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_planted_faults_are_wrong_and_named(kind: str) -> None:
     """45 faults: each is found, and the hypothesis that it was planted as explains it."""
@@ -45,7 +44,6 @@ def test_planted_faults_are_wrong_and_named(kind: str) -> None:
     assert named
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", ("torch.", "ml_dtypes.", "gfloat.", "torchao.", "ottava."))
 def test_healthy_kernels_raise_no_alarm(part: str) -> None:
     """Every ready adapter whose package is there; Triton's casts are interpreted, which takes a second a case."""

@@ -286,7 +286,6 @@ for _ in range(100):
 """
 
 
-@pytest.mark.slow
 def test_a_script_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT, "utf-8")

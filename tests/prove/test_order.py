@@ -107,7 +107,6 @@ def chained(k: int, rule: Accumulator) -> Tree:
     return total
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", [in_torch, native], ids=lambda module: module.NAME)
 def test_accumulators_add_as_they_claim(module: Any) -> None:
     """Tree, width and rounding of every profile of scales outside, in both kernels, for whole and ragged K."""

@@ -248,7 +248,6 @@ def other_rank(_: int, folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(one_rank(1, folder)))
 
 
-@pytest.mark.slow
 def test_amaxes_are_those_over_all_ranks(tmp_path: Path) -> None:
     other = warm.start_ranks(other_rank, (tmp_path,), 1)
     found = one_rank(0, tmp_path)

@@ -299,7 +299,6 @@ def test_finished_statistics_of_ranks_are_merged_by_the_worst(tmp_path: Path) ->
 # --- time and size --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_model_of_400_casts_and_100_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Measured on one core: 3.4 s to write, 2 s to read, 13 MB (400 different
     tallies); the bounds leave a factor of 10."""

@@ -137,7 +137,6 @@ for _ in range(30):
 """
 
 
-@pytest.mark.slow
 def test_a_run_is_trained_again_with_its_remedy(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     ended = warm.run(["-m", "ottava", "watch", "--out", "bad", "--", "train.py", "1e-6"], cwd=tmp_path)

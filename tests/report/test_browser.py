@@ -154,7 +154,6 @@ def opened(documents: dict[str, str]) -> str:
     return documents[""]
 
 
-@pytest.mark.slow
 def test_page_opens_at_the_evidence_of_its_first_finding(opened: str, small_run: Run) -> None:
     first = diagnosis_of(LAYER, 20)["findings"][0]["evidence"][0]
     assert f" of {first['layer']}; step {first['step']}; {first['metric']} " in element(opened, "cell")

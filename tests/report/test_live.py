@@ -192,7 +192,6 @@ def test_strangers_get_nothing(tmp_path: Path) -> None:
     server.server_close()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_a_browser_sees_the_run_grow(tmp_path: Path) -> None:
     """New steps, a new heat map, the zoom that stays, the end of the run; the page's memory is flat."""
@@ -231,7 +230,6 @@ def test_a_browser_sees_the_run_grow(tmp_path: Path) -> None:
             assert page.problems == []
 
 
-@pytest.mark.slow
 def test_a_watch_brings_its_page_and_takes_it_away(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

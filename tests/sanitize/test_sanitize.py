@@ -22,7 +22,6 @@ PLANTED = {
 """Sanitizer -> a piece of sums.cpp, or of floats.h (a fault that it had), what takes its place, what a report says."""
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="needs g++ on Linux")
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found_and_the_kernel_as_it_is_has_none(name: str, tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ def test_operands_that_differ_are_a_disagreement() -> None:
     assert "rules say (6, 8)" in found(x, weight[:5])["up"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2", "Phi3", "GPT2", "Mixtral", "Qwen3Moe",
                                     "DeepseekV3"])  # fmt: skip
 def test_rules_are_what_transformers_multiplies(family: str, tmp_path: Path) -> None:
@@ -65,7 +64,6 @@ def test_rules_are_what_transformers_multiplies(family: str, tmp_path: Path) -> 
             assert row["verdict"] != "equal" or row["logits"] == 0, row
 
 
-@pytest.mark.slow
 def test_the_example_of_the_docs_by_running(tmp_path: Path) -> None:
     """None is equal: under mxfp8 by blocks of one largest number in 128 only, else nearly everywhere. And so it ran."""
     pytest.importorskip("compressed_tensors")
@@ -105,7 +103,6 @@ def test_the_example_of_the_docs_by_running(tmp_path: Path) -> None:
         assert all(same) if layout.endswith("-mxfp8") else not any(same)
 
 
-@pytest.mark.slow
 def test_a_false_rule_is_not_certified(pair: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the rules of another engine in place of transformers', what ran says so."""
     pytest.importorskip("compressed_tensors")

@@ -239,7 +239,6 @@ UNREAD_EXPERTS = ("compressed-tensors-block", "compressed-tensors-mxfp8", "compr
 FAMILIES = ("Llama", "Qwen3", "Mistral", "Gemma2", "Phi3", "Qwen3Moe")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_the_numbers_that_were_trained(family: str, tmp_path: Path) -> None:
     """Hugging Face's own dequantization, experts too, over every layout that it reads, without a missing or unexpected

@@ -306,7 +306,6 @@ def test_each_fault_is_named_first(family: str, pair: Callable[..., Any]) -> Non
     assert not wrong, wrong
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Mistral", "Gemma2", "Phi3", "Qwen3Moe"])
 def test_models_of_transformers(family: str, pair_of: Callable[..., Any], tmp_path: Path) -> None:
     """Families that no rule was tuned on, with their own names: equal pairs, and the faults that fit them."""

@@ -256,7 +256,6 @@ def test_parity_reads_four_bits(tmp_path: Path) -> None:
     assert {key.rpartition(".")[2] for key in tensors} == {"weight_packed", "weight_scale", "weight_global_scale"}
 
 
-@pytest.mark.slow
 def test_transformers_gives_the_logits_of_a_gpt2(tmp_path: Path) -> None:
     """In BF16; in FP8 it is refused. The bias may come first or last, so a rounding may go the other way,
     and two blocks hand that on: four units of BF16 of the largest logit.

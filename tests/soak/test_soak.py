@@ -46,7 +46,6 @@ def test_too_few_rounds_are_refused() -> None:
         soak.judge(run(0, rounds=9))
 
 
-@pytest.mark.slow
 def test_a_planted_leak_is_seen(tmp_path: Path) -> None:
     """Files that stay open, one a round; every other series may be undecided in so short a run."""
     held = []

@@ -16,7 +16,6 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "tort
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads the status of forks as Linux does")
 
 
-@pytest.mark.slow
 def test_every_attack_is_survived(tmp_path: Path) -> None:
     """A round: each at least once, kills twelve times; the program prints what is lost."""
     ended = warm.run(
@@ -30,7 +29,6 @@ def test_every_attack_is_survived(tmp_path: Path) -> None:
     assert found["kill"]["kills"] > 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("attack", ["kill", "SIGTERM", "two processes", "clock", "short files", "read-only", "damage"])
 def test_a_planted_fault_is_reported(attack: str) -> None:
     ended = warm.run([str(PROGRAM), "--planted", "--only", attack], timeout=850)

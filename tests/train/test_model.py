@@ -110,7 +110,6 @@ def saved(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
-@pytest.mark.slow
 def test_every_option_survives_kill_9_bit_for_bit(tmp_path: Path) -> None:
     """A fork of this process trains and is killed between two checkpoints; this process continues the run."""
     for number, options in enumerate(OPTIONS):

@@ -199,7 +199,6 @@ def test_experts_whose_weights_are_gathered_are_said_not_to_be_seen() -> None:
 # --- Megatron ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), [("plain", 2), ("tied", 1), ("experts", 1), ("sequence parallel", 2)])
 def test_megatron_is_seen_whole(kind: str, ranks: int) -> None:
     pytest.importorskip("megatron.core")

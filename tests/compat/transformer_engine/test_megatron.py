@@ -36,7 +36,6 @@ def losses(recipes: tuple[str, ...], ranks: int, tp: int) -> dict[str, list[floa
     return {line["recipe"]: line["losses"][0] for line in lines}
 
 
-@pytest.mark.slow  # three launches of Megatron, thirteen trainings
 def test_a_gpt_of_their_layer_spec_trains_as_their_own_in_bf16() -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     alone = losses(("local", *RECIPES), 1, 1)

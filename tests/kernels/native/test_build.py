@@ -79,7 +79,6 @@ def test_what_decides_the_code_decides_the_key(settings: BuildSettings) -> None:
     assert len(kept(settings)) == 4
 
 
-@pytest.mark.slow
 def test_two_processes_may_build_it_at_once(settings: BuildSettings) -> None:
     """Four, in fact, started together: all get a library that works, and the cache is whole afterwards."""
     program = (  # the module by itself: without torch the processes start close together

@@ -32,7 +32,6 @@ pytestmark = [
 CASES = 12
 
 
-@pytest.mark.slow
 def test_kernels_stay_inside_their_operands_and_have_the_bits_of_the_reference() -> None:
     """Every format, granularity, layout and dtype by chance, one seed for ever."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])

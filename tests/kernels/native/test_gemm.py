@@ -122,7 +122,6 @@ def test_nearly_every_output_is_correctly_rounded(pair: Pair, float64_gemm: Floa
 
 
 @sweep(sizes=[(200, 150, 700), (7, 900, 300), (13, 70, 31), (530, 64, 77)], level=LEVELS.values())
-@pytest.mark.slow
 def test_threads_change_no_bit(pair: Pair, sizes: tuple[int, int, int], level: int) -> None:
     """1, 2, 3 and 8 threads: rows and columns shared out in other ways, one sum; row by row and column by column."""
     a, b = operands(pair, sizes)

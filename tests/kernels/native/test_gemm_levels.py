@@ -31,7 +31,6 @@ MX = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
 # --- instruction sets that are not here ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not all(map(shutil.which, (CROSS, EMULATOR))), reason=f"needs {CROSS} and {EMULATOR}")
 @pytest.mark.parametrize("name", ["NEON", "NEON-BF16"])
 def test_aarch64_is_right_on_an_emulator(name: str, tmp_path: Path) -> None:

@@ -72,7 +72,6 @@ def equal(name: str, ours: Tally, truth: Tally) -> bool:
     return np.allclose(got, wanted, rtol=1e-6, atol=1e-6 * size, equal_nan=True)
 
 
-@pytest.mark.slow
 @sweep(fmt=SMALL, block=["tensor", "row", "1x128", "1x32", "128x128", "16x16", "3x5", "*x4"])
 def test_the_tally_is_that_of_the_torch_walk(fmt: object, block: str, dtype: torch.dtype) -> None:
     """Every layout; infinities and NaN among numbers of very different size, casts of x.T too."""
@@ -124,7 +123,6 @@ def test_a_row_with_numbers_that_a_unit_would_make_subnormal(largest: int, small
 
 
 @sweep(octaves=[6, 7, 8, 9, 23, 24, 25, 60, 100, 130], by=["rows of a block", "parts of a row", "elements"])
-@pytest.mark.slow
 def test_histograms_of_numbers_far_apart_are_those_of_the_torch_walk(octaves: int, by: str, dtype: torch.dtype) -> None:
     """Elements are counted in two blocks at once, and two neighbours at once, where they lie close to each other and to
     the largest of all; so at every limit of that, beyond it, among zeros, and where not even inverses are normal."""

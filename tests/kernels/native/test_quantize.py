@@ -92,7 +92,7 @@ def assert_same(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, 
 
 
 @needs_library
-@pytest.mark.parametrize("rounding", ["nearest_even", pytest.param("stochastic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 @sweep(rounding=None)
 def test_every_spec_and_layout_gives_the_references_bits(
     spec: QuantizationSpec, dtype: torch.dtype, rounding: Any
@@ -231,7 +231,7 @@ def test_threads_change_no_bit(spec: QuantizationSpec, dtype: torch.dtype) -> No
 
 
 @needs_library
-@pytest.mark.parametrize("library", ["quantize", "stochastic", pytest.param("block_scales", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("library", ["quantize", "stochastic", "block_scales"])
 @for_each_older_build
 def test_instruction_sets_change_no_bit(
     library: str, flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

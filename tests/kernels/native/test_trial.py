@@ -47,7 +47,6 @@ print(built.reason or built.library.answer())
 
 @pytest.mark.skipif(os.name != "posix", reason="native kernels are built on Linux and macOS")
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
-@pytest.mark.slow
 def test_what_a_compiler_cuts_off_is_never_published(tmp_path: Path) -> None:
     """It writes a part of the library, or the whole length without the end, or one that ends whoever loads it, and
     exits 0: each start says what is wrong and lives, nothing of it is kept, and the first whole library is used."""

@@ -24,7 +24,6 @@ bytes."""
 Facts = dict[str, dict[str, Any]]
 
 
-@pytest.mark.slow  # each architecture takes the compiler ten seconds
 @pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="Triton's wheel has no ptxas for this machine")
 @pytest.mark.parametrize("capability", [90, 80, 89, 100, 120])
 def test_machine_code(capability: int, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ SHARED_MEMORY = 227 * 1024
 Facts = dict[str, dict[str, Any]]
 
 
-@pytest.mark.slow  # a compiler needs 20 s for all
 def test_machine_code(tmp_path: Path) -> None:
     """The laws below, of today's source. One test: workers of pytest-xdist would each compile again."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -27,7 +27,6 @@ def ran(*words: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.slow
 def test_a_kept_launch_is_tritons_own() -> None:
     """Every kernel of the casts, two dtypes, odd shapes: kernel, grid, addresses, numbers. What another dtype, address,
     device or a profiler would change takes Triton's way."""
@@ -35,7 +34,6 @@ def test_a_kept_launch_is_tritons_own() -> None:
     assert found["launches"] == found["kept"] > 30
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"), reason="no GEMM")
 def test_a_warm_linear_calls_little_python() -> None:
     """Counted, not timed; the launches of a step are those of tests/nn/test_launches.py."""

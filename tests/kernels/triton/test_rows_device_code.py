@@ -137,7 +137,6 @@ GRADIENTS = {
 
 
 @sweep(name=[name for name, one in ACTIVATIONS.items() if one.kernel])
-@pytest.mark.slow
 def test_gradients_of_activations_are_cast_as_torchs(name: str) -> None:
     """Halves that end inside a tile; strides; dy of another dtype; NaN and infinity; one of them under every spec."""
     activation = ACTIVATIONS[name]
@@ -173,7 +172,6 @@ def test_gradients_of_activations_are_cast_as_torchs(name: str) -> None:
 
 
 @sweep(make=["rmsnorm", "layernorm"])
-@pytest.mark.slow
 def test_normed_rows_are_cast_as_torchs(make: str) -> None:
     """To the bit with the kernel's statistics, and those within 4 roundings of fp32 of their fp64 values."""
     for dtype, centred in ((torch.bfloat16, False), (torch.float16, True)):

@@ -127,7 +127,6 @@ def trained(model: nn.Module, recipe: DelayedScaling, steps: Sequence[int]) -> n
     return model
 
 
-@pytest.mark.slow
 def test_written_histories_and_scales_come_back_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """Their layout lacks the oldest entry, which no later scale reads. Keys stay theirs."""
     recipes = [
