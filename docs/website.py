@@ -70,7 +70,7 @@ def entries() -> list[Entry]:
 
 def llms() -> str:
     """llms.txt, a map of the pages for language models (llmstxt.org); its links hold in a checkout and on the site."""
-    about = re.search(r"^\*\*(.+)\*\* (.+?)\n\n", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    about = re.search(r"^\*\*(.+?)\*\* (.+?)\n\n", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
     assert about is not None, "README.md begins with a bold sentence"
     lines = ["# ottava", "", "> " + " ".join(f"{about[1]} {about[2]}".split())]
     for entry in [
