@@ -548,3 +548,19 @@ def test_operands_that_disagree_are_an_event(tmp_path: Path) -> None:
     assert [(event["step"], event["check"], event["layer"], event["tensor"]) for event in checks] == [
         (2, "stale_weight", "0", "weight")
     ]
+
+
+@pytest.mark.parametrize("kept", ["", "output of the model", "loss"])
+def test_a_loop_that_stops_at_nan_before_its_backward_is_no_run_without_a_fault(tmp_path: Path, kept: str) -> None:
+    """The script has the loss still, or the watch alone the output; a last look at a sound model is neither."""
+    model = build(None)
+    with watch(model, tmp_path / "run"):
+        train(model, 8)
+        with torch.no_grad():
+            model[3].bias[:] = 0.0 if not kept else math.nan
+        loss = model(batch(9)).float().square().mean()
+        loss = loss if kept == "loss" else float(loss)
+    answer = diagnose(run := Run.open(tmp_path / "run"))
+    assert run.manifest.get("unfinished") == ({"step": 9, "what": kept} if kept else None)
+    assert (f"before a backward: its {kept} is not finite" in answer.sentence) == bool(kept)
+    assert answer.event == ("The loss is not finite from step 9 on." if kept else "")

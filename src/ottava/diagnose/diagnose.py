@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -580,6 +580,8 @@ def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None,
     end = f" The record stops after step {last}: the run did not end." if ended == "" else ""
     if ended not in (None, "", "closed"):
         end = f" The run ended after step {last} with {str(ended)[:120]}."
+    if isinstance(left := facts.manifest.get("unfinished"), Mapping):
+        end = f" The script ended in step {left.get('step')} before a backward: its {left.get('what')} is not finite."
     part = {
         "none": "No cast to FP8 was seen.",
         "innocent": "FP8 is innocent: " + (trial.tried[0] if trial.tried else ""),

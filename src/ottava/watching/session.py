@@ -11,6 +11,8 @@ arrived, perhaps steps later, under the number of their own step (`Ended`). On a
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
 import logging
 import math
 import os
@@ -278,7 +280,7 @@ class Watch:
         if self._closed:
             return
         self.training.wrote()
-        self._closed = True
+        self._closed, unfinished = True, self._unfinished()
         atexit.unregister(self._at_exit)
         for hook in self._hooks:
             hook.remove()
@@ -290,11 +292,31 @@ class Watch:
         self._disarm()
         self.changes.undo()
         self._settle(wait=True)
+        if unfinished is not None:
+            what, loss = unfinished
+            if loss is not None:
+                self.laboratory.backward(loss, loss, None, False)
+            self.writer.step(self.steps_done + 1, loss=math.nan)
+            self.writer.describe(unfinished={"step": self.steps_done + 1, "what": what})
         self._describe_run(final=True)
         self.writer.describe(ended=ended)
         self.writer.close()
         for sink in self.sinks:
             sink.close()
+
+    def _unfinished(self) -> tuple[str, Tensor | None] | None:
+        """What is not finite of a step that has no backward, as a loop makes it that stops there; the loss, if the
+        script still has it."""
+        with contextlib.suppress(RuntimeError):  # of a device that has failed
+            if self.training.outputs:
+                scalars = (
+                    x for x in gc.get_objects() if type(x) is Tensor and x.grad_fn is not None and x.numel() == 1
+                )
+                if (loss := next((x for x in scalars if not bool(x.isfinite())), None)) is not None:
+                    return "loss", loss
+            if any(bool(x.isnan().any()) for x in self.training.outputs):
+                return "output of the model", None
+        return None
 
     def __enter__(self) -> Self:
         return self

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ottava.engine.functional import QuantizedLayer
 from ottava.watching.batches import Batches
@@ -135,6 +136,8 @@ class TrainingTap:
         self.looking = self.paused = self.idle = False
         """Whether the running step gets a full look; whether forwards are none of the training; whether the step is
         counted only."""
+        self.outputs: list[Tensor] = []
+        """Of a forward whose backward has not come; no graph, and nothing that lives longer than the graph does."""
         self.guards, self.norm_wanted = True, False
         """Whether the next step asks what was written after this one; whether an idle step reads its norm."""
         self._load = nn.Module.load_state_dict
@@ -197,6 +200,7 @@ class TrainingTap:
     # --- the forward ----------------------------------------------------------------------------------------------
 
     def _begins(self, *_: Any) -> None:
+        self.outputs = []
         if self._versions is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.wrote()
 
@@ -213,6 +217,8 @@ class TrainingTap:
         if torch.compiler.is_compiling() or self.paused or torch._C._current_graph_task_id() != -1 or capturing():
             return
         trains = torch.is_grad_enabled()
+        if trains and module.training:
+            self.outputs = [x.detach() for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if self.idle and trains:
             self.batches.forwards += 1
             return
@@ -254,6 +260,7 @@ class TrainingTap:
     def rooted(self, roots: Sequence[Tensor]) -> None:
         """A backward begins at these losses."""
         self._backwards += 1
+        self.outputs = []
         first = self._backwards - 1 in self._stepped_at.values()  # since an optimizer stepped
         if not first and self._backwards > 1:
             self._accumulated += any(p.grad is not None for o in self._living() for p in _held(o))
