@@ -31,12 +31,13 @@ from ottava.experiments.casts import Casts, casts_of, only_without, with_sites
 from ottava.experiments.logic import reasons
 from ottava.experiments.nonfinite import first_nonfinite, nan_in_graph
 from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Recorder, Way, has_compiled
-from ottava.experiments.shadow import Shadow, local, nothing_changes, parameters_of, scaler_factor
+from ottava.experiments.shadow import Shadow, nothing_changes, parameters_of, scaler_factor
 from ottava.experiments.snapshot import NotReplayableError, Snapshot, random_kept, stepped_by
 from ottava.experiments.trace import Trace
 from ottava.experiments.twin import STEPS, OptimizerTwin, keeps_codes, narrow
 from ottava.measure.limits import LEAST, OVERSHOOTS, SUSPICIOUS, gradient_hurts, loss_taken, overshoots, robust_z
 from ottava.recipe import Recipe, get_recipe
+from ottava.weights.parameter import local
 
 CALM = 6.0
 """A replay is inside the noise if its last loss is at most so many robust deviations above the median before."""

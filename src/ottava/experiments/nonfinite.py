@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ottava.experiments.handmade import NARROW
 from ottava.experiments.program import AS_IT_RAN, Player, Way
+from ottava.weights.parameter import local
 
 _COMPUTED = 300
 """Results of a graph that are computed again, at most."""
@@ -84,8 +85,7 @@ def _is_float(x: Any) -> bool:
 
 def _read(args: Any, kwargs: Any) -> list[tuple[float, bool]]:
     """amax of every tensor that an operation reads, and whether it has a NaN."""
-    tensors = [x.detach() for x in pytree.tree_leaves((args, kwargs)) if _is_float(x)]
-    tensors = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
+    tensors = [local(x.detach()) for x in pytree.tree_leaves((args, kwargs)) if _is_float(x)]
     return [(float(x.abs().nan_to_num(0.0, math.inf).max()), bool(x.isnan().any())) for x in tensors]
 
 
@@ -378,7 +378,7 @@ def _saved(node: Any) -> tuple[dict[str, Any], bool]:
 
 def _own(x: Any) -> Any:
     """This process's part of a DTensor, for a collective would wait for other ranks; None for other subclasses."""
-    x = x.to_local() if hasattr(x, "to_local") else x
+    x = local(x)
     return None if isinstance(x, Tensor) and type(x) not in (Tensor, nn.Parameter) else x
 
 

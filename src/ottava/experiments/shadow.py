@@ -23,6 +23,7 @@ from ottava.experiments.handmade import Exact, derivatives
 from ottava.experiments.program import AS_IT_RAN, Gradients, Pass, Player, Program, Way
 from ottava.experiments.replay import untouched
 from ottava.experiments.snapshot import random_kept
+from ottava.weights.parameter import local
 
 _SHOWN = 5
 _COPIED = 1 << 26
@@ -286,11 +287,6 @@ _SKETCH, _SKETCHED, _SILENT = 256, 1 << 16, 512
 
 def _none(g: Tensor | None) -> bool:
     return g is None or not bool(local(g).any())
-
-
-def local(x: Tensor) -> Tensor:
-    """This process's part of a DTensor; any other tensor as it is."""
-    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def _square(x: Tensor) -> float:

@@ -23,8 +23,8 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ottava.experiments.handmade import Exact
-from ottava.experiments.shadow import local
 from ottava.experiments.snapshot import NotReplayableError
+from ottava.weights.parameter import local
 
 STEPS = 8
 """Steps that a twin goes along: rounding of single updates averages out."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.experiments.program import tree_map
+from ottava.weights.parameter import local
 
 FACTOR = 4.0
 """Times the largest movement of the draws."""
@@ -111,9 +112,8 @@ class Nudge:
     def _move(self, x: Any, size: float = 0.0) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.itemsize < 2:
             return x
-        local = x.to_local() if hasattr(x, "to_local") else x
-        by = torch.rand(local.shape, generator=self._random, dtype=torch.float32) * 2 - 1
-        if local is not x:
+        by = torch.rand((own := local(x)).shape, generator=self._random, dtype=torch.float32) * 2 - 1
+        if own is not x:
             return x  # DTensors: the draws are made on one rank
         by = by.to(x.device, torch.float64 if x.dtype == torch.float64 else torch.float32)
         return (x * (1 + by * max(unit(x.dtype), self.least, size))).to(x.dtype)
