@@ -258,13 +258,13 @@ def _of_cast(facts: Facts, trial: Trial, happened: Event | None, differ: Sequenc
     All before it is equal, so the good run is the experiment in which this cast is another; of a cast that a shadow
     step has turned off it knows more.
     """
-    if trial.part == "guilty":
-        return trial
     tried = {str(site) for e in facts.experiments("shadow") for site in e.get("sites") or ()}
-    one = next((d for d in differ if d.kind == "cast" and "float8_" in f"{d.good} {d.bad}"), None)
+    one = next((d for d in differ if d.kind == "cast" and "float8_" in d.sentence), None)
     lasting = happened is not None and (happened.kind != "leaves" or happened.stays is not None)
-    equal = not any(d.kind == "weights" for d in differ)
-    if one is not None and equal and lasting and not any(one.key in site for site in tried):
+    parts = one is not None and lasting and not any(d.kind == "weights" for d in differ)
+    if trial.part == "guilty":
+        return replace(trial, sound=trial.sound or parts)
+    if one is not None and parts and not any(one.key in site for site in tried):
         said = f"{one.sentence} Up to this cast the two runs are equal, so the good run shows what it does."
         return Trial("guilty", (said,), one.step, place=({"site": one.key},), sound=True)
     untried = ("No experiment tried the casts that part the two runs.",) if trial.part == "none" else trial.tried
