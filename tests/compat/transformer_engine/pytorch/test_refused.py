@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 
 import ottava.compat.transformer_engine.pytorch as te
 import warm
+from ottava.compat.transformer_engine.common.recipe import Float8BlockScaling, MXFP8BlockScaling
+from ottava.compat.transformer_engine.pytorch.distributed import quantize_master_weights
 from ottava.compat.transformer_engine.pytorch.refused import ARGUMENTS, NAMES, refuse, unread_variables
 
 PUBLIC = """
@@ -66,6 +70,42 @@ def test_arguments_that_change_nothing_are_taken_and_others_refused() -> None:
             module(8, 8, param_dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="fp8_output=True"):
         te.Linear(8, 8)(torch.ones(1, 8), fp8_output=True)
+
+
+def test_the_page_lists_what_is_missing() -> None:
+    """Each word stands under "What is missing", in both languages, and what it names is refused."""
+    layer, x = te.DotProductAttention(2, 8), torch.ones(4, 1, 2, 8)
+    refusals: dict[str, Callable[[], Any]] = {
+        "ub_overlap_ag": lambda: te.Linear(8, 8, ub_overlap_rs_dgrad=True),
+        "Float8BlockScaling": lambda: Float8BlockScaling(fp8_dpa=True).ottava,
+        "use_grouped_tensor": lambda: te.GroupedLinear(2, 8, 8, use_grouped_tensor=True),
+        "fp8_output": lambda: te.Linear(8, 8)(torch.ones(1, 8), fp8_output=True),
+        "fp8_grad": lambda: te.Linear(8, 8)(torch.ones(1, 8), fp8_grad=True),
+        "fp8_mha": lambda: MXFP8BlockScaling(fp8_dpa=True, fp8_mha=True).ottava,
+        "a2a": lambda: layer.set_context_parallel_group("a group", cp_comm_type="a2a"),
+        "score_mod": lambda: layer(x, x, x, score_mod=lambda graph, score: score),
+        'parallel_mode="row"': lambda: te.LayerNormLinear(8, 8, parallel_mode="row"),
+        "output_layernorm": lambda: te.TransformerLayer(8, 8, 2, output_layernorm=True),
+        "cache manager": lambda: te.InferenceParams(1, 8, 2, 8, torch.float32, custom_cache_manager=layer),
+        "adam_w_mode=False": lambda: te.optimizers.FusedAdam(layer.parameters(), adam_w_mode=False),
+        "offload_weights": lambda: te.get_cpu_offload_context(True, 1, 2, True, True),
+        "FSDP": lambda: quantize_master_weights([], [], [], None, fsdp_shard_model_weights=[x]),
+        "onnx_export": lambda: te.onnx_export(True),
+    }
+    for page, head in (
+        ("from_transformer_engine.md", "What is missing"),
+        ("from_transformer_engine.zh-CN.md", "还缺什么"),
+    ):
+        text = (
+            (Path(__file__).parents[4] / "docs" / page)
+            .read_text("utf-8")
+            .partition(f"## {head}")[2]
+            .partition("\n## ")[0]
+        )
+        assert [word for word in refusals if word not in text] == [], page
+    for word, use in refusals.items():
+        with pytest.raises(NotImplementedError):
+            assert use() is None, word
 
 
 def test_variables_of_theirs_are_named_where_they_change_numbers() -> None:
