@@ -114,7 +114,7 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
         _RECIPES,
     ),
     (
-        "`amax_compute_algo` as a function",
+        "`amax_compute_algo` and `scaling_factor_compute_algo` as functions",
         "honoured; two recipes that differ in it alone share one state",
         "honoured, on their layout of the history",
         _RECIPES,

@@ -146,9 +146,8 @@ def test_a_backward_reads_what_the_forward_multiplied() -> None:
     [
         (lambda: DelayedScaling(amax_history_length=16), TypeError, "did you mean 'amax_history_len'"),
         (lambda: DelayedScaling(fp8_format=Format.E5M2), ValueError, "no tensor core multiplies E5M2 by E5M2"),
-        (lambda: DelayedScaling(reduce_amax=False), NotImplementedError, "reduce_amax=False is not in ottava"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, "mean"),
-        (lambda: DelayedScaling(scaling_factor_compute_algo=max), NotImplementedError, "set the margin"),
+        (lambda: DelayedScaling(amax_compute_algo="mean", scaling_factor_compute_algo=max), ValueError, "mean"),
         (lambda: DelayedScaling(backward_override="high_precision"), ValueError, "for the other recipes"),
         (
             lambda: Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=1e-4)),
@@ -212,6 +211,42 @@ def test_an_amax_function_reads_their_history() -> None:
     assert callable(algorithm)
     assert float(algorithm(torch.tensor([4.0, 3.0, 2.0, 7.0]))) == 7.0
     assert torch.equal(seen[0], torch.tensor([[4.0], [7.0], [2.0], [3.0]]))
+
+
+def test_a_function_makes_the_scales() -> None:
+    """scaling_factor_compute_algo(amax, scale, fp8_max, recipe), in their order, by hand: the scale moves half the way
+    to fp8_max / amax in each step. TransformerEngine's own rule as a function gives the scales of no function."""
+    import torch
+
+    import ottava.compat.transformer_engine.pytorch as te
+    from ottava.compat.transformer_engine.pytorch.quantization import _default_sf_compute
+
+    def halfway(amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling) -> torch.Tensor:
+        assert amax.dim() == 1
+        return (scale + fp8_max / amax / 2**recipe.margin) / 2
+
+    def default(amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling) -> torch.Tensor:
+        return _default_sf_compute(amax, scale, fp8_max, recipe.margin)
+
+    doors = {}
+    for algorithm, rule in (("max", None), ("max", default), ("most_recent", halfway), (lambda rows: rows[0], halfway)):
+        recipe = DelayedScaling(
+            margin=1, amax_history_len=3, amax_compute_algo=algorithm, scaling_factor_compute_algo=rule
+        )
+        torch.manual_seed(0)
+        layer = te.Linear(32, 32, bias=False)
+        optimizer, scale = torch.optim.SGD(layer.parameters(), lr=0.0), torch.ones(1)
+        for step in range(5):
+            x = torch.randn(4, 32) * 2.0**step
+            with te.autocast(recipe=recipe):
+                layer(x).sum().backward()
+            optimizer.step()
+            scale = halfway(x.abs().amax().reshape(1), scale, 448.0, recipe)
+            if rule is halfway:
+                assert torch.equal(layer.quantizers.input.scale.reshape(1), scale), step
+        doors[rule] = [layer.quantizers.input.scale, layer.quantizers.grad_output.scale]
+    assert doors[None] == doors[default]
+    assert doors[None] != doors[halfway]
 
 
 def test_attention_runs_on_fp8_operands_where_a_recipe_says_so() -> None:

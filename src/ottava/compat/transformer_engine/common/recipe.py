@@ -216,17 +216,31 @@ class Recipe(RefusesUnknownFields):
 @dataclass(frozen=True)
 class TheirAmax:
     """A function of TransformerEngine's (L, n) history, as one of ottava's window: row 0 is the newest amax there, and
-    the others follow from the oldest on."""
+    the others follow from the oldest on. With `factor`, its scaling_factor_compute_algo, too."""
 
-    function: Callable[[Tensor], Tensor]
+    algorithm: str | Callable[[Tensor], Tensor]
+    factor: Callable[..., Tensor] | None = None
+    recipe: Any = field(default=None, compare=False)
+    """What the factor gets as its recipe."""
 
     def __post_init__(self) -> None:
+        named = self.algorithm if callable(self.algorithm) else self.factor
         for name in ("__module__", "__qualname__"):  # by which a record names it
-            object.__setattr__(self, name, getattr(self.function, name, type(self.function).__name__))
+            object.__setattr__(self, name, getattr(named, name, type(named).__name__))
 
     def __call__(self, window: Tensor) -> Tensor:
         """(L,), newest first -> ()."""
-        return self.function(torch.cat((window[:1], window[1:].flip(0)))[:, None])[0]
+        if not callable(self.algorithm):
+            return window.amax() if self.algorithm == "max" else window[0]
+        return self.algorithm(torch.cat((window[:1], window[1:].flip(0)))[:, None])[0]
+
+    def scale_of(self, amax: Tensor, before: Tensor, spec: QuantizationSpec) -> Tensor:
+        """Amaxes and the scales before, of all tensors of a format -> the next scales, in the same shape."""
+        if self.factor is None:
+            return spec.scale_of(amax).scale
+        before = before.masked_fill(before == 0, 1.0)  # empty, where TransformerEngine starts with 1
+        given = amax.reshape(-1), before.expand_as(amax).reshape(-1)
+        return self.factor(*(t.clone() for t in given), spec.format.max, self.recipe).reshape(amax.shape)
 
 
 @dataclass(kw_only=True)
@@ -240,13 +254,6 @@ class DelayedScaling(Recipe):
         >>> DelayedScaling(margin=1, amax_history_len=16).ottava.fprop.lhs.margin
         1
     """
-
-    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "scaling_factor_compute_algo": "scales are max / amax / 2**margin; set the margin",
-            "reduce_amax": "amaxes are the maximum over the group; give no group to keep the ranks' amaxes apart",
-        }
-    )
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -272,9 +279,12 @@ class DelayedScaling(Recipe):
     ATTENTION: ClassVar[AttentionRecipe | None] = AttentionRecipe()
 
     def _history(self) -> dict[str, Any]:
-        algorithm = self.amax_compute_algo
-        rule = {"amax_compute_algo": TheirAmax(algorithm) if callable(algorithm) else algorithm}
-        return {"margin": self.margin, "amax_history_len": self.amax_history_len, **rule}
+        rule: Any = self.amax_compute_algo
+        if not callable(rule):
+            need_known("DelayedScaling", "amax_compute_algo", rule, ("max", "most_recent"))
+        if callable(rule) or self.scaling_factor_compute_algo is not None:
+            rule = TheirAmax(rule, self.scaling_factor_compute_algo, copy.copy(self))
+        return {"margin": self.margin, "amax_history_len": self.amax_history_len, "amax_compute_algo": rule}
 
     def _attention_formats(self, attention: AttentionRecipe) -> AttentionRecipe:
         """All six casts have a history, with the settings of the linear layers'."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ottava.compat.transformer_engine.common.recipe import DecodedRecipe
 from ottava.compat.transformer_engine.pytorch.quantization import FP8GlobalStateManager, debug_tool, quantizer_of_weight
 from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.compat.transformer_engine.pytorch.state import Advising
 from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor as TheirTensor
 from ottava.compat.transformer_engine.pytorch.tensors import cast_rows_alone
 from ottava.engine.autocast import AMBIENT
@@ -41,6 +42,8 @@ class Extras(NamedTuple):
     state: str | None
     before: tuple[Tensor, ...]
     """Random states of the CPU and the GPU in front of the constructor."""
+    given: dict[str, Any]
+    """All arguments of the constructor."""
 
     def initial(self) -> AbstractContextManager[Any]:
         """`drawn`, for initial weights: as if ottava's constructor, whose values they replace, had drawn nothing."""
@@ -58,21 +61,24 @@ class Extras(NamedTuple):
         return forked
 
 
-def extras_of(where: str, others: Mapping[str, Any], accepted: tuple[str, ...] = ()) -> Extras:
+def extras_of(where: str, given: Mapping[str, Any], accepted: tuple[str, ...] = ()) -> Extras:
     """The settings of this file among a constructor's other arguments; `refuse` sees the rest.
 
+    given: the constructor's locals() at its start, `others` among them.
+
     Example:
-        >>> extras_of("Linear", {"fuse_wgrad_accumulation": True, "name": "fc1"}).fuse
+        >>> extras_of("Linear", {"others": {"fuse_wgrad_accumulation": True, "name": "fc1"}}).fuse
         True
     """
+    others = given["others"]
     own = ("fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker", "rng_tracker_name")
     refuse(where, {name: value for name, value in others.items() if name not in own}, (*accepted, *own))
     fuse, delay, tracker, state = (others.get(name) for name in own)
     before = (torch.get_rng_state(), *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()))
-    return Extras(bool(fuse), bool(delay), tracker, state, before)
+    return Extras(bool(fuse), bool(delay), tracker, state, before, {**given, **others})
 
 
-class WeightGradients(nn.Module):
+class WeightGradients(Advising):
     """A module that may add its weights' gradients to `main_grad`, and may make them later."""
 
     fuse_wgrad_accumulation = False
@@ -91,6 +97,7 @@ class WeightGradients(nn.Module):
         """Takes the settings. A constructor calls this after it has built its layers."""
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self.fuse_wgrad_accumulation, self.delays = extras.fuse, extras.delay
+        self.remembers(extras.given)
         self._waiting: list[deque[Callable[[], None]]] = []
         self._workspaces: dict[str, Any] = {}
         if not (extras.fuse or extras.delay):
@@ -157,7 +164,13 @@ class WeightGradients(nn.Module):
         if self._told is now.recipe or not now.enabled or now.recipe is None:
             return
         self._told = now.recipe
+        alone = not getattr(FP8GlobalStateManager.get_fp8_recipe(), "reduce_amax", True)
         for layer in (one for one in self.modules() if isinstance(one, Layer)):
+            if alone and layer.sharding is not None:
+                raise NotImplementedError(
+                    f"{type(self).__name__}: reduce_amax=False is not in ottava where ranks share a tensor (tp_size): "
+                    "they send codes, which need one scale. Set it to True"
+                )
             if isinstance(layer.weight, QuantizedWeight) and layer.recipe not in (None, now.recipe):
                 text = "Quantizer is being updated, this may affect model behavior: weights were stored under "
                 warnings.warn(f"{text}{layer.recipe.name} with other settings; give both one recipe", stacklevel=4)

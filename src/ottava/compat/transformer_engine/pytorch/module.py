@@ -226,7 +226,7 @@ class Linear(Sharded, ours.Linear):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        extras = extras_of("Linear", others, _COMMON)
+        extras = extras_of("Linear", locals(), _COMMON)
         split = one_of_modes("Linear", parallel_mode) is not None
         shards = shards_for("Linear", tp_group, tp_size, sequence_parallel, split=split)
         if parallel_mode == "row":
@@ -285,7 +285,7 @@ class LayerNormLinear(Sharded, ours.NormLinear):
         **others: Any,
     ) -> None:
         names = ("normalization", "zero_centered_gamma", "return_layernorm_output")
-        extras = extras_of("LayerNormLinear", others, (*_COMMON, *names))
+        extras = extras_of("LayerNormLinear", locals(), (*_COMMON, *names))
         if one_of_modes("LayerNormLinear", parallel_mode) == "row":
             raise NotImplementedError(
                 "LayerNormLinear: parallel_mode='row' is not in ottava: a rank cannot norm a part of the features alone"
@@ -361,7 +361,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
         **others: Any,
     ) -> None:
         names = ("normalization", "activation", "activation_params", "zero_centered_gamma", "checkpoint")
-        extras = extras_of("LayerNormMLP", others, (*_COMMON, *names, "output_layer_init_method"))
+        extras = extras_of("LayerNormMLP", locals(), (*_COMMON, *names, "output_layer_init_method"))
         shards = shards_for("LayerNormMLP", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
@@ -418,7 +418,7 @@ class GroupedLinear(TEState, WeightGradients):
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
-        extras = extras_of("GroupedLinear", others, _COMMON)
+        extras = extras_of("GroupedLinear", locals(), _COMMON)
         super().__init__()
         sizes = in_features, out_features, bias, device_for(device), params_dtype
         self.groups = nn.ModuleList(ours.Linear(*sizes, recipe="bf16") for _ in range(num_gemms))

@@ -106,7 +106,7 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        extras = extras_of(where := "TransformerLayer", others, _NAMES)
+        extras = extras_of(where := "TransformerLayer", locals(), _NAMES)
         arranged = _arrangement(parallel_attention_mlp, output_layernorm, apply_residual_connection_post_layernorm)
         shards = shards_for(where, tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
