@@ -228,7 +228,7 @@ def test_hugging_faces_gpt2_and_neox_blocks() -> None:
 def test_mistakes_are_named() -> None:
     for settings, words in (
         ({"arrangement": "paralel"}, "did you mean 'parallel'?"),
-        ({"drop_path": 1.5}, "dropout less than 1 and drop_path at most 1"),
+        ({"drop_path": 1.5}, "needs 0 to 1 each, dropout below 1"),
         ({"drop_path": 0.1, "layout": "thd"}, "packed sequences ('thd') have none"),
         ({"cross": True, "arrangement": "parallel"}, "needs arrangement 'pre' or 'post'"),
     ):

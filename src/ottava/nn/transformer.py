@@ -129,8 +129,7 @@ class TransformerLayer(nn.Module):
         need_known("TransformerLayer", "arrangement", arrangement, ARRANGEMENTS)
         if not (0 <= dropout < 1 and 0 <= drop_path <= 1):
             raise ValueError(
-                f"TransformerLayer: dropout is {dropout}, drop_path {drop_path}; needs 0 or more, dropout less than 1 "
-                "and drop_path at most 1"
+                f"TransformerLayer: dropout is {dropout}, drop_path {drop_path}; needs 0 to 1 each, dropout below 1"
             )
         if drop_path and layout == "thd":
             raise ValueError("TransformerLayer: drop_path leaves out samples, and packed sequences ('thd') have none")

@@ -17,6 +17,7 @@ import warm
 from ottava.compat.transformer_engine.common.recipe import Float8BlockScaling, MXFP8BlockScaling
 from ottava.compat.transformer_engine.pytorch.distributed import quantize_master_weights
 from ottava.compat.transformer_engine.pytorch.refused import ARGUMENTS, NAMES, refuse, unread_variables
+from ottava.compat.transformer_engine.pytorch.state import INTERNALS
 
 PUBLIC = """
 LayerNormLinear Linear LayerNormMLP LayerNorm RMSNorm GroupedLinear Fp8Padding Fp8Unpadding initialize_ub destroy_ub
@@ -93,71 +94,34 @@ def test_the_page_lists_what_is_missing() -> None:
         "FSDP": lambda: quantize_master_weights([], [], [], None, fsdp_shard_model_weights=[x]),
         "onnx_export": lambda: te.onnx_export(True),
     }
-    for page, head in (
-        ("from_transformer_engine.md", "What is missing"),
-        ("from_transformer_engine.zh-CN.md", "还缺什么"),
-    ):
-        text = (
-            (Path(__file__).parents[4] / "docs" / page)
-            .read_text("utf-8")
-            .partition(f"## {head}")[2]
-            .partition("\n## ")[0]
-        )
-        assert [word for word in refusals if word not in text] == [], page
+    pages = {"from_transformer_engine.md": "What is missing", "from_transformer_engine.zh-CN.md": "还缺什么"}
+    for page, head in pages.items():
+        text = (Path(__file__).parents[4] / "docs" / page).read_text("utf-8").partition(f"## {head}\n")[2]
+        assert [word for word in refusals if word not in text.partition("\n## ")[0]] == [], page
     for word, use in refusals.items():
         with pytest.raises(NotImplementedError):
             assert use() is None, word
 
 
-MADE: dict[str, tuple[Callable[[], Any], str]] = {
-    "Linear": (lambda: te.Linear(8, 16), "symmetric_ar_type ub_overlap_ag_fprop weight_names onnx_forward"),
-    "LayerNormLinear": (lambda: te.LayerNormLinear(8, 16), "return_layernorm_output_gathered fwd_ln_sm_margin"),
-    "LayerNormMLP": (lambda: te.LayerNormMLP(8, 16), "gemm_gelu_fusion size_per_partition bias_gelu_nvfusion"),
-    "GroupedLinear": (lambda: te.GroupedLinear(2, 8, 16), "make_grouped_weights single_grouped_weight tp_size"),
-    "DotProductAttention": (
-        lambda: te.DotProductAttention(2, 8, 1),
-        "flash_attention bottom_right_diagonal",
-    ),
-    "MultiheadAttention": (lambda: te.MultiheadAttention(16, 2), "cp_size fast_setattr"),
-    "TransformerLayer": (lambda: te.TransformerLayer(16, 24, 2), "enc_dec_window_size bias_dropout_fusion seq_length"),
-}
-BASE = """
-fp8 fp8_initialized fp8_calibration fp8_meta_tensors_initialized param_init_meta primary_weights_in_fp8 fsdp_wrapped
-preserve_high_precision_init_val fsdp_group activation_dtype wgrad_store is_fsdp2 module_setattr set_meta_tensor
-output_quantizer_role grad_input_quantizer_role adjust_amax_history_length get_quantizer_roles init_fp8_meta_tensors
-get_fp8_meta_tensors reset_fp8_meta_tensors set_activation_dtype init_fp8_metadata prepare_forward end_forward
-prepare_forward_ctx grad_output_preprocess is_debug_iter no_debug_features_active
-""".split()  # noqa: SIM905  # the list would be a page long
-"""What TransformerEngine's base class has, and ottava's modules have not."""
-VALUES = {
-    "Linear": {"return_bias": False, "use_bias": True, "apply_bias": True, "parallel_mode": None, "tp_size": 1},
-    "LayerNormLinear": {"normalization": "LayerNorm", "eps": 1e-5, "zero_centered_gamma": False},
-    "LayerNormMLP": {"normalization": "LayerNorm", "use_bias": True, "checkpoint": False, "sequence_parallel": False},
-    "GroupedLinear": {"apply_bias": True, "params_dtype": torch.float32},
-    "DotProductAttention": {
-        "num_attention_heads": 2,
-        "num_gqa_groups": 1,
-        "window_size": (-1, 0),
-        "qkv_format": "sbhd",
-    },
-    "MultiheadAttention": {"num_gqa_groups_per_partition": 2, "hidden_size_q": 16, "hidden_size_per_attention_head": 8},
-    "TransformerLayer": {"self_attn_mask_type": "causal", "hidden_size": 16, "kv_channels": 8, "layer_type": "encoder"},
-}
-
-
 def test_attributes_are_theirs_or_say_what_to_use() -> None:
-    """Of a deep copy, too. `hasattr` and `getattr` with a default answer as for any missing name."""
-    for name, (make, lacks) in MADE.items():
-        for module in (made := make(), copy.deepcopy(made)):
-            assert {one: getattr(module, one) for one in VALUES[name]} == VALUES[name]
-        for lacking in (*lacks.split(), *BASE):
-            assert getattr(module, lacking, "none") == "none"
-            with pytest.raises(AttributeError, match=rf"^{name}\.{lacking} is not in ottava: \w"):
-                getattr(module, lacking)
+    """Of a deep copy, too: arguments of the constructor, what follows from them, and advice about all others."""
+    made: list[Any] = [te.Linear(8, 16), te.LayerNormLinear(8, 16), te.LayerNormMLP(8, 16), te.GroupedLinear(2, 8, 16)]
+    made += [te.DotProductAttention(2, 8, 1), te.MultiheadAttention(16, 2), te.TransformerLayer(16, 24, 2)]
+    for module in (*made, *copy.deepcopy(made)):
+        defaults = {name: one.default for name, one in inspect.signature(type(module)).parameters.items()}
+        for name in {"eps", "normalization", "return_bias", "self_attn_mask_type", "softmax_type"} & defaults.keys():
+            assert getattr(module, name) == defaults[name]
+        lacks = [name for name in INTERNALS if not hasattr(module, name)]
+        assert len(lacks) > 60
+        for name in lacks:
+            with pytest.raises(AttributeError, match=rf"^{type(module).__name__}\.{name} is not in ottava: \w"):
+                getattr(module, name)
         with pytest.raises(AttributeError, match="no attribute 'nobody_has_this'"):
             module.nobody_has_this  # noqa: B018
     layer = te.TransformerLayer(16, 24, 2, self_attn_mask_type="padding", params_dtype=torch.bfloat16)
     assert (layer.self_attn_mask_type, layer.window_size, layer.params_dtype) == ("padding", (-1, -1), torch.bfloat16)
+    assert (made[-1].hidden_size, made[-1].window_size, made[-1].kv_channels, made[-1].tp_size) == (16, (-1, 0), 8, 1)
+    assert (made[4].num_gqa_groups, made[0].use_bias, made[3].apply_bias) == (1, True, True)
 
 
 def test_variables_of_theirs_are_named_where_they_change_numbers() -> None:

@@ -235,12 +235,11 @@ class TheirAmax:
         return self.algorithm(torch.cat((window[:1], window[1:].flip(0)))[:, None])[0]
 
     def scale_of(self, amax: Tensor, before: Tensor, spec: QuantizationSpec) -> Tensor:
-        """Amaxes and the scales before, of all tensors of a format -> the next scales, in the same shape."""
+        """Amaxes and the scales before (0: none; TransformerEngine starts at 1) of a format -> the next, as many."""
         if self.factor is None:
             return spec.scale_of(amax).scale
-        before = before.masked_fill(before == 0, 1.0)  # empty, where TransformerEngine starts with 1
-        given = amax.reshape(-1), before.expand_as(amax).reshape(-1)
-        return self.factor(*(t.clone() for t in given), spec.format.max, self.recipe).reshape(amax.shape)
+        given = amax.reshape(-1).clone(), torch.where(before == 0, 1.0, before).expand_as(amax).reshape(-1).clone()
+        return self.factor(*given, spec.format.max, self.recipe).reshape(amax.shape)
 
 
 @dataclass(kw_only=True)
@@ -391,9 +390,7 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False
     """Weights in blocks of 32x32."""
 
-    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"margin": "it does nothing in TransformerEngine either; leave it out"}
-    )
+    REFUSED = MappingProxyType({"margin": "it does nothing in TransformerEngine either; leave it out"})
 
     ATTENTION: ClassVar[AttentionRecipe | None] = AttentionRecipe(qkv=_MX, s=None, o=None, do=_MX, dp=None, dqkv=None)
 
@@ -433,11 +430,7 @@ class NVFP4BlockScaling(Recipe):
     fp4_quant_fwd_weight: QParams | None = None
     fp4_quant_bwd_grad: QParams | None = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "fp4_format": "NVFP4 codes are E2M1",
-        }
-    )
+    REFUSED = MappingProxyType({"fp4_format": "NVFP4 codes are E2M1"})
 
     def check(self) -> None:
         """As `Recipe.check`, and fills in the `QParams` that are None."""

@@ -276,7 +276,6 @@ class DotProductAttention(Advising, ContextParallel):
         super().__init__()
         self.drawn = nullcontext if sequence_parallel else extras.drawn
         shards = shards_for("DotProductAttention", tp_group, tp_size, sequence_parallel, split=True)
-        self.attn_mask_type, self.layer_number = attn_mask_type, layer_number
         self.core = ours.DotProductAttention(
             mask=mask_for("DotProductAttention", attn_mask_type)[0],
             window=window_size,
@@ -494,8 +493,6 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
             device=device_for(device),
             dtype=params_dtype,
         )
-        self.attn_mask_type, self.rotary_pos_interleaved = attn_mask_type, rotary_pos_interleaved
-        self.layer_number = layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
         norm_heads("MultiheadAttention", (self,), qk_norm_type, qk_norm_eps, **made)
         self.out.returns_bias = self.returns_bias = return_bias

@@ -91,7 +91,6 @@ class WeightGradients(Advising):
     """The recipe of the last forward with is_first_microbatch."""
     _told: Any = None
     """The recipe of the last forward whose autocast was compared with that of stored weights."""
-    use_bias = property(lambda self: self.bias is not None)
 
     def gives(self, extras: Extras) -> None:
         """Takes the settings. A constructor calls this after it has built its layers."""

@@ -234,8 +234,7 @@ class Linear(Sharded, ours.Linear):
         elif parallel_mode == "column":
             out_features = shards.of("out_features", out_features)
         super().__init__(in_features, out_features, bias, device_for(device), params_dtype, recipe="bf16")
-        self.returns_bias = return_bias
-        start = partial(started, self, init_method)
+        self.returns_bias, start = return_bias, partial(started, self, init_method)
         self.finish(extras, shards, others.get("name"), start, {}, {"": ("",)}, mode=parallel_mode)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
@@ -404,8 +403,6 @@ class GroupedLinear(TEState, WeightGradients):
         (torch.Size([5, 32]), ['_extra_state', 'weight0', 'weight1'])
     """
 
-    use_bias = property(lambda self: self.groups[0].bias is not None)
-
     def __init__(
         self,
         num_gemms: int,
@@ -422,7 +419,6 @@ class GroupedLinear(TEState, WeightGradients):
         super().__init__()
         sizes = in_features, out_features, bias, device_for(device), params_dtype
         self.groups = nn.ModuleList(ours.Linear(*sizes, recipe="bf16") for _ in range(num_gemms))
-        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         with extras.initial():
             self.starts(partial(started, self, init_method))
         names = ("weight", "bias") if bias else ("weight",)

@@ -83,13 +83,13 @@ class FusedAdam(optim.AdamW):
         try:
             super().add_param_group(param_group)
         except ValueError as error:
-            asked = "store_param_remainders=True" if self.remainders else "master_weight_dtype=torch.float16"
             if "master='remainder'" not in str(error):
                 raise
+            asked = "store_param_remainders=True" if self.remainders else "master_weight_dtype=torch.float16"
             got = ", ".join(sorted({str(one.dtype) for one in param_group["params"]}))
+            need = "leave it out, and masters are FP32"
             raise ValueError(
-                f"FusedAdam: {asked} keeps 16 bits beside each BF16 weight; got weights of {got}: leave it out, and "
-                "masters are FP32"
+                f"FusedAdam: {asked} keeps 16 bits beside each BF16 weight; got weights of {got}: {need}"
             ) from None
 
     def states(self, group: Mapping[str, Any]) -> tuple[State, ...]:

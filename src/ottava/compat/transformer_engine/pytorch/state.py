@@ -38,50 +38,32 @@ Parts = str | Sequence[tuple[str, int]]
 
 
 _CASTS = "layer.last_call shows the recipe of its last forward, and ottava.watch(model) records every cast"
-_TUNES = "it tunes TransformerEngine's kernels; leave it out"
 _ADVICE = (
-    ("_get_quantizers _get_debug_quantizers _update_weight_quantizers quantizers", _CASTS),
-    ("init_fp8_metadata set_meta_tensor init_fp8_meta_tensors get_fp8_meta_tensors reset_fp8_meta_tensors fp8 "
-     "fp8_initialized fp8_calibration fp8_meta_tensors_initialized prepare_forward prepare_forward_ctx end_forward "
-     "grad_output_preprocess", f"the first forward makes the state of a recipe; {_CASTS}"),
-    ("get_quantizer_roles _customize_quantizers_float8_current_scaling",
-     "ottava asks a CustomRecipe for the input, the weight and the gradient"),
-    ("output_quantizer_role", "outputs are in high precision"),
-    ("grad_input_quantizer_role", "gradients of inputs are in high precision"),
-    ("backward_dw wgrad_store", "backward computes dgrad and wgrad together"),
-    ("adjust_amax_history_length", "the recipe's amax_history_len counts; a new recipe makes a new history"),
-    ("weight_names bias_names parameter_split_sizes _get_weight_tensors _get_bias_tensors _get_weight_and_bias_tensors",
-     "named_parameters() and state_dict() have the weights and biases"),
-    ("primary_weights_in_fp8 preserve_high_precision_init_val param_init_meta",
-     "a weight itself tells: its type, and weight.high_precision, which quantized_model_init keeps"),
-    ("fsdp_wrapped fsdp_group is_fsdp2 _is_fsdp2", "torch's fully_shard knows what it has sharded"),
-    ("flash_attention fused_attention unfused_attention deterministic logger",
-     "torch.nn.attention.sdpa_kernel chooses the kernel of attention; a receipt names it"),
-    ("get_qkv_quantization_capabilities", "fp8_dpa and fp8_mha of the recipe decide; a receipt names the casts"),
-    ("fwd_ln_sm_margin bwd_ln_sm_margin inf_ln_sm_margin gemm_bias_unfused_add gemm_gelu_fusion bias_gelu_nvfusion "
-     "bias_dropout_fusion bias_dropout_add_exec_handler _bias_dropout_add set_nccl_overlap_warning_if_tp", _TUNES),
-    ("fast_setattr module_setattr", "assign the attribute: layer.name = value"),
-    ("activation_dtype set_activation_dtype", "results have torch.autocast's dtype, or the input's"),
-    ("onnx_forward", "ottava has no ONNX export"),
-    ("is_debug_iter no_debug_features_active next_iter_when_debug_should_be_run",
-     "the debug tool works in every step; ottava.watch(model) has a schedule of looks"),
-    ("make_grouped_weights use_grouped_tensor single_grouped_weight single_grouped_bias",
-     "each expert has a weight of its own"),
-    ("set_tensor_parallel_attributes set_tensor_parallel_group tp_group",
-     "the constructor's tp_group shares a module and marks its parameters; each rank calls DotProductAttention with "
-     "its own heads, and holds its own experts"),
-    ("reset_layer_norm_parameters", "reset_parameters fills the norms, too"),
-    ("get_rng_state_tracker rng_tracker_name rng_states_tracker", "the constructor takes the tracker, and keeps it"),
-    ("cp_size cp_rank", "torch.distributed knows size and rank of cp_group"),
-    ("size_per_partition", "fc1_weight.shape tells this rank's share"),
-    ("softmax_offset", "core.sink is it"),
-    ("fp8_meta wgrad_accumulation_and_reduce_hooks register_wgrad_accumulation_and_reduce_hooks need_backward_dw "
-     "reset_parameters", "linear layers have it, and this module has no weights of its own"),
-    ("ub_overlap_ag_fprop ub_overlap_rs_fprop ub_overlap_ag_dgrad", _TUNES),
+    (f"the first forward makes the state of a recipe; {_CASTS}", "_get_quantizers quantizers init_fp8_metadata fp8 "
+     "set_meta_tensor init_fp8_meta_tensors get_fp8_meta_tensors reset_fp8_meta_tensors fp8_meta fp8_initialized "
+     "fp8_calibration fp8_meta_tensors_initialized prepare_forward prepare_forward_ctx end_forward is_debug_iter "
+     "get_qkv_quantization_capabilities no_debug_features_active next_iter_when_debug_should_be_run"),
+    ("ottava asks a CustomRecipe for the input, the weight and the gradient", "get_quantizer_roles"),
+    ("outputs are in high precision", "output_quantizer_role"),
+    ("gradients of inputs are in high precision", "grad_input_quantizer_role"),
+    ("backward computes dgrad and wgrad together", "backward_dw wgrad_store need_backward_dw "
+     "wgrad_accumulation_and_reduce_hooks register_wgrad_accumulation_and_reduce_hooks"),
+    ("the recipe's amax_history_len counts; a new recipe makes a new history", "adjust_amax_history_length"),
+    ("parameters have TransformerEngine's names and this rank's shapes; a weight's type and weight.high_precision tell "
+     "how it is stored", "weight_names bias_names parameter_split_sizes size_per_partition primary_weights_in_fp8 "
+     "preserve_high_precision_init_val param_init_meta fsdp_wrapped fsdp_group is_fsdp2 make_grouped_weights"),
+    ("it serves TransformerEngine's kernels; leave it out. A receipt names the kernel of attention", "fwd_ln_sm_margin "
+     "bwd_ln_sm_margin inf_ln_sm_margin gemm_bias_unfused_add gemm_gelu_fusion bias_gelu_nvfusion bias_dropout_fusion "
+     "bias_dropout_add_exec_handler set_nccl_overlap_warning_if_tp ub_overlap_ag_fprop ub_overlap_rs_fprop "
+     "ub_overlap_ag_dgrad flash_attention fused_attention unfused_attention deterministic logger onnx_forward"),
+    ("the constructor takes it, and the module keeps it", "set_tensor_parallel_attributes set_tensor_parallel_group "
+     "get_rng_state_tracker rng_tracker_name rng_states_tracker tp_group cp_size cp_rank softmax_offset"),
+    ("assign attributes (layer.name = value); results have torch.autocast's dtype, or the input's", "fast_setattr "
+     "module_setattr activation_dtype set_activation_dtype reset_layer_norm_parameters reset_parameters"),
 )  # fmt: skip
 INTERNALS: Mapping[str, str] = MappingProxyType(
-    {name: text for names, text in _ADVICE for name in names.split()}
-    | {name: reason for name, (_, reason) in ARGUMENTS.items()}
+    {name: reason for name, (_, reason) in ARGUMENTS.items()}
+    | {name: text for text, names in _ADVICE for name in names.split()}
 )
 """Attributes of TransformerEngine's modules that only its own code needs -> what to use."""
 
@@ -127,42 +109,38 @@ class Place:
 
 
 class Advising(nn.Module):
-    """A module whose attributes are also those of TransformerEngine: what its constructor was given, or advice."""
+    """A module with TransformerEngine's attributes: what its constructor was given, and advice about the others."""
 
     def remembers(self, given: Mapping[str, Any]) -> None:
-        """Keeps the plain arguments of a constructor, and what TransformerEngine makes of them."""
-        plain, ranks = bool | int | float | str | tuple | None | torch.dtype, 1
+        """Keeps plain arguments of a constructor, and what TransformerEngine makes of them, under names not in use."""
+        plain = bool | int | float | str | tuple | None | torch.dtype
         one = {n: v for n, v in given.items() if isinstance(v, plain) and n not in ("bias", "device", "where")}
-        if "_shards" in self.__dict__:
-            ranks = self.__dict__["_shards"].size
-            one |= {"tp_size": ranks, "sequence_parallel": self.__dict__["_shards"].sequence}
-        if "params_dtype" in one:
-            one["params_dtype"] = one["params_dtype"] or torch.get_default_dtype()
-        if "num_attention_heads" in one:
-            heads, kind = one["num_attention_heads"], one.get("self_attn_mask_type", one.get("attn_mask_type"))
-            groups = one["num_gqa_groups"] = one["num_gqa_groups"] or heads
-            width = one["kv_channels"] = one["kv_channels"] or one["hidden_size"] // heads
-            each = {
-                "num_attention_heads_per_partition": heads // ranks,
-                "num_gqa_groups_per_partition": groups // ranks,
+        shards = self.__dict__.get("_shards")
+        ranks = 1 if shards is None else shards.size
+        one |= {} if shards is None else {"tp_size": ranks, "sequence_parallel": shards.sequence}
+        one |= {"params_dtype": one.get("params_dtype") or torch.get_default_dtype()}
+        if (heads := one.get("num_attention_heads")) is not None:
+            causal = "causal" in str(one.get("self_attn_mask_type", one.get("attn_mask_type")))
+            one["num_gqa_groups"] = groups = one["num_gqa_groups"] or heads
+            one["kv_channels"] = width = one["kv_channels"] or one["hidden_size"] // heads
+            one["window_size"] = one["window_size"] or (-1, 0 if causal else -1)
+            one |= {
+                f"num_{n}_per_partition": v // ranks for n, v in (("attention_heads", heads), ("gqa_groups", groups))
             }
-            one |= {**each, "hidden_size_q": heads * width, "hidden_size_kv": groups * width}
             one |= {f"hidden_size_per_attention_head{end}": width for end in ("", "_k", "_v")}
-            one["window_size"] = one["window_size"] or (-1, 0 if "causal" in str(kind) else -1)
+            one |= {"hidden_size_q": heads * width, "hidden_size_kv": groups * width}
         if (bias := given.get("bias")) is not None:
             one |= {"use_bias": bias, "apply_bias": bias and not one.setdefault("return_bias", False)}
-        self.__dict__["_given"] = one
+        self.__dict__.update({name: value for name, value in one.items() if not hasattr(self, name)})
 
     def __getattr__(self, name: str) -> Any:
-        """An argument of the constructor; of TransformerEngine's other attributes the error says what to use."""
+        """As torch's; of TransformerEngine's other attributes the error says what to use."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in (given := self.__dict__.get("_given", {})):
-                return given[name]
-            if name in INTERNALS:
-                raise AttributeError(f"{type(self).__name__}.{name} is not in ottava: {INTERNALS[name]}") from None
-            raise
+            if name not in INTERNALS:
+                raise
+            raise AttributeError(f"{type(self).__name__}.{name} is not in ottava: {INTERNALS[name]}") from None
 
 
 class TEState(Advising):

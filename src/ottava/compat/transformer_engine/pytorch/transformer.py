@@ -132,8 +132,6 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
             device=device_for(device),
             dtype=params_dtype,
         )
-        self.mask_types = self_attn_mask_type, enc_dec_attn_mask_type
-        self.rotary_pos_interleaved, self.layer_number = rotary_pos_interleaved, layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
         norm_heads(where, (self.attention, self.cross), qk_norm_type, qk_norm_eps, **made)
         start = partial(started, self, init_method, output_layer_init_method)
@@ -176,11 +174,11 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         self.begins(call.get("is_first_microbatch"))
         where, ends = "TransformerLayer", cu_seqlens_kv if self.cross is None else None
         options = attention_arguments(
-            where, self.attention, hidden_states, self_attn_mask_type or self.mask_types[0], attention_mask,
+            where, self.attention, hidden_states, self_attn_mask_type or self.self_attn_mask_type, attention_mask,
             rotary_interleaved=self.rotary_pos_interleaved, layer_number=self.layer_number, cu_seqlens_kv=ends, **call,
         )  # fmt: skip
         if self.cross is not None:
-            kind = enc_dec_attn_mask_type or self.mask_types[1]
+            kind = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
             cross = attention_arguments(where, self.cross, hidden_states, kind, enc_dec_attn_mask, encoder_output)
             options["memory_mask"] = cross.get("attention_mask")
             if self.attention.attention.layout == "thd":
