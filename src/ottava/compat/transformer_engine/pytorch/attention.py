@@ -272,7 +272,7 @@ class DotProductAttention(Advising, ContextParallel):
         cp_comm_type: str = "p2p",
         **others: Any,
     ) -> None:
-        extras = extras_of("DotProductAttention", locals(), ("softmax_scale", "softmax_type"))
+        extras = extras_of("DotProductAttention", locals())
         super().__init__()
         self.drawn = nullcontext if sequence_parallel else extras.drawn
         shards = shards_for("DotProductAttention", tp_group, tp_size, sequence_parallel, split=True)
@@ -472,8 +472,7 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        names = ("num_gqa_groups", "attn_mask_type", "qkv_format", "params_dtype")
-        extras = extras_of("MultiheadAttention", locals(), names)
+        extras = extras_of("MultiheadAttention", locals())
         shards = shards_for("MultiheadAttention", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,

@@ -43,7 +43,7 @@ class Extras(NamedTuple):
     before: tuple[Tensor, ...]
     """Random states of the CPU and the GPU in front of the constructor."""
     given: dict[str, Any]
-    """All arguments of the constructor."""
+    """The plain arguments of the constructor: the module itself, groups and functions are none."""
 
     def initial(self) -> AbstractContextManager[Any]:
         """`drawn`, for initial weights: as if ottava's constructor, whose values they replace, had drawn nothing."""
@@ -61,10 +61,8 @@ class Extras(NamedTuple):
         return forked
 
 
-def extras_of(where: str, given: Mapping[str, Any], accepted: tuple[str, ...] = ()) -> Extras:
-    """The settings of this file among a constructor's other arguments; `refuse` sees the rest.
-
-    given: the constructor's locals() at its start, `others` among them.
+def extras_of(where: str, given: Mapping[str, Any]) -> Extras:
+    """The settings of this file among `others` of a constructor's locals(); `refuse` sees the rest.
 
     Example:
         >>> extras_of("Linear", {"others": {"fuse_wgrad_accumulation": True, "name": "fc1"}}).fuse
@@ -72,10 +70,12 @@ def extras_of(where: str, given: Mapping[str, Any], accepted: tuple[str, ...] = 
     """
     others = given["others"]
     own = ("fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker", "rng_tracker_name")
-    refuse(where, {name: value for name, value in others.items() if name not in own}, (*accepted, *own))
+    refuse(where, {name: value for name, value in others.items() if name not in own}, (*given, *own))
     fuse, delay, tracker, state = (others.get(name) for name in own)
     before = (torch.get_rng_state(), *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()))
-    return Extras(bool(fuse), bool(delay), tracker, state, before, {**given, **others})
+    every = {**given, **others}
+    plain = {n: v for n, v in every.items() if isinstance(v, bool | int | float | str | tuple | None | torch.dtype)}
+    return Extras(bool(fuse), bool(delay), tracker, state, before, plain)
 
 
 class WeightGradients(Advising):
@@ -166,10 +166,8 @@ class WeightGradients(Advising):
         alone = not getattr(FP8GlobalStateManager.get_fp8_recipe(), "reduce_amax", True)
         for layer in (one for one in self.modules() if isinstance(one, Layer)):
             if alone and layer.sharding is not None:
-                raise NotImplementedError(
-                    f"{type(self).__name__}: reduce_amax=False is not in ottava where ranks share a tensor (tp_size): "
-                    "they send codes, which need one scale. Set it to True"
-                )
+                why = "is not in ottava where ranks share a tensor (tp_size): the codes that they send need one scale"
+                raise NotImplementedError(f"{type(self).__name__}: reduce_amax=False {why}. Set it to True")
             if isinstance(layer.weight, QuantizedWeight) and layer.recipe not in (None, now.recipe):
                 text = "Quantizer is being updated, this may affect model behavior: weights were stored under "
                 warnings.warn(f"{text}{layer.recipe.name} with other settings; give both one recipe", stacklevel=4)

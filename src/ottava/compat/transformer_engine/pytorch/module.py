@@ -148,7 +148,6 @@ def norm_heads(
 _NORMS: Mapping[str, NormName] = MappingProxyType({"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
 _ACTIVATIONS = MappingProxyType({"srelu": "relu2", "gelu": "gelu_tanh", "geglu": "geglu_tanh"})
 """TransformerEngine's names that ottava spells otherwise. TransformerEngine's GELU is the tanh formula."""
-_COMMON = ("bias", "return_bias", "init_method", "params_dtype", "device")
 
 
 def norm_name(where: str, normalization: str) -> NormName:
@@ -226,7 +225,7 @@ class Linear(Sharded, ours.Linear):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        extras = extras_of("Linear", locals(), _COMMON)
+        extras = extras_of("Linear", locals())
         split = one_of_modes("Linear", parallel_mode) is not None
         shards = shards_for("Linear", tp_group, tp_size, sequence_parallel, split=split)
         if parallel_mode == "row":
@@ -283,8 +282,7 @@ class LayerNormLinear(Sharded, ours.NormLinear):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        names = ("normalization", "zero_centered_gamma", "return_layernorm_output")
-        extras = extras_of("LayerNormLinear", locals(), (*_COMMON, *names))
+        extras = extras_of("LayerNormLinear", locals())
         if one_of_modes("LayerNormLinear", parallel_mode) == "row":
             raise NotImplementedError(
                 "LayerNormLinear: parallel_mode='row' is not in ottava: a rank cannot norm a part of the features alone"
@@ -359,8 +357,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        names = ("normalization", "activation", "activation_params", "zero_centered_gamma", "checkpoint")
-        extras = extras_of("LayerNormMLP", locals(), (*_COMMON, *names, "output_layer_init_method"))
+        extras = extras_of("LayerNormMLP", locals())
         shards = shards_for("LayerNormMLP", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
@@ -415,7 +412,7 @@ class GroupedLinear(TEState, WeightGradients):
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
-        extras = extras_of("GroupedLinear", locals(), _COMMON)
+        extras = extras_of("GroupedLinear", locals())
         super().__init__()
         sizes = in_features, out_features, bias, device_for(device), params_dtype
         self.groups = nn.ModuleList(ours.Linear(*sizes, recipe="bf16") for _ in range(num_gemms))

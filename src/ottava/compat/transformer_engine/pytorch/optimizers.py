@@ -79,18 +79,13 @@ class FusedAdam(optim.AdamW):
         self.register_step_post_hook(_count)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; refuses remainders beside FP16 weights by the name of the argument that asked for them."""
+        """As torch's; an error about remainders names the argument that asked for them."""
         try:
             super().add_param_group(param_group)
         except ValueError as error:
-            if "master='remainder'" not in str(error):
-                raise
             asked = "store_param_remainders=True" if self.remainders else "master_weight_dtype=torch.float16"
-            got = ", ".join(sorted({str(one.dtype) for one in param_group["params"]}))
-            need = "leave it out, and masters are FP32"
-            raise ValueError(
-                f"FusedAdam: {asked} keeps 16 bits beside each BF16 weight; got weights of {got}: {need}"
-            ) from None
+            told = str(error).replace("master='remainder'", f"FusedAdam: {asked}")
+            raise ValueError(told.replace("use master='fp32'", "leave it out, and masters are FP32")) from None
 
     def states(self, group: Mapping[str, Any]) -> tuple[State, ...]:
         """The two means, each in its own dtype."""

@@ -39,7 +39,7 @@ Parts = str | Sequence[tuple[str, int]]
 
 _CASTS = "layer.last_call shows the recipe of its last forward, and ottava.watch(model) records every cast"
 _ADVICE = (
-    (f"the first forward makes the state of a recipe; {_CASTS}", "_get_quantizers quantizers init_fp8_metadata fp8 "
+    (f"{_CASTS}; the first forward makes the state of a recipe", "_get_quantizers quantizers init_fp8_metadata fp8 "
      "set_meta_tensor init_fp8_meta_tensors get_fp8_meta_tensors reset_fp8_meta_tensors fp8_meta fp8_initialized "
      "fp8_calibration fp8_meta_tensors_initialized prepare_forward prepare_forward_ctx end_forward is_debug_iter "
      "get_qkv_quantization_capabilities no_debug_features_active next_iter_when_debug_should_be_run"),
@@ -112,9 +112,8 @@ class Advising(nn.Module):
     """A module with TransformerEngine's attributes: what its constructor was given, and advice about the others."""
 
     def remembers(self, given: Mapping[str, Any]) -> None:
-        """Keeps plain arguments of a constructor, and what TransformerEngine makes of them, under names not in use."""
-        plain = bool | int | float | str | tuple | None | torch.dtype
-        one = {n: v for n, v in given.items() if isinstance(v, plain) and n not in ("bias", "device", "where")}
+        """Keeps arguments of a constructor, and what TransformerEngine makes of them, under names not in use."""
+        one: dict[str, Any] = {n: given[n] for n in given.keys() - {"bias", "device", "where"}}
         shards = self.__dict__.get("_shards")
         ranks = 1 if shards is None else shards.size
         one |= {} if shards is None else {"tp_size": ranks, "sequence_parallel": shards.sequence}

@@ -35,8 +35,6 @@ from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, sh
 from ottava.nn.layer import autocast_input
 from ottava.nn.transformer import Arrangement
 
-_NAMES = ("num_gqa_groups", "hidden_dropout", "attn_input_format", "normalization", "params_dtype")
-
 
 class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
     """`ottava.nn.TransformerLayer` with TransformerEngine's arguments and names of parameters.
@@ -106,7 +104,7 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        extras = extras_of(where := "TransformerLayer", locals(), _NAMES)
+        extras = extras_of(where := "TransformerLayer", locals())
         arranged = _arrangement(parallel_attention_mlp, output_layernorm, apply_residual_connection_post_layernorm)
         shards = shards_for(where, tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
