@@ -68,7 +68,8 @@ def extras_of(where: str, given: Mapping[str, Any]) -> Extras:
         >>> extras_of("Linear", {"others": {"fuse_wgrad_accumulation": True, "name": "fc1"}}).fuse
         True
     """
-    others = given["others"]
+    given = {name: one for name, one in given.items() if name not in ("self", "where", "__class__")}
+    others = given.pop("others")
     own = ("fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker", "rng_tracker_name")
     refuse(where, {name: value for name, value in others.items() if name not in own}, (*given, *own))
     fuse, delay, tracker, state = (others.get(name) for name in own)
