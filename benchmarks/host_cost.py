@@ -20,10 +20,16 @@ from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # kernels are compiled here
 
+try:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+except ImportError as error:
+    raise SystemExit(
+        f"host_cost.py compiles Triton's kernels, and {error}: pip install triton (no GPU is needed)"
+    ) from None
+
 import torch
 from torch import Tensor, nn
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 import ottava
 from ottava.engine import quantizer

@@ -114,7 +114,7 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
         _RECIPES,
     ),
     (
-        "`amax_compute_algo` as a function",
+        "`amax_compute_algo` and `scaling_factor_compute_algo` as functions",
         "honoured; two recipes that differ in it alone share one state",
         "honoured, on their layout of the history",
         _RECIPES,
@@ -138,7 +138,12 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
         f"{_TESTS}/pytorch/test_quantizers.py",
     ),
     ("NVFP4's four over six, by MAE and MSE", "yes", "yes, the same codes", _RECIPES),
-    ("FP8 attention", "by cuDNN, under three recipes", "emulated, under current scaling", _RECIPES),
+    (
+        "FP8 attention",
+        "by cuDNN, under three recipes",
+        "emulated, under the same three",
+        f"{_TESTS}/pytorch/test_fp8_attention.py",
+    ),
     (
         "histories in a checkpoint",
         "a pickle, executed behind an environment variable",

@@ -162,6 +162,9 @@ def test_every_public_name_has_an_example_that_runs(package: str) -> None:
             assert re.search(rf"\b{name}\b", shown), f"no example shows {package}.{name}"
 
 
+PYTHON_FILE = re.compile(r"`([a-z_0-9/]+\.py)`")
+
+
 def headings(text: str) -> list[int]:
     """Levels of a page's headings, in order."""
     fenced = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -244,6 +247,14 @@ def test_the_map_names_files_that_exist() -> None:
     named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?|tests/[a-z_/]+(?:\.py)?)`", text)
     assert [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "src" / "ottava"))] == []
     assert len(named) > 20
+
+
+def test_files_of_ours_that_pages_name_exist() -> None:
+    """A page names our own Python files, but for the log and files of others."""
+    tree = "\n".join(f"{path.as_posix()}\n" for path in ROOT.rglob("*.py"))
+    named = {name for page in PAGES if page.name != "LOG.md" for name in PYTHON_FILE.findall(page.read_text("utf-8"))}
+    dead = {name for name in named if f"/{name}\n" not in tree}
+    assert [n for n in dead if not n.startswith(("mine.", "te_llama.", "scaled_mm/deep", "compressed_tensors_"))] == []
 
 
 def test_these_checks_can_fail() -> None:

@@ -5,6 +5,7 @@ The witness is one process with the whole weights and all tokens. Each rank load
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -190,6 +191,26 @@ def load_heads(
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.copy_(split_heads(world, name, own[name], dims, grouped))
+
+
+def ranks_keep_their_amaxes_if_asked(world: World) -> None:
+    """reduce_amax=False: each rank has the scales of one process alone, also with a group or under a wrapper."""
+    from ottava.compat.transformer_engine.common.recipe import DelayedScaling
+
+    apart = [torch.tensor(448.0) / (1 + rank) for rank in range(world.size)]
+    for reduce, wrapped in itertools.product((False, True), (False, True)):
+        layer = te.Linear(32, 32)
+        model = nn.parallel.DistributedDataParallel(layer) if wrapped else layer
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        for _ in range(3):
+            recipe = DelayedScaling(amax_history_len=2, reduce_amax=reduce)
+            with te.autocast(recipe=recipe, amax_reduction_group=None if wrapped else dist.group.WORLD):
+                model(torch.full((4, 32), 1.0 + world.rank)).sum().backward()
+            optimizer.step()
+        assert layer.quantizers.input.scale == apart[-1 if reduce else world.rank], (reduce, wrapped)
+    split = te.Linear(32, 32, tp_group=dist.group.WORLD, parallel_mode="column")
+    with te.autocast(recipe=DelayedScaling(reduce_amax=False)), pytest.raises(NotImplementedError, match="reduce_amax"):
+        split(torch.ones(4, 32))
 
 
 def training_agrees_on_scales(world: World) -> None:

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ottava
 from ottava.distributed import fully_shard, verify
+from ottava.kernels.native import build as native_build
+from test_calls import calls
 
 
 @pytest.fixture
@@ -46,3 +49,28 @@ def test_one_rank_has_the_bits_of_a_plain_model(mesh: DeviceMesh) -> None:
             assert losses[0] == losses[1], (recipe, weights)
             assert losses[0][2] < losses[0][0]
             assert len(verify(model)) == 64
+
+
+MOST_CALLS_OF_FSDP2 = {"tensorwise": (80, 430), "rowwise": (100, 460), "mxfp8": (95, 475), "delayed": (265, 605)}
+"""Under torch's own fully_shard, and under ottava's, which sends codes; torch itself calls about 1,100."""
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.skipif(native_build.load("gemm").library is None, reason="the reference takes other ways")
+def test_a_step_of_fsdp2_calls_little_of_ours(mesh: DeviceMesh) -> None:
+    """Two linear layers and their root, one rank; forward, backward, optimizer."""
+    for name, most in MOST_CALLS_OF_FSDP2.items():
+        for shard, limit in zip((fsdp.fully_shard, fully_shard), most, strict=True):
+            model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))).bfloat16()
+            ottava.convert(model, name)
+            for module in (*model, model):
+                shard(module, mesh=mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            x = torch.randn(64, 64).bfloat16()
+            for _ in range(4):  # the last one counts
+                with calls() as seen:
+                    model(x).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            print(f"{name}, {shard.__module__}: {len(seen)} calls")
+            assert 0 < len(seen) <= limit, (name, shard.__module__)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import ottava
 from ottava.base.settings import ConfigError
@@ -40,6 +41,15 @@ fprop:
 def small(*names: str, seeds: int = 1) -> LabSettings:
     """The smallest study of these recipes."""
     return LabSettings(recipes=tuple(map(read_recipe, names)), seeds=seeds, steps=2, quick=True)
+
+
+def test_a_rotation_halves_what_mxfp4_does_to_weight_gradients() -> None:
+    """The recipe of docs/lab.md beside `mxfp4`, three seeds: a smaller error of dW in each, as that page says."""
+    page = (Path(__file__).parents[2] / "docs" / "lab.md").read_text("utf-8")
+    recipe = Recipe.from_dict(yaml.safe_load("name: mxfp4_" + page.partition("\nname: mxfp4_")[2].partition("```")[0]))
+    for seed, (before, after) in enumerate([(24, 15), (26, 16), (26, 16)]):
+        errors = [measured(one, seed)["heavy-tailed"]["gemms"]["wgrad"]["error"] for one in (RECIPES["mxfp4"], recipe)]
+        assert [round(100 * error) for error in errors] == [before, after], seed
 
 
 def test_a_stopped_study_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -169,6 +169,11 @@ def test_the_debugger_sees_every_operand(tmp_path: Path) -> None:
     run = Run.open(tmp_path / "run")
     keys = {(key.layer, key.tensor): key for key in run.table().keys()}  # noqa: SIM118  # no mapping
     assert {tensor for name, tensor in keys if name == "attention.attention"} == set(ATTENTION_TENSORS)
+    casts = {row["tensor"]: row for row in run.table().dicts() if row["layer"] == "attention.attention"}
+    assert casts.keys() == set(ATTENTION_TENSORS)  # each with its error: E4M3 has 3 bits behind the point, E5M2 2
+    for tensor, row in casts.items():
+        assert (25 if "E4M3" in row["format"] else 20) < row["sqnr_db"] < 45, tensor
+        assert row["mse"] > 0
     assert run.manifest["coverage"]["linear"] == run.manifest["coverage"]["seen"] == 5
     assert not [event for event in run.events if event["kind"] == "check"]
     assert "saw 100 % of the linear layers" in diagnose(run).sentence

@@ -110,6 +110,20 @@ def test_the_plan_of_a_model_counts_refused_layers_as_bf16() -> None:
     assert plan_model(nn.ReLU(), "delayed", tokens=1).speedup == 1.0
 
 
+def test_the_predictions_of_the_page_are_the_planners() -> None:
+    """docs/performance.md shows them beside TransformerEngine's measured figures, of the same four layers."""
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text("utf-8")
+    sizes = {"qkv": (4096, 12288), "out": (4096, 4096), "fc1": (4096, 16384), "fc2": (16384, 4096)}
+    with torch.device("meta"):
+        model = nn.ModuleDict({name: nn.Linear(*one, bias=False, dtype=torch.bfloat16) for name, one in sizes.items()})
+    plans = {name: plan_model(model, name, tokens=15_872) for name in ("delayed", "tensorwise", "blockwise")}
+    before = sum(layer.bf16 for layer in plans["delayed"].layers)
+    assert f"| BF16 | 32.0 | {1e3 * before:.1f} |" in page
+    for name, one in plans.items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` | ") and "predicted" not in line)
+        assert row.endswith(f"| {1e3 * before / one.speedup:.1f}, {one.speedup:.2f} |"), (name, one.speedup)
+
+
 def test_convert_leaves_layers_that_would_lose() -> None:
     """With the prediction as the reason; without `plan` they are converted; other refusals keep their own words."""
     with torch.device("meta"):

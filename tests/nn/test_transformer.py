@@ -92,6 +92,9 @@ def test_dropout_and_stochastic_depth() -> None:
         assert abs(share - 0.75) < 5 * (0.25 * 0.75 / 512) ** 0.5
         own = branch.transpose(0, axis).flatten(1).abs().sum(1)
         assert (kept - torch.where(kept > 0, own / 0.75, 0.0)).abs().max() < EXACT
+    rows = x[:4].clone().requires_grad_()
+    made(drop_path=1.0)(rows).sum().backward()  # every branch is left out, and its gradient is no NaN
+    assert torch.equal(rows.grad, torch.ones_like(rows))
     layer = made(dropout=0.5)
     assert not torch.equal(layer(x), layer(x))
     assert torch.equal(layer.eval()(x), made()(x))
@@ -225,7 +228,7 @@ def test_hugging_faces_gpt2_and_neox_blocks() -> None:
 def test_mistakes_are_named() -> None:
     for settings, words in (
         ({"arrangement": "paralel"}, "did you mean 'parallel'?"),
-        ({"drop_path": 1.0}, "each needs 0 or more, and less than 1"),
+        ({"drop_path": 1.5}, "needs 0 to 1 each, dropout below 1"),
         ({"drop_path": 0.1, "layout": "thd"}, "packed sequences ('thd') have none"),
         ({"cross": True, "arrangement": "parallel"}, "needs arrangement 'pre' or 'post'"),
     ):

@@ -20,7 +20,7 @@ import warm
 from command import ended
 from ottava.base.errors import PoisonError
 from ottava.base.settings import ConfigError
-from ottava.recipe import RECIPES, Recipe
+from ottava.recipe import RECIPES, Recipe, get_recipe
 from ottava.record.reader import Run
 from ottava.train.checkpoint import CheckpointError, high_precision_weights, read_checkpoint
 from ottava.train.config import TrainConfig, load_config
@@ -392,6 +392,28 @@ def test_a_number_that_changed_in_the_records_is_refused(name: str, tmp_path: Pa
     assert "Restore the file" in str(refused.value)
     path.write_text(text)
     assert Trainer(tiny(*SHORT, "recipe=delayed"), tmp_path, resume=True).step == 2
+
+
+def test_a_run_leaves_fp4_late_whole_or_forward_only(tmp_path: Path) -> None:
+    """At a checkpoint of a run with the whole schedule: learning rates stay those of the run, and so do its steps until
+    then; the next loss is that of the same weights under the other recipe."""
+    whole = Trainer(tiny(*SHORT, "recipe=nvfp4", "steps=6", "checkpoint.every=4"), tmp_path / "fp4")
+    whole.advance()
+    fp8, fp4 = (get_recipe(name).to_dict() for name in ("tensorwise", "nvfp4"))
+    forward = {"name": "fp8_forward", "fprop": fp8["fprop"], "dgrad": fp4["dgrad"], "wgrad": fp4["wgrad"]}
+    losses = {}
+    for name, recipe in {"bf16": "bf16", "tensorwise": "tensorwise", "forward": json.dumps(forward)}.items():
+        start = f"init={tmp_path / 'fp4' / 'checkpoints' / 'step-000004.safetensors'}"
+        late = Trainer(tiny(*SHORT, f"recipe={recipe}", "steps=6", start, "carry=optimizer"), tmp_path / name)
+        assert curve(late.history) == curve(whole.history[:4])
+        losses[name] = [record.loss for record in late.advance()]
+        assert [record.lr for record in late.history] == [record.lr for record in whole.history]
+    assert losses["forward"][0] == losses["tensorwise"][0]  # the same forward, other gradients
+    assert losses["forward"][1] != losses["tensorwise"][1]
+    assert len({whole.history[4].loss, *(own[0] for own in losses.values())}) == 3
+    cells = json.loads((tmp_path / "forward" / "receipt.json").read_text())["rows"]
+    formats = {row["gemm"]: row["operands"].partition("[")[0] for row in cells if row["fp8"]}
+    assert formats == {"fprop": "E4M3", "dgrad": "E2M1", "wgrad": "E2M1"}
 
 
 def test_a_run_switches_to_fp8_and_back_in_its_middle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

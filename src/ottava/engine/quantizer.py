@@ -228,7 +228,7 @@ class Quantizer(nn.Module):
         if self.spec is None:
             return _first_scale(spec, device)
         history = _resized(self.amax_history, spec.amax_history_len)
-        scale, usable = spec.from_window(history)
+        scale, usable = spec.from_window(history, self.scale)
         return torch.where(usable, scale, empty)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

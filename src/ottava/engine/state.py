@@ -269,12 +269,12 @@ class ScalingState:
 
     def find_group(self, named: dist.ProcessGroup | None = None) -> None:
         """A layer calls this in each forward. Takes the group of the autocast, or of the wrapper around the layer."""
-        self._found_group = named or self._found_group
         active = DistributedDataParallel._get_active_ddp_module()
         # in each forward, so the search in the wrapper's modules runs once a wrapper
         known = active is None or active is self._wrapper()
         if not known and (wrapper := ddp_around(self._layers())) is not None:
             self._wrapper, self._found_group = weakref.ref(wrapper), wrapper.process_group
+        self._found_group = named or self._found_group
 
     def wrapped(self, wrapper: nn.Module) -> None:
         """Runs when a wrapper with a process group takes the model or a part of it."""
@@ -669,7 +669,7 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
         # (T, L): the newest first, the oldest falls off
         rolled = torch.cat([last[:, None], pack.history[:, :-1]], dim=1)
         pack.history.copy_(torch.where(touched[:, None], rolled, pack.history))
-        scale, usable = spec.from_window(pack.history)
+        scale, usable = spec.from_window(pack.history, pack.scale)
         pack.scale.copy_(torch.where(touched & usable, scale, pack.scale))
         pack.nonfinite_count.add_(nonfinite.to(torch.int64))
         pack.guard_count.add_(guard.to(torch.int64))

@@ -33,7 +33,7 @@ def move_histories(doors: AttentionQuantizers, group: dist.ProcessGroup | None) 
     if not live:
         return
     lanes = torch.cat((torch.stack([door.staged for door in live], 1), live[0].staged.new_ones(1, len(live))))
-    if group is not None:
+    if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(lanes, dist.ReduceOp.MAX, group=group)
     roll_windows(live, lanes)
 

@@ -127,9 +127,9 @@ class TransformerLayer(nn.Module):
     @staticmethod
     def _check(arrangement: str, dropout: float, drop_path: float, layout: str, cross: bool) -> None:
         need_known("TransformerLayer", "arrangement", arrangement, ARRANGEMENTS)
-        if not (0 <= dropout < 1 and 0 <= drop_path < 1):
+        if not (0 <= dropout < 1 and 0 <= drop_path <= 1):
             raise ValueError(
-                f"TransformerLayer: dropout is {dropout}, drop_path {drop_path}; each needs 0 or more, and less than 1"
+                f"TransformerLayer: dropout is {dropout}, drop_path {drop_path}; needs 0 to 1 each, dropout below 1"
             )
         if drop_path and layout == "thd":
             raise ValueError("TransformerLayer: drop_path leaves out samples, and packed sequences ('thd') have none")
@@ -189,7 +189,8 @@ class TransformerLayer(nn.Module):
             return branch
         shape = [branch.shape[d] if d == self.batch_dim else 1 for d in range(branch.dim())]
         stays = torch.rand(shape, device=branch.device) >= self.drop_path
-        return torch.where(stays, branch / (1 - self.drop_path), 0.0)
+        # a chance of 1 divides by nothing: the gradient of what is left out would be 0 * infinity
+        return torch.where(stays, branch / ((1 - self.drop_path) or 1.0), 0.0)
 
     def extra_repr(self) -> str:
         """Its arrangement."""

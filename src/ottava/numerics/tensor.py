@@ -180,8 +180,10 @@ class QuantizationSpec(RefusesUnknownFields):
         """The scale that brings an amax to the top of the format, see `scaling.compute_scale`."""
         return compute_scale(amax, self.format, scale_format=self.scale_format, margin=self.margin)
 
-    def from_window(self, history: Tensor) -> tuple[Tensor, Tensor]:
+    def from_window(self, history: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(scale, whether it is usable) of a window of amaxes (..., steps), newest first, empty entries 0: both (...).
+
+        before: the scales so far (...), for an amax_compute_algo that makes scales, too; 0, None: none.
 
         Example:
             >>> from ottava.numerics.formats import E4M3
@@ -194,7 +196,9 @@ class QuantizationSpec(RefusesUnknownFields):
             amax = torch.stack([algorithm(row) for row in rows]).reshape(history.shape[:-1])
         else:
             amax = history.amax(dim=-1) if algorithm == "max" else history[..., 0]
-        return self.scale_of(amax).scale, (amax > 0) & amax.isfinite()
+        rule, own = getattr(algorithm, "scale_of", None), torch.zeros_like(amax) if before is None else before
+        scale = self.scale_of(amax).scale if rule is None else rule(amax, own, self)
+        return scale, (amax > 0) & amax.isfinite()
 
     def __str__(self) -> str:
         return self._name

@@ -119,8 +119,9 @@ class Table:
         if name not in _KNOWN_WITHOUT_SUMS:
             values[self.tallies.n == 0] = math.nan
         for i in self._with_reported:
-            if name in self.reported[i]:
-                values[i] = self.reported[i][name]
+            # an amax that another tool does not give is unknown; 0 would be a tensor of zeros
+            unknown = math.nan if name == "amax" and not self.tallies.n[i] else values[i]
+            values[i] = self.reported[i].get(name, unknown)
         return values
 
     @cached_property

@@ -15,6 +15,7 @@ scales  fp32, one a block; where they are powers of two in E8M0's range by defin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -35,6 +36,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What a stored weight may look like from outside."""
 
 
+@functools.lru_cache(maxsize=256)  # FSDP2's gathers ask in each step
 def stored_spec(spec: QuantizationSpec) -> QuantizationSpec:
     """The spec to store a weight of that cell with: the amax of the numbers is known, so it predicts no scale.
 

@@ -112,6 +112,20 @@ def test_digits_that_the_log_lost_are_not_believed(tmp_path: Path) -> None:
     assert any("0.0000" in note for note in run.manifest["imported"]["notes"])
 
 
+def test_a_missing_amax_is_missing(tmp_path: Path) -> None:
+    """A log with no amax, with a maximum but no minimum, or with an amax whose digits are lost: NaN, never 0."""
+    logged = {1: {"std": 1.0}, 2: {"max": 3.0}, 3: {"cur_amax": 1e-6}, 4: {"max": 3.0, "min": 0.0}}
+    lines = [
+        line(f"{FC2}_activation_{name}", step, value)
+        for step, one in logged.items()
+        for name, value in (*one.items(), ("underflows%", 0.5))
+    ]
+    rows = imported(tmp_path, *lines).table().dicts("amax", "outlier_ratio")
+    assert [math.isnan(row["amax"]) for row in rows] == [True, True, True, False]
+    assert rows[3]["amax"] == 3.0
+    assert all(math.isnan(row["outlier_ratio"]) for row in rows)
+
+
 def test_ranks_are_files_and_the_worst_one_counts(tmp_path: Path) -> None:
     """BioNeMo's folders: rank_N/nvdlfw_inspect_statistics_logs."""
     for rank, value in enumerate((0.5, 30.0, 1.0)):

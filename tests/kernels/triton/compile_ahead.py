@@ -19,9 +19,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+try:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+except ImportError as error:
+    raise SystemExit(
+        f"compile_ahead.py compiles Triton's kernels, and {error}: pip install triton (no GPU is needed)"
+    ) from None
 
 from ottava.kernels.triton import device_code, rows_device_code
 from ottava.kernels.triton.quantize import ACTIVATION_LAUNCH, amax_launch, cast_launch, predicted_launch

@@ -27,6 +27,14 @@ def ran(*words: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.parametrize("script", ["benchmarks/host_cost.py", "tests/kernels/triton/compile_ahead.py"])
+def test_a_script_that_compiles_says_that_it_needs_triton(script: str) -> None:
+    program = f"import runpy, sys; sys.modules['triton'] = None; runpy.run_path({script!r})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.startswith(f"{Path(script).name} compiles Triton's kernels, and ")
+    assert "pip install triton" in done.stderr
+
+
 def test_a_kept_launch_is_tritons_own() -> None:
     """Every kernel of the casts, two dtypes, odd shapes: kernel, grid, addresses, numbers. What another dtype, address,
     device or a profiler would change takes Triton's way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -146,9 +147,8 @@ def test_a_backward_reads_what_the_forward_multiplied() -> None:
     [
         (lambda: DelayedScaling(amax_history_length=16), TypeError, "did you mean 'amax_history_len'"),
         (lambda: DelayedScaling(fp8_format=Format.E5M2), ValueError, "no tensor core multiplies E5M2 by E5M2"),
-        (lambda: DelayedScaling(reduce_amax=False), NotImplementedError, "reduce_amax=False is not in ottava"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, "mean"),
-        (lambda: DelayedScaling(scaling_factor_compute_algo=max), NotImplementedError, "set the margin"),
+        (lambda: DelayedScaling(amax_compute_algo="mean", scaling_factor_compute_algo=max), ValueError, "mean"),
         (lambda: DelayedScaling(backward_override="high_precision"), ValueError, "for the other recipes"),
         (
             lambda: Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=1e-4)),
@@ -214,30 +214,30 @@ def test_an_amax_function_reads_their_history() -> None:
     assert torch.equal(seen[0], torch.tensor([[4.0], [7.0], [2.0], [3.0]]))
 
 
-def test_attention_runs_on_fp8_operands_where_a_recipe_says_so() -> None:
-    """QKV, S, dO and dP in the recipe's formats; a receipt names the emulation."""
+def test_a_function_makes_the_scales() -> None:
+    """scaling_factor_compute_algo(amax, scale, fp8_max, recipe), in their order, by hand: the scale moves half the way
+    to fp8_max / amax in each step. TransformerEngine's own rule as a function gives the scales of no function."""
     import torch
 
-    import ottava
     import ottava.compat.transformer_engine.pytorch as te
+    from ottava.compat.transformer_engine.pytorch.quantization import _default_sf_compute
 
-    for fp8_format, gradients in ((Format.HYBRID, "E5M2"), (Format.E4M3, "E4M3")):
-        recipe = Float8CurrentScaling(fp8_dpa=True, fp8_format=fp8_format)
-        assert str(recipe.ottava.attention) == (
-            "qkv E4M3[tensor], s E4M3[tensor], o high precision, "
-            f"do {gradients}[tensor], dp {gradients}[tensor], dqkv high precision"
-        )
-        assert replace(recipe, fp8_dpa=False).ottava.attention is None
-    torch.manual_seed(0)
-    layer = te.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16)
-    x = torch.randn(8, 2, 32).bfloat16()
-    results = {}
-    for dpa in (False, True):
-        with te.autocast(recipe=Float8CurrentScaling(fp8_dpa=dpa)):
-            y = layer(x)
-        y.sum().backward()
-        results[dpa] = y.detach()
-        kernels = {row.kernel for row in ottava.receipt(layer).rows if row.gemm == "attention"}
-        assert ("FP8 emulation" in kernels) == dpa
-    # two casts to 3 bits behind the point, each off by 2**-4 at most, of what attention adds to the stream
-    assert 0 < (results[True] - results[False]).norm() <= 2**-3 * results[False].norm()
+    def halfway(amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling) -> torch.Tensor:
+        return (scale + fp8_max / amax / 2**recipe.margin) / 2
+
+    def default(amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling) -> torch.Tensor:
+        return _default_sf_compute(amax, scale, fp8_max, recipe.margin)
+
+    scales = {}
+    for algorithm, rule in (("max", None), ("max", default), ("most_recent", halfway), (lambda rows: rows[0], halfway)):
+        fields: Any = {"amax_compute_algo": algorithm, "scaling_factor_compute_algo": rule}
+        layer, by_hand = te.Linear(32, 32), torch.ones(1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        for step in range(4):
+            with te.autocast(recipe=DelayedScaling(margin=1, amax_history_len=3, **fields)):
+                layer(torch.full((4, 32), 2.0**step)).sum().backward()
+            optimizer.step()
+            by_hand = halfway(torch.tensor([2.0**step]), by_hand, 448.0, DelayedScaling(margin=1))
+        scales[algorithm, rule] = layer.quantizers.input.scale
+        assert rule is not halfway or torch.equal(layer.quantizers.input.scale.view(1), by_hand)
+    assert scales["max", None] == scales["max", default] == 28.0

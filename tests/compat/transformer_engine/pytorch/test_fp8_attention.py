@@ -192,6 +192,10 @@ def test_formats_and_what_is_refused() -> None:
     hybrid: Any = MXFP8BlockScaling(fp8_format=Format.HYBRID, fp8_dpa=True).ottava.attention
     assert (str(hybrid.qkv.format), str(hybrid.do.format), hybrid.s) == ("E4M3", "E5M2", None)
     assert DelayedScaling().ottava.attention is None
+    for fp8_format, gradients in ((Format.HYBRID, "E5M2"), (Format.E4M3, "E4M3")):
+        own = "qkv E4M3[tensor], s E4M3[tensor], o high precision, do {0}[tensor], dp {0}[tensor], dqkv high precision"
+        recipe = Float8CurrentScaling(fp8_dpa=True, fp8_format=fp8_format).ottava
+        assert str(recipe.attention) == own.format(gradients)
     for recipe, words in (
         (Float8BlockScaling(fp8_dpa=True), "attention casts per tensor or in blocks of 32"),
         (MXFP8BlockScaling(fp8_mha=True), "results of attention stay in high precision there"),

@@ -123,6 +123,10 @@ def test_what_is_not_here_is_refused_by_name() -> None:
         FusedAdam(parameters, exp_avg_sq_dtype=torch.int8)
     with pytest.raises(NotImplementedError, match="master_weight_dtype"):
         FusedAdam(parameters, master_weight_dtype=torch.bfloat16)
+    halves = [torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float16))]
+    for name, value in {"master_weight_dtype": torch.float16, "store_param_remainders": True}.items():
+        with pytest.raises(ValueError, match=rf"^FusedAdam: {name}={value} extends bfloat16 weights; .*: leave it out"):
+            FusedAdam(halves, master_weights=True, **{name: value})
     with pytest.raises(NotImplementedError, match="dampening"):
         FusedSGD(parameters, lr=0.1, dampening=0.5)
     with pytest.raises(TypeError, match="adam_mode"):

@@ -216,17 +216,30 @@ class Recipe(RefusesUnknownFields):
 @dataclass(frozen=True)
 class TheirAmax:
     """A function of TransformerEngine's (L, n) history, as one of ottava's window: row 0 is the newest amax there, and
-    the others follow from the oldest on."""
+    the others follow from the oldest on. With `factor`, its scaling_factor_compute_algo, too."""
 
-    function: Callable[[Tensor], Tensor]
+    algorithm: str | Callable[[Tensor], Tensor]
+    factor: Callable[..., Tensor] | None = None
+    recipe: Any = field(default=None, compare=False)
+    """What the factor gets as its recipe."""
 
     def __post_init__(self) -> None:
+        named = self.algorithm if callable(self.algorithm) else self.factor
         for name in ("__module__", "__qualname__"):  # by which a record names it
-            object.__setattr__(self, name, getattr(self.function, name, type(self.function).__name__))
+            object.__setattr__(self, name, getattr(named, name, type(named).__name__))
 
     def __call__(self, window: Tensor) -> Tensor:
         """(L,), newest first -> ()."""
-        return self.function(torch.cat((window[:1], window[1:].flip(0)))[:, None])[0]
+        if not callable(self.algorithm):
+            return window.amax() if self.algorithm == "max" else window[0]
+        return self.algorithm(torch.cat((window[:1], window[1:].flip(0)))[:, None])[0]
+
+    def scale_of(self, amax: Tensor, before: Tensor, spec: QuantizationSpec) -> Tensor:
+        """Amaxes and the scales before (0: none; TransformerEngine starts at 1) of a format -> the next, as many."""
+        if self.factor is None:
+            return spec.scale_of(amax).scale
+        given = amax.reshape(-1).clone(), torch.where(before == 0, 1.0, before).expand_as(amax).reshape(-1).clone()
+        return self.factor(*given, spec.format.max, self.recipe).reshape(amax.shape)
 
 
 @dataclass(kw_only=True)
@@ -240,13 +253,6 @@ class DelayedScaling(Recipe):
         >>> DelayedScaling(margin=1, amax_history_len=16).ottava.fprop.lhs.margin
         1
     """
-
-    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "scaling_factor_compute_algo": "scales are max / amax / 2**margin; set the margin",
-            "reduce_amax": "amaxes are the maximum over the group; give no group to keep the ranks' amaxes apart",
-        }
-    )
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -272,9 +278,12 @@ class DelayedScaling(Recipe):
     ATTENTION: ClassVar[AttentionRecipe | None] = AttentionRecipe()
 
     def _history(self) -> dict[str, Any]:
-        algorithm = self.amax_compute_algo
-        rule = {"amax_compute_algo": TheirAmax(algorithm) if callable(algorithm) else algorithm}
-        return {"margin": self.margin, "amax_history_len": self.amax_history_len, **rule}
+        rule: Any = self.amax_compute_algo
+        if not callable(rule):
+            need_known("DelayedScaling", "amax_compute_algo", rule, ("max", "most_recent"))
+        if callable(rule) or self.scaling_factor_compute_algo is not None:
+            rule = TheirAmax(rule, self.scaling_factor_compute_algo, copy.copy(self))
+        return {"margin": self.margin, "amax_history_len": self.amax_history_len, "amax_compute_algo": rule}
 
     def _attention_formats(self, attention: AttentionRecipe) -> AttentionRecipe:
         """All six casts have a history, with the settings of the linear layers'."""
@@ -381,9 +390,7 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False
     """Weights in blocks of 32x32."""
 
-    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"margin": "it does nothing in TransformerEngine either; leave it out"}
-    )
+    REFUSED = MappingProxyType({"margin": "it does nothing in TransformerEngine either; leave it out"})
 
     ATTENTION: ClassVar[AttentionRecipe | None] = AttentionRecipe(qkv=_MX, s=None, o=None, do=_MX, dp=None, dqkv=None)
 
@@ -423,11 +430,7 @@ class NVFP4BlockScaling(Recipe):
     fp4_quant_fwd_weight: QParams | None = None
     fp4_quant_bwd_grad: QParams | None = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "fp4_format": "NVFP4 codes are E2M1",
-        }
-    )
+    REFUSED = MappingProxyType({"fp4_format": "NVFP4 codes are E2M1"})
 
     def check(self) -> None:
         """As `Recipe.check`, and fills in the `QParams` that are None."""

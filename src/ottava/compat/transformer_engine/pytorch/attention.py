@@ -24,7 +24,7 @@ from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
 from ottava.compat.transformer_engine.pytorch.module import Init, device_for, norm_heads, norm_name, started
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.rope import table_of
-from ottava.compat.transformer_engine.pytorch.state import Parts
+from ottava.compat.transformer_engine.pytorch.state import Advising, Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, shards_for
 from ottava.distributed.context import GatheredKeys, RingKeys, positions
 from ottava.nn.attention import Sink
@@ -226,7 +226,7 @@ class ContextParallel(nn.Module):
                 module.keys = keys
 
 
-class DotProductAttention(ContextParallel):
+class DotProductAttention(Advising, ContextParallel):
     """`ottava.nn.DotProductAttention` with TransformerEngine's arguments.
 
     Args:
@@ -272,11 +272,10 @@ class DotProductAttention(ContextParallel):
         cp_comm_type: str = "p2p",
         **others: Any,
     ) -> None:
+        extras = extras_of("DotProductAttention", locals())
         super().__init__()
-        extras = extras_of("DotProductAttention", others, ("softmax_scale", "softmax_type"))
         self.drawn = nullcontext if sequence_parallel else extras.drawn
         shards = shards_for("DotProductAttention", tp_group, tp_size, sequence_parallel, split=True)
-        self.attn_mask_type, self.layer_number = attn_mask_type, layer_number
         self.core = ours.DotProductAttention(
             mask=mask_for("DotProductAttention", attn_mask_type)[0],
             window=window_size,
@@ -286,6 +285,7 @@ class DotProductAttention(ContextParallel):
             heads=shards.of("num_attention_heads", num_attention_heads),
             layout=qkv_format,
         )
+        self.remembers(extras.given)
         self.return_max_logit = self.core.keeps_max_logit = bool(return_max_logit)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
@@ -472,8 +472,7 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        names = ("num_gqa_groups", "attn_mask_type", "qkv_format", "params_dtype")
-        extras = extras_of("MultiheadAttention", others, names)
+        extras = extras_of("MultiheadAttention", locals())
         shards = shards_for("MultiheadAttention", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
@@ -493,8 +492,6 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
             device=device_for(device),
             dtype=params_dtype,
         )
-        self.attn_mask_type, self.rotary_pos_interleaved = attn_mask_type, rotary_pos_interleaved
-        self.layer_number = layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
         norm_heads("MultiheadAttention", (self,), qk_norm_type, qk_norm_eps, **made)
         self.out.returns_bias = self.returns_bias = return_bias

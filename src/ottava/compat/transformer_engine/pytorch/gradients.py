@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ottava.compat.transformer_engine.common.recipe import DecodedRecipe
 from ottava.compat.transformer_engine.pytorch.quantization import FP8GlobalStateManager, debug_tool, quantizer_of_weight
 from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.compat.transformer_engine.pytorch.state import Advising
 from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor as TheirTensor
 from ottava.compat.transformer_engine.pytorch.tensors import cast_rows_alone
 from ottava.engine.autocast import AMBIENT
@@ -41,6 +42,8 @@ class Extras(NamedTuple):
     state: str | None
     before: tuple[Tensor, ...]
     """Random states of the CPU and the GPU in front of the constructor."""
+    given: dict[str, Any]
+    """The plain arguments of the constructor: the module itself, groups and functions are none."""
 
     def initial(self) -> AbstractContextManager[Any]:
         """`drawn`, for initial weights: as if ottava's constructor, whose values they replace, had drawn nothing."""
@@ -58,21 +61,25 @@ class Extras(NamedTuple):
         return forked
 
 
-def extras_of(where: str, others: Mapping[str, Any], accepted: tuple[str, ...] = ()) -> Extras:
-    """The settings of this file among a constructor's other arguments; `refuse` sees the rest.
+def extras_of(where: str, given: Mapping[str, Any]) -> Extras:
+    """The settings of this file among `others` of a constructor's locals(); `refuse` sees the rest.
 
     Example:
-        >>> extras_of("Linear", {"fuse_wgrad_accumulation": True, "name": "fc1"}).fuse
+        >>> extras_of("Linear", {"others": {"fuse_wgrad_accumulation": True, "name": "fc1"}}).fuse
         True
     """
+    given = {name: one for name, one in given.items() if name not in ("self", "where", "__class__")}
+    others = given.pop("others")
     own = ("fuse_wgrad_accumulation", "delay_wgrad_compute", "get_rng_state_tracker", "rng_tracker_name")
-    refuse(where, {name: value for name, value in others.items() if name not in own}, (*accepted, *own))
+    refuse(where, {name: value for name, value in others.items() if name not in own}, (*given, *own))
     fuse, delay, tracker, state = (others.get(name) for name in own)
     before = (torch.get_rng_state(), *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()))
-    return Extras(bool(fuse), bool(delay), tracker, state, before)
+    every = {**given, **others}
+    plain = {n: v for n, v in every.items() if isinstance(v, bool | int | float | str | tuple | None | torch.dtype)}
+    return Extras(bool(fuse), bool(delay), tracker, state, before, plain)
 
 
-class WeightGradients(nn.Module):
+class WeightGradients(Advising):
     """A module that may add its weights' gradients to `main_grad`, and may make them later."""
 
     fuse_wgrad_accumulation = False
@@ -85,12 +92,12 @@ class WeightGradients(nn.Module):
     """The recipe of the last forward with is_first_microbatch."""
     _told: Any = None
     """The recipe of the last forward whose autocast was compared with that of stored weights."""
-    use_bias = property(lambda self: self.bias is not None)
 
     def gives(self, extras: Extras) -> None:
         """Takes the settings. A constructor calls this after it has built its layers."""
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self.fuse_wgrad_accumulation, self.delays = extras.fuse, extras.delay
+        self.remembers(extras.given)
         self._waiting: list[deque[Callable[[], None]]] = []
         self._workspaces: dict[str, Any] = {}
         if not (extras.fuse or extras.delay):
@@ -157,7 +164,11 @@ class WeightGradients(nn.Module):
         if self._told is now.recipe or not now.enabled or now.recipe is None:
             return
         self._told = now.recipe
+        alone = not getattr(FP8GlobalStateManager.get_fp8_recipe(), "reduce_amax", True)
         for layer in (one for one in self.modules() if isinstance(one, Layer)):
+            if alone and layer.sharding is not None:
+                why = "is not in ottava where ranks share a tensor (tp_size): the codes that they send need one scale"
+                raise NotImplementedError(f"{type(self).__name__}: reduce_amax=False {why}. Set it to True")
             if isinstance(layer.weight, QuantizedWeight) and layer.recipe not in (None, now.recipe):
                 text = "Quantizer is being updated, this may affect model behavior: weights were stored under "
                 warnings.warn(f"{text}{layer.recipe.name} with other settings; give both one recipe", stacklevel=4)

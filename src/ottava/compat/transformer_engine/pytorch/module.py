@@ -148,7 +148,6 @@ def norm_heads(
 _NORMS: Mapping[str, NormName] = MappingProxyType({"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
 _ACTIVATIONS = MappingProxyType({"srelu": "relu2", "gelu": "gelu_tanh", "geglu": "geglu_tanh"})
 """TransformerEngine's names that ottava spells otherwise. TransformerEngine's GELU is the tanh formula."""
-_COMMON = ("bias", "return_bias", "init_method", "params_dtype", "device")
 
 
 def norm_name(where: str, normalization: str) -> NormName:
@@ -226,7 +225,7 @@ class Linear(Sharded, ours.Linear):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        extras = extras_of("Linear", others, _COMMON)
+        extras = extras_of("Linear", locals())
         split = one_of_modes("Linear", parallel_mode) is not None
         shards = shards_for("Linear", tp_group, tp_size, sequence_parallel, split=split)
         if parallel_mode == "row":
@@ -234,8 +233,7 @@ class Linear(Sharded, ours.Linear):
         elif parallel_mode == "column":
             out_features = shards.of("out_features", out_features)
         super().__init__(in_features, out_features, bias, device_for(device), params_dtype, recipe="bf16")
-        self.returns_bias = return_bias
-        start = partial(started, self, init_method)
+        self.returns_bias, start = return_bias, partial(started, self, init_method)
         self.finish(extras, shards, others.get("name"), start, {}, {"": ("",)}, mode=parallel_mode)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
@@ -284,8 +282,7 @@ class LayerNormLinear(Sharded, ours.NormLinear):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        names = ("normalization", "zero_centered_gamma", "return_layernorm_output")
-        extras = extras_of("LayerNormLinear", others, (*_COMMON, *names))
+        extras = extras_of("LayerNormLinear", locals())
         if one_of_modes("LayerNormLinear", parallel_mode) == "row":
             raise NotImplementedError(
                 "LayerNormLinear: parallel_mode='row' is not in ottava: a rank cannot norm a part of the features alone"
@@ -360,8 +357,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        names = ("normalization", "activation", "activation_params", "zero_centered_gamma", "checkpoint")
-        extras = extras_of("LayerNormMLP", others, (*_COMMON, *names, "output_layer_init_method"))
+        extras = extras_of("LayerNormMLP", locals())
         shards = shards_for("LayerNormMLP", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
@@ -404,8 +400,6 @@ class GroupedLinear(TEState, WeightGradients):
         (torch.Size([5, 32]), ['_extra_state', 'weight0', 'weight1'])
     """
 
-    use_bias = property(lambda self: self.groups[0].bias is not None)
-
     def __init__(
         self,
         num_gemms: int,
@@ -418,11 +412,10 @@ class GroupedLinear(TEState, WeightGradients):
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
-        extras = extras_of("GroupedLinear", others, _COMMON)
+        extras = extras_of("GroupedLinear", locals())
         super().__init__()
         sizes = in_features, out_features, bias, device_for(device), params_dtype
         self.groups = nn.ModuleList(ours.Linear(*sizes, recipe="bf16") for _ in range(num_gemms))
-        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         with extras.initial():
             self.starts(partial(started, self, init_method))
         names = ("weight", "bias") if bias else ("weight",)

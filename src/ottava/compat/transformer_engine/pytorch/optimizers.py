@@ -78,6 +78,15 @@ class FusedAdam(optim.AdamW):
         self.gradient = "decoupled_grad" if use_decoupled_grad else "grad"
         self.register_step_post_hook(_count)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; an error about remainders names the argument that asked for them."""
+        try:
+            super().add_param_group(param_group)
+        except ValueError as error:
+            asked = "store_param_remainders=True" if self.remainders else "master_weight_dtype=torch.float16"
+            told = str(error).replace("master='remainder'", f"FusedAdam: {asked}")
+            raise ValueError(told.replace("use master='fp32'", "leave it out, and masters are FP32")) from None
+
     def states(self, group: Mapping[str, Any]) -> tuple[State, ...]:
         """The two means, each in its own dtype."""
         return self.kept

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -65,7 +66,7 @@ def autocast(
         calibrating: with enabled=False, record the amax of every tensor that FP8 would cast: inputs, weights and, for a
             backward inside the context, gradients. TransformerEngine's Linear records nothing.
         recipe: a recipe of `common.recipe`; None: `get_default_recipe()`.
-        amax_reduction_group: ranks that share amaxes; None: the model's own group.
+        amax_reduction_group: ranks that share amaxes; None: the model's own group. No rank with reduce_amax=False.
     Raises:
         TypeError: the recipe is no recipe of `common.recipe`.
 
@@ -80,6 +81,9 @@ def autocast(
     calibrates, tool = calibrating and not enabled, debug_tool()
     cells = chosen.ottava if tool is None else tool.recipe(chosen.ottava)
     asked_as(cells)[:] = asked_as(chosen.ottava)
+    if not getattr(chosen, "reduce_amax", True) and dist.is_initialized():
+        # of this rank alone, without a backend, because it sends nothing; torch's stubs lack this constructor
+        amax_reduction_group = ProcessGroup(0, 1)  # type: ignore[call-arg]
     return our_autocast(
         cells if enabled or calibrates else "bf16",
         enabled=enabled,

@@ -71,7 +71,7 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "amsgrad": ((False,), "AdamW keeps no largest second moment"),
         "bias_correction": ((True,), "set betas or a warm-up instead"),
         "adam_w_mode": ((True,), "weight decay is always decoupled; torch.optim.Adam adds it to the gradient"),
-        "master_weight_dtype": ((torch.float32, torch.float16), "masters are FP32, or remainders of 16 bits"),
+        "master_weight_dtype": ((torch.float32, torch.float16), "masters are FP32, or 16 bits beside BF16 weights"),
         "set_grad_none": (("any",), "pass it to zero_grad"),
         "dampening": ((0.0, 0), "ottava.optim.SGD has none"),
         "wd_after_momentum": ((False,), "weight decay is added to the gradient, as in torch"),

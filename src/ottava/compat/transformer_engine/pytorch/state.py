@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.common.recipe import GROUPED, DelayedScaling, Format, asked_as
 from ottava.compat.transformer_engine.pytorch.quantization import debug_tool
+from ottava.compat.transformer_engine.pytorch.refused import ARGUMENTS
 from ottava.engine.functional import QuantizedLayer
 from ottava.interop.contents import StateFileError, format_maxima, read_extra_state
 from ottava.numerics.formats import E4M3
@@ -37,18 +38,32 @@ Parts = str | Sequence[tuple[str, int]]
 
 
 _CASTS = "layer.last_call shows the recipe of its last forward, and ottava.watch(model) records every cast"
+_ADVICE = (
+    (f"{_CASTS}; the first forward makes the state of a recipe", "_get_quantizers quantizers init_fp8_metadata fp8 "
+     "set_meta_tensor init_fp8_meta_tensors get_fp8_meta_tensors reset_fp8_meta_tensors fp8_meta fp8_initialized "
+     "fp8_calibration fp8_meta_tensors_initialized prepare_forward prepare_forward_ctx end_forward is_debug_iter "
+     "get_qkv_quantization_capabilities no_debug_features_active next_iter_when_debug_should_be_run"),
+    ("ottava asks a CustomRecipe for the input, the weight and the gradient", "get_quantizer_roles"),
+    ("outputs are in high precision", "output_quantizer_role"),
+    ("gradients of inputs are in high precision", "grad_input_quantizer_role"),
+    ("backward computes dgrad and wgrad together", "backward_dw wgrad_store need_backward_dw "
+     "wgrad_accumulation_and_reduce_hooks register_wgrad_accumulation_and_reduce_hooks"),
+    ("the recipe's amax_history_len counts; a new recipe makes a new history", "adjust_amax_history_length"),
+    ("parameters have TransformerEngine's names and this rank's shapes; a weight's type and weight.high_precision tell "
+     "how it is stored", "weight_names bias_names parameter_split_sizes size_per_partition primary_weights_in_fp8 "
+     "preserve_high_precision_init_val param_init_meta fsdp_wrapped fsdp_group is_fsdp2 make_grouped_weights"),
+    ("it serves TransformerEngine's kernels; leave it out. A receipt names the kernel of attention", "fwd_ln_sm_margin "
+     "bwd_ln_sm_margin inf_ln_sm_margin gemm_bias_unfused_add gemm_gelu_fusion bias_gelu_nvfusion bias_dropout_fusion "
+     "bias_dropout_add_exec_handler set_nccl_overlap_warning_if_tp ub_overlap_ag_fprop ub_overlap_rs_fprop "
+     "ub_overlap_ag_dgrad flash_attention fused_attention unfused_attention deterministic logger onnx_forward"),
+    ("the constructor takes it, and the module keeps it", "set_tensor_parallel_attributes set_tensor_parallel_group "
+     "get_rng_state_tracker rng_tracker_name rng_states_tracker tp_group cp_size cp_rank softmax_offset"),
+    ("assign attributes (layer.name = value); results have torch.autocast's dtype, or the input's", "fast_setattr "
+     "module_setattr activation_dtype set_activation_dtype reset_layer_norm_parameters reset_parameters"),
+)  # fmt: skip
 INTERNALS: Mapping[str, str] = MappingProxyType(
-    {
-        "_get_quantizers": _CASTS,
-        "get_quantizer_roles": "ottava asks a CustomRecipe for the input, the weight and the gradient",
-        "output_quantizer_role": "outputs are in high precision",
-        "grad_input_quantizer_role": "gradients of inputs are in high precision",
-        **dict.fromkeys(("backward_dw", "wgrad_store"), "backward computes dgrad and wgrad together"),
-        **dict.fromkeys(
-            ("init_fp8_metadata", "set_meta_tensor"), f"the first forward makes the state of a recipe; {_CASTS}"
-        ),
-        "adjust_amax_history_length": "the recipe's amax_history_len counts; a new recipe makes a new history",
-    }
+    {name: reason for name, (_, reason) in ARGUMENTS.items()}
+    | {name: text for text, names in _ADVICE for name in names.split()}
 )
 """Attributes of TransformerEngine's modules that only its own code needs -> what to use."""
 
@@ -93,7 +108,41 @@ class Place:
         return self._module.get_submodule(path)  # type: ignore[no-any-return]
 
 
-class TEState(nn.Module):
+class Advising(nn.Module):
+    """A module with TransformerEngine's attributes: what its constructor was given, and advice about the others."""
+
+    def remembers(self, given: Mapping[str, Any]) -> None:
+        """Keeps arguments of a constructor, and what TransformerEngine makes of them, under names not in use."""
+        one: dict[str, Any] = {n: given[n] for n in given.keys() - {"bias", "device", "where"}}
+        shards = self.__dict__.get("_shards")
+        ranks = 1 if shards is None else shards.size
+        one |= {} if shards is None else {"tp_size": ranks, "sequence_parallel": shards.sequence}
+        one |= {"params_dtype": one.get("params_dtype") or torch.get_default_dtype()}
+        if (heads := one.get("num_attention_heads")) is not None:
+            causal = "causal" in str(one.get("self_attn_mask_type", one.get("attn_mask_type")))
+            one["num_gqa_groups"] = groups = one["num_gqa_groups"] or heads
+            one["kv_channels"] = width = one["kv_channels"] or one["hidden_size"] // heads
+            one["window_size"] = one["window_size"] or (-1, 0 if causal else -1)
+            one |= {
+                f"num_{n}_per_partition": v // ranks for n, v in (("attention_heads", heads), ("gqa_groups", groups))
+            }
+            one |= {f"hidden_size_per_attention_head{end}": width for end in ("", "_k", "_v")}
+            one |= {"hidden_size_q": heads * width, "hidden_size_kv": groups * width}
+        if (bias := given.get("bias")) is not None:
+            one |= {"use_bias": bias, "apply_bias": bias and not one.setdefault("return_bias", False)}
+        self.__dict__.update({name: value for name, value in one.items() if not hasattr(self, name)})
+
+    def __getattr__(self, name: str) -> Any:
+        """As torch's; of TransformerEngine's other attributes the error says what to use."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in INTERNALS:
+                raise
+            raise AttributeError(f"{type(self).__name__}.{name} is not in ottava: {INTERNALS[name]}") from None
+
+
+class TEState(Advising):
     """Base class of modules with TransformerEngine's keys in their state dicts."""
 
     def uses_their_keys(
@@ -129,8 +178,6 @@ class TEState(nn.Module):
             return super().__getattr__(name)
         if name in self._our_names or name in self._pieces or self.our_path(name) is not None:
             return self.theirs(name)
-        if name in INTERNALS:
-            raise AttributeError(f"{type(self).__name__}.{name} is not in ottava: {INTERNALS[name]}")
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

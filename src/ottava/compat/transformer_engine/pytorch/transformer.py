@@ -35,8 +35,6 @@ from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, sh
 from ottava.nn.layer import autocast_input
 from ottava.nn.transformer import Arrangement
 
-_NAMES = ("num_gqa_groups", "hidden_dropout", "attn_input_format", "normalization", "params_dtype")
-
 
 class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
     """`ottava.nn.TransformerLayer` with TransformerEngine's arguments and names of parameters.
@@ -106,7 +104,7 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        extras = extras_of(where := "TransformerLayer", others, _NAMES)
+        extras = extras_of(where := "TransformerLayer", locals())
         arranged = _arrangement(parallel_attention_mlp, output_layernorm, apply_residual_connection_post_layernorm)
         shards = shards_for(where, tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
@@ -132,8 +130,6 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
             device=device_for(device),
             dtype=params_dtype,
         )
-        self.mask_types = self_attn_mask_type, enc_dec_attn_mask_type
-        self.rotary_pos_interleaved, self.layer_number = rotary_pos_interleaved, layer_number
         made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
         norm_heads(where, (self.attention, self.cross), qk_norm_type, qk_norm_eps, **made)
         start = partial(started, self, init_method, output_layer_init_method)
@@ -176,11 +172,11 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         self.begins(call.get("is_first_microbatch"))
         where, ends = "TransformerLayer", cu_seqlens_kv if self.cross is None else None
         options = attention_arguments(
-            where, self.attention, hidden_states, self_attn_mask_type or self.mask_types[0], attention_mask,
+            where, self.attention, hidden_states, self_attn_mask_type or self.self_attn_mask_type, attention_mask,
             rotary_interleaved=self.rotary_pos_interleaved, layer_number=self.layer_number, cu_seqlens_kv=ends, **call,
         )  # fmt: skip
         if self.cross is not None:
-            kind = enc_dec_attn_mask_type or self.mask_types[1]
+            kind = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
             cross = attention_arguments(where, self.cross, hidden_states, kind, enc_dec_attn_mask, encoder_output)
             options["memory_mask"] = cross.get("attention_mask")
             if self.attention.attention.layout == "thd":
