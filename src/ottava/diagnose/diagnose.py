@@ -291,9 +291,10 @@ def _as_good(facts: Facts, good: Facts, happened: Event | None, trial: Trial) ->
         return trial
     at = dict(zip(good.loss.steps.tolist(), good.loss.loss.tolist(), strict=True))
     since = [e for e in facts.experiments("shadow") if e.get("mode") == "real" and e["step"] >= happened.step]
-    rows = [(e["step"], e.get("loss"), e.get("loss_without"), at.get(e["step"], math.nan)) for e in since]
-    above = [(n, x, y, z) for n, x, y, z in rows if None not in (x, y) and x - z > max(good.loss.rise, _GAP * abs(z))]
-    if not above or any(x - y < _MOST_OF * (x - z) for _, x, y, z in above):
+    rows = [(e["step"], number_of(e.get("loss")), number_of(e.get("loss_without"))) for e in since]
+    among = [(n, x, y, at.get(n, math.nan)) for n, x, y in rows]
+    above = [(n, x, y, z) for n, x, y, z in among if x - z > max(good.loss.rise, _GAP * abs(z))]
+    if not above or not all(x - y >= _MOST_OF * (x - z) for _, x, y, z in above):
         return trial
     step, x, y, z = above[-1]
     share = 100 * min((x - y) / (x - z), 1.0)
