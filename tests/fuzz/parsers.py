@@ -236,7 +236,9 @@ def _read_by_command(folder: Path, out: Path) -> None:
         ("report", folder, "--out", out), ("diagnose", folder, "--json"), ("compare", good, folder, "--json"),
         ("what-if", folder), ("table", folder), ("plot", folder, "--out", out.with_suffix(".svg")),
     )  # fmt: skip
-    digest = sum((folder / "watch.json").read_bytes()) if (folder / "watch.json").is_file() else 0
+    digest = 0
+    with contextlib.suppress(OSError):
+        digest = sum((folder / "watch.json").read_bytes())
     quiet(*commands[digest % len(commands)])
 
 

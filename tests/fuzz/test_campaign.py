@@ -34,7 +34,11 @@ def test_a_damaged_file_is_read_or_refused(parser: Parser) -> None:
     assert row["refused"] > 0 or parser.name in ("kernel choices", "requests of a live page")
 
 
-@pytest.mark.parametrize("name, seed, case", [("rollouts", 8, 77), ("device constants", 8, 1466)])
+FOUND = [("rollouts", 8, 77), ("device constants", 8, 1466), ("rollouts", 101, 911), ("export of a folder", 102, 313)]
+FOUND += [("inspect", 102, 343), ("engine config", 102, 128), ("torch.save", 102, 105), ("scaling state", 102, 154)]
+
+
+@pytest.mark.parametrize("name, seed, case", [*FOUND, ("commands on a run", 102, 59)])
 def test_a_case_that_was_wrong_is_refused(name: str, seed: int, case: int) -> None:
     """Of a campaign: each ended in a traceback."""
     row = campaign.campaign(next(one for one in PARSERS if one.name == name), 1, seed, first=case)
