@@ -21,8 +21,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import IO, Any, NamedTuple, Self
+from types import MappingProxyType, SimpleNamespace
+from typing import IO, Any, Self
 
 import torch
 from torch import Tensor
@@ -186,22 +186,6 @@ class _Part:
             raise DamagedError(f"its parts are nested more than {_MAX_DEPTH} deep")
 
 
-class _Claims(NamedTuple):
-    """A stream for `pickletools`: a file would allocate what it is asked for, and a pickle asks for any number."""
-
-    stream: IO[bytes]
-    size: int
-
-    def read(self, count: int) -> bytes:
-        return self.stream.read(min(count, self.size))
-
-    def readline(self) -> bytes:
-        return self.stream.readline()
-
-    def tell(self) -> int:
-        return self.stream.tell()
-
-
 def _scan(stream: IO[bytes], size: int) -> None:
     """Scans one pickle up to its end without making any object; its file has `size` bytes.
 
@@ -211,8 +195,10 @@ def _scan(stream: IO[bytes], size: int) -> None:
     """
     stack: list[_Part | None] = []
     memo: dict[int, _Part | None] = {}
+    # a file would allocate what it is asked for, and a pickle asks for any number
+    held: Any = SimpleNamespace(read=lambda n: stream.read(min(n, size)), readline=stream.readline, tell=stream.tell)
     try:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(_Claims(stream, size))):
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(held)):
             number: Any = argument
             if count > _MAX_OPCODES:
                 raise DamagedError(f"it has more than {_MAX_OPCODES:,} opcodes")
