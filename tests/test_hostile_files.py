@@ -18,7 +18,7 @@ from ottava.cli.app import app
 from ottava.interop.contents import StateFileError, read_scaling_state
 from ottava.interop.event_file import masked_crc, read_scalars
 from ottava.interop.importers import import_run
-from ottava.interop.safe_pickle import DamagedError, load_pickle
+from ottava.interop.safe_pickle import DamagedError, load_pickle, load_torch
 from ottava.record.reader import Run
 from ottava.record.schema import RunError
 
@@ -128,7 +128,7 @@ def test_an_import_names_what_it_leaves_out(tmp_path: Path) -> None:
         import_run(source / "events.out.tfevents.1", tmp_path / "run2")
 
 
-def test_a_pickle_of_a_hundred_bytes_takes_no_time_and_no_memory() -> None:
+def test_a_pickle_of_a_hundred_bytes_takes_no_time_and_no_memory(tmp_path: Path) -> None:
     """A key whose hash takes 2**60 steps, tuples too deep for C, claims, a place far away, zeros by the number."""
     doubled = (
         b"\x80\x04)"
@@ -140,7 +140,7 @@ def test_a_pickle_of_a_hundred_bytes_takes_no_time_and_no_memory() -> None:
         (b"\x80\x04}" + doubled[2:] + b"Ns.", "counted along every path"),
         (b"\x80\x04)" + b"\x85" * 100_000 + b".", "nested more than 500"),
         (b"\x80\x04\x8e" + struct.pack("<Q", 40 << 30) + b"x.", "no whole pickle"),
-        (b"\x80\x05\x96" + struct.pack("<Q", 40 << 30) + b"x.", "no whole pickle"),
+        (b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b"x.", "no whole pickle"),
         (b"\x80\x02Nr" + struct.pack("<I", 2**31) + b".", "at place 2147483648"),
         (b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.", "bytearray of 2,147,483,647 zeros"),
         (b"\x80\x02\xfe.", "unknown"),
@@ -148,4 +148,12 @@ def test_a_pickle_of_a_hundred_bytes_takes_no_time_and_no_memory() -> None:
     ):
         with pytest.raises(DamagedError, match=says):
             load_pickle(data)
+        (tmp_path / "a.pt").write_bytes(data)
+        with pytest.raises(DamagedError, match=says):  # a file would allocate what a read asks for
+            load_torch(tmp_path / "a.pt")
+    torch.save({"a": torch.ones(300)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    count = b"M" + struct.pack("<H", 300)
+    (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes().replace(count, b"J" + struct.pack("<i", 2**30), 1))
+    with pytest.raises(DamagedError, match="claims a storage of 1,073,741,824 numbers, and has 1,553 bytes"):
+        load_torch(tmp_path / "a.pt")
     assert time.process_time() - began < 5

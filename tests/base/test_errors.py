@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ottava.base.errors import RefusesUnknownFields, need_type, unknown_name
+from ottava.base.errors import RefusesUnknownFields, need_known, need_type, unknown_name
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,14 @@ def test_case_does_not_hide_the_nearest_name(got: str) -> None:
 def test_nothing_is_guessed_where_nothing_is_near(got: object) -> None:
     """A name far from all others gets the list only."""
     assert unknown_name("recipe", got, ("bf16", "rowwise")) == f"unknown recipe {got!r}; known: bf16, rowwise"
+
+
+@pytest.mark.parametrize("got", [{}, [1], ([],), {1}, 5, 1.5, True])
+def test_what_is_no_name_is_unknown(got: object) -> None:
+    """From a file may come anything; a set or a mapping of names would ask it for its hash."""
+    for known in (("fp8",), {"fp8"}, {"fp8": 1}):
+        with pytest.raises(ValueError, match=r"^x: unknown method .* known: fp8$"):
+            need_known("x", "method", got, known)
 
 
 def test_unknown_fields_are_refused_with_the_nearest() -> None:

@@ -96,7 +96,6 @@ def near(got: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, what: str, roun
     assert got.shape == (a.shape[0], b.shape[0]), f"{what}: {tuple(got.shape)}"
     infos = [torch.finfo(kind) for kind in {rounded or got.dtype, got.dtype}]
     got, a, b = (t.detach().as_subclass(Tensor).double() for t in (got, a, b))
-    bias = bias if rounded is None or bias is None else bias.to(rounded)
     exact = a @ b.t() + (0 if bias is None else bias.double())
     sums = (a.shape[1] + 3) * 2.0**-24 * (a.abs() @ b.abs().t() + (0 if bias is None else bias.abs().double()))
     limit = sums + sum(info.eps * (exact.abs() + sums) + info.smallest_normal * info.eps for info in infos)

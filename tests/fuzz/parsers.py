@@ -236,7 +236,9 @@ def _read_by_command(folder: Path, out: Path) -> None:
         ("report", folder, "--out", out), ("diagnose", folder, "--json"), ("compare", good, folder, "--json"),
         ("what-if", folder), ("table", folder), ("plot", folder, "--out", out.with_suffix(".svg")),
     )  # fmt: skip
-    digest = sum((folder / "watch.json").read_bytes()) if (folder / "watch.json").is_file() else 0
+    digest, manifest = 0, folder / "watch.json"
+    with contextlib.suppress(OSError):  # a link may lead to what is no bytes
+        digest = sum(manifest.read_bytes()) if manifest.is_file() else 0
     quiet(*commands[digest % len(commands)])
 
 

@@ -24,21 +24,30 @@ from ottava.base.untrusted import parse_json
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and a fork, as Linux has them")
 
 
+ALWAYS = ("kernel choices", "requests of a live page")
+"""Choices are measured again, and a server answers whatever comes."""
+
+
 @pytest.mark.parametrize("parser", [one for one in PARSERS if one.guarded], ids=lambda one: one.name)
 def test_a_damaged_file_is_read_or_refused(parser: Parser) -> None:
     """`./x fuzz --only PARSER --case I` shows a case again."""
     row = campaign.campaign(parser, 60, seed=1)
     assert row["found"] == {}
     assert row["cases"] == 60
-    # choices are measured again, and a server answers whatever comes
-    assert row["refused"] > 0 or parser.name in ("kernel choices", "requests of a live page")
+    assert row["refused"] > 0 or parser.name in ALWAYS
 
 
-@pytest.mark.parametrize("name, seed, case", [("rollouts", 8, 77), ("device constants", 8, 1466)])
+FOUND = [("rollouts", 8, 77), ("device constants", 8, 1466), ("rollouts", 101, 911), ("export of a folder", 102, 313)]
+FOUND += [("inspect", 102, 343), ("engine config", 102, 128), ("torch.save", 102, 105), ("scaling state", 102, 154)]
+FOUND += [("commands on a run", 102, 59), ("requests of a live page", 9, 3859)]
+
+
+@pytest.mark.parametrize("name, seed, case", FOUND)
 def test_a_case_that_was_wrong_is_refused(name: str, seed: int, case: int) -> None:
     """Of a campaign: each ended in a traceback."""
     row = campaign.campaign(next(one for one in PARSERS if one.name == name), 1, seed, first=case)
-    assert (row["refused"], row["found"]) == (1, {})
+    assert row["found"] == {}
+    assert row["refused"] == 1 or name in ALWAYS
 
 
 def _refuses(*_: Path) -> None:

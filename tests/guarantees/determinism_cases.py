@@ -86,11 +86,11 @@ def dense(dtype: torch.dtype) -> Iterator[Tensor]:
         yield torch_mm.plan_dense(a, b, None)(a, b, None)
 
 
-def through(module: nn.Module, *shape: int, calls: Callable[..., Tensor] | None = None) -> Iterator[Tensor]:
+def through(module: nn.Module, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Tensor]:
     """y, dx and the gradients of the parameters."""
-    x = noise(*shape, dtype=torch.bfloat16).requires_grad_()
-    y = (calls or module)(x)
-    y.backward(noise(*y.shape, dtype=torch.bfloat16))
+    x = noise(*shape, dtype=dtype).requires_grad_()
+    y = module(x)
+    y.backward(noise(*y.shape, dtype=dtype))
     yield from (y.detach(), x.grad, *(p.grad for p in module.parameters() if p.grad is not None))
 
 
@@ -113,10 +113,10 @@ def loss() -> Iterator[Tensor]:
     yield from (value.detach(), x.grad, head.weight.grad)
 
 
-def linears(recipe: str) -> Iterator[Tensor]:
-    """Forward and backward, in BF16."""
-    for m, n, k in ((64, 128, 256), (96, 256, 128)):
-        yield from through(ottava.nn.Linear(k, n, recipe=recipe, dtype=torch.bfloat16), m, k)
+def linears(recipe: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Forward and backward; MKL sums few rows in an order of the threads."""
+    for m, n, k in ((64, 128, 256), (96, 256, 128), (7, 130, 65), (33, 9, 127), (11, 17, 48), (5, 64, 257)):
+        yield from through(ottava.nn.Linear(k, n, recipe=recipe, dtype=dtype), m, k, dtype=dtype)
 
 
 def training(make: Callable[[Any], torch.optim.Optimizer], recipe: str = "bf16") -> Iterator[Tensor]:
@@ -218,10 +218,12 @@ def cases() -> dict[str, Case]:
             *TORCHS,
         ),
         **{
-            f"`Linear` under `{name}`, BF16": Case(
-                partial(linears, name), *(TORCHS if not recipe.casts else (SAME, MODEL if draws(recipe) else NONE))
+            f"`Linear` under `{name}`, {word}, even and odd sizes": Case(
+                partial(linears, name, dtype),
+                *(TORCHS if by_torch(recipe, dtype) else (SAME, MODEL if draws(recipe) else NONE)),
             )
             for name, recipe in RECIPES.items()
+            for word, dtype in (("BF16", torch.bfloat16), ("FP32", torch.float32))
         },
         **{
             f"optimizer {name}": Case(
@@ -236,6 +238,12 @@ def cases() -> dict[str, Case]:
         ),
         "statistics of a watch": Case(statistics),
     }
+
+
+def by_torch(recipe: Recipe, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies in high precision: all of it, or, of FP32, one of the three GEMMs."""
+    quantized = [cells.quantized for cells in (recipe.fprop, recipe.dgrad, recipe.wgrad)]
+    return not any(quantized) or (dtype == torch.float32 and not all(quantized))
 
 
 def draws(recipe: Recipe) -> bool:

@@ -5,6 +5,7 @@ The author of these faults knew the rules, so they show that causes are told apa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,8 @@ from ottava.serving.causes import activation_cause, weight_cause
 from ottava.serving.engines import Arithmetic
 from ottava.serving.formula import formula_causes, quantization_causes, sampling_causes, settings_causes
 from ottava.serving.sides import Model, Side
-from ottava.weights.layouts import LAYOUTS, InputCast
+from ottava.weights.layouts import LAYOUTS, InputCast, read_config
+from sweep import sweep
 
 CODED = tuple(form for form in LAYOUTS.values() if form.spec is not None and form.spec.format == E4M3)
 NAME = "model.layers.0.self_attn.o_proj"
@@ -269,3 +271,14 @@ def test_what_generation_config_asks_of_the_sampler(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(UntrustedError, match="is no object"):
         sampling_causes(ours, tmp_path / "out")
+
+
+@sweep(
+    key=("rope_parameters", "rope_scaling", "quantization_config", "vocab_size", "num_hidden_layers"),
+    value=(0.5, "x", [1]),
+)
+def test_a_field_of_another_type_never_reaches_a_rule(key: str, value: Any, tmp_path: Path) -> None:
+    """One door refuses it, for every reader behind."""
+    (tmp_path / "config.json").write_text(json.dumps(TRAINED | {key: value}))
+    with pytest.raises(UntrustedError, match=f"config.json.{key} is .*; needs "):
+        read_config(tmp_path)

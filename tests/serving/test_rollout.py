@@ -124,6 +124,8 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "mask": (_change(attention_mask=None), "lacks attention_mask, which verl has"),
     "batch": (_change(rollout_log_probs=padded(ROLLOUT)[:1]), "has 1 sequences"),
     "halves": (_change(responses=IDS[:, 4:] + 0.5), "no whole ones"),
+    "dimensions": (_change(response_mask=torch.ones(2, 4, 2)), "response_mask has 2 dimensions in sequence 0"),
+    "versions": (_change(trainer_version=torch.ones(2, 2)), "trainer_version has 2 numbers for a sequence"),
     "side": (_change(**{"rollout/x": torch.ones(2, 2)}), "no recomputed/x"),
 }
 
@@ -148,6 +150,8 @@ def test_pickles_and_unknown_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "d.safetensors").write_bytes(b"nothing")
     (tmp_path / "e.jsonl").write_text('{"token_ids": [1]}\n{"mask": [1]}\n')
     torch.save([torch.ones(1)], tmp_path / "f.pt")
+    row = '{"token_ids": [5, 6], "mask": 1, "rollout_raw_logprob": 0, "prev_recompute_raw_logprob": 0, "rollout/a": '
+    (tmp_path / "h.jsonl").write_text(f'{row}[1, 2], "recomputed/a": 1}}\n{row}1, "recomputed/a": 1}}\n')
     (tmp_path / "g.jsonl").write_text("5\n")
     words = {
         "a.pkl": "A pickle could run code",
@@ -156,6 +160,7 @@ def test_pickles_and_unknown_files_are_refused(tmp_path: Path) -> None:
     }
     words |= {"d.safetensors": "no safetensors file", "e.jsonl": "some rows lack mask and token_ids"}
     words |= {"f.pt": "needs a dict of tensors", "g.jsonl": "needs a row of JSON", "none.pt": "none.pt"}
+    words |= {"h.jsonl": r"a is \(2,\) and \(\) in the rollout, and \(\) and \(\) in training"}
     for name, said in words.items():
         with pytest.raises(UntrustedError, match=said):
             read_rollout(tmp_path / name)

@@ -10,21 +10,24 @@ import contextlib
 import datetime
 import os
 import random
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from planted import FAULTS
-from processes import End, Moments, Process
+from processes import LIMIT, End, Moments, Process
 from works import Result, Work, on_ranks
 
+from ottava.cli import app as commands
 from ottava.train.checkpoint import newest_checkpoint
 
 NOBODY = 65534
@@ -131,10 +134,10 @@ def kill(case: Case) -> str:
         end = case.start(at=at, act=act, pause=pause).wait()
         if end.code != -signal.SIGKILL:
             case.kills -= 1
-            if end.code and not (case.work.name.startswith(("export", "import", "join")) and refused(end)):
+            if end.code and not (case.work.makes_a_folder and refused(end)):
                 raise Lost(f"after {case.kills} kills it ends with {end.code}: {end.text[-1500:]}")
             break
-    if case.work.name.startswith(("export", "import", "join")):
+    if case.work.makes_a_folder:
         return _whole_or_absent(case)
     case.finish()
     return "resumed"
@@ -147,6 +150,49 @@ def _whole_or_absent(case: Case) -> str:
         case.compare()
         return "resumed"
     case.finish()
+    return "resumed"
+
+
+def live(case: Case) -> str:
+    """`ottava live` beside a run that is killed and goes on: it answers after each death, and leaves at the end."""
+    pages: list[Process] = []
+    log = case.folder.with_name(f"{case.folder.name}.live")
+
+    def serve() -> None:
+        if case.work.plant is not None:
+            case.work.plant()
+        commands.main(["live", str(case.folder / "run"), "--no-open"])
+
+    def answers() -> None:
+        deadline = time.monotonic() + LIMIT
+        while not (said := re.search(r"http://\S+", log.read_text() if log.exists() else "")):
+            if time.monotonic() > deadline:
+                raise Lost("the page gives no address")
+            time.sleep(0.05)
+        time.sleep(0.6)  # it looks twice a second
+        try:
+            urllib.request.urlopen(said[0], timeout=60).read()
+        except OSError as error:
+            raise Lost(f"the page does not answer: {error}: {log.read_text()[-1500:]}") from error
+
+    try:
+        for last in (*[False] * case.chance.randint(1, 3), True):
+            if last:
+                case.finish()
+            else:
+                act, pause = killing(case)
+                case.kills -= case.start(at=case.moment(), act=act, pause=pause).wait().code != -signal.SIGKILL
+            if not pages and (case.folder / "run" / "watch.json").exists():
+                pages.append(Process(serve, log))
+            if pages:
+                answers()
+    finally:
+        for page in pages:
+            os.kill(page.pid, signal.SIGINT)
+            end = page.wait(60)
+    if end.code:
+        raise Lost(f"the page ends with {end.code}: {end.text[-1500:]}")
+    case.compare()
     return "resumed"
 
 
@@ -388,7 +434,7 @@ def full_disk(case: Case) -> str:
         end = case.work.run(case.folder, log / "first").wait()
         must_be_sentence(end)
         make_room()
-        if not case.work.name.startswith(("export", "import", "join")):
+        if not case.work.makes_a_folder:
             end = case.work.run(case.folder, log / "second").wait()
         elif end.code:
             if (case.folder / "out").exists() and any((case.folder / "out").iterdir()):
@@ -410,7 +456,7 @@ def short_files(case: Case) -> str:
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     end = case.start(before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))).wait()
     must_be_sentence(end)
-    if case.work.name.startswith(("export", "import", "join")) and not end.code:
+    if case.work.makes_a_folder and not end.code:
         case.compare()
     else:
         case.finish()
@@ -448,7 +494,7 @@ def read_only(case: Case) -> str:
         change(0o777)
         os.umask(0o022)
     must_be_sentence(end)
-    if case.work.name.startswith(("export", "import", "join")) and not end.code:
+    if case.work.makes_a_folder and not end.code:
         case.compare()
         return "resumed"
     case.finish()
@@ -474,7 +520,10 @@ def harm(data: bytes, chance: random.Random) -> tuple[bytes, str]:
 
 
 def damage(case: Case) -> str:
-    """A killed run of which a file is damaged: it goes on bit for bit, or says which file it is."""
+    """A killed run, or shards that are to be joined, of which a file is damaged: bit for bit, or it says which file."""
+    if case.work.source is not None:
+        shutil.copytree(case.work.source, case.folder / "source")
+        return _harmed(case, [p for p in (case.folder / "source").rglob("*") if p.name.endswith(HASHED)])
     act, pause = killing(case)
     events = case.subject.moments.events
     end = case.start(at=int(case.chance.uniform(0.3, 1.0) * events), act=act, pause=pause).wait()
@@ -485,6 +534,14 @@ def damage(case: Case) -> str:
     if not files:
         case.finish()
         return "resumed"
+    return _harmed(case, files)
+
+
+HASHED = (".safetensors", "ottava.json")
+"""Files of a checkpoint; a hash lies within or beside. Others' files have none, and a flipped bit is another weight."""
+
+
+def _harmed(case: Case, files: list[Path]) -> str:
     # by kinds, so that many files of one kind hide no other
     kinds = sorted({path.suffix for path in files})
     kind = case.chance.choice(kinds)
@@ -508,6 +565,7 @@ ATTACKS: Mapping[str, Callable[[Case], str]] = {
     "SIGTERM": terminate,
     "two processes": two,
     "clock": clock,
+    "live": live,
     "full disk": full_disk,
     "short files": short_files,
     "read-only": read_only,
@@ -528,6 +586,8 @@ def fits(attack: str, work: Work) -> bool:
         return False
     if attack in ("SIGTERM", "clock", "two processes"):
         return train
+    if attack == "live":
+        return work.name in ("train watched", "watch a script")
     if attack == "damage":
-        return train or work.name.startswith("watch")
+        return train or work.name.startswith("watch") or work.source is not None
     return True

@@ -122,6 +122,13 @@ def plant_belief() -> None:
     checkpoint._digest = lambda header, tensors: header.get("sha256") or honest(header, tensors)
 
 
+def plant_one_run() -> None:
+    """A page that follows a run which only grows."""
+    from ottava.report import live
+
+    live.Following.poll = live.Following._poll  # type: ignore[method-assign]
+
+
 @contextlib.contextmanager
 def deaf() -> Iterator[Callable[[], None]]:
     """A process that leaves at once at SIGTERM, as if it were done."""
@@ -129,12 +136,9 @@ def deaf() -> Iterator[Callable[[], None]]:
     yield lambda: None
 
 
+FORGETS = ("a resumption forgets the optimizer", replaces("ottava.train.checkpoint:load_optimizer", forgets_optimizer))
 FAULTS: Sequence[Fault] = (
-    Fault(
-        "kill",
-        "a resumption forgets the optimizer",
-        replaces("ottava.train.checkpoint:load_optimizer", forgets_optimizer),
-    ),
+    Fault("kill", *FORGETS),
     Fault(
         "kill",
         "a resumption forgets random generators",
@@ -147,22 +151,10 @@ FAULTS: Sequence[Fault] = (
         replaces("ottava.base.files:replacing_folder", folder_in_place),
         works=("export", "import", "join"),
     ),
-    Fault(
-        "kill a rank",
-        "a resumption forgets the optimizer",
-        replaces("ottava.train.checkpoint:load_optimizer", forgets_optimizer),
-    ),
-    Fault(
-        "torchrun",
-        "a resumption forgets the optimizer",
-        replaces("ottava.train.checkpoint:load_optimizer", forgets_optimizer),
-        tries=8,
-    ),
-    Fault(
-        "other ranks",
-        "a resumption forgets the optimizer",
-        replaces("ottava.train.checkpoint:load_optimizer", forgets_optimizer),
-    ),
+    Fault("kill a rank", *FORGETS),
+    Fault("torchrun", *FORGETS, tries=8),
+    Fault("other ranks", *FORGETS),
+    Fault("live", "a run that is resumed ends its page", plant_one_run, works=("train watched", "watch")),
     Fault("SIGTERM", "the process leaves without a checkpoint", replaces("ottava.cli.console:stop_on_interrupt", deaf)),
     Fault("two processes", "the lock holds nothing", replaces("ottava.train.run_folder:FolderLock", NoLock)),
     Fault("clock", "the clock orders the batches", plant_clock),

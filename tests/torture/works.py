@@ -83,6 +83,13 @@ class Work:
     """Parts of the result of which a kill may lose entries; those that are there must be equal."""
     plant: Callable[[], None] | None = field(default=None, compare=False)
     """A fault to plant in each process but the witness."""
+    source: Path | None = None
+    """The checkpoint that it reads; one in the folder itself, as `source`, takes its place."""
+
+    @property
+    def makes_a_folder(self) -> bool:
+        """Whether it makes a folder at once, or none."""
+        return self.name.startswith(("export", "import", "join"))
 
     def run(
         self,
@@ -283,18 +290,22 @@ def exporting(source: Path, shards: Path) -> Iterator[Work]:
     def made(folder: Path) -> Result:
         return files_of(folder / "out", skip=("export.json",))
 
-    def of(name: str, *words: str) -> Work:
-        return Work(name, lambda folder: [*words, str(folder / "out")], made)
+    def of(name: str, command: str, place: Path, hashed: bool = False) -> Work:
+        def words(folder: Path) -> list[str]:
+            own = folder / "source"
+            return [command, str(own if own.exists() else place), str(folder / "out")]
 
-    yield of("export a run", "export", str(source / "run"))
+        return Work(name, words, made, source=place if hashed else None)
+
+    yield of("export a run", "export", source / "run")
     hf = source / "hf"
     hf_export = ["export", str(source / "run"), str(hf)]
     commands.app(hf_export, standalone_mode=False)
-    yield of("import a folder", "import", str(hf))
+    yield of("import a folder", "import", hf)
     torch.manual_seed(0)
     torch.save({"up_proj.weight": torch.randn(64, 64), "norm.weight": torch.ones(64)}, source / "foreign.pt")
-    yield of("import a pickle", "import", str(source / "foreign.pt"))
-    yield of("join shards", "consolidate", str(shards))
+    yield of("import a pickle", "import", source / "foreign.pt")
+    yield of("join shards", "consolidate", shards, hashed=True)
     writer = EventWriter(source / "events")
     for step in range(20):
         writer.scalars(step, {"loss": 1.0 / (step + 1), "layers.0.fc1_activation_cur_amax": 2.0 + step})

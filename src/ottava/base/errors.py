@@ -47,7 +47,7 @@ def need_known(
         Traceback (most recent call last):
         ValueError: watch: unknown sink 'parket'; did you mean 'parquet'? known: parquet, tensorboard
     """
-    if got not in known:
+    if not isinstance(got, str | None) or got not in known:  # a set asks for a hash, which lists lack
         sentence = unknown_name(kind, got, [name for name in known if name is not None])
         raise error(f"{caller}: {sentence}" if caller else sentence)
 

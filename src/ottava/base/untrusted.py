@@ -172,6 +172,26 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
+def is_plain(name: str) -> bool:
+    """Whether a name that a file gives is that of an entry of a folder, and leads nowhere else."""
+    return Path(name).name == name and name not in ("", "..") and "\0" not in name
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The weight_map of an index of Hugging Face's: tensor -> file of the index's folder.
+
+    Raises:
+        OSError: as in `opened`.  UntrustedError: it is no such index, or names a file elsewhere.
+    """
+    found = parse_json(read_text(path))
+    mapped = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(mapped, dict) or not all(isinstance(name, str) for name in mapped.values()):
+        raise UntrustedError("has no weight_map from tensors to files")
+    if outside := [name for name in sorted(mapped.values()) if not is_plain(name)]:
+        raise UntrustedError(f"names {outside[0]!r}, which is no file of this folder")
+    return mapped
+
+
 def parse_yaml(text: str) -> Any:
     """The value of a YAML text, of plain types only; None for an empty one.
 

@@ -38,7 +38,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ottava.base.text import columns, finite
-from ottava.base.untrusted import MAX_DEPTH, MAX_PARTS, LimitError, UntrustedError, opened, parse_json, read_text
+from ottava.base.untrusted import (
+    MAX_DEPTH,
+    MAX_PARTS,
+    LimitError,
+    UntrustedError,
+    opened,
+    parse_json,
+    read_index,
+    read_text,
+)
 from ottava.interop.safe_pickle import RefusedError, StandIn, StandInTensor, check_tensors, load_pickle, load_torch
 from ottava.numerics.formats import E4M3, E5M2, Format
 
@@ -227,16 +236,9 @@ def _files(path: Path) -> list[Path]:
     if index is None:
         return sorted(path.glob("*.safetensors")) or [f for s in _TORCH_FILES for f in sorted(path.glob(s))] or [path]
     try:
-        found = parse_json(read_text(index))
+        return [path / name for name in sorted(set(read_index(index).values()))]
     except UntrustedError as error:
         raise StateFileError(f"{index}: {error}") from error
-    weight_map = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise StateFileError(f"{index}: has no weight_map from tensors to files")
-    names = sorted(set(weight_map.values()))
-    if outside := [name for name in names if Path(name).name != name]:
-        raise StateFileError(f"{index}: names {outside[0]!r}, which is no file of this folder")
-    return [path / name for name in names]
 
 
 def _first_line(error: Exception) -> str:

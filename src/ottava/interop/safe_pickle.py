@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import IO, Any, Self
 
 import torch
@@ -131,11 +131,12 @@ def _load_torch(file: Path | bytes) -> Any:
     stand_ins: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [(io.BytesIO, "_io.BytesIO")]
     with io.BytesIO(file) if isinstance(file, bytes) else file.open("rb") as stream:
         is_zip = zipfile.is_zipfile(stream)  # torch cannot list the names in older files
+        size = stream.seek(0, io.SEEK_END)
         stream.seek(0)
         for _ in range(0 if is_zip else _LEGACY_PICKLES):
-            _scan(stream)
+            _scan(stream, size)
         if is_zip:
-            _scan_archive(stream)
+            _scan_archive(stream, size)
     if is_zip:
         unknown = [name for name in get_unsafe_globals_in_checkpoint(_stream(file)) if name != "_io.BytesIO"]
         if refused := [name for name in unknown if not name.startswith((*_STAND_IN_FOR, *_GETATTR))]:
@@ -152,8 +153,7 @@ def _load_torch(file: Path | bytes) -> Any:
         return torch.load(_stream(file), map_location="cpu", weights_only=True, mmap=mmap)
 
 
-def _scan_archive(stream: IO[bytes]) -> None:
-    size = stream.seek(0, io.SEEK_END)
+def _scan_archive(stream: IO[bytes], size: int) -> None:
     with zipfile.ZipFile(stream) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -162,7 +162,7 @@ def _scan_archive(stream: IO[bytes]) -> None:
             raise DamagedError("its entries claim more bytes than the file has")
         for entry in entries:
             if entry.filename.endswith("/data.pkl"):
-                _scan(io.BytesIO(archive.read(entry)))
+                _scan(io.BytesIO(archive.read(entry)), size)
 
 
 @dataclass(slots=True)
@@ -186,8 +186,8 @@ class _Part:
             raise DamagedError(f"its parts are nested more than {_MAX_DEPTH} deep")
 
 
-def _scan(stream: IO[bytes]) -> None:
-    """Scans one pickle up to its end without making any object.
+def _scan(stream: IO[bytes], size: int) -> None:
+    """Scans one pickle up to its end without making any object; its file has `size` bytes.
 
     Raises:
         DamagedError: an opcode is unknown, claims missing bytes, or takes an object that no opcode put there; or the
@@ -195,8 +195,10 @@ def _scan(stream: IO[bytes]) -> None:
     """
     stack: list[_Part | None] = []
     memo: dict[int, _Part | None] = {}
+    # a file would allocate what it is asked for, and a pickle asks for any number
+    held: Any = SimpleNamespace(read=lambda n: stream.read(min(n, size)), readline=stream.readline, tell=stream.tell)
     try:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(held)):
             number: Any = argument
             if count > _MAX_OPCODES:
                 raise DamagedError(f"it has more than {_MAX_OPCODES:,} opcodes")
@@ -211,6 +213,8 @@ def _scan(stream: IO[bytes]) -> None:
                 stack.append(stack[-1])
             else:
                 _obey(opcode, argument, stack)
+                if opcode.name == "BINPERSID" and (top := stack[-1]) and top.largest > size:  # torch allocates it
+                    raise DamagedError(f"it claims a storage of {top.largest:,} numbers, and has {size:,} bytes")
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         raise DamagedError(f"is no whole pickle ({error})") from error
 
@@ -310,7 +314,7 @@ def load_pickle(data: bytes) -> Any:
         Traceback (most recent call last):
         ottava.interop.safe_pickle.RefusedError: names os.system, and reading that would run code
     """
-    _scan(io.BytesIO(data))
+    _scan(io.BytesIO(data), len(data))
     try:
         return _Unpickler(io.BytesIO(data)).load()
     except (RefusedError, DamagedError):

@@ -21,7 +21,11 @@ def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, T
 
 
 def dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """(M, K), (N, K) -> (M, N), in their dtype."""
+    """(M, K), (N, K) -> (M, N), in their dtype; a bias of another one is added to the fp32 sum, as `reference` does."""
     if bias is None:
         return torch.mm(a, b.t())
-    return torch.addmm(bias.to(a.dtype), a, b.t())
+    if bias.dtype == a.dtype or a.element_size() > 2:
+        return torch.addmm(bias.to(a.dtype), a, b.t())
+    # torch's GEMMs of 16-bit operands would round the bias first; only that of a GPU gives its sum in fp32
+    y = torch.mm(a, b.t(), out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float().t()
+    return (y + bias.float()).to(a.dtype)

@@ -116,7 +116,7 @@ def gemm(
         a, b: two matrices, both quantized or both not.
         out_dtype: of y, 16 bits or more; the GEMM rounds to it once, that of operands in high precision to theirs
             before.
-        bias: (N,), added before that rounding.
+        bias: (N,), of any dtype; added in fp32, before that rounding, and not rounded itself.
         fast_accum: let Hopper keep partial sums in its short accumulator.
         compute: "bf16" decodes quantized operands and multiplies in BF16.
         backend: name of a kernel; None: the first that supports the call.

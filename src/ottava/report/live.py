@@ -30,7 +30,7 @@ from pathlib import Path
 from socketserver import TCPServer
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 import numpy as np
 import pyarrow as pa
@@ -336,9 +336,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answers, if the request may come from the page or from a person."""
-        place = urlsplit(self.path)
-        first, _, rest = place.path.removeprefix("/").partition("/")
         own = f"127.0.0.1:{self.server.server_address[1]}"
+        path, _, query = self.path.removeprefix(f"http://{own}").partition("?")  # a parser of URLs raises at "//["
+        first, _, rest = path.removeprefix("/").partition("/")
         if self.headers.get_all("Host") != [own]:
             self.send_error(421)
         elif not hmac.compare_digest(first.encode(), self.server.token.encode()):
@@ -348,7 +348,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif rest == "":
             self._send_page()
         elif rest == "events":
-            self._push(parse_qs(place.query))
+            self._push(parse_qs(query))
         else:
             self.send_error(404)
 

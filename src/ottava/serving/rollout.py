@@ -231,8 +231,6 @@ def _rollout(fields: Mapping[str, list[Any]], form: DumpFormat) -> Rollout:
         at.append(chosen[present].nonzero()[:, 0])
         for name, column in values.items():
             if (one := get(name, i, torch.float32)) is not None:
-                if one.ndim > 1:
-                    raise UntrustedError(f"{name} has {one.ndim} dimensions in sequence {i}; needs one number a token")
                 column.append(_same(one, len(counted), name.removesuffix("?"), form, i)[chosen[offset:]])
         if "routed_experts" in fields and (one := get("routed_experts", i, torch.int64)) is not None:
             routes.append(_same(one, len(whole), "routed_experts", form, i)[present])
@@ -245,7 +243,7 @@ def _rollout(fields: Mapping[str, list[Any]], form: DumpFormat) -> Rollout:
         joined[form.recomputed],
         joined.get(form.trained),
         tuple(routes) if routes else None,
-        {name: tuple(int(v) for v in fields[name]) for name in _VERSIONS if name in fields},
+        {name: tuple(_number(v, name) for v in fields[name]) for name in _VERSIONS if name in fields},
         _layers(fields),
     )
     _check(found)
@@ -265,6 +263,13 @@ def _tensor(value: Any, name: str, dtype: torch.dtype) -> Tensor:
     if made.is_complex() or (dtype == torch.int64 and made.is_floating_point() and not torch.equal(made, made.round())):
         raise UntrustedError(f"{name} has numbers that are no whole ones")
     return made.to(dtype)
+
+
+def _number(value: Any, name: str) -> int:
+    made = _tensor(value, name, torch.int64)
+    if made.numel() != 1:
+        raise UntrustedError(f"{name} has {made.numel()} numbers for a sequence; needs one")
+    return int(made)
 
 
 def _present(masks: Sequence[Tensor], length: int, pieces: Sequence[Tensor]) -> Tensor:
@@ -287,6 +292,8 @@ def _same(one: Tensor, length: int, name: str, form: DumpFormat, number: int) ->
     """One value a token; a single one stands for all."""
     if one.ndim == 0:
         return one.expand(length)
+    if one.ndim > 1 and name != "routed_experts":
+        raise UntrustedError(f"{name} has {one.ndim} dimensions in sequence {number}; needs one number a token")
     if len(one) != length:
         raise UntrustedError(
             f"{name} has {len(one)} entries in sequence {number}, and {form.tokens[-1]} has {length} tokens: one of "
@@ -300,11 +307,13 @@ def _layers(fields: Mapping[str, list[Any]]) -> dict[str, float]:
     for name in (key.removeprefix(_LAYER[0]) for key in fields if key.startswith(_LAYER[0])):
         if (other := _LAYER[1] + name) not in fields:
             raise UntrustedError(f"has {_LAYER[0]}{name}, and no {other}")
-        a, b = (
-            torch.stack([_tensor(x, name, torch.float32) for x in fields[key]]) for key in (_LAYER[0] + name, other)
-        )
-        if a.shape != b.shape:
-            raise UntrustedError(f"{name} is {tuple(a.shape)} in the rollout, and {tuple(b.shape)} in training")
+        sides = [[_tensor(x, name, torch.float32) for x in fields[key]] for key in (_LAYER[0] + name, other)]
+        shapes = [[str(tuple(x.shape)) for x in side] for side in sides]
+        if shapes[0] != shapes[1]:
+            raise UntrustedError(
+                f"{name} is {listed(shapes[0], 3)} in the rollout, and {listed(shapes[1], 3)} in training"
+            )
+        a, b = (torch.cat([x.reshape(-1) for x in side]) for side in sides)
         found[name] = float((a - b).norm() / b.norm().clamp_min(torch.finfo(torch.float32).tiny))
     return found
 

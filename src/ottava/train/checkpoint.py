@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ottava.base.files import replacing, replacing_folder
-from ottava.base.untrusted import UntrustedError, file_digest, parse_json, read_text, regular_size
+from ottava.base.untrusted import UntrustedError, file_digest, is_plain, parse_json, read_text, regular_size
 from ottava.optim.engine import BOUND, Engine, group_scales, widened
 from ottava.optim.rules import ADAMW_STATES
 from ottava.optim.storage import join
@@ -445,7 +445,7 @@ def read_header(path: Path, *, every_byte: bool = True) -> dict[str, Any]:
         raise CheckpointError(f"{path / HEADER}: is damaged, or of another version; needed: format {_SHARDS!r}")
     for name, size in header["files"].items():
         file = path / str(name)
-        if Path(name).name != name:
+        if not is_plain(name):
             raise CheckpointError(f"{path / HEADER}: names {name!r}, which is no file of this folder")
         if not file.is_file() or file.stat().st_size != size:
             raise CheckpointError(f"{file}: is missing, cut short or damaged; {HEADER} lists it with {size} bytes")

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ottava.base.errors import need_known, unknown_name
 from ottava.base.text import listed
-from ottava.base.untrusted import UntrustedError, misfit, opened, parse_json, read_text, regular_size
+from ottava.base.untrusted import UntrustedError, misfit, opened, parse_json, read_index, read_text, regular_size
 from ottava.numerics.formats import E2M1, E4M3
 from ottava.numerics.rounding import code_values, round_to_format
 from ottava.numerics.scaling import (
@@ -378,6 +378,11 @@ _ARGUMENTS = MappingProxyType(
 )
 _GROUP = MappingProxyType({"targets": [str], "weights": _ARGUMENTS, "input_activations": _ARGUMENTS})
 _SHAPE = MappingProxyType({"quant_method": str, "weight_block_size": [int], "config_groups": {"*": _GROUP}})
+_CONFIG = MappingProxyType(
+    dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), dict)
+    | dict.fromkeys(("vocab_size", "num_hidden_layers"), int)
+)
+"""What readers of a config.json take for granted: they get it from `read_config` alone."""
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization:
@@ -490,8 +495,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         if not isinstance(own, dict):
             raise UntrustedError(f"{MODELOPT} has a quantization that is no object")
         config["quantization_config"] = {"quant_method": "modelopt", **own}
-    if not isinstance(config.get("quantization_config") or {}, dict):
-        raise UntrustedError("config.json has a quantization_config that is no object")
+    if wrong := misfit(config, _CONFIG, "config.json"):
+        raise UntrustedError(wrong)
     return config
 
 
@@ -513,16 +518,10 @@ def open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
         file = _open(folder, "model.safetensors", files)
         return _unpacked(dict.fromkeys(file.keys(), file))
     try:
-        found = parse_json(read_text(index))
+        weight_map = read_index(index)
     except UntrustedError as error:
         raise UntrustedError(f"{index.name} {error}") from error
-    weight_map = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(weight_map, dict) or any(type(name) is not str for name in weight_map.values()):
-        raise UntrustedError(f"{index.name} has no weight_map from tensors to files")
-    names = sorted(set(weight_map.values()))
-    if outside := [name for name in names if Path(name).name != name]:
-        raise UntrustedError(f"{index.name} names {outside[0]!r}, which is no file of this folder")
-    opened = {name: _open(folder, name, files) for name in names}
+    opened = {name: _open(folder, name, files) for name in sorted(set(weight_map.values()))}
     held = {name: set(file.keys()) for name, file in opened.items()}
     if lacking := [key for key, name in weight_map.items() if key not in held[name]]:
         named = f"{listed(lacking, 3)} to {weight_map[lacking[0]]}"

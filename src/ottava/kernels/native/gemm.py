@@ -28,7 +28,7 @@ from ottava.kernels.gemm_choice import Ranking
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.build import Built
-from ottava.kernels.reference import block_columns
+from ottava.kernels.reference import block_columns, product
 from ottava.numerics.rounding import byte_values
 from ottava.numerics.scaling import PER_TENSOR, Granularity
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor, RunGemm
@@ -350,7 +350,7 @@ class Decoded:
             if torch.is_autocast_enabled("cpu"):  # it would multiply in BF16
                 with torch.autocast("cpu", enabled=False):
                     return run(a, b, bias)
-            y = lhs(a) @ rhs(b).t()
+            y = product(lhs(a), rhs(b))
             if bias is not None:
                 y += bias.to(torch.float32)  # before the one rounding
             return y.to(out_dtype)
