@@ -96,16 +96,17 @@ def _write(writer: RunWriter, step: int, tallies: dict[Any, Tally], recipe: str)
 
 def events(steps: int, layer: str) -> list[tuple[int, str, dict[str, Any]]]:
     """What a watch would have noted."""
-    half = steps // 2
+    half, place = steps // 2, {"layer": layer, "tensor": "input"}
     return [
-        (half + 3, "trigger", {"reason": "clipping", "value": 0.00013, "threshold": 1e-5, "layer": layer}),
+        (half + 3, "trigger", {"reason": "clipping", "value": 0.00013, "threshold": 1e-5, **place}),
         (half + 3, "burst", {"until": half + 9}),
-        (half + 4, "dump", {"file": "dumps/step-34.safetensors", "layer": layer, "tensor": "input", "nbytes": 65536}),
-        (half + steps // 5, "trigger", {"reason": "row_sqnr", "value": 14.2, "threshold": 15.0, "layer": layer}),
+        (half + 4, "dump", {"file": "dumps/step-34.safetensors", "nbytes": 65536, **place}),
+        (half + steps // 5, "trigger", {"reason": "row_sqnr", "value": 14.2, "threshold": 15.0, **place}),
+        (half + 5, "overhead", {"share": 0.548, "every": 50, "light_every": 2}),
         (
             steps - 2,
             "fallback",
-            {"layer": layer, "from": "delayed", "to": "bf16", "why": "underflow", "applied": False},
+            {"layer": layer, "gemm": "fprop", "from": "delayed", "to": "bf16", "why": "underflow", "applied": False},
         ),
     ]
 

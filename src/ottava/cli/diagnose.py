@@ -103,8 +103,8 @@ def _text(result: Diagnosis, every: bool) -> str:
         lines += ["", "Triage"]
         for step in result.questions:
             needs = f" (needs {'; '.join(step['needs'])})" if step["needs"] else ""
-            said = f"  {step['say']}" if step["say"] else ""
-            lines.append(f"  {step['id']:4} {step['question']} {step['answer']}{needs}{said}")
+            said = f"{step['answer'].capitalize()}{needs}. {step['say']}".rstrip()
+            lines.append(f"  {step['id']:4} {step['question']} {said}")
         lines += ["", f"Laws: {result.tested} tested" + (", not tested:" if result.untested else "")]
         lines += [f"  {law['id']:4} {law['title']}: needs {law['needs']}" for law in result.untested]
     else:
