@@ -185,3 +185,20 @@ def test_the_switch_is_an_option_or_a_variable(
     assert "学习率为 0" in page
     assert ended("diagnose", str(tmp_path / "run"), "--lang", "fr") == 2
     assert "'en', 'zh'" in capsys.readouterr().err
+
+
+def test_every_command_of_sentences_speaks_chinese(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One mechanism: each has the option, and prints its answer through it."""
+    for name in ("watch", "train", "table", "bisect", "what-if", "plan", "doctor", "diagnose", "report", "live"):
+        assert ended(name, "--help") == 0
+        assert "--lang" in capsys.readouterr().out, name
+    monkeypatch.chdir(tmp_path)
+    Path("nothing.py").write_text("print(1)\n")
+    assert ended("watch", "--lang", "zh", "--out", "run", "--", "nothing.py") == 0
+    said = capsys.readouterr().err
+    assert "ottava watch：0 步，看到 0 个线性层中的 0 个" in said
+    assert "什么都没有记录。它不会跟进" in said
+    assert ended("plan", "llama-1b", "--memory", "--lang", "zh") == 0
+    assert "线性层为反向保存" in capsys.readouterr().out
