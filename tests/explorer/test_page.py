@@ -81,8 +81,19 @@ const drop = async (name) => {
   while (!$('read').textContent.startsWith(name)) await new Promise((done) => setTimeout(done, 20));
   answer[name] = [$('read').textContent, ...[...$('column').options].map((o) => o.value)];
 };
+const entry = (name) => ({ name, isFile: true, file: (done) => done(new File([FILES[name]], name)) });
+const batches = [[entry('notes.txt'), entry('amax.jsonl')], [entry('metrics.jsonl'), { name: 'stats', isFile: false }], []];
+const runs = { name: 'run', isDirectory: true, createReader: () => ({ readEntries: (done) => done(batches.shift()) }) };
+const dropFolder = async () => {  // a script cannot make a folder's entry, so this one is played
+  const event = new Event('drop');
+  event.dataTransfer = { items: [{ webkitGetAsEntry: () => runs }], files: [] };
+  $('drop').dispatchEvent(event);
+  while (!$('read').textContent.startsWith('run/')) await new Promise((done) => setTimeout(done, 20));
+  answer.folder = [$('read').textContent, $('column').value, ...[...$('column').options].map((o) => o.value).slice(-1)];
+};
 (async () => {
   for (const name in FILES) await drop(name);
+  await dropFolder();
   while (!/A .*B /.test($('told').textContent)) await new Promise((done) => setTimeout(done, 20));
   answer.told = $('told').textContent;
   document.querySelector('[data-tongue="zh-CN"]').click();
@@ -162,6 +173,11 @@ def test_a_file_of_a_run_is_read_and_its_torn_line_ignored(answers: dict[str, li
     left_out = "hostile: lines 2, columns 2; left out, because they are no JSON objects: 1."
     assert answers["hostile"] == [left_out, "__proto__", "<b>"]
     assert answers["notes.txt"][0].startswith("notes.txt: no line with a step and a number was found in 2 lines.")
+
+
+def test_a_folder_of_a_run_is_read_whole(answers: dict[str, list[str]]) -> None:
+    """Files of a run at its top, of all batches that the browser lists; not others, nor folders."""
+    assert answers["folder"] == ["run/ metrics.jsonl, amax.jsonl: lines 12, columns 7.", "loss", "fc.input"]
 
 
 def test_the_page_speaks_chinese_and_is_never_wider_than_a_phone(answers: dict[str, list[str]]) -> None:
