@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,33 @@ def trainer(folder: Path, callback: OttavaCallback | None, model: Any = None, **
 
 def of(line: dict[str, Any], key: str) -> Any:
     return line[f"ottava/{key}"]
+
+
+def test_a_live_page_follows_the_training_and_ends_with_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`live=True` is the page of `ottava watch --live`: one process beside the training, gone some seconds after it."""
+    monkeypatch.setenv("CI", "1")  # opens no browser
+    told, pages, deadline = [""], [], time.monotonic() + 300
+
+    def look(line: Any) -> bool:
+        while pages == [] and time.monotonic() < deadline:
+            told[0] += capfd.readouterr().err
+            if found := re.search(r"ottava live: (http://127\.0\.0\.1:\d+/\S+/)\n", told[0]):
+                told.append(found[1])
+                pages.append(urllib.request.urlopen(found[1]).read())
+            time.sleep(0.1)
+        return False
+
+    trainer(tmp_path, OttavaCallback(live=True, stop_when=look), max_steps=2).train()
+    assert b"ottava report" in pages[0]
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(told[1]).close()
+        except OSError:
+            return
+        time.sleep(0.5)
+    pytest.fail("the server outlived the training")
 
 
 def test_the_numbers_reach_a_logger_and_the_history(tmp_path: Path, logger: Recorder) -> None:
