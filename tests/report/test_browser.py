@@ -110,7 +110,10 @@ GOOD = "const r = document.getElementById('run'); r.value = 'good'; r.dispatchEv
 DRAG = """const svg = document.querySelector('#loss svg'), box = svg.getBoundingClientRect(), clientY = box.top + 100;
 for (const [name, x] of [['pointerdown', 0.4], ['pointermove', 0.6], ['pointerup', 0.6]])
   svg.dispatchEvent(new PointerEvent(name, { bubbles: true, clientX: box.left + x * box.width, clientY }));"""
+HOVER = """const box = document.querySelector('#loss svg').getBoundingClientRect(), at = { bubbles: true, clientY: box.top + 99 };
+document.querySelector('#loss svg').dispatchEvent(new PointerEvent('pointermove', { ...at, clientX: box.left + 0.7 * box.width }));"""
 ACTS = {
+    "hover": HOVER,
     "zoom": ZOOM,
     "axis": LINEAR,
     "good": GOOD,
@@ -371,6 +374,27 @@ def test_page_is_whole_without_a_script(page: Path) -> None:
     text = Checker(source).text
     assert "The strip in words" in text
     assert np.all([name in text for name in ("layers.0.self_attn.qkv_proj", LAYER, "underflow_pct")])
+
+
+def test_a_good_run_is_beside_the_bad_one_in_every_picture_of_steps(opened: str) -> None:
+    """Loss, gradient norm, experiment, alarming tensors, the statistic and amax: a curve of each run."""
+    for name in ("loss", "norm", "experiment", "strip", "curve", "scales"):
+        picture = drawn(opened, name)
+        assert re.search(r"good run(, %)?</text>", picture), name
+        assert len(re.findall(r'<path class="curve (?:faint|s3)"', picture)) >= 2, name  # its line and its key
+    assert "good run" in drawn(opened, "heat") or '<option value="good">' in opened  # a map of its own
+
+
+def test_a_pointer_on_one_picture_shows_its_step_in_all(documents: dict[str, str]) -> None:
+    """One vertical line in each picture of the axis, at one place; none before."""
+    line = r'<line class="cross"[^>]*visibility="visible"[^>]*>'
+    places = {}
+    for name in ("loss", "norm", "experiment", "strip", "heat", "curve"):
+        assert not re.search(line, drawn(documents["first"], name)), name
+        found = re.search(line, drawn(documents["hover"], name))
+        assert found is not None, name
+        places[name] = re.search(r'x1="([\d.]+)"', found[0])[1]  # type: ignore[index]
+    assert len({places[name] for name in ("loss", "norm", "experiment", "strip", "heat")}) == 1, places
 
 
 def test_pictures_speak_the_language_of_the_page(page: Path, tmp_path: Path) -> None:

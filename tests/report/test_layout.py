@@ -168,6 +168,29 @@ def test_a_page_fits_screen_tablet_phone_and_paper(
     assert browser.problems == []
 
 
+@pytest.mark.parametrize("name", ["report", "explorer", "check"])
+def test_a_screen_reader_has_a_name_for_everything_and_nothing_moves_where_nobody_wants_it(
+    name: str, pages: dict[str, Callable[[], str]], browser: Page, tmp_path: Path
+) -> None:
+    """Names as the browser computes them, of what is operated and of pictures; motion as the system asks for it."""
+    path = tmp_path / "page.html"
+    path.write_text(pages[name](), encoding="utf-8")
+    motion = {"name": "prefers-reduced-motion", "value": "reduce"}
+    browser("Emulation.setEmulatedMedia", media="screen", features=[motion])
+    browser("Page.navigate", url=path.as_uri())
+    browser.until("document.readyState === 'complete'")
+    if name in ("report", "explorer"):
+        browser.until("document.documentElement.dataset.drawn === 'yes'")
+    moves = "[getComputedStyle(document.documentElement).scrollBehavior, document.getAnimations().length]"
+    assert browser.ask(moves) == ["auto", 0]
+    told = browser("Accessibility.getFullAXTree")["nodes"]
+    roles = {"button", "combobox", "checkbox", "slider", "spinbutton", "link", "image", "application", "tab", "region"}
+    wanted = [one for one in told if not one.get("ignored") and one["role"].get("value") in roles]
+    assert len(wanted) >= 2
+    assert [one["role"]["value"] for one in wanted if not one.get("name", {}).get("value", "").strip()] == []
+    assert browser.problems == []
+
+
 def test_a_pointer_on_a_picture_is_told_its_numbers(
     pages: dict[str, Callable[[], str]], browser: Page, tmp_path: Path
 ) -> None:

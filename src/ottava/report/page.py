@@ -130,7 +130,7 @@ def render_report(
     experiment = sections.experiment(run.experiments, (slot.format for slot in grid.slots))
     facts = numbers.facts | {
         "loss": _curves(run, earlier or {}),
-        "baseline": _curves(baseline) if baseline is not None else None,
+        "baseline": None if baseline is None else _curves(baseline) | {"experiment": _shadows(baseline)},
         "events": events,
         "worst": [
             None if w is None else [w.slot, w.metric, w.value, w.level, share]
@@ -183,6 +183,12 @@ def render_report(
         settings=sections.settings_of_run(run.manifest),
         ranks=len(run.ranks),
     )
+
+
+def _shadows(run: Run) -> dict[str, Any]:
+    """Steps and errors of the experiments of a good run."""
+    found = sections.experiment(run.experiments, ())
+    return {name: found[name] for name in ("steps", "error")}
 
 
 def _curves(run: Run, earlier: Mapping[str, Curve] = MappingProxyType({})) -> dict[str, Any]:
@@ -345,6 +351,8 @@ def _facts(
         if other is not None:
             present = [statistic for statistic in wanted if statistic in other.values]
             facts[name] = numbers.grid(other, present, digits) | {"slots": _places(grid, other)}
+    if good is not None:
+        facts["good"]["alarming"] = [round(share, 3) for share in good.alarming()]
     facts["histograms"], counts = _histograms(table, grid, filled)
     facts["counts"] = numbers.add(counts, _DIGITS)
     facts["kinds"] = numbers.kinds
