@@ -192,7 +192,9 @@ def write_explorer(out: Path) -> None:
     """The explorer, with the way to the pages of words; the site opens with it."""
     from ottava.explorer import explorer_page
 
-    links = '<p><a href="README.html">ottava: what it is, and all pages</a> · <a href="README.zh-CN.html">中文文档</a></p>'
+    links = (
+        '<p><a href="README.html">ottava: what it is, and all pages</a> · <a href="README.zh-CN.html">中文文档</a></p>'
+    )
     (out / "explorer.html").write_text(explorer_page().replace("<main>", f"<main>\n{links}", 1), encoding="utf-8")
     (out / "index.html").write_text(
         '<!doctype html><meta charset="utf-8"><title>ottava</title>'

@@ -89,7 +89,7 @@ const dropFolder = async () => {  // a script cannot make a folder's entry, so t
   event.dataTransfer = { items: [{ webkitGetAsEntry: () => runs }], files: [] };
   $('drop').dispatchEvent(event);
   while (!$('read').textContent.startsWith('run/')) await new Promise((done) => setTimeout(done, 20));
-  answer.folder = [$('read').textContent, $('column').value, ...[...$('column').options].map((o) => o.value).slice(-1)];
+  answer.folder = [$('read').textContent, $('column').value, [...$('column').options].at(-1).value];
 };
 (async () => {
   for (const name in FILES) await drop(name);

@@ -110,8 +110,8 @@ GOOD = "const r = document.getElementById('run'); r.value = 'good'; r.dispatchEv
 DRAG = """const svg = document.querySelector('#loss svg'), box = svg.getBoundingClientRect(), clientY = box.top + 100;
 for (const [name, x] of [['pointerdown', 0.4], ['pointermove', 0.6], ['pointerup', 0.6]])
   svg.dispatchEvent(new PointerEvent(name, { bubbles: true, clientX: box.left + x * box.width, clientY }));"""
-HOVER = """const box = document.querySelector('#loss svg').getBoundingClientRect(), at = { bubbles: true, clientY: box.top + 99 };
-document.querySelector('#loss svg').dispatchEvent(new PointerEvent('pointermove', { ...at, clientX: box.left + 0.7 * box.width }));"""
+HOVER = """const svg = document.querySelector('#loss svg'), box = svg.getBoundingClientRect(), clientY = box.top + 99;
+svg.dispatchEvent(new PointerEvent('pointermove', { bubbles: true, clientY, clientX: box.left + 0.7 * box.width }));"""
 ACTS = {
     "hover": HOVER,
     "zoom": ZOOM,

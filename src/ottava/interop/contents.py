@@ -37,7 +37,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ottava.base.text import columns, finite
+from ottava.base.text import columns, finite, progress
 from ottava.base.untrusted import MAX_DEPTH, MAX_PARTS, LimitError, UntrustedError, opened, parse_json, read_text
 from ottava.interop.safe_pickle import RefusedError, StandIn, StandInTensor, check_tensors, load_pickle, load_torch
 from ottava.numerics.formats import E4M3, E5M2, Format
@@ -196,7 +196,7 @@ def read_entries(path: Path, wanted: Callable[[str], bool] = lambda name: True) 
         StateFileError: a file is missing or damaged, or reading it would run code.
     """
     files = _files(path)
-    for file in files:
+    for file in progress(files, "reading files"):
         try:
             with opened(file) as stream:
                 size = os.fstat(stream.fileno()).st_size

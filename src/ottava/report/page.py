@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ottava.base import text
-from ottava.base.text import rounded_alike
+from ottava.base.text import progress, rounded_alike
 from ottava.diagnose.compare import compare
 from ottava.diagnose.diagnose import diagnose
 from ottava.diagnose.what_if import Prediction, predict
@@ -282,7 +282,7 @@ def payload(table: Table, good: Table | None = None) -> Payload:
     light = len(full) < len(table)
     main = full if len(full) else table
     most, digits = _MOST_LOOKS, _DIGITS
-    columns = {name: main.metric(name) for name in STATISTICS}
+    columns = {name: main.metric(name) for name in progress(STATISTICS, "making the page")}
     filled = main.has_histograms() | main.has_histograms("row_sqnr")
     while True:
         grid = Grid.of(main, most, columns=columns)
