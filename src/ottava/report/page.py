@@ -130,7 +130,7 @@ def render_report(
     experiment = sections.experiment(run.experiments, (slot.format for slot in grid.slots))
     facts = numbers.facts | {
         "loss": _curves(run, earlier or {}),
-        "baseline": None if baseline is None else _curves(baseline) | {"experiment": _shadows(baseline)},
+        "baseline": baseline and _curves(baseline) | {"experiment": sections.experiment(baseline.experiments, ())},
         "events": events,
         "worst": [
             None if w is None else [w.slot, w.metric, w.value, w.level, share]
@@ -183,12 +183,6 @@ def render_report(
         settings=sections.settings_of_run(run.manifest),
         ranks=len(run.ranks),
     )
-
-
-def _shadows(run: Run) -> dict[str, Any]:
-    """Steps and errors of the experiments of a good run."""
-    found = sections.experiment(run.experiments, ())
-    return {name: found[name] for name in ("steps", "error")}
 
 
 def _curves(run: Run, earlier: Mapping[str, Curve] = MappingProxyType({})) -> dict[str, Any]:
