@@ -208,6 +208,7 @@ def test_a_browser_sees_the_run_grow(tmp_path: Path) -> None:
             writer.tally(5, KEY, ONE)
             writer.flush()
             page.until("document.querySelectorAll('#heat path').length > 0")
+            assert "did not end" not in page.ask("document.body.innerText")
             page.ask("$('from').value = 3; $('from').dispatchEvent(new Event('change')); scrollTo(0, 300)")
             before = page.ask(heap)
             for block in range(20):

@@ -81,7 +81,8 @@ def make_report(
     """
     diagnosis = diagnose(run, baseline=baseline).to_dict()
     comparison = compare(baseline, run).to_dict() if baseline is not None else None
-    going = live and not run.manifest.get("ended")
+    if going := live and not run.manifest.get("ended"):
+        diagnosis["sentence"] = diagnosis["sentence"].partition(" The record stops after step ")[0]
     predictions, asked = ([], None) if going else _predictions(run)
     html = render_report(
         run,
