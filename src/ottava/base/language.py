@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Iterator
 from importlib.resources import files
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ottava.base.errors import need_known
@@ -22,8 +21,6 @@ _WORD = re.compile(r"(?<![\w./`=])(?!(?:fprop|dgrad|wgrad)\b)[A-Za-z]{2,}(?![\w/
 _HOLE = re.compile(r"\{\d*\}")
 _MARGIN = re.compile(r"\s*(?:(?:\d+\.|[a-h]\)|[A-Z]\d+[a-z]?) +)?")
 _SENTENCE = re.compile(r"(?<=[.!?]) ")
-_JOINTS = MappingProxyType({"; ": "；", ", ": "、"})
-"""Between clauses and names that no template joins, and what joins them in Chinese."""
 _UNTOUCHED = re.compile(r"(<(script|style|code|pre)\b.*?</\2>)", re.DOTALL)
 
 _SURE = 20
@@ -84,15 +81,14 @@ class Language:
             self._known[text] = None  # a template within itself ends here
             near = ((pattern, other) for words, pattern, other in self._templates if words in text)
             ways = [way for pattern, other in near for way in self._ways(text, pattern, other)]
-            if (best := min(ways, key=lambda way: way.left, default=None)) is None or best.left:
-                best = min([*ways, *self._clauses(text)], key=lambda way: way.left, default=None)
+            best = min([*ways, *self._clauses(text)], key=lambda way: way.left, default=None)
             much = best is not None and (2 * best.left <= (whole := _letters(text)) or whole - best.left >= _SURE)
             self._known[text] = best if much else None
         return self._known[text]
 
     def _clauses(self, text: str) -> Iterator[_Said]:
         """The text as clauses or names, each said by itself; brackets are not torn."""
-        for joint, mark in _JOINTS.items():
+        for joint, mark in (("; ", "；"), (", ", "、")):
             parts = text.split(joint)
             if len(parts) > 1 and all(part.count("(") == part.count(")") for part in parts):
                 said = [self._whole(part) or _Said(part, _letters(part)) for part in parts]

@@ -55,8 +55,8 @@ def without_powers(value: Any) -> Any:
         return re.sub(r"(?<![\w.])\d(\.\d+)?e\+(0\d|1[0-4])\b", lambda found: f"{float(found[0]):,.0f}", value)
     if isinstance(value, dict):
         return {key: one if key == "patch" else without_powers(one) for key, one in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **{name: without_powers(one) for name, one in vars(value).items()})
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **without_powers(vars(value)))  # type: ignore[type-var]  # no class
     return [*map(without_powers, value)] if isinstance(value, list) else value
 
 

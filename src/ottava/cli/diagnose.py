@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from ottava.base.text import columns, to_json
-from ottava.cli.console import SpeaksOption, answer, spoken
+from ottava.base.text import columns
+from ottava.cli.console import SpeaksOption, answer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -82,7 +82,7 @@ def diagnose(
             came = str(error)
         remedies[0]["text"] += f" {came[:1].upper()}{came[1:]}"
     values = {"schema_version": SCHEMA_VERSION, "run": str(run), **result.to_dict()}
-    typer.echo(to_json(values) if as_json else spoken(_text(result, every), language))
+    answer(as_json, values, _text(result, every), language)
     return 1 if fail_on != "never" and result.fails(fail_on) else 0
 
 
@@ -154,7 +154,7 @@ def compare(
     runs = [Run.open(path) for path in (good, bad, *(control or ()))]
     result = compare_runs(runs[0], runs[1], align=align, controls=runs[2:])
     values = {"schema_version": SCHEMA_VERSION, "good": str(good), "bad": str(bad), **result.to_dict()}
-    typer.echo(to_json(values) if as_json else spoken(_compared(result, top), language))
+    answer(as_json, values, _compared(result, top), language)
     return 1 if result.diverged else 0
 
 

@@ -166,11 +166,11 @@ def _print_summary(session: Watch, code: int, language: str, *, as_json: bool) -
         answer(True, facts, "")
         return
     said = f"ottava watch: {facts['steps']} steps, {facts['layers_seen']} of {facts['layers']} linear layers seen, "
-    typer.echo(spoken(f"{said}{100 * session.overhead:.1f}% of the time; {session.folder}", language), err=True)
+    said += f"{100 * session.overhead:.1f}% of the time; {session.folder}"
     if not session.steps_done:
-        said = "ottava watch: no torch optimizer finished a step in this process, so the watch recorded nothing. It "
+        said += "\nottava watch: no torch optimizer finished a step in this process, so the watch recorded nothing. It "
         said += "does not follow a script into processes that the script starts (mp.spawn): use torchrun"
-        typer.echo(spoken(said, language), err=True)
+    typer.echo(spoken(said, language), err=True)
 
 
 def import_run(
@@ -434,9 +434,8 @@ def live(
     from ottava.base.language import Language
     from ottava.report.live import follow
 
-    page = Language(language).page
     with stop_on_interrupt() as stopping:
-        follow(run, port=port, say=say, page=page, stopping=stopping, parent=parent)
+        follow(run, port=port, say=say, page=Language(language).page, stopping=stopping, parent=parent)
     return 0
 
 

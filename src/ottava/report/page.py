@@ -345,9 +345,8 @@ def _facts(
     for name, other, wanted in (("series", series, list(_SERIES)), ("good", good, names)):
         if other is not None:
             present = [statistic for statistic in wanted if statistic in other.values]
-            facts[name] = numbers.grid(other, present, digits) | {"slots": _places(grid, other)}
-    if good is not None:
-        facts["good"]["alarming"] = [round(share, 3) for share in good.alarming()]
+            alarming = [round(share, 3) for share in other.alarming()]
+            facts[name] = numbers.grid(other, present, digits) | {"slots": _places(grid, other), "alarming": alarming}
     facts["histograms"], counts = _histograms(table, grid, filled)
     facts["counts"] = numbers.add(counts, _DIGITS)
     facts["kinds"] = numbers.kinds
