@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from command import gone
 from hf_samples import hf, made, rows, same, saved
 from ottava.base.errors import PoisonError
 from ottava.diagnose.diagnose import diagnose
@@ -66,26 +67,18 @@ def test_a_live_page_follows_the_training_and_ends_with_it(
 ) -> None:
     """`live=True` is the page of `ottava watch --live`: one process beside the training, gone some seconds after it."""
     monkeypatch.setenv("CI", "1")  # opens no browser
-    told, pages, deadline = [""], [], time.monotonic() + 300
+    told, pages = [""], []
 
     def look(line: Any) -> bool:
-        while pages == [] and time.monotonic() < deadline:
-            told[0] += capfd.readouterr().err
-            if found := re.search(r"ottava live: (http://127\.0\.0\.1:\d+/\S+/)\n", told[0]):
-                told.append(found[1])
-                pages.append(urllib.request.urlopen(found[1]).read())
+        while not (found := re.search(r"ottava live: (http://127\.0\.0\.1:\d+/\S+/)\n", told[0])):
             time.sleep(0.1)
-        return False
+            told[0] += capfd.readouterr().err
+        pages.append((found[1], urllib.request.urlopen(found[1]).read()))
+        return True
 
     trainer(tmp_path, OttavaCallback(live=True, stop_when=look), max_steps=2).train()
-    assert b"ottava report" in pages[0]
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(told[1]).close()
-        except OSError:
-            return
-        time.sleep(0.5)
-    pytest.fail("the server outlived the training")
+    assert b"ottava report" in pages[0][1]
+    assert gone(pages[0][0]), "the server outlived the training"
 
 
 def test_the_numbers_reach_a_logger_and_the_history(tmp_path: Path, logger: Recorder) -> None:

@@ -74,13 +74,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     page = folder / "page.html"
     page.write_text(explorer_page().replace("</body>", f"<script>{act}</script></body>"), encoding="utf-8")
     frames = "".join(f'<iframe width="{width}" height="800" src="page.html"></iframe>' for width in WIDTHS)
-    script = """const look = () => {
-      const pages = [...document.querySelectorAll('iframe')].map((f) => f.contentDocument);
-      if (!pages.every(({ title }) => title.startsWith('{'))) return setTimeout(look, 100);
-      const over = pages.map(({ documentElement: d }) => d.scrollWidth - d.clientWidth);
-      document.title = JSON.stringify({ ...JSON.parse(pages[0].title), over });
-    };
-    onload = look"""
+    script = Path(__file__).with_name("frames.js").read_text(encoding="utf-8")
     frame = folder / "frame.html"
     frame.write_text(f"<!doctype html><title></title><body>{frames}<script>{script}</script>", encoding="utf-8")
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]

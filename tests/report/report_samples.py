@@ -220,30 +220,16 @@ def diagnosis_of(layer: str, step: int) -> dict[str, Any]:
 def comparison_of(layer: str, step: int) -> dict[str, Any]:
     """A Comparison as a dict."""
     effect = {"layer": layer, "tensor": "input", "direction": "row"}
+    names = ("metric", "good", "bad", "effect", "bits", "unit")
     return {
         "config": [{"key": "lr", "good": 0.001, "bad": 0.003}],
         "loss": {"left_at": step + 4, "diverged_at": step + 10, "good": 0.31, "bad": 2.4, "gap": 674.0},
         "ranked": [
-            {
-                **effect,
-                "metric": "underflow_pct",
-                "good": 0.02,
-                "bad": 61.7,
-                "effect": 61.68,
-                "bits": 8.0,
-                "unit": "pp",
-                "step": step,
-            },
-            {
-                **effect,
-                "metric": "sqnr_db",
-                "good": 31.4,
-                "bad": 35.0,
-                "effect": 3.6,
-                "bits": 2.0,
-                "unit": "dB",
-                "step": step,
-            },
+            {**effect, **dict(zip(names, values, strict=True)), "step": step}
+            for values in (
+                ("underflow_pct", 0.02, 61.7, 61.68, 8.0, "pp"),
+                ("sqnr_db", 31.4, 35.0, 3.6, 2.0, "dB"),
+            )
         ],
         "first": {
             "step": step - 10,

@@ -180,9 +180,5 @@ def test_a_pointer_on_a_picture_is_told_its_numbers(
     browser("Page.navigate", url=path.as_uri())
     browser("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
     browser.until("document.readyState === 'complete'")
-    told = browser.ask("""(() => {
-      const chart = document.querySelector("svg[data-chart]"), box = chart.getBoundingClientRect();
-      chart.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 1, clientY: box.top + 99 }));
-      return document.getElementById("tip").innerText.split("\\n");
-    })()""")
+    told = browser.ask(Path(__file__).with_name("pointed.js").read_text(encoding="utf-8"))
     assert told[:3] == ["step 200", "bf16", "1.70"]

@@ -73,6 +73,8 @@ def test_page_says_all_that_is_known(whole: str) -> None:
         "It leaves 14 steps before the loss",
         "rowwise",
         "not converted",
+        "The strip in words",
+        "underflow_pct",
     ):
         assert words in text, words
 
