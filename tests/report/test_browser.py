@@ -301,8 +301,8 @@ def test_the_good_run_has_a_heat_map_of_its_own(documents: dict[str, str], good_
 
 
 def test_the_experiment_is_a_picture_and_a_table(opened: str) -> None:
-    """Errors of 5 and 20 % of the gradient, 0.3 times the noise of the batch."""
-    assert drawn(opened, "experiment").count("<circle") == 4
+    """Errors of 5 and 20 % of the gradient, 0.3 times the noise of the batch; those of the good run beside them."""
+    assert drawn(opened, "experiment").count("<circle") == 6
     cell = '<td class="num">{}</td>'.format
     rows = re.findall(cell("(5|20)") + cell("([^<]+)") + cell("([^<]+ %)"), opened)
     assert rows == [("5", "5.00 %", "16.7 %"), ("20", "20.0 %", "66.7 %")]
