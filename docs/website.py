@@ -7,7 +7,7 @@
 
 The sources are the pages as they lie in the repository (README, docs/*.md with their Chinese twins, notebooks) and
 docstrings. docs/index.md alone says which pages there are and in which order: the contents of the site and llms.txt are
-made of its tables.
+made of its tables. The site opens with the explorer, and each page of words begins with a link to it.
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ def read_source(app: Any, page: str, source: list[str]) -> None:
     if page.startswith("docs/") and (ROOT / f"{twin}.md").exists():
         word = "English" if page.endswith(".zh-CN") else "中文"
         source[0] = re.sub(r"^(# .+\n)", rf"\1\n[{word}]({Path(twin).name}.md)\n", source[0], count=1)
+    if page in ("README", "README.zh-CN", "docs/explorer", "docs/explorer.zh-CN"):
+        up, chinese = "../" * page.count("/"), page.endswith("zh-CN")
+        said = "在浏览器里试一试：探索页" if chinese else "Try it in your browser: the explorer"
+        link = f'<p><a href="{up}explorer.html#lang={"zh" if chinese else "en"}">{said}</a></p>'
+        source[0] = re.sub(r"^(# .+\n)", rf"\1\n{link}\n", source[0], count=1, flags=re.MULTILINE)
     if page == "README":
         source[0] += contents()
 
@@ -183,6 +188,20 @@ def from_elsewhere(folder: Path) -> Iterator[str]:
                 yield f"{path.relative_to(folder)}: {found[1]}"
 
 
+def write_explorer(out: Path) -> None:
+    """The explorer, with the way to the pages of words; the site opens with it."""
+    from ottava.explorer import explorer_page
+
+    links = (
+        '<p><a href="README.html">ottava: what it is, and all pages</a> · <a href="README.zh-CN.html">中文文档</a></p>'
+    )
+    (out / "explorer.html").write_text(explorer_page().replace("<main>", f"<main>\n{links}", 1), encoding="utf-8")
+    (out / "index.html").write_text(
+        '<!doctype html><meta charset="utf-8"><title>ottava</title>'
+        '<meta http-equiv="refresh" content="0;url=explorer.html"><a href="explorer.html">ottava</a>\n'
+    )
+
+
 def write_llms() -> None:
     """Writes llms.txt; each build does."""
     (ROOT / "llms.txt").write_text(llms(), encoding="utf-8")
@@ -202,10 +221,7 @@ def build(out: Path) -> int:
         if (ROOT / name).exists() and not name.endswith(".ipynb"):  # beside its page, for readers of llms.txt
             shutil.copyfile(ROOT / name, out / name)
     shutil.copyfile(ROOT / "README.md", out / "README.md")
-    (out / "index.html").write_text(
-        '<!doctype html><meta charset="utf-8"><title>ottava</title>'
-        '<meta http-equiv="refresh" content="0;url=README.html"><a href="README.html">ottava</a>\n'
-    )
+    write_explorer(out)
     files = [path for path in out.rglob("*") if path.is_file()]
     pages = [path for path in files if path.suffix == ".html"]
     size = sum(path.stat().st_size for path in files)

@@ -1,6 +1,9 @@
-"""The command line in this process: `run` lets errors through, `ended` is what a shell sees."""
+"""The command line in this process: `run` lets errors through, `ended` is what a shell sees; and its servers."""
 
 from __future__ import annotations
+
+import time
+import urllib.request
 
 import pytest
 
@@ -18,3 +21,15 @@ def ended(*words: object) -> int:
         main(list(map(str, words)))
     assert isinstance(caught.value.code, int)
     return caught.value.code
+
+
+def gone(url: str, seconds: float = 600) -> bool:
+    """Whether nothing answers at an address, now or within that time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(url).close()
+        except OSError:
+            return True
+        time.sleep(0.5)
+    return False

@@ -47,6 +47,17 @@ def test_the_contents_of_the_site_are_those_of_the_index() -> None:
     assert source == ["# Title\n\n[中文](faq.zh-CN.md)\n\ntext\n"]
     website.read_source(None, "docs/glossary", source)
     assert "glossary" not in source[0]
+    website.read_source(None, "docs/explorer.zh-CN", source)
+    assert '\n<p><a href="../explorer.html#lang=zh">' in source[0]
+
+
+def test_the_site_opens_with_the_explorer(tmp_path: Path) -> None:
+    """It is built into the site, is what its first page leads to, and leads to the pages of words."""
+    load().write_explorer(tmp_path)
+    assert "url=explorer.html" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    page = (tmp_path / "explorer.html").read_text(encoding="utf-8")
+    assert page.index('href="README.html"') < page.index("<h1>")
+    assert list(load().from_elsewhere(tmp_path)) == []
 
 
 def test_docstrings_become_what_sphinx_reads() -> None:

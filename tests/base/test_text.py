@@ -5,10 +5,18 @@ import itertools
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ottava.base.text import duration, elide, listed, number, progress, rounded_alike, signed, to_json
+from ottava.interop.contents import read_entries
+from ottava.interop.importers import import_run
+from ottava.prove.order import of_sum, reveal
+from ottava.record.reader import Run
+from ottava.report.page import payload
 
 
 @pytest.mark.parametrize("exponent", range(-30, 31))
@@ -88,6 +96,29 @@ def test_progress_is_for_terminals_and_for_long_work_alone(monkeypatch: pytest.M
     assert [next(taken) for _ in range(4)] == [0, 1, 2, 3]
     assert re.search(r"\rmeasuring: 3 done\r {17}\r$", stream.getvalue())  # a caller may print now
     taken.close()
+
+
+def test_long_commands_tell_a_terminal_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """order, inspect, import and the page of a report, on a clock by which each step takes two seconds."""
+    log = tmp_path / "te" / "nvdlfw_inspect_statistics_logs"
+    log.mkdir(parents=True)
+    for rank in (0, 1):
+        (log / f"nvdlfw_inspect_globalrank-{rank}.log").write_text(
+            "INFO - layers.0.fc1_activation_std iteration=000001 value=2.0\n"
+        )
+    for name in "ab":
+        save_file({name: torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    clock = itertools.count(0, 2)
+    monkeypatch.setattr("ottava.base.text.time.monotonic", lambda: next(clock))
+    for act, doing in (
+        (lambda: reveal(of_sum(lambda terms: terms.sum(-1), 8)), "asking for the order of sums"),
+        (lambda: list(read_entries(tmp_path)), "reading files"),
+        (lambda: import_run(tmp_path / "te", tmp_path / "run", recipe="tensorwise"), "reading files"),
+        (lambda: payload(Run.open(tmp_path / "run").table(phase=None)), "making the page"),
+    ):
+        monkeypatch.setattr("sys.stderr", stream := Terminal())
+        act()
+        assert re.search(rf"{doing}: \d+ of \d+, .* left", stream.getvalue()), doing
 
 
 def _left(done: int) -> str:

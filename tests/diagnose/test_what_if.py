@@ -65,7 +65,7 @@ def test_names_the_recipe_that_helps(outliers: Table) -> None:
     assert cheapest(found) == {"fc2": "rowwise_with_gw_hp", "fc1": "delayed"}
     (bad,) = [p for p in found if (p.layer, p.recipe, p.direction) == ("fc2", "tensorwise", "row")]
     assert not bad.clears
-    assert bad.why.startswith("underflow_pct ")
+    assert bad.why.startswith("underflow of ")
     assert bad.underflow_pct > 50
     assert bad.sqnr_db > 30  # blind to it
     assert bad.element_sqnr_db < 5

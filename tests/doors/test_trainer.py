@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from command import gone
 from hf_samples import hf, made, rows, same, saved
 from ottava.base.errors import PoisonError
 from ottava.diagnose.diagnose import diagnose
@@ -56,6 +60,25 @@ def trainer(folder: Path, callback: OttavaCallback | None, model: Any = None, **
 
 def of(line: dict[str, Any], key: str) -> Any:
     return line[f"ottava/{key}"]
+
+
+def test_a_live_page_follows_the_training_and_ends_with_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`live=True` is the page of `ottava watch --live`: one process beside the training, gone some seconds after it."""
+    monkeypatch.setenv("CI", "1")  # opens no browser
+    told, pages = [""], []
+
+    def look(line: Any) -> bool:
+        while not (found := re.search(r"ottava live: (http://127\.0\.0\.1:\d+/\S+/)\n", told[0])):
+            time.sleep(0.1)
+            told[0] += capfd.readouterr().err
+        pages.append((found[1], urllib.request.urlopen(found[1]).read()))
+        return True
+
+    trainer(tmp_path, OttavaCallback(live=True, stop_when=look), max_steps=2).train()
+    assert b"ottava report" in pages[0][1]
+    assert gone(pages[0][0]), "the server outlived the training"
 
 
 def test_the_numbers_reach_a_logger_and_the_history(tmp_path: Path, logger: Recorder) -> None:

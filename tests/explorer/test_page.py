@@ -49,48 +49,7 @@ def test_every_format_and_recipe_is_in_the_tables_and_none_in_the_scripts() -> N
     assert told == {"mxfp8", "mxfp4", "guarded", "four_over_six", "ms_eden"}  # the first two to train, and three rules
 
 
-ACT = """
-const change = (id, value) => { $(id).value = value; $(id).dispatchEvent(new Event('input')); };
-const texts = (row) => [...row.cells].map((cell) => cell.textContent);
-const row = (table, name) => [...$(table).tBodies[0].rows].map(texts).find(([first]) => first === name);
-const answer = {};
-change('exact', 500);
-answer.clipped = row('codes', 'E4M3');
-change('exact', '0.001');
-answer.subnormal = row('codes', 'E4M3');
-change('octaves', 20);
-answer.tensorwise = row('recipes', 'tensorwise');
-answer.mxfp8 = row('recipes', 'mxfp8');
-$('before').firstChild.dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowDown' }));
-answer.moved = $('because').textContent;
-const press = (host, x, y) => {
-  const { left, top, width, height } = host.firstChild.getBoundingClientRect();
-  const place = { bubbles: true, clientX: left + x * width, clientY: top + y * height };
-  for (const kind of ['pointerdown', 'pointerup']) host.firstChild.dispatchEvent(new PointerEvent(kind, place));
-};
-press($('before'), 0.001, 0.001);
-answer.corner = ['x', 'y'].map((name) => $('before').querySelector('.outlier').getAttribute(name));
-press($('line'), 1, 0.5);
-answer.dragged = [$('exact').value];
-$('go').click();
-const drop = async (name) => {
-  const transfer = new DataTransfer();
-  transfer.items.add(new File([FILES[name]], name));
-  $('file').files = transfer.files;
-  $('file').dispatchEvent(new Event('change'));
-  while (!$('read').textContent.startsWith(name)) await new Promise((done) => setTimeout(done, 20));
-  answer[name] = [$('read').textContent, ...[...$('column').options].map((o) => o.value)];
-};
-(async () => {
-  for (const name in FILES) await drop(name);
-  while (!/A .*B /.test($('told').textContent)) await new Promise((done) => setTimeout(done, 20));
-  answer.told = $('told').textContent;
-  document.querySelector('[data-tongue="zh-CN"]').click();
-  const { lang } = document.documentElement;
-  answer.chinese = [document.querySelector('h1').innerText, texts($('codes').rows[0])[0], lang];
-  document.title = JSON.stringify(answer);
-})();
-"""
+ACT = Path(__file__).with_name("act.js").read_text(encoding="utf-8")
 
 
 def run_files(folder: Path) -> dict[str, str]:
@@ -115,13 +74,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     page = folder / "page.html"
     page.write_text(explorer_page().replace("</body>", f"<script>{act}</script></body>"), encoding="utf-8")
     frames = "".join(f'<iframe width="{width}" height="800" src="page.html"></iframe>' for width in WIDTHS)
-    script = """const look = () => {
-      const pages = [...document.querySelectorAll('iframe')].map((f) => f.contentDocument);
-      if (!pages.every(({ title }) => title.startsWith('{'))) return setTimeout(look, 100);
-      const over = pages.map(({ documentElement: d }) => d.scrollWidth - d.clientWidth);
-      document.title = JSON.stringify({ ...JSON.parse(pages[0].title), over });
-    };
-    onload = look"""
+    script = Path(__file__).with_name("frames.js").read_text(encoding="utf-8")
     frame = folder / "frame.html"
     frame.write_text(f"<!doctype html><title></title><body>{frames}<script>{script}</script>", encoding="utf-8")
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
@@ -162,6 +115,11 @@ def test_a_file_of_a_run_is_read_and_its_torn_line_ignored(answers: dict[str, li
     left_out = "hostile: lines 2, columns 2; left out, because they are no JSON objects: 1."
     assert answers["hostile"] == [left_out, "__proto__", "<b>"]
     assert answers["notes.txt"][0].startswith("notes.txt: no line with a step and a number was found in 2 lines.")
+
+
+def test_a_folder_of_a_run_is_read_whole(answers: dict[str, list[str]]) -> None:
+    """Files of a run at its top, of all batches that the browser lists; not others, nor folders."""
+    assert answers["folder"] == ["run/ metrics.jsonl, amax.jsonl: lines 12, columns 7.", "loss", "fc.input"]
 
 
 def test_the_page_speaks_chinese_and_is_never_wider_than_a_phone(answers: dict[str, list[str]]) -> None:

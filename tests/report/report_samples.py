@@ -96,16 +96,17 @@ def _write(writer: RunWriter, step: int, tallies: dict[Any, Tally], recipe: str)
 
 def events(steps: int, layer: str) -> list[tuple[int, str, dict[str, Any]]]:
     """What a watch would have noted."""
-    half = steps // 2
+    half, place = steps // 2, {"layer": layer, "tensor": "input"}
     return [
-        (half + 3, "trigger", {"reason": "clipping", "value": 0.00013, "threshold": 1e-5, "layer": layer}),
+        (half + 3, "trigger", {"reason": "clipping", "value": 0.00013, "threshold": 1e-5, **place}),
         (half + 3, "burst", {"until": half + 9}),
-        (half + 4, "dump", {"file": "dumps/step-34.safetensors", "layer": layer, "tensor": "input", "nbytes": 65536}),
-        (half + steps // 5, "trigger", {"reason": "row_sqnr", "value": 14.2, "threshold": 15.0, "layer": layer}),
+        (half + 4, "dump", {"file": "dumps/step-34.safetensors", "nbytes": 65536, **place}),
+        (half + steps // 5, "trigger", {"reason": "row_sqnr", "value": 14.2, "threshold": 15.0, **place}),
+        (half + 5, "overhead", {"share": 0.548, "every": 50, "light_every": 2}),
         (
             steps - 2,
             "fallback",
-            {"layer": layer, "from": "delayed", "to": "bf16", "why": "underflow", "applied": False},
+            {"layer": layer, "gemm": "fprop", "from": "delayed", "to": "bf16", "why": "underflow", "applied": False},
         ),
     ]
 
@@ -219,30 +220,16 @@ def diagnosis_of(layer: str, step: int) -> dict[str, Any]:
 def comparison_of(layer: str, step: int) -> dict[str, Any]:
     """A Comparison as a dict."""
     effect = {"layer": layer, "tensor": "input", "direction": "row"}
+    names = ("metric", "good", "bad", "effect", "bits", "unit")
     return {
         "config": [{"key": "lr", "good": 0.001, "bad": 0.003}],
         "loss": {"left_at": step + 4, "diverged_at": step + 10, "good": 0.31, "bad": 2.4, "gap": 674.0},
         "ranked": [
-            {
-                **effect,
-                "metric": "underflow_pct",
-                "good": 0.02,
-                "bad": 61.7,
-                "effect": 61.68,
-                "bits": 8.0,
-                "unit": "pp",
-                "step": step,
-            },
-            {
-                **effect,
-                "metric": "sqnr_db",
-                "good": 31.4,
-                "bad": 35.0,
-                "effect": 3.6,
-                "bits": 2.0,
-                "unit": "dB",
-                "step": step,
-            },
+            {**effect, **dict(zip(names, values, strict=True)), "step": step}
+            for values in (
+                ("underflow_pct", 0.02, 61.7, 61.68, 8.0, "pp"),
+                ("sqnr_db", 31.4, 35.0, 3.6, 2.0, "dB"),
+            )
         ],
         "first": {
             "step": step - 10,

@@ -18,7 +18,6 @@ from ottava.measure.statistics import STATISTICS
 from ottava.record.reader import Run
 from ottava.report.grid import Grid
 from ottava.report.page import render_report
-from page_checker import Checker
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -48,14 +47,7 @@ def together(addresses: Mapping[str, str], folder: Path) -> dict[str, str]:
     frames = "".join(
         f'<iframe width="1280" height="2000" src="{markup.escape(place)}"></iframe>' for place in addresses.values()
     )
-    script = """onload = () => setTimeout(() => {
-      for (const frame of document.querySelectorAll('iframe')) {
-        const copy = document.createElement('textarea');
-        copy.textContent = frame.contentDocument.documentElement.outerHTML;
-        document.body.append(copy);
-      }
-      document.documentElement.dataset.drawn = 'yes';
-    }, 20000)"""
+    script = Path(__file__).with_name("together.js").read_text(encoding="utf-8")
     page = folder / "together.html"
     page.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}<script>{script}</script></body>")
     texts = [markup.unescape(text) for text in re.findall("<textarea>(.*?)</textarea>", dom(page), re.DOTALL)]
@@ -99,30 +91,7 @@ def slot_of(grid: Grid, layer: str, tensor: str) -> int:
 QKV, DOWN = "layers.0.self_attn.qkv_proj", "layers.1.mlp.down_proj"
 
 
-PRESS = """for (const key of ['ArrowRight', 'ArrowRight', 'ArrowDown', 'ArrowLeft']) document.querySelector('#heat svg')
-.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true })); document.title = location.hash;"""
-WEIGHT = "const s = document.getElementById('tensor'); s.value = 'weight'; s.dispatchEvent(new Event('change'))"
-MOVE = "const s = document.getElementById('shift'); s.value = {}; s.dispatchEvent(new Event('input'))"
-CHANGE = "const f = document.getElementById('format'); f.value = 'E5M2'; f.dispatchEvent(new Event('input'));"
-ZOOM = "const f = document.getElementById('from'); f.value = 11; f.dispatchEvent(new Event('change'));"
-LINEAR = "const l = document.getElementById('log'); l.checked = !l.checked; l.dispatchEvent(new Event('change'));"
-GOOD = "const r = document.getElementById('run'); r.value = 'good'; r.dispatchEvent(new Event('change'));"
-DRAG = """const svg = document.querySelector('#loss svg'), box = svg.getBoundingClientRect(), clientY = box.top + 100;
-for (const [name, x] of [['pointerdown', 0.4], ['pointermove', 0.6], ['pointerup', 0.6]])
-  svg.dispatchEvent(new PointerEvent(name, { bubbles: true, clientX: box.left + x * box.width, clientY }));"""
-ACTS = {
-    "zoom": ZOOM,
-    "axis": LINEAR,
-    "good": GOOD,
-    "drag": DRAG,
-    "keys": PRESS,
-    "weight": WEIGHT,
-    "up": MOVE.format(12),
-    "down": MOVE.format(-16),
-    "wide": CHANGE + MOVE.format(-16),
-    "still": MOVE.format(5) + ";document.getElementById('reset').click()",
-    "tab": "document.getElementById('patch-0-1-tab3').click()",
-}
+ACTS = Path(__file__).with_name("acts.js").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +109,11 @@ def documents(page: Path, small_run: Run) -> dict[str, str]:
         "first": FIRST,
     }
     addresses = {name: page.as_uri() + fragment for name, fragment in fragments.items()}
-    for name, script in ACTS.items():
+    for name in re.findall(r"^  (\w+)\(\)", ACTS, re.MULTILINE):
         acting = page.with_name(f"{name}.html")
         seen = "observe(document.documentElement, { attributeFilter: ['data-drawn'] })"  # a busy machine draws late
-        wait = f"<script>new MutationObserver(() => setTimeout(() => {{ {script} }})).{seen}</script></body>"
+        act = f"setTimeout(() => {{ {ACTS} acts.{name}(); }})"
+        wait = f"<script>new MutationObserver(() => {act}).{seen}</script></body>"
         acting.write_text(page.read_text(encoding="utf-8").replace("</body>", wait), encoding="utf-8")
         addresses[name] = acting.as_uri() + FIRST
     return together(addresses, page.parent)
@@ -331,8 +301,8 @@ def test_the_good_run_has_a_heat_map_of_its_own(documents: dict[str, str], good_
 
 
 def test_the_experiment_is_a_picture_and_a_table(opened: str) -> None:
-    """Errors of 5 and 20 % of the gradient, 0.3 times the noise of the batch."""
-    assert drawn(opened, "experiment").count("<circle") == 4
+    """Errors of 5 and 20 % of the gradient, 0.3 times the noise of the batch; those of the good run beside them."""
+    assert drawn(opened, "experiment").count("<circle") == 6
     cell = '<td class="num">{}</td>'.format
     rows = re.findall(cell("(5|20)") + cell("([^<]+)") + cell("([^<]+ %)"), opened)
     assert rows == [("5", "5.00 %", "16.7 %"), ("20", "20.0 %", "66.7 %")]
@@ -365,12 +335,25 @@ def test_tabs_show_the_other_patches(documents: dict[str, str]) -> None:
     assert panels == [' hidden=""', ' hidden=""', "", ' hidden=""']
 
 
-def test_page_is_whole_without_a_script(page: Path) -> None:
-    """What agents and screen readers read: worst tensors, losses and findings are there before any script runs."""
-    source = page.read_text(encoding="utf-8")
-    text = Checker(source).text
-    assert "The strip in words" in text
-    assert np.all([name in text for name in ("layers.0.self_attn.qkv_proj", LAYER, "underflow_pct")])
+def test_a_good_run_is_beside_the_bad_one_in_every_picture_of_steps(opened: str) -> None:
+    """Loss, gradient norm, experiment, alarming tensors, the statistic and amax: a curve of each run."""
+    for name in ("loss", "norm", "experiment", "strip", "curve", "scales"):
+        picture = drawn(opened, name)
+        assert re.search(r"good run(, %)?</text>", picture), name
+        assert len(re.findall(r'<path class="curve (?:faint|s3)"', picture)) >= 2, name  # its line and its key
+    assert "good run" in drawn(opened, "heat") or '<option value="good">' in opened  # a map of its own
+
+
+def test_a_pointer_on_one_picture_shows_its_step_in_all(documents: dict[str, str]) -> None:
+    """One vertical line in each picture of the axis, at one place; none before."""
+    line = r'<line class="cross"[^>]*visibility="visible"[^>]*>'
+    places = {}
+    for name in ("loss", "norm", "experiment", "strip", "heat", "curve"):
+        assert not re.search(line, drawn(documents["first"], name)), name
+        found = re.search(line, drawn(documents["hover"], name))
+        assert found is not None, name
+        places[name] = re.search(r'x1="([\d.]+)"', found[0])[1]  # type: ignore[index]
+    assert len({places[name] for name in ("loss", "norm", "experiment", "strip", "heat")}) == 1, places
 
 
 def test_pictures_speak_the_language_of_the_page(page: Path, tmp_path: Path) -> None:

@@ -69,10 +69,12 @@ def test_page_says_all_that_is_known(whole: str) -> None:
         "2.13 % of the run's time",
         "'small model.yaml'",
         "torch 2.13.0",
-        "reason clipping, value 1.30e−4",
+        "the cast clipped 0.0130 % of X of layers.2.mlp.down_proj",
         "It leaves 14 steps before the loss",
         "rowwise",
         "not converted",
+        "The strip in words",
+        "underflow_pct",
     ):
         assert words in text, words
 

@@ -19,17 +19,19 @@ from ottava.base.errors import need_known
 LANGUAGES = ("en", "zh")
 _WORD = re.compile(r"(?<![\w./`=])(?!(?:fprop|dgrad|wgrad)\b)[A-Za-z]{2,}(?![\w/`=(]|\.\w)")
 _HOLE = re.compile(r"\{\d*\}")
-_MARGIN = re.compile(r"\s*(?:(?:\d+\.|[a-h]\)) )?")
+_MARGIN = re.compile(r"\s*(?:(?:\d+\.|[a-h]\)|[A-Z]\d+[a-z]?) +)?")
 _SENTENCE = re.compile(r"(?<=[.!?]) ")
 _UNTOUCHED = re.compile(r"(<(script|style|code|pre)\b.*?</\2>)", re.DOTALL)
 
+_SURE = 20
 _TOOLTIPS = re.compile(r'data-chart="([^"]*)"')
 
 
 class _Said(NamedTuple):
     text: str
     left: int
-    """Letters that stayed English. A text of which more than half would stay is not translated at all."""
+    """Letters that stayed English. A text of which more than half would stay is not translated at all, unless _SURE
+    letters are: the rest is a quotation, such as an error of torch."""
 
 
 class Language:
@@ -67,7 +69,7 @@ class Language:
         said = begun = start[0] if start else ""
         for sentence in _SENTENCE.split(line[len(said) :].rstrip()):
             found, title = self._whole(sentence), self._whole(sentence.removesuffix("."))
-            if title is not None and (found is None or title.left <= found.left) and sentence.endswith("."):
+            if title is not None and (found is None or title.left < found.left) and sentence.endswith("."):
                 found = _Said(title.text + "。", title.left)
             said += ("" if said == begun or said.endswith("。") else " ") + (found.text if found else sentence)
         return said
@@ -79,9 +81,18 @@ class Language:
             self._known[text] = None  # a template within itself ends here
             near = ((pattern, other) for words, pattern, other in self._templates if words in text)
             ways = [way for pattern, other in near for way in self._ways(text, pattern, other)]
-            best = min(ways, key=lambda way: way.left, default=None)
-            self._known[text] = best if best is not None and 2 * best.left <= _letters(text) else None
+            best = min([*ways, *self._clauses(text)], key=lambda way: way.left, default=None)
+            much = best is not None and (2 * best.left <= (whole := _letters(text)) or whole - best.left >= _SURE)
+            self._known[text] = best if much else None
         return self._known[text]
+
+    def _clauses(self, text: str) -> Iterator[_Said]:
+        """The text as clauses or names, each said by itself; brackets are not torn."""
+        for joint, mark in (("; ", "；"), (", ", "、")):
+            parts = text.split(joint)
+            if len(parts) > 1 and all(part.count("(") == part.count(")") for part in parts):
+                said = [self._whole(part) or _Said(part, _letters(part)) for part in parts]
+                yield _Said(mark.join(one.text for one in said), sum(one.left for one in said))
 
     def _ways(self, text: str, pattern: re.Pattern[str], other: str) -> Iterator[_Said]:
         if (whole := pattern.fullmatch(text)) is not None:
@@ -137,8 +148,8 @@ class Language:
 
 
 def _least(entry: tuple[str, str]) -> int:
-    """The longest template first: of two ways to say a sentence that leave as much, the first counts."""
-    return -len(entry[0])
+    """The template of most letters first: of two ways to say a sentence that leave as much, the first counts."""
+    return -len(entry[0].replace("{}", ""))
 
 
 def _letters(text: str) -> int:

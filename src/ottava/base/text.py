@@ -6,10 +6,12 @@ from zero, and `report.page` packs numbers so that both sides round alike.
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import html
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -40,6 +42,22 @@ def number(value: float | None, unit: str = "") -> str:
     if unit in _COUNTS:
         return f"{sign}{size:,.0f}"
     return sign + _three_digits(size) + tail
+
+
+def without_powers(value: Any) -> Any:
+    """A text with 1,000 in place of 1e+03; of dicts, lists and dataclasses the texts, but not the code of a patch.
+
+    Example:
+        >>> without_powers(["1.2e+03 times", {"patch": "lr=1e+03", "text": "-2.5e+04, 1e-05 and a1e+03"}])
+        ['1,200 times', {'patch': 'lr=1e+03', 'text': '-25,000, 1e-05 and a1e+03'}]
+    """
+    if isinstance(value, str):
+        return re.sub(r"(?<![\w.])\d(\.\d+)?e\+(0\d|1[0-4])\b", lambda found: f"{float(found[0]):,.0f}", value)
+    if isinstance(value, dict):
+        return {key: one if key == "patch" else without_powers(one) for key, one in value.items()}
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **without_powers(vars(value)))  # type: ignore[type-var]  # no class
+    return [*map(without_powers, value)] if isinstance(value, list) else value
 
 
 def _three_digits(size: float) -> str:

@@ -39,9 +39,16 @@ SpeaksOption = Annotated[
 """The option of commands whose sentences, or page, there are in Chinese, too."""
 
 
-def answer(as_json: bool, values: Mapping[str, Any], text: object) -> None:
+def answer(as_json: bool, values: Mapping[str, Any], text: object, language: str = "en") -> None:
     """Prints the result of a command: one JSON object with a schema version, or its text."""
-    typer.echo(to_json({"schema_version": 1, **values}) if as_json else str(text))
+    typer.echo(to_json({"schema_version": 1, **values}) if as_json else spoken(str(text), language))
+
+
+def spoken(text: str, language: str) -> str:
+    """A text of a command in the language of its --lang."""
+    from ottava.base.language import Language
+
+    return Language(language)(text)
 
 
 def print_table(

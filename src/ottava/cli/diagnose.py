@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from ottava.base.text import columns, to_json
+from ottava.base.text import columns
 from ottava.cli.console import SpeaksOption, answer
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ def diagnose(
     Exit code 1 if a finding is at least as severe as --fail-on.
     """
     from ottava.base.errors import need_known
-    from ottava.base.language import Language
     from ottava.diagnose.diagnose import diagnose as explain
     from ottava.diagnose.remedies import FRAMEWORKS
     from ottava.record.reader import Run
@@ -66,7 +65,7 @@ def diagnose(
         ("--for", framework, FRAMEWORKS),
     ):
         need_known("", f"value of {option}", value, (None, *choices))
-    good, say = None if baseline is None else Run.open(baseline), Language(language)
+    good = None if baseline is None else Run.open(baseline)
     bad = Run.open(run)
     if not len(bad.steps["step"]) and not len(bad.table(phase=None)):
         raise ValueError(
@@ -83,7 +82,7 @@ def diagnose(
             came = str(error)
         remedies[0]["text"] += f" {came[:1].upper()}{came[1:]}"
     values = {"schema_version": SCHEMA_VERSION, "run": str(run), **result.to_dict()}
-    typer.echo(to_json(values) if as_json else say(_text(result, every)))
+    answer(as_json, values, _text(result, every), language)
     return 1 if fail_on != "never" and result.fails(fail_on) else 0
 
 
@@ -103,8 +102,8 @@ def _text(result: Diagnosis, every: bool) -> str:
         lines += ["", "Triage"]
         for step in result.questions:
             needs = f" (needs {'; '.join(step['needs'])})" if step["needs"] else ""
-            said = f"  {step['say']}" if step["say"] else ""
-            lines.append(f"  {step['id']:4} {step['question']} {step['answer']}{needs}{said}")
+            said = f"{step['answer'].capitalize()}{needs}. {step['say']}".rstrip()
+            lines.append(f"  {step['id']:4} {step['question']} {said}")
         lines += ["", f"Laws: {result.tested} tested" + (", not tested:" if result.untested else "")]
         lines += [f"  {law['id']:4} {law['title']}: needs {law['needs']}" for law in result.untested]
     else:
@@ -149,15 +148,13 @@ def compare(
 
     Exit code 1 if the loss or a tensor of the bad run left the band of the good one.
     """
-    from ottava.base.language import Language
     from ottava.diagnose.compare import compare as compare_runs
     from ottava.record.reader import Run
 
     runs = [Run.open(path) for path in (good, bad, *(control or ()))]
     result = compare_runs(runs[0], runs[1], align=align, controls=runs[2:])
     values = {"schema_version": SCHEMA_VERSION, "good": str(good), "bad": str(bad), **result.to_dict()}
-    say = Language(language)
-    typer.echo(to_json(values) if as_json else say(_compared(result, top)))
+    answer(as_json, values, _compared(result, top), language)
     return 1 if result.diverged else 0
 
 
@@ -209,6 +206,7 @@ def bisect(
     target: Annotated[
         str, Option("--target", metavar="gradient|loss", help="Quantity to compare with high precision.")
     ] = "gradient",
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Replay one batch with parts of the recipe off, and name the GEMM, the layer and the operand that err most.
@@ -225,7 +223,8 @@ def bisect(
     from ottava.experiments.bisect import bisect as search
 
     if path.is_file() and path.parent.name != "checkpoints":
-        return _operands(path, accumulator, as_json=as_json)
+        answer(as_json, *_operands(path, accumulator), language)
+        return 0
     checkpoint, config = _open(path)
     model, loss, data, states, position = _load(checkpoint, config, step, batch)
 
@@ -238,7 +237,7 @@ def bisect(
         model, data, loss, recipe, target=quantity, random=states, on_probe=listener, accumulator=accumulator
     )
     facts = {"checkpoint": str(checkpoint.path), "step": position, **result.to_dict()}
-    answer(as_json, facts, f"{checkpoint.path}, batch of step {position}\n\n{result}")
+    answer(as_json, facts, f"{checkpoint.path}, batch of step {position}\n\n{result}", language)
     return 1 if result.suspect is not None and not result.spread else 0
 
 
@@ -320,8 +319,8 @@ def _load(
     return model, loss, data, states, position
 
 
-def _operands(path: Path, accumulator: str | None, *, as_json: bool) -> int:
-    """Prints the error of each GEMM of a dump, with one operand cast and with both."""
+def _operands(path: Path, accumulator: str | None) -> tuple[dict[str, Any], str]:
+    """The error of each GEMM of a dump, with one operand cast and with both."""
     from ottava.experiments.bisect import probe_gemms
     from ottava.record.dumps import DumpError, GemmDump, read_dump
 
@@ -330,8 +329,7 @@ def _operands(path: Path, accumulator: str | None, *, as_json: bool) -> int:
         raise DumpError(f"{path}: is not a dump of GEMM operands; dump a layer's x, w and dy with Dumper.dump_gemms")
     probes = probe_gemms(dump, dump.recipe if accumulator is None else dump.recipe.under(accumulator))
     facts = {"layer": dump.layer, "step": dump.step, "recipe": dump.recipe.name}
-    answer(as_json, facts | {"gemms": [probe.to_dict() for probe in probes]}, _table(dump, probes))
-    return 0
+    return facts | {"gemms": [probe.to_dict() for probe in probes]}, _table(dump, probes)
 
 
 def _table(dump: GemmDump, probes: list[Any]) -> str:
@@ -358,6 +356,7 @@ def what_if(
         str | None,
         Option("--layers", metavar="PATTERN", help="Only these layers, with numbers of every tensor: *.down_proj"),
     ] = None,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Predict the error of every recipe in every tensor of a run, without another run.
@@ -397,7 +396,7 @@ def what_if(
         "cheapest": best,
         "predictions": [prediction.to_dict() for prediction in predictions],
     }
-    answer(as_json, values, _predicted(run, predictions, best, detailed=layers is not None))
+    answer(as_json, values, _predicted(run, predictions, best, detailed=layers is not None), language)
     return 1 if None in best.values() else 0
 
 

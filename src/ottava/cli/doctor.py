@@ -18,7 +18,7 @@ import typer
 from typer import Argument, Option
 
 from ottava.base.text import columns, progress
-from ottava.cli.console import answer
+from ottava.cli.console import SpeaksOption, answer
 
 if TYPE_CHECKING:
     from ottava.bench.method import Run
@@ -31,7 +31,10 @@ TOLERANCE = 2.0**-8
 a larger error."""
 
 
-def doctor(as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False) -> int:
+def doctor(
+    language: SpeaksOption = "en",
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
     """Show this machine and the kernels of each recipe on it, and check the results of these kernels.
 
     Doctor runs every GEMM of every recipe on random numbers. The codes of the operands must equal those of the
@@ -45,7 +48,7 @@ def doctor(as_json: Annotated[bool, Option("--json", help="Print the result as o
     a C++ compiler.
     """
     result = examine()
-    answer(as_json, result, report(result))
+    answer(as_json, result, report(result), language)
     wrong = any(row["check"] != "ok" for row in result["recipes"])
     return WRONG if wrong else MISSING if result["lost"] else 0
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from ottava.cli.console import answer
+from ottava.cli.console import SpeaksOption, answer
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ottava.nn.plan import Device
 
+Told = tuple[dict[str, Any], object]
 _VOCABULARY = 128_256  # of Llama 3
 
 
@@ -42,6 +43,7 @@ def plan(
     history: Annotated[
         Path | None, Option(metavar="RUN", help="Folder of a run with a recipe that predicts scales.")
     ] = None,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Predict which linear layers of a model gain from FP8, or rank amax histories for a recorded run.
@@ -70,18 +72,19 @@ def plan(
         raise ValueError("plan: --optimizer is for --memory; give both")
     if bool(world) != bool(mesh) or (world and (memory or history is not None)):
         raise ValueError("plan: --world and --mesh go together, with a MODEL, without --memory")
+    if memory and history is not None:
+        raise ValueError("plan: --memory is for a MODEL; got --history")
     if world:
-        return _plan_fleet(model, tokens, recipe, device, world, mesh, microbatches, as_json)
-    if memory:
-        if history is not None:
-            raise ValueError("plan: --memory is for a MODEL; got --history")
-        return _plan_memory(model, tokens, recipe, optimizer or [], as_json)
-    if history is None:
-        return _plan_model(model, tokens, recipe, device, as_json)
-    return _plan_history(history, as_json)
+        found = _plan_fleet(model, tokens, recipe, device, world, mesh, microbatches)
+    elif memory:
+        found = _plan_memory(model, tokens, recipe, optimizer or [])
+    else:
+        found = _plan_model(model, tokens, recipe, device) if history is None else _plan_history(history)
+    answer(as_json, *found, language)
+    return 0
 
 
-def _plan_model(name: str, tokens: int, recipe: str, device: Path | None, as_json: bool) -> int:
+def _plan_model(name: str, tokens: int, recipe: str, device: Path | None) -> Told:
     import torch
 
     from ottava.nn.convert import plan_model
@@ -89,13 +92,12 @@ def _plan_model(name: str, tokens: int, recipe: str, device: Path | None, as_jso
     with torch.device("meta"):  # the weights need no memory: only their shapes are read
         model = _build(name)
     result = plan_model(model, recipe, tokens=tokens, device=_device(device))
-    answer(as_json, {"model": name, **result.to_dict()}, result)
-    return 0
+    return {"model": name, **result.to_dict()}, result
 
 
 def _plan_fleet(
-    name: str, tokens: int, recipe: str, device: Path | None, world: int, mesh: str, microbatches: int, as_json: bool
-) -> int:
+    name: str, tokens: int, recipe: str, device: Path | None, world: int, mesh: str, microbatches: int
+) -> Told:
     import torch
 
     from ottava.nn.convert import convert
@@ -113,8 +115,7 @@ def _plan_fleet(
     whole = memory(model, AdamW(model.parameters(), master="fp32"), tokens=tokens)
     prediction = predict(model, whole, shape, tokens=tokens, device=_device(device))
     values = {"model": name, "recipe": recipe, **prediction.to_dict()}
-    answer(as_json, values, f"{name}, recipe {recipe!r}, {mesh}\n{prediction}")
-    return 0
+    return values, f"{name}, recipe {recipe!r}, {mesh}\n{prediction}"
 
 
 def _device(name: Path | None) -> Device | None:
@@ -123,7 +124,7 @@ def _device(name: Path | None) -> Device | None:
     return None if name is None or str(name).lower() == "h200" else Device.read(name)
 
 
-def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str], as_json: bool) -> int:
+def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str]) -> Told:
     import torch
 
     from ottava.base.settings import apply_override
@@ -148,8 +149,7 @@ def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str], as_js
     values |= {"memory": needed.to_dict(), "bf16": usual.to_dict(), "share_of_bf16": share}
     text = f"{name}, recipe {recipe!r}, {', '.join(f'{key} {value}' for key, value in tree.items())}\n{needed}\n"
     text += f"{share:.2f} of the {usual.state:,} bytes of BF16 with AdamW's masters and moments in FP32"
-    answer(as_json, values, text)
-    return 0
+    return values, text
 
 
 def _build(name: str, *, whole: bool = False) -> nn.Module:
@@ -185,7 +185,7 @@ def _build(name: str, *, whole: bool = False) -> nn.Module:
     return model
 
 
-def _plan_history(history: Path, as_json: bool) -> int:
+def _plan_history(history: Path) -> Told:
     from ottava.diagnose.history import replay
     from ottava.record.amaxes import RecordingError, read_series
 
@@ -195,5 +195,4 @@ def _plan_history(history: Path, as_json: bool) -> int:
     result = replay(recording)
     layers = len({tensor.layer for tensor in recording.tensors})
     what = f"{history}: {len(recording.steps):,} steps, {len(recording.tensors)} tensors of {layers} layers"
-    answer(as_json, {"run_dir": str(history), **result.to_dict()}, f"{what}\n\n{result}")
-    return 0
+    return {"run_dir": str(history), **result.to_dict()}, f"{what}\n\n{result}"

@@ -59,6 +59,7 @@ def train(
         bool, Option("--watch", help="Record statistics of every cast in the run folder; --set watch.every=10")
     ] = False,
     live: Annotated[bool, Option("--live", help="As --watch, and serve the report to this machine meanwhile.")] = False,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
     print_config: Annotated[bool, Option("--print-config", help="Print all settings and exit.")] = False,
 ) -> int:
@@ -92,7 +93,7 @@ def train(
         trainer = Trainer(resolved, folder, resume=resume)
         finished, stopped = _run(trainer, resolved, stopping, progress_on_stderr=as_json)
     if trainer.ranks.first:
-        answer(as_json, _result(trainer, resolved, interrupted=not finished), _summary(trainer, resolved))
+        answer(as_json, _result(trainer, resolved, interrupted=not finished), _summary(trainer, resolved), language)
     if not finished:
         command = f"ottava train --resume --run-dir {shlex.quote(str(folder))}"
         return say_saved(stopped, command, quiet=not trainer.ranks.first)

@@ -21,7 +21,7 @@ import typer
 from typer import Argument, Option
 
 from ottava.base.text import to_json
-from ottava.cli.console import SpeaksOption, answer, open_page, stop_on_interrupt, write_file
+from ottava.cli.console import SpeaksOption, answer, open_page, spoken, stop_on_interrupt, write_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -79,6 +79,7 @@ def watch(
         int | None, Option(metavar="N", help="Snapshot every N steps, to replay a spike without casts [0: none].")
     ] = None,
     live: Annotated[bool, Option("--live", help="Serve the report to this machine while the script runs.")] = False,
+    language: SpeaksOption = "en",
     append: Annotated[bool, Option("--append", help="Continue the watched run in DIR.")] = False,
     step: Annotated[
         int, Option(metavar="N", help="With --append: optimizer steps done so far. Later records are removed.")
@@ -105,7 +106,7 @@ def watch(
     options |= {"replay": replay, "tensors": tensors.split(",") if tensors is not None else None}
     settings = {name: value for name, value in options.items() if value not in (None, [])}
     session = start(None, out or _folder(command), config, step=step, append=append, **settings)
-    _print_summary(session, code := run_inside(session, command), as_json=as_json)
+    _print_summary(session, code := run_inside(session, command), language, as_json=as_json)
     return code
 
 
@@ -148,7 +149,7 @@ def _folder(command: list[str]) -> Path:
     return Path("runs") / f"watch-{script}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def _print_summary(session: Watch, code: int, *, as_json: bool) -> None:
+def _print_summary(session: Watch, code: int, language: str, *, as_json: bool) -> None:
     """Prints the summary of the watch: JSON on stdout, or text on stderr, where the script's output is not."""
     if session.rank != 0:
         return
@@ -164,17 +165,12 @@ def _print_summary(session: Watch, code: int, *, as_json: bool) -> None:
     if as_json:
         answer(True, facts, "")
         return
-    typer.echo(
-        f"ottava watch: {facts['steps']} steps, {facts['layers_seen']} of {facts['layers']} linear layers seen, "
-        f"{100 * session.overhead:.1f}% of the time; {session.folder}",
-        err=True,
-    )
+    said = f"ottava watch: {facts['steps']} steps, {facts['layers_seen']} of {facts['layers']} linear layers seen, "
+    said += f"{100 * session.overhead:.1f}% of the time; {session.folder}"
     if not session.steps_done:
-        typer.echo(
-            "ottava watch: no torch optimizer finished a step in this process, so the watch recorded nothing. It does "
-            "not follow a script into processes that the script starts (mp.spawn): use torchrun",
-            err=True,
-        )
+        said += "\nottava watch: no torch optimizer finished a step in this process, so the watch recorded nothing. It "
+        said += "does not follow a script into processes that the script starts (mp.spawn): use torchrun"
+    typer.echo(spoken(said, language), err=True)
 
 
 def import_run(
@@ -284,6 +280,7 @@ def table(
     steps: _Steps = "",
     statistics: Annotated[str | None, Option(metavar="A,B", help="Columns in place of the usual ones, or all.")] = None,
     ranks: Annotated[bool, Option("--ranks", help="A line for each rank, in place of merged numbers.")] = False,
+    language: SpeaksOption = "en",
     form: Annotated[
         str | None,
         Option("--format", metavar="F", help="text, csv, json or parquet; default: by FILE's name, or text."),
@@ -318,7 +315,8 @@ def table(
         sys.stdout.flush()
     if (hooks := [str(source) for source in chosen["source"]].count("hook")) > 0:
         said = f"{hooks:,} of {len(chosen):,} lines are of simulated casts, beside GEMMs that ran in the model's own"
-        typer.echo(f"{said} precision. Casts that the script writes itself are in `ottava diagnose`.", err=True)
+        said += " precision. Casts that the script writes itself are in `ottava diagnose`."
+        typer.echo(spoken(said, language), err=True)
     return 0
 
 
@@ -436,9 +434,8 @@ def live(
     from ottava.base.language import Language
     from ottava.report.live import follow
 
-    page = Language(language).page
     with stop_on_interrupt() as stopping:
-        follow(run, port=port, say=say, page=page, stopping=stopping, parent=parent)
+        follow(run, port=port, say=say, page=Language(language).page, stopping=stopping, parent=parent)
     return 0
 
 
@@ -458,16 +455,14 @@ def report(
 
     Exit code 1 if the verdict is critical, 4 if RUN is not the folder of a watched run.
     """
-    from ottava.base.language import Language
     from ottava.record.reader import Run
     from ottava.report.page import make_report
 
-    say = Language(language)
     page = make_report(Run.open(run), baseline=None if baseline is None else Run.open(baseline))
     path = page.write(out or run / "report.html", language)
     verdict, sentence, size = page.diagnosis["verdict"], page.diagnosis["sentence"], path.stat().st_size
     values = {"run_dir": str(run), "report": str(path), "bytes": size, "verdict": verdict, "sentence": sentence}
-    answer(as_json, values, f"{say(sentence)}\n{path}  {size / 1000:,.0f} kB")
+    answer(as_json, values, f"{sentence}\n{path}  {size / 1000:,.0f} kB", language)
     if open_it:
         typer.launch(path.resolve().as_uri())
     return int(verdict == "critical")

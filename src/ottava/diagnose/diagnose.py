@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ottava.base.text import data_frame, finite, html_table
+from ottava.base.text import data_frame, finite, html_table, without_powers
 from ottava.diagnose.calls import stale
 from ottava.diagnose.difference import Difference, differences
 from ottava.diagnose.facts import GROUP_SETTINGS, Facts
@@ -172,7 +172,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         remedy["trial"] = {"schedule": [float(x) for x in np.nan_to_num(rates)]}  # type: ignore[arg-type]
     lack = [law for law in LAWS if not facts.has(law.needs)]
     untested = [{"id": law.id, "title": law.title, "needs": NEEDS.get(law.needs, law.needs)} for law in lack]
-    return Diagnosis(
+    found = Diagnosis(
         verdict=next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none"),
         sentence=_sentence(facts, findings, happened, trial, good is not None),
         fp8=trial.part,
@@ -189,6 +189,8 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         tested=len(LAWS) - len(untested),
         coverage_pct=facts.coverage,
     )
+    told: Diagnosis = without_powers(found)
+    return told
 
 
 def _answers(

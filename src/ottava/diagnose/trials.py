@@ -594,8 +594,9 @@ def triage(facts: Facts, good: Facts | None, event: Event | None, trial: Trial) 
     high = first > 1.5 * facts.guess if math.isfinite(facts.guess) and math.isfinite(first) else None
     ask("T0", "Does the run start far above a guess?", high, "Look at initial weights and scales of logits first.",
         "The start is fine.", "a cross-entropy whose classes the watch saw")  # fmt: skip
-    spikes = bool(loss.spikes) if known else None
-    if ask("T1", "Does the loss spike?", spikes, f"{len(loss.spikes)} spikes.", "No spikes.", "losses"):
+    count = len(loss.spikes)
+    seen = f"{count} spike{'s' * (count > 1)}."
+    if ask("T1", "Does the loss spike?", bool(count) if known else None, seen, "No spikes.", "losses"):
         more = None if good is None else loss.spike_rate > 2 * good.loss.spike_rate
         ask("T1b", "Are spikes more frequent than in the good run?", more, "The good run has fewer.",
             "The good run has them, too: look at data and learning rate.", "--baseline RUN")  # fmt: skip

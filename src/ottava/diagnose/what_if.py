@@ -82,6 +82,7 @@ FLOORS = (
     Floor("sqnr_db", "dB", limits.warn_db, above=True, of=_sqnr),
     Floor("element_sqnr_db", "dB", limits.element_db, above=True, of=_element_sqnr),
 )
+_IN_WORDS = MappingProxyType({"underflow_pct": "underflow", "sqnr_db": "SQNR", "element_sqnr_db": "element SQNR"})
 
 
 @dataclass(frozen=True)
@@ -368,9 +369,9 @@ def judged(
         failed = np.flatnonzero(floor.fails(values, spec.format))
         if len(failed):
             worst = int(failed[np.argmin(values[failed]) if floor.above else np.argmax(values[failed])])
-            sign, limit = "<" if floor.above else ">", floor.limit(spec.format)
-            step = int(steps[worst])
-            failures.append(f"{floor.metric} {values[worst]:.1f} {sign} {limit:g} {floor.unit} at step {step}")
+            side, unit = "below" if floor.above else "above", floor.unit
+            found = f"{_IN_WORDS[floor.metric]} of {values[worst]:.1f} {unit} at step {int(steps[worst])}"
+            failures.append(f"{found}, {side} {floor.limit(spec.format):g} {unit}")
     return Prediction(
         *place,
         str(spec),

@@ -45,6 +45,7 @@ class OttavaCallback(TrainerCallback):
             processes the first is asked.
         max_overhead: share of the run's time for the watch: a quarter for looks and facts, a quarter for shadow
             steps, the rest for what every step costs; see docs/doors.md.
+        live: serves the report to a browser on this machine, as `ottava watch --live` does, up to the end of training.
         settings: further fields of WatchConfig, such as `shadow`, the steps from one shadow step to the next.
 
     A further number is one more function in `sources`, which the callback asks at every log.
@@ -56,11 +57,13 @@ class OttavaCallback(TrainerCallback):
         *,
         stop_when: Callable[[Mapping[str, Any]], bool | str] | None = None,
         max_overhead: float = 0.02,
+        live: bool = False,
         **settings: Any,
     ) -> None:
         self.folder, self.stop_when, self.max_overhead = folder, stop_when, max_overhead
         # a Trainer divides each loss
         self.settings = {"max_overhead": max_overhead / 4, "early": False, "loss": "sum", **settings}
+        self.settings |= {"sinks": [*settings.get("sinks", ()), "live"]} if live else {}
         self.sources: list[Callable[[], Numbers]] = []
         """What a log asks for further numbers."""
         self.watch: Watch | None = None

@@ -468,7 +468,7 @@ on("go", "click", () => {
 
 // ---- your run -----------------------------------------------------------------------------------------------------
 
-const MOST_BYTES = 256e6, MOST_POINTS = 4000, dropped = { columns: null, told: () => "" };
+const KNOWN = ["metrics.jsonl", "steps.jsonl", "amax.jsonl"], MOST_BYTES = 256e6, MOST_POINTS = 4000, dropped = { columns: null, told: () => "" };
 // Columns {name: {xs, ys}} of a JSONL file of a run, null for a number that is none. A torn last line is ignored.
 function columnsOf(text) {
   const columns = Object.create(null), rows = text.split("\n").filter((line) => line.trim());
@@ -490,20 +490,26 @@ function columnsOf(text) {
   });
   return { columns, bad, lines: rows.length };
 }
-async function readFile(file) {
-  const name = file.name, size = human(file.size / 1e6, "MB"), most = human(MOST_BYTES / 1e6, "MB");
-  if (file.size > MOST_BYTES) {
+// One file, or those of a folder that are of a run: their columns together, those of the first that has a name.
+async function readFiles(files, folder) {
+  const known = files.filter((file) => !folder || KNOWN.includes(file.name)).sort((a, b) => KNOWN.indexOf(a.name) - KNOWN.indexOf(b.name));
+  const name = folder ? `${folder}/` : files[0].name, bytes = known.reduce((sum, file) => sum + file.size, 0);
+  const size = human(bytes / 1e6, "MB"), most = human(MOST_BYTES / 1e6, "MB");
+  if (bytes > MOST_BYTES) {
     Object.assign(dropped, { columns: null, told: () => say(`${name} has ${size}; at most ${most} are read here. Use: ottava report RUN`,
       `${name} 有 ${size}；这里最多读取 ${most}。请用：ottava report RUN`) });
     return showRun();
   }
-  const { columns, bad, lines: count } = columnsOf(await file.text()), names = Object.keys(columns);
+  const read = await Promise.all(known.map(async (file) => columnsOf(await file.text()))), columns = Object.create(null);
+  for (const one of read) for (const [key, column] of Object.entries(one.columns)) columns[key] ??= column;
+  const sum = (key) => read.reduce((total, one) => total + one[key], 0), bad = sum("bad"), count = sum("lines"), names = Object.keys(columns);
+  const of = folder && known.length ? ` ${known.map((file) => file.name).join(", ")}` : "";
   const left = () => bad ? say(`; left out, because they are no JSON objects: ${plain(bad)}`,
     `；不是 JSON 对象而略过：${plain(bad)}`) : "";
   dropped.columns = names.length ? columns : null;
   dropped.told = () => names.length
-    ? say(`${name}: lines ${plain(count)}, columns ${plain(names.length)}${left()}.`,
-      `${name}：行 ${plain(count)}，列 ${plain(names.length)}${left()}。`)
+    ? say(`${name}${of}: lines ${plain(count)}, columns ${plain(names.length)}${left()}.`,
+      `${name}${of}：行 ${plain(count)}，列 ${plain(names.length)}${left()}。`)
     : say(`${name}: no line with a step and a number was found in ${plain(count)} lines. `
       + "Needed: metrics.jsonl, steps.jsonl or amax.jsonl of a run folder.",
     `${name}：${plain(count)} 行中没有带 step 和数值的行。需要运行目录中的 metrics.jsonl、steps.jsonl 或 amax.jsonl。`);
@@ -520,13 +526,27 @@ function showRun() {
   const range = xs.reduce(([low, high], x) => [Math.min(low, x), Math.max(high, x)], [Infinity, -Infinity]);
   lines($("series"), { height: 260, label: name, series: [{ name, xs, ys, css: "s1" }], x: range, log: $("logarithmic").checked });
 }
-const readFirst = (files) => { if (files[0]) readFile(files[0]); };
-on("file", "change", () => readFirst($("file").files));
+// The files of a dropped folder; of a run those that count lie at its top. A browser lists a hundred at a time.
+async function filesIn(entry) {
+  const reader = entry.createReader(), found = [];
+  for (let more; (more = await new Promise((done, lost) => reader.readEntries(done, lost))).length;) found.push(...more);
+  return Promise.all(found.filter((one) => one.isFile && KNOWN.includes(one.name)).map((one) => new Promise((done, lost) => one.file(done, lost))));
+}
+async function readDropped({ items, files }) {
+  const entry = items[0]?.webkitGetAsEntry?.();  // before the first wait: then the list is empty
+  if (entry?.isDirectory) readFiles(await filesIn(entry), entry.name);
+  else if (files[0]) readFiles([...files]);
+}
+on("file", "change", () => { if ($("file").files[0]) readFiles([...$("file").files]); });
+on("folder", "change", () => {
+  const files = [...$("folder").files].map((file) => [file, file.webkitRelativePath.split("/")]);
+  if (files.length) readFiles(files.filter(([, path]) => path.length === 2).map(([file]) => file), files[0][1][0]);
+});
 for (const id of ["column", "logarithmic"]) on(id, "change", showRun);
 for (const kind of ["dragover", "dragleave", "drop"]) on("drop", kind, (event) => {
   event.preventDefault();
   $("drop").classList.toggle("over", kind === "dragover");
-  if (kind === "drop") readFirst(event.dataTransfer.files);
+  if (kind === "drop") readDropped(event.dataTransfer);
 });
 
 // ---- language, width ----------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ottava.base.text import columns, finite
+from ottava.base.text import columns, finite, progress
 from ottava.base.untrusted import (
     MAX_DEPTH,
     MAX_PARTS,
@@ -205,7 +205,7 @@ def read_entries(path: Path, wanted: Callable[[str], bool] = lambda name: True) 
         StateFileError: a file is missing or damaged, or reading it would run code.
     """
     files = _files(path)
-    for file in files:
+    for file in progress(files, "reading files"):
         try:
             with opened(file) as stream:
                 size = os.fstat(stream.fileno()).st_size

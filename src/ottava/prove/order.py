@@ -26,6 +26,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ottava.base.text import progress
 from ottava.numerics.rounding import floor_log2, power_of_two
 
 _LONGEST = 4096
@@ -263,6 +264,7 @@ class _Search:
         self.additions: dict[int, tuple[int, ...]] = {}
         self._draw = torch.Generator().manual_seed(seed)
         self._next = probed.n
+        self._ahead = progress(range(probed.n), "asking for the order of sums")
 
     def run(self, terms: Tensor) -> Tensor:
         self.probes += len(terms)
@@ -302,6 +304,7 @@ class _Search:
 
     def build(self, terms: list[int]) -> tuple[int, int]:
         """Notes the additions among terms; (their sum, the number of terms in the smallest sum that holds them)."""
+        next(self._ahead, None)  # each term is once alone, or the one that is asked about
         if len(terms) == 1:
             return terms[0], 1
         # at random: a fixed pivot would meet its own worst case, n * n / 2

@@ -75,7 +75,7 @@ function lines(host, { height, label, series, x: [x0, x1], log = false, dots = f
     from += 50 + wide;
   }
   const box = { left, right: width - right, top, bottom: height - bottom, low: x0, high: x1 };
-  follow(svg, box, series.flatMap((s) => s.xs), (x) => {
+  follow(svg, "step", box, series.flatMap((s) => s.xs), (x) => {
     const found = series.filter((s) => s.xs.includes(x));
     return [`step ${plain(x)}`, ...found.map((s) => `${s.name} ${human(s.ys[s.xs.indexOf(x)])}`)];
   });

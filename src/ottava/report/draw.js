@@ -62,26 +62,39 @@ function hover(svg, answer) {
   });
   svg.addEventListener("pointerleave", () => { tip.style.display = "none"; });
 }
-// A tooltip for curves: a vertical line at the nearest of xs, and the lines of describe(x).
-function follow(svg, { left, right, top, bottom, low, high }, xs, describe) {
+// A vertical line of a picture with an axis, such as "step", from low to high. All pictures of the page with this axis
+// show theirs where `pointAt` says, whichever of them the pointer is on.
+function crossed(svg, axis, { left, right, top, bottom, low, high }) {
   const cross = put(svg, "line", { class: "cross", y1: top, y2: bottom, visibility: "hidden" });
+  svg.pointed = (one, x) => {
+    const seen = one === axis && x !== null && x >= low && x <= high;
+    const at = seen ? left + (high > low ? (x - low) / (high - low) : 0.5) * (right - left) : left;
+    for (const end of ["x1", "x2"]) cross.setAttribute(end, at);
+    cross.setAttribute("visibility", seen ? "visible" : "hidden");
+  };
+  svg.addEventListener("pointerleave", () => pointAt(axis, null));
+}
+function pointAt(axis, x) {
+  for (const svg of document.querySelectorAll("svg")) svg.pointed?.(axis, x);
+}
+// A tooltip for curves: the lines of describe(x) for the nearest of xs.
+function follow(svg, axis, box, xs, describe) {
+  const { left, right, low, high } = box;
+  crossed(svg, axis, box);
   hover(svg, (px) => {
     if (!xs.length) return null;
     const x = low + (px - left) / (right - left) * (high - low);
     const near = xs.reduce((best, v) => Math.abs(v - x) < Math.abs(best - x) ? v : best);
-    const at = left + (high > low ? (near - low) / (high - low) : 0.5) * (right - left);
-    for (const end of ["x1", "x2"]) cross.setAttribute(end, at);
-    cross.setAttribute("visibility", "visible");
+    pointAt(axis, near);
     return describe(near);
   });
-  svg.addEventListener("pointerleave", () => cross.setAttribute("visibility", "hidden"));
 }
 // Tooltips of the curves that Python drew; a difference has its sign.
 for (const svg of document.querySelectorAll("svg[data-chart]")) {
   const { box, x_range: [low, high], series, signed, x_label, names } = JSON.parse(svg.dataset.chart);
   const known = series.map(({ points, ...line }) => ({ ...line, at: new Map(points) }));
   const called = new Map(names), text = (y) => (signed && y > 0 ? "+" : "") + human(y);
-  follow(svg, { ...box, low, high }, known.flatMap(({ at }) => [...at.keys()]), (x) => [
+  follow(svg, x_label, { ...box, low, high }, known.flatMap(({ at }) => [...at.keys()]), (x) => [
     called.get(x) ?? `${x_label} ${plain(x)}`, ...known.map(({ name, color, at }) => ({ name, color, value: text(at.get(x)) })),
   ]);
 }

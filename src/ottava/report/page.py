@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ottava.base import text
-from ottava.base.text import rounded_alike
+from ottava.base.text import progress, rounded_alike
 from ottava.diagnose.compare import compare
 from ottava.diagnose.diagnose import diagnose
 from ottava.diagnose.what_if import Prediction, predict
@@ -81,7 +81,8 @@ def make_report(
     """
     diagnosis = diagnose(run, baseline=baseline).to_dict()
     comparison = compare(baseline, run).to_dict() if baseline is not None else None
-    going = live and not run.manifest.get("ended")
+    if going := live and not run.manifest.get("ended"):
+        diagnosis["sentence"] = diagnosis["sentence"].partition(" The record stops after step ")[0]
     predictions, asked = ([], None) if going else _predictions(run)
     html = render_report(
         run,
@@ -130,7 +131,7 @@ def render_report(
     experiment = sections.experiment(run.experiments, (slot.format for slot in grid.slots))
     facts = numbers.facts | {
         "loss": _curves(run, earlier or {}),
-        "baseline": _curves(baseline) if baseline is not None else None,
+        "baseline": baseline and _curves(baseline) | {"experiment": sections.experiment(baseline.experiments, ())},
         "events": events,
         "worst": [
             None if w is None else [w.slot, w.metric, w.value, w.level, share]
@@ -276,7 +277,7 @@ def payload(table: Table, good: Table | None = None) -> Payload:
     light = len(full) < len(table)
     main = full if len(full) else table
     most, digits = _MOST_LOOKS, _DIGITS
-    columns = {name: main.metric(name) for name in STATISTICS}
+    columns = {name: main.metric(name) for name in progress(STATISTICS, "making the page")}
     filled = main.has_histograms() | main.has_histograms("row_sqnr")
     while True:
         grid = Grid.of(main, most, columns=columns)
@@ -344,7 +345,8 @@ def _facts(
     for name, other, wanted in (("series", series, list(_SERIES)), ("good", good, names)):
         if other is not None:
             present = [statistic for statistic in wanted if statistic in other.values]
-            facts[name] = numbers.grid(other, present, digits) | {"slots": _places(grid, other)}
+            alarming = [round(share, 3) for share in other.alarming()]
+            facts[name] = numbers.grid(other, present, digits) | {"slots": _places(grid, other), "alarming": alarming}
     facts["histograms"], counts = _histograms(table, grid, filled)
     facts["counts"] = numbers.add(counts, _DIGITS)
     facts["kinds"] = numbers.kinds

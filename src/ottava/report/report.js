@@ -93,14 +93,19 @@ function drawTime() {
     if (lost !== null && lost >= view[0] && lost <= view[1]) put(frame.svg, "text", place, "✕ no finite loss from here");
     brush(frame);
   }
-  const [xs, ys] = facts.loss.grad_norm, norm = inView({ name: "gradient norm", xs, ys, css: "s3" });
-  if (xs.length) brush(lines($("norm"), { height: 120, label: "Gradient norm by step", series: [norm], log: spread(ys, 4), bottom: 8, ...at }));
+  const [xs, ys] = facts.loss.grad_norm, [gx, gy] = facts.baseline?.grad_norm ?? [[], []];
+  const norms = [{ name: "gradient norm", xs, ys, css: "s3" }];
+  if (gx.length) norms.unshift({ name: "gradient norm of the good run", xs: gx, ys: gy, css: "faint" });
+  const tall = { height: 120 + 15 * norms.length, label: "Gradient norm by step", bottom: 8, top: 28 };
+  if (xs.length) brush(lines($("norm"), { ...tall, series: norms.map(inView), log: spread([...ys, ...gy], 4), ...at }));
   if (experiment.steps.length) {
-    const { error, noise } = experiment, all = [...error, ...noise], own = { log: spread(all, 4), height: 150, top: 30, bottom: 8 };
+    const { error, noise } = experiment, beside = facts.baseline?.experiment;
+    const all = [...error, ...noise, ...(beside?.error ?? [])], own = { log: spread(all, 4), height: 150, top: 30, bottom: 8 };
     const series = [
       { name: "noise of the batch, %", xs: experiment.steps, ys: noise, css: "faint" },
       { name: "error of the gradient by the casts, %", xs: experiment.steps, ys: error, css: "s2" },
     ];
+    if (beside?.steps.length) series.unshift({ name: "the same in the good run, %", xs: beside.steps, ys: beside.error, css: "s3" });
     brush(lines($("experiment"), { ...own, label: "What the casts did to the gradient, by step", series: series.map(inView), dots: true, ...at }));
   }
   if (looks.length) drawStrip();
@@ -153,7 +158,7 @@ function edges(look) {
 function drawStrip() {
   const { svg, width } = canvas($("strip"), 66, "Each look: how many tensors are alarming (height), and how alarming the worst one is (colour)"), [x0, x1] = view;
   const { left, right } = MARGIN, X = (x) => clamp(left + (x - x0) / (x1 - x0) * (width - left - right), left, width - right);
-  put(svg, "text", { x: left, y: 12, class: "name" }, "alarming tensors of each look");
+  const title = put(svg, "text", { x: left, y: 12, class: "name" }, "alarming tensors of each look");
   for (const [y, text] of [[18, "all"], [46, "none"]]) put(svg, "text", { x: left - 8, y: y + 4, "text-anchor": "end" }, text);
   put(svg, "line", { class: "grid", x1: left, x2: width - right, y1: 46, y2: 46 });
   const cells = facts.worst.map((worst, look) => {
@@ -163,16 +168,26 @@ function drawStrip() {
     if (worst) put(svg, "rect", { class: `h${shade(clamp(worst[3] ?? 1, 0, 1))}`, x: a, width: Math.max(1.5, b - a), y: 46 - high, height: high });
     return [a, b];
   });
+  const good = (facts.good?.alarming ?? []).map((share, i) => [facts.good.firsts[i], share]).filter(([step]) => step >= x0 && step <= x1);
+  if (good.length) {
+    const from = left + title.getComputedTextLength() + 24, path = good.map(([step, share], i) => `${i ? "L" : "M"}${X(step).toFixed(1)} ${(46 - 28 * share).toFixed(1)}`);
+    put(svg, "path", { class: "curve faint", d: `M${from} 8h20` });
+    put(svg, "text", { x: from + 26, y: 12, class: "name" }, width > 600 ? "the good run" : "");
+    put(svg, "path", { class: "curve faint", d: path.join("") });
+  }
+  const goodAt = (look) => good.reduce((best, [step, share]) => step <= looks[look][1] ? share : best, null);
   put(svg, "text", { x: left - 8, y: 62, "text-anchor": "end" }, "step");
   for (const x of x1 > x0 ? wholeTicks(x0, x1, Math.max(3, width / 110)) : []) {
     put(svg, "text", { x: X(x), y: 62, "text-anchor": "middle" }, plain(x));
   }
   const lookAt = (px) => cells.findIndex(([a, b]) => px >= a && px <= b);
+  crossed(svg, "step", { left, right: width - right, top: 16, bottom: 48, low: x0, high: x1 });
   hover(svg, (px) => {
     const look = lookAt(px), worst = facts.worst[look];
+    pointAt("step", look < 0 ? null : looks[look][0]);
     if (!worst) return null;
-    const [slot, name, value, , share] = worst;
-    return [`step ${plain(stepAt(slot, look))}: ${human(100 * share, "%")} of the tensors are alarming`, `the worst: ${nameOf(slot)}`, `${name} ${human(value, metrics[metricAt[name]].unit)}`];
+    const [slot, name, value, , share] = worst, beside = goodAt(look);
+    return [...(beside === null ? [] : [`the good run: ${human(100 * beside, "%")}`]), `step ${plain(stepAt(slot, look))}: ${human(100 * share, "%")} of the tensors are alarming`, `the worst: ${nameOf(slot)}`, `${name} ${human(value, metrics[metricAt[name]].unit)}`];
   });
   svg.addEventListener("click", (event) => {
     const look = lookAt(pointIn(svg, event).x), worst = facts.worst[look];
@@ -249,7 +264,12 @@ function drawHeat() {
     const found = heatRows.find((r) => y >= r.y && y < r.y + high), look = places.findIndex(({ a, b, wide }) => wide && x >= a && x <= b);
     return found && look >= 0 ? { slot: found.slot, look } : null;
   };
-  hover(svg, (x, y) => at({ x, y }) && cellText(at({ x, y })).split("; "));
+  crossed(svg, "step", { left, right: width - right, top: 20, bottom, low: x0, high: x1 });
+  hover(svg, (x, y) => {
+    const found = at({ x, y });
+    pointAt("step", found && looks[found.look][0]);
+    return found && cellText(found).split("; ");
+  });
   svg.addEventListener("click", (event) => { const found = at(pointIn(svg, event)); if (found) select(found); });
   svg.addEventListener("keydown", heatKey);
   if (focused) svg.focus({ preventScroll: true });
@@ -422,6 +442,8 @@ function drawScales() {
   const xs = rows.map(([step]) => step), amax = rows.map((row) => row[1]), fits = rows.map((row) => top / row[2]), least = rows.map((row) => top / row[3]);
   const series = [{ name: "largest number that fits, at the scale used", xs, ys: fits, css: "s2" }, { name: "amax", xs, ys: amax, css: "s1" }];
   if (least.some((v, i) => v < fits[i] * 0.999)) series.unshift({ name: "at the block with the largest scale", xs, ys: least, css: "faint" });
+  const good = facts.good ? rowsOf(facts.good, ["amax"]) : [];
+  if (good.length) series.unshift({ name: "amax of the good run", xs: good.map(([step]) => step), ys: good.map((row) => row[1]), css: "faint" });
   const known = series.filter((s) => s.ys.some((y) => Number.isFinite(y) && y > 0));
   $("amax-and-scale").hidden = !known.length;
   if (!known.length) return;

@@ -116,12 +116,7 @@ def _link(item: Json, grid: Grid) -> str:
 def _remedy(item: Json) -> dict[str, Any]:
     patch = item.get("patch") or {}
     patches = [(FRAMEWORKS.get(key, key), str(text)) for key, text in patch.items() if text]
-    cost = item.get("cost")
-    return {
-        "text": str(item.get("text", "")),
-        "cost": "" if cost is None else str(cost),
-        "patches": patches,
-    }
+    return {"text": str(item.get("text", "")), "cost": str(item.get("cost") or ""), "patches": patches}
 
 
 def headline(diagnosis: Json) -> str:
@@ -247,18 +242,15 @@ def _finite(value: Any) -> float | None:
 
 def questions(diagnosis: Json) -> list[tuple[str, str, str]]:
     """The path through the triage tree: number, question, answer with its meaning."""
-    rows = []
-    for entry in diagnosis.get("questions") or []:
-        words = [str(entry.get("answer") or "unknown"), str(entry.get("say") or "")]
-        words += map(str, entry.get("needs") or [])
-        rows.append((str(entry.get("id") or ""), str(entry.get("question") or ""), "; ".join(filter(None, words))))
-    return rows
+    return [
+        (one["id"], one["question"], "; ".join(filter(None, [one["answer"], one["say"], *one["needs"]])))
+        for one in diagnosis.get("questions") or []
+    ]
 
 
 def untested(diagnosis: Json) -> list[tuple[str, str, str]]:
     """Laws that lack data: name, title, needs."""
-    keys = ("id", "title", "needs")
-    return [(*(_plain(entry.get(key)) for key in keys),) for entry in diagnosis.get("untested") or []]  # type: ignore[misc]
+    return [(one["id"], one["title"], one["needs"]) for one in diagnosis.get("untested") or []]
 
 
 def worst_table(grid: Grid) -> dict[str, Any]:

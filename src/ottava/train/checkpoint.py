@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ottava.base.files import replacing, replacing_folder
+from ottava.base.text import progress
 from ottava.base.untrusted import UntrustedError, file_digest, is_plain, parse_json, read_text, regular_size
 from ottava.optim.engine import BOUND, Engine, group_scales, widened
 from ottava.optim.rules import ADAMW_STATES
@@ -452,7 +453,7 @@ def read_header(path: Path, *, every_byte: bool = True) -> dict[str, Any]:
     known = header.get(_HASH)
     if every_byte and isinstance(known, dict):
         files = [path / name for name in header["files"]]
-        for file, found in zip(files, _hashes(files), strict=True):
+        for file, found in progress(zip(files, _hashes(files), strict=True), "checking files", total=len(files)):
             if known.get(file.name) != found:
                 raise CheckpointError(f"{file}: is damaged: its hash differs from the one in {HEADER}")
     return dict(header)

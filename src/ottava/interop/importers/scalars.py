@@ -24,6 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ottava.base.text import progress
 from ottava.base.untrusted import read_lines
 from ottava.interop.event_file import Scalar, read_scalars
 from ottava.interop.importers.collected import NO_SQNR, Cast, Collected, Place, whole
@@ -61,7 +62,7 @@ def read(paths: list[Path], collected: Collected) -> None:
     collected.note(
         "underflow_pct comes from TransformerEngine, which divides by all elements, zeros too: it is a lower bound"
     )
-    for path in paths:
+    for path in progress(paths, "reading files"):
         rank = whole(match[1]) if (match := FILE.fullmatch(path.name)) else 0
         for raw in read_lines(path, longest=_LONGEST_LINE):
             words = (line := raw.decode(errors="replace")).split()[-3:]
@@ -183,7 +184,7 @@ def read_events(paths: list[Path], collected: Collected) -> None:
     collected.source = "import:tensorboard"
     by_tag = {tag: name for name, tags in NUMBERS.items() for tag in tags}
     by_tag |= collected.tags
-    for path in paths:
+    for path in progress(paths, "reading files"):
         try:
             for scalar in read_scalars(path):
                 if scalar.tag in by_tag:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.base.text import progress
 from ottava.base.untrusted import regular_size
 from ottava.interop.importers.collected import Collected, spec_of, whole
 from ottava.interop.safe_pickle import StandIn, check_tensors, load_torch
@@ -48,7 +49,7 @@ class UnreadableError(ValueError):
 def read(paths: list[Path], collected: Collected) -> None:
     """Measures every dump; notes the reason for a dump that it cannot measure."""
     spellings = {re.sub(r'[/\\:*?"<>| .]', "_", name): name for name in (*collected.spellings, *collected.layers)}
-    for path in paths:
+    for path in progress(paths, "measuring dumps"):
         match = FILE.fullmatch(path.name)
         assert match is not None
         layer = spellings.get(match["layer"]) or restored(match["layer"])
