@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from ottava.train.checkpoint import (
     restore_state,
     restore_weights,
     save_checkpoint,
+    whole_checkpoint,
 )
 from ottava.train.config import ModelConfig
 from ottava.train.model import ByteTransformer, loss
@@ -153,6 +155,12 @@ def test_checkpoint_to_start_from_is_found_in_a_run_or_by_its_name(tmp_path: Pat
     for source, said in ((tmp_path / "empty", "holds no checkpoint"), (tmp_path / "none", "none: does not exist")):
         with pytest.raises(CheckpointError, match=said):
             find_checkpoint(source)
+    torn = save(tmp_path / "checkpoints", 5)
+    torn.write_bytes(torn.read_bytes()[:-1])
+    assert find_checkpoint(tmp_path)[0].path == path
+    with pytest.raises(CheckpointError, match=f"000005.*the newest that is whole is {re.escape(str(path))}"):
+        whole_checkpoint(tmp_path)  # what is exported is the last step, or what was named
+    assert whole_checkpoint(path).path == path
 
 
 def test_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:

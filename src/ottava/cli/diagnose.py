@@ -249,7 +249,7 @@ def _check_target(target: str) -> Literal["gradient", "loss"]:
 
 def _open(path: Path) -> tuple[Checkpoint, TrainConfig]:
     """The checkpoint at a path, and the settings of its run."""
-    from ottava.train.checkpoint import CheckpointError, find_checkpoint
+    from ottava.train.checkpoint import CheckpointError, whole_checkpoint
     from ottava.train.config import load_config
 
     folder = path.parent.parent if path.is_file() or path.parent.name == "checkpoints" else path
@@ -262,7 +262,7 @@ def _open(path: Path) -> tuple[Checkpoint, TrainConfig]:
         )
     if path == folder and not any(folder.glob("checkpoints/step-*")):
         raise CheckpointError(f"{folder}: has no checkpoint yet; train some steps, or lower checkpoint.every")
-    return find_checkpoint(path)[0], load_config(folder / "config.yaml")
+    return whole_checkpoint(path), load_config(folder / "config.yaml")
 
 
 def _load(

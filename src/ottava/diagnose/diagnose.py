@@ -172,7 +172,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         remedy["trial"] = {"schedule": [float(x) for x in np.nan_to_num(rates)]}  # type: ignore[arg-type]
     lack = [law for law in LAWS if not facts.has(law.needs)]
     untested = [{"id": law.id, "title": law.title, "needs": NEEDS.get(law.needs, law.needs)} for law in lack]
-    found = Diagnosis(
+    answer = Diagnosis(
         verdict=next((s for s in ("critical", "warning") if any(f.severity == s for f in findings)), "none"),
         sentence=_sentence(facts, findings, happened, trial, good is not None),
         fp8=trial.part,
@@ -189,7 +189,7 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         tested=len(LAWS) - len(untested),
         coverage_pct=facts.coverage,
     )
-    told: Diagnosis = without_powers(found)
+    told: Diagnosis = without_powers(answer)
     return told
 
 

@@ -681,6 +681,18 @@ def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
     return checkpoint, problems
 
 
+def whole_checkpoint(source: Path) -> Checkpoint:
+    """That of `find_checkpoint`, where no newer one is damaged.
+
+    Raises:
+        CheckpointError: as `find_checkpoint`, or the newest one is damaged.
+    """
+    checkpoint, problems = find_checkpoint(source)
+    if problems:
+        raise CheckpointError(f"{problems[0]}; the newest that is whole is {checkpoint.path}: name it to take it")
+    return checkpoint
+
+
 def newest_of_run(
     folder: Path, identity: Mapping[str, str], *, whole: bool, older: Collection[str] = ()
 ) -> Checkpoint | None:

@@ -37,9 +37,9 @@ from ottava.serving.trained import cast_of, input_scale_of, numbers
 from ottava.train.checkpoint import (
     Checkpoint,
     CheckpointError,
-    find_checkpoint,
     high_precision_weights,
     restore_weights,
+    whole_checkpoint,
 )
 from ottava.train.config import DataConfig, ModelConfig, TrainConfig, load_config
 from ottava.train.data import ByteCorpus, DataError
@@ -72,7 +72,7 @@ def model_of_run(source: Path) -> tuple[ByteTransformer, TrainConfig, Checkpoint
     if not settings.is_file():
         raise CheckpointError(f"{source}: has no config.yaml, so it is no run of `ottava train`")
     config = load_config(settings)
-    checkpoint, _ = find_checkpoint(source)
+    checkpoint = whole_checkpoint(source)
     with torch.random.fork_rng(devices=[]):
         model = ByteTransformer(config.model, config.sequence_length)
     store(model, config.build_recipe(), config.optimizer)
