@@ -520,7 +520,7 @@ def harm(data: bytes, chance: random.Random) -> tuple[bytes, str]:
 
 
 def damage(case: Case) -> str:
-    """A killed run, or shards that are to be joined, of which a file is damaged: bit for bit, or it says which file."""
+    """A killed run, one to be exported, or shards to be joined, of which a file is damaged: bit for bit, or refused."""
     if case.work.source is not None:
         shutil.copytree(case.work.source, case.folder / "source")
         return _harmed(case, [p for p in (case.folder / "source").rglob("*") if p.name.endswith(HASHED)])

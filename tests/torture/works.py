@@ -297,7 +297,7 @@ def exporting(source: Path, shards: Path) -> Iterator[Work]:
 
         return Work(name, words, made, source=place if hashed else None)
 
-    yield of("export a run", "export", source / "run")
+    yield of("export a run", "export", source / "run", hashed=True)
     hf = source / "hf"
     hf_export = ["export", str(source / "run"), str(hf)]
     commands.app(hf_export, standalone_mode=False)
