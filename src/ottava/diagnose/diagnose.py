@@ -29,7 +29,7 @@ from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
-    {"fp8": (156, 166), "difference": (108, 140), "law": (118, 169), "software": (2, 4)}
+    {"fp8": (173, 183), "difference": (120, 152), "law": (129, 181), "software": (4, 6)}
 )
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "D3", "D6"})
@@ -251,6 +251,8 @@ def _answers(
     else:
         first = 1 + sum(f.id not in _OF_CASTS for _, f in lead)
         found = [*found[:first], *placed, *found[first:], *([*others, hurt] if after else [hurt, *others])]
+    if trial.part == "innocent" and any(f is not None and f.stage == "software" for f in found):
+        trial = replace(trial, part="unknown")  # casts as they ran are healthy; their software is not
     return [finding for finding in found if finding is not None], trial
 
 
@@ -593,7 +595,7 @@ def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None,
     }[trial.part]
     if findings:
         first = findings[0]
-        more = "" if first.stage == "fp8" or not part else f" {part}"
+        more = "" if first.stage in ("fp8", "software") or not part else f" {part}"  # both are of casts
         return f"{first.title}. {first.cause}{more}{end}"
     if happened is not None and happened.kind == "leaves" and happened.stays is not None and not compared:
         meant = (
