@@ -84,6 +84,7 @@ def trained(
     [
         ({"lr": 0.5}, {"lr": 1.0}, {"lr": 0.5}),
         ({"schedule": [0.5]}, {"lr": 1.0}, {"lr": 0.5}),
+        ({"schedule": [[0.5]]}, {"lr": 1.0}, {"lr": 0.5}),
         ({"clear": True}, {"clear": False}, {}),
         ({"clip": 0.01}, {}, {"clip": 0.01}),
         ({"settings": {"beta1": 0.5}}, {"betas": (0.9, 0.99)}, {"betas": (0.5, 0.99)}),
@@ -92,7 +93,7 @@ def trained(
         ({"sites": ["test_cure.py:28"]}, {"linear": Rounding}, {}),
         ({"derivatives": True}, {"linear": Rounding, "factor": 2.0}, {}),
     ],
-    ids=["lr", "schedule", "clear", "clip", "settings", "load", "recipe", "sites", "derivatives"],
+    ids=["lr", "schedule", "rates", "clear", "clip", "settings", "load", "recipe", "sites", "derivatives"],
 )
 def test_a_cure_is_the_mended_script(
     cure: dict[str, Any], bad: dict[str, Any], good: dict[str, Any], tmp_path: Path

@@ -167,9 +167,12 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
     notes = [f for f in known if f.severity == "note"]
     if good is None and happened is not None and not findings and facts.loss.only_a_batch(happened.step):
         happened = None
-    rates = None if good is None else good.column("lr")
-    for remedy in (r for f in findings for r in f.remedies if r["name"] == "good_lr" and rates is not None):
-        remedy["trial"] = {"schedule": [float(x) for x in np.nan_to_num(rates)]}  # type: ignore[arg-type]
+    if good is not None and (rates := good.column("lr")) is not None:
+        each = [v for n, v in good.groups.items() if n.startswith("lr/")]
+        alike = len(each) == sum(n.startswith("lr/") for n in facts.groups)
+        schedule = np.nan_to_num(np.stack(each, 1) if len(each) > 1 and alike else rates).tolist()
+        for remedy in (r for f in findings for r in f.remedies if r["name"] in ("good_lr", "good_rates")):
+            remedy["trial"] = {"schedule": schedule}
     lack = [law for law in LAWS if not facts.has(law.needs)]
     untested = [{"id": law.id, "title": law.title, "needs": NEEDS.get(law.needs, law.needs)} for law in lack]
     answer = Diagnosis(
@@ -570,7 +573,8 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
         values |= {k: f"{v:.6g}" for k, v in values.items() if isinstance(v, float)}
         trial = {"settings": {one.key: one.good}} if one.key in GROUP_SETTINGS[1:] else None
         whole = one.key == "lr" and not one.where
-        return render("good_lr" if whole else "good_setting", values, frameworks, None if one.where else trial)
+        name = "good_rates" if whole and " of group " in one.sentence else "good_lr" if whole else "good_setting"
+        return render(name, values, frameworks, None if one.where else trial)
     names = {"weights": "good_weights", "batch": "good_batch", "labels": "good_labels", "optimizer": "good_setting",
              "casting": "good_setting", "parameter": "optimizer" if one.key == "held" else "good_parameters",
              "arguments": "good_call", "trainer": "good_setting", "model_config": "good_setting"}  # fmt: skip

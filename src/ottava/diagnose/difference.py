@@ -11,8 +11,9 @@ What a forward, a loss, a backward or an optimizer computes otherwise is the fir
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -173,7 +174,7 @@ def _groups(good: Facts, bad: Facts) -> Iterator[Difference]:
     kinds = dict.fromkeys(name.partition("/")[0] for name in bad.groups) if len(common) else {}
     pairs = _same_parameters(good, bad)
     for kind in kinds:
-        found: list[tuple[float, Difference]] = []
+        found: list[tuple[float, str, Difference]] = []
         for pair, held in pairs.items():
             names = [f"{kind}/{n}".removesuffix("/") for n in pair]
             if names[0] not in good.groups or names[1] not in bad.groups:
@@ -192,9 +193,12 @@ def _groups(good: Facts, bad: Facts) -> Iterator[Difference]:
             from_ = "" if step == common[0] else f", from step {step} on"
             said = f"The {what}{of} differs: {a[i]:.4g} and {b[i]:.4g}{from_}."
             one = Difference("setting", kind, float(a[i]), float(b[i]), said, step, tuple(held))
-            found.append((float(far[i]), one))
+            found.append((float(far[i]), f"{b[i] / a[i]:.4g}" if a[i] else "", one))
         if found:
-            yield max(found, key=lambda one: one[0])[1]
+            one = max(found, key=lambda one: one[0])[2]
+            if len(found) == len(pairs) and len({ratio for _, ratio, _ in found}) == 1:  # of no group alone
+                one = replace(one, sentence=re.sub(r" of .*? differs:", " differs:", one.sentence, count=1), where=())
+            yield one
     a_groups, b_groups = (len({n.partition("/")[2] for n in f.groups if "/" in n}) for f in (good, bad))
     if a_groups and b_groups and a_groups != b_groups:
         said_groups = f"The optimizer has {a_groups} groups in the good run, {b_groups} in this."

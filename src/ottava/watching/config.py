@@ -121,8 +121,9 @@ class Cure(Section):
     """Functions of autograd around conversions take the derivative of their forward."""
     lr: Annotated[float, Field(gt=0.0)] = 1.0
     """A factor for all learning rates."""
-    schedule: tuple[float, ...] = ()
-    """The largest learning rate of each step, from the first on; the others keep their ratio to it."""
+    schedule: tuple[float | tuple[float, ...], ...] = ()
+    """The learning rate of each step, from the first on: that of every group, or the largest, and the others keep their
+    ratio to it."""
     settings: dict[str, float] = Field(default_factory=dict)
     """Other settings of the optimizer: weight_decay, eps, momentum, beta1, beta2."""
     clip: float | None = None
