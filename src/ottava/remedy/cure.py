@@ -79,13 +79,14 @@ class Cures:
         if cure["clip"] is not None:
             nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], cure["clip"])
         self._before = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        factor, wanted = cure["lr"], 0.0
+        wanted: Any = None
+        factor = cure["lr"]
         if cure["schedule"]:
             self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
             wanted, largest = cure["schedule"][min(step, len(cure["schedule"])) - 1], max(g["lr"] for g in groups)
             factor = wanted / largest if largest > 0 and isinstance(wanted, float) else None
         for i, group in enumerate(groups):
-            new = wanted[min(i, len(wanted) - 1)] if isinstance(wanted, (list, tuple)) else wanted
+            new: Any = wanted[min(i, len(wanted) - 1)] if isinstance(wanted, (list, tuple)) else wanted
             group["lr"] = new if factor is None else group["lr"] * factor
             betas = list(group.get("betas", ()))
             for name, value in cure["settings"].items():
