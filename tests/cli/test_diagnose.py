@@ -34,7 +34,7 @@ def test_a_clean_run_exits_0_and_says_what_was_looked_at(tmp_path: Path) -> None
     assert text.startswith("No fault found in 10 steps. No cast to FP8 was seen. The watch saw 75 %")
     assert "lack data (--all shows them, and the triage tree)" in text
     _, whole = call(tmp_path / "run", "--all")
-    assert "Does the loss leave its band for good? no" in whole
+    assert "Does the loss leave its band for good? No." in whole
     assert "M3   Softmax is applied twice: needs the graph of the loss" in whole
 
 

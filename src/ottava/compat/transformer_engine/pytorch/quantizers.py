@@ -728,18 +728,28 @@ DelayedScalingRecipeState = Float8CurrentScalingRecipeState = Float8BlockScaling
 MXFP8BlockScalingRecipeState = NVFP4BlockScalingRecipeState = CustomRecipeState = RecipeState
 
 
-def _default(own: recipe.Recipe) -> Any:
-    """The factory that gives each role the quantizer of a recipe."""
-
-    def factory(role: Any) -> Any:
-        tensor = "input" if role is None or role.tensor_type == "grad_input" else role.tensor_type
-        state = RecipeState(own, mode="backward" if tensor == "grad_output" else "forward")
-        return state._make(tensor, role or recipe.QuantizerRole())
-
-    return factory
+def _default(own: recipe.Recipe, role: Any) -> Any:
+    """The quantizer of a recipe for a role."""
+    tensor = "input" if role is None or role.tensor_type == "grad_input" else role.tensor_type
+    state = RecipeState(own, mode="backward" if tensor == "grad_output" else "forward")
+    return state._make(tensor, role or recipe.QuantizerRole())
 
 
-current_scaling_factory = _default(recipe.Float8CurrentScaling())
-float8_block_scaling_factory = _default(recipe.Float8BlockScaling())
-mxfp8_factory = _default(recipe.MXFP8BlockScaling())
-nvfp4_factory = _default(recipe.NVFP4BlockScaling())
+def current_scaling_factory(role: Any) -> Any:
+    """The cells of Float8CurrentScaling()."""
+    return _default(recipe.Float8CurrentScaling(), role)
+
+
+def float8_block_scaling_factory(role: Any) -> Any:
+    """The cells of Float8BlockScaling()."""
+    return _default(recipe.Float8BlockScaling(), role)
+
+
+def mxfp8_factory(role: Any) -> Any:
+    """The cells of MXFP8BlockScaling()."""
+    return _default(recipe.MXFP8BlockScaling(), role)
+
+
+def nvfp4_factory(role: Any) -> Any:
+    """The cells of NVFP4BlockScaling()."""
+    return _default(recipe.NVFP4BlockScaling(), role)
