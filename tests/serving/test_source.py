@@ -69,7 +69,7 @@ def test_a_model_without_a_config_and_a_damaged_folder_end_in_a_sentence(tmp_pat
         ("{", "config.json"),
         ("[]", "no object"),
         ('{"quantization_config": {"quant_method": "awq"}}', "quant_method 'awq'"),
-        ('{"quantization_config": 8}', "no object"),
+        ('{"quantization_config": 8}', "needs an object"),
         ("{}", "cannot be read"),
     ):
         if text is not None:

@@ -137,11 +137,9 @@ class OttavaCallback(TrainerCallback):
             saved.replace(aside)
         if self.watch is not None:
             self.watch.close("a checkpoint is not finite")
-        said = listed(names, 3) if names else "parameters of another rank"
-        raise PoisonError(
-            f"step {state.global_step}: {said} not finite; the checkpoint is set aside as {aside}. Resume from one "
-            "before it, with a lower learning rate"
-        )
+        said = f"{listed(names, 3) if names else 'parameters of another rank'} not finite"
+        said += f"; the checkpoint is set aside as {aside}. Resume from one before it, with a lower learning rate"
+        raise PoisonError(f"step {state.global_step}: {said}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Ends the watch."""
