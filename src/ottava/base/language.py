@@ -30,8 +30,8 @@ _TOOLTIPS = re.compile(r'data-chart="([^"]*)"')
 class _Said(NamedTuple):
     text: str
     left: int
-    """Letters that stayed English. A text of which more than half would stay is not translated at all, unless _SURE
-    letters are: the rest is a quotation, such as an error of torch."""
+    """How many letters stayed English. A text is translated if at most half of its letters stay, or if _SURE of them
+    are translated: then the rest quotes something, such as an error of torch."""
 
 
 class Language:

@@ -306,8 +306,8 @@ def _as_good(facts: Facts, good: Facts, happened: Event | None, trial: Trial) ->
     step, x, y, z = above[-1]
     share = 100 * min((x - y) / (x - z), 1.0)
     said = (
-        f"At step {step} the loss of the batch is {x:.3g} with casts, {y:.3g} without them and {z:.3g} in the good "
-        f"run: casts make {share:.0f} % of the gap."
+        f"At step {step} the loss is {x:.3g} with casts, {y:.3g} without them and {z:.3g} in the good run: "
+        f"casts make {share:.0f} % of the gap."
     )
     return replace(hurts, tried=(said, *hurts.tried), sound=True)
 
