@@ -356,7 +356,7 @@ def test_casts_without_which_a_run_has_the_good_run_s_loss_are_guilty(tmp_path: 
     good = Run.open(tmp_path / "good")
     bad, high = (diagnose(Run.open(tmp_path / name), baseline=good) for name in ("bad", "high"))
     assert (bad.fp8, high.fp8) == ("guilty", "innocent"), (bad.sentence, high.sentence)
-    assert "without casts has the good run" in bad.findings[0].cause
+    assert "casts make" in bad.findings[0].cause
     assert bad.verdict == "critical"
 
 
