@@ -297,6 +297,10 @@ def _as_good(facts: Facts, good: Facts, happened: Event | None, trial: Trial) ->
     if happened is None or happened.stays is None or trial.sound or (hurts := judge(facts, None)).part != "guilty":
         return trial
     at = dict(zip(good.loss.steps.tolist(), good.loss.loss.tolist(), strict=True))
+    if (a := good.column("input_hash")) is not None and (b := facts.column("input_hash")) is not None:
+        _, one, other = np.intersect1d(good.steps, facts.steps, return_indices=True)
+        unlike = np.abs(a[one] - b[other]) > 0  # of unknown hashes nothing is said
+        at |= dict.fromkeys(good.steps[one][unlike].tolist(), math.nan)
     since = [e for e in facts.experiments("shadow") if e.get("mode") == "real" and e["step"] >= happened.step]
     rows = [(e["step"], number_of(e.get("loss")), number_of(e.get("loss_without"))) for e in since]
     among = [(n, x, y, at.get(n, math.nan)) for n, x, y in rows]
@@ -573,7 +577,7 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
         values |= {k: f"{v:.6g}" for k, v in values.items() if isinstance(v, float)}
         trial = {"settings": {one.key: one.good}} if one.key in GROUP_SETTINGS[1:] else None
         whole = one.key == "lr" and not one.where
-        name = "good_rates" if whole and " of group " in one.sentence else "good_lr" if whole else "good_setting"
+        name = "good_rates" if whole and one.group else "good_lr" if whole else "good_setting"
         return render(name, values, frameworks, None if one.where else trial)
     names = {"weights": "good_weights", "batch": "good_batch", "labels": "good_labels", "optimizer": "good_setting",
              "casting": "good_setting", "parameter": "optimizer" if one.key == "held" else "good_parameters",

@@ -11,7 +11,6 @@ What a forward, a loss, a backward or an optimizer computes otherwise is the fir
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -53,6 +52,8 @@ class Difference:
     sentence: str
     step: int | None = None
     where: tuple[str, ...] = ()
+    group: str = ""
+    """Of a setting: the optimizer's group that has it, where others have another."""
 
 
 def differences(good: Facts, bad: Facts) -> list[Difference]:
@@ -174,6 +175,7 @@ def _groups(good: Facts, bad: Facts) -> Iterator[Difference]:
     kinds = dict.fromkeys(name.partition("/")[0] for name in bad.groups) if len(common) else {}
     pairs = _same_parameters(good, bad)
     for kind in kinds:
+        several = sum(n.startswith(f"{kind}/") for n in bad.groups) > 1
         found: list[tuple[float, str, Difference]] = []
         for pair, held in pairs.items():
             names = [f"{kind}/{n}".removesuffix("/") for n in pair]
@@ -183,22 +185,19 @@ def _groups(good: Facts, bad: Facts) -> Iterator[Difference]:
             with np.errstate(invalid="ignore"):  # infinities
                 far = np.abs(a - b) / np.maximum(np.maximum(np.abs(a), np.abs(b)), 1e-300)
             apart = np.flatnonzero(far > 1e-6)
-            if not len(apart):
-                continue
-            i = int(apart[np.argmax(np.abs(a[apart] - b[apart]))])
-            step = int(common[apart[0]])
-            what = _SETTINGS.get(kind, f"Adam's {kind}" if kind.startswith("beta") else kind)
-            several = sum(n.startswith(f"{kind}/") for n in bad.groups) > 1
-            of = f" of {_some(held)}" if held else f" of group {pair[1]}" if several and pair[1] else ""
-            from_ = "" if step == common[0] else f", from step {step} on"
-            said = f"The {what}{of} differs: {a[i]:.4g} and {b[i]:.4g}{from_}."
-            one = Difference("setting", kind, float(a[i]), float(b[i]), said, step, tuple(held))
-            found.append((float(far[i]), f"{b[i] / a[i]:.4g}" if a[i] else "", one))
+            if len(apart):
+                i, step = int(apart[np.argmax(np.abs(a[apart] - b[apart]))]), int(common[apart[0]])
+                group = pair[1] if several and not held else ""
+                one = Difference("setting", kind, float(a[i]), float(b[i]), "", step, tuple(held), group)
+                found.append((float(far[i]), f"{b[i] / a[i]:.4g}" if a[i] else "", one))
         if found:
             one = max(found, key=lambda one: one[0])[2]
             if len(found) == len(pairs) and len({ratio for _, ratio, _ in found}) == 1:  # of no group alone
-                one = replace(one, sentence=re.sub(r" of .*? differs:", " differs:", one.sentence, count=1), where=())
-            yield one
+                one = replace(one, where=(), group="")
+            what = _SETTINGS.get(kind, f"Adam's {kind}" if kind.startswith("beta") else kind)
+            of = f" of {_some(one.where)}" if one.where else f" of group {one.group}" if one.group else ""
+            from_ = "" if one.step == common[0] else f", from step {one.step} on"
+            yield replace(one, sentence=f"The {what}{of} differs: {one.good:.4g} and {one.bad:.4g}{from_}.")
     a_groups, b_groups = (len({n.partition("/")[2] for n in f.groups if "/" in n}) for f in (good, bad))
     if a_groups and b_groups and a_groups != b_groups:
         said_groups = f"The optimizer has {a_groups} groups in the good run, {b_groups} in this."
