@@ -46,7 +46,6 @@ def healthy(step: int) -> dict[str, float]:
         "optimizer_steps": 1.0,
         "eval_forwards_in_train_mode": 0.0,
         "input_hash": 100.0 + step,
-        "input_rms": 20.0,
         "label_hash": 300.0 + step,
         "kept_gradient": 0.0,
         "written": 0.0,

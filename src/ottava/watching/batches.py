@@ -1,4 +1,4 @@
-"""Notes what a step was trained on: hash and size of inputs and labels, and shares of those that are ignored or alike.
+"""Notes what a step was trained on: hashes of inputs and labels, and shares of labels that are ignored or equal.
 
 The same data gives the same hash in every step: with and without a look, with gradient accumulation, with a second
 model or an evaluation in between. Labels are those that the model is called with; only if it gets none, those that the
@@ -20,8 +20,7 @@ _PRIME = 8_388_593  # fp32, in which numbers come from a GPU, holds the sum of t
 _HASHED = 65_536  # elements of a tensor that are hashed
 _SEARCH = 32  # nodes of the graph behind a loss in which its labels may be
 _SHAPES = ("View", "Reshape", "UnsafeView", "ToCopy", "Slice", "Transpose", "Permute", "Clone", "Alias", "Squeeze")
-_BATCH = ("hash", "nonfinite", "amax", "square", "count")
-_SAMPLES, _TOKENS = 64, 4096  # of a batch, to find those that are alike
+_SAMPLES = 64  # rows of a batch whose labels are kept
 _SEQUENCE = 6  # tokens; in shorter rows labels are like inputs by chance
 _LABELS = frozenset({"labels", "label", "targets", "target"})
 _NO_BATCH = frozenset({"num_items_in_batch"})
@@ -33,7 +32,7 @@ class _Forward(NamedTuple):
 
     training: bool
     numbers: dict[str, Tensor]
-    """"input" and "label": `_BATCH` of all such tensors; "alike"."""
+    """"input" and "label": `_batch` of all such tensors."""
     ids: list[Tensor]
     """Its inputs of whole numbers, which labels may copy."""
     rows: dict[str, tuple[Tensor, int]]
@@ -87,9 +86,6 @@ class Batches:
                 if kind not in seen.rows and x.dim() > (kind == "input") and len(x) > 1 and x.dtype != torch.bool:
                     seen.rows[kind] = _rows(x, len(x)), len(x)
                 if kind == "input":
-                    alike = _alike(x, first="alike" not in seen.numbers)
-                    old = seen.numbers.get("alike")
-                    seen.numbers["alike"] = alike if old is None else old + alike
                     seen.ids.extend([] if x.is_floating_point() else [x])
         if training and not self.arguments:
             self.arguments = sorted(name for name, _ in _named(args, kwargs))
@@ -145,10 +141,6 @@ class Batches:
             for kind in ("input", "label"):
                 if kind in seen.numbers:
                     self._place(kind, seen.numbers[kind], self.forwards)
-            if "alike" in seen.numbers:
-                old = self._numbers.get("alike")
-                new = seen.numbers["alike"]
-                self._numbers["alike"] = new if old is None else torch.cat([old[:2], old[2:] + new[2:]])
 
     def _pair(self, labels: Tensor) -> None:
         if self._open is not None:
@@ -171,35 +163,25 @@ class Batches:
         _add(self._numbers, kind, torch.cat([turn, numbers[1:]]))
 
     def _shares(self, x: Tensor, ignore: int, places: tuple[int, int] | None) -> Tensor:
-        """[ignored, used, as the first, whether they copy an input, share of the most frequent, and `_matches`]."""
+        """[ignored, used, as the first, and `_matches`]."""
         flat = x.reshape(-1)
         used = flat != ignore
         first = flat.index_select(0, used.to(torch.uint8).argmax().reshape(1))  # without waiting for a GPU
-        twins = [i.reshape(x.shape) for i in self._ids if i.numel() == x.numel() > 1 and i.device == x.device]
-        copied = sum((((i == x) | (x == ignore)).all() & used.any()).to(torch.float32) for i in twins)
         counts = torch.stack([(~used).sum(), used.sum(), (flat == first).sum()]).to(torch.float32)
-        alike = torch.stack([counts[0] * 0 + copied, _common(_strided(flat, _HASHED), ignore)])
-        return torch.cat([counts, alike, _matches(flat, used, self._ids, places)])
+        return torch.cat([counts, _matches(flat, used, self._ids, places)])
 
     def columns(self, name: str, read: Sequence[float]) -> dict[str, float]:
         """Columns of steps.jsonl from one of the numbers of `drain`, once it was read; steps come in their order."""
         if name == "rows":
             return self._again(read)
         if name in ("input", "label"):
-            number = dict(zip(_BATCH, read, strict=True))
-            columns = {f"{name}_hash": number["hash"], f"{name}_nonfinite": number["nonfinite"]}
-            if not number["count"]:
-                return columns | {f"{name}_constant": float(number["amax"] == 0)}
-            rms = math.sqrt(number["square"] / number["count"])
-            return columns | {f"{name}_amax": number["amax"], f"{name}_rms": rms}
+            return {f"{name}_hash": read[0], f"{name}_nonfinite": read[1]}
         if name == "labels":
-            ignored, used, equal, copied, alike, compared, *matches = read
+            ignored, used, equal, compared, *matches = read
             columns = {"labels_ignored_pct": 100 * ignored / max(ignored + used, 1.0)}
             columns |= {"labels_equal_pct": 100 * equal / used} if used > 1 else {}
             shifts = {f"labels_ahead_{k}_pct": 100 * n / compared for k, n in enumerate(matches) if compared}
-            return columns | {"labels_copied": copied, "labels_alike_pct": alike} | shifts
-        if name == "alike":
-            return dict(zip(("samples_alike_pct", "tokens_alike_pct", "blank_inputs"), read, strict=True))
+            return columns | shifts
         return {}
 
 
@@ -219,7 +201,6 @@ def _add(numbers: dict[str, Tensor], kind: str, new: Tensor) -> None:
     if old is not None:
         joined = old + new
         joined[0] %= _PRIME
-        joined[2] = torch.maximum(old[2], new[2])
         new = joined
     numbers[kind] = new
 
@@ -229,14 +210,10 @@ def _strided(flat: Tensor, most: int) -> Tensor:
 
 
 def _batch(x: Tensor) -> Tensor:
-    """`_BATCH` of a tensor, fp32 (5,)."""
+    """[hash, infinities and NaN] of a tensor, fp32 (2,)."""
     flat = _strided(x.reshape(-1), _HASHED)
-    if x.is_floating_point():
-        rest = _sizes(x, flat.to(torch.float32))
-    else:
-        none = torch.zeros((), device=x.device)
-        rest = [none, (flat != flat[0]).any(), none, none]
-    return torch.stack([_hashed(flat), *(r.to(torch.float32) for r in rest)])
+    broken = _broken(x, flat.to(torch.float32)) if x.is_floating_point() else torch.zeros((), device=x.device)
+    return torch.stack([_hashed(flat), broken.to(torch.float32)])
 
 
 def _rows(x: Tensor, count: int) -> Tensor:
@@ -252,35 +229,12 @@ def _hashed(x: Tensor) -> Tensor:
     return ((bits.to(torch.int64) % _PRIME * place % _PRIME).sum(-1) % _PRIME).to(torch.float32)
 
 
-def _sizes(x: Tensor, sample: Tensor) -> list[Tensor]:
-    """What `_BATCH` needs of x and a sample of it: one reading of x, which finds its ends and any NaN.
-
-    The count of infinities and NaNs is that of the sample, and 1 if only the rest has some.
-    """
+def _broken(x: Tensor, sample: Tensor) -> Tensor:
+    """The infinities and NaNs of a sample of x, and 1 if only the rest has some; 0 of a mask that is added to scores."""
     ends = torch.stack(x.aminmax()).to(torch.float32)
     finite = sample.isfinite()
-    clean = torch.where(finite, sample, 0)
-    largest = torch.where(ends.isfinite(), ends.abs(), 0).amax()
-    # 0 and -inf alone are a mask that is added to scores
-    mask = (ends[0] == -math.inf) & (ends[1] == 0) & (clean == 0).all()
-    broken = torch.maximum((~finite).sum(), (~ends.isfinite()).any()) * ~mask
-    return [broken, torch.maximum(largest, clean.abs().amax()), clean.square().sum(), finite.sum()]
-
-
-def _alike(x: Tensor, *, first: bool) -> Tensor:
-    """[share of samples that are as the first one; share of the most frequent token; 1 if all is 0] in percent.
-
-    The shares are 0 for later inputs, and where they mean nothing.
-    """
-    zero = torch.zeros((), device=x.device)
-    samples = tokens = zero
-    if first and x.dim() > 1 and len(x) > 1 and x.dtype != torch.bool:
-        rows = x[:_SAMPLES].reshape(min(len(x), _SAMPLES), -1)[:, :_TOKENS]
-        samples = 100 * (rows[1:] == rows[:1]).all(1).to(torch.float32).mean()
-        if not x.is_floating_point():
-            some = _strided(_strided(x.reshape(-1), _HASHED), _TOKENS)
-            tokens = 100 * (some == some.mode().values).to(torch.float32).mean()
-    return torch.stack([samples, tokens, (x == 0).all().to(torch.float32)])
+    mask = (ends[0] == -math.inf) & (ends[1] == 0) & (torch.where(finite, sample, 0) == 0).all()
+    return torch.maximum((~finite).sum(), (~ends.isfinite()).any()) * ~mask
 
 
 def _matches(labels: Tensor, used: Tensor, inputs: Sequence[Tensor], places: tuple[int, int] | None) -> Tensor:
@@ -303,16 +257,6 @@ def _matches(labels: Tensor, used: Tensor, inputs: Sequence[Tensor], places: tup
             equal = [((x == ids[:, first + k : first + k + count]) & some).sum() for k in range(3)]
             best = torch.maximum(best, torch.stack([some.sum(), *equal]).to(torch.float32))
     return best
-
-
-def _common(labels: Tensor, ignore: int) -> Tensor:
-    """Share of the most frequent label among those that are not ignored, in percent."""
-    some = _strided(labels, _TOKENS)
-    used = some != ignore
-    # ignored labels become numbers of their own, so that they are never the most frequent
-    own = torch.where(used, some, -1000 - torch.arange(some.numel(), device=some.device))
-    common = (own == own.mode().values) & used
-    return (100 * common.sum() / used.sum().clamp_min(1)).to(torch.float32)
 
 
 def _behind(root: Tensor, of: Callable[[Any], bool]) -> Iterator[Any]:

@@ -1,7 +1,8 @@
 """The norm of a step's gradients: before anybody clips them, and as the optimizer gets them.
 
-The first is read when a backward has ended, the second before the optimizer steps. Nothing is assumed about what
-happened in between: `p.grad.data.clamp_()` leaves no trace in a tensor's version.
+The first is read when a backward has ended, the second before the optimizer steps: at looks, and between them where a
+gradient is another tensor or its version has moved. `p.grad.data.clamp_()`, a GradScaler and an all-reduce move none;
+where a look finds that, all steps read both.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class Gradients:
 
     def __init__(self) -> None:
         self._place: dict[int, int] = {}
+        self._found: list[tuple[weakref.ref[Tensor], int]] = []
+        """Each gradient as the backward left it, and its version."""
+        self._told = True
+        """Whether every change since then was one that the versions tell."""
         self._norms: list[Tensor] = []
         self._scale: Tensor | None = None
         self._last = 0
@@ -52,6 +57,7 @@ class Gradients:
         usable = [(p, g) for p in parameters if (g := dense(p.grad)) is not None]
         self._place = {id(p): i for i, (p, _) in enumerate(usable)}
         self._norms = _norms([g for _, g in usable])
+        self._found = [(weakref.ref(g), _version(g)) for p, _ in usable if (g := p.grad) is not None]
         self._scale = None if scale is None else scale.detach().clone()
 
     def joins(self, optimizer: Optimizer) -> None:
@@ -60,16 +66,23 @@ class Gradients:
         if id(optimizer) != self._last and not any(ref() is optimizer for ref in together):
             together.append(weakref.ref(optimizer))
 
-    def norms(self, optimizer: Optimizer, usable: Sequence[Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def norms(
+        self, optimizer: Optimizer, usable: Sequence[Tensor], old: Mapping[str, Tensor], look: bool = True
+    ) -> dict[str, Tensor]:
         """ "grad_norm", if a backward was seen, and "grad_norm_used", joined with those of earlier optimizers.
 
         Args:
             usable: the parameters of the optimizer that have a gradient.
             old: numbers of the step so far.
+            look: whether to read gradients whose versions have not moved.
         """
         self._last = id(optimizer)
         own = [*usable, *self._of_together(optimizer)]
-        read = _norms([g for p in own if (g := dense(p.grad)) is not None])
+        kept = [self._norms[self._place[id(p)]] for p in own] if self._told and all(map(self._is_as_found, own)) else []
+        read = kept if kept and not look else _norms([g for p in own if (g := dense(p.grad)) is not None])
+        if kept and look:
+            pairs = zip(kept, read, strict=True)
+            self._told = all(torch.allclose(x, y, rtol=0, atol=0, equal_nan=True) for x, y in pairs)
         # a fused optimizer divides by its grad_scale
         found = {"grad_norm_used": _joined(read, getattr(optimizer, "grad_scale", None))}
         if self._norms:
@@ -86,11 +99,21 @@ class Gradients:
 
     def drain(self) -> None:
         """The step has ended."""
-        self._place, self._norms, self._scale = {}, [], None
+        self._place, self._found, self._norms, self._scale = {}, [], [], None
+
+    def _is_as_found(self, p: Tensor) -> bool:
+        if (i := self._place.get(id(p))) is None or (g := p.grad) is None:
+            return False
+        known, version = self._found[i]
+        return known() is g and 0 <= version == _version(g)
 
     def _of_together(self, optimizer: Optimizer) -> list[Tensor]:
         others = [other for ref in self._together.get(id(optimizer), ()) if (other := ref()) is not None]
         return [p for other in others for group in other.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _version(gradient: Tensor) -> int:
+    return -1 if gradient.is_inference() else gradient._version
 
 
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:

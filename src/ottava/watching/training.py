@@ -314,7 +314,7 @@ class TrainingTap:
             if self._drained_at == self._backwards > 0:  # the step of this backward has ended
                 self.gradients.joins(optimizer)
             else:
-                self._numbers |= self.gradients.norms(optimizer, usable, self._numbers)
+                self._numbers |= self.gradients.norms(optimizer, usable, self._numbers, self.looking)
             left, self._left = self._left, None
             if tensors and (self.looking or left is not None):
                 samples = _samples(tensors)
@@ -361,16 +361,19 @@ class TrainingTap:
         for p in held:  # of a step before, in which other parameters had gradients
             self._guarded.pop(id(p), None)
         some = [p for p in held if p.grad is not None and dense(p) is not None]
-        for p in some[:: -(-len(some) // _CHECKED) or 1]:
-            self._guarded[id(p)] = weakref.ref(p), _samples([p], _GUARDED)
+        some = some[:: -(-len(some) // _CHECKED) or 1]
+        sizes = [len(range(0, n, -(-n // _GUARDED))) for n in (plain(p)[0].numel() for p in some)]  # type: ignore[union-attr]
+        for p, x in zip(some, _samples(some, _GUARDED).split(sizes) if some else (), strict=True):
+            self._guarded[id(p)] = weakref.ref(p), x
 
     def _note_written(self, parameters: Sequence[Tensor]) -> None:
         """The share of these numbers that something else has changed since: an average that was swapped in, say."""
         left = [(p, known[1]) for p in parameters if (known := self._guarded.get(id(p))) and known[0]() is p]
         if left:
-            now = [(_samples([p], _GUARDED), before) for p, before in left]
-            changed = [((x != before) & x.isfinite()).float().mean() for x, before in now]
-            self._numbers["written"] = torch.stack(changed).amax().reshape(1)
+            now = _samples([p for p, _ in left], _GUARDED)
+            changed = ((now != torch.cat([x.to(now.device) for _, x in left])) & now.isfinite()).float()
+            shares = [x.mean() for x in changed.split([x.numel() for _, x in left])]
+            self._numbers["written"] = torch.stack(shares).amax().reshape(1)
 
     def _note_held(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:
         """Notes every tensor that an optimizer holds, with its settings; those of no model get a name of their own."""
