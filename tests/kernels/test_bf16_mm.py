@@ -55,6 +55,13 @@ def test_nearly_every_output_is_correctly_rounded(pair: Pair, float64_gemm: Floa
         assert int(wrong.sum()) <= 6.5 + 10  # and 4 standard deviations
 
 
+def test_scales_whose_product_no_fp32_holds_end_as_in_the_reference() -> None:
+    for size in (1e25, 1e-30):
+        a, b = (cast(torch.randn(8, 64) * size, QuantizationSpec(E4M3)) for _ in range(2))
+        y = bf16_mm.gemm(a, b, torch.bfloat16, None)
+        assert torch.equal(y.nan_to_num(7.0), reference.gemm(a, b, torch.bfloat16, None).nan_to_num(7.0))
+
+
 def test_transposed_operands_multiply_like_copies() -> None:
     """codes.t() without a copy is what wgrad hands over."""
     for spec in (

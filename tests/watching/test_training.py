@@ -126,7 +126,7 @@ def read(folder: Path, fault: str = "") -> Run:
     ottava.convert(model, "tensorwise", filter=lambda name, layer: name != "side")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with ottava.watch(model, folder, every=2):
-        for step in range(8):
+        for _ in range(8):
             ids = torch.randint(0, 16, (4, 8))
             labels = {"leak": ids, "constant": torch.ones_like(ids)}.get(fault, (3 * ids) % 16)
             mask = torch.zeros(4, 8).masked_fill(torch.arange(8) > 5, float("-inf"))

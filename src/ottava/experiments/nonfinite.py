@@ -46,6 +46,7 @@ class _Seer(TorchDispatchMode):
         self.found: dict[str, Any] | None = None
         self.path: list[str] = []
         self.backward, self.last = "", "the inputs"
+        self.read_nan = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -55,11 +56,13 @@ class _Seer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         before = [] if self.found else _read(args, kwargs)
+        self.read_nan = self.read_nan or any(nan for _, nan in before)
         result = func(*args, **kwargs)
         # memory that nobody has written yet holds anything
         if self.found is None and "empty" not in str(func):
             wrong = [x for x in pytree.tree_leaves(result) if _is_float(x) and not bool(x.isfinite().all())]
-            if wrong and (operand := _innocent(before, wrong, args, kwargs)) is not None:
+            operand = _innocent(before, wrong, args, kwargs) if wrong else None
+            if operand is not None and not (self.read_nan and _narrow(args, kwargs)):  # codes are not read: old NaN
                 back = torch._C._current_graph_task_id() != -1
                 self.found = {
                     "module": self.backward if back else (self.path[-1] if self.path else ""),
@@ -74,9 +77,13 @@ class _Seer(TorchDispatchMode):
 
 
 def _operation(func: Any, args: Any, kwargs: Any) -> str:
-    narrow = [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in NARROW]
+    narrow = _narrow(args, kwargs)
     name = str(func).removeprefix("aten.").split(".")[0]
     return f"the conversion from {str(narrow[0]).removeprefix('torch.')}" if name == "_to_copy" and narrow else name
+
+
+def _narrow(args: Any, kwargs: Any) -> list[torch.dtype]:
+    return [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in NARROW]
 
 
 def _is_float(x: Any) -> bool:

@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from ottava.kernels import reference
 from ottava.kernels.gate import refusal
 from ottava.numerics.formats import E4M3, E5M2, Format
 from ottava.numerics.scaling import PER_TENSOR
@@ -26,6 +27,7 @@ NATIVE = False
 # |code| of both formats lies in 2**-16 ... 2**16: with these bounds neither a scaled operand nor a product of two
 # leaves the normal numbers, below which BF16 units flush to zero; and no sum that fits in memory overflows
 _SCALE_RANGE = (2.0**-47, 2.0**47)
+_TINY, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
@@ -77,6 +79,8 @@ def gemm(
         else:
             x.spec.granularity.multiply_(numbers, x.scale_inv.to(torch.bfloat16))
         operands.append(numbers)
+    if not _TINY <= alpha <= _LARGEST:  # no number of fp32, in which oneDNN multiplies
+        return reference.gemm(a, b, out_dtype, bias)
     if bias is None:
         # addmm with beta 0 never reads it: mm has no alpha
         nothing = operands[0].new_zeros(1).expand(a.shape[0], b.shape[0])

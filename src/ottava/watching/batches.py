@@ -230,7 +230,7 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 def _broken(x: Tensor, sample: Tensor) -> Tensor:
-    """The infinities and NaNs of a sample of x, and 1 if only the rest has some; 0 of a mask that is added to scores."""
+    """The infinities and NaNs of a sample of x, 1 if only the rest has some; 0 of a mask that is added to scores."""
     ends = torch.stack(x.aminmax()).to(torch.float32)
     finite = sample.isfinite()
     mask = (ends[0] == -math.inf) & (ends[1] == 0) & (torch.where(finite, sample, 0) == 0).all()
