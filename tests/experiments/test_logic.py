@@ -492,3 +492,22 @@ def test_a_rate_that_no_loss_shows_comes_before_the_line_that_it_reaches(tmp_pat
     assert not answer.event
     assert [f.title for f in answer.findings] == ["The learning rate is 3 times that of the good run"]
     assert [f.title for f in answer.notes] == ["The code parts from that of the good run"]
+
+
+def test_micro_batches_that_give_sums_are_not_said_to_give_means(tmp_path: Path) -> None:
+    said = {}
+    for reduction in ("mean", "sum"):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
+        with ottava.watch(model, tmp_path / reduction):
+            for _ in range(24):
+                for _ in range(4):
+                    x = torch.randn(16, 8)
+                    nn.functional.cross_entropy(model(x), x[:, :4].argmax(1), reduction=reduction).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        answer = diagnose(Run.open(tmp_path / reduction))
+        said[reduction] = next(f.cause for f in (*answer.findings, *answer.notes) if f.id == "O14")
+    assert said["mean"].startswith("Each of 4 micro-batches gives the mean of its own loss")
+    assert said["sum"].startswith("The losses of 4 micro-batches add up to 64 means over their labels: they are sums.")

@@ -505,6 +505,8 @@ def _summed(facts: Facts, event: Event | None) -> Broken | None:
     if adds <= 0.9 * parts:
         return None
     said = f"Each of {parts:.0f} micro-batches gives the mean of its own loss, and nothing divides them."
+    if adds > 1.1 * parts:
+        said = f"The losses of {parts:.0f} micro-batches add up to {adds:.3g} means over their labels: they are sums."
     said += f" The gradient is their sum, so a step of SGD is {adds:.3g} times as long."
     return Broken(said, grave=event is not None and _lr_high(facts, event) is not None)  # a small rate may allow for it
 
