@@ -64,6 +64,7 @@ def calls() -> Iterator[list[tuple[str, str]]]:
 
 
 @pytest.mark.skipif(native_build.load("gemm").library is None, reason="the reference takes other ways")
+@pytest.mark.usefixtures("native_first")
 def test_a_warm_step_asks_nothing_that_was_answered(recipe: ottava.Recipe) -> None:
     """Forward and backward of a layer after a step of its optimizer; counted, not timed."""
     layer = ottava.nn.Linear(64, 64, recipe=recipe, dtype=torch.bfloat16)
@@ -86,6 +87,7 @@ def test_a_warm_step_asks_nothing_that_was_answered(recipe: ottava.Recipe) -> No
     assert [name for name in asked if "<locals>" not in name] == []
 
 
+@pytest.mark.usefixtures("native_first")
 def test_a_kept_plan_follows_what_changes() -> None:
     """Another shape, dtype, layout or recipe is decided anew; what comes back finds its plan again, with equal bits."""
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ from sweep import sweep
 def _units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slower on other CPUs, but no less exact: oneDNN sums in fp32 there too."""
     monkeypatch.setattr(bf16_mm, "_has_bf16_units", lambda: True)
+    monkeypatch.setattr(bf16_mm, "_has_tiles", lambda: False)
 
 
 def taken(a: QuantizedTensor, b: QuantizedTensor) -> bool:
@@ -128,6 +129,8 @@ def test_other_machines_and_empty_operands_are_refused(monkeypatch: pytest.Monke
     assert taken(a, a)
     meta = replace(a, data=a.data.to("meta"), scale_inv=a.scale_inv.to("meta"))
     assert bf16_mm.supports_gemm(a, meta, torch.bfloat16, None) == "bf16_mm: runs on cpu; got cpu and meta"
+    monkeypatch.setattr(bf16_mm, "_has_tiles", lambda: True)
+    assert "reads past rows of 16 numbers" in (bf16_mm.supports_gemm(a, a, torch.bfloat16, None) or "")
     empty = cast(torch.ones(0, 16), QuantizationSpec(E4M3))
     assert bf16_mm.supports_gemm(empty, a, torch.bfloat16, None) == "bf16_mm: an empty operand"
     monkeypatch.setattr(bf16_mm, "_has_bf16_units", lambda: False)

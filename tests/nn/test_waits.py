@@ -91,6 +91,7 @@ def step(layer: torch.nn.Module, *inputs: Tensor, **more: Any) -> list[str]:
     return seen
 
 
+@pytest.mark.usefixtures("native_first")
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "blockwise", "mxfp8"])
 def test_experts_wait_once_a_layer(recipe: str) -> None:
     """For the rows of each expert; with a capacity too. Given sizes as numbers, a stack waits for nothing."""
@@ -102,6 +103,7 @@ def test_experts_wait_once_a_layer(recipe: str) -> None:
     assert step(layer, x, [10, 0, 14]) == []
 
 
+@pytest.mark.usefixtures("native_first")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "delayed", "mxfp8"])
 def test_a_linear_waits_for_nothing(recipe: str) -> None:
     """Forward and backward."""

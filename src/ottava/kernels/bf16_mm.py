@@ -27,6 +27,7 @@ NATIVE = False
 # |code| of both formats lies in 2**-16 ... 2**16: with these bounds neither a scaled operand nor a product of two
 # leaves the normal numbers, below which BF16 units flush to zero; and no sum that fits in memory overflows
 _SCALE_RANGE = (2.0**-47, 2.0**47)
+_TILE = 32  # numbers of a row in a tile of AMX
 _TINY, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -46,6 +47,8 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
         return f"{NAME}: an empty operand"
     if not _has_bf16_units():
         return f"{NAME}: this CPU multiplies BF16 no faster than fp32 (no AVX512-BF16, no AMX)"
+    if a.shape[1] % _TILE and _has_tiles():
+        return f"{NAME}: on AMX oneDNN reads past rows of {a.shape[1]} numbers, and a NaN reaches the row before"
     for x in (a, b):
         if x.spec.granularity == PER_TENSOR:
             continue
@@ -107,4 +110,8 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def _has_bf16_units() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported()) or bool(torch.cpu._is_amx_tile_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported()) or _has_tiles()
+
+
+def _has_tiles() -> bool:
+    return bool(torch.cpu._is_amx_tile_supported())

@@ -179,7 +179,7 @@ def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> gemm_choice.
     def way(kernel: GemmKernel, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         return runner(kernel, a, b, torch.bfloat16, None, False)(a, b, None)
 
-    a, b = gemm_choice.operands(2, 2, 2)  # only to ask who takes such formats; `rank` times large ones
+    a, b = gemm_choice.operands(2, 2, 32)  # only to ask who takes such formats; `rank` times large ones
     # torch's FP8 GEMM on a CPU is an oracle for tests, not a rival
     rivals = [one for one in kernels if one is not scaled_mm and one.supports_gemm(a, b, torch.bfloat16, None) is None]
     return gemm_choice.rank("kernels", {_way_of(one): partial(way, one) for one in rivals}, native.key)
