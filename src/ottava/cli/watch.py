@@ -440,26 +440,30 @@ def live(
 
 
 def report(
-    run: Annotated[Path, Argument(metavar="RUN", help="Folder of a watched run.", show_default=False)],
+    run: Annotated[
+        Path, Argument(metavar="FOLDER", help="A watched run, or a folder that holds results.", show_default=False)
+    ],
     baseline: Annotated[Path | None, Option(metavar="GOOD", help="Folder of a good run to compare with.")] = None,
     out: Annotated[
-        Path | None, Option("--out", "-o", metavar="FILE", help="Where to write; RUN/report.html by default.")
+        Path | None, Option("--out", "-o", metavar="FILE", help="Where to write; in FOLDER by default.")
     ] = None,
     open_it: Annotated[bool, Option("--open", help="Open the report in the browser.")] = False,
     language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Write RUN/report.html: the cause, the tensor, the first step and the remedy.
+    """Write FOLDER/report.html: the cause, the tensor, the first step and the remedy.
 
-    The file needs no network and no server. Every picture in it is also there as a table.
+    What else is in FOLDER, or up to three levels below, is on the same page: other runs, and the pages of demo, lab,
+    check, certify and parity, with a table of contents. If FOLDER itself is no run, the page is FOLDER/results.html.
+    The file needs no network and no server. Every picture of a run in it is also there as a table.
 
-    Exit code 1 if the verdict is critical, 4 if RUN is not the folder of a watched run.
+    Exit code 1 if the verdict is critical, 4 if FOLDER holds no result.
     """
     from ottava.record.reader import Run
-    from ottava.report.page import make_report
+    from ottava.report.page import is_run, make_results
 
-    page = make_report(Run.open(run), baseline=None if baseline is None else Run.open(baseline))
-    path = page.write(out or run / "report.html", language)
+    page = make_results(run, baseline=None if baseline is None else Run.open(baseline))
+    path = page.write(out or run / ("report.html" if is_run(run) else "results.html"), language)
     verdict, sentence, size = page.diagnosis["verdict"], page.diagnosis["sentence"], path.stat().st_size
     values = {"run_dir": str(run), "report": str(path), "bytes": size, "verdict": verdict, "sentence": sentence}
     answer(as_json, values, f"{sentence}\n{path}  {size / 1000:,.0f} kB", language)

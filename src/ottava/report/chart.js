@@ -82,28 +82,39 @@ function lines(host, { height, label, series, x: [x0, x1], log = false, dots = f
   return { svg, X, width, left, right, top, base: height - bottom };
 }
 
-// Bars of a histogram with bins of width `wide` from first * wide on; mark: {at, text} or null.
-// Returns rows for a table.
-function bars(host, { first, counts, wide, title, unit, mark }) {
+// The outline of bars [x, end, y] from left to right: the good run's, whose name stands at {x, y}.
+function outline(svg, bars, { base, x, y }) {
+  const path = bars.map(([a, b, top], i) => `${a === bars[i - 1]?.[1] ? "L" : `${i ? `V${base}` : ""}M${a} ${base}L`}${a} ${top}H${b}`);
+  put(svg, "path", { class: "curve faint beside", d: path.join("") + (bars.length ? `V${base}` : "") });
+  put(svg, "path", { class: "curve faint beside", d: `M${x} ${y - 4}h20` });
+  put(svg, "text", { class: "name", x: x + 26, y }, "the good run");
+}
+// Bars of a histogram with bins of width `wide` from first * wide on; mark: {at, text} or null; beside: {first, counts}
+// of the good run, as an outline. Returns rows for a table.
+function bars(host, { first, counts, beside, wide, title, unit, mark }) {
   const { svg, width } = canvas(host, 190, title), left = 44, right = 10, base = 156, high = 116;
-  const total = counts.reduce((a, b) => a + b, 0), each = Math.max(1, Math.ceil(counts.length / 48)), bins = [];
-  for (let i = 0; i < counts.length; i += each) {
-    bins.push([(first + i) * wide, counts.slice(i, i + each).reduce((a, b) => a + b, 0) / total]);
-  }
+  const sum = (numbers) => numbers.reduce((a, b) => a + b, 0), from = Math.min(first, beside?.counts.length ? beside.first : first);
+  const length = Math.max(first + counts.length, beside ? beside.first + beside.counts.length : 0) - from;
+  const each = Math.max(1, Math.ceil(length / 48)), share = (one, i) => {
+    const at = from + i - one.first;
+    return sum(one.counts.slice(Math.max(0, at), Math.max(0, at + each))) / (sum(one.counts) || 1);
+  };
+  const bins = Array.from({ length: Math.ceil(length / each) }, (_, i) => [(from + i * each) * wide, share({ first, counts }, i * each), beside ? share(beside, i * each) : 0]);
   const x0 = Math.min(bins[0]?.[0] ?? 0, mark?.at ?? Infinity) - wide / 2;
   const x1 = Math.max((bins.at(-1)?.[0] ?? 0) + each * wide, mark?.at ?? -Infinity) + wide / 2;
-  const top = Math.max(...bins.map(([, share]) => share), 1e-9), X = (x) => left + (x - x0) / (x1 - x0) * (width - left - right);
+  const top = Math.max(...bins.flatMap(([, ...shares]) => shares), 1e-9), X = (x) => left + (x - x0) / (x1 - x0) * (width - left - right);
   put(svg, "text", { class: "name", x: 0, y: 12 }, title);
   for (const share of ticks(0, top, 3)) {
     const y = base - share / top * high;
     put(svg, "line", { class: "grid", x1: left, x2: width - right, y1: y, y2: y });
     put(svg, "text", { x: left - 6, y: y + 4, "text-anchor": "end" }, `${Number((100 * share).toPrecision(3))} %`);
   }
-  const rows = bins.map(([x, share]) => [`${human(x)} to ${human(x + each * wide)}`, human(100 * share, "%")]);
+  const rows = bins.map(([x, ...shares]) => [`${human(x)} to ${human(x + each * wide)}`, ...shares.slice(0, beside ? 2 : 1).map((one) => human(100 * one, "%"))]);
   bins.forEach(([x, share], i) => {
     const size = { x: X(x), width: Math.max(1, X(x + each * wide) - X(x) - 1), y: base - share / top * high, height: share / top * high };
-    put(put(svg, "rect", { class: "bar normal", ...size }), "title", {}, rows[i].join(": "));
+    put(put(svg, "rect", { class: "bar normal", ...size }), "title", {}, rows[i].slice(0, 2).join(": "));
   });
+  if (beside) outline(svg, bins.map(([x, , good]) => [X(x), X(x + each * wide), base - good / top * high]), { base, x: width - right - 110, y: 12 });
   for (const x of wholeTicks(x0, x1, 6)) put(svg, "text", { x: X(x), y: base + 16, "text-anchor": "middle" }, plain(x));
   put(svg, "text", { x: width - right, y: base + 31, "text-anchor": "end" }, unit);
   if (mark) {

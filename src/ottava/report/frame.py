@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,115 @@ def write_page(path: Path, page: str, language: str = "en") -> Path:
     with replacing(path) as scratch:
         scratch.write_text(Language(language).page(page) if path.suffix == ".html" else page, encoding="utf-8")
     return path
+
+
+_VOID = frozenset({"br", "hr", "input", "wbr"})
+_UNSEEN_VOID = frozenset({"area", "base", "col", "embed", "frame", "img", "link", "meta", "param", "source", "track"})
+_TAGS = _VOID | frozenset(
+    "a article b button caption circle code dd details div dl dt em figcaption figure g h1 h2 h3 h4 header i label li "
+    "line noscript ol option output p path pre rect section select small span strong sub summary sup svg table tbody td "
+    "text th thead title tr ul".split()
+)
+_IDS = frozenset({"id", "for", "aria-controls", "aria-describedby", "aria-labelledby"})
+_ATTRIBUTES = _IDS | frozenset(
+    "aria-hidden aria-label aria-live aria-selected checked class colspan cx cy d data-chart fill height hidden max min "
+    "opacity open points r role rowspan rx scope selected step stroke stroke-dasharray stroke-width style tabindex "
+    "text-anchor title transform type value viewbox width x x1 x2 y y1 y2".split()
+)
+
+
+class Section(HTMLParser):
+    """The main part of a page as a section of another: its ids begin with `name-`, its headings count a level lower.
+
+    What could run, or load something, is left out, so a page that somebody else wrote does no harm.
+
+    Example:
+        >>> Section('<main><h1 id="a" onclick="x()">A &amp; B<script>x()</script></h1></main>', "s1").html
+        Markup('<h1 id="s1-a" aria-level="2">A &amp; B</h1>')
+    """
+
+    def __init__(self, page: str, name: str, title: str = "") -> None:
+        super().__init__()
+        self.name, self.title = name, title
+        self.headings: list[tuple[str, str]] = []
+        """Id and text, the headline first."""
+        self._parts, self._open = list[str](), list[str]()
+        self._outside = "main"  # the element that is waited for, or whose end is
+        self.feed(page)
+        self.close()
+        self.html = Markup("".join([*self._parts, *(f"</{tag}>" for tag in reversed(self._open))]))
+
+    @property
+    def headline(self) -> str:
+        """The text of the first heading."""
+        return " ".join(self.headings[0][1].split()) if self.headings else self.name
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Writes the tag anew, with the attributes that are known."""
+        if self._outside:
+            self._outside = "" if tag == self._outside == "main" else self._outside
+            return
+        if tag not in _TAGS:
+            self._outside = "" if tag in _UNSEEN_VOID else tag
+            return
+        known = {name: value or "" for name, value in attrs if name in _ATTRIBUTES or name == "href"}
+        known = {name: value for name, value in known.items() if _harmless(name, value)}
+        for name in _IDS & known.keys():
+            known[name] = " ".join(f"{self.name}-{one}" for one in known[name].split())
+        if "href" in known:
+            known["href"] = f"#{self.name}-{known['href'][1:]}"
+        if tag in ("h1", "h2", "h3"):
+            known["aria-level"] = str(int(tag[1]) + 1)
+        if tag in ("h1", "h2"):
+            self.headings.append((known.setdefault("id", f"{self.name}-h{len(self.headings)}"), ""))
+        told = "".join(f' {name}="{escape(value)}"' for name, value in known.items())
+        self._parts.append(f"<{tag}{told}>")
+        self._open += [] if tag in _VOID else [tag]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Opens and closes a tag of a picture."""
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        """Closes what is open up to the tag."""
+        if self._outside:
+            self._outside = "" if tag == self._outside != "main" else self._outside
+        elif tag == "main":
+            self._outside = "end"
+        elif tag in self._open:
+            while (last := self._open.pop()) != tag:
+                self._parts.append(f"</{last}>")
+            self._parts.append(f"</{tag}>")
+
+    def handle_data(self, data: str) -> None:
+        """Text stays."""
+        if not self._outside:
+            self._parts.append(str(escape(data)))
+            if {"h1", "h2"} & {*self._open} and self.headings:
+                self.headings[-1] = (self.headings[-1][0], self.headings[-1][1] + data)
+
+
+def _harmless(name: str, value: str) -> bool:
+    """Whether an attribute names no address; a style is a variable or a width."""
+    if name == "style":
+        return re.fullmatch(r"--dot: var\(--\w+\)|width: [\d.]+px", value) is not None
+    return value.startswith("#") if name == "href" else "url(" not in value.lower()
+
+
+def render_sections(sections: Sequence[Section], runs: Sequence[str], **values: Any) -> str:
+    """One page of several, with a table of contents.
+
+    Args:
+        runs: the numbers of watched runs, as their own pages have them; they are the first sections.
+    """
+    data = [
+        Markup(f"{begin}{section.name}-{rest}")
+        for section, page in zip(sections, runs, strict=False)
+        for begin, rest in re.findall(r'(?s)(<script type="application/[a-z-]+" id=")((?:facts|numbers)">.*?</script>)', page)
+    ]
+    roots = Markup(json.dumps([f"{one.name}-" for one in sections[: len(runs)]]))
+    return render(__package__, "results.html.j2", sections=sections, numbers=data, roots=roots, **values)
 
 
 def marked(sentence: str) -> Markup:

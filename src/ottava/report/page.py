@@ -12,9 +12,11 @@ neighbouring looks share a column, which shows the worst of them (`grid`), and s
 from __future__ import annotations
 
 import base64
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +27,7 @@ import numpy.typing as npt
 
 from ottava.base import text
 from ottava.base.text import progress, rounded_alike
+from ottava.base.untrusted import UntrustedError, read_text
 from ottava.diagnose.compare import compare
 from ottava.diagnose.diagnose import diagnose
 from ottava.diagnose.what_if import Prediction, predict
@@ -34,11 +37,17 @@ from ottava.measure.statistics import STATISTICS
 from ottava.numerics.formats import FORMATS
 from ottava.record.amaxes import recorded
 from ottava.record.reader import Run, Table
+from ottava.record.schema import MANIFEST, TRAINER_MANIFEST, RunError
 from ottava.report import sections
-from ottava.report.frame import render, script_json, write_page
+from ottava.report.frame import Section, render, render_sections, script_json, write_page
 from ottava.report.grid import SCALES, Grid, Values
 
+MAX_BYTES = 245_000
+"""Largest size of the base64 text of all numbers, so that a page of 100 layers and 1,000 steps stays under 400 kB."""
 MOST_POINTS = 800
+_WRITER = re.compile(r'<meta name="generator" content="(ottava (?!report|explorer)[a-z]+)">')
+_SEVERITIES = ("critical", "warning", "none")
+_MOST_RUNS, _MOST_PAGES, _MOST_FILES = 6, 40, 500
 CURVES = ("loss", "grad_norm")
 Curve = list[list[Any]]
 """Steps and values, as `sections.thin` gives them."""
@@ -61,12 +70,18 @@ class Report:
 
 
 def make_report(
-    run: Run, *, baseline: Run | None = None, live: bool = False, earlier: Mapping[str, Curve] | None = None
+    run: Run,
+    *,
+    baseline: Run | None = None,
+    live: bool = False,
+    earlier: Mapping[str, Curve] | None = None,
+    room: int = MAX_BYTES,
 ) -> Report:
     """Analyses a watched run and makes its page.
 
     Args:
         baseline: a good run to compare with.
+        room: the most bytes of all numbers.
         live: the page follows the run, see `report.live`, and predicts other recipes when the run has ended.
         earlier: curves of loss and grad_norm before the steps of the run that are at hand.
 
@@ -93,8 +108,65 @@ def make_report(
         comparison=comparison,
         live=live,
         earlier=earlier,
+        room=room,
     )
     return Report(html, diagnosis)
+
+
+def make_results(folder: Path, *, baseline: Run | None = None) -> Report:
+    """One page of every result in a folder: its watched runs, the worst first, and the pages of other commands.
+
+    Three levels of folders are searched. If a folder is a run and holds nothing else, the page is that of the run.
+
+    Raises:
+        RunError: nothing is there, or `folder` is a run that cannot be read.
+    """
+    paths = [folder] * is_run(folder)
+    paths += [path.parent for path in _newest(folder, MANIFEST) if path.parent != folder]
+    pages = [(path, found[1]) for path in _newest(folder, "*.html") if (found := _WRITER.search(_head(path)))]
+    if not pages and len(paths) < 2 and paths in ([], [folder]):
+        return make_report(Run.open(folder), baseline=baseline)
+    reports, notes = dict[Path, Report](), list[str]()
+    for path in progress(paths[:_MOST_RUNS], "reading the runs"):
+        try:
+            good = None if baseline is None or path.samefile(baseline.path) else baseline
+            reports[path] = make_report(Run.open(path), baseline=good, room=MAX_BYTES // len(paths[:_MOST_RUNS]))
+        except RunError as error:
+            if path == folder:
+                raise
+            notes.append(str(error))
+    order = sorted(reports, key=lambda path: _SEVERITIES.index(str(reports[path].diagnosis["verdict"])))
+    made = [(f"ottava report: {path.resolve().name}", reports[path].html) for path in order]
+    for path, writer in pages:
+        try:
+            made.append((f"{writer}: {path.relative_to(folder)}", read_text(path)))
+        except (OSError, UntrustedError) as error:
+            notes.append(str(error))
+    notes += [f"This page holds {_MOST_RUNS} runs; {path} is not among them." for path in paths[_MOST_RUNS:]]
+    if not made:
+        raise RunError(f"{folder}: no result in it can be read. {' '.join(notes)}")
+    sections = [Section(html, f"s{i}", title) for i, (title, html) in enumerate(made, 1)]
+    runs = [html for _, html in made[: len(order)]]
+    html = render_sections(sections, runs, name=folder.resolve().name, notes=notes)
+    found = {"verdict": "none", "sentence": f"{sections[0].headline}."}
+    return Report(html, reports[order[0]].diagnosis if order else found)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run of `ottava watch` or `ottava train`."""
+    return (folder / MANIFEST).is_file() or (folder / TRAINER_MANIFEST).is_file()
+
+
+def _head(path: Path) -> str:
+    """The first bytes of a file."""
+    with path.open("rb") as file:
+        return file.read(1000).decode("utf-8", "replace")
+
+
+def _newest(folder: Path, pattern: str) -> list[Path]:
+    """The files of a pattern in a folder and three levels below it, the newest first."""
+    found = (path for depth in range(4) for path in islice(folder.glob("*/" * depth + pattern), _MOST_FILES))
+    return sorted(filter(Path.is_file, found), key=lambda path: -path.stat().st_mtime)[:_MOST_PAGES]
 
 
 def _predictions(run: Run) -> tuple[list[Prediction], tuple[int, int]]:
@@ -116,15 +188,16 @@ def render_report(
     comparison: Mapping[str, Any] | None = None,
     live: bool = False,
     earlier: Mapping[str, Curve] | None = None,
+    room: int = MAX_BYTES,
 ) -> str:
     """Renders the page from a run and the results of the analysis functions.
 
     Args:
         diagnosis, comparison: as dicts.
-        live, earlier: as in `make_report`.
+        live, earlier, room: as in `make_report`.
         asked: (casts used for the predictions, casts recorded); None: all.
     """
-    numbers = payload(run.table(phase=None), None if baseline is None else baseline.table())
+    numbers = payload(run.table(phase=None), None if baseline is None else baseline.table(), room)
     grid = numbers.grid
     worst = grid.worst_of_looks()
     events = sections.marks(run.events)
@@ -239,8 +312,6 @@ def _loss_rows(run: Run, grid: Grid, worst: Sequence[Any]) -> list[dict[str, Any
     return rows
 
 
-MAX_BYTES = 245_000
-"""Largest size of the base64 text of all numbers, so that a page of 100 layers and 1,000 steps stays under 400 kB."""
 _MOST_LOOKS, _ENOUGH_LOOKS, _LEAST_LOOKS = 240, 48, 3
 _MAX_HISTOGRAMS = 240
 _DIGITS = 3
@@ -265,7 +336,7 @@ class Payload:
     """Digits of each statistic."""
 
 
-def payload(table: Table, good: Table | None = None) -> Payload:
+def payload(table: Table, good: Table | None = None, room: int = MAX_BYTES) -> Payload:
     """The payload of all rows of a run, with light rows (`Run.table(phase=None)`).
 
     A run that does not fit has fewer columns; before it has fewer than 48, its statistics have two digits.
@@ -283,11 +354,11 @@ def payload(table: Table, good: Table | None = None) -> Payload:
         grid = Grid.of(main, most, columns=columns)
         series = Grid.of(table, most, _SERIES, by="amax") if light and len(full) else None
         beside = Grid.of(good, most) if good is not None and len(good) else None
-        facts, codes = _facts(main, grid, series, beside, digits, filled)
+        facts, codes = _facts((main, good), grid, series, beside, digits, filled)
         packed = pack(codes, 4)
-        if len(packed) <= MAX_BYTES or most <= _LEAST_LOOKS:
+        if len(packed) <= room or most <= _LEAST_LOOKS:
             return Payload(facts, pack(codes), grid, digits)
-        fits = int(0.97 * MAX_BYTES / len(packed) * len(grid.looks))
+        fits = int(0.97 * room / len(packed) * len(grid.looks))
         coarser = fits < _ENOUGH_LOOKS and digits == _DIGITS
         most, digits = (min(most, 2 * fits), _DIGITS - 1) if coarser else (fits, digits)
         most = max(_LEAST_LOOKS, most)
@@ -329,8 +400,14 @@ class _Numbers:
 
 
 def _facts(
-    table: Table, grid: Grid, series: Grid | None, good: Grid | None, digits: int, filled: npt.NDArray[np.bool_]
+    tables: tuple[Table, Table | None],
+    grid: Grid,
+    series: Grid | None,
+    beside: Grid | None,
+    digits: int,
+    filled: npt.NDArray[np.bool_],
 ) -> tuple[dict[str, Any], npt.NDArray[np.int64]]:
+    table, good = tables
     names = [name for name in STATISTICS if name in grid.values]
     numbers = _Numbers()
     facts: dict[str, Any] = {
@@ -342,13 +419,19 @@ def _facts(
         "floor": [None if np.isnan(v) else round(float(v), 2) for v in grid.floor],
         "formats": _formats(),
     }
-    for name, other, wanted in (("series", series, list(_SERIES)), ("good", good, names)):
+    for name, other, wanted in (("series", series, list(_SERIES)), ("good", beside, names)):
         if other is not None:
             present = [statistic for statistic in wanted if statistic in other.values]
             alarming = [round(share, 3) for share in other.alarming()]
             facts[name] = numbers.grid(other, present, digits) | {"slots": _places(grid, other), "alarming": alarming}
-    facts["histograms"], counts = _histograms(table, grid, filled)
+    chosen = _chosen(grid, filled)
+    facts["histograms"], counts = _histograms(table, grid, chosen)
     facts["counts"] = numbers.add(counts, _DIGITS)
+    if good is not None and beside is not None:
+        own = good.has_histograms() | good.has_histograms("row_sqnr")
+        shown = [_beside(grid, beside, own, facts["good"]["slots"][slot], look) for slot, look in chosen]
+        facts["good"]["histograms"], counts = _histograms(good, beside, sorted({one for one in shown if one}))
+        facts["good"]["counts"] = numbers.add(counts, _DIGITS)
     facts["kinds"] = numbers.kinds
     return facts, np.concatenate(numbers.codes)
 
@@ -437,12 +520,8 @@ def _formats() -> dict[str, dict[str, float]]:
     return {name: {key: getattr(fmt, field) for key, field in names.items()} for name, fmt in formats.items()}
 
 
-def _histograms(table: Table, grid: Grid, filled_rows: npt.NDArray[np.bool_]) -> tuple[list[list[int]], Values]:
-    """The histograms of some looks for each cast: the worst, and as many others from the first to the last as fit.
-
-    Returns:
-        [slot, look, then first bin and bins of each histogram], and the counts of all histograms in a row.
-    """
+def _chosen(grid: Grid, filled_rows: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Slot and look of the histograms on the page: for each cast the worst look, and as many others as fit."""
     others = max(0, _MAX_HISTOGRAMS // max(1, len(grid.slots)) - 1)
     alarm = np.nan_to_num(grid.alarm()[0], nan=-1e9, posinf=1e9, neginf=-1e8)
     chosen: list[tuple[int, int]] = []
@@ -451,6 +530,20 @@ def _histograms(table: Table, grid: Grid, filled_rows: npt.NDArray[np.bool_]) ->
         if looks:
             worst = looks[int(np.argmax(alarm[slot, looks]))]
             chosen += [(slot, look) for look in sorted({worst, *_spread(looks, others)})]
+    return chosen
+
+
+def _beside(
+    grid: Grid, other: Grid, filled_rows: npt.NDArray[np.bool_], slot: int, look: int
+) -> tuple[int, int] | None:
+    """Slot and look of another grid's histogram beside one of this grid: its last up to the end of the look."""
+    firsts = [first for first, _ in other.looks] if slot >= 0 else []
+    seen = [k for k, first in enumerate(firsts) if first <= grid.looks[look][1] and filled_rows[other.row[slot, k]]]
+    return next(((slot, k) for k in reversed(seen) if other.row[slot, k] >= 0), None)
+
+
+def _histograms(table: Table, grid: Grid, chosen: Sequence[tuple[int, int]]) -> tuple[list[list[int]], Values]:
+    """[slot, look, then first bin and bins of each histogram], and the counts of all histograms in a row."""
     tallies = table.take([grid.row[slot, look] for slot, look in chosen]).tallies  # all tallies would fill the memory
     entries = [[slot, look] for slot, look in chosen]
     counts: list[Values] = [np.zeros(0)]

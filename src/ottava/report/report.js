@@ -1,7 +1,9 @@
 // Draws the pictures of the report and handles pointer and keys. The address keeps the state {slot, look, metric}, so
 // that a link can point at a cell: report.html#slot=3&metric=underflow_pct&step=40. The numbers are in #numbers, and
 // the JSON in #facts explains them, see page.py. chart.js draws.
-async function show(kept = {}) {
+// root: what stands before every id of this run, where a page has several.
+async function show(kept = {}, root = "") {
+const $ = (id) => document.getElementById(root + id), page = document.getElementById(root.slice(0, -1)) ?? document;
 const leaving = new AbortController(), until = { signal: leaving.signal };
 const facts = JSON.parse(new TextDecoder().decode(await inflate($("facts").textContent)));
 const { slots, groups, looks, metrics, formats, events } = facts;
@@ -38,15 +40,19 @@ const named = (name, slot, look) => read(facts.own, name, slot, look);
 const valueAt = (metric, slot, look) => metric === undefined ? NaN : named(metrics[metric].name, slot, look);
 const stepAt = (slot, look) => stepIn(facts.own, slot, look);
 
-let offset = facts.counts;
-const histograms = facts.histograms.map(([slot, look, ...bins]) => {
-  const [exponents, rows, spread] = [0, 2, 4].map((i) => {
-    const counts = numbers.subarray(offset, offset + bins[i + 1]);
-    offset += bins[i + 1];
-    return { first: bins[i], counts };
+function unfold(entries, offset) {
+  return entries.map(([slot, look, ...bins]) => {
+    const [exponents, rows, spread] = [0, 2, 4].map((i) => {
+      const counts = numbers.subarray(offset, offset + bins[i + 1]);
+      offset += bins[i + 1];
+      return { first: bins[i], counts };
+    });
+    return { slot, look, exponents, rows, spread };
   });
-  return { slot, look, exponents, rows, spread };
-});
+}
+const histograms = unfold(facts.histograms, facts.counts), goods = unfold(facts.good?.histograms ?? [], facts.good?.counts);
+// The good run's last histogram of a cast up to a look; none beside one that it has not.
+const goodFor = ({ slot, look }) => goods.findLast((h) => h.slot === facts.good.slots[slot] && facts.good.firsts[h.look] <= looks[look][1]);
 
 // The level of a value between calm (0) and alarming (1); null if unknown.
 function level(metric, slot, value) {
@@ -326,21 +332,23 @@ function drawTensor() {
   drawCurve();
   drawScales();
   if (!nearest) return;
+  const beside = goodFor(nearest);
   $("histogram-step").textContent = said(`${nearest.look === state.look ? "This is step" : "The nearest histogram on this page is of step"} ${plain(stepAt(nearest.slot, nearest.look))}.`);
   const counted = nearest.exponents.counts.length > 0;  // a run that was watched with detail="numbers" has none
   $("magnitudes").hidden = !counted;
   $("no-magnitudes").hidden = counted;
   if (counted) {
-    seen = histogramOf(nearest);
+    seen = { ...histogramOf(nearest), beside: beside?.exponents.counts.length ? octavesOf(histogramOf({ ...beside, slot: nearest.slot, look: nearest.look })) : null };
     $("format").value = formats[slot.format] ? slot.format : "E4M3";
     $("shift").value = 0;
     drawWindow();
   }
   const floor = facts.floor[state.slot], mark = floor === null ? null : { at: floor, text: `bell-shaped, in ${slot.format}` };
-  const rows = bars($("row-sqnr"), { ...nearest.rows, wide: 0.5, title: "Rows by SQNR of the row", unit: "dB", mark });
-  fill($("row-sqnr-table"), ["SQNR, dB", "share of rows"], rows);
-  const spread = bars($("spread"), { ...nearest.spread, wide: 1, title: "1x128 blocks by their amax", unit: "octaves below", mark: null });
-  fill($("spread-table"), ["octaves below", "share of blocks"], spread);
+  const rows = bars($("row-sqnr"), { ...nearest.rows, beside: beside?.rows, wide: 0.5, title: "Rows by SQNR of the row", unit: "dB", mark });
+  const more = beside ? ["the good run"] : [];
+  fill($("row-sqnr-table"), ["SQNR, dB", "share of rows", ...more], rows);
+  const spread = bars($("spread"), { ...nearest.spread, beside: beside?.spread, wide: 1, title: "1x128 blocks by their amax", unit: "octaves below", mark: null });
+  fill($("spread-table"), ["octaves below", "share of blocks", ...more], spread);
 }
 let seen = null;
 // Bins of a quarter octave with edges in |x| and counts, and the scale of the cast, or that of current scaling.
@@ -365,13 +373,17 @@ function predict({ bins, total }, format, scale) {
   }
   return { underflow: share(0, gone), subnormal: share(gone, format.normal), clipped: share(format.clip, Infinity), sqnr: 10 * Math.log10(signal / noise) };
 }
+function octavesOf({ bins, total }) {
+  const octaves = new Map();
+  for (const { low, count } of bins) {
+    const e = Math.floor(Math.log2(low) + 1e-9);
+    octaves.set(e, (octaves.get(e) ?? 0) + count / total);
+  }
+  return octaves;
+}
 function drawWindow() {
   const format = formats[$("format").value], shift = Number($("shift").value), scale = seen.scale * 2 ** shift;
-  const octaves = new Map();
-  for (const { low, count } of seen.bins) {
-    const e = Math.floor(Math.log2(low) + 1e-9);
-    octaves.set(e, (octaves.get(e) ?? 0) + count / seen.total);
-  }
+  const octaves = octavesOf(seen), { beside } = seen;
   drawOctaves(octaves, [format.subnormal / 2, format.normal, format.clip].map((y) => Math.log2(y / scale)));
   const whose = seen.known ? (seen.several ? "the smallest scale used" : "the scale used") : "the scale of current scaling";
   $("shift-text").textContent = said(`${human(scale)}: ${shift ? `2^${String(shift).replace("-", "−")} times ` : ""}${whose}`);
@@ -382,12 +394,15 @@ function drawWindow() {
     ["clipped", human(told.clipped, "%"), human(measured("overflow_pct"), "%")],
     ["SQNR", human(told.sqnr, "dB"), human(measured("sqnr_db"), "dB")],
   ]);
-  fill($("window-table"), ["magnitude", "share of elements"], [...octaves].map(([e, share]) => [`2^${e} to 2^${e + 1}`, human(100 * share, "%")]));
+  const magnitudes = [...new Set([...octaves.keys(), ...beside?.keys() ?? []])].sort((a, b) => a - b);
+  const shares = (e) => [octaves, ...(beside ? [beside] : [])].map((one) => human(100 * (one.get(e) ?? 0), "%"));
+  fill($("window-table"), ["magnitude", "share of elements", ...(beside ? ["the good run"] : [])], magnitudes.map((e) => [`2^${e} to 2^${e + 1}`, ...shares(e)]));
 }
 function drawOctaves(octaves, [gone, normal, clip]) {
   const { svg, width } = canvas($("window"), 250, "Elements by magnitude, and the range of the format at this scale");
   const left = 52, right = 16, top = 38, base = 214, least = Math.min(-4, Math.floor(Math.log10(1 / seen.total)));
-  const x0 = Math.min(...octaves.keys(), Math.floor(gone) - 2), x1 = Math.max(...octaves.keys(), Math.ceil(clip)) + 2;
+  const { beside } = seen, all = [...octaves.keys(), ...beside?.keys() ?? []];
+  const x0 = Math.min(...all, Math.floor(gone) - 2), x1 = Math.max(...all, Math.ceil(clip)) + 2;
   const X = (x) => left + (clamp(x, x0, x1) - x0) / (x1 - x0) * (width - left - right);
   const Y = (share) => base - clamp(1 - Math.log10(share) / least, 0, 1) * (base - top);
   const zones = [["cast to 0", "gone", x0, gone], ["subnormal", "small", gone, normal], ["normal", "normal", normal, clip], ["clipped", "clip", clip, x1]];
@@ -404,6 +419,7 @@ function drawOctaves(octaves, [gone, normal, clip]) {
     const bar = { x: X(e) + 0.5, width: Math.max(1, X(e + 1) - X(e) - 1), y: Y(share), height: base - Y(share) };
     put(put(svg, "rect", { class: `bar ${css}`, ...bar }), "title", {}, `2^${e} to 2^${e + 1}: ${human(100 * share, "%")}`);
   }
+  if (beside) outline(svg, [...beside].sort(([a], [b]) => a - b).map(([e, share]) => [X(e), X(e + 1), Y(share)]), { base, x: width - right - 110, y: 10 });
   for (const x of wholeTicks(x0, x1, Math.max(3, width / 90))) {
     put(svg, "text", { x: X(x), y: base + 16, "text-anchor": "middle" }, `2${String(x).replace(/./g, (c) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c] ?? "⁻")}`);
   }
@@ -470,7 +486,7 @@ function select(changes, remember = true) {
   drawTensor();
   if ($("heat-details").open) fillHeatTable();
   const step = Math.max(stepAt(state.slot, state.look), looks[state.look][0]);
-  if (remember) history.replaceState(null, "", `#slot=${state.slot}&metric=${name}&step=${step}`);
+  if (remember) history.replaceState(null, "", `#${root}slot=${state.slot}&metric=${name}&step=${step}`);
 }
 // The slot most like the selected one among those that `wanted` accepts.
 function similar(wanted) {
@@ -478,8 +494,9 @@ function similar(wanted) {
   const alike = (slot) => wanted(slot) ? (slot.layer === here.layer) + (castKey(slot) === castKey(here)) / 2 + (slot.direction === here.direction) / 4 : -1;
   return slots.reduce((best, slot, i) => alike(slot) > alike(slots[best]) ? i : best, 0);
 }
+const addressed = () => location.hash.startsWith(`#${root}`) && location.hash.includes("=");
 function fromAddress() {
-  const asked = new URLSearchParams(location.hash.slice(1)), changes = {}, metric = metricAt[asked.get("metric")];
+  const asked = new URLSearchParams(addressed() ? location.hash.slice(1 + root.length) : ""), changes = {}, metric = metricAt[asked.get("metric")];
   const [slot, look, step] = ["slot", "look", "step"].map((key) => asked.has(key) ? Number(asked.get(key)) : NaN);
   if (slots[slot]) changes.slot = slot;
   if (looks[look]) changes.look = look;
@@ -490,7 +507,7 @@ function fromAddress() {
 
 // ---- patches ------------------------------------------------------------------------------------------------------
 
-for (const box of document.querySelectorAll(".patches")) {
+for (const box of page.querySelectorAll(".patches")) {
   const tabs = [...box.querySelectorAll("[role=tab]")], panels = [...box.querySelectorAll("[role=tabpanel]")];
   const show = (wanted) => tabs.forEach((tab, i) => {
     tab.setAttribute("aria-selected", i === wanted);
@@ -507,7 +524,7 @@ for (const box of document.querySelectorAll(".patches")) {
   box.classList.add("tabbed");
   show(0);
 }
-for (const button of document.querySelectorAll("button.copy")) button.addEventListener("click", async () => {
+for (const button of page.querySelectorAll("button.copy")) button.addEventListener("click", async () => {
   const value = button.parentElement.querySelector("pre").textContent;
   try {
     await navigator.clipboard.writeText(value);
@@ -557,7 +574,7 @@ if (slots.length && metrics.length) {
   $("reset").addEventListener("click", () => { $("shift").value = 0; drawWindow(); });
   $("heat-details").addEventListener("toggle", fillHeatTable);
   addEventListener("hashchange", () => {
-    if (!location.hash.includes("=")) return;
+    if (!addressed()) return;
     select(fromAddress(), false);
     $("heat-map").scrollIntoView();
   }, until);
@@ -610,4 +627,3 @@ function thinOut([xs, ys], most) {
   }
   for (const values of [xs, ys]) values.splice(0, values.length, ...values.filter((_, i) => keep.has(i)));
 }
-let shown = show();
