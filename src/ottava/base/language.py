@@ -13,12 +13,14 @@ import re
 from collections.abc import Iterator
 from importlib.resources import files
 from typing import NamedTuple
+from unicodedata import east_asian_width
 
 from ottava.base.errors import need_known
 
 LANGUAGES = ("en", "zh")
 _WORD = re.compile(r"(?<![\w./`=])(?!(?:fprop|dgrad|wgrad)\b)[A-Za-z]{2,}(?![\w/`=(]|\.\w)")
 _HOLE = re.compile(r"\{\d*\}")
+_CELL = re.compile(r"\S+(?: \S+)*")
 _MARGIN = re.compile(r"\s*(?:(?:\d+\.|[a-h]\)|[A-Z]\d+[a-z]?) +)?")
 _SENTENCE = re.compile(r"(?<=[.!?]) ")
 _UNTOUCHED = re.compile(r"(<(script|style|code|pre)\b.*?</\2>)", re.DOTALL)
@@ -67,11 +69,24 @@ class Language:
     def _line(self, line: str) -> str:
         start = _MARGIN.match(line)
         said = begun = start[0] if start else ""
-        for sentence in _SENTENCE.split(line[len(said) :].rstrip()):
+        row = re.search(r"\S {2,}\S", body := line[len(said) :].rstrip()) is not None
+        rows = (pattern for words, pattern, _ in self._templates if "  " in words and words in body)
+        if row and not any(pattern.fullmatch(body) for pattern in rows):
+            return self._row(line)
+        for sentence in _SENTENCE.split(body):
             found, title = self._whole(sentence), self._whole(sentence.removesuffix("."))
             if title is not None and (found is None or title.left < found.left) and sentence.endswith("."):
                 found = _Said(title.text + "。", title.left)
             said += ("" if said == begun or said.endswith("。") else " ") + (found.text if found else sentence)
+        return said
+
+    def _row(self, line: str) -> str:
+        """A row of a table: its phrases, and the words of a head, which has no number. Columns stay where they are."""
+        said, head = "", not re.search(r"\d", line)
+        for cell in _CELL.finditer(line):
+            found = self._whole(cell[0]) if head or " " in cell[0] else None
+            told = found.text if found and re.search("[\u4e00-\u9fff]", found.text) else cell[0]
+            said += " " * max(2 * bool(said), cell.start() - columns_of(said)) + told
         return said
 
     def _whole(self, text: str) -> _Said | None:
@@ -99,7 +114,10 @@ class Language:
             yield self._filled(whole, other)
         elif (found := pattern.match(text)) is not None and not pattern.pattern.endswith("*?)"):
             tail = text[found.end() :]
-            if not tail[0].isalnum() and (rest := _Said("。", 0) if tail == "." else self._whole(tail)) is not None:
+            if (
+                not re.match(r"\w|\.\w", tail)
+                and (rest := _Said("。", 0) if tail == "." else self._whole(tail)) is not None
+            ):
                 first = self._filled(found, other)
                 yield _Said(first.text + rest.text, first.left + rest.left)
 
@@ -145,6 +163,16 @@ class Language:
             return found[0]
         before, after = (" " if text[:1].isspace() else ""), (" " if text[-1:].isspace() else "")
         return f"{found[1]}{before}{html.escape(said, quote=False)}{after}"
+
+
+def columns_of(text: str) -> int:
+    """How many columns of a terminal a text takes: a Chinese letter has two.
+
+    Example:
+        >>> columns_of("步 1")
+        4
+    """
+    return sum(1 + (east_asian_width(one) in "WF") for one in text)
 
 
 def _least(entry: tuple[str, str]) -> int:

@@ -7,6 +7,7 @@ is text.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ottava.base.language import Language, columns_of
 from ottava.base.text import to_json
 
 if TYPE_CHECKING:
@@ -46,13 +48,21 @@ def answer(as_json: bool, values: Mapping[str, Any], text: object, language: str
 
 def spoken(text: str, language: str) -> str:
     """A text of a command in the language of its --lang."""
-    from ottava.base.language import Language
+    return _tongue(language)(text)
 
-    return Language(language)(text)
+
+@functools.cache
+def _tongue(language: str) -> Language:
+    return Language(language)
 
 
 def print_table(
-    console: Console, header: Sequence[str], rows: Iterable[Sequence[object]], *, left: Collection[str] = ()
+    console: Console,
+    header: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    left: Collection[str] = (),
+    language: str = "en",
 ) -> None:
     """Prints rows under a header; columns named in `left` hold words, the others numbers.
 
@@ -63,13 +73,14 @@ def print_table(
         a[bold]{0}   0.5
         b             12
     """
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[spoken(str(cell), language) for cell in row] for row in rows]
+    left, header = {spoken(name, language) for name in left}, [spoken(name, language) for name in header]
     if not console.is_terminal:
-        widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-        for row in [list(header), *cells]:
+        widths = [max(map(columns_of, column)) for column in zip(header, *cells, strict=True)]
+        for row in [header, *cells]:
+            gaps = [" " * (width - columns_of(cell)) for cell, width in zip(row, widths, strict=True)]
             shown = (
-                cell.ljust(width) if name in left else cell.rjust(width)
-                for name, cell, width in zip(header, row, widths, strict=True)
+                cell + gap if name in left else gap + cell for name, cell, gap in zip(header, row, gaps, strict=True)
             )
             print("  ".join(shown).rstrip(), file=console.file)
         return
@@ -91,12 +102,14 @@ def fits(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]])
     return not console.is_terminal or sum(widths) + _GAP * (len(widths) - 1) <= console.width
 
 
-def print_verdict(console: Console, outcome: str, sentence: str, otherwise: tuple[str, str] = ("??", "yellow")) -> None:
+def print_verdict(
+    console: Console, outcome: str, sentence: str, otherwise: tuple[str, str] = ("??", "yellow"), language: str = "en"
+) -> None:
     """Prints a sentence behind a mark for its outcome: ok, bad, or `otherwise` (mark, style)."""
     from rich.text import Text
 
     mark, style = _MARKS.get(outcome, otherwise)
-    console.print(Text(f"{mark:>4}", style), Text(f" {sentence}"), highlight=False, soft_wrap=True)
+    console.print(Text(f"{mark:>4}", style), Text(f" {spoken(sentence, language)}"), highlight=False, soft_wrap=True)
 
 
 def write_file(out: Path, data: bytes) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from ottava.cli.console import SpeaksOption, answer, print_table
+from ottava.cli.console import SpeaksOption, answer, print_table, spoken
 
 if TYPE_CHECKING:
     from ottava.serving.answers import View
@@ -325,7 +325,7 @@ def _told(
         from ottava.serving.page import render_page
 
         write_page(path, render_page(certificate, answers, rollout) if path.suffix == ".html" else said, language)
-    typer.echo(said.rstrip() if as_json else "\n\n".join(map(str, [*parts, *(out or ())])))
+    typer.echo(said.rstrip() if as_json else spoken("\n\n".join(map(str, [*parts, *(out or ())])), language))
     return int(not all(one.good for one in parts))
 
 

@@ -26,7 +26,7 @@ from typer import Argument, Option
 
 from ottava.base.errors import unknown_name
 from ottava.base.text import progress, to_json
-from ottava.cli.console import SpeaksOption, answer
+from ottava.cli.console import SpeaksOption, answer, spoken
 from ottava.cli.watch import run_inside
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def check(
     for path in out or ():
         page = check_page(verdict, shlex.join(command)) if path.suffix == ".html" else to_json(verdict.to_dict()) + "\n"
         write_page(path, page, language)
-    answer(as_json, verdict.to_dict(), "\n\n".join(map(str, [verdict, *(out or ())])))
+    answer(as_json, verdict.to_dict(), "\n\n".join(map(str, [verdict, *(out or ())])), language)
     return 0 if verdict.same else 1
 
 
@@ -248,7 +248,7 @@ def certify(
     adapters = [load(name, kind, **changed) for name in names]
     made = (run(one, count=cases, seed=seed, device=device, everything=all_inputs) for one in adapters)
     for certificate in progress(made, "certifying", total=len(adapters), prints=True):
-        typer.echo(str(certificate))
+        typer.echo(spoken(str(certificate), language))
         found.append(certificate)
     settings = {"cases": cases, "seed": seed, "device": device}
     if json is not None:

@@ -27,6 +27,7 @@ from ottava.cli.console import (
     print_table,
     print_verdict,
     say_saved,
+    spoken,
     stop_on_interrupt,
 )
 
@@ -91,7 +92,7 @@ def train(
         return 0
     with joined(resolved.parallel.timeout), stop_on_interrupt() as stopping:
         trainer = Trainer(resolved, folder, resume=resume)
-        finished, stopped = _run(trainer, resolved, stopping, progress_on_stderr=as_json)
+        finished, stopped = _run(trainer, resolved, stopping, language, progress_on_stderr=as_json)
     if trainer.ranks.first:
         answer(as_json, _result(trainer, resolved, interrupted=not finished), _summary(trainer, resolved), language)
     if not finished:
@@ -101,7 +102,12 @@ def train(
 
 
 def _run(
-    trainer: Trainer, config: TrainConfig, stopping: Callable[[], Signals | None], *, progress_on_stderr: bool
+    trainer: Trainer,
+    config: TrainConfig,
+    stopping: Callable[[], Signals | None],
+    language: str,
+    *,
+    progress_on_stderr: bool,
 ) -> tuple[bool, Signals | None]:
     """Trains to the end and shows progress. If `stopping` comes first on any process, saves a checkpoint.
 
@@ -115,8 +121,9 @@ def _run(
     name = config.build_recipe().name
     began, first, shown = time.monotonic(), trainer.step, 0.0
     with open_display(Console(stderr=progress_on_stderr, quiet=not trainer.ranks.first)) as display:
-        display.say(str(trainer.conversion))
-        display.say(f"{trainer.corpus.source}\nrun folder: {trainer.folder.path}")
+        display.say(
+            spoken(f"{trainer.conversion}\n{trainer.corpus.source}\nrun folder: {trainer.folder.path}", language)
+        )
         while not trainer.done and not trainer.ranks.any(bool(stopping())):
             (record,) = trainer.advance(1)
             now = time.monotonic()
@@ -125,7 +132,8 @@ def _run(
                 display.show([RunView.of(trainer, name, config.seed, 50)], per_step * (config.steps - trainer.step))
                 shown = now
             if record.val_loss is not None:
-                display.say(f"step {record.step}/{config.steps}: validation loss {record.val_loss:.4f} nats per byte")
+                said = f"step {record.step}/{config.steps}: validation loss {record.val_loss:.4f} nats per byte"
+                display.say(spoken(said, language))
         if not trainer.done:
             trainer.save()
             terminated = trainer.ranks.any(stopping() == Signals.SIGTERM)
@@ -218,7 +226,7 @@ def demo(
     folder = DemoFolder.open(run_dir or DEFAULT_FOLDER, choices, resume=resume, fresh=fresh)
     with stop_on_interrupt() as stopping, only_warnings():
         trained = Demo(folder)
-        _introduce(console, folder, trained)
+        _introduce(console, folder, trained, language)
         with open_display(console) as display:
             finished = trained.train(display, stopping)
         if not finished:
@@ -230,7 +238,7 @@ def demo(
     if as_json:
         typer.echo(to_json(result.to_dict()))
     else:
-        _conclude_demo(console, folder, result)
+        _conclude_demo(console, folder, result, language)
         if not no_open:
             open_page((folder.path / "report.html").resolve().as_uri())
     return 1 if any(verdict.is_bad for verdict in result.verdicts) else 0
@@ -277,7 +285,7 @@ def _choices(
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _introduce(console: Console, folder: DemoFolder, demo: Demo) -> None:
+def _introduce(console: Console, folder: DemoFolder, demo: Demo, language: str) -> None:
     """Prints the size, the data and the recipes of the demo."""
     settings = folder.settings
     for line in folder.news:
@@ -286,12 +294,12 @@ def _introduce(console: Console, folder: DemoFolder, demo: Demo) -> None:
     seeds = f"BF16 with {settings.seeds} seed{'s' if settings.seeds > 1 else ''}"
     console.print("[bold]ottava demo[/]  ", end="")
     said = f"{size}\n             {listed([seeds, *settings.recipes])}, in turn\n"
-    console.print(said, highlight=False, markup=False, soft_wrap=True)
+    console.print(spoken(said, language), highlight=False, markup=False, soft_wrap=True)
 
 
-def _conclude_demo(console: Console, folder: DemoFolder, result: DemoResult) -> None:
+def _conclude_demo(console: Console, folder: DemoFolder, result: DemoResult, language: str) -> None:
     """Prints results, verdicts and the path of the report."""
-    console.print("\nValidation loss in nats per byte", highlight=False)
+    console.print("\n" + spoken("Validation loss in nats per byte", language), highlight=False)
     deltas = {verdict.recipe: verdict.delta for verdict in result.verdicts}
     rows = [
         (
@@ -306,13 +314,15 @@ def _conclude_demo(console: Console, folder: DemoFolder, result: DemoResult) -> 
         for run in result.runs
     ]
     header = ("recipe", "seed", "loss", "Δ to BF16", "loss in BF16", "tokens/s", "× BF16")
-    print_table(console, header, rows, left=["recipe"])
+    print_table(console, header, rows, left=["recipe"], language=language)
     for verdict in result.news:
-        print_verdict(console, verdict.outcome, verdict.sentence)
+        print_verdict(console, verdict.outcome, verdict.sentence, language=language)
     if result.emulated:
         line = "operands have the bits of a GPU, but the GEMMs are emulated: tokens/s says nothing about a GPU"
-        console.print(f"      [dim]{line}[/]", highlight=False, soft_wrap=True)
-    console.print(f"\nreport: {folder.path / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"      [dim]{spoken(line, language)}[/]", highlight=False, soft_wrap=True)
+    console.print(
+        spoken(f"\nreport: {folder.path / 'report.html'}", language), highlight=False, markup=False, soft_wrap=True
+    )
 
 
 _FOLDER = Path("runs/lab")
@@ -363,7 +373,7 @@ def lab(
         names = ", ".join(recipe.name for recipe in settings.all)
         console.print("[bold]ottava lab[/]  ", end="")
         line = f"{names}: {settings.seeds} seeds of {settings.steps} steps each{went_on}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(spoken(line, language), highlight=False, markup=False, soft_wrap=True)
         if not study.run(stopping):
             return say_saved(stopping(), command)
     result = LabResult(settings, study.done(), command)
@@ -371,7 +381,7 @@ def lab(
     if as_json:
         typer.echo(to_json(result.to_dict()))
     else:
-        _conclude_lab(console, result, page)
+        _conclude_lab(console, result, page, language)
     return 1 if any(finding.outcome == "diverged" for finding in result.findings) else 0
 
 
@@ -383,7 +393,7 @@ def _command(recipes: list[str], settings: LabSettings, run_dir: Path, out: Path
     return shlex.join([*words, *(["--out", str(out)] if out else [])])
 
 
-def _conclude_lab(console: Console, result: LabResult, page: Path) -> None:
+def _conclude_lab(console: Console, result: LabResult, page: Path, language: str) -> None:
     """Prints for each recipe its loss; on normal data the errors of Y, dX and dW, and whether that of dW is a bias."""
     rows = []
     for row in result.table():
@@ -399,7 +409,7 @@ def _conclude_lab(console: Console, result: LabResult, page: Path) -> None:
             ]
         )
     header = ("recipe", "loss - BF16", "error Y", "dX", "dW", "dW is", "s/step")
-    print_table(console, header, rows, left=["recipe"])
+    print_table(console, header, rows, left=["recipe"], language=language)
     for finding in result.findings:
-        print_verdict(console, finding.outcome, finding.sentence, ("--", "dim"))
-    console.print(f"\npage: {page}", highlight=False, markup=False, soft_wrap=True)
+        print_verdict(console, finding.outcome, finding.sentence, ("--", "dim"), language)
+    console.print(spoken(f"\npage: {page}", language), highlight=False, markup=False, soft_wrap=True)

@@ -99,15 +99,21 @@ def write_page(path: Path, page: str, language: str = "en") -> Path:
 _VOID = frozenset({"br", "hr", "input", "wbr"})
 _UNSEEN_VOID = frozenset({"area", "base", "col", "embed", "frame", "img", "link", "meta", "param", "source", "track"})
 _TAGS = _VOID | frozenset(
-    "a article b button caption circle code dd details div dl dt em figcaption figure g h1 h2 h3 h4 header i label li "
-    "line noscript ol option output p path pre rect section select small span strong sub summary sup svg table tbody td "
-    "text th thead title tr ul".split()
+    re.findall(
+        r"\S+",
+        "a article b button caption circle code dd details div dl dt em figcaption figure g h1 h2 h3 h4 header i label "
+        "li line noscript ol option output p path pre rect section select small span strong sub summary sup svg table "
+        "tbody td text th thead title tr ul",
+    )
 )
 _IDS = frozenset({"id", "for", "aria-controls", "aria-describedby", "aria-labelledby"})
 _ATTRIBUTES = _IDS | frozenset(
-    "aria-hidden aria-label aria-live aria-selected checked class colspan cx cy d data-chart fill height hidden max min "
-    "opacity open points r role rowspan rx scope selected step stroke stroke-dasharray stroke-width style tabindex "
-    "text-anchor title transform type value viewbox width x x1 x2 y y1 y2".split()
+    re.findall(
+        r"\S+",
+        "aria-hidden aria-label aria-live aria-selected checked class colspan cx cy d data-chart fill height hidden max "
+        "min opacity open points r role rowspan rx scope selected step stroke stroke-dasharray stroke-width style "
+        "tabindex text-anchor title transform type value viewbox width x x1 x2 y y1 y2",
+    )
 )
 
 
@@ -199,7 +205,9 @@ def render_sections(sections: Sequence[Section], runs: Sequence[str], **values: 
     data = [
         Markup(f"{begin}{section.name}-{rest}")
         for section, page in zip(sections, runs, strict=False)
-        for begin, rest in re.findall(r'(?s)(<script type="application/[a-z-]+" id=")((?:facts|numbers)">.*?</script>)', page)
+        for begin, rest in re.findall(
+            r'(?s)(<script type="application/[a-z-]+" id=")((?:facts|numbers)">.*?</script>)', page
+        )
     ]
     roots = Markup(json.dumps([f"{one.name}-" for one in sections[: len(runs)]]))
     return render(__package__, "results.html.j2", sections=sections, numbers=data, roots=roots, **values)
