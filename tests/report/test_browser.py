@@ -342,6 +342,13 @@ def test_a_good_run_is_beside_the_bad_one_in_every_picture_of_steps(opened: str)
         assert re.search(r"good run(, %)?</text>", picture), name
         assert len(re.findall(r'<path class="curve (?:faint|s3)"', picture)) >= 2, name  # its line and its key
     assert "good run" in drawn(opened, "heat") or '<option value="good">' in opened  # a map of its own
+    for name, table in (("window", "window-table"), ("row-sqnr", "row-sqnr-table"), ("spread", "spread-table")):
+        outline = re.search(r'class="curve faint beside" d="(M[^"]{20,})"', drawn(opened, name))
+        assert outline is not None, name
+        head, *rows = cells(opened, table).values()
+        assert head[-1] == "the good run", table
+        shares = [float(row[-1].removesuffix(" %").replace("−", "-")) for row in rows]
+        assert abs(sum(shares) - 100) < 1, (table, shares)
 
 
 def test_a_pointer_on_one_picture_shows_its_step_in_all(documents: dict[str, str]) -> None:

@@ -32,7 +32,7 @@ from ottava.prove.page import check_page
 from ottava.prove.page import page as certify_page
 from ottava.recipe import RECIPES
 from ottava.record.reader import Run
-from ottava.report.page import make_report
+from ottava.report.page import make_report, make_results
 from ottava.serving.page import render_page
 from ottava.serving.parity import Certificate, LinearRow, Mismatch
 from ottava.train.demo import render_report
@@ -72,14 +72,24 @@ def checked(other: nn.Module) -> str:
     return check_page(check(net(nn.GELU()), net(other), torch.randn(16, 8)), "ottava check train.py -- --compile")
 
 
+def results(folder: Path, *runs: Run) -> str:
+    """One page of runs and of what other commands wrote."""
+    for run in runs:
+        shutil.copytree(run.path, folder / run.path.name)
+    (folder / "check.html").write_text(checked(nn.GELU("tanh")), encoding="utf-8")
+    (folder / "parity.html").write_text(parity_page(), encoding="utf-8")
+    return make_results(folder, baseline=Run.open(folder / runs[-1].path.name)).html
+
+
 @pytest.fixture(scope="module")
-def pages(small_run: Run, good_run: Run) -> dict[str, Callable[[], str]]:
+def pages(small_run: Run, good_run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], str]]:
     """Name -> the page, with findings, with every picture, and with names as long as they get."""
     many = [made_run(f"recipe{i}", final=1.69 + 0.02 * i) for i in range(9)]
     lost = made_run("nvfp4/fp8_inputs_bf16_gemm", broken_at=60)
     recipes = {"nvfp4": [0.11, 0.12], "mxfp8": [0.001, 0.002], max(RECIPES, key=len): [0.0, 0.01]}
     return {
         "report": lambda: make_report(small_run, baseline=good_run).html,
+        "results": lambda: results(tmp_path_factory.mktemp("results"), small_run, good_run),
         "demo": lambda: render_report(made_demo(usual_runs())),
         "demo of ten": lambda: render_report(made_demo([*usual_runs()[:3], *many, lost])),
         "lab": lambda: lab_page(study(recipes, seeds=2)),
@@ -100,7 +110,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         yield tab
 
 
-NAMES = ("report", "demo", "demo of ten", "lab", "parity", "certify", "explorer", "check", "check of equals")
+NAMES = ("report", "results", "demo", "demo of ten", "lab", "parity", "certify", "explorer", "check", "check of equals")
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"explorer"}))
@@ -132,7 +142,7 @@ def test_a_page_fits_screen_tablet_phone_and_paper(
     path.write_text(pages[name](), encoding="utf-8")
     browser("Page.navigate", url=path.as_uri())
     browser.until("document.readyState === 'complete'")
-    if name in ("report", "explorer"):
+    if name in ("report", "results", "explorer"):
         browser.until("document.documentElement.dataset.drawn === 'yes'")
     for screen, width in {**SCREENS, "paper": 1040}.items():
         scheme = [{"name": "prefers-color-scheme", "value": "light" if screen == "screen" else "dark"}]
@@ -159,7 +169,7 @@ def test_a_screen_reader_has_a_name_for_everything_and_nothing_moves_where_nobod
     browser("Emulation.setEmulatedMedia", media="screen", features=[motion])
     browser("Page.navigate", url=path.as_uri())
     browser.until("document.readyState === 'complete'")
-    if name in ("report", "explorer"):
+    if name in ("report", "results", "explorer"):
         browser.until("document.documentElement.dataset.drawn === 'yes'")
     moves = "[getComputedStyle(document.documentElement).scrollBehavior, document.getAnimations().length]"
     assert browser.ask(moves) == ["auto", 0]

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 import zlib
 from importlib import resources
 from itertools import pairwise
@@ -19,10 +20,11 @@ from ottava.diagnose.what_if import predict
 from ottava.measure.tally import Tally
 from ottava.measure.walk import measure_packed
 from ottava.record.reader import Run
-from ottava.record.schema import SlotKey
+from ottava.record.schema import RunError, SlotKey
 from ottava.record.writer import RunWriter
 from ottava.report.charts import DARK, LIGHT
-from ottava.report.page import render_report
+from ottava.report.frame import Section
+from ottava.report.page import make_report, make_results, render_report
 from page_checker import Checker
 
 LAYER = "layers.2.mlp.down_proj"
@@ -163,6 +165,38 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     html = render_report(Run.open(tmp_path / "run"), diagnosis={**NOTHING, "sentence": evil})
     Checker(html)
     assert "<script>alert" not in html
+
+
+HOSTILE = """<!doctype html><meta name="generator" content="ottava check"><main id="x"><h1 onclick="a()">A page of
+another</h1></section></main><p>late</p><main>
+<p title="&quot;><script>b()</script>" style="background:url(//c)">kept</p>
+<script>d()</script><img src="//e"><a href="//f">g</a><a href="#x">h</a><svg onload="i()"><use href="//j"/></svg>"""
+
+
+def test_a_folder_has_one_page_of_all_its_results(tmp_path: Path, small_run: Run, good_run: Run) -> None:
+    """Runs, the worst first, and pages of other commands, which keep their words and nothing that runs or loads."""
+    for run in (small_run, good_run):
+        shutil.copytree(run.path, tmp_path / "runs" / run.path.name)
+    (tmp_path / "check.html").write_text(HOSTILE.replace("</section></main><p>late</p><main>", "</section>"))
+    (tmp_path / "foreign.html").write_text("<main><h1>no page of ours</h1></main>")
+    good = Run.open(tmp_path / "runs" / "good")
+    page = make_results(tmp_path, baseline=good)
+    text = Checker(page.html).text
+    found = re.findall(r'<li><a href="#(s\d)">(.*?)</a>', page.html)
+    assert found == [("s1", "ottava report: small"), ("s2", "ottava report: good"), ("s3", "ottava check: check.html")]
+    assert page.diagnosis == make_report(small_run, baseline=good_run).diagnosis
+    assert "Compared with the good run" in text
+    assert {"s1-facts", "s2-numbers", "s1-heat"} <= {*re.findall(r'id="([\w-]+)"', page.html)}
+    part = page.html.partition('id="s3"')[2].partition("<footer>")[0]
+    assert all(words in part for words in ("A page of\nanother", "kept", 'href="#s3-x"'))
+    assert not re.search(r"<script|onclick|onload|//|<img|<use|no page of ours", part)
+    assert make_results(small_run.path).html == make_report(Run.open(small_run.path)).html
+    with pytest.raises(RunError, match="needs a folder of"):
+        make_results(tmp_path / "runs" / "nothing")
+
+
+def test_what_follows_the_body_of_a_page_is_no_part_of_it() -> None:
+    assert Section(HOSTILE, "s1").html == '<h1 aria-level="2" id="s1-h0">A page of\nanother</h1>'
 
 
 def test_ranks_are_merged_and_said_so(tmp_path: Path) -> None:

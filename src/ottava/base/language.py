@@ -70,8 +70,8 @@ class Language:
         start = _MARGIN.match(line)
         said = begun = start[0] if start else ""
         row = re.search(r"\S {2,}\S", body := line[len(said) :].rstrip()) is not None
-        rows = (pattern for words, pattern, _ in self._templates if "  " in words and words in body)
-        if row and not any(pattern.fullmatch(body) for pattern in rows):
+        rows = (one for words, one, _ in self._templates if words in body and r"\ \ " in one.pattern)
+        if row and not any(one.fullmatch(body) for one in rows):
             return self._row(line)
         for sentence in _SENTENCE.split(body):
             found, title = self._whole(sentence), self._whole(sentence.removesuffix("."))

@@ -110,8 +110,8 @@ _IDS = frozenset({"id", "for", "aria-controls", "aria-describedby", "aria-labell
 _ATTRIBUTES = _IDS | frozenset(
     re.findall(
         r"\S+",
-        "aria-hidden aria-label aria-live aria-selected checked class colspan cx cy d data-chart fill height hidden max "
-        "min opacity open points r role rowspan rx scope selected step stroke stroke-dasharray stroke-width style "
+        "aria-hidden aria-label aria-live aria-selected checked class colspan cx cy d data-chart fill height hidden "
+        "max min opacity open points r role rowspan rx scope selected step stroke stroke-dasharray stroke-width style "
         "tabindex text-anchor title transform type value viewbox width x x1 x2 y y1 y2",
     )
 )

@@ -129,13 +129,16 @@ def make_results(folder: Path, *, baseline: Run | None = None) -> Report:
     reports, notes = dict[Path, Report](), list[str]()
     for path in progress(paths[:_MOST_RUNS], "reading the runs"):
         try:
-            good = None if baseline is None or path.samefile(baseline.path) else baseline
-            reports[path] = make_report(Run.open(path), baseline=good, room=MAX_BYTES // len(paths[:_MOST_RUNS]))
+            own = baseline is not None and path.samefile(baseline.path)
+            reports[path] = make_report(
+                Run.open(path), baseline=None if own else baseline, room=MAX_BYTES // len(paths[:_MOST_RUNS])
+            )
         except RunError as error:
             if path == folder:
                 raise
             notes.append(str(error))
-    order = sorted(reports, key=lambda path: _SEVERITIES.index(str(reports[path].diagnosis["verdict"])))
+    worst = {path: _SEVERITIES.index(str(one.diagnosis["verdict"])) for path, one in reports.items()}
+    order = sorted(reports, key=lambda path: (baseline is not None and path.samefile(baseline.path), worst[path]))
     made = [(f"ottava report: {path.resolve().name}", reports[path].html) for path in order]
     for path, writer in pages:
         try:
