@@ -23,7 +23,7 @@ from ottava.record.reader import Run
 from ottava.record.schema import RunError, SlotKey
 from ottava.record.writer import RunWriter
 from ottava.report.charts import DARK, LIGHT
-from ottava.report.frame import Section
+from ottava.report.frame import PagePart
 from ottava.report.page import make_report, make_results, render_report
 from page_checker import Checker
 
@@ -196,7 +196,7 @@ def test_a_folder_has_one_page_of_all_its_results(tmp_path: Path, small_run: Run
 
 
 def test_what_follows_the_body_of_a_page_is_no_part_of_it() -> None:
-    assert Section(HOSTILE, "s1").html == '<h1 aria-level="2" id="s1-h0">A page of\nanother</h1>'
+    assert PagePart(HOSTILE, "s1").html == '<h1 aria-level="2" id="s1-h0">A page of\nanother</h1>'
 
 
 def test_ranks_are_merged_and_said_so(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator
 from importlib.resources import files
 from typing import NamedTuple
-from unicodedata import east_asian_width
 
 from ottava.base.errors import need_known
+from ottava.base.text import columns_of
 
 LANGUAGES = ("en", "zh")
 _WORD = re.compile(r"(?<![\w./`=])(?!(?:fprop|dgrad|wgrad)\b)[A-Za-z]{2,}(?![\w/`=(]|\.\w)")
@@ -163,16 +163,6 @@ class Language:
             return found[0]
         before, after = (" " if text[:1].isspace() else ""), (" " if text[-1:].isspace() else "")
         return f"{found[1]}{before}{html.escape(said, quote=False)}{after}"
-
-
-def columns_of(text: str) -> int:
-    """How many columns of a terminal a text takes: a Chinese letter has two.
-
-    Example:
-        >>> columns_of("步 1")
-        4
-    """
-    return sum(1 + (east_asian_width(one) in "WF") for one in text)
 
 
 def _least(entry: tuple[str, str]) -> int:

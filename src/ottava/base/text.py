@@ -17,6 +17,7 @@ import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from operator import length_hint
 from typing import Any, TypeVar
+from unicodedata import east_asian_width
 
 T = TypeVar("T")
 _COUNTS = frozenset({"elements"})
@@ -243,3 +244,13 @@ def finite(value: Any) -> Any:
 def to_json(values: Any, *, indent: int | None = None) -> str:
     """Values as JSON; numbers that are not finite become null."""
     return json.dumps(finite(values), allow_nan=False, indent=indent)
+
+
+def columns_of(text: str) -> int:
+    """How many columns of a terminal a text takes: a Chinese letter has two.
+
+    Example:
+        >>> columns_of("步 1")
+        4
+    """
+    return sum(1 + (east_asian_width(one) in "WF") for one in text)

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ottava.base.language import Language, columns_of
-from ottava.base.text import to_json
+from ottava.base.text import columns_of, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ottava.base.language import Language
 
 PATIENCE = 5.0
 """Seconds that a process waits for the error of rank 0."""
@@ -48,11 +49,13 @@ def answer(as_json: bool, values: Mapping[str, Any], text: object, language: str
 
 def spoken(text: str, language: str) -> str:
     """A text of a command in the language of its --lang."""
-    return _tongue(language)(text)
+    return text if language == "en" else _tongue(language)(text)
 
 
 @functools.cache
 def _tongue(language: str) -> Language:
+    from ottava.base.language import Language
+
     return Language(language)
 
 

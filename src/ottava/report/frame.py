@@ -117,13 +117,13 @@ _ATTRIBUTES = _IDS | frozenset(
 )
 
 
-class Section(HTMLParser):
+class PagePart(HTMLParser):
     """The main part of a page as a section of another: its ids begin with `name-`, its headings count a level lower.
 
     What could run, or load something, is left out, so a page that somebody else wrote does no harm.
 
     Example:
-        >>> Section('<main><h1 id="a" onclick="x()">A &amp; B<script>x()</script></h1></main>', "s1").html
+        >>> PagePart('<main><h1 id="a" onclick="x()">A &amp; B<script>x()</script></h1></main>', "s1").html
         Markup('<h1 id="s1-a" aria-level="2">A &amp; B</h1>')
     """
 
@@ -196,7 +196,7 @@ def _harmless(name: str, value: str) -> bool:
     return value.startswith("#") if name == "href" else "url(" not in value.lower()
 
 
-def render_sections(sections: Sequence[Section], runs: Sequence[str], **values: Any) -> str:
+def render_sections(sections: Sequence[PagePart], runs: Sequence[str], **values: Any) -> str:
     """One page of several, with a table of contents.
 
     Args:

@@ -39,7 +39,7 @@ from ottava.record.amaxes import recorded
 from ottava.record.reader import Run, Table
 from ottava.record.schema import MANIFEST, TRAINER_MANIFEST, RunError
 from ottava.report import sections
-from ottava.report.frame import Section, render, render_sections, script_json, write_page
+from ottava.report.frame import PagePart, render, render_sections, script_json, write_page
 from ottava.report.grid import SCALES, Grid, Values
 
 MAX_BYTES = 245_000
@@ -148,11 +148,11 @@ def make_results(folder: Path, *, baseline: Run | None = None) -> Report:
     notes += [f"This page holds {_MOST_RUNS} runs; {path} is not among them." for path in paths[_MOST_RUNS:]]
     if not made:
         raise RunError(f"{folder}: no result in it can be read. {' '.join(notes)}")
-    sections = [Section(html, f"s{i}", title) for i, (title, html) in enumerate(made, 1)]
+    sections = [PagePart(html, f"s{i}", title) for i, (title, html) in enumerate(made, 1)]
     runs = [html for _, html in made[: len(order)]]
     html = render_sections(sections, runs, name=folder.resolve().name, notes=notes)
-    found = {"verdict": "none", "sentence": f"{sections[0].headline}."}
-    return Report(html, reports[order[0]].diagnosis if order else found)
+    first = {"verdict": "none", "sentence": f"{sections[0].headline}."}
+    return Report(html, reports[order[0]].diagnosis if order else first)
 
 
 def is_run(folder: Path) -> bool:
