@@ -116,7 +116,8 @@ def make_report(
 def make_results(folder: Path, *, baseline: Run | None = None) -> Report:
     """One page of every result in a folder: its watched runs, the worst first, and the pages of other commands.
 
-    Three levels of folders are searched. If a folder is a run and holds nothing else, the page is that of the run.
+    Three levels of folders are searched. A good run among them is compared with the runs beside it. If a folder is a
+    run and holds nothing else, the page is that of the run.
 
     Raises:
         RunError: nothing is there, or `folder` is a run that cannot be read.
@@ -129,10 +130,8 @@ def make_results(folder: Path, *, baseline: Run | None = None) -> Report:
     reports, notes = dict[Path, Report](), list[str]()
     for path in progress(paths[:_MOST_RUNS], "reading the runs"):
         try:
-            own = baseline is not None and path.samefile(baseline.path)
-            reports[path] = make_report(
-                Run.open(path), baseline=None if own else baseline, room=MAX_BYTES // len(paths[:_MOST_RUNS])
-            )
+            good = baseline if baseline is not None and _compared(path, baseline.path, folder) else None
+            reports[path] = make_report(Run.open(path), baseline=good, room=MAX_BYTES // len(paths[:_MOST_RUNS]))
         except RunError as error:
             if path == folder:
                 raise
@@ -153,6 +152,12 @@ def make_results(folder: Path, *, baseline: Run | None = None) -> Report:
     html = render_sections(sections, runs, name=folder.resolve().name, notes=notes)
     first = {"verdict": "none", "sentence": f"{sections[0].headline}."}
     return Report(html, reports[order[0]].diagnosis if order else first)
+
+
+def _compared(run: Path, good: Path, folder: Path) -> bool:
+    """Whether a run is compared with the good one: where that lies in the folder, too, only runs beside it."""
+    run, good, folder = run.resolve(), good.resolve(), folder.resolve()
+    return run != good and (folder not in good.parents or run == folder or run.parent == good.parent)
 
 
 def is_run(folder: Path) -> bool:
