@@ -139,12 +139,13 @@ def make_results(folder: Path, *, baseline: Run | None = None) -> Report:
     worst = {path: _SEVERITIES.index(str(one.diagnosis["verdict"])) for path, one in reports.items()}
     order = sorted(reports, key=lambda path: (baseline is not None and path.samefile(baseline.path), worst[path]))
     made = [(f"ottava report: {path.resolve().name}", reports[path].html) for path in order]
-    for path, writer in pages:
+    for path, writer in pages[:_MOST_PAGES]:
         try:
             made.append((f"{writer}: {path.relative_to(folder)}", read_text(path)))
         except (OSError, UntrustedError) as error:
             notes.append(str(error))
     notes += [f"This page holds {_MOST_RUNS} runs; {path} is not among them." for path in paths[_MOST_RUNS:]]
+    notes += [f"This page holds {_MOST_PAGES} pages; {path} is not among them." for path, _ in pages[_MOST_PAGES:]]
     if not made:
         raise RunError(f"{folder}: no result in it can be read. {' '.join(notes)}")
     sections = [PagePart(html, f"s{i}", title) for i, (title, html) in enumerate(made, 1)]
@@ -174,7 +175,7 @@ def _head(path: Path) -> str:
 def _newest(folder: Path, pattern: str) -> list[Path]:
     """The files of a pattern in a folder and three levels below it, the newest first."""
     found = (path for depth in range(4) for path in islice(folder.glob("*/" * depth + pattern), _MOST_FILES))
-    return sorted(filter(Path.is_file, found), key=lambda path: -path.stat().st_mtime)[:_MOST_PAGES]
+    return sorted(filter(Path.is_file, found), key=lambda path: -path.stat().st_mtime)
 
 
 def _predictions(run: Run) -> tuple[list[Prediction], tuple[int, int]]:
