@@ -16,9 +16,10 @@ from torch import Tensor
 
 from command import run
 from ottava.numerics.formats import E4M3
-from ottava.serving.attribution import CAUSES, Sampler, attribute, hypotheses, kl_of
-from ottava.serving.rollout import Rollout
+from ottava.serving.attribution import CAUSES, attribute, kl_of
+from ottava.serving.rollout import Rollout, Sampler
 from ottava.serving.sides import Model, trained, under
+from ottava.serving.suspects import hypotheses
 from ottava.serving.twin import ModelState, Twin
 
 pytest.importorskip("transformers")
