@@ -194,8 +194,9 @@ def attribute(
             some = [one for one in tried if one.cause in _LISTS]
             lists = [x for one in some for x in lab.tries(state, one, gap, done, True)]
             best = min((x for x in lists if _left(x) <= lab.noise), key=_left, default=best)
-        if best is None or not _real(gap, best.gap, lab.whole, part=part, alike=best.cause not in _OF_LISTS):
-            if part or _kl(gap) <= lab.rounding(state)[0]:
+        alike = best is not None and best.cause not in _OF_LISTS and _real(gap, best.gap, lab.whole, alike=True)
+        if best is None or not ((part and alike) or _real(gap, best.gap, lab.whole, part=part)):
+            if part or not (alike or _kl(gap) > lab.rounding(state)[0]):
                 break
             tried, part = [*tried, *in_part(ours, before)], True
             continue

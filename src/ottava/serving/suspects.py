@@ -65,7 +65,7 @@ _RULES = MappingProxyType(
     }
 )
 """Rules of scales: format and octaves of headroom."""
-_STEPS = 4
+_STEPS = 6
 _KINDS = MappingProxyType(
     {
         "attention": r"attn|attention",
@@ -401,24 +401,25 @@ def _search(
     setting: Guess,
     loss: Callable[[Guess], float],
 ) -> Iterator[tuple[Guess, str]]:
-    """Steps from a rule of casts to the best one beside it, until none is better."""
+    """Steps from a rule of casts to the best one beside it, until none is better; `twice`: also after a first cast."""
     if setting.state is None:
         return
-    state, best, least, said, here = setting.state, setting, math.inf, "", loss(setting)
+    state, best, least, here = setting.state, setting, math.inf, loss(setting)
+    first: QuantizationSpec | None = None
     for step in range(_STEPS if far else 1):
-        tried = [(replace(setting, state=change(one, None, state)), one) for one in _beside(spec)]
-        losses = [loss(guess) for guess, _ in tried]
-        if not min(losses) < least or (step > 1 and least >= here):
+        if step > 1 and least >= here:
             break
-        least = min(losses)
-        best, spec = tried[losses.index(least)]
-        said = f"{what} cast to {_worded(spec)}"
-    for fmt, size in product((E4M3, E5M2), _SIZES) if twice and least < here else ():
-        before = QuantizationSpec(fmt, size)
-        guess = replace(setting, state=change(spec, before, state))
-        if before != spec and (now := loss(guess)) < least:
-            best, least, said = guess, now, f"{what} cast to {_worded(before)}, and then to {_worded(spec)}"
-    yield best, said
+        rules = [(one, first) for one in _beside(spec)]
+        if twice and least < here:
+            rules += [(spec, QuantizationSpec(fmt, size)) for fmt, size in product((E4M3, E5M2), _SIZES)]
+        guesses = [replace(setting, state=change(*rule, state)) for rule in rules]
+        losses = [loss(guess) for guess in guesses]
+        if not min(losses) < least:
+            break
+        place = losses.index(min(losses))
+        least, best, (spec, first) = losses[place], guesses[place], rules[place]
+    before = "" if first is None else f"{_worded(first)}, and then to "
+    yield best, f"{what} cast to {before}{_worded(spec)}"
 
 
 def _beside(spec: QuantizationSpec) -> Iterator[QuantizationSpec]:
