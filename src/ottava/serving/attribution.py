@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from ottava.base.text import columns
 from ottava.serving.rollout import Equality, Rollout, Sampler, batches, certify
 from ottava.serving.sides import Model, Side
-from ottava.serving.suspects import Guess, Hypothesis, groups, hypotheses, in_part, temperatures
+from ottava.serving.suspects import Guess, Hypothesis, groups, hypotheses, in_part, temperature
 from ottava.serving.twin import ModelState, Twin
 
 SCHEMA_VERSION = 1
@@ -297,8 +297,7 @@ def kl_of(rollout: Tensor, other: Tensor) -> Tensor:
     return nats(_gap(rollout, other))
 
 
-@dataclass(frozen=True, eq=False)
-class _Trial:
+class _Trial(NamedTuple):
     """What an experiment found."""
 
     cause: str
@@ -352,7 +351,7 @@ class _Lab:
         def away(setting: Guess) -> float:
             return float(kl_of(self.found.recomputed, self._logp(setting)).mean())
 
-        warm, said = next(temperatures(self.start, away))
+        warm, said = next(temperature().settings(self.start, away))
         if (here := away(self.start)) > self.noise and away(warm) < _EXPLAINED * here:
             self.start, self._own = warm, self._logp(warm)
             self.notes = (f"training's own log-probabilities are those of {said}",)

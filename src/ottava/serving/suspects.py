@@ -134,9 +134,11 @@ def hypotheses(
     if ours is None:
         yield from _of_lists(found, slope, offset)
         return
-    yield Hypothesis("scaled", _scaled)
-    yield Hypothesis("temperature", temperatures)
-    yield Hypothesis("not-fp8", _capped)
+    raw = "raw log p divided by {:.4g}"
+    yield _number("scaled", _TEMPERATURES, lambda s, by: replace(_sampled(s, temperature=1.0), scale=by), raw)
+    yield temperature()
+    capped = "as if logits z were {0:.3g} tanh(z / {0:.3g}), which no config says"
+    yield _number("not-fp8", _CAPS, lambda s, top: _sampled(s, cap=top), capped)
     yield Hypothesis("processed", partial(_processed, int(ours.config.get("vocab_size") or 0)))
     yield _one("trainer", "the checkpoint's own log-probabilities", trainer=True)
     if found.routes is not None:
@@ -184,41 +186,31 @@ def _of_lists(found: Rollout, slope: float, offset: float) -> Iterator[Hypothesi
             yield _one("temperature", said, scale=1 / steep, offset=float(y.mean() - steep * x.mean()))
 
 
-def _fitted(
-    bounds: tuple[float, float], at: Callable[[float], Guess], loss: Callable[[Guess], float], first: int = 16
-) -> tuple[Guess, float]:
-    """The positive number that fits best, by a grid over its logarithm and halves of its steps."""
+def _number(
+    cause: str, bounds: tuple[float, float], at: Callable[[Guess, float], Guess], said: str, steps: int = 16
+) -> Hypothesis:
+    """A suspect with a positive number: the one that fits best, by a grid of its logarithm and halves of its steps."""
 
-    def away(power: float) -> float:
-        return loss(at(math.exp(power)))
+    def settings(setting: Guess, loss: Callable[[Guess], float]) -> Iterator[tuple[Guess, str]]:
+        low, high = map(math.log, bounds)
+        step, away = (high - low) / steps, lambda power: loss(at(setting, math.exp(power)))
+        best = min((low + step * i for i in range(steps + 1)), key=away)
+        for _ in range(10 if steps > 8 else 3):
+            best = min((best - step, best - step / 2, best, best + step / 2, best + step), key=away)
+            step /= 2
+        yield at(setting, math.exp(best)), said.format(math.exp(best), setting.sampler.temperature)
 
-    low, high = map(math.log, bounds)
-    step = (high - low) / first
-    best = min((low + step * i for i in range(first + 1)), key=away)
-    for _ in range(10 if first > 8 else 3):
-        best = min((best - step, best - step / 2, best, best + step / 2, best + step), key=away)
-        step /= 2
-    return at(math.exp(best)), math.exp(best)
-
-
-def temperatures(setting: Guess, loss: Callable[[Guess], float]) -> Iterator[tuple[Guess, str]]:
-    """The temperature that fits best."""
-    found, t = _fitted(_TEMPERATURES, lambda t: replace(setting, sampler=replace(setting.sampler, temperature=t)), loss)
-    yield found, f"logits divided by {t:.4g} instead of {setting.sampler.temperature:.4g}"
+    return Hypothesis(cause, settings)
 
 
-def _scaled(setting: Guess, loss: Callable[[Guess], float]) -> Iterator[tuple[Guess, str]]:
-    """Log-probabilities that were divided, of raw logits if training divides its own."""
-    for t in {setting.sampler.temperature, 1.0} if setting.state is not None else ():
-        raw = replace(setting, sampler=replace(setting.sampler, temperature=t))
-        found, by = _fitted(_TEMPERATURES, lambda s, raw=raw: replace(raw, scale=s), loss)  # type: ignore[misc]
-        yield found, f"log p divided by {by:.4g}"
+def _sampled(setting: Guess, **changed: float) -> Guess:
+    return replace(setting, sampler=replace(setting.sampler, **changed))  # type: ignore[arg-type]
 
 
-def _capped(setting: Guess, loss: Callable[[Guess], float]) -> Iterator[tuple[Guess, str]]:
-    """What looks like a temperature, and is a limit of logits that no config names."""
-    found, top = _fitted(_CAPS, lambda top: replace(setting, sampler=replace(setting.sampler, cap=top)), loss)
-    yield found, f"as if logits z were {top:.3g} tanh(z / {top:.3g}), which no config says"
+def temperature() -> Hypothesis:
+    """Another temperature of logits."""
+    said = "logits divided by {:.4g} instead of {:.4g}"
+    return _number("temperature", _TEMPERATURES, lambda s, t: _sampled(s, temperature=t), said)
 
 
 def _processed(vocabulary: int, setting: Guess, _: object) -> Iterator[tuple[Guess, str]]:
@@ -369,50 +361,50 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
         yield _of_state("activations", said, partial(_clipped, tensor, share))
     for top in _TOPS:
         said = f"inputs clipped at {top:.3g}, as by one scale for all linears"
-        yield _of_state("activations", said, lambda s, top=top: replace(_given(tensor, s), top=top))  # type: ignore[misc]
+        static = InputCast(PER_TENSOR, False, True, top / E4M3.max)
+        yield _of_state(
+            "activations", said, partial(_given, {n: replace(s, activations=static) for n, s in casts.items()})
+        )
     again = {n: _cast(s, s.cast.spec, s.activations) for n, s in casts.items() if s.cast is not None}
     yield _of_state("weights", "codes of bf16(master)", partial(_given, again))
 
 
 def _searched(casts: Mapping[str, Side], where: str, *, far: bool) -> Iterator[Hypothesis]:
     """Casts of weights, and of inputs, near training's own; `far`: several steps from it, and weights cast twice."""
-    first = next(iter(casts.values()))
+    first, names = next(iter(casts.values())), tuple(casts)
     assert first.cast is not None
-
-    def weights(spec: QuantizationSpec, twice: QuantizationSpec | None, state: ModelState) -> ModelState:
-        now = {n: state.linears[n] for n in casts}
-        return _given({n: _cast(s, spec, s.activations, twice) for n, s in now.items()}, state)
-
-    def inputs(spec: QuantizationSpec, _: QuantizationSpec | None, state: ModelState) -> ModelState:
-        return _given({n: replace(state.linears[n], inputs=spec) for n in casts}, state)
-
-    yield Hypothesis("weights", partial(_search, first.cast.spec, weights, f"weights{where}", far, far))
+    yield Hypothesis("weights", partial(_search, first.cast.spec, names, f"weights{where}", far))
     if first.activations is not None:
         spec = spec_of(first.activations, first.cast.spec)
-        yield Hypothesis("activations", partial(_search, spec, inputs, f"inputs{where}", far, False))
+        yield Hypothesis("activations", partial(_search, spec, names, f"inputs{where}", far))
 
 
 def _search(
     spec: QuantizationSpec,
-    change: Callable[[QuantizationSpec, QuantizationSpec | None, ModelState], ModelState],
+    names: Sequence[str],
     what: str,
     far: bool,
-    twice: bool,
     setting: Guess,
     loss: Callable[[Guess], float],
 ) -> Iterator[tuple[Guess, str]]:
-    """Steps from a rule of casts to the best one beside it, until none is better; `twice`: also after a first cast."""
+    """Steps from a rule of casts to the best one beside it, until none is better."""
+
+    def under(one: QuantizationSpec, before: QuantizationSpec | None) -> Guess:
+        now = {n: state.linears[n] for n in names}
+        cast = {n: _cast(s, one, s.activations, before) if weights else replace(s, inputs=one) for n, s in now.items()}
+        return replace(setting, state=_given(cast, state))
+
     if setting.state is None:
         return
-    state, best, least, here = setting.state, setting, math.inf, loss(setting)
+    state, best, least, here, weights = setting.state, setting, math.inf, loss(setting), what.startswith("weights")
     first: QuantizationSpec | None = None
     for step in range(_STEPS if far else 1):
         if step > 1 and least >= here:
             break
         rules = [(one, first) for one in _beside(spec)]
-        if twice and least < here:
+        if weights and far and least < here:
             rules += [(spec, QuantizationSpec(fmt, size)) for fmt, size in product((E4M3, E5M2), _SIZES)]
-        guesses = [replace(setting, state=change(*rule, state)) for rule in rules]
+        guesses = [under(*rule) for rule in rules]
         losses = [loss(guess) for guess in guesses]
         if not min(losses) < least:
             break
@@ -441,7 +433,8 @@ def in_part(ours: Model | None, before: Sequence[tuple[str, Model]]) -> Iterator
     if ours is None:
         return
     for i in (None, *range(int(ours.config.get("num_hidden_layers") or 0))):
-        yield Hypothesis("kv-cache", partial(_clipped_cache, i))
+        where = f"keys and values {'' if i is None else f'of layer {i} '}in {E4M3.name}, clipped at {{:.3g}}"
+        yield _number("kv-cache", _LIMITS, partial(_cached, i), where, 8)
     casts = {name: side for name, side in ours.linears.items() if side.cast is not None}
     ways = [("stale", f"of {name}", _old(ours, model)) for name, model in before]
     ways += [("layers", "in BF16", {n: Side(side.weight) for n, side in casts.items()})]
@@ -458,21 +451,14 @@ def in_part(ours: Model | None, before: Sequence[tuple[str, Model]]) -> Iterator
             yield _of_state("layers", f"{kind} cast with {what}", partial(_given, full))
 
 
-def _clipped_cache(layer: int | None, setting: Guess, loss: Callable[[Guess], float]) -> Iterator[tuple[Guess, str]]:
-    """Keys and values in E4M3, with the scale that fits best."""
-    if setting.state is not None:
-        state = replace(setting.state, cache=E4M3, cached=layer)
-        found, top = _fitted(_LIMITS, lambda top: replace(setting, state=replace(state, cache_top=top)), loss, 8)
-        where = "" if layer is None else f" of layer {layer}"
-        yield found, f"keys and values{where} in {E4M3.name}, clipped at {top:.3g}"
+def _cached(layer: int | None, setting: Guess, top: float) -> Guess:
+    assert setting.state is not None
+    return replace(setting, state=replace(setting.state, cache=E4M3, cached=layer, cache_top=top))
 
 
 def _cast(side: Side, spec: QuantizationSpec, inputs: InputCast | None, twice: QuantizationSpec | None = None) -> Side:
-    """Another cast of a weight, or of what its cast `twice` gives; the input's stays if `inputs` is the side's."""
+    """Another cast of a weight, or of what its cast `twice` gives."""
     near = side.weight.bfloat16()
     near = near if twice is None else quantize(near, twice).dequantize(torch.float32)
     cast = quantize(near, replace(spec, scaling="current"))
-    how = side.inputs
-    if how is None and inputs is not None and inputs == side.activations and side.cast is not None:
-        how = spec_of(inputs, side.cast.spec)  # another weight does not change it
-    return Side(side.weight, cast, inputs, side.layer, arithmetic=EXACT, inputs=how)
+    return Side(side.weight, cast, inputs, side.layer, arithmetic=EXACT, inputs=side.inputs)
