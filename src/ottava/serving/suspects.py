@@ -214,12 +214,14 @@ def temperature() -> Hypothesis:
 
 
 def _processed(vocabulary: int, setting: Guess, _: object) -> Iterator[tuple[Guess, str]]:
-    for p in _TOP_P:
-        yield replace(setting, sampler=replace(setting.sampler, top_p=p)), f"top-p {p:g}"
-    for k in (k for k in _TOP_K if k < vocabulary):
-        yield replace(setting, sampler=replace(setting.sampler, top_k=k)), f"top-k {k}"
-    for penalty in _PENALTIES:
-        yield replace(setting, sampler=replace(setting.sampler, penalty=penalty)), f"a penalty of {penalty:g}"
+    some = [k for k in _TOP_K if k < vocabulary]
+    for name, said, values in (
+        ("top_p", "top-p", _TOP_P),
+        ("top_k", "top-k", some),
+        ("penalty", "a penalty of", _PENALTIES),
+    ):
+        for value in values:
+            yield _sampled(setting, **{name: value}), f"{said} {value:g}"
 
 
 def _of_checkpoint(ours: Model, theirs: Model) -> Iterator[Hypothesis]:
