@@ -15,10 +15,14 @@ from tests.serving.conftest import plain, rowwise_fp32
 from torch import Tensor
 
 from command import run
-from ottava.numerics.formats import E4M3
-from ottava.serving.attribution import CAUSES, Sampler, attribute, hypotheses, kl_of
-from ottava.serving.rollout import Rollout
+from ottava.numerics.formats import E4M3, E5M2
+from ottava.numerics.scaling import PER_ROW
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.ops.quantize import quantize
+from ottava.serving.attribution import CAUSES, _real, attribute, kl_of, nats
+from ottava.serving.rollout import Rollout, Sampler
 from ottava.serving.sides import Model, trained, under
+from ottava.serving.suspects import hypotheses
 from ottava.serving.twin import ModelState, Twin
 
 pytest.importorskip("transformers")
@@ -218,3 +222,45 @@ def test_the_command(pair: Callable[..., Any], bare: Model, tmp_path: Path, caps
     assert run("parity", *words, *dumped, "-o", tmp_path / "out.json") == 1
     assert "activations" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["first"]["cause"] == "activations"
+
+
+def test_casts_are_searched(bare: Model) -> None:
+    """Scales rounded down, inputs of other blocks, and a cache of one layer that clips; nobody lists them."""
+    model = _sharp(trained(under(plain("llama", dtype=torch.bfloat16), rowwise_fp32())))
+    state, casts = ModelState.of(model), {n: s for n, s in model.linears.items() if s.cast is not None}
+    down = {n: replace(s, cast=quantize(s.weight, QuantizationSpec(E4M3, PER_ROW, "pow2", margin=-1)))
+            for n, s in casts.items()}  # fmt: skip
+    rows = {n: replace(s, inputs=QuantizationSpec(E5M2, PER_ROW)) for n, s in casts.items()}
+    for cause, sides, said in (("weights", down, "rounded down"), ("activations", rows, "E5M2[row]")):
+        engine = logp(replace(state, linears={**state.linears, **sides}))
+        found = attribute(rollout(engine, logp(state, chunk=1)), model)
+        assert found.first is not None
+        assert found.first.cause == cause, str(found)
+        assert said in found.first.said
+    one = attribute(rollout(logp(replace(ModelState.of(bare), cache=E4M3, cached=1, cache_top=0.3)),
+                            logp(ModelState.of(bare), chunk=1)), bare)  # fmt: skip
+    assert one.first is not None
+    assert one.first.said.startswith("keys and values of layer 1 in E4M3, clipped at 0.")
+
+
+def test_a_limit_of_logits_is_no_temperature(bare: Model) -> None:
+    state = ModelState.of(bare)
+    found = attribute(rollout(logp(state, Sampler(cap=3.0)), logp(state, chunk=1)), bare)
+    assert (found.first, found.rest.cause) == (None, "not-fp8")
+    assert found.rest.said.startswith("as if logits z were 3 tanh(z / 3)")
+    raw = attribute(rollout(logp(state) / 1.3, logp(state, Sampler(1.3), chunk=1)), bare, temperature=1.3)
+    assert raw.first is not None  # of raw logits, and training divides its own
+    assert (raw.first.cause, raw.first.said) == ("scaled", "raw log p divided by 1.3")
+
+
+def test_few_tokens_may_have_most_of_a_kl() -> None:
+    """Three of 600 tokens take another expert: a cause that says so is told, one of other tokens is not."""
+    draw = torch.Generator().manual_seed(0)
+    gap = 0.01 * torch.randn(600, generator=draw)
+    gap[[50, 300, 301]] += torch.tensor([0.6, -0.5, 0.7])
+    left = gap.clone().index_fill(0, torch.tensor([50, 300, 301]), 0.0)
+    noise = 0.01 * torch.randn(600, generator=draw)
+    whole = float(nats(gap).mean())
+    assert not _real(gap, left + noise, whole)
+    assert _real(gap, left + noise, whole, alike=True)
+    assert not _real(gap, gap - (gap - left).roll(7) + noise, whole, alike=True)

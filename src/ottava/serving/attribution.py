@@ -9,29 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ottava.base.text import columns
-from ottava.numerics.formats import E4M3, E5M2
-from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
-from ottava.numerics.tensor import QuantizationSpec
-from ottava.ops.quantize import quantize
-from ottava.serving.causes import HEAD, ROUTER
-from ottava.serving.engines import EXACT
-from ottava.serving.formula import formula_causes
 from ottava.serving.rollout import Equality, Rollout, Sampler, batches, certify
 from ottava.serving.sides import Model, Side
+from ottava.serving.suspects import Guess, Hypothesis, groups, hypotheses, in_part, temperature
 from ottava.serving.twin import ModelState, Twin
-from ottava.weights.layouts import InputCast
 
 SCHEMA_VERSION = 1
 CAUSES = MappingProxyType(
@@ -59,6 +49,8 @@ CAUSES = MappingProxyType(
 )
 """Cause -> what it means. The last three are names of a rest."""
 _LISTS = ("shift", "padded")
+_OF_LISTS = (*_LISTS, "scaled", "trainer")
+"""What they do and what is measured share a list, so one looks like the other by chance."""
 _REST = ("batch variance", "not-fp8", "untold")
 FP8 = frozenset(("layers", "weights", "activations", "head", "router", "kv-cache"))
 """Causes that are casts."""
@@ -71,6 +63,8 @@ _NOISE = 4.0
 _TOKENS = 4096
 _ROUNDS = 8
 _FAR = 0.5
+_ALIKE, _CHANCE = 0.5, 8.0
+"""Least cosine of what a cause does and what is measured, and least number of its standard errors under chance."""
 _EXPLAINED = 0.1  # of the distance that another temperature leaves: a broken recomputation has no temperature
 
 
@@ -192,34 +186,34 @@ def attribute(
     state = lab.start
     ours = lab.ours
     tried = list(hypotheses(found, ours, theirs, before))
-    loss, parts, part = lab.loss(state), list[Share](), False
-    done = torch.zeros_like(loss, dtype=torch.bool)  # sequences of which a cause was found that holds in them alone
-    while float(loss.mean()) > 0 and len(parts) < _ROUNDS:
-        settings = ((one.cause, *each) for one in tried for each in lab.tries(state, one, loss, done, part))
-        best = min(settings, key=lambda x: float(x[3].mean()), default=None)
-        if best is not None and best[0] == "trainer":  # a list that is wrong in some sequences needs no such cause
+    gap, parts, part, unwritten = lab.gap(state), list[Share](), False, ""
+    done = torch.zeros_like(gap, dtype=torch.bool)  # sequences of which a cause was found that holds in them alone
+    while _kl(gap) > (lab.rounding(state)[0] if parts else 0.0) and len(parts) < _ROUNDS:
+        best = min((x for one in tried for x in lab.tries(state, one, gap, done, part)), key=_left, default=None)
+        if best is not None and best.cause == "trainer":  # a list that is wrong in some sequences needs no such cause
             some = [one for one in tried if one.cause in _LISTS]
-            lists = [(one.cause, *x) for one in some for x in lab.tries(state, one, loss, done, True)]
-            best = min(
-                (x for x in lists if float(x[3].mean()) <= lab.noise), key=lambda x: float(x[3].mean()), default=best
-            )
-        if best is None or not _real(loss, best[3], lab.whole, part=part):
-            if part or float(loss.mean()) <= lab.rounding(state)[0]:
+            lists = [x for one in some for x in lab.tries(state, one, gap, done, True)]
+            best = min((x for x in lists if _left(x) <= lab.noise), key=_left, default=best)
+        alike = best is not None and best.cause not in _OF_LISTS and _real(gap, best.gap, lab.whole, alike=True)
+        if best is None or not ((part and alike) or _real(gap, best.gap, lab.whole, part=part)):
+            if part or not (alike or _kl(gap) > lab.rounding(state)[0]):
                 break
-            tried, part = [*tried, *_in_part(ours, before)], True
+            tried, part = [*tried, *in_part(ours, before)], True
             continue
-        cause, changed, said, after, where = best
-        if bool((where | done).all()):
-            state = changed
+        if best.cause in _REST:
+            unwritten = best.said
+            break
+        said = best.said
+        if bool((best.where | done).all()):
+            state = best.setting
         else:
-            done, count = done | where, sum(bool(one.any()) for one in where.split(found.sequences))
+            done, count = done | best.where, sum(bool(one.any()) for one in best.where.split(found.sequences))
             said = f"{said}, in {count} of {len(found.sequences)} sequences"
-        gain = float(loss.mean() - after.mean())
-        parts.append(Share(cause, gain, said))
-        loss = after
-    rest = float(loss.mean())
+        parts.append(Share(best.cause, _kl(gap) - _left(best), said))
+        gap = best.gap
+    rest = _kl(gap)
     noise, said = lab.rounding(state)
-    parts.append(Share(lab.rest(rest, noise, theirs, parts), rest, said))
+    parts.append(Share(lab.rest(rest, 0.0 if unwritten else noise, theirs, parts), rest, unwritten or said))
     difference = found.recomputed - found.rollout
     return Attribution(
         lab.whole,
@@ -261,14 +255,36 @@ def _first(found: Rollout) -> Rollout:
                    versions=versions)  # fmt: skip
 
 
-def _real(before: Tensor, after: Tensor, whole: float, *, part: bool = False) -> bool:
-    """Whether a cause takes away enough, and more than chance does: of the roots, for one token may be half of a KL.
+def _real(before: Tensor, after: Tensor, whole: float, *, part: bool = False, alike: bool = False) -> bool:
+    """Whether a cause takes away enough, and more than chance does.
 
-    Tokens of which a cause says nothing do not count, unless it was chosen for those where it holds (`part`).
+    Of the roots, for one token may be half of a KL. Tokens of which a cause says nothing do not count, unless it was
+    chosen for those where it holds (`part`). A few tokens that take other experts have most of a KL and spoil its
+    standard error; `alike` also takes a cause whose differences point where the measured ones do. Among shuffled
+    tokens their cosine has a standard error of 1 / sqrt(tokens), whatever the tails.
     """
-    gain = (before.sqrt() - after.sqrt())[(before != after) | part]
+    one, two, counts = nats(before), nats(after), (before != after) | part
+    if not float((one - two).mean()) > _SHARE * whole:
+        return False
+    gain, did, here = (one.sqrt() - two.sqrt())[counts], before - after, before != after
     error = float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else math.inf
-    return float(gain.mean()) > _SIGMA * error and float((before - after).mean()) > _SHARE * whole
+    if float(gain.mean()) > _SIGMA * error:
+        return True
+    cosine = float(torch.cosine_similarity(before[here], did[here], 0))
+    return alike and cosine > max(_ALIKE, _CHANCE / math.sqrt(int(here.sum())))
+
+
+def nats(gap: Tensor) -> Tensor:
+    """Each token's exp(d) - 1 - d of a difference d of log-probabilities."""
+    return torch.expm1(gap) - gap
+
+
+def _kl(gap: Tensor) -> float:
+    return float(nats(gap).mean())
+
+
+def _gap(rollout: Tensor, other: Tensor) -> Tensor:
+    return (other.double() - rollout.double()).clamp(-_CAP, _CAP)
 
 
 def kl_of(rollout: Tensor, other: Tensor) -> Tensor:
@@ -278,8 +294,23 @@ def kl_of(rollout: Tensor, other: Tensor) -> Tensor:
         >>> kl_of(torch.tensor([-1.0]), torch.tensor([-1.0]))
         tensor([0.], dtype=torch.float64)
     """
-    d = (other.double() - rollout.double()).clamp(-_CAP, _CAP)
-    return torch.expm1(d) - d
+    return nats(_gap(rollout, other))
+
+
+class _Trial(NamedTuple):
+    """What an experiment found."""
+
+    cause: str
+    setting: Guess
+    said: str
+    gap: Tensor
+    """Each token's difference under the setting, where it holds."""
+    where: Tensor
+    """bool: tokens where it holds."""
+
+
+def _left(one: _Trial) -> float:
+    return _kl(one.gap)
 
 
 class _Lab:
@@ -320,7 +351,7 @@ class _Lab:
         def away(setting: Guess) -> float:
             return float(kl_of(self.found.recomputed, self._logp(setting)).mean())
 
-        warm, said = next(temperatures(self.start, away))
+        warm, said = next(temperature().settings(self.start, away))
         if (here := away(self.start)) > self.noise and away(warm) < _EXPLAINED * here:
             self.start, self._own = warm, self._logp(warm)
             self.notes = (f"training's own log-probabilities are those of {said}",)
@@ -329,14 +360,14 @@ class _Lab:
         """Takes linears that training leaves in BF16, whatever its recipe says, from what it recomputed."""
         assert self.ours is not None
         casts = {name: Side(side.weight) for name, side in self.ours.linears.items() if side.cast is not None}
-        here = kl_of(self.found.recomputed, self._own)
+        here = _gap(self.found.recomputed, self._own)
         tried = []
-        for kind, names in _groups(list(casts)).items():
+        for kind, names in groups(list(casts)).items():
             other = replace(self.ours, linears={**self.ours.linears, **{n: casts[n] for n in names}})
             setting = replace(self.start, state=ModelState.of(other))
-            tried.append((kind, other, setting, own := self._logp(setting), kl_of(self.found.recomputed, own)))
-        best = min(tried, key=lambda x: float(x[4].mean()), default=None)
-        if best is None or not best[4].mean() < 0.5 * here.mean() or not _real(here, best[4], float(here.mean())):
+            tried.append((kind, other, setting, own := self._logp(setting), _gap(self.found.recomputed, own)))
+        best = min(tried, key=lambda x: _kl(x[4]), default=None)
+        if best is None or not _kl(best[4]) < 0.5 * _kl(here) or not _real(here, best[4], _kl(here)):
             return
         kind, self.ours, self.start, self._own, _ = best
         self.noise, self.said = self.rounding(self.start)
@@ -369,39 +400,37 @@ class _Lab:
         sides = [*self.start.state.linears.values(), *(theirs.linears.values() if theirs else ())]
         return "untold" if any(side.cast is not None for side in sides) or parts else "not-fp8"
 
-    def tries(
-        self, setting: Guess, one: Hypothesis, loss: Tensor, done: Tensor, part: bool
-    ) -> Iterator[tuple[Guess, str, Tensor, Tensor]]:
-        """The settings of a hypothesis, in words, each token's KL under them, and the tokens where they hold.
+    def tries(self, setting: Guess, one: Hypothesis, gap: Tensor, done: Tensor, part: bool) -> Iterator[_Trial]:
+        """The settings of a hypothesis, and each token's difference under them.
 
         They hold everywhere but in sequences that are `done`; with `part`, where they halve the KL of a sequence.
         """
 
         def under(other: Guess) -> tuple[Tensor, Tensor]:
-            after, where = self.loss(other), ~done
+            after, where = self.gap(other), ~done
             if part:
-                both = zip(after.split(self.found.sequences), loss.split(self.found.sequences), strict=True)
+                both = zip(nats(after).split(self.found.sequences), nats(gap).split(self.found.sequences), strict=True)
                 where = where & torch.cat([(a.mean() < 0.5 * b.mean()).expand(len(a)) for a, b in both])
-            return torch.where(where, after, loss), where
+            return torch.where(where, after, gap), where
 
-        for changed, said in one.settings(setting, lambda other: float(under(other)[0].mean())):
-            if changed.trainer and not setting.trainer and float(loss.mean()) <= self.noise:
+        for changed, said in one.settings(setting, lambda other: _kl(under(other)[0])):
+            if changed.trainer and not setting.trainer and _kl(gap) <= self.noise:
                 continue  # one rounding less is no cause
-            yield changed, said, *under(changed)
+            yield _Trial(one.cause, changed, said, *under(changed))
             if self._true and changed.state is not setting.state and not setting.trainer:
                 # Sums in another order move codes, in training's own numbers, too: the twin's have one such way less.
                 after, where = under(alone := replace(changed, trainer=True))
-                if _real(torch.where(done, loss, self._plain(setting)), after, self.whole):
-                    yield alone, said, after, where
+                if _real(torch.where(done, gap, self._plain(setting)), after, self.whole, alike=True):
+                    yield _Trial(one.cause, alone, said, after, where)
 
-    def loss(self, setting: Guess) -> Tensor:
-        """Each token's KL between the rollout and training's log-probabilities under a setting."""
-        return kl_of(self.found.rollout, self._predicted(setting))
+    def gap(self, setting: Guess) -> Tensor:
+        """Each token's difference between training's log-probabilities under a setting and the rollout's."""
+        return _gap(self.found.rollout, self._predicted(setting))
 
     def _plain(self, setting: Guess) -> Tensor:
-        """The loss of what the twin alone says, kept, since each hypothesis asks for it."""
+        """The gap to what the twin alone says, kept, since each hypothesis asks for it."""
         if self._base is None or self._base[0] is not setting:
-            self._base = setting, self.loss(replace(setting, trainer=True))
+            self._base = setting, self.gap(replace(setting, trainer=True))
         return self._base[1]
 
     def _predicted(self, setting: Guess) -> Tensor:
@@ -450,351 +479,3 @@ def _shifted(values: Tensor, by: int, told: Tensor, behind: bool) -> Tensor:
     place = int((before - after).argmax())
     found = bool(after[place] < _EXPLAINED * before[place])
     return torch.cat((values[:place], made[place:])) if found else values
-
-
-# --- what may be true of the engine: each hypothesis is a switch of one setting ---------------------------------------
-
-
-_TEMPERATURES = (0.1, 10.0)
-_TOP_P = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
-_TOP_K = (5, 10, 20, 40, 50, 100, 200, 500)
-_PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
-_CLIPS = (0.7, 0.5, 0.35, 0.25, 0.12, 0.06)
-_TOPS = tuple(2.0 ** (k / 2) for k in range(8, -1, -1))
-_EXACTLY = 1e-4
-_EXPERTS = 16  # that are tried one by one
-_MOSTLY = 0.98
-_CASTS = MappingProxyType(
-    {
-        "one scale a weight and a token": (QuantizationSpec(E4M3, PER_TENSOR), InputCast(PER_ROW, False, False)),
-        "one scale a weight and all tokens": (QuantizationSpec(E4M3, PER_TENSOR), InputCast(PER_TENSOR, False, False)),
-        "a scale a row and a token": (QuantizationSpec(E4M3, PER_ROW), InputCast(PER_ROW, False, False)),
-        "blocks of 128": (QuantizationSpec(E4M3, BLOCK_128X128), InputCast(BLOCK_1X128, False, False)),
-        "blocks of 128, powers of two": (
-            QuantizationSpec(E4M3, BLOCK_128X128, "pow2"),
-            InputCast(BLOCK_1X128, True, False),
-        ),
-        "MXFP8": (QuantizationSpec(E4M3, BLOCK_1X32, "e8m0"), InputCast(BLOCK_1X32, True, False)),
-    }
-)
-"""What engines cast to without a checkpoint that says so: weight, input."""
-_KINDS = MappingProxyType(
-    {
-        "attention": r"attn|attention",
-        "q, k, v": r"(q|k|v|qkv)_proj$|c_attn$",
-        "MLP": r"mlp|feed_forward|experts",
-        "gate, up": r"(gate|up|gate_up)_proj$|c_fc$",
-        "experts": r"\.experts\.",
-    }
-)
-"""Linears that are left out, or lost, together."""
-_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-
-
-@dataclass(frozen=True, eq=False)
-class Guess:
-    """What an experiment supposes of the engine: the state of its forward, its sampler, and what became of its list."""
-
-    state: ModelState | None
-    sampler: Sampler = field(default_factory=Sampler)
-    shift: int = 0
-    """Places by which the rollout's list is late."""
-    behind: bool = False
-    """Only from some place of a sequence on, which is found for each."""
-    scale: float = 1.0
-    """By which log-probabilities were divided."""
-    offset: float = 0.0
-    """Added to log-probabilities."""
-    padded: float | None = None
-    """A constant for tokens without a log-probability."""
-    trainer: bool = False
-    """Take what the checkpoint gives for training's log-probabilities."""
-
-
-Settings = Callable[[Guess, Callable[[Guess], float]], Iterator[tuple[Guess, str]]]
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """A cause, and the settings under which it may be true."""
-
-    cause: str
-    settings: Settings
-    """(setting so far, its loss) -> changed settings, in words."""
-
-
-def hypotheses(
-    found: Rollout, ours: Model | None, theirs: Model | None, before: Sequence[tuple[str, Model]]
-) -> Iterator[Hypothesis]:
-    """All that can be tried with what is given, cheap ones first."""
-    for by in (1, -1, 2, -2):
-        yield _one("shift", f"the list moved by {by:+d}", shift=by)
-    values, counts = found.rollout.unique(return_counts=True)
-    if int(counts.max()) > 1:
-        constant = float(values[counts.argmax()])
-        yield _one("padded", f"{int(counts.max())} tokens have {constant:g}", padded=constant)
-    slope, offset = _line(found.recomputed, found.rollout)
-    yield _one(
-        "scaled", f"log p divided by {1 / slope:.4g}" if slope > 0 else "", scale=1 / slope if slope > 0 else 1.0
-    )
-    if ours is None:
-        yield from _of_lists(found, slope, offset)
-        return
-    yield Hypothesis("temperature", temperatures)
-    yield Hypothesis("processed", partial(_processed, int(ours.config.get("vocab_size") or 0)))
-    yield _one("trainer", "the checkpoint's own log-probabilities", trainer=True)
-    if found.routes is not None:
-        yield _of_state("routes", "the experts of the dump", partial(replace, replay=True))
-    for fmt in (E4M3, E5M2):
-        for i in (None, *range(int(ours.config.get("num_hidden_layers") or 0))):
-            where = f"keys and values {'' if i is None else f'of layer {i} '}in {fmt.name}"
-            yield _of_state("kv-cache", where, partial(replace, cache=fmt, cached=i))
-    if theirs is not None:
-        yield from _of_checkpoint(ours, theirs)
-    for name, model in before:
-        yield from _stale(ours, name, model)
-    yield from _of_engines(ours)
-
-
-def _one(cause: str, said: str, **changed: object) -> Hypothesis:
-    return Hypothesis(cause, lambda setting, _: iter([(replace(setting, **changed), said)]))  # type: ignore[arg-type]
-
-
-def _of_state(cause: str, said: str, change: Callable[[ModelState], ModelState]) -> Hypothesis:
-    def settings(setting: Guess, _: object) -> Iterator[tuple[Guess, str]]:
-        if setting.state is not None:
-            yield replace(setting, state=change(setting.state)), said
-
-    return Hypothesis(cause, settings)
-
-
-def _line(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Least squares: y = slope x; and of y - slope x the mean, with a free slope."""
-    x, y = x.double(), y.double()
-    return float((x * y).sum() / (x * x).sum().clamp_min(1e-30)), float((y - x).mean())
-
-
-def _of_lists(found: Rollout, slope: float, offset: float) -> Iterator[Hypothesis]:
-    """What two lists show without a model: averages."""
-    gain = found.rollout - found.recomputed
-    if float((gain > -_EXACTLY).double().mean()) > _MOSTLY and offset > 0:
-        yield _one("processed", f"the rollout is never less likely, on average {offset:.3g} nats more", offset=offset)
-    x, y = found.recomputed.double(), found.rollout.double()
-    spread = float(((x - x.mean()) ** 2).sum())
-    if spread:
-        steep = float(((x - x.mean()) * (y - y.mean())).sum()) / spread
-        if steep > 0:
-            said = f"log p is steeper by {steep:.3g}, as of logits divided by about {1 / steep:.3g}"
-            yield _one("temperature", said, scale=1 / steep, offset=float(y.mean() - steep * x.mean()))
-
-
-def temperatures(setting: Guess, loss: Callable[[Guess], float]) -> Iterator[tuple[Guess, str]]:
-    """The temperature that fits best, by thirds of an interval of its logarithm."""
-
-    def at(power: float) -> Guess:
-        return replace(setting, sampler=replace(setting.sampler, temperature=float(torch.tensor(power).exp())))
-
-    low, high = (float(torch.tensor(t).log()) for t in _TEMPERATURES)
-    grid = [low + (high - low) * i / 16 for i in range(17)]
-    best = min(grid, key=lambda power: loss(at(power)))
-    step = (high - low) / 16
-    for _ in range(10):
-        best = min((best - step, best - step / 2, best, best + step / 2, best + step), key=lambda p: loss(at(p)))
-        step /= 2
-    found = at(best)
-    yield found, f"logits divided by {found.sampler.temperature:.4g} instead of {setting.sampler.temperature:.4g}"
-
-
-def _processed(vocabulary: int, setting: Guess, _: object) -> Iterator[tuple[Guess, str]]:
-    for p in _TOP_P:
-        yield replace(setting, sampler=replace(setting.sampler, top_p=p)), f"top-p {p:g}"
-    for k in (k for k in _TOP_K if k < vocabulary):
-        yield replace(setting, sampler=replace(setting.sampler, top_k=k)), f"top-k {k}"
-    for penalty in _PENALTIES:
-        yield replace(setting, sampler=replace(setting.sampler, penalty=penalty)), f"a penalty of {penalty:g}"
-
-
-def _of_checkpoint(ours: Model, theirs: Model) -> Iterator[Hypothesis]:
-    """Each way in which the engine's checkpoint differs, by its rules."""
-    if causes := formula_causes(ours.config, theirs.config):
-        said = min(causes, key=lambda cause: cause[0] != "formula")[1]
-        config = theirs.config if theirs.config.get("model_type") else ours.config
-        yield _of_state("formula", said, lambda s: replace(s, config=config))
-    pairs = {n: (a, theirs.linears[n]) for n, a in ours.linears.items() if n in theirs.linears}
-    pairs = {n: (a, b) for n, (a, b) in pairs.items() if a.weight.shape == b.weight.shape}
-    sets: dict[str, dict[str, Side]] = {}
-    for name, (a, b) in pairs.items():
-        if (a.cast is None) != (b.cast is None) or (b.codes and b.cast is None):
-            sets.setdefault(_kind(name, "layers"), {})[name] = b
-        elif a.cast is None and not torch.equal(a.operand(), b.operand()):
-            sets.setdefault("plain", {})[name] = b
-        elif a.cast is not None:
-            if not torch.equal(a.operand(), b.operand()):
-                how = replace(b.arithmetic, inputs=a.arithmetic.inputs)
-                sets.setdefault("weights", {})[name] = replace(b, activations=a.activations, arithmetic=how)
-            if (a.activations, a.arithmetic.inputs) != (b.activations, b.arithmetic.inputs):
-                how = replace(a.arithmetic, inputs=b.arithmetic.inputs)
-                sets.setdefault("activations", {})[name] = replace(a, activations=b.activations, arithmetic=how)
-    for cause, sides in sets.items():
-        yield _of_state(cause, f"{len(sides)} linears as in the checkpoint", partial(_given, sides))
-    if "weights" in sets and "activations" in sets:
-        both = {name: theirs.linears[name] for name in {*sets["weights"], *sets["activations"]}}
-        yield _of_state("weights", "weights and inputs as in the checkpoint", partial(_given, both))
-    other = {n: t for n, t in theirs.plain.items() if n in ours.plain and t.shape == ours.plain[n].shape
-             and not torch.equal(t.float(), ours.plain[n].float())}  # fmt: skip
-    if other:
-        said = f"{len(other)} tensors in high precision as in the checkpoint"
-        yield _of_state("plain", said, lambda s: replace(s, plain={**s.plain, **other}))
-
-
-def _kind(name: str, other: str) -> str:
-    return "router" if ROUTER.search(name) else "head" if HEAD.search(name) else other
-
-
-def _given(sides: Mapping[str, Side], state: ModelState) -> ModelState:
-    return replace(state, linears={**state.linears, **sides})
-
-
-def _clipped(sides: Mapping[str, Side], share: float, state: ModelState) -> ModelState:
-    return replace(_given(sides, state), clip=share)
-
-
-def _groups(names: Sequence[str]) -> dict[str, list[str]]:
-    """Linears left out together: kinds, those of one name, one expert everywhere, blocks, the first and last block."""
-    found = {kind: [n for n in names if re.search(pattern, n)] for kind, pattern in _KINDS.items()}
-    blocks: dict[int, list[str]] = {}
-    for name in names:
-        if match := _BLOCK.search(name):
-            blocks.setdefault(int(match[1]), []).append(name)
-            alike = ".".join([word for word in name[match.end() :].split(".") if not word.isdigit()][-2:])
-            found.setdefault(alike, []).append(name)
-            if (expert := re.search(r"\.experts\.(\d+)\.", name)) and int(expert[1]) < _EXPERTS:
-                found.setdefault(f"expert {expert[1]}", []).append(name)
-    found |= {f"block {i}": some for i, some in blocks.items()}
-    if len(blocks) > 2:
-        found["the first and last block"] = blocks[min(blocks)] + blocks[max(blocks)]
-    return {kind: some for kind, some in found.items() if some and len(some) < len(names)}
-
-
-def _subtrees(names: Iterable[str]) -> dict[str, list[str]]:
-    """Linears below each module inside of a block; an expert is one, its linears are none."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        if match := _BLOCK.search(name):
-            words = name[match.end() :].split(".")
-            for k in range(1, len(words) + ("experts" not in words)):
-                found.setdefault(name[: match.end()] + ".".join(words[:k]), []).append(name)
-    return found
-
-
-def _old(ours: Model, model: Model) -> dict[str, Side]:
-    """Weights of an earlier step, cast as today's are."""
-    sides = {}
-    for key, side in ours.linears.items():
-        if (old := model.linears.get(key)) is not None and old.weight.shape == side.weight.shape:
-            cast = None if side.cast is None else quantize(old.weight, replace(side.cast.spec, scaling="current"))
-            sides[key] = replace(side, weight=old.weight, cast=cast)
-    return sides
-
-
-def _stale(ours: Model, name: str, model: Model) -> Iterator[Hypothesis]:
-    """Weights of an earlier step: all of them, or some."""
-    sides = _old(ours, model)
-    plain = {n: t for n, t in model.plain.items() if n in ours.plain and t.shape == ours.plain[n].shape}
-
-    def change(some: Mapping[str, Side], others: Mapping[str, Tensor], state: ModelState) -> ModelState:
-        return replace(state, linears={**state.linears, **some}, plain={**state.plain, **others})
-
-    yield _of_state("stale", f"all weights of {name}", partial(change, sides, plain))
-    for kind, names in _groups(list(sides)).items():
-        inside = {n: t for n, t in plain.items() if kind.startswith("block") and f".{kind[6:]}." in n}
-        yield _of_state("stale", f"{kind} of {name}", partial(change, {n: sides[n] for n in names}, inside))
-    embeddings = {n: t for n, t in plain.items() if re.search("embed|wte|wpe", n)}
-    norms = {n: t for n, t in plain.items() if n not in embeddings}
-    heads = {n: side for n, side in sides.items() if HEAD.search(n)}
-    for what, some, others in (
-        ("embedding", {}, embeddings),
-        ("head", heads, {}),
-        ("embedding and head", heads, embeddings),
-        ("norms and biases", {}, norms),
-        ("tensors in high precision", {}, plain),
-    ):
-        yield _of_state("stale", f"{what} of {name}", partial(change, some, others))
-    yield _of_state("stale", f"all linears of {name}", partial(change, sides, {}))
-
-
-def _of_engines(ours: Model) -> Iterator[Hypothesis]:
-    """What engines do, whatever a checkpoint says."""
-    casts = {name: side for name, side in ours.linears.items() if side.cast is not None}
-    body = {name: side for name, side in ours.linears.items() if _kind(name, "") == ""}
-    for what, (spec, inputs) in _CASTS.items():
-        if casts:
-            weights = {n: _cast(side, spec, side.activations) for n, side in casts.items()}
-            yield _of_state("weights", f"weights cast with {what}", partial(_given, weights))
-            rows = {n: replace(side, activations=inputs) for n, side in casts.items() if side.activations != inputs}
-            yield _of_state("activations", f"inputs cast with {what}", partial(_given, rows))
-        else:
-            full = {n: _cast(side, spec, inputs) for n, side in body.items()}
-            yield _of_state("layers", f"all linears cast with {what}", partial(_given, full))
-            alone = {n: _cast(side, spec, None) for n, side in body.items()}
-            yield _of_state("layers", f"all weights cast with {what}, and no inputs", partial(_given, alone))
-        for (cause, pattern), fmt in product((("head", HEAD), ("router", ROUTER)), (E4M3, E5M2)):
-            chosen = {n: s for n, s in ours.linears.items() if pattern.search(n) and s.cast is None}
-            some = {n: _cast(s, replace(spec, format=fmt), inputs) for n, s in chosen.items()}
-            if some:
-                yield _of_state(cause, f"cast with {what}, weights in {fmt.name}", partial(_given, some))
-    if not casts:
-        return
-    bare = {n: Side(side.weight) for n, side in casts.items()}
-    yield _of_state("layers", "the engine casts nothing", partial(_given, bare))
-    for kind, names in _groups(list(casts)).items():
-        yield _of_state("layers", f"{kind} in BF16", partial(_given, {n: bare[n] for n in names}))
-    exact = {n: replace(side, activations=None) for n, side in casts.items() if side.activations is not None}
-    yield _of_state("activations", "the engine casts no inputs", partial(_given, exact))
-    first = next(iter(casts.values()))
-    assert first.cast is not None
-    left = {n: _cast(s, first.cast.spec, first.activations) for n, s in body.items() if s.cast is None}
-    if left:
-        yield _of_state("layers", "the linears that training leaves in BF16", partial(_given, left))
-    tensor = {n: replace(s, activations=InputCast(PER_TENSOR, False, False)) for n, s in casts.items()}
-    for share in _CLIPS:
-        said = f"inputs clipped at {share:g} of their largest, as by a scale of other data"
-        yield _of_state("activations", said, partial(_clipped, tensor, share))
-    for top in _TOPS:
-        said = f"inputs clipped at {top:.3g}, as by one scale for all linears"
-        yield _of_state("activations", said, lambda s, top=top: replace(_given(tensor, s), top=top))  # type: ignore[misc]
-    for coarse, said in ((True, f"weights in {E5M2.name}"), (False, "codes of bf16(master)")):
-        specs = {n: s.cast.spec for n, s in casts.items() if s.cast is not None}
-        specs = {n: replace(spec, format=E5M2) if coarse else spec for n, spec in specs.items()}
-        other = {n: _cast(casts[n], spec, casts[n].activations) for n, spec in specs.items()}
-        yield _of_state("weights", said, partial(_given, other))
-
-
-def _in_part(ours: Model | None, before: Sequence[tuple[str, Model]]) -> Iterator[Hypothesis]:
-    """What holds from a place on, in some linears, or beyond a limit: what holds everywhere does not explain."""
-    for by in (1, -1, 2, -2):
-        yield _one("shift", f"the list moved by {by:+d} from a place on", shift=by, behind=True)
-    if ours is None:
-        return
-    for top in _TOPS:
-        said = f"keys and values in {E4M3.name}, clipped at {top:.3g}"
-        yield _of_state("kv-cache", said, partial(replace, cache=E4M3, cache_top=top))
-    casts = {name: side for name, side in ours.linears.items() if side.cast is not None}
-    ways = [("stale", f"of {name}", _old(ours, model)) for name, model in before]
-    ways += [("layers", "in BF16", {n: Side(side.weight) for n, side in casts.items()})]
-    for cause, said, sides in ways:
-        for part, names in _subtrees(sides).items():
-            yield _of_state(cause, f"{part} {said}", partial(_given, {n: sides[n] for n in names}))
-    body = casts or {name: side for name, side in ours.linears.items() if _kind(name, "") == ""}
-    for kind, names in _groups(list(body)).items():
-        for what, (spec, inputs) in () if "block" in kind else _CASTS.items():
-            full = {n: _cast(body[n], spec, body[n].activations if casts else inputs) for n in names}
-            yield _of_state("weights" if casts else "layers", f"{kind} cast with {what}", partial(_given, full))
-            if casts:
-                rows = {n: replace(body[n], activations=inputs) for n in names}
-                yield _of_state("activations", f"inputs of {kind} cast with {what}", partial(_given, rows))
-
-
-def _cast(side: Side, spec: QuantizationSpec, inputs: InputCast | None) -> Side:
-    cast = quantize(side.weight.bfloat16(), replace(spec, scaling="current"))
-    return Side(side.weight, cast, inputs, side.layer, arithmetic=EXACT)

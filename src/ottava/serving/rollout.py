@@ -405,6 +405,8 @@ class Sampler:
     """Probability of those that stay."""
     penalty: float = 1.0
     """By which positive logits of tokens that stand before are divided, and negative ones multiplied."""
+    cap: float = 0.0
+    """Logits z are cap tanh(z / cap); 0: as they are."""
 
     def log_probabilities(self, logits: Tensor, ids: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
         """logits (n, V), of the places before `at` in ids (B, T) -> fp32 (n,): log p of the tokens at `at`.
@@ -417,6 +419,7 @@ class Sampler:
             >>> [round(float(one.log_probabilities(z, ids, at)), 3) for one in (Sampler(), Sampler(top_k=2))]
             [-0.408, -0.313]
         """
+        logits = self.cap * torch.tanh(logits / self.cap) if self.cap else logits
         if self.penalty != 1:
             seen = torch.zeros_like(logits, dtype=torch.bool)
             for i, (row, place) in enumerate(zip(*(one.tolist() for one in at), strict=True)):

@@ -61,6 +61,8 @@ class Side:
     """Why the blocks of the config are not those of the stored scales."""
     stored: QuantizedTensor | None = None
     """The cast in the file, where the engine rounds its scales anew."""
+    inputs: QuantizationSpec | None = None
+    """The cast of its input; None: that of `activations` and the weight's format."""
 
     def operand(self) -> Tensor:
         """fp32 (N, K): the numbers that are multiplied. BF16, or what codes and scales stand for."""
@@ -79,9 +81,9 @@ class Side:
             return near.float()
         if self.arithmetic.inputs == "bf16":
             return _in_bf16(near, cast, self.cast.spec.format)
-        scale = torch.tensor(1 / cast.scale_inv) if cast.static and cast.scale_inv else None
+        scale = torch.tensor(1 / cast.scale_inv) if cast.static and cast.scale_inv and not self.inputs else None
         given = near if cast.rounded else x
-        return quantize(given, spec_of(cast, self.cast.spec), scale=scale).dequantize(torch.float32)
+        return quantize(given, self.inputs or spec_of(cast, self.cast.spec), scale=scale).dequantize(torch.float32)
 
     @property
     def digest(self) -> str:

@@ -43,8 +43,6 @@ class ModelState:
     """The one layer that has such a cache; None: all."""
     clip: float = 1.0
     """Share of its largest input at which a linear that casts clips, as a scale of other data does."""
-    top: float = math.inf
-    """The input at which all of them clip, as one scale for all does."""
     replay: bool = False
     """Take the experts that the rollout chose."""
     split: bool = False
@@ -201,8 +199,8 @@ class _Switched(TorchFunctionMode):
 
     def _linear(self, side: Side, operand: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """(..., K), (N, K) -> (..., N): products summed in FP32, then rounded to the dtype of x."""
-        if (self.state.clip < 1 or math.isfinite(self.state.top)) and side.cast is not None:
-            x = x.clamp(-(top := (self.state.clip * x.abs().amax()).clamp(max=self.state.top)), top)
+        if self.state.clip < 1 and side.cast is not None:
+            x = x.clamp(-(top := self.state.clip * x.abs().amax()), top)
         rows = side.rows(x.reshape(-1, x.shape[-1])).float()
         half = rows.shape[1] // 2 if self.split else rows.shape[1]
         y = rows[:, :half] @ operand[:, :half].t()
