@@ -489,8 +489,10 @@ def restore_shards(
     Raises:
         CheckpointError: the checkpoint belongs to another model or optimizer, or is damaged.
     """
-    folder = not source.tensors
-    entries = _entries(source.path) if folder else {n: (t.shape, t.dtype) for n, t in source.tensors.items()}
+    folder, tensors = not source.tensors, dict(source.tensors)
+    for name, state in _optimizer_entries(tensors).items():  # of one process: codes, whose scales fit no shard
+        tensors |= {f"optimizer.{name}.{entry}": value for entry, value in widened(state).items()}
+    entries = _entries(source.path) if folder else {n: (t.shape, t.dtype) for n, t in tensors.items()}
     wanted: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
     for parameter, name in _parameters(model, optimizer):
         for entry in (key for key in entries if key.rpartition(".")[0] == f"optimizer.{name}"):
@@ -514,7 +516,7 @@ def restore_shards(
         _load(source.path, values)
     else:
         for name, value in values.items():
-            _fill(value, source.tensors[name])
+            _fill(value, tensors[name])
     for name in wanted:
         if (order := _order_of(name, orders)) is not None:
             _fill(_plain(wanted[name]), values[name][order.cpu()])
