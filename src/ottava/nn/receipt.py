@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ottava.base.errors import need
-from ottava.base.text import columns, data_frame, html_table
+from ottava.base.text import columns, data_frame, html_table, listed
 from ottava.engine.functional import QuantizedLayer
 from ottava.engine.groups import CollectiveRow
 from ottava.nn.attention import FP8_EMULATION, DotProductAttention
@@ -27,6 +27,8 @@ from ottava.weights.operands import stored_as
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 """A part of a layer's name that counts layers, and that a number gives back as it was."""
+_TORCHS = ("bf16_mm", "scaled_mm", "torch", "torch.mm")
+"""Kernels in which torch adds; see docs/determinism.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,10 @@ class Receipt:
         return f"<Receipt: {len(self.rows)} GEMMs, {self._summary}>"
 
     def __str__(self) -> str:
-        return "\n".join([*columns(*self._cells), self._summary, *map(str, self.collectives)])
+        lines = columns(*self._cells)
+        if any(row.kernel in _TORCHS for row in self.rows):
+            lines.append(f"on a CPU the bits of {listed(_TORCHS)} may depend on the number of threads")
+        return "\n".join([*lines, self._summary, *map(str, self.collectives)])
 
     def _repr_html_(self) -> str:
         sent = html_table([("collectives",), *((str(row),) for row in self.collectives)]) if self.collectives else ""
