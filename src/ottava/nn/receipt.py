@@ -27,8 +27,7 @@ from ottava.weights.operands import stored_as
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 """A part of a layer's name that counts layers, and that a number gives back as it was."""
-_TORCHS = ("bf16_mm", "scaled_mm", "torch", "torch.mm")
-"""Kernels in which torch adds; see docs/determinism.md."""
+_TORCHS = ("bf16_mm", "scaled_mm", "torch", "torch.mm")  # torch adds in these kernels, see docs/determinism.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +295,7 @@ def _row(name: str, layer: QuantizedLayer, gemm: str, training: bool) -> Receipt
         return replace(row, saved_bytes=kept[0], high_precision_bytes=kept[1], casts=call.casts)
     m = "?" if call.input_shape is None else math.prod(call.input_shape[:-1])
     n, k = layer.out_features, layer.in_features
-    shape = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[gemm]
-    text = " x ".join(str(size) for size in shape)
+    text = " x ".join(map(str, {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[gemm]))
     if not any(getattr(call.recipe, g).quantized for g in GEMMS):
         note = _why_high_precision(layer, call.recipe.name, cells)
         return ReceiptRow(name, gemm, kernel="torch", shape=text, note=note, weight=weight)

@@ -74,8 +74,7 @@ class RunWriter:
         flush_rows: write a Parquet part whenever so many rows wait.
         patient: warn once about a disk error and raise nothing, once the folder is made; see `attempt`.
     Raises:
-        RunError: the folder has a run, or one of another schema version; a part to go on from is torn; or it cannot be
-            written.
+        RunError: the folder has a run, one of another schema version, or a torn part; or it cannot be written.
         OSError: a later write fails, and `patient` is False.
 
     Example:
@@ -176,15 +175,11 @@ class RunWriter:
             parts = (f"{json.dumps(name)}: {json.dumps(_jsonable(part))}" for name, part in self.manifest.items())
             scratch.write_bytes(("{\n" + ",\n".join(parts) + "\n}\n").encode())
 
-    def step(self, step: int, **numbers: float | None) -> None:
-        """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown."""
-        self._step(step, numbers)
+    def step(self, step: int, *, waits: bool = False, **numbers: float | None) -> None:
+        """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown.
 
-    def step_later(self, step: int, **numbers: float | None) -> None:
-        """As `step`; the line may wait in memory: for the next one of `step`, for `flush`, or two seconds."""
-        self._step(step, numbers, waits=True)
-
-    def _step(self, step: int, numbers: Mapping[str, float | None], *, waits: bool = False) -> None:
+        waits: the line may wait in memory: for the next one that does not, for `flush`, or two seconds.
+        """
         elsewhere = TRAINER_NUMBERS if self._trained else frozenset[str]()
         known = {k: v for k, v in numbers.items() if v is not None}
         known = {k: v for k, v in known.items() if k not in elsewhere or not math.isfinite(v)}

@@ -174,15 +174,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not metadata.get("step", "").isdecimal():
         raise CheckpointError(f"{path}: has step {metadata.get('step')!r}; needed: a whole number")
     if metadata["format"] == _BEFORE:
-        tensors = {_renamed(name): tensor for name, tensor in tensors.items()}
+        for before, now in _MOVED.items():
+            tensors = {name.replace(before, now): tensor for name, tensor in tensors.items()}
         _log.info("%s: an earlier ottava wrote it; each norm's weight now belongs to the linear behind the norm", path)
     return Checkpoint(path, int(metadata["step"]), tensors, metadata)
-
-
-def _renamed(name: str) -> str:
-    for before, now in _MOVED.items():
-        name = name.replace(before, now)
-    return name
 
 
 def remove_temporary_files(folder: Path) -> None:
@@ -299,8 +294,7 @@ def load_optimizer(
     Raises:
         CheckpointError: the states are those of another optimizer.
     """
-    ordered = enumerate(name for _, name in _parameters(model, optimizer))
-    state = {index: entries[name] for index, name in ordered if name in entries}
+    state = {i: entries[name] for i, (_, name) in enumerate(_parameters(model, optimizer)) if name in entries}
     with _fitting(checkpoint.path):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
@@ -462,8 +456,8 @@ def read_header(path: Path, *, every_byte: bool = True) -> dict[str, Any]:
 def read_whole(path: Path) -> Checkpoint:
     """The checkpoint with all tensors whole, in this process alone."""
     header = read_header(path)
-    whole = {name: entry for name, entry in _entries(path).items() if not name.startswith(_OWN)}
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in whole.items()}
+    entries = _entries(path).items()
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in entries if name[:6] != _OWN}
     _load(path, tensors, alone=True)
     first = {name: value for name, value in tensors.items() if not name.startswith("random.")}
     first |= {name.replace(".0.", ".", 1): t for name, t in tensors.items() if name.startswith("random.0.")}
