@@ -174,10 +174,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not metadata.get("step", "").isdecimal():
         raise CheckpointError(f"{path}: has step {metadata.get('step')!r}; needed: a whole number")
     if metadata["format"] == _BEFORE:
-        for before, now in _MOVED.items():
-            tensors = {name.replace(before, now): tensor for name, tensor in tensors.items()}
+        tensors = {_renamed(name): tensor for name, tensor in tensors.items()}
         _log.info("%s: an earlier ottava wrote it; each norm's weight now belongs to the linear behind the norm", path)
     return Checkpoint(path, int(metadata["step"]), tensors, metadata)
+
+
+def _renamed(name: str) -> str:
+    for before, now in _MOVED.items():
+        name = name.replace(before, now)
+    return name
 
 
 def remove_temporary_files(folder: Path) -> None:
@@ -660,10 +665,8 @@ def newest_checkpoint(folder: Path, *, whole: bool = True) -> tuple[Checkpoint |
 
 
 def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint `source`, or the newest readable checkpoint of the run folder `source`.
+    """The checkpoint `source`, or the newest readable one of the run folder `source`, and the errors of newer ones.
 
-    Returns:
-        The checkpoint, and the errors of newer ones, as from `newest_checkpoint`.
     Raises:
         CheckpointError: there is no checkpoint, or none is readable.
     """
