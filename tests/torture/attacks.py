@@ -404,9 +404,12 @@ def _jumping(seed: float) -> None:
 # --- disks -----------------------------------------------------------------------------------------------------------
 
 
-def may_mount() -> bool:
-    """Whether this user may mount a tmpfs."""
-    return hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("mount") is not None and _mounts()
+def unable(attack: str) -> str:
+    """Why this user or machine cannot run an attack; "" if it can."""
+    if attack == "full disk" and not (os.geteuid() == 0 and shutil.which("mount") is not None and _mounts()):
+        return "only root may mount a small disk"
+    known = attack != "quota" or platform.machine() in WRITES
+    return "" if known else f"no numbers of the system's calls for {platform.machine()}"
 
 
 def _mounts() -> bool:
