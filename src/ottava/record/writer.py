@@ -175,7 +175,7 @@ class RunWriter:
             parts = (f"{json.dumps(name)}: {json.dumps(_jsonable(part))}" for name, part in self.manifest.items())
             scratch.write_bytes(("{\n" + ",\n".join(parts) + "\n}\n").encode())
 
-    def step(self, step: int, *, waits: bool = False, **numbers: float | None) -> None:
+    def step(self, step: int, waits: bool = False, /, **numbers: float | None) -> None:
         """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown.
 
         waits: the line may wait in memory: for the next one that does not, for `flush`, or two seconds.
