@@ -63,12 +63,13 @@ def other_autocasts(rank: int) -> None:
 
 
 def one_that_says_nothing(rank: int) -> None:
-    """It is waited for, and named."""
+    """It is waited for as long as the group waits for its collectives, and named."""
     if rank == 0:
         doors = ("0.input",)
         spec = ottava.get_recipe("delayed").fprop.lhs
-        call = lambda: groups.agree(dist.group.WORLD, doors, (spec,), 1.0)  # noqa: E731
-        refused(call, "rank 1 did not say", "scaling delayed")
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+        refused(lambda: groups.agree(dist.group.WORLD, doors, (spec,)), "rank 1 did not say within 1 s", "delayed")
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=600), dist.group.WORLD)
     dist.barrier()
     if rank == 1:
         groups.agree(dist.group.WORLD, (), ())  # the turns stay in step

@@ -116,6 +116,20 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
     RunWriter(tmp_path / "run", append=True).close()
 
 
+def test_a_run_is_not_gone_on_with_behind_a_torn_part(tmp_path: Path) -> None:
+    """Its rows could not come back; whoever moves it away goes on without them."""
+    with RunWriter(tmp_path / "run", flush_rows=1) as writer:
+        for step in range(3):
+            writer.tally(step, KEY, real_tally())
+    part = tmp_path / "run" / "stats" / "part-0-000001.parquet"
+    part.write_bytes(part.read_bytes()[:-40])
+    with pytest.raises(RunError, match=r"part-0-000001.parquet is torn, so its rows are missing; move it away"):
+        RunWriter(tmp_path / "run", append=True, step=1)
+    part.unlink()
+    RunWriter(tmp_path / "run", append=True, step=1).close()
+    assert rows_of(tmp_path / "run") == [0]
+
+
 def test_going_on_keeps_what_is_there(tmp_path: Path) -> None:
     """Manifest, rows and lines; also where an early part is gone."""
     with RunWriter(tmp_path / "run", flush_rows=1) as writer:

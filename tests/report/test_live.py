@@ -215,7 +215,7 @@ def test_a_browser_sees_the_run_grow(tmp_path: Path) -> None:
             for block in range(20):
                 number = int(page.ask("$('live').dataset.page"))
                 for step in range(6 + block * 500, 506 + block * 500):
-                    writer.step_later(step, loss=2.0 + step % 7, grad_norm=1.0)
+                    writer.step(step, True, loss=2.0 + step % 7, grad_norm=1.0)
                 writer.tally(5 + block * 500, KEY, ONE)
                 writer.flush()
                 page.until(f"$('live').textContent === 'Live: step {(505 + block * 500):,}'")

@@ -7,25 +7,29 @@ house and a sentence. A kill must never end in a refusal; an attack on the files
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
+import errno
 import os
+import platform
 import random
 import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from planted import FAULTS
 from processes import LIMIT, End, Moments, Process
-from works import Result, Work, on_ranks
+from works import STORED, Result, Work, on_ranks
 
 from ottava.cli import app as commands
 from ottava.train.checkpoint import newest_checkpoint
@@ -277,13 +281,15 @@ NEAR = 0.02
 def other_ranks(case: Case) -> str:
     """SIGKILL of a rank, and the run goes on with 1, 2 or 4 of them, again and again.
 
-    Runs of 1 process with 2 microbatches and of 2 processes have the same bits; steps from 4 on are only near them.
+    Runs of 1 process with 2 microbatches and of 2 processes have the same bits, but for moments that are cast anew;
+    steps from 4 on are only near them.
     """
     exact, counts = 10**9, [2, *(case.chance.choice((1, 2, 4)) for _ in range(case.chance.randint(1, 3)))]
     for number, count in enumerate(counts, start=1):
         one = Case(replace(case.subject, work=on_ranks(case.work, count)), case.folder, case.chance, starts=case.starts)
         found = newest_checkpoint(case.folder / "run" / "checkpoints")[0]
-        exact = min(exact, found.step if found else 0) if count == 4 else exact
+        if count == 4 or (count != 2 and case.work.name.endswith(tuple(STORED))):
+            exact = min(exact, found.step if found else 0)
         options: dict[str, Any] = {}
         if number < len(counts):
             act, pause = killing(case)
@@ -398,9 +404,12 @@ def _jumping(seed: float) -> None:
 # --- disks -----------------------------------------------------------------------------------------------------------
 
 
-def may_mount() -> bool:
-    """Whether this user may mount a tmpfs."""
-    return hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("mount") is not None and _mounts()
+def unable(attack: str) -> str:
+    """Why this user or machine cannot run an attack; "" if it can."""
+    if attack == "full disk" and not (os.geteuid() == 0 and shutil.which("mount") is not None and _mounts()):
+        return "only root may mount a small disk"
+    known = attack != "quota" or platform.machine() in WRITES
+    return "" if known else f"no numbers of the system's calls for {platform.machine()}"
 
 
 def _mounts() -> bool:
@@ -455,12 +464,50 @@ def short_files(case: Case) -> str:
     case.notes.append(f"files of at most {limit} bytes")
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     end = case.start(before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))).wait()
+    return _with_room(case, end)
+
+
+def _with_room(case: Case, end: End) -> str:
+    """After an end for want of room, which is over: it goes on."""
     must_be_sentence(end)
     if case.work.makes_a_folder and not end.code:
         case.compare()
     else:
         case.finish()
     return "resumed"
+
+
+def quota(case: Case) -> str:
+    """A quota that is used up at a random moment: from there on every write to a file is EDQUOT; then there is room."""
+    case.notes.append(f"no quota left at event {(at := case.moment())}")
+
+    def prepare() -> None:
+        signal.signal(signal.SIGUSR1, lambda *_: _use_up())
+
+    end = case.start(at=at, act=lambda process: os.kill(process.pid, signal.SIGUSR1), before=prepare).wait()
+    return _with_room(case, end)
+
+
+WRITES: Mapping[str, Sequence[int]] = {"x86_64": (1, 18, 20, 296), "aarch64": (64, 68, 66, 70)}
+"""Numbers of write, pwrite64, writev and pwritev."""
+
+
+def _use_up() -> None:
+    """In a fork: the kernel answers each of these calls of all threads with EDQUOT, but for stdout and stderr."""
+
+    def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+        return struct.pack("HBBI", code, then, otherwise, value)
+
+    numbers = WRITES[platform.machine()]
+    tests = [step(0x15, number, then=len(numbers) - i) for i, number in enumerate(numbers)]  # equal: to its file
+    allow, refuse = step(0x06, 0x7FFF0000), step(0x06, 0x00050000 | errno.EDQUOT)
+    filters = b"".join([step(0x20, 0), *tests, allow, step(0x20, 16), step(0x25, 2, otherwise=1), refuse, allow])
+    kept = ctypes.create_string_buffer(filters)
+    program = struct.pack("HxxxxxxP", len(filters) // 8, ctypes.addressof(kept))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(38, 1, 0, 0, 0)  # no new privileges
+    if libc.syscall({"x86_64": 317, "aarch64": 277}[platform.machine()], 1, 1, program):  # seccomp, every thread
+        raise OSError(ctypes.get_errno(), "seccomp")
 
 
 def _become_nobody() -> None:
@@ -568,6 +615,7 @@ ATTACKS: Mapping[str, Callable[[Case], str]] = {
     "live": live,
     "full disk": full_disk,
     "short files": short_files,
+    "quota": quota,
     "read-only": read_only,
     "damage": damage,
 }

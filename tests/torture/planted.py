@@ -160,6 +160,7 @@ FAULTS: Sequence[Fault] = (
     Fault("clock", "the clock orders the batches", plant_clock),
     Fault("full disk", "a full disk loses lines", replaces("ottava.train.run_folder:RunFolder.append", loses_lines)),
     Fault("short files", "a full disk loses lines", replaces("ottava.train.run_folder:RunFolder.append", loses_lines)),
+    Fault("quota", "a used up quota loses lines", replaces("ottava.train.run_folder:RunFolder.append", loses_lines)),
     Fault("read-only", "a refusal of the system is a bug", replaces("ottava.train.run_folder:FolderLock", Raises)),
     Fault("damage", "a checkpoint's hash is not compared", plant_belief),
 )

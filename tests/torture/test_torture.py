@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from attacks import ATTACKS, may_mount
+from attacks import ATTACKS, unable
 
 import warm
 
@@ -32,8 +32,8 @@ def test_every_attack_is_survived(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_planted_fault_is_reported(attack: str) -> None:
-    if attack == "full disk" and not may_mount():
-        pytest.skip("only root may mount a small disk")
+    if why := unable(attack):
+        pytest.skip(why)
     ended = warm.run([str(PROGRAM), "--planted", "--only", attack], timeout=850)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"{attack}: reported in case" in ended.stdout

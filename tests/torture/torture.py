@@ -34,7 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the bits of sums 
 import processes
 import torch
 import typer.main
-from attacks import ATTACKS, WEIGHTS, Case, Lost, Subject, fits, may_mount, together
+from attacks import ATTACKS, WEIGHTS, Case, Lost, Subject, fits, together, unable
 from planted import FAULTS
 from works import RANKS, STORES, TRAINED, UNPLANTED, Work, exporting, training, watching
 
@@ -146,8 +146,8 @@ def plan(only: str, seed: str) -> Iterator[tuple[str, int]]:
         yield attack, int(number)
         return
     names = [only] if only else [name for name in ATTACKS for _ in range(WEIGHTS.get(name, 1))]
-    if not may_mount():
-        names = [name for name in names if name != "full disk"] or sys.exit("torture: only root may mount a small disk")
+    if why := {name: why for name in names if (why := unable(name))}:
+        names = [name for name in names if name not in why] or sys.exit(f"torture: {why[only]}")
     numbers, chance = Counter[str](), random.Random(f"{seed}/plan")
     while True:
         chance.shuffle(names)

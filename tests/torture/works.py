@@ -54,6 +54,13 @@ TRAINED: Mapping[str, tuple[str, ...]] = {
     "guarded by a SpikeGuard": ("recipe=delayed", "guard={every: 2}"),
 }
 """Settings of each training: every recipe, and every storage."""
+STORED: Mapping[str, tuple[str, ...]] = {
+    "FP8, remainder": FP8,
+    "FP8, int8": INT8,
+    "BF16, remainder": ("optimizer={weights: bf16, master: remainder, moments: bf16}",),
+    "FP32, fp8": ("optimizer.moments=fp8",),
+}
+"""Weights, and masters or moments, of runs that change the number of their processes."""
 RANKS: Mapping[str, tuple[str, ...]] = {
     "2 replicas": ("parallel={dp: 2, timeout: 20}", "recipe=delayed"),
     "2 shards, weights in FP8": ("parallel={shard: 2, timeout: 20}", "recipe=tensorwise", *FP8),
@@ -61,6 +68,11 @@ RANKS: Mapping[str, tuple[str, ...]] = {
     "2 tensor parallel": ("parallel={tp: 2, timeout: 20}", "model.kv_heads=2", "recipe=tensorwise"),
     "elastic replicas": ("batch_size=4", "parallel={dp: 2, timeout: 20}", "recipe=delayed"),
     "elastic shards": ("batch_size=4", "parallel={shard: 2, timeout: 20}", "recipe=tensorwise"),
+    **{
+        f"elastic {kind}, {name}": ("batch_size=4", f"parallel={{{key}: 2, timeout: 20}}", "recipe=tensorwise", *stored)
+        for kind, key in (("replicas", "dp"), ("shards", "shard"))
+        for name, stored in STORED.items()
+    },
     "2 replicas, saved beside": ("parallel={dp: 2, timeout: 20}", "recipe=tensorwise", "checkpoint.asynchronous=true"),
 }
 STORES = ("base/files.py", "train/checkpoint.py", "train/run_folder.py", "record/writer.py", "serving/export.py")

@@ -34,7 +34,7 @@ from ottava.numerics.formats import dtype_name
 from ottava.numerics.tensor import QuantizationSpec
 
 PATIENCE = 300.0
-"""Seconds for which a rank waits for the recipe of another: both come from one backward."""
+"""Seconds for which a rank waits for the recipe of another, if its group's timeout is no shorter."""
 _WRAPS = ("module", "_fsdp_wrapped_module")
 """The names under which DistributedDataParallel and FullyShardedDataParallel keep the wrapped model."""
 
@@ -105,12 +105,7 @@ def ddp_around(layers: Iterable[nn.Module]) -> DistributedDataParallel | None:
     return wrapper if any(id(layer) in inside for layer in layers) else None
 
 
-def agree(
-    group: dist.ProcessGroup,
-    names: Sequence[str],
-    specs: Sequence[QuantizationSpec | None],
-    patience: float = PATIENCE,
-) -> None:
+def agree(group: dist.ProcessGroup, names: Sequence[str], specs: Sequence[QuantizationSpec | None]) -> None:
     """Returns if all ranks of a group have the same specs. Rank 0 compares itself with all, the others with rank 0.
 
     Args:
@@ -130,6 +125,8 @@ def agree(
     mine = {"names": list(names), "table": table, "doors": doors}
     turn = store.add(f"ottava/turn of {rank}", 1)  # the calls of all ranks have one order, as those of collectives
     store.set(f"ottava/{turn}/{rank}", json.dumps(mine))
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)  # backends of others have none
+    patience = PATIENCE if options is None else min(PATIENCE, options._timeout.total_seconds())
     # rank 0 compares itself with all, so every difference is seen by two ranks, in O(ranks) reads
     for other in () if not names else range(1, size) if rank == 0 else (0,):
         key = f"ottava/{turn}/{other}"

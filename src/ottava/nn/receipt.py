@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ottava.base.errors import need
-from ottava.base.text import columns, data_frame, html_table
+from ottava.base.text import columns, data_frame, html_table, listed
 from ottava.engine.functional import QuantizedLayer
 from ottava.engine.groups import CollectiveRow
 from ottava.nn.attention import FP8_EMULATION, DotProductAttention
@@ -27,6 +27,7 @@ from ottava.weights.operands import stored_as
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 """A part of a layer's name that counts layers, and that a number gives back as it was."""
+_TORCHS = ("bf16_mm", "scaled_mm", "torch", "torch.mm")  # torch adds in these kernels, see docs/determinism.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,10 @@ class Receipt:
         return f"<Receipt: {len(self.rows)} GEMMs, {self._summary}>"
 
     def __str__(self) -> str:
-        return "\n".join([*columns(*self._cells), self._summary, *map(str, self.collectives)])
+        lines = columns(*self._cells)
+        if any(row.kernel in _TORCHS for row in self.rows):
+            lines.append(f"on a CPU the bits of {listed(_TORCHS)} may depend on the number of threads")
+        return "\n".join([*lines, self._summary, *map(str, self.collectives)])
 
     def _repr_html_(self) -> str:
         sent = html_table([("collectives",), *((str(row),) for row in self.collectives)]) if self.collectives else ""
@@ -291,8 +295,7 @@ def _row(name: str, layer: QuantizedLayer, gemm: str, training: bool) -> Receipt
         return replace(row, saved_bytes=kept[0], high_precision_bytes=kept[1], casts=call.casts)
     m = "?" if call.input_shape is None else math.prod(call.input_shape[:-1])
     n, k = layer.out_features, layer.in_features
-    shape = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[gemm]
-    text = " x ".join(str(size) for size in shape)
+    text = " x ".join(map(str, {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[gemm]))
     if not any(getattr(call.recipe, g).quantized for g in GEMMS):
         note = _why_high_precision(layer, call.recipe.name, cells)
         return ReceiptRow(name, gemm, kernel="torch", shape=text, note=note, weight=weight)

@@ -74,7 +74,7 @@ class RunWriter:
         flush_rows: write a Parquet part whenever so many rows wait.
         patient: warn once about a disk error and raise nothing, once the folder is made; see `attempt`.
     Raises:
-        RunError: the folder has a run, or one of another schema version; or it cannot be written.
+        RunError: the folder has a run, one of another schema version, or a torn part; or it cannot be written.
         OSError: a later write fails, and `patient` is False.
 
     Example:
@@ -130,8 +130,8 @@ class RunWriter:
         try:
             (self.path / STATS).mkdir(parents=True, exist_ok=True)
             self._own.mkdir(parents=True, exist_ok=True)
-            if append and step is not None:
-                self._cut_back(step)
+            if append and step is not None and (torn := self._cut_back(step)):
+                raise RunError(f"{torn[0]} is torn, so its rows are missing; move it away to go on without them")
             numbers = [int(part.stem.split("-")[2]) for part in (self.path / STATS).glob(f"part-{rank}-*.parquet")]
             self._part = max(numbers, default=-1) + 1
             for name in self._lines if append else ():
@@ -175,15 +175,11 @@ class RunWriter:
             parts = (f"{json.dumps(name)}: {json.dumps(_jsonable(part))}" for name, part in self.manifest.items())
             scratch.write_bytes(("{\n" + ",\n".join(parts) + "\n}\n").encode())
 
-    def step(self, step: int, **numbers: float | None) -> None:
-        """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown."""
-        self._step(step, numbers)
+    def step(self, step: int, waits: bool = False, /, **numbers: float | None) -> None:
+        """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown.
 
-    def step_later(self, step: int, **numbers: float | None) -> None:
-        """As `step`; the line may wait in memory: for the next one of `step`, for `flush`, or two seconds."""
-        self._step(step, numbers, waits=True)
-
-    def _step(self, step: int, numbers: Mapping[str, float | None], *, waits: bool = False) -> None:
+        waits: the line may wait in memory: for the next one that does not, for `flush`, or two seconds.
+        """
         elsewhere = TRAINER_NUMBERS if self._trained else frozenset[str]()
         known = {k: v for k, v in numbers.items() if v is not None}
         known = {k: v for k, v in known.items() if k not in elsewhere or not math.isfinite(v)}
@@ -289,13 +285,15 @@ class RunWriter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _cut_back(self, step: int) -> None:
-        """Deletes this rank's rows and lines of the steps after `step`."""
+    def _cut_back(self, step: int) -> list[Path]:
+        """Deletes this rank's rows and lines of the steps after `step`. Returns torn parts, which stay."""
+        torn = []
         for part in (self.path / STATS).glob(f"part-{self.rank}-*.parquet"):
             try:
                 table = pq.read_table(part, page_checksum_verification=True)
             except (pa.ArrowInvalid, OSError):
-                continue  # a torn part; readers ignore it too
+                torn.append(part)
+                continue
             earlier = table.filter(pc.field("step") <= step)
             if earlier.num_rows < table.num_rows:
                 _store(earlier, part)
@@ -304,6 +302,7 @@ class RunWriter:
             kept_lines = [line for line in lines.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
             with replacing(lines) as scratch:
                 scratch.write_bytes(b"".join(kept_lines))
+        return torn
 
     def _merge_parts(self) -> None:
         """Merges small parts. A kill between the last two lines leaves rows twice; readers take one of them."""

@@ -299,8 +299,7 @@ def load_optimizer(
     Raises:
         CheckpointError: the states are those of another optimizer.
     """
-    ordered = enumerate(name for _, name in _parameters(model, optimizer))
-    state = {index: entries[name] for index, name in ordered if name in entries}
+    state = {i: entries[name] for i, (_, name) in enumerate(_parameters(model, optimizer)) if name in entries}
     with _fitting(checkpoint.path):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
@@ -462,8 +461,8 @@ def read_header(path: Path, *, every_byte: bool = True) -> dict[str, Any]:
 def read_whole(path: Path) -> Checkpoint:
     """The checkpoint with all tensors whole, in this process alone."""
     header = read_header(path)
-    whole = {name: entry for name, entry in _entries(path).items() if not name.startswith(_OWN)}
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in whole.items()}
+    entries = _entries(path).items()
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in entries if name[:6] != _OWN}
     _load(path, tensors, alone=True)
     first = {name: value for name, value in tensors.items() if not name.startswith("random.")}
     first |= {name.replace(".0.", ".", 1): t for name, t in tensors.items() if name.startswith("random.0.")}
@@ -489,8 +488,10 @@ def restore_shards(
     Raises:
         CheckpointError: the checkpoint belongs to another model or optimizer, or is damaged.
     """
-    folder = not source.tensors
-    entries = _entries(source.path) if folder else {n: (t.shape, t.dtype) for n, t in source.tensors.items()}
+    folder, tensors = not source.tensors, dict(source.tensors)
+    for name, state in _optimizer_entries(tensors).items():  # of one process: codes, whose scales fit no shard
+        tensors |= {f"optimizer.{name}.{entry}": value for entry, value in widened(state).items()}
+    entries = _entries(source.path) if folder else {n: (t.shape, t.dtype) for n, t in tensors.items()}
     wanted: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
     for parameter, name in _parameters(model, optimizer):
         for entry in (key for key in entries if key.rpartition(".")[0] == f"optimizer.{name}"):
@@ -514,7 +515,7 @@ def restore_shards(
         _load(source.path, values)
     else:
         for name, value in values.items():
-            _fill(value, source.tensors[name])
+            _fill(value, tensors[name])
     for name in wanted:
         if (order := _order_of(name, orders)) is not None:
             _fill(_plain(wanted[name]), values[name][order.cpu()])
@@ -664,10 +665,8 @@ def newest_checkpoint(folder: Path, *, whole: bool = True) -> tuple[Checkpoint |
 
 
 def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint `source`, or the newest readable checkpoint of the run folder `source`.
+    """The checkpoint `source`, or the newest readable one of the run folder `source`, and the errors of newer ones.
 
-    Returns:
-        The checkpoint, and the errors of newer ones, as from `newest_checkpoint`.
     Raises:
         CheckpointError: there is no checkpoint, or none is readable.
     """

@@ -530,8 +530,7 @@ class Watch:
             if len(parts) > 2 and math.isfinite(share := math.fsum(parts[1::2])):
                 loss["loss_share"] = share
             numbers = training | loss | ended.numbers
-            write = self.writer.step_later if ended.tallies is self._nothing else self.writer.step
-            write(ended.step, **numbers)
+            self.writer.step(ended.step, ended.tallies is self._nothing, **numbers)
             self.writer.tallies(ended.step, ended.tallies)
             if ended.keys:
                 self._flight.append(Amaxes(ended.step, ended.keys, amax, scale_inv))
