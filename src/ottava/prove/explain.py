@@ -23,6 +23,7 @@ from torch import Tensor
 from ottava.prove.codes import Allowed, in_bad_tile
 from ottava.prove.hypotheses import Asked, Fault, all_hypotheses
 from ottava.prove.judge import expect
+from ottava.prove.learned import Outputs, read_elsewhere
 from ottava.prove.matrix import KernelCase
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128)
@@ -140,7 +141,8 @@ def _lines(part: Part, kind: str, dim: int) -> tuple[Tensor, int]:
 def _beside_nan(part: Part, size: int) -> Tensor:
     x = next(iter(part.case.inputs.values()))
     near = in_bad_tile(x.float().isnan().reshape(-1, x.shape[-1]).any(1), size)
-    return near.reshape(-1, 1).expand(part.given.shape) if part.given.dim() == 2 else near.new_tensor(False)
+    fits = part.given.dim() == 2 and len(near) == len(part.given)
+    return near.reshape(-1, 1).expand(part.given.shape) if fits else near.new_tensor(False)
 
 
 def _of_groups() -> Iterator[tuple[str, Where]]:
@@ -390,11 +392,16 @@ class _Fit(NamedTuple):
 
 
 def explain(
-    kind: str, what: Mapping[str, Any], failures: Sequence[Failure], passed: Sequence[Failure], rerun: Rerun
+    kind: str,
+    what: Mapping[str, Any],
+    failures: Sequence[Failure],
+    passed: Sequence[Failure],
+    rerun: Rerun,
+    outputs: Outputs = lambda case: None,
 ) -> dict[str, str] | None:
     """{"hypothesis", "sentence"} of what is wrong; None only if there is no failure.
 
-    passed: cases without a wrong number, which a hypothesis had better not make wrong.
+    passed: cases without a wrong number, which a hypothesis had better not make wrong. outputs: see `learned`.
     """
     if not failures:
         return None
@@ -420,6 +427,8 @@ def explain(
     told = {id(fit): _contrary(fit.fault, passed) for fit in clean[:6]}
     if best := next((fit for fit in clean[:6] if not any(told[id(fit)])), None):
         return _named(best, len(failures), "")
+    if (said := _learned(kind, what, held, outputs)) is not None:
+        return said
     for fit in [*clean[:6], *full[:12]]:
         right = told.get(id(fit)) or _contrary(fit.fault, passed)
         both = zip([*held, *passed], [*fit.told, *right], strict=True)
@@ -431,6 +440,19 @@ def explain(
     if clean:
         return _named(clean[0], len(failures), "")
     return _loose(fits, held, passed, kind) or _place(kind, held, passed)
+
+
+def _learned(
+    kind: str, what: Mapping[str, Any], held: Sequence[Failure], outputs: Outputs
+) -> dict[str, str] | None:
+    """What calls with marked numbers show, of the two smallest cases and the two largest."""
+
+    def where(told: Sequence[tuple[KernelCase, str, Tensor, Tensor]]) -> str:
+        return part_of(kind, [Part(case, {}, name, given, others) for case, name, given, others in told])
+
+    chosen = held if len(held) < 4 else (*held[:2], *held[-2:])
+    said = read_elsewhere(kind, what, [one.case for one in chosen], outputs, where)
+    return None if said is None else {"hypothesis": said[0], "sentence": said[1]}
 
 
 def _named(fit: _Fit, count: int, where: str) -> dict[str, str]:
@@ -547,7 +569,9 @@ def supposed(hypothesis: Fault, call: Asked) -> dict[str, Allowed] | None:
     allowed = expect(call.kind, inputs, what, None, **knobs)
     if values is not None:
         name = "codes" if call.kind == "encode" else "data"
-        allowed[name] = Allowed(values, values, allowed[name].dtypes, free=allowed[name].free)
+        free, known = allowed[name].free, call.inputs["x"].isfinite()  # codes of NaN and infinity are others' business
+        free = ~known if free is None else free | ~known
+        allowed[name] = Allowed(values, values, allowed[name].dtypes, free=free)
     if "plus" in after:
         more = expect(call.kind, after["plus"], what, None, **knobs)
         for name, one in allowed.items():

@@ -1,0 +1,398 @@
+"""What a kernel reads, learned from calls with marked numbers: a map of places, and no list of faults.
+
+A product out[i, j] = sum of L[i, l] R[j, l] is linear in each operand: one-hot numbers in one show the other, number by
+number. A place is marked by the digits of its index, one call a digit; the outputs say which place is read where
+another one belongs, and a search over short formulas says it in words. Attention shows its probabilities against
+one-hot values, and the scales of a cast move with the rows and columns that they look at. The settings of an optimizer
+are fitted.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.numerics.formats import FORMATS, Format
+from ottava.numerics.rounding import code_values, encode
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.prove.judge import cast_spec, gemm_specs
+from ottava.prove.matrix import KernelCase
+
+_BASE = 4
+"""Of the digits: 2^-1 to 2^2 are numbers of every format."""
+_LOOKS = 6
+"""Places of the one-hot numbers that are tried."""
+_SECONDS = 10.0
+_POINTS = 1021
+"""Of a case that a formula is held against; a prime, so that a stride meets all rests."""
+_STEPS = (*range(2, 17), 24, 32, 48, 64, 96, 128, 192, 256, 512)
+
+Outputs = Callable[[KernelCase], Mapping[str, Tensor] | None]
+"""Numbers of a call on other operands; None: it raises or misbehaves."""
+
+
+class Reading(NamedTuple):
+    """Of a matrix: which place is read where each belongs."""
+
+    case: KernelCase
+    name: str
+    got: Tensor
+    """(P, 2): row and column read; -1: nothing."""
+    right: Tensor
+    """(P, 2): row and column that belong there."""
+    shape: tuple[int, int]
+    free: Mapping[str, Tensor]
+    """What a formula may be made of: (P,) each."""
+
+    @property
+    def wrong(self) -> Tensor:
+        """(P,)."""
+        return (self.got != self.right).any(1)
+
+    def mask(self, chosen: Tensor) -> Tensor:
+        """Chosen points as places of the matrix."""
+        mask = torch.zeros(self.shape, dtype=torch.bool)
+        mask[tuple(self.right[chosen].t())] = True
+        return mask
+
+
+def refilled(x: Tensor, values: Tensor) -> Tensor:
+    """The same memory and strides with other numbers."""
+    memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()).clone()
+    made = torch.empty(0, dtype=x.dtype, device=x.device)
+    made = made.set_(memory.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+    target, source = (made.view(torch.uint8), values.view(torch.uint8)) if x.dtype.itemsize == 1 else (made, values)
+    target.copy_(source.reshape(x.shape))
+    return made
+
+
+class _Side(NamedTuple):
+    """An operand as a matrix, or its scales."""
+
+    name: str
+    turned: bool
+    x: Tensor
+    fmt: Format | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, cols = math.prod(self.x.shape[:-1]), self.x.shape[-1]
+        return (cols, rows) if self.turned else (rows, cols)
+
+    @property
+    def rows(self) -> int:
+        """Of one group."""
+        return self.x.shape[-2] if self.x.dim() == 3 and self.name == "b" else self.shape[0]
+
+    def holding(self, values: Tensor) -> Tensor:
+        """The tensor with these numbers, (rows, cols) in the order of `shape`."""
+        y = (values.t() if self.turned else values).contiguous().to(self.x.device)
+        if self.fmt is not None:
+            y = encode(y.float(), self.fmt)
+        elif self.x.dtype == torch.uint8:
+            y = (y.double().log2().round() + 127).to(torch.uint8)
+        return refilled(self.x, y if self.x.dtype.itemsize == 1 else y.to(self.x.dtype))
+
+
+def _side(kind: str, what: Mapping[str, Any], case: KernelCase, name: str, turned: bool = False) -> _Side:
+    x = case.inputs[name]
+    if kind == "linear" or name.startswith("scale"):
+        return _Side(name, turned, x, None)
+    spec = gemm_specs(what)[name == "b"]
+    return _Side(name, turned, x, next((fmt for fmt in FORMATS.values() if fmt.dtype == x.dtype), spec.format))
+
+
+def _products(kind: str) -> tuple[tuple[str, tuple[str, bool], tuple[str, bool]], ...]:
+    """(result, left operand and whether it is turned, right one)."""
+    if kind == "linear":
+        return (
+            ("y", ("x", False), ("weight", False)),
+            ("dx", ("grad", False), ("weight", True)),
+            ("dw", ("grad", True), ("x", True)),
+        )
+    return (("out", ("a", False), ("b", False)),)
+
+
+def readings(
+    kind: str, what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outputs
+) -> Iterator[list[Reading]]:
+    """Of each operand, of its scales behind it: what some cases read."""
+    began = time.perf_counter()
+    for result, left, right in _products(kind):
+        for swapped in (False, True):
+            for scales in (False, True) if kind != "linear" else (False,):
+                made = []
+                for case in cases:
+                    if time.perf_counter() - began > _SECONDS:
+                        break
+                    sides = (_side(kind, what, case, *left), _side(kind, what, case, *right))
+                    one = _reading(kind, what, case, result, sides, swapped, scales, outputs)
+                    made += [] if one is None else [one]
+                if made:
+                    yield made
+
+
+def _reading(
+    kind: str, what: Mapping[str, Any], case: KernelCase, result: str, sides: tuple[_Side, _Side],
+    swapped: bool, scales: bool, outputs: Outputs,
+) -> Reading | None:  # fmt: skip
+    """Marks one operand, or its scales, and shows it to one-hot numbers in the other one."""
+    marked, other = sides[::-1] if swapped else sides
+    inputs: dict[str, Any] = dict(case.inputs)
+    for name in [name for name in inputs if name.startswith("scale")]:
+        inputs[name] = _side(kind, what, case, name).holding(torch.ones(_as_matrix(inputs[name]).shape))
+    target = marked
+    if scales:
+        target = _side(kind, what, case, f"scale_inv_{marked.name}")
+        if target.x.numel() < 2 or target.x.dim() < 2:
+            return None
+        inputs[marked.name] = marked.holding(torch.ones(marked.shape))
+    (rows, k), others = marked.shape, other.rows
+    size = math.prod(target.shape)
+    if not (rows and k and others and size):
+        return None
+    digits = max(1, math.ceil(math.log(size, _BASE) - 1e-9))
+    index = torch.arange(size).view(target.shape)
+    offsets = [*range(0, k, others)]
+    offsets = offsets if len(offsets) <= _LOOKS else offsets[: _LOOKS // 2] + offsets[-_LOOKS // 2 :]
+    points: list[tuple[Tensor, Tensor]] = []
+    for offset in offsets:
+        place = (torch.arange(others) + offset) % k
+        hot = torch.zeros(others, k)
+        hot[torch.arange(others), place] = 1.0
+        inputs[other.name] = other.holding(hot.repeat(other.shape[0] // others, 1))
+        seen = []
+        for power in range(-1, digits):
+            values = 0.5 * (torch.ones(target.shape) if power < 0 else 2.0 ** (index // _BASE**power % _BASE))
+            got = outputs(replace(case, inputs={**inputs, target.name: target.holding(values)}, before=None))
+            if got is None or got[result].dim() < 2:
+                return None
+            seen.append(got[result].reshape(-1, got[result].shape[-1]))
+        points.append((_decoded(seen, swapped), place))
+    return _pointed(kind, what, case, marked, target, scales, points)
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+
+
+def _decoded(seen: Sequence[Tensor], swapped: bool) -> Tensor:
+    """Of each number of a result the index that it was made of, (row of the marked, row of the other); -1: nothing."""
+    first, *marked = (x.t() if swapped else x for x in seen)
+    index, sure = torch.where(first.isfinite(), 0, -9), (first != 0) & first.isfinite()
+    for power, x in enumerate(marked):
+        digit = torch.where(sure, x / torch.where(sure, first, 1.0), 1.0).abs().log2()
+        whole = digit.nan_to_num(-9.0, -9.0, -9.0).round()
+        bad = sure & (((digit - whole).abs() > 0.3) | (whole < 0) | (whole >= _BASE))
+        index = torch.where(bad | (index < -1), -9, index + whole.long() * _BASE**power)
+    return torch.where(first == 0, -1, index)
+
+
+def _pointed(
+    kind: str, what: Mapping[str, Any], case: KernelCase, marked: _Side, target: _Side, scales: bool,
+    points: Sequence[tuple[Tensor, Tensor]],
+) -> Reading | None:  # fmt: skip
+    """Indices as rows and columns, beside those that belong there."""
+    groups = case.inputs["ends"].tolist() if kind == "grouped" else []
+    count = len(points[0][0])
+    found: list[Tensor] = []
+    for index, place in points:
+        row = torch.arange(count)[:, None].expand(index.shape)
+        free = [row, place.expand(index.shape), torch.arange(index.shape[1]).expand(index.shape)]
+        if groups:  # of each row of out its group, and its place in it
+            n = len(index) if marked.name == "b" else 0
+            of = torch.full((index.shape[1] if n else count,), -1)
+            inside = torch.zeros_like(of)
+            for g, (start, stop) in enumerate(pairwise([0, *groups])):
+                of[start:stop], inside[start:stop] = g, torch.arange(max(stop - start, 0))
+            of, inside = ((x if n else x[:, None]).expand(index.shape) for x in (of, inside))
+            free += [of, inside]
+            row = row + of * n if n else row
+        column = free[1]
+        keep = (free[3] >= 0) if groups else torch.ones_like(row, dtype=torch.bool)
+        told = torch.stack([index, row, column, *free])
+        found.append(told[:, keep])
+    index, row, column, *free = torch.cat(found, 1)
+    sure = index >= -1
+    if 2 * int(sure.sum()) < len(sure):
+        return None
+    index, row, column, *free = (x[sure] for x in (index, row, column, *free))
+    shape, width = target.shape, target.shape[1]
+    if scales:
+        spec = gemm_specs(what)[marked.name == "b"]
+        high, wide = spec.granularity.block_shape((len(marked.x.reshape(-1, marked.shape[1])), marked.shape[1]))
+        per = marked.x.shape[-2] if marked.x.dim() == 3 else 0
+        grid = -(-per // high)
+        row = row // per * grid + row % per // high if per else row // high
+        column = column // wide
+    got = torch.stack([torch.where(index < 0, -1, index // width), torch.where(index < 0, -1, index % width)], 1)
+    names = ("n", "k", "m") if marked.name == "b" else ("m", "k", "n")
+    names = ("i", "j", "l") if kind == "linear" else (*names, "g", "row of the group")
+    return Reading(
+        case, target.name, got, torch.stack([row, column], 1), (shape[0], shape[1]), dict(zip(names, free, strict=False))
+    )
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+
+
+def formula(made: Sequence[Reading], chosen: Sequence[Tensor], axis: int) -> str | None:
+    """What row (axis 0) or column (1) is read at the chosen points of all cases, as a short formula.
+
+    Example:
+        >>> k = torch.arange(8)
+        >>> right, got = (torch.stack([0 * k, x], 1) for x in (k, k ^ 1))
+        >>> one = Reading(KernelCase("", {}), "b", got, right, (1, 8), {"n": 0 * k, "k": k})
+        >>> formula([one], [one.wrong], 1)
+        'k ^ 1'
+    """
+
+    def of(take: Callable[[Reading], Tensor]) -> Tensor:
+        parts = [take(one)[at] for one, at in zip(made, chosen, strict=True)]
+        return torch.cat([part[:: len(part) // _POINTS | 1] for part in parts])
+
+    got = of(lambda one: one.got[:, axis])
+    last = of(lambda one: torch.full_like(one.got[:, axis], one.shape[axis] - 1))
+    own = of(lambda one: one.right[:, axis])
+    turned = of(lambda one: one.right[:, 1] * one.shape[0] + one.right[:, 0])
+    width = of(lambda one: torch.full_like(one.right[:, 0], one.shape[1]))
+    names = [name for one in made[:1] for name in one.free]
+    free = {name: of(lambda one, name=name: one.free[name]) for name in names}
+    usual = ("row", "column")[axis]
+    known = {name: x for name, x in free.items() if bool((x == own).all())} or {usual: own}
+    place = "place in the transpose"
+    tried = [*_forms(known | {n: x for n, x in free.items() if n not in known}, last)]
+    tried += [(f"{usual} of the {place}", turned // width if axis == 0 else turned % width)]
+    tried += [(f"{text}, from the end", last - x) for text, x in tried[:1]]
+    return next((text for text, x in tried if bool((x == got).all())), None)
+
+
+def _forms(free: Mapping[str, Tensor], last: Tensor) -> Iterator[tuple[str, Tensor]]:
+    for name, x in free.items():
+        yield name, x
+        yield f"{name} ^ 1", x ^ 1
+    yield from _shifted(free, last, (1, -1))
+    yield "0", 0 * last
+    yield "last", last
+    for n in _STEPS:
+        for name, x in free.items():
+            yield f"{name} // {n}", x // n
+            yield f"{name} // {n} * {n}", x // n * n
+            yield f"{name} % {n}", x % n
+            for by in (1, -1):
+                yield f"{name} // {n} {'+' if by > 0 else '-'} 1", x // n + by
+            yield f"{name} // {n}, at most the last", torch.minimum(x // n, last)
+            yield f"{name} // {n} * {n} + {n - 1} - {name} % {n}", x // n * n + n - 1 - x % n
+    yield from _shifted(free, last, (2, -2, 3, -3, 4, -4, 16, -16, 32, -32))
+
+
+def _shifted(free: Mapping[str, Tensor], last: Tensor, steps: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    for by in steps:
+        for name, x in free.items():
+            text = f"{name} {'+' if by > 0 else '-'} {abs(by)}"
+            yield text, x + by
+            yield f"{text}, at most the last", torch.minimum(x + by, last).clamp(min=0)
+            yield f"{text}, and round again", (x + by) % (last + 1)
+
+
+Where = Callable[[Sequence[tuple[KernelCase, str, Tensor, Tensor]]], str]
+"""(case, name, places, other places) of some cases -> which places they are, in words; "" if no words are known."""
+
+
+def _said_of(made: Sequence[Reading], where: Where) -> tuple[str, str] | None:
+    """A name and a sentence; None where all places are read that belong there, or no words are known."""
+    name, wrong = made[0].name, [one.wrong for one in made]
+    if not any(bool(at.any()) for at in wrong):
+        return None
+    unread = [(one.got[:, 0] < 0) & (one.right[:, 0] >= 0) for one in made]
+    part = where([(one.case, name, one.mask(at), one.mask(~at)) for one, at in zip(made, wrong, strict=True)])
+    if all(bool((at == none).all()) for at, none in zip(wrong, unread, strict=True)):
+        return f"{name} not read", f"Some numbers of {name} have no effect on the result: {part or 'no rule is known'}"
+    if all(bool((one.got[:, 0] >= 0).all()) for one in made):  # a formula for all places says more
+        wrong, part = [torch.ones_like(at) for at in wrong], "everywhere"
+    for chosen, place in ((wrong, part), ([one.wrong & (one.got[:, 0] >= 0) for one in made], part)):
+        if (found := [formula(made, chosen, axis) for axis in (0, 1)]) and None not in found:
+            own = ", ".join(list(made[0].free)[:2])
+            end = "" if place == "everywhere" else f", but only {place}" if place else ", in some places"
+            said = f"Where {name}[{own}] belongs, it reads row {found[0]} and column {found[1]} of {name}{end}"
+            return f"{name} read elsewhere", said
+        wrong = [one.wrong for one in made]
+    return None
+
+
+def read_elsewhere(
+    kind: str, what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outputs, where: Where
+) -> tuple[str, str] | None:
+    """The first operand, or its scales, of which a kernel reads other places: (a name, a sentence)."""
+    if kind not in ("gemm", "grouped", "linear"):
+        return None
+    for made in readings(kind, what, cases, outputs):
+        if (said := _said_of(made, where)) is not None:
+            return said
+    return _misread(what, cases, outputs, where) if kind == "gemm" else None
+
+def _misread(
+    what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outputs, where: Where
+) -> tuple[str, str] | None:
+    """The first operand of a GEMM whose codes are read as other numbers: (a name, a sentence)."""
+    for swapped in (False, True):
+        found: list[tuple[KernelCase, Tensor, Tensor, Tensor]] = []
+        for case in cases:
+            sides = [_side("gemm", what, case, name) for name in "ab"]
+            marked, other = sides[::-1] if swapped else sides
+            if 0 in (*marked.shape, *other.shape) or marked.fmt is None:
+                continue
+            inputs: dict[str, Any] = dict(case.inputs)
+            for name in [name for name in inputs if name.startswith("scale")]:
+                inputs[name] = _side("gemm", what, case, name).holding(torch.ones(_as_matrix(inputs[name]).shape))
+            hot = torch.zeros(other.shape)
+            place = torch.arange(other.shape[0]) % other.shape[1]
+            hot[torch.arange(other.shape[0]), place] = 1.0
+            inputs[other.name] = other.holding(hot)
+            table = code_values(marked.fmt).double()
+            known = table.isfinite().nonzero().flatten()
+            codes = known[torch.arange(math.prod(marked.shape)).view(marked.shape) * 7 % len(known)]
+            inputs[marked.name] = refilled(marked.x, codes.to(torch.uint8))
+            if (got := outputs(replace(case, inputs=inputs, before=None))) is None:
+                return None
+            out = got["out"].t() if swapped else got["out"]
+            found.append((case, codes[:, place], out, table[codes[:, place]]))
+        wrong = [out != right for _, _, out, right in found]
+        if not any(bool(mask.any()) for mask in wrong):
+            continue
+        codes, out, right = (
+            torch.cat([one[i][mask] for one, mask in zip(found, wrong, strict=True)]) for i in (1, 2, 3)
+        )
+        name = "b" if swapped else "a"
+        bad = codes.unique()
+        rest = [torch.isin(one[1], bad) & ~mask for one, mask in zip(found, wrong, strict=True)]
+        part = where([(one[0], name, mask, more) for one, mask, more in zip(found, wrong, rest, strict=True)])
+        said = codes_said(codes, out, right, name)
+        if said is not None:
+            return f"codes of {name} misread", said + (f", but only {part}" if part not in ("", "everywhere") else "")
+    return None
+
+
+def codes_said(codes: Tensor, got: Tensor, right: Tensor, name: str = "") -> str | None:
+    """Which number each wrong code is read as; None where one code is read as several numbers, and none tells why."""
+    end = f" of {name}" if name else ""
+    if bool((got == right.abs()).all()) or bool((got == -right).all()):
+        return f"Codes{end} are read with another sign"
+    if bool((got == 0).all()) and len(codes.unique()) > 4:
+        small = float(right.abs().max())
+        return f"Codes{end} of magnitudes up to {small:g} are read as zero"
+    ratio = (got / torch.where(right == 0, math.nan, right)).nan_to_num(0.0)
+    if len(codes.unique()) > 4 and float(ratio.max() - ratio.min()) < 1e-9 and float(ratio.abs().max()) > 0:
+        return f"Codes{end} are read as {float(ratio[0]):g} times their numbers"
+    pairs = sorted({(int(c), float(g), float(r)) for c, g, r in zip(codes, got, right, strict=True)})
+    if len({c for c, _, _ in pairs}) < len(pairs):
+        return None
+    shown = "; ".join(f"0x{c:02X} as {g:g} in place of {r:g}" for c, g, r in pairs[:3])
+    return f"Codes{end} are read as other numbers ({len(pairs)} of them): {shown}"
