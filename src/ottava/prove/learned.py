@@ -22,7 +22,7 @@ from torch import Tensor
 from ottava.numerics.formats import FORMATS, Format
 from ottava.numerics.rounding import code_values, encode
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.prove.judge import cast_spec, gemm_specs
+from ottava.prove.judge import cast_spec, expect, gemm_specs
 from ottava.prove.matrix import KernelCase
 
 _BASE = 4
@@ -331,8 +331,9 @@ def read_elsewhere(
     kind: str, what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outputs, where: Where
 ) -> tuple[str, str] | None:
     """The first operand, or its scales, of which a kernel reads other places: (a name, a sentence)."""
+    alone = {"attention": _attention_said, "optimizer": _fitted, "cast": _seen_said}
     if kind not in ("gemm", "grouped", "linear"):
-        return None
+        return alone[kind](what, cases, outputs) if kind in alone else None
     for made in readings(kind, what, cases, outputs):
         if (said := _said_of(made, where)) is not None:
             return said
@@ -396,3 +397,143 @@ def codes_said(codes: Tensor, got: Tensor, right: Tensor, name: str = "") -> str
         return None
     shown = "; ".join(f"0x{c:02X} as {g:g} in place of {r:g}" for c, g, r in pairs[:3])
     return f"Codes{end} are read as other numbers ({len(pairs)} of them): {shown}"
+
+
+# --- attention, casts, optimizers ------------------------------------------------------------------------------------
+
+
+def _probabilities(case: KernelCase, outputs: Outputs, **changed: Tensor) -> Tensor | None:
+    """(B, H, queries, keys), from values that are one-hot, a few keys a call; None: too many keys, or it raises."""
+    v = case.inputs["v"]
+    keys, width = v.shape[-2:]
+    if keys > 16 * width:
+        return None
+    seen = []
+    for start in range(0, keys, width):
+        hot = torch.eye(width).expand(*v.shape[:2], width, width)
+        shown = torch.zeros(*v.shape[:2], keys, width)
+        count = min(width, keys - start)
+        shown[..., start : start + count, :] = hot[..., :count, :]
+        inputs = {**case.inputs, **changed, "v": refilled(v, shown.to(v.dtype))}
+        if (got := outputs(replace(case, inputs=inputs, before=None))) is None:
+            return None
+        seen.append(got["o"][..., :count])
+    return torch.cat(seen, -1)
+
+
+def _attention_said(what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outputs) -> tuple[str, str] | None:
+    """Keys that a query sees, the sum of their weights, and the factor of the scores."""
+    lows, highs, shares, factors = set(), set(), set(), set()
+    for case in cases:
+        q, keys = case.inputs["q"], case.inputs["k"].shape[-2]
+        flat = _probabilities(case, outputs, q=refilled(q, torch.zeros_like(q)))
+        if flat is None or not bool(flat.isfinite().all()):
+            continue
+        apart = torch.arange(keys) - torch.arange(q.shape[-2])[:, None]
+        seen = flat.amax((0, 1)) > 1e-6
+        right = apart <= 0 if what.get("causal") else torch.ones_like(seen)
+        if not torch.equal(seen, right):
+            if bool(seen.any()):
+                low, high = int(apart[seen].min()), int(apart[seen].max())
+                lows.add(low if low > 1 - keys else -(10**6))
+                highs.add(high if high < keys - 1 else 10**6)
+            continue
+        shares |= {round(float(x), 3) for x in (flat.sum(-1) - 1).flatten()}
+        scores = (q.double() @ case.inputs["k"].double().mT) / math.sqrt(q.shape[-1])
+        real = _probabilities(case, outputs)
+        if real is None:
+            continue
+        logs, clear = real.clamp(min=1e-300).log(), (real > 1e-3) & right
+        pairs = [side - torch.where(clear, side, 0.0).sum(-1, keepdim=True) / clear.sum(-1, keepdim=True).clamp(min=1) for side in (logs, scores)]
+        by = float((pairs[0] * pairs[1])[clear].sum() / pairs[1][clear].square().sum().clamp(min=1e-9))
+        factors |= {round(by, 2)} if float(pairs[1][clear].square().sum()) > 1 else set()
+    lows, highs = (side - {end} for side, end in ((lows, -(10**6)), (highs, 10**6)))
+    if len(lows | highs) and len(lows) < 2 and len(highs) < 2:
+        ends = [f"{-min(lows)} before it" if lows else "the first", f"{abs(min(highs))} {'behind' if min(highs) > 0 else 'before'} it" if highs and min(highs) else "its own" if highs else "the last"]
+        return "other keys seen", f"A query sees the keys from {ends[0]} to {ends[1]}"
+    if shares and max(map(abs, shares)) > 0.02:
+        return "weights of another sum", f"With equal scores the weights of a query sum to {1 + max(shares, key=abs):g}, not to 1"
+    if factors and all(abs(by - 1) > 0.04 for by in factors):
+        return "softmax scale", f"Scores are multiplied by {' or '.join(f'{by:g}' for by in sorted(factors)[:4])} times 1 / sqrt(D)"
+    return None
+
+
+def _seen_said(what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outputs) -> tuple[str, str] | None:
+    """Rows and columns that move each scale, against those of its block."""
+    spec = cast_spec(what)
+    assert spec is not None
+    for axis, word in ((0, "row"), (1, "column")):
+        told = []
+        for case in cases:
+            x = case.inputs["x"]
+            if not 1 < x.shape[axis] <= 160 or 0 in x.shape or 0 in x.stride() or len(told) > 1:
+                continue
+            seen = _moved(case, axis, spec, outputs)
+            if seen is not None:
+                told.append((seen, spec.granularity.block_shape((x.shape[0], x.shape[1]))[axis]))
+        blocks = [(torch.arange(len(seen))[:, None] // size == torch.arange(seen.shape[1])) for seen, size in told]
+        if all(torch.equal(seen, right) for (seen, _), right in zip(told, blocks, strict=True)):
+            continue
+        for n in _STEPS:
+            if all(torch.equal(seen, torch.arange(len(seen))[:, None] // n == torch.arange(seen.shape[1])) for seen, _ in told):
+                return "scale of other blocks", f"A scale is made of the largest of {n} {word}s, where {told[0][1]} belong to it"
+        out = [((right & ~seen).any(1), (seen & ~right).any(1)) for (seen, _), right in zip(told, blocks, strict=True)]
+        for which, said in ((0, "looks past"), (1, "also looks at")):
+            if any(bool(pair[which].any()) for pair in out):
+                one = next(pair[which] for pair in out if bool(pair[which].any())).nonzero().flatten().tolist()
+                shown = ", ".join(map(str, one[:6])) + (" ..." if len(one) > 6 else "")
+                return "amax of other numbers", f"The amax {said} {word}s that {'belong' if not which else 'do not belong'} to its block: {shown}"
+    return None
+
+
+def _moved(case: KernelCase, axis: int, spec: QuantizationSpec, outputs: Outputs) -> Tensor | None:
+    """(lines, blocks along the axis): whether a large line moves a scale of a block."""
+    x, lines = case.inputs["x"], []
+    grid = spec.granularity.grid_shape((x.shape[0], x.shape[1]))
+    for line in range(-1, x.shape[axis]):
+        values = torch.ones(x.shape)
+        if line >= 0:
+            values.select(axis, line).fill_(64.0)
+        got = outputs(replace(case, inputs={"x": refilled(x, values.to(x.dtype))}, before=None))
+        if got is None or got["scale_inv"].numel() != math.prod(grid) or not bool(got["scale_inv"].isfinite().all()):
+            return None
+        lines.append(got["scale_inv"].reshape(grid))
+    return torch.stack([(one != lines[0]).any(1 - axis) for one in lines[1:]])
+
+
+def _fitted(what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outputs) -> tuple[str, str] | None:
+    """The setting of an optimizer that, with another value, gives all its numbers."""
+    told = [(case, got["parameter"]) for case in cases[:3] if (got := outputs(case)) is not None]
+    betas = what.get("betas", (0.9, 0.999))
+    usual = {"lr": what.get("lr", 1e-3), "beta1": betas[0], "beta2": betas[1], "eps": what.get("eps", 1e-8), "weight_decay": what.get("weight_decay", 0.01)}  # fmt: skip
+
+    def under(name: str, value: float) -> dict[str, Any]:
+        if name.startswith("beta"):
+            return {**what, "betas": (value, betas[1]) if name == "beta1" else (betas[0], value)}
+        return {**what, name: value}
+
+    def off(name: str, value: float) -> float:
+        far = []
+        for case, got in told:
+            allowed = expect("optimizer", case.inputs, under(name, value))["parameter"]
+            far.append(float((got - allowed.right).abs().nan_to_num(1e9).mean()))
+        return sum(far)
+
+    for name in usual if told else ():
+        turned = name.startswith("beta")
+        start = [10.0**e for e in (range(-4, 1) if turned else range(-12, 2))] + [(1 - usual[name] if turned else usual[name]) * by for by in (0.5, 2.0)]
+
+        def at(log: float, name: str = name, turned: bool = turned) -> float:
+            return off(name, 1 - math.exp(log) if turned else math.exp(log))
+
+        best = min((math.log(value) for value in start if value > 0), key=at)
+        low, high = best - 2.3, best + (2.3 if not turned else min(2.3, -best))
+        for _ in range(40):
+            one, two = low + (high - low) * 0.382, low + (high - low) * 0.618
+            low, high = (low, two) if at(one) < at(two) else (one, high)
+        value = 1 - math.exp((low + high) / 2) if turned else math.exp((low + high) / 2)
+        for tried in (0.0, float(f"{value:.2g}"), float(f"{value:.3g}"), value):
+            fits = [expect("optimizer", case.inputs, under(name, tried))["parameter"].wrong(got) for case, got in told]
+            if not any(bool(mask.any()) for mask in fits):
+                return f"{name} {tried:g}", f"It uses {name} = {tried:g}, where {usual[name]:g} belongs"
+    return None
