@@ -73,19 +73,28 @@ def part_of(kind: str, parts: Sequence[Part]) -> str:
 
 
 def _tail(parts: Sequence[Part]) -> str:
-    """The row or column from which on all numbers are given ones, and none before."""
+    """The rows or columns at the end that hold all given numbers: from one on, so many, or behind whole multiples."""
     for dim, word in ((0, "row"), (1, "column")):
-        firsts, free = set(), 0
+        found: list[tuple[int, int]] = []
+        free = 0
         for part in (part for part in parts if part.given.numel()):
             given = part.given.reshape(-1, part.given.shape[-1] if part.given.dim() > 1 else part.given.numel())
-            lines = given.all(1 - dim)
+            lines, size = given.all(1 - dim), given.shape[dim]
             if not bool(given.any()):
-                free = max(free, given.shape[dim])
+                free = max(free, size)
                 continue
-            first, mixed = len(lines) - int(lines.sum()), given.any(1 - dim) != lines
-            firsts.add(first if bool(lines[first:].all()) and not bool(mixed.any()) else -1)
+            first, mixed = size - int(lines.sum()), given.any(1 - dim) != lines
+            found.append((first if bool(lines[first:].all()) and not bool(mixed.any()) else -1, size))
+        firsts, counts = {first for first, _ in found}, {size - first for first, size in found}
+        if not firsts or min(firsts) < 0:
+            continue
         if len(firsts) == 1 and min(firsts) >= free:  # a case without such numbers ends before that line
             return f"from {word} {firsts.pop()} on"
+        if len(counts) == 1 and len(found) > 1:
+            return f"in the last {counts.pop()} {word}s"
+        for n in range(3, 257):
+            if all(first == size // n * n for first, size in found):
+                return f"in {word}s beyond the last whole {n}"
     return ""
 
 
@@ -120,7 +129,7 @@ def _of_one(kind: str) -> Iterator[tuple[str, Where]]:
         for size in _SIZES[3:]:
             yield f"from {word} {size} on", on(lambda i, n, size=size: i >= size)
             yield f"before {word} {size}", on(lambda i, n, size=size: i < size)
-        for every, rest in ((n, rest) for n in _SIZES[:5] for rest in range(n)):
+        for every, rest in ((n, rest) for n in (*_SIZES[:5], 3, 5, 6, 12) for rest in range(n)):
             text = f"in {word}s {rest}, {rest + every}, {rest + 2 * every} and so on"
             yield text, on(lambda i, n, every=every, rest=rest: i % every == rest)
     if kind == "grouped":
@@ -255,23 +264,28 @@ def _of_values(kind: str) -> Iterator[tuple[str, Where]]:
 
 
 def _sizes_of(kind: str, parts: Sequence[Part]) -> str:
-    """The magnitudes of the given numbers, if no other number has one of them."""
-    key = {"encode": "x", "decode": ""}.get(kind)
-    if key is None:
+    """The magnitudes of the given numbers, or their significands, if no other number has one of them."""
+    if kind not in ("encode", "decode", "cast"):
         return ""
     inside, outside = [], []
     for part in parts:
-        x = part.case.inputs["x"].double() if key else None if part.allowed is None else part.allowed.right
+        x = part.case.inputs["x"].double() if kind != "decode" else None if part.allowed is None else part.allowed.right
+        if kind == "cast" and x is not None and part.name == "scale_inv" and part.allowed is not None:
+            x = part.allowed.right  # of an amax, but for a factor
         if x is None or x.shape != part.given.shape:
             return ""
         inside.append(x[part.given].abs())
         outside.append(x[part.others].abs())
     held, rest = torch.cat(inside), torch.cat(outside)
     held, rest = held[held.isfinite()], rest[rest.isfinite()]
-    if not len(held):
-        return ""
-    low, high = held.min(), held.max()
-    return "" if bool(((rest >= low) & (rest <= high)).any()) else f"for magnitudes from {low:g} to {high:g}"
+    for change, word in ((lambda x: x, "magnitudes"), (lambda x: 2 * torch.frexp(x)[0], "significands")):
+        if not len(held):
+            break
+        told, others = change(held), change(rest)
+        low, high = told.min(), told.max()
+        if not bool(((others >= low) & (others <= high)).any()):
+            return f"for {word} from {low:g} to {high:g}"
+    return ""
 
 
 def relation(parts: Sequence[Part]) -> tuple[str, str]:
@@ -442,9 +456,7 @@ def explain(
     return _loose(fits, held, passed, kind) or _place(kind, held, passed)
 
 
-def _learned(
-    kind: str, what: Mapping[str, Any], held: Sequence[Failure], outputs: Outputs
-) -> dict[str, str] | None:
+def _learned(kind: str, what: Mapping[str, Any], held: Sequence[Failure], outputs: Outputs) -> dict[str, str] | None:
     """What calls with marked numbers show, of the two smallest cases and the two largest."""
 
     def where(told: Sequence[tuple[KernelCase, str, Tensor, Tensor]]) -> str:

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -233,10 +234,15 @@ def _pointed(
         row = row // per * grid + row % per // high if per else row // high
         column = column // wide
     got = torch.stack([torch.where(index < 0, -1, index // width), torch.where(index < 0, -1, index % width)], 1)
-    names = ("n", "k", "m") if marked.name == "b" else ("m", "k", "n")
-    names = ("i", "j", "l") if kind == "linear" else (*names, "g", "row of the group")
+    first, last = ("i", "l") if kind == "linear" else ("n", "m") if marked.name == "b" else ("m", "n")
+    names = (first, "j" if kind == "linear" else "k", last, "g", "row of the group")
     return Reading(
-        case, target.name, got, torch.stack([row, column], 1), (shape[0], shape[1]), dict(zip(names, free, strict=False))
+        case,
+        target.name,
+        got,
+        torch.stack([row, column], 1),
+        (shape[0], shape[1]),
+        dict(zip(names, free, strict=False)),
     )
 
 
@@ -264,7 +270,7 @@ def formula(made: Sequence[Reading], chosen: Sequence[Tensor], axis: int) -> str
     turned = of(lambda one: one.right[:, 1] * one.shape[0] + one.right[:, 0])
     width = of(lambda one: torch.full_like(one.right[:, 0], one.shape[1]))
     names = [name for one in made[:1] for name in one.free]
-    free = {name: of(lambda one, name=name: one.free[name]) for name in names}
+    free = {name: of(partial(_free_of, name=name)) for name in names}
     usual = ("row", "column")[axis]
     known = {name: x for name, x in free.items() if bool((x == own).all())} or {usual: own}
     place = "place in the transpose"
@@ -272,6 +278,10 @@ def formula(made: Sequence[Reading], chosen: Sequence[Tensor], axis: int) -> str
     tried += [(f"{usual} of the {place}", turned // width if axis == 0 else turned % width)]
     tried += [(f"{text}, from the end", last - x) for text, x in tried[:1]]
     return next((text for text, x in tried if bool((x == got).all())), None)
+
+
+def _free_of(one: Reading, name: str) -> Tensor:
+    return one.free[name]
 
 
 def _forms(free: Mapping[str, Tensor], last: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -289,6 +299,7 @@ def _forms(free: Mapping[str, Tensor], last: Tensor) -> Iterator[tuple[str, Tens
             for by in (1, -1):
                 yield f"{name} // {n} {'+' if by > 0 else '-'} 1", x // n + by
             yield f"{name} // {n}, at most the last", torch.minimum(x // n, last)
+            yield f"{name} // {n} * {n} + {n - 1}", torch.minimum(x // n * n + n - 1, last)
             yield f"{name} // {n} * {n} + {n - 1} - {name} % {n}", x // n * n + n - 1 - x % n
     yield from _shifted(free, last, (2, -2, 3, -3, 4, -4, 16, -16, 32, -32))
 
@@ -315,15 +326,14 @@ def _said_of(made: Sequence[Reading], where: Where) -> tuple[str, str] | None:
     part = where([(one.case, name, one.mask(at), one.mask(~at)) for one, at in zip(made, wrong, strict=True)])
     if all(bool((at == none).all()) for at, none in zip(wrong, unread, strict=True)):
         return f"{name} not read", f"Some numbers of {name} have no effect on the result: {part or 'no rule is known'}"
-    if all(bool((one.got[:, 0] >= 0).all()) for one in made):  # a formula for all places says more
-        wrong, part = [torch.ones_like(at) for at in wrong], "everywhere"
-    for chosen, place in ((wrong, part), ([one.wrong & (one.got[:, 0] >= 0) for one in made], part)):
+    read = [one.got[:, 0] >= 0 for one in made]
+    # a formula for all places says more
+    for chosen, place in ((read, "everywhere"), ([one.wrong & at for one, at in zip(made, read, strict=True)], part)):
         if (found := [formula(made, chosen, axis) for axis in (0, 1)]) and None not in found:
             own = ", ".join(list(made[0].free)[:2])
             end = "" if place == "everywhere" else f", but only {place}" if place else ", in some places"
             said = f"Where {name}[{own}] belongs, it reads row {found[0]} and column {found[1]} of {name}{end}"
             return f"{name} read elsewhere", said
-        wrong = [one.wrong for one in made]
     return None
 
 
@@ -339,12 +349,13 @@ def read_elsewhere(
             return said
     return _misread(what, cases, outputs, where) if kind == "gemm" else None
 
+
 def _misread(
     what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outputs, where: Where
 ) -> tuple[str, str] | None:
     """The first operand of a GEMM whose codes are read as other numbers: (a name, a sentence)."""
     for swapped in (False, True):
-        found: list[tuple[KernelCase, Tensor, Tensor, Tensor]] = []
+        found: list[tuple[Any, Tensor, Tensor, Tensor]] = []
         for case in cases:
             sides = [_side("gemm", what, case, name) for name in "ab"]
             marked, other = sides[::-1] if swapped else sides
@@ -423,7 +434,10 @@ def _probabilities(case: KernelCase, outputs: Outputs, **changed: Tensor) -> Ten
 
 def _attention_said(what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outputs) -> tuple[str, str] | None:
     """Keys that a query sees, the sum of their weights, and the factor of the scores."""
-    lows, highs, shares, factors = set(), set(), set(), set()
+    lows: set[int] = set()
+    highs: set[int] = set()
+    shares: set[float] = set()
+    factors: set[float] = set()
     for case in cases:
         q, keys = case.inputs["q"], case.inputs["k"].shape[-2]
         flat = _probabilities(case, outputs, q=refilled(q, torch.zeros_like(q)))
@@ -444,17 +458,24 @@ def _attention_said(what: Mapping[str, Any], cases: Sequence[KernelCase], output
         if real is None:
             continue
         logs, clear = real.clamp(min=1e-300).log(), (real > 1e-3) & right
-        pairs = [side - torch.where(clear, side, 0.0).sum(-1, keepdim=True) / clear.sum(-1, keepdim=True).clamp(min=1) for side in (logs, scores)]
+        pairs = [
+            side - torch.where(clear, side, 0.0).sum(-1, keepdim=True) / clear.sum(-1, keepdim=True).clamp(min=1)
+            for side in (logs, scores)
+        ]
         by = float((pairs[0] * pairs[1])[clear].sum() / pairs[1][clear].square().sum().clamp(min=1e-9))
         factors |= {round(by, 2)} if float(pairs[1][clear].square().sum()) > 1 else set()
-    lows, highs = (side - {end} for side, end in ((lows, -(10**6)), (highs, 10**6)))
-    if len(lows | highs) and len(lows) < 2 and len(highs) < 2:
-        ends = [f"{-min(lows)} before it" if lows else "the first", f"{abs(min(highs))} {'behind' if min(highs) > 0 else 'before'} it" if highs and min(highs) else "its own" if highs else "the last"]
-        return "other keys seen", f"A query sees the keys from {ends[0]} to {ends[1]}"
+    lows, highs = lows - {-(10**6)}, highs - {10**6}
+    if lows | highs and len(lows) < 2 and len(highs) < 2:
+        low, high = min(lows, default=0), min(highs, default=0)
+        begin = f"{-low} before it" if lows else "the first"
+        end = f"{abs(high)} {'behind' if high > 0 else 'before'} it" if high else "its own" if highs else "the last"
+        return "other keys seen", f"A query sees the keys from {begin} to {end}"
     if shares and max(map(abs, shares)) > 0.02:
-        return "weights of another sum", f"With equal scores the weights of a query sum to {1 + max(shares, key=abs):g}, not to 1"
+        total = 1 + max(shares, key=abs)
+        return "weights of another sum", f"With equal scores the weights of a query sum to {total:g}, not to 1"
     if factors and all(abs(by - 1) > 0.04 for by in factors):
-        return "softmax scale", f"Scores are multiplied by {' or '.join(f'{by:g}' for by in sorted(factors)[:4])} times 1 / sqrt(D)"
+        shown = " or ".join(f"{by:g}" for by in sorted(factors)[:4])
+        return "softmax scale", f"Scores are multiplied by {shown} times 1 / sqrt(D)"
     return None
 
 
@@ -463,7 +484,7 @@ def _seen_said(what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Ou
     spec = cast_spec(what)
     assert spec is not None
     for axis, word in ((0, "row"), (1, "column")):
-        told = []
+        told: list[tuple[Tensor, int]] = []
         for case in cases:
             x = case.inputs["x"]
             if not 1 < x.shape[axis] <= 160 or 0 in x.shape or 0 in x.stride() or len(told) > 1:
@@ -474,16 +495,38 @@ def _seen_said(what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Ou
         blocks = [(torch.arange(len(seen))[:, None] // size == torch.arange(seen.shape[1])) for seen, size in told]
         if all(torch.equal(seen, right) for (seen, _), right in zip(told, blocks, strict=True)):
             continue
-        for n in _STEPS:
-            if all(torch.equal(seen, torch.arange(len(seen))[:, None] // n == torch.arange(seen.shape[1])) for seen, _ in told):
-                return "scale of other blocks", f"A scale is made of the largest of {n} {word}s, where {told[0][1]} belong to it"
-        out = [((right & ~seen).any(1), (seen & ~right).any(1)) for (seen, _), right in zip(told, blocks, strict=True)]
+        ends = [_ends(told, last) for last in (False, True)]
+        if None not in ends:
+            return "scale of other blocks", f"A scale is made of the {word}s from {ends[0]} to {ends[1]}"
         for which, said in ((0, "looks past"), (1, "also looks at")):
-            if any(bool(pair[which].any()) for pair in out):
-                one = next(pair[which] for pair in out if bool(pair[which].any())).nonzero().flatten().tolist()
+            out = [
+                ((right & ~seen, seen & ~right)[which]).any(1) for (seen, _), right in zip(told, blocks, strict=True)
+            ]
+            if any(bool(lines.any()) for lines in out):
+                one = next(lines for lines in out if bool(lines.any())).nonzero().flatten().tolist()
                 shown = ", ".join(map(str, one[:6])) + (" ..." if len(one) > 6 else "")
-                return "amax of other numbers", f"The amax {said} {word}s that {'belong' if not which else 'do not belong'} to its block: {shown}"
+                return "amax of other numbers", f"The amax {said} {word}s {shown}"
     return None
+
+
+def _ends(told: Sequence[tuple[Tensor, int]], last: bool) -> str | None:
+    """The first line that moves each scale, or the last, as a formula of its block's."""
+    made = []
+    for seen, size in told:
+        count, blocks = seen.shape
+        index = torch.arange(count)[:, None].expand(count, blocks)
+        own = torch.arange(blocks) * size
+        if not bool(seen.any(0).all()):
+            return None
+        low, high = (torch.where(seen, index, away) for away in (count, -1))
+        low, high = low.amin(0), high.amax(0)
+        if bool(((high - low + 1) != seen.sum(0)).any()):
+            return None
+        right = (own + size - 1).clamp(max=count - 1) if last else own
+        pair = [torch.stack([x, x], 1) for x in (high if last else low, right)]
+        free = {"its last one" if last else "its first one": right}
+        made.append(Reading(KernelCase("", {}), "", pair[0], pair[1], (count, count), free))
+    return formula(made, [torch.ones_like(one.wrong) for one in made], 0)
 
 
 def _moved(case: KernelCase, axis: int, spec: QuantizationSpec, outputs: Outputs) -> Tensor | None:
@@ -505,7 +548,8 @@ def _fitted(what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outpu
     """The setting of an optimizer that, with another value, gives all its numbers."""
     told = [(case, got["parameter"]) for case in cases[:3] if (got := outputs(case)) is not None]
     betas = what.get("betas", (0.9, 0.999))
-    usual = {"lr": what.get("lr", 1e-3), "beta1": betas[0], "beta2": betas[1], "eps": what.get("eps", 1e-8), "weight_decay": what.get("weight_decay", 0.01)}  # fmt: skip
+    usual = {"lr": 1e-3, "beta1": betas[0], "beta2": betas[1], "eps": 1e-8, "weight_decay": 0.01}
+    usual = {name: float(what.get(name, value)) for name, value in usual.items()}
 
     def under(name: str, value: float) -> dict[str, Any]:
         if name.startswith("beta"):
@@ -521,7 +565,9 @@ def _fitted(what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outpu
 
     for name in usual if told else ():
         turned = name.startswith("beta")
-        start = [10.0**e for e in (range(-4, 1) if turned else range(-12, 2))] + [(1 - usual[name] if turned else usual[name]) * by for by in (0.5, 2.0)]
+        start = [10.0**e for e in (range(-4, 1) if turned else range(-12, 2))] + [
+            (1 - usual[name] if turned else usual[name]) * by for by in (0.5, 2.0)
+        ]
 
         def at(log: float, name: str = name, turned: bool = turned) -> float:
             return off(name, 1 - math.exp(log) if turned else math.exp(log))
