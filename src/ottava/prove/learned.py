@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.numerics.formats import FORMATS, Format
+from ottava.numerics.formats import FORMATS, Format, get_format
 from ottava.numerics.rounding import code_values, encode
 from ottava.numerics.tensor import QuantizationSpec
+from ottava.prove.codes import on_grid
 from ottava.prove.judge import cast_spec, expect, gemm_specs
 from ottava.prove.matrix import KernelCase
 
@@ -341,7 +342,7 @@ def read_elsewhere(
     kind: str, what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outputs, where: Where
 ) -> tuple[str, str] | None:
     """The first operand, or its scales, of which a kernel reads other places: (a name, a sentence)."""
-    alone = {"attention": _attention_said, "optimizer": _fitted, "cast": _seen_said}
+    alone = {"attention": _attention_said, "optimizer": _fitted, "cast": _seen_said, "encode": _threshold}
     if kind not in ("gemm", "grouped", "linear"):
         return alone[kind](what, cases, outputs) if kind in alone else None
     for made in readings(kind, what, cases, outputs):
@@ -542,6 +543,44 @@ def _moved(case: KernelCase, axis: int, spec: QuantizationSpec, outputs: Outputs
             return None
         lines.append(got["scale_inv"].reshape(grid))
     return torch.stack([(one != lines[0]).any(1 - axis) for one in lines[1:]])
+
+
+def _threshold(what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outputs) -> tuple[str, str] | None:
+    """From which share of a step on an encoder rounds up, or how often if that is left to chance."""
+    fmt, shares, ups = get_format(what.get("format", "e4m3")), [], []
+    for case in cases:
+        x, got = case.inputs["x"].double().flatten(), (outputs(case) or {}).get("codes")
+        if got is None or got.numel() != len(x):
+            continue
+        low, high = (on_grid(x, fmt, way).abs() for way in ("truncate", "away"))
+        inside = x.isfinite() & (low < x.abs()) & (x.abs() < high) & (got.flatten().isfinite())
+        size = got.flatten().abs()
+        if bool((inside & (size != low) & (size != high)).any()):
+            return None
+        shares.append(((x.abs() - low) / (high - low))[inside])
+        ups.append((size == high)[inside])
+    share, up = torch.cat([*shares, torch.zeros(0)]), torch.cat([*ups, torch.zeros(0, dtype=torch.bool)])
+    if not bool(up.any()) or bool(up.all()):
+        return None
+    least, most = float(share[up].min()), float(share[~up].max())
+    if most <= least:
+        end = f"{least:.4g}" if least - most < 0.01 else f"somewhere between {most:.3g} and {least:.3g}"
+        return (
+            None
+            if most <= 0.5 <= least
+            else ("another threshold", f"It rounds up from {end} of a step on, not from 0.5")
+        )
+    if "stochastic" not in str(what.get("rounding")):
+        return None
+    tenth = (share * 10).long().clamp(0, 9)
+    off = [
+        float(up[tenth == n].double().mean() - share[tenth == n].mean()) if int((tenth == n).sum()) > 99 else 0.0
+        for n in range(10)
+    ]
+    n = max(range(10), key=lambda n: abs(off[n]))
+    chance, mean = 100 * float(up[tenth == n].double().mean()), 100 * float(share[tenth == n].mean())
+    said = f"Numbers that lie {mean:.0f} % of a step above their lower neighbour round up in {chance:.0f} % of cases"
+    return ("biased chance", said) if abs(off[n]) > 0.03 else None
 
 
 def _fitted(what: Mapping[str, Any], cases: Sequence[KernelCase], outputs: Outputs) -> tuple[str, str] | None:
