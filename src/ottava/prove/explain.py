@@ -76,24 +76,26 @@ def _tail(parts: Sequence[Part]) -> str:
     """The rows or columns at the end that hold all given numbers: from one on, so many, or behind whole multiples."""
     for dim, word in ((0, "row"), (1, "column")):
         found: list[tuple[int, int]] = []
-        free = 0
+        free: set[int] = set()
         for part in (part for part in parts if part.given.numel()):
             given = part.given.reshape(-1, part.given.shape[-1] if part.given.dim() > 1 else part.given.numel())
             lines, size = given.all(1 - dim), given.shape[dim]
             if not bool(given.any()):
-                free = max(free, size)
+                free.add(size)
                 continue
             first, mixed = size - int(lines.sum()), given.any(1 - dim) != lines
             found.append((first if bool(lines[first:].all()) and not bool(mixed.any()) else -1, size))
         firsts, counts = {first for first, _ in found}, {size - first for first, size in found}
         if not firsts or min(firsts) < 0:
             continue
-        if len(firsts) == 1 and min(firsts) >= free:  # a case without such numbers ends before that line
+        if len(firsts) == 1 and min(firsts) >= max(
+            free, default=0
+        ):  # a case without such numbers ends before that line
             return f"from {word} {firsts.pop()} on"
-        if len(counts) == 1 and len(found) > 1:
+        if len(counts) == 1 and len(found) > 1 and not free:
             return f"in the last {counts.pop()} {word}s"
         for n in range(3, 257):
-            if all(first == size // n * n for first, size in found):
+            if all(first == size // n * n for first, size in (*found, *((size, size) for size in free))):
                 return f"in {word}s beyond the last whole {n}"
     return ""
 
@@ -444,7 +446,8 @@ def explain(
     told = {id(fit): _contrary(fit.fault, passed) for fit in clean[:6]}
     if best := next((fit for fit in clean[:6] if not any(told[id(fit)])), None):
         return _named(best, len(failures), "")
-    if (said := _learned(kind, what, held, outputs)) is not None:
+    linear = kind in ("gemm", "grouped", "linear")  # maps of places are sharper than a part of a bound
+    if linear and (said := _learned(kind, what, held, outputs)) is not None:
         return said
     for fit in [*clean[:6], *full[:12]]:
         right = told.get(id(fit)) or _contrary(fit.fault, passed)
@@ -452,6 +455,8 @@ def explain(
         parts = [Part(one.case, one.got, name, t.given, t.against) for one, of in both for name, t in of.items()]
         if where := part_of(kind, parts):
             return _named(fit, len(failures), where)
+    if not linear and (said := _learned(kind, what, held, outputs)) is not None:
+        return said
     if (probe := _probe(failures, rerun)) is not None:
         return probe
     if clean:
