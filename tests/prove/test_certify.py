@@ -22,7 +22,7 @@ from ottava.prove.page import page
 from ottava.prove.ready import load, ready
 from planted_faults import planted
 
-CASES = 48
+CASES = 64
 
 
 def run(kind: str, function: Any, count: int = CASES, **what: Any) -> KernelCertificate:
