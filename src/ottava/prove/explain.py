@@ -430,9 +430,9 @@ def explain(
         return one._replace(call=call, allowed=one.allowed or expect(kind, one.case.inputs, what))
 
     held, passed = [*map(known, failures)], [*map(known, passed)]
-    if all(bool(one.got[n][at].isnan().all()) for one in failures for n, at in one.wrong.items()):
-        if (probe := _probe(failures, rerun)) is not None:  # memory holds NaN, which fits many hypotheses
-            return probe
+    empty = all(bool(one.got[n][at].isnan().all()) for one in failures for n, at in one.wrong.items())
+    if empty and (probe := _probe(failures, rerun)) is not None:  # memory holds NaN, which fits many hypotheses
+        return probe
     fits: list[_Fit] = []
     for hypothesis in all_hypotheses():
         if kind not in hypothesis.kinds or (fit := _fit(hypothesis, held)) is None:
