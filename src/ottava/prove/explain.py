@@ -458,12 +458,12 @@ def explain(
         parts = [Part(one.case, one.got, name, t.given, t.against) for one, of in both for name, t in of.items()]
         if where := part_of(kind, parts):
             return _named(fit, len(failures), where)
-    if not linear and (said := _learned(kind, what, held, outputs)) is not None:
-        return said
     if (probe := _probe(failures, rerun)) is not None:
         return probe
     if clean:
         return _named(clean[0], len(failures), "")
+    if not linear and (said := _learned(kind, what, held, outputs)) is not None:
+        return said
     return _loose(fits, held, passed, kind) or _place(kind, held, passed)
 
 
