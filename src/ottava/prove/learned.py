@@ -171,12 +171,14 @@ def _reading(
         hot[torch.arange(others), place] = 1.0
         inputs[other.name] = other.holding(hot.repeat(other.shape[0] // others, 1))
         seen = []
-        for power in range(-1, digits):
+        for power in (*range(-1, digits), -1):
             values = 0.5 * (torch.ones(target.shape) if power < 0 else 2.0 ** (index // _BASE**power % _BASE))
             got = outputs(replace(case, inputs={**inputs, target.name: target.holding(values)}, before=None))
             if got is None or got[result].dim() < 2:
                 return None
             seen.append(got[result].reshape(-1, got[result].shape[-1]))
+        if not torch.equal(seen[0].nan_to_num(), seen.pop().nan_to_num()):
+            return None  # what earlier calls left behind
         points.append((_decoded(seen, swapped), place))
     return _pointed(kind, what, case, marked, target, scales, points)
 
@@ -328,6 +330,8 @@ def _said_of(made: Sequence[Reading], where: Where) -> tuple[str, str] | None:
     if all(bool((at == none).all()) for at, none in zip(wrong, unread, strict=True)):
         return f"{name} not read", f"Some numbers of {name} have no effect on the result: {part or 'no rule is known'}"
     read = [one.got[:, 0] >= 0 for one in made]
+    if not any(bool(one.got.any()) for one in made):
+        return f"{name} kept", f"New numbers of {name} have no effect: it keeps those of an earlier call"
     # a formula for all places says more
     for chosen, place in ((read, "everywhere"), ([one.wrong & at for one, at in zip(made, read, strict=True)], part)):
         if (found := [formula(made, chosen, axis) for axis in (0, 1)]) and None not in found:
@@ -534,7 +538,7 @@ def _moved(case: KernelCase, axis: int, spec: QuantizationSpec, outputs: Outputs
     """(lines, blocks along the axis): whether a large line moves a scale of a block."""
     x, lines = case.inputs["x"], []
     grid = spec.granularity.grid_shape((x.shape[0], x.shape[1]))
-    for line in range(-1, x.shape[axis]):
+    for line in (*range(-1, x.shape[axis]), -1):
         values = torch.ones(x.shape)
         if line >= 0:
             values.select(axis, line).fill_(64.0)
@@ -542,6 +546,8 @@ def _moved(case: KernelCase, axis: int, spec: QuantizationSpec, outputs: Outputs
         if got is None or got["scale_inv"].numel() != math.prod(grid) or not bool(got["scale_inv"].isfinite().all()):
             return None
         lines.append(got["scale_inv"].reshape(grid))
+    if not torch.equal(lines[0], lines.pop()):
+        return None  # what earlier calls left behind
     return torch.stack([(one != lines[0]).any(1 - axis) for one in lines[1:]])
 
 
