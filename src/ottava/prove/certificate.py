@@ -128,7 +128,7 @@ def certify(
             found.cases += 1
             shapes = tuple((x.shape, x.dtype) for x in case.inputs.values())
             alike = earlier.get(shapes, ())
-            previous, last = (*alike[-1:], last)[0], case.inputs
+            latest, previous, last = last, (*alike[-1:], last)[0], case.inputs
             earlier[shapes] = (*alike[:1], case.inputs)
             try:
                 failure, exact = judged(adapter, case, call(adapter, case))
@@ -148,7 +148,7 @@ def certify(
                     faults["raises", said] += 1
                     found.first = found.first or {"case": case.name, "said": f"raises {said}"}
                 continue
-            failure = failure._replace(previous=previous, first=alike[0] if alike else None)
+            failure = failure._replace(previous=previous, first=alike[0] if alike else None, latest=latest)
             if not failure.wrong:
                 if len(passed) < _KEPT and failure.size < _LARGE:
                     passed.append(failure)

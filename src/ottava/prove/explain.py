@@ -364,6 +364,8 @@ class Failure(NamedTuple):
     """The inputs of the call before, of these shapes if there was one."""
     first: Mapping[str, Any] | None = None
     """The inputs of the first call of these shapes, if there was one."""
+    latest: Mapping[str, Any] | None = None
+    """The inputs of the call before, whatever its shapes."""
     allowed: Mapping[str, Allowed] | None = None
     """What the results may be."""
     call: Asked | None = None
@@ -426,7 +428,7 @@ def explain(
         return None
 
     def known(one: Failure) -> Failure:
-        call = Asked(kind, one.case.inputs, what, one.case.before or one.previous, one.first)
+        call = Asked(kind, one.case.inputs, what, one.case.before or one.previous, one.first, one.latest)
         return one._replace(call=call, allowed=one.allowed or expect(kind, one.case.inputs, what))
 
     held, passed = [*map(known, failures)], [*map(known, passed)]
@@ -462,7 +464,11 @@ def explain(
         return probe
     if clean:
         return _named(clean[0], len(failures), "")
-    if not linear and (said := _learned(kind, what, held, outputs)) is not None:
+    if (
+        not linear
+        and not any(fit.share >= 0.9 and fit.against < 0.05 for fit in fits if not fit.fault.loose)
+        and (said := _learned(kind, what, held, outputs)) is not None
+    ):
         return said
     return _loose(fits, held, passed, kind) or _place(kind, held, passed)
 
