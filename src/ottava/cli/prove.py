@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -216,7 +216,13 @@ def _record(folder: Path, words: Sequence[str], steps: int, nudge: str, operatio
         raise _Enough
 
     facts: dict[str, Any] = parse_json(nudge) if nudge else {}
-    noted = Operations() if operations else None
+    noted, begun = Operations() if operations else None, list[int]()
+
+    def first_call(*_: Any) -> None:
+        if noted is not None and not begun:  # what a script does before makes the weights, in memory of any content
+            begun.append(len(noted.done))
+
+    torch.nn.modules.module.register_module_forward_pre_hook(first_call)
     with StepRecorder(steps=steps, nudge=Nudge(**facts) if facts else None, at_end=enough) as recorder:
         try:
             with noted or nullcontext():
@@ -228,7 +234,12 @@ def _record(folder: Path, words: Sequence[str], steps: int, nudge: str, operatio
                 raise
         recorder.recording().save(folder)
         if noted is not None:
-            done = [one for one in noted.done if not one.name.startswith("profiler.")]  # its handles are no data
+            # handles of the profiler are no data, and a memory format has no pickle that torch reads back
+            done = [
+                replace(one, keywords={k: v for k, v in one.keywords.items() if k != "memory_format"})
+                for one in noted.done[sum(begun) :]
+                if not one.name.startswith("profiler.")
+            ]
             torch.save((done, noted.values), folder / "operators.pt")
     sys.stdout.flush()
     sys.stderr.flush()
