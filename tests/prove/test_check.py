@@ -258,7 +258,8 @@ def test_the_command_writes_a_reproducer(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(
         "import sys, torch\nfrom torch import nn\ntorch.manual_seed(0)\n"
-        "model = nn.Sequential(nn.Linear(8, 16), nn.GELU('tanh' if '--tanh' in sys.argv else 'none'), nn.Linear(16, 4))\n"
+        "gelu = nn.GELU('tanh' if '--tanh' in sys.argv else 'none')\n"
+        "model = nn.Sequential(nn.Linear(8, 16), gelu, nn.Linear(16, 4))\n"
         "optimizer = torch.optim.SGD(model.parameters())\n"
         "model(torch.randn(6, 8)).square().mean().backward()\noptimizer.step()\n"
     )
