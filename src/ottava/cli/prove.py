@@ -82,8 +82,7 @@ def check(
     from ottava.report.frame import write_page
 
     runs = words[0].endswith(".py")
-    if reproducer is not None and (not runs or ranks > 1 or save is not None):
-        raise ValueError("check: --reproducer needs a script that is compared on one rank; a trace has no operators")
+    _need_operators(reproducer, runs and ranks == 1 and save is None)
     with tempfile.TemporaryDirectory(prefix="ottava-check-") if runs else nullcontext("") as scratch:
         if runs:
             script, arguments = words[0], words[1:]
@@ -114,8 +113,7 @@ def check(
                 return 0
             a.name, b.name = "A", "B"
             verdict = judge(a, b)
-            if reproducer is not None and verdict.finding is not None:
-                _reproduce(verdict, folder, (script, [], arguments), steps, reproducer)
+            _reproduce(verdict, folder, (script, [], arguments), steps, reproducer)
         elif len(words) == 2:
             verdict = _saved(words)
         else:
@@ -183,10 +181,17 @@ class _Enough(BaseException):
     """All steps are recorded: the script need not go on. No handler of errors catches it."""
 
 
+def _need_operators(reproducer: Path | None, there: bool) -> None:
+    if reproducer is not None and not there:
+        raise ValueError("check: --reproducer needs a script that is compared on one rank; a trace has no operators")
+
+
 def _reproduce(
-    verdict: Verdict, folder: Path, words: tuple[str, Sequence[str], Sequence[str]], steps: int, path: Path
+    verdict: Verdict, folder: Path, words: tuple[str, Sequence[str], Sequence[str]], steps: int, path: Path | None
 ) -> None:
     """Runs A and B again, with every operator noted, and writes the first one that differs as a script."""
+    if path is None or verdict.finding is None:
+        return
     import torch
 
     from ottava.prove.prover import AtenCall, Operations, Ref, write
@@ -197,7 +202,6 @@ def _reproduce(
         noted.append(Operations())
         with torch.serialization.safe_globals([AtenCall, Ref]):
             noted[-1].done, noted[-1].values = torch.load(folder / name / "operators.pt", weights_only=True)
-    assert verdict.finding is not None
     verdict.reproducer, note = write(verdict.finding.sentence, verdict.finding.limit, noted[0], noted[1], path)
     verdict.notes.append(note)
 

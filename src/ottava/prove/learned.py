@@ -34,7 +34,7 @@ _LOOKS = 6
 _SECONDS = 10.0
 _POINTS = 1021
 """Of a case that a formula is held against; a prime, so that a stride meets all rests."""
-_STEPS = (*range(2, 17), 24, 32, 48, 64, 96, 128, 192, 256, 512)
+_STEPS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 
 Outputs = Callable[[KernelCase], Mapping[str, Tensor] | None]
 """Numbers of a call on other operands; None: it raises or misbehaves."""
