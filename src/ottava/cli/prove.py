@@ -81,8 +81,7 @@ def check(
     from ottava.prove.prover import judge, nudge_for
     from ottava.report.frame import write_page
 
-    runs = words[0].endswith(".py")
-    _need_operators(reproducer, runs and ranks == 1 and save is None)
+    runs = _is_script(words[0], reproducer, ranks == 1 and save is None)
     with tempfile.TemporaryDirectory(prefix="ottava-check-") if runs else nullcontext("") as scratch:
         if runs:
             script, arguments = words[0], words[1:]
@@ -108,8 +107,8 @@ def check(
             a.nudged = [ran(f"nudged{n}", on=1, nudge=nudge_for(a, b, n)) for n in range(1, wanted + 1)]
             ahead.close()
             if save is not None:
-                count = len(a.entries)
-                answer(as_json, {"saved": str(save), "tensors": count}, f"Saved {count} tensors to {save}.")
+                facts = {"saved": str(save), "tensors": len(a.entries)}
+                answer(as_json, facts, f"Saved {len(a.entries)} tensors to {save}.")
                 return 0
             a.name, b.name = "A", "B"
             verdict = judge(a, b)
@@ -181,9 +180,12 @@ class _Enough(BaseException):
     """All steps are recorded: the script need not go on. No handler of errors catches it."""
 
 
-def _need_operators(reproducer: Path | None, there: bool) -> None:
-    if reproducer is not None and not there:
+def _is_script(word: str, reproducer: Path | None, on_one: bool) -> bool:
+    """Whether a word names a script; a trace has no operators."""
+    runs = word.endswith(".py")
+    if reproducer is not None and not (runs and on_one):
         raise ValueError("check: --reproducer needs a script that is compared on one rank; a trace has no operators")
+    return runs
 
 
 def _reproduce(
