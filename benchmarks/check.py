@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import io
 import json
 import os
 import sys
@@ -180,6 +181,34 @@ def stepping(
     return step
 
 
+def resumed(lost: str = "") -> Any:
+    """A loop that goes on from a checkpoint behind each step."""
+
+    def step(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        stepping()(model, optimizer, batch)
+        torch.save([model.state_dict(), optimizer.state_dict()], file := io.BytesIO())
+        weights, state = torch.load(io.BytesIO(file.getvalue()))
+        if lost in weights:
+            weights[lost] = weights[lost].roll(1, 0)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state | ({"state": {}} if lost == "moments" else {}))
+
+    return step
+
+
+def watched(harm: float = 1.0) -> Any:
+    """A loop under a watch; harm: what a hook that is left behind makes of an output."""
+
+    def step(model: Any, optimizer: Any, batch: Tensor) -> None:
+        hook = model.blocks[1].mlp.up.register_forward_hook(lambda module, given, y: y * harm) if harm != 1 else None
+        with tempfile.TemporaryDirectory() as folder, ottava.watch(model, folder):
+            stepping()(model, optimizer, batch)
+        if hook is not None:
+            hook.remove()
+
+    return step
+
+
 M = "blocks.1"
 LOCAL: dict[str, tuple[Any, str, str]] = {
     # fault -> (the pair's B, phase, start of the module's path)
@@ -206,6 +235,9 @@ LOCAL: dict[str, tuple[Any, str, str]] = {
     "weight decay": ({"weight_decay": 0.2}, "update", ""),
     "betas": ({"betas": (0.9, 0.999), "eps": 1e-4}, "update", ""),
     "stale weight": ("stale", "start", M),
+    "resumed without moments": (resumed("moments"), "update", ""),
+    "resumed with rows in another order": (resumed(M + ".mlp.up.weight"), "forward", M + ".mlp"),
+    "watched, and an output changed": (watched(1.01), "forward", M + ".mlp"),
     "embedding and head untied": ("untied", "weight gradient", ""),
 }
 
@@ -215,6 +247,7 @@ def local_fault(name: str) -> tuple[Verdict, str, str]:
     what, phase, module = LOCAL[name]
     torch.manual_seed(0)
     a, options = Model(recompute="dropout" if "recomputation" in name else ""), {"loss": loss, "optimizer": adam}
+    options |= {"steps": 3} if name.startswith("resumed") else {}
     b: Any = copy.deepcopy(a)
     if isinstance(what, dict):
         b = Subject(b, None, lambda p: adam(p, **what))
@@ -281,6 +314,8 @@ def clean_pairs() -> Iterator[tuple[str, Any, Any, Any]]:
                 parts = Subject(copy.deepcopy(cast), stepping(2))
                 yield f"{recipe} and {recipe} in micro-batches {seed}", cast, parts, {}
         yield from libraries(seed, half)
+        yield f"resumed {seed}", a, Subject(copy.deepcopy(a), resumed()), {"steps": 3}
+        yield f"watched {seed}", a, Subject(copy.deepcopy(a), watched()), {"steps": 2}
         yield f"two steps {seed}", a, copy.deepcopy(a), {"steps": 2}
 
 

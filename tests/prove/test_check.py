@@ -253,6 +253,24 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         command.run("check", "train.py")
 
 
+def test_the_command_writes_a_reproducer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first operator behind the first call of the model; memory that nobody wrote is none."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import sys, torch\nfrom torch import nn\ntorch.manual_seed(0)\n"
+        "gelu = nn.GELU('tanh' if '--tanh' in sys.argv else 'none')\n"
+        "model = nn.Sequential(nn.Linear(8, 16), gelu, nn.Linear(16, 4))\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "model(torch.randn(6, 8)).square().mean().backward()\noptimizer.step()\n"
+    )
+    assert command.run("check", "train.py", "--draws", 1, "--reproducer", "shown.py", "--", "--tanh") == 1
+    text = Path("shown.py").read_text("utf-8")
+    assert "aten.gelu.default" in text
+    assert len(text.splitlines()) <= 20
+    with pytest.raises(ValueError, match="one rank"):
+        command.run("check", "train.py", "--ranks", 2, "--reproducer", "shown.py")
+
+
 def test_distances_and_nudges() -> None:
     x = torch.randn(64, 64)
     assert distance(x, x.clone()) == (0, 0, 0, 0)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,8 +59,13 @@ def check(
     out: Annotated[
         list[Path] | None, Option("--out", "-o", metavar="F", help="Write the result: a page as F.html, else JSON.")
     ] = None,
+    reproducer: Annotated[
+        Path | None,
+        Option("--reproducer", metavar="F.py", help="Write a script of the first wrong operator alone: two more runs."),
+    ] = None,
     language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
+    operations: Annotated[bool, Option("--operations", hidden=True)] = False,
     record: Annotated[Path | None, Option("--record", hidden=True)] = None,
     nudge: Annotated[str, Option("--nudge", hidden=True)] = "",
 ) -> int:
@@ -71,12 +76,12 @@ def check(
     if a tensor is beyond its limit.
     """
     if record is not None:
-        _record(record, words, steps, nudge)
+        _record(record, words, steps, nudge, operations)
     from ottava.prove.page import check_page
     from ottava.prove.prover import judge, nudge_for
     from ottava.report.frame import write_page
 
-    runs = words[0].endswith(".py")
+    runs = _is_script(words[0], reproducer, ranks == 1 and save is None)
     with tempfile.TemporaryDirectory(prefix="ottava-check-") if runs else nullcontext("") as scratch:
         if runs:
             script, arguments = words[0], words[1:]
@@ -102,11 +107,12 @@ def check(
             a.nudged = [ran(f"nudged{n}", on=1, nudge=nudge_for(a, b, n)) for n in range(1, wanted + 1)]
             ahead.close()
             if save is not None:
-                count = len(a.entries)
-                answer(as_json, {"saved": str(save), "tensors": count}, f"Saved {count} tensors to {save}.")
+                facts = {"saved": str(save), "tensors": len(a.entries)}
+                answer(as_json, facts, f"Saved {len(a.entries)} tensors to {save}.")
                 return 0
             a.name, b.name = "A", "B"
             verdict = judge(a, b)
+            _reproduce(verdict, folder, (script, [], arguments), steps, reproducer)
         elif len(words) == 2:
             verdict = _saved(words)
         else:
@@ -145,12 +151,12 @@ def _log_of(path: Path) -> Path | None:
 
 
 def _run(
-    folder: Path, script: str, arguments: Sequence[str], ranks: int, steps: int, nudge: Nudge | None = None
+    folder: Path, script: str, arguments: Sequence[str], ranks: int, steps: int, nudge: Nudge | None = None, *more: str
 ) -> StepRecording:
-    """Records a script in processes of its own."""
+    """Records a script in processes of its own; more: options of the recording."""
     from ottava.prove.recorder import StepRecording
 
-    words = [sys.executable, "-m", "ottava", "check", "--record", str(folder), "--steps", str(steps)]
+    words = [sys.executable, "-m", "ottava", "check", "--record", str(folder), "--steps", str(steps), *more]
     words += ["--nudge", to_json(asdict(nudge))] if nudge is not None else []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -174,9 +180,40 @@ class _Enough(BaseException):
     """All steps are recorded: the script need not go on. No handler of errors catches it."""
 
 
-def _record(folder: Path, words: Sequence[str], steps: int, nudge: str) -> None:
+def _is_script(word: str, reproducer: Path | None, on_one: bool) -> bool:
+    """Whether a word names a script; a trace has no operators."""
+    runs = word.endswith(".py")
+    if reproducer is not None and not (runs and on_one):
+        raise ValueError("check: --reproducer needs a script that is compared on one rank; a trace has no operators")
+    return runs
+
+
+def _reproduce(
+    verdict: Verdict, folder: Path, words: tuple[str, Sequence[str], Sequence[str]], steps: int, path: Path | None
+) -> None:
+    """Runs A and B again, with every operator noted, and writes the first one that differs as a script."""
+    if path is None or verdict.finding is None:
+        return
+    import torch
+
+    from ottava.prove.prover import AtenCall, Operations, Ref, write
+
+    noted = []
+    for name, arguments in zip(("operators of a", "operators of b"), words[1:], strict=True):
+        _run(folder / name, words[0], arguments, 1, steps, None, "--operations")
+        noted.append(Operations())
+        with torch.serialization.safe_globals([AtenCall, Ref]):
+            noted[-1].done, noted[-1].values = torch.load(folder / name / "operators.pt", weights_only=True)
+    verdict.reproducer, note = write(verdict.finding.sentence, verdict.finding.limit, noted[0], noted[1], path)
+    verdict.notes.append(note)
+
+
+def _record(folder: Path, words: Sequence[str], steps: int, nudge: str, operations: bool) -> None:
     """What a process of `_run` does: runs the script until the last step, saves, and ends."""
+    import torch
+
     from ottava.base.untrusted import parse_json
+    from ottava.prove.prover import Operations
     from ottava.prove.recorder import StepRecorder
     from ottava.prove.tolerance import Nudge
     from ottava.watching.launch import run_script
@@ -185,15 +222,31 @@ def _record(folder: Path, words: Sequence[str], steps: int, nudge: str) -> None:
         raise _Enough
 
     facts: dict[str, Any] = parse_json(nudge) if nudge else {}
+    noted, begun = Operations() if operations else None, list[int]()
+
+    def first_call(*_: Any) -> None:
+        if noted is not None and not begun:  # what a script does before makes the weights, in memory of any content
+            begun.append(len(noted.done))
+
+    torch.nn.modules.module.register_module_forward_pre_hook(first_call)
     with StepRecorder(steps=steps, nudge=Nudge(**facts) if facts else None, at_end=enough) as recorder:
         try:
-            run_script(list(words))
+            with noted or nullcontext():
+                run_script(list(words))
         except _Enough:
             pass
         except SystemExit as ended:
             if ended.code not in (None, 0):
                 raise
         recorder.recording().save(folder)
+        if noted is not None:
+            # handles of the profiler are no data, and a memory format has no pickle that torch reads back
+            done = [
+                replace(one, keywords={k: v for k, v in one.keywords.items() if k != "memory_format"})
+                for one in noted.done[sum(begun) :]
+                if not one.name.startswith("profiler.")
+            ]
+            torch.save((done, noted.values), folder / "operators.pt")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # process groups and workers of a script that was stopped would wait for each other

@@ -128,7 +128,7 @@ def certify(
             found.cases += 1
             shapes = tuple((x.shape, x.dtype) for x in case.inputs.values())
             alike = earlier.get(shapes, ())
-            previous, last = (*alike[-1:], last)[0], case.inputs
+            latest, previous, last = last, (*alike[-1:], last)[0], case.inputs
             earlier[shapes] = (*alike[:1], case.inputs)
             try:
                 failure, exact = judged(adapter, case, call(adapter, case))
@@ -148,7 +148,7 @@ def certify(
                     faults["raises", said] += 1
                     found.first = found.first or {"case": case.name, "said": f"raises {said}"}
                 continue
-            failure = failure._replace(previous=previous, first=alike[0] if alike else None)
+            failure = failure._replace(previous=previous, first=alike[0] if alike else None, latest=latest)
             if not failure.wrong:
                 if len(passed) < _KEPT and failure.size < _LARGE:
                     passed.append(failure)
@@ -181,8 +181,13 @@ def _conclude(
     if loud:
         found.verdict, found.explained = "wrong", {"hypothesis": loud[0][0], "sentence": loud[0][1]}
     elif found.wrong:
-        explained = explain(adapter.kind, adapter.what, kept, passed, partial(rerun, adapter))
-        found.verdict, found.explained = "wrong", explained
+        found.verdict = "wrong"
+        try:
+            again = partial(rerun, adapter), partial(_outputs, adapter)
+            found.explained = explain(adapter.kind, adapter.what, kept, passed, *again)
+        except Exception as error:  # of odd numbers; the verdict stands
+            said = f"The search for a cause ended with {type(error).__name__}: {_short(error)}"
+            found.explained = {"hypothesis": "not explained", "sentence": said}
     elif faults:
         name, said = faults.most_common(1)[0][0]
         text = f"{sum(faults.values())} of {found.cases} calls raise, first {said}"
@@ -300,6 +305,15 @@ def _steps(adapter: KernelAdapter, case: KernelCase) -> Tensor:
     if not torch.equal(_guards(parameter, parameter.numel()), edges):
         raise _Misbehaves("writes outside", "It writes outside of the parameter")
     return torch.stack(after)
+
+
+def _outputs(adapter: KernelAdapter, case: KernelCase) -> dict[str, Tensor] | None:
+    """The numbers of a call; None if it raises or misbehaves."""
+    try:
+        got = call(adapter, case).items()
+        return {name: numbers_of(x.detach(), result_format(adapter.kind, name, adapter.what)) for name, x in got}
+    except Exception:
+        return None
 
 
 def rerun(

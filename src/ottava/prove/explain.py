@@ -23,6 +23,7 @@ from torch import Tensor
 from ottava.prove.codes import Allowed, in_bad_tile
 from ottava.prove.hypotheses import Asked, Fault, all_hypotheses
 from ottava.prove.judge import expect
+from ottava.prove.learned import Outputs, read_elsewhere
 from ottava.prove.matrix import KernelCase
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128)
@@ -72,19 +73,30 @@ def part_of(kind: str, parts: Sequence[Part]) -> str:
 
 
 def _tail(parts: Sequence[Part]) -> str:
-    """The row or column from which on all numbers are given ones, and none before."""
+    """The rows or columns at the end that hold all given numbers: from one on, so many, or behind whole multiples."""
     for dim, word in ((0, "row"), (1, "column")):
-        firsts, free = set(), 0
+        found: list[tuple[int, int]] = []
+        free: set[int] = set()
         for part in (part for part in parts if part.given.numel()):
             given = part.given.reshape(-1, part.given.shape[-1] if part.given.dim() > 1 else part.given.numel())
-            lines = given.all(1 - dim)
+            lines, size = given.all(1 - dim), given.shape[dim]
             if not bool(given.any()):
-                free = max(free, given.shape[dim])
+                free.add(size)
                 continue
-            first, mixed = len(lines) - int(lines.sum()), given.any(1 - dim) != lines
-            firsts.add(first if bool(lines[first:].all()) and not bool(mixed.any()) else -1)
-        if len(firsts) == 1 and min(firsts) >= free:  # a case without such numbers ends before that line
+            first, mixed = size - int(lines.sum()), given.any(1 - dim) != lines
+            found.append((first if bool(lines[first:].all()) and not bool(mixed.any()) else -1, size))
+        firsts, counts = {first for first, _ in found}, {size - first for first, size in found}
+        if not firsts or min(firsts) < 0:
+            continue
+        if len(firsts) == 1 and min(firsts) >= max(
+            free, default=0
+        ):  # a case without such numbers ends before that line
             return f"from {word} {firsts.pop()} on"
+        if len(counts) == 1 and len(found) > 1 and not free:
+            return f"in the last {counts.pop()} {word}s"
+        for n in range(3, 257):
+            if all(first == size // n * n for first, size in (*found, *((size, size) for size in free))):
+                return f"in {word}s beyond the last whole {n}"
     return ""
 
 
@@ -119,7 +131,7 @@ def _of_one(kind: str) -> Iterator[tuple[str, Where]]:
         for size in _SIZES[3:]:
             yield f"from {word} {size} on", on(lambda i, n, size=size: i >= size)
             yield f"before {word} {size}", on(lambda i, n, size=size: i < size)
-        for every, rest in ((n, rest) for n in _SIZES[:5] for rest in range(n)):
+        for every, rest in ((n, rest) for n in (*_SIZES[:5], 3, 5, 6, 12) for rest in range(n)):
             text = f"in {word}s {rest}, {rest + every}, {rest + 2 * every} and so on"
             yield text, on(lambda i, n, every=every, rest=rest: i % every == rest)
     if kind == "grouped":
@@ -140,7 +152,8 @@ def _lines(part: Part, kind: str, dim: int) -> tuple[Tensor, int]:
 def _beside_nan(part: Part, size: int) -> Tensor:
     x = next(iter(part.case.inputs.values()))
     near = in_bad_tile(x.float().isnan().reshape(-1, x.shape[-1]).any(1), size)
-    return near.reshape(-1, 1).expand(part.given.shape) if part.given.dim() == 2 else near.new_tensor(False)
+    fits = part.given.dim() == 2 and len(near) == len(part.given)
+    return near.reshape(-1, 1).expand(part.given.shape) if fits else near.new_tensor(False)
 
 
 def _of_groups() -> Iterator[tuple[str, Where]]:
@@ -253,23 +266,28 @@ def _of_values(kind: str) -> Iterator[tuple[str, Where]]:
 
 
 def _sizes_of(kind: str, parts: Sequence[Part]) -> str:
-    """The magnitudes of the given numbers, if no other number has one of them."""
-    key = {"encode": "x", "decode": ""}.get(kind)
-    if key is None:
+    """The magnitudes of the given numbers, or their significands, if no other number has one of them."""
+    if kind not in ("encode", "decode", "cast"):
         return ""
     inside, outside = [], []
     for part in parts:
-        x = part.case.inputs["x"].double() if key else None if part.allowed is None else part.allowed.right
+        x = part.case.inputs["x"].double() if kind != "decode" else None if part.allowed is None else part.allowed.right
+        if kind == "cast" and x is not None and part.name == "scale_inv" and part.allowed is not None:
+            x = part.allowed.right  # of an amax, but for a factor
         if x is None or x.shape != part.given.shape:
             return ""
         inside.append(x[part.given].abs())
         outside.append(x[part.others].abs())
     held, rest = torch.cat(inside), torch.cat(outside)
     held, rest = held[held.isfinite()], rest[rest.isfinite()]
-    if not len(held):
-        return ""
-    low, high = held.min(), held.max()
-    return "" if bool(((rest >= low) & (rest <= high)).any()) else f"for magnitudes from {low:g} to {high:g}"
+    for change, word in ((lambda x: x, "magnitudes"), (lambda x: 2 * torch.frexp(x)[0], "significands")):
+        if not len(held):
+            break
+        told, others = change(held), change(rest)
+        low, high = told.min(), told.max()
+        if not bool(((others >= low) & (others <= high)).any()):
+            return f"for {word} from {low:g} to {high:g}"
+    return ""
 
 
 def relation(parts: Sequence[Part]) -> tuple[str, str]:
@@ -289,6 +307,9 @@ def relation(parts: Sequence[Part]) -> tuple[str, str]:
         return "one number", f"is {float(got[0]):g} wherever it is wrong"
     if bool((got == -right).all()):
         return "negated", "has the wrong sign"
+    pairs = sorted({*zip(right.tolist(), got.tolist(), strict=True)} if len(got) < 1 << 16 else ())
+    if 1 < len(pairs) < min(20, len(got) // 2) and len({of for of, _ in pairs}) == len(pairs):
+        return "other codes", f"is {', '.join(f'{is_:g} for {of:g}' for of, is_ in pairs[:4])}"
     ratio = got / torch.where(right == 0, math.nan, right)
     usual = ratio[ratio.isfinite() & (ratio != 0)]
     if len(usual) * 2 > len(got) and float(usual.max() - usual.min()) <= 0.02 * abs(float(usual.median())):
@@ -343,6 +364,8 @@ class Failure(NamedTuple):
     """The inputs of the call before, of these shapes if there was one."""
     first: Mapping[str, Any] | None = None
     """The inputs of the first call of these shapes, if there was one."""
+    latest: Mapping[str, Any] | None = None
+    """The inputs of the call before, whatever its shapes."""
     allowed: Mapping[str, Allowed] | None = None
     """What the results may be."""
     call: Asked | None = None
@@ -390,20 +413,28 @@ class _Fit(NamedTuple):
 
 
 def explain(
-    kind: str, what: Mapping[str, Any], failures: Sequence[Failure], passed: Sequence[Failure], rerun: Rerun
+    kind: str,
+    what: Mapping[str, Any],
+    failures: Sequence[Failure],
+    passed: Sequence[Failure],
+    rerun: Rerun,
+    outputs: Outputs = lambda case: None,
 ) -> dict[str, str] | None:
     """{"hypothesis", "sentence"} of what is wrong; None only if there is no failure.
 
-    passed: cases without a wrong number, which a hypothesis had better not make wrong.
+    passed: cases without a wrong number, which a hypothesis had better not make wrong. outputs: see `learned`.
     """
     if not failures:
         return None
 
     def known(one: Failure) -> Failure:
-        call = Asked(kind, one.case.inputs, what, one.case.before or one.previous, one.first)
+        call = Asked(kind, one.case.inputs, what, one.case.before or one.previous, one.first, one.latest)
         return one._replace(call=call, allowed=one.allowed or expect(kind, one.case.inputs, what))
 
     held, passed = [*map(known, failures)], [*map(known, passed)]
+    empty = all(bool(one.got[n][at].isnan().all()) for one in failures for n, at in one.wrong.items())
+    if empty and (probe := _probe(failures, rerun)) is not None:  # memory holds NaN, which fits many hypotheses
+        return probe
     fits: list[_Fit] = []
     for hypothesis in all_hypotheses():
         if kind not in hypothesis.kinds or (fit := _fit(hypothesis, held)) is None:
@@ -420,6 +451,9 @@ def explain(
     told = {id(fit): _contrary(fit.fault, passed) for fit in clean[:6]}
     if best := next((fit for fit in clean[:6] if not any(told[id(fit)])), None):
         return _named(best, len(failures), "")
+    linear = kind in ("gemm", "grouped", "linear")  # maps of places are sharper than a part of a bound
+    if linear and (said := _learned(kind, what, held, outputs)) is not None:
+        return said
     for fit in [*clean[:6], *full[:12]]:
         right = told.get(id(fit)) or _contrary(fit.fault, passed)
         both = zip([*held, *passed], [*fit.told, *right], strict=True)
@@ -430,7 +464,24 @@ def explain(
         return probe
     if clean:
         return _named(clean[0], len(failures), "")
+    if (
+        not linear
+        and not any(fit.share >= 0.9 and fit.against < 0.05 for fit in fits if not fit.fault.loose)
+        and (said := _learned(kind, what, held, outputs)) is not None
+    ):
+        return said
     return _loose(fits, held, passed, kind) or _place(kind, held, passed)
+
+
+def _learned(kind: str, what: Mapping[str, Any], held: Sequence[Failure], outputs: Outputs) -> dict[str, str] | None:
+    """What calls with marked numbers show, of the two smallest cases and the two largest."""
+
+    def where(told: Sequence[tuple[KernelCase, str, Tensor, Tensor]]) -> str:
+        return part_of(kind, [Part(case, {}, name, given, others) for case, name, given, others in told])
+
+    chosen = held if len(held) < 4 else (*held[:2], *held[-2:])
+    said = read_elsewhere(kind, what, [one.case for one in chosen], outputs, where)
+    return None if said is None else {"hypothesis": said[0], "sentence": said[1]}
 
 
 def _named(fit: _Fit, count: int, where: str) -> dict[str, str]:
@@ -547,7 +598,9 @@ def supposed(hypothesis: Fault, call: Asked) -> dict[str, Allowed] | None:
     allowed = expect(call.kind, inputs, what, None, **knobs)
     if values is not None:
         name = "codes" if call.kind == "encode" else "data"
-        allowed[name] = Allowed(values, values, allowed[name].dtypes, free=allowed[name].free)
+        free, known = allowed[name].free, call.inputs["x"].isfinite()  # codes of NaN and infinity are others' business
+        free = ~known if free is None else free | ~known
+        allowed[name] = Allowed(values, values, allowed[name].dtypes, free=free)
     if "plus" in after:
         more = expect(call.kind, after["plus"], what, None, **knobs)
         for name, one in allowed.items():

@@ -40,6 +40,8 @@ class Asked(NamedTuple):
     """The inputs of the call before, of these shapes if there was one; None: there was none."""
     first: Mapping[str, Any] | None = None
     """Those of the first call of these shapes."""
+    latest: Mapping[str, Any] | None = None
+    """Those of the call before, whatever its shapes."""
 
     @property
     def spec(self) -> QuantizationSpec:
@@ -132,11 +134,13 @@ def _earlier(*keys: str) -> Knobs:
 
 
 def _stale(kinds: tuple[str, ...], *entries: tuple[str, str, Knobs]) -> Iterator[Fault]:
-    """Entries that ask for the call before, and again for the first call of these shapes."""
+    """Entries that ask for the call before, for the first call of these shapes, and for the last call of any shape."""
     yield from rows(kinds, *((name, f"{said} the call before", knobs) for name, said, knobs in entries))
     for name, said, knobs in entries:
         text = f"{said} the first call of these shapes"
         yield Fault(name, text, kinds, lambda c, knobs=knobs: knobs(c._replace(before=c.first)))
+        text = f"{said} the last call of any shape"
+        yield Fault(name, text, kinds, lambda c, knobs=knobs: knobs(c._replace(before=c.latest)))
 
 
 def _reads(change: Change) -> Knobs:

@@ -142,6 +142,10 @@ OPERANDS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "FP32 amax just below the largest code": _peak(-448.0, -1),
         "FP32 amax just above 6": _peak(6.0, 1),
         "FP32 amax just below a power of two": _peak(4.0, -1),
+        # log2 in FP32 takes these for a power of two
+        "FP32 amax just below 7 x 2^-14": lambda x: _peak(7.0, -1)(x) * 2.0**-14,
+        "FP32 amax just above 7 x 2^-14": lambda x: _peak(7.0, 1)(x) * 2.0**-14,
+        "FP32 amax just below 6 x 2^-20": lambda x: _peak(6.0, -1)(x) * 2.0**-20,
         "tiny": lambda x: x * 2.0**-17,
         "huge": lambda x: x * 2.0**60,
         "wide": lambda x: x * torch.exp2((x * 1e4).fmod(1).abs() * 30 - 15),
@@ -177,21 +181,34 @@ class Draws:
 
 _MATRICES = (
     (128, 256), (32, 64), (1, 1), (3, 5), (17, 33), (5, 300), (130, 257), (1, 4096), (0, 64), (64, 0), (256, 128),
+    (2070, 32), (3, 9000),
 )  # fmt: skip
 _PRODUCTS = (
     (128, 128, 256), (32, 48, 64), (1, 1, 1), (3, 5, 7), (17, 33, 65), (16, 16, 32), (5, 130, 100), (130, 16, 129),
     (1, 64, 128), (32, 256, 256), (16, 384, 256), (2, 3, 4096), (0, 16, 32), (16, 0, 32), (256, 64, 384),
+    (1030, 16, 16), (3, 2070, 32), (2, 3, 9000),
 )  # fmt: skip
-_GROUPS = ((16, 16, 16), (5, 0, 3), (0, 4, 0), (1,), (33, 0, 0, 64), (0, 0), (7, 128, 1), (2, 3, 4, 5, 6))
+_GROUPS = (
+    (16, 16, 16),
+    (5, 0, 3),
+    (0, 4, 0),
+    (1,),
+    (33, 0, 0, 64),
+    (0, 0),
+    (7, 128, 1),
+    (2, 3, 4, 5, 6),
+    (3,) * 17,
+    (2, 530),
+)
 _LAYERS = (
     ((32,), 48, 64), ((2, 16), 128, 256), ((128,), 128, 128), ((3, 5), 7, 33), ((1,), 16, 32), ((130,), 96, 160),
-    ((256,), 64, 384),
+    ((256,), 64, 384), ((2, 520), 16, 32), ((16,), 1040, 16),
 )  # fmt: skip
 _ATTENTIONS = (
     (1, 2, 16, 8, 8), (2, 1, 33, 16, 16), (1, 2, 7, 4, 6), (1, 1, 1, 8, 8), (1, 2, 130, 16, 16), (2, 3, 64, 32, 32),
-    (1, 1, 5, 64, 24),
+    (1, 1, 5, 64, 24), (1, 1, 280, 16, 16), (1, 5, 20, 128, 128),
 )  # fmt: skip
-_STEPPED = ((5,), (7, 3), (1,), (128, 130), (4, 256), (2, 3, 5))
+_STEPPED = ((5,), (7, 3), (1,), (128, 130), (4, 256), (2, 3, 5), (270, 250))
 _PLAIN = ("contiguous",)
 _ALONE = ("cancelling", "one NaN", "a row of NaN", "one infinity", "one hot")
 """Kinds of numbers for one operand of a GEMM: the other one is positive."""
@@ -203,7 +220,7 @@ def combinations(
     """(shape, layout, operands): each once beside ordinary ones, then drawn, no shape twice."""
     listed = [(shape, layouts[0], operands[0]) for shape in shapes]
     listed += [(shapes[0], layouts[0], kind) for kind in operands[1:]]
-    listed += [(shapes[i], layout, operands[0]) for layout in layouts[1:] for i in (0, 1)]
+    listed += [(shapes[i], layout, operands[0]) for layout in layouts[1:] for i in (0, 1, 4)]
     listed = listed if source.listed else []
     yield from listed[: max(count, 0)]
     seen = set(shapes)
@@ -433,7 +450,7 @@ def _optimizer(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[K
     dtype = DTYPES.get(str(what.get("dtype")), torch.float32)
     kinds = ("normal", "tiny", "positive", "wide", "zeros", "one hot", "small whole numbers", "one large number")
     for i, (shape, _, operands) in enumerate(combinations(_STEPPED, _PLAIN, kinds, source, count)):
-        steps, size = (6, 3, 12)[i % 3], math.prod(shape)
+        steps, size = (6, 3, 12, 6, 40)[i % 5], math.prod(shape)
         drawn = [source.operand(operands, 1, size).reshape(shape) * (1 + t % 3) for t in range(steps)]
         parameter = (source.normal(*shape) * (10.0 if i % 2 else 0.1)).to(dtype)
         inputs = {"parameter": placed(parameter), "grad": placed(torch.stack(drawn).to(dtype))}
