@@ -141,43 +141,6 @@ def test_an_adapter_that_raises_is_a_verdict() -> None:
     assert run("encode", lambda x: None, 5, format="e4m3").verdict == "wrong"
 
 
-def _gemm(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, out: Tensor) -> Tensor:
-    k = torch.arange(a.shape[1])
-    return ((a.float() * scale_inv_a)[:, k // 12 * 12 + 11 - k % 12] @ (b.float() * scale_inv_b).t()).to(out.dtype)
-
-
-def _cast(x: Tensor, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    amax = torch.cat([part.abs().amax().reshape(1, 1).expand(len(part), 1) for part in x.float().split(3)])
-    scale = torch.where(amax > 0, amax / 448, 1.0)
-    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
-
-
-def _adam(parameter: Tensor, grad: Tensor, state: dict[str, Any], step: int) -> None:
-    zeros = torch.zeros_like(parameter, dtype=torch.float64)
-    moments, what = (state.get("m", zeros), state.get("v", zeros)), {"betas": (0.9, 0.97)}
-    after, state["m"], state["v"], _ = judge.adamw(parameter.double(), grad.double(), *moments, step, what)
-    parameter.copy_(after)
-
-
-def test_marked_numbers_say_what_no_hypothesis_does() -> None:
-    """Faults with sizes and settings of which no list knows: twelve columns in reverse, three rows, beta2 of 0.97."""
-    for kind, function, recipe, said in (
-        ("gemm", _gemm, "rowwise", "column k // 12 * 12 + 11 - k % 12 of a"),
-        ("cast", _cast, "rowwise", "from its first one // 3 * 3 to its last one // 3 * 3 + 2"),
-        ("optimizer", _adam, None, "beta2 = 0.97, where 0.999"),
-    ):
-        x = {"recipe": recipe} if recipe else {}
-        found = run(
-            kind, lambda *given, f=function: f(*given) if all(y.numel() for y in given[:2]) else _refused(), 30, **x
-        )
-        assert found.explained is not None, str(found)
-        assert said in found.explained["sentence"], str(found)
-
-
-def _refused() -> None:
-    raise NotImplementedError
-
-
 def test_a_fault_without_a_name_is_placed() -> None:
     """Where the wrong numbers lie, if no hypothesis gives them."""
     wrong = torch.zeros(8, 8, dtype=torch.bool)

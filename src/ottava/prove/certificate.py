@@ -183,8 +183,7 @@ def _conclude(
     elif found.wrong:
         found.verdict = "wrong"
         try:
-            again = partial(rerun, adapter), partial(_outputs, adapter)
-            found.explained = explain(adapter.kind, adapter.what, kept, passed, *again)
+            found.explained = explain(adapter.kind, adapter.what, kept, passed, partial(rerun, adapter))
         except Exception as error:  # of odd numbers; the verdict stands
             said = f"The search for a cause ended with {type(error).__name__}: {_short(error)}"
             found.explained = {"hypothesis": "not explained", "sentence": said}
@@ -305,15 +304,6 @@ def _steps(adapter: KernelAdapter, case: KernelCase) -> Tensor:
     if not torch.equal(_guards(parameter, parameter.numel()), edges):
         raise _Misbehaves("writes outside", "It writes outside of the parameter")
     return torch.stack(after)
-
-
-def _outputs(adapter: KernelAdapter, case: KernelCase) -> dict[str, Tensor] | None:
-    """The numbers of a call; None if it raises or misbehaves."""
-    try:
-        got = call(adapter, case).items()
-        return {name: numbers_of(x.detach(), result_format(adapter.kind, name, adapter.what)) for name, x in got}
-    except Exception:
-        return None
 
 
 def rerun(

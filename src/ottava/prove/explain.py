@@ -23,7 +23,6 @@ from torch import Tensor
 from ottava.prove.codes import Allowed, in_bad_tile
 from ottava.prove.hypotheses import Asked, Fault, all_hypotheses
 from ottava.prove.judge import expect
-from ottava.prove.learned import Outputs, read_elsewhere
 from ottava.prove.matrix import KernelCase
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128)
@@ -418,11 +417,10 @@ def explain(
     failures: Sequence[Failure],
     passed: Sequence[Failure],
     rerun: Rerun,
-    outputs: Outputs = lambda case: None,
 ) -> dict[str, str] | None:
     """{"hypothesis", "sentence"} of what is wrong; None only if there is no failure.
 
-    passed: cases without a wrong number, which a hypothesis had better not make wrong. outputs: see `learned`.
+    passed: cases without a wrong number, which a hypothesis had better not make wrong.
     """
     if not failures:
         return None
@@ -451,9 +449,6 @@ def explain(
     told = {id(fit): _contrary(fit.fault, passed) for fit in clean[:6]}
     if best := next((fit for fit in clean[:6] if not any(told[id(fit)])), None):
         return _named(best, len(failures), "")
-    linear = kind in ("gemm", "grouped", "linear")  # maps of places are sharper than a part of a bound
-    if linear and (said := _learned(kind, what, held, outputs)) is not None:
-        return said
     for fit in [*clean[:6], *full[:12]]:
         right = told.get(id(fit)) or _contrary(fit.fault, passed)
         both = zip([*held, *passed], [*fit.told, *right], strict=True)
@@ -464,24 +459,7 @@ def explain(
         return probe
     if clean:
         return _named(clean[0], len(failures), "")
-    if (
-        not linear
-        and not any(fit.share >= 0.9 and fit.against < 0.05 for fit in fits if not fit.fault.loose)
-        and (said := _learned(kind, what, held, outputs)) is not None
-    ):
-        return said
     return _loose(fits, held, passed, kind) or _place(kind, held, passed)
-
-
-def _learned(kind: str, what: Mapping[str, Any], held: Sequence[Failure], outputs: Outputs) -> dict[str, str] | None:
-    """What calls with marked numbers show, of the two smallest cases and the two largest."""
-
-    def where(told: Sequence[tuple[KernelCase, str, Tensor, Tensor]]) -> str:
-        return part_of(kind, [Part(case, {}, name, given, others) for case, name, given, others in told])
-
-    chosen = held if len(held) < 4 else (*held[:2], *held[-2:])
-    said = read_elsewhere(kind, what, [one.case for one in chosen], outputs, where)
-    return None if said is None else {"hypothesis": said[0], "sentence": said[1]}
 
 
 def _named(fit: _Fit, count: int, where: str) -> dict[str, str]:
