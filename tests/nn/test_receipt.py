@@ -22,6 +22,9 @@ ENGINES = ("native_gemm", "bf16_mm", "native_decoded", "reference")
 """What may run quantized operands on a CPU: it depends on the machine."""
 
 
+pytestmark = pytest.mark.usefixtures("native_first")
+
+
 def network(recipe: Recipe | str = "tensorwise") -> nn.Sequential:
     """up (64 -> 96), gelu, down (96 -> 64), and a head of 10 that the default filter leaves alone."""
     torch.manual_seed(0)
