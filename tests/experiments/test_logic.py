@@ -511,3 +511,33 @@ def test_micro_batches_that_give_sums_are_not_said_to_give_means(tmp_path: Path)
         said[reduction] = next(f.cause for f in (*answer.findings, *answer.notes) if f.id == "O14")
     assert said["mean"].startswith("Each of 4 micro-batches gives the mean of its own loss")
     assert said["sum"].startswith("The losses of 4 micro-batches add up to 64 means over their labels: they are sums.")
+
+
+class Narrow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return dy.to(torch.float8_e5m2).to(dy.dtype)
+
+
+def test_a_cast_that_overflows_in_the_first_step_is_guilty_without_a_trial(tmp_path: Path) -> None:
+    """With a rate that ruins the weights first, the same cast is not asked."""
+    said = {}
+    for name, scale, lr in (("overflow", 2.0**24, 0.1), ("rate", 1.0, 1e30)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        with ottava.watch(model, tmp_path / name):
+            for _ in range(12):
+                x = torch.randn(16, 8)
+                (Narrow.apply(model(x)).square().mean() * scale).backward()
+                for p in model.parameters():
+                    p.grad = None if p.grad is None else p.grad / scale
+                optimizer.step()
+                optimizer.zero_grad()
+        said[name] = diagnose(Run.open(tmp_path / name))
+    assert (said["overflow"].fp8, said["rate"].fp8) == ("guilty", "unknown"), said
+    assert "gets finite numbers and gives some that are not" in said["overflow"].findings[0].cause

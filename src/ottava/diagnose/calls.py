@@ -217,6 +217,24 @@ def starts_high(facts: Facts, times: float) -> tuple[Call, float, float] | None:
     return None
 
 
+def overflowed(facts: Facts) -> tuple[int, Call] | None:
+    """The first step, and its first conversion to FP8 that makes infinities or NaN of finite numbers.
+
+    Of later steps it would say nothing: weights that an update has ruined are cast, too.
+    """
+    step, calls = min(_traces(facts).items(), default=(0, []))
+
+    def broken(call: Call) -> bool:
+        return any(isinstance(r, list) and len(r) == 6 and r[5] > 0 for r in call.results)
+
+    for call in calls if len(facts.steps) and step == facts.steps[0] else ():
+        narrow = any(isinstance(r, list) and _NARROW.match(r[0]) for r in call.results)
+        sources = [calls[i] for i in call.sources if 0 <= i < len(calls)]
+        if narrow and broken(call) and sources and not any(map(broken, sources)):
+            return step, call
+    return None
+
+
 def _trains(calls: Sequence[Call], entry: int) -> bool:
     """Whether a backward comes through what uses an entry, or through its module: a copy for a look or for a target is
     meant to be old."""

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ottava.diagnose.calls import reads_codes
+from ottava.diagnose.calls import overflowed, reads_codes
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import arrived
@@ -105,6 +105,10 @@ def judge(facts: Facts, event: Event | None) -> Trial:
     outside = next((str(e.get("where")) for e in facts.experiments("conversion")), "")
     if (changed := _arrived(facts, outside) or (_changed(facts, outside, event) if outside else None)) is not None:
         return changed
+    if event is not None and facts.loss.broken.any() and (hit := overflowed(facts)) is not None:
+        site = f"{hit[1].place[0]}:{hit[1].place[1]}"
+        said = f"In step {hit[0]} the cast at {hit[1].where} gets finite numbers and gives some that are not."
+        return Trial("guilty", (said,), hit[0], place=({"site": site},), hurts="tensor", sound=True)
     if facts.casts is False and outside:
         said = f"No layer casts, but the script converts to FP8 outside the model: {outside}."
         tried = [e for e in facts.experiments("optimizer") if _error(e) is not None]
