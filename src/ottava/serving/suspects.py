@@ -404,6 +404,7 @@ def _search(
         if step > 1 and least >= here:
             break
         rules = [(one, first) for one in _beside(spec)]
+        rules += [(one, None) for one, _ in _CASTS.values()] if weights and far and not step else []  # may be far
         if weights and far and least < here:
             rules += [(spec, QuantizationSpec(fmt, size)) for fmt, size in product((E4M3, E5M2), _SIZES)]
         guesses = [under(*rule) for rule in rules]
