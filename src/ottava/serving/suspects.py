@@ -38,6 +38,7 @@ _LIMITS = (0.05, 20.0)
 _CLIPS = (0.7, 0.5, 0.35, 0.25, 0.12, 0.06)
 _TOPS = tuple(2.0 ** (k / 2) for k in range(8, -1, -1))
 _EXACTLY = 1e-4
+_NEAR_1 = 0.05
 _EXPERTS = 16  # that are tried one by one
 _MOSTLY = 0.98
 _CASTS = MappingProxyType(
@@ -135,7 +136,9 @@ def hypotheses(
         yield from _of_lists(found, slope, offset)
         return
     raw = "raw log p divided by {:.4g}"
-    yield _number("scaled", _TEMPERATURES, lambda s, by: replace(_sampled(s, temperature=1.0), scale=by), raw)
+    raws = _number("scaled", _TEMPERATURES, lambda s, by: replace(_sampled(s, temperature=1.0), scale=by), raw)
+    # divided by 1 they are those of another temperature, which is asked next
+    yield replace(raws, settings=lambda s, loss: (x for x in raws.settings(s, loss) if abs(x[0].scale - 1) > _NEAR_1))
     yield temperature()
     capped = "as if logits z were {0:.3g} tanh(z / {0:.3g}), which no config says"
     yield _number("not-fp8", _CAPS, lambda s, top: _sampled(s, cap=top), capped)
