@@ -45,8 +45,8 @@ def test_the_contents_of_the_site_are_those_of_the_index() -> None:
     source = ["# Title\n\ntext\n"]
     website.read_source(None, "docs/faq", source)
     assert source == ["# Title\n\n[中文](faq.zh-CN.md)\n\ntext\n"]
-    website.read_source(None, "docs/glossary", source)
-    assert "glossary" not in source[0]
+    website.read_source(None, "docs/state", source)
+    assert "state" not in source[0]
     website.read_source(None, "docs/explorer.zh-CN", source)
     assert '\n<p><a href="../explorer.html#lang=zh">' in source[0]
 

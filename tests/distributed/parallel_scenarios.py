@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from ottava.distributed import ColwiseParallel, PrepareInput, RowwiseParallel, verify
 from ottava.nn.sharding import Tokens
+from ottava.numerics.formats import E2M1
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.ops.agreed import AgreedCast
 from scaling_samples import doors, with_cells
@@ -98,6 +99,7 @@ def nearest(name: str) -> ottava.Recipe:
     return replace(recipe, wgrad=ottava.get_recipe("tensorwise_e4m3").wgrad)
 
 
+AMX = torch.cpu._is_amx_tile_supported()
 REPEATABLE = (*FIXED, "smooth")
 
 
@@ -139,6 +141,8 @@ def every_recipe_equals_one_process(world: World) -> None:
                         other = other.chunk(world.size, 1)[world.rank]
                     # y, dx, and the gradient of the bias behind the sum are sums over ranks
                     exact = i in (2, 3, 4) or (i == 5 and not sequence)
+                    # torch's FP32 GEMM multiplies FP4; on a CPU with AMX part of the columns has another order of sums
+                    exact = exact and not (AMX and recipe.wgrad.lhs is not None and recipe.wgrad.lhs.format == E2M1)
                     same = torch.equal(one, other) if exact else close(one, other, 2 * world.size)
                     assert same, (name, kind, ("y", "dx", "dW up", "db up", "dW down", "db down")[i])
             if name not in ("delayed", "guarded"):

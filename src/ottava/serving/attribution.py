@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ottava.base.text import columns
+from ottava.numerics.scaling import PER_TENSOR
 from ottava.serving.rollout import Equality, Rollout, Sampler, batches, certify
 from ottava.serving.sides import Model, Side
 from ottava.serving.suspects import Guess, Hypothesis, groups, hypotheses, in_part, temperature
@@ -200,6 +201,8 @@ def attribute(
                 break
             tried, part = [*tried, *in_part(ours, before)], True
             continue
+        if lab.shared and _kl(gap) <= lab.noise and _left(best) > 0.5 * _kl(gap):
+            break  # without casts nothing depends on what runs together, so leaving them out is nearer to any engine
         if best.cause in _REST:
             unwritten = best.said
             break
@@ -320,6 +323,8 @@ class _Lab:
         self.found = found
         self.whole = float(kl_of(found.rollout, found.recomputed).mean())
         self.notes: tuple[str, ...] = ()
+        self.shared = False
+        """Whether the scale of inputs is that of all that runs together."""
         self.noise, self.said = 0.0, "no model was given: nothing but the dump was looked at"
         self._kept: tuple[ModelState, list[Tensor]] | None = None
         self._base: tuple[Guess, Tensor] | None = None
@@ -342,8 +347,16 @@ class _Lab:
         if setting.state is None:
             return self.noise, self.said
         halves = replace(setting, state=replace(setting.state, split=True))
-        away = float(kl_of(self._logp(setting), self._logp(halves)).mean())
-        return _NOISE * away, f"BF16 sums over two ranks are {away:.3g} nats away"
+        own = self._logp(setting)
+        away = float(kl_of(own, self._logp(halves)).mean())
+        said = f"BF16 sums over two ranks are {away:.3g} nats away"
+        inputs = (side.activations for side in setting.state.linears.values() if side.activations is not None)
+        if any(cast.granularity == PER_TENSOR and not cast.static for cast in inputs):
+            apart = float(kl_of(own, self._logp(setting, alone=True)).mean())
+            if apart > away:  # the scale of all inputs is that of the sequences that run together
+                self.shared = True
+                away, said = apart, f"sequences that run alone are {apart:.3g} nats away"
+        return _NOISE * away, said
 
     def _fit(self) -> None:
         """Takes training's temperature from what it recomputed, if another one than 1 explains it."""
@@ -448,18 +461,18 @@ class _Lab:
             values = torch.where(self.found.rollout == setting.padded, setting.padded, values)
         return values
 
-    def _logp(self, setting: Guess) -> Tensor:
-        """fp32 (N,): log p of the compared tokens by the twin."""
+    def _logp(self, setting: Guess, alone: bool = False) -> Tensor:
+        """fp32 (N,): log p of the compared tokens by the twin; alone: of which each sequence is a batch."""
         assert setting.state is not None
         state, found, made = setting.state, [], []
-        kept = self._kept[1] if self._kept is not None and self._kept[0] is state else None
-        for i, (ids, at, routes) in enumerate(self._batches):
+        kept = self._kept[1] if self._kept is not None and self._kept[0] is state and not alone else None
+        for i, (ids, at, routes) in enumerate(batches(self.found, state.config, 1) if alone else self._batches):
             if kept is None:
                 given = routes if state.replay else None
                 made.append(self._twin(state).logits(state, ids, given)[at[0], at[1] - 1])
             logits = made[-1] if kept is None else kept[i]
             found.append(setting.sampler.log_probabilities(logits, ids, at))
-        if kept is None:
+        if kept is None and not alone:
             self._kept = state, made
         return torch.cat(found)
 

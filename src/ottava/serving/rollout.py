@@ -441,7 +441,9 @@ class Sampler:
 _BATCH = 8
 
 
-def batches(found: Rollout, config: Mapping[str, Any]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]]:
+def batches(
+    found: Rollout, config: Mapping[str, Any], size: int = _BATCH
+) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]]:
     """(ids padded at the right, which a causal model does not see; (sequence, place) of compared tokens; routes)."""
     vocabulary = int(config.get("vocab_size") or 0)
     top = max(int(one.max()) for one in found.ids)
@@ -449,11 +451,11 @@ def batches(found: Rollout, config: Mapping[str, Any]) -> Iterator[tuple[Tensor,
         raise ValueError(
             f"parity: the dump has token {top}, and the checkpoint {vocabulary} tokens: they are of another tokenizer"
         )
-    for start in range(0, len(found.ids), _BATCH):
-        some, places = found.ids[start : start + _BATCH], found.at[start : start + _BATCH]
+    for start in range(0, len(found.ids), size):
+        some, places = found.ids[start : start + size], found.at[start : start + size]
         ids = torch.nn.utils.rnn.pad_sequence(list(some), batch_first=True)
         row = torch.cat([torch.full_like(at, i) for i, at in enumerate(places)])
         routes = None
         if found.routes is not None:
-            routes = torch.nn.utils.rnn.pad_sequence(list(found.routes[start : start + _BATCH]), batch_first=True)
+            routes = torch.nn.utils.rnn.pad_sequence(list(found.routes[start : start + size]), batch_first=True)
         yield ids, (row, torch.cat(list(places))), routes
