@@ -19,6 +19,7 @@ from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.scaling import PER_ROW
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.ops.quantize import quantize
+from ottava.recipe import RECIPES
 from ottava.serving.attribution import CAUSES, _real, attribute, kl_of, nats
 from ottava.serving.rollout import Rollout, Sampler
 from ottava.serving.sides import Model, trained, under
@@ -138,6 +139,15 @@ def test_other_kernels_are_no_cause(bare: Model) -> None:
     assert found.kl > 0
     exact = attribute(rollout(own, own.clone(), trained=own.clone()), bare)
     assert (exact.kl, exact.good, exact.equality.equal) == (0, True, True)
+
+
+def test_the_scale_of_what_runs_together_is_no_cause() -> None:
+    """One scale for all inputs is another one where each sequence runs alone."""
+    model = _sharp(trained(under(plain("llama", dtype=torch.bfloat16), RECIPES["tensorwise"])))
+    shared = ModelState.of(model)
+    found = attribute(rollout(logp(shared, chunk=1), logp(shared)), model)
+    assert found.good, str(found)
+    assert "sequences that run alone" in str(found)
 
 
 def test_what_nothing_explains_is_said(bare: Model) -> None:
