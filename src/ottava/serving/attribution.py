@@ -188,7 +188,7 @@ def attribute(
     ours = lab.ours
     tried = list(hypotheses(found, ours, theirs, before))
     gap, parts, part, unwritten = lab.gap(state), list[Share](), False, ""
-    done = torch.zeros_like(gap, dtype=torch.bool)  # sequences of which a cause was found that holds in them alone
+    done = torch.zeros_like(gap, dtype=torch.bool)  # sequences that have a cause of their own
     while _kl(gap) > (lab.rounding(state)[0] if parts else 0.0) and len(parts) < _ROUNDS:
         best = min((x for one in tried for x in lab.tries(state, one, gap, done, part)), key=_left, default=None)
         if best is not None and best.cause == "trainer":  # a list that is wrong in some sequences needs no such cause
@@ -261,8 +261,8 @@ def _first(found: Rollout) -> Rollout:
 def _real(before: Tensor, after: Tensor, whole: float, *, part: bool = False, alike: bool = False) -> bool:
     """Whether a cause takes away enough, and more than chance does.
 
-    Of the roots, for one token may be half of a KL. Tokens of which a cause says nothing do not count, unless it was
-    chosen for those where it holds (`part`). A few tokens that take other experts have most of a KL and spoil its
+    It compares square roots, because one token may be half of a KL. Tokens that the cause leaves as they are do not
+    count, unless the cause was chosen for those where it holds (`part`). A few tokens that take other experts have most of a KL and spoil its
     standard error; `alike` also takes a cause whose differences point where the measured ones do. Among shuffled
     tokens their cosine has a standard error of 1 / sqrt(tokens), whatever the tails.
     """
@@ -462,7 +462,7 @@ class _Lab:
         return values
 
     def _logp(self, setting: Guess, alone: bool = False) -> Tensor:
-        """fp32 (N,): log p of the compared tokens by the twin; alone: of which each sequence is a batch."""
+        """fp32 (N,): log p of the compared tokens by the twin. alone: each sequence runs as a batch of its own."""
         assert setting.state is not None
         state, found, made = setting.state, [], []
         kept = self._kept[1] if self._kept is not None and self._kept[0] is state and not alone else None
