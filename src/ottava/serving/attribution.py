@@ -262,9 +262,9 @@ def _real(before: Tensor, after: Tensor, whole: float, *, part: bool = False, al
     """Whether a cause takes away enough, and more than chance does.
 
     It compares square roots, because one token may be half of a KL. Tokens that the cause leaves as they are do not
-    count, unless the cause was chosen for those where it holds (`part`). A few tokens that take other experts have most of a KL and spoil its
-    standard error; `alike` also takes a cause whose differences point where the measured ones do. Among shuffled
-    tokens their cosine has a standard error of 1 / sqrt(tokens), whatever the tails.
+    count, unless it was chosen for those where it holds (`part`). A few tokens that take other experts have most of a
+    KL and spoil its standard error; `alike` also takes a cause whose differences point where the measured ones do.
+    Among shuffled tokens their cosine has a standard error of 1 / sqrt(tokens), whatever the tails.
     """
     one, two, counts = nats(before), nats(after), (before != after) | part
     if not float((one - two).mean()) > _SHARE * whole:
