@@ -1,12 +1,12 @@
 """What watching costs: the same training step unwatched and watched, in turn, on the demo's model.
 
-    python benchmarks/watch.py [--steps 200] [--rounds 5]
+    python benchmarks/watch.py [--steps 10] [--rounds 100] [--set model.layers=1 ...]
     python benchmarks/watch.py --diagnose RUN    # writes a run of 1,000 steps x 200 tensors, and times its diagnosis
     python benchmarks/watch.py --trainer benchmarks/results/trainer.json    # transformers' Trainer and OttavaCallback
 
-Every round trains a block of steps in each mode, one after the other; quoted are medians over rounds of the ratio to
-the unwatched block of the same round. Times are CPU time of the process, which a machine that is busy elsewhere
-stretches little.
+Each mode trains in a process of its own, and the processes take turns every few steps, so that what slows the machine
+down slows all of them down. Quoted is the CPU time of all steps over that of the unwatched ones, first looks included,
+with the interval that 95 % of draws of the rounds give.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import date
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -54,8 +56,9 @@ MODES: Mapping[str, dict[str, Any] | None] = MappingProxyType(
 def main() -> None:
     """Prints a table for a BF16 model, whose casts are simulated, and for an FP8 one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="steps of a block in the default mode")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
+    parser.add_argument("--rounds", type=int, default=100, help="turns of each mode")
+    parser.add_argument("--modes", type=int, default=len(MODES), help="as many of the modes, from the first one")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences of 128 bytes in a step")
     parser.add_argument(
         "--diagnose", type=Path, metavar="RUN", help="write such a run there, if it is not, and time diagnose"
@@ -70,18 +73,40 @@ def main() -> None:
     if arguments.diagnose is not None:
         time_diagnosis(arguments.diagnose, arguments.every)
         return
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(f"torch {torch.__version__}, 1 thread, {arguments.rounds} turns of {arguments.steps} steps")
     for recipe in ("bf16", "tensorwise"):
-        seconds = measure(recipe, arguments.steps, arguments.rounds, arguments.batch_size, arguments.set)
-        base = seconds["unwatched"]
-        print(f"\n{recipe}: {1e3 * statistics.median(base):.1f} ms a step unwatched")
+        seconds = measure(recipe, arguments)
+        base = np.array(seconds["unwatched"])
+        print(f"\n{recipe}: {1e3 * np.median(base):.1f} ms a step unwatched")
+        draws = np.random.default_rng(0).integers(0, len(base), (2000, len(base)))
         for mode, times in seconds.items():
-            ratios = [watched / bare - 1 for watched, bare in zip(times, base, strict=True)]
-            print(f"  {mode:36} {100 * statistics.median(ratios):+7.1f} %")
+            told = np.array(times)
+            ratios = told[draws].sum(1) / base[draws].sum(1)
+            low, high = 100 * np.quantile(ratios, (0.025, 0.975)) - 100
+            print(f"  {mode:36} {100 * (told.sum() / base.sum() - 1):+7.1f} % [{low:+.1f}, {high:+.1f}]")
 
 
-def measure(recipe: str, steps: int, rounds: int, batch_size: int, more: list[str]) -> dict[str, list[float]]:
-    """Seconds per step of every round, by mode."""
+def measure(recipe: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds per step of every round, by mode: a process for each mode, which train in turn."""
+    context = torch.multiprocessing.get_context("spawn")
+    pipes = {}
+    for mode in list(MODES)[: arguments.modes]:
+        pipes[mode], there = context.Pipe()
+        given = (there, MODES[mode], recipe, arguments.batch_size, arguments.set)
+        context.Process(target=train, args=given, daemon=True).start()
+    seconds: dict[str, list[float]] = {mode: [] for mode in pipes}
+    for number in range(arguments.rounds):
+        for mode in sorted(pipes, reverse=bool(number % 2)):  # a machine drifts
+            pipes[mode].send(arguments.steps)
+            seconds[mode].append(pipes[mode].recv())
+    for pipe in pipes.values():
+        pipe.send(0)
+    return seconds
+
+
+def train(pipe: Connection, settings: dict[str, Any] | None, recipe: str, batch_size: int, more: list[str]) -> None:
+    """Trains as many steps as are asked for, again and again, and answers with the CPU seconds of one."""
+    torch.set_num_threads(1)
     config = load_config(None, [f"batch_size={batch_size}", *more])
     corpus = ByteCorpus.load(config.data)
     torch.manual_seed(0)
@@ -89,32 +114,21 @@ def measure(recipe: str, steps: int, rounds: int, batch_size: int, more: list[st
     if recipe != "bf16":
         convert(model, recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    batches = [
-        corpus.batch(seed=0, step=step, batch_size=config.batch_size, length=config.sequence_length)
-        for step in range(1, 17)
-    ]
-
-    def train(count: int) -> float:
-        started = time.process_time()
-        for step in range(count):
-            with torch.autocast("cpu", torch.bfloat16):
-                value = loss(model, *batches[step % len(batches)])
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return (time.process_time() - started) / count
-
-    train(3)
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for _ in range(rounds):
-        for mode, settings in MODES.items():
-            count = steps if not settings or "shadow" in settings else max(steps // 10, 8)
-            if settings is None:
-                seconds[mode].append(train(count))
-                continue
-            with tempfile.TemporaryDirectory() as folder, watch(model, Path(folder) / "run", settings):
-                seconds[mode].append(train(count))
-    return seconds
+    sizes = {"batch_size": config.batch_size, "length": config.sequence_length}
+    batches = [corpus.batch(seed=0, step=step, **sizes) for step in range(1, 17)]
+    with ExitStack() as stack:
+        if settings is not None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            stack.enter_context(watch(model, Path(folder) / "run", settings))
+        while count := pipe.recv():
+            started = time.process_time()
+            for step in range(count):
+                with torch.autocast("cpu", torch.bfloat16):
+                    value = loss(model, *batches[step % len(batches)])
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            pipe.send((time.process_time() - started) / count)
 
 
 def time_trainer(target: Path, steps: int, rounds: int) -> None:

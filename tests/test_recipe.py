@@ -455,7 +455,7 @@ wgrad:
 attention: {qkv: {format: E4M3}}
 overrides:
 - {pattern: "*.lm_head", recipe: bf16}
-- {pattern: "*", changes: {wgrad: {}, fprop.lhs: {format: E4M3, transform: {kind: mean, tokens: columns}},
+- {pattern: "*", changes: {wgrad: {}, fprop.lhs: {format: E4M3, transform: {kind: hot, tokens: columns, channels: 4}},
     fprop.rhs: {format: E4M3}}}
 - {pattern: "*", changes: {fprop: {lhs: {format: E4M3}, rhs: {format: E4M3}, batch_invariant: true}, attention: null}}
 """

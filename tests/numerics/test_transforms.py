@@ -12,7 +12,7 @@ from torch import Tensor
 import fp4_samples as fp4
 import ottava
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.numerics.transforms import TRANSFORMS, Hadamard, Mean, Smooth, get_transform
+from ottava.numerics.transforms import TRANSFORMS, Hadamard, Hot, Mean, OneRank, Smooth, get_transform
 from ottava.recipe import GEMMS, RECIPES, GemmRecipe, Recipe
 from sweep import CELLS
 
@@ -45,12 +45,15 @@ def test_means_and_factors() -> None:
     x = torch.randn(6, 10) + torch.linspace(-50, 50, 10)
     rows, columns = Mean(), Mean("columns")
     assert torch.equal(rows.prepare(x, None), x.double().mean(0, keepdim=True).float())
-    for transform, matrix in ((rows, x), (columns, x.t())):
+    for transform, matrix in ((rows, x), (columns, x.t()), (Hot(channels=3), x), (Hot("columns", 30), x.t())):
         aside = transform.prepare(matrix, None)
         left, right = transform.low_rank(aside, tuple(matrix.shape))
         torch.testing.assert_close(transform.apply(matrix, aside) + left @ right.t(), matrix, rtol=0, atol=2e-5)
     assert rows.prepare(torch.empty(0, 3), None).tolist() == [[0.0, 0.0, 0.0]]
     assert rows.prepare(torch.tensor([[torch.inf, 1.0], [1.0, 3.0]]), None).tolist() == [[0.0, 2.0]]
+    ends = torch.tensor([[torch.inf, 1.0, -0.0, 3.0], [9.0, torch.nan, 2.0, 4.0]])  # such a channel stays
+    kept = Hot(channels=3).apply(ends, Hot(channels=3).prepare(ends, None))
+    assert torch.equal(kept.nan_to_num(nan=7, posinf=8), torch.tensor([[8.0, 1.0, 0.0, 0.0], [9.0, 7.0, 0.0, 0.0]]))
     w, smooth = torch.randn(4, 10), Smooth()
     mine = smooth.prepare(x, None)
     theirs = smooth.prepare(w, mine)
@@ -145,6 +148,41 @@ def test_a_large_mean_costs_averis_nothing() -> None:
     assert off["averis"] < off["nvfp4"] / 10, off
 
 
+def test_hot_channels_meet_the_cast_weight_in_high_precision() -> None:
+    """Forward and wgrad by the definition: the casts of the rest, and the channels as they are."""
+    base, at = RECIPES["nvfp4"], [5, 42, 79, 116]
+    lhs, (dy_t, x_t) = base.fprop.lhs, (base.wgrad.lhs, base.wgrad.rhs)
+    fprop = replace(base.fprop, lhs=replace(lhs, transform=Hot(channels=4)))
+    dy_t, hot_t = replace(dy_t, rounding="nearest_even"), replace(x_t, transform=Hot("columns", 4))
+    wgrad = replace(base.wgrad, lhs=dy_t, rhs=hot_t)
+    recipe = replace(base, name="hot", fprop=fprop, wgrad=wgrad)
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    x, dy = torch.randn(48, 128), torch.randn(48, 32)
+    x[:, at] *= 60
+    x, dy = x.bfloat16(), dy.bfloat16()
+    layer = ottava.nn.Linear(128, 32, bias=False, recipe=recipe, dtype=torch.bfloat16)
+    y = layer(x)
+    y.backward(dy)
+    assert layer.weight.grad is not None
+    rest = x.clone()
+    rest[:, at] = 0
+
+    def cast(matrix: Tensor, spec: QuantizationSpec | None) -> Tensor:
+        assert spec is not None
+        return ottava.quantize(matrix, replace(spec, transform=None)).dequantize(torch.float64)
+
+    w = cast(layer.weight.detach(), base.fprop.rhs)
+    exact = cast(rest, lhs) @ w.t() + x[:, at].double() @ w[:, at].t()
+    dw = cast(dy.t(), dy_t) @ cast(rest.t(), x_t).t()
+    dw[:, at] += cast(dy.t(), dy_t) @ x[:, at].double()
+    for got, wanted in ((y.detach(), exact), (layer.weight.grad, dw)):
+        assert bool(((got.double() - wanted).abs() <= wanted.abs() * 2.0**-8 + 1e-5 * wanted.abs().max()).all())
+    plain = ottava.nn.Linear(128, 32, bias=False, recipe="nvfp4", dtype=torch.bfloat16)
+    plain.weight.data.copy_(layer.weight)
+    true = x.double() @ w.t()
+    assert (y.double() - true).norm() < 0.7 * (plain(x).double() - true).norm()
+
+
 def test_smoothing_takes_outlier_channels_out_of_a_layer() -> None:
     spec = replace(RECIPES["tensorwise_e4m3"].fprop.lhs, transform="smooth")
     recipe = Recipe("smooth", GemmRecipe(spec, spec), GemmRecipe(spec, spec), GemmRecipe(spec, spec))
@@ -162,7 +200,7 @@ def test_smoothing_takes_outlier_channels_out_of_a_layer() -> None:
 
 
 def test_slips_are_refused() -> None:
-    assert set(TRANSFORMS) == {"hadamard", "mean", "smooth"}
+    assert set(TRANSFORMS) == {"hadamard", "mean", "smooth", "hot"}
     for make, error, message in (
         (lambda: get_transform("hadamrd"), ValueError, "did you mean 'hadamard'"),
         (lambda: get_transform(3), TypeError, "needs a Transform, its kind"),
@@ -178,6 +216,8 @@ def test_slips_are_refused() -> None:
         (lambda: Smooth(True), TypeError, "needs a number"),
         (lambda: Mean("row"), ValueError, "did you mean 'rows'"),
         (lambda: Smooth(0), ValueError, "above 0"),
+        (lambda: Hot(channels=0), ValueError, "1 or more"),
+        (lambda: Hot().prepare(torch.ones(2, 2), None, OneRank()), ValueError, "split over ranks"),
         (lambda: Smooth("half"), TypeError, "needs a number"),
         (lambda: QuantizationSpec(ottava.E4M3, scaling="delayed", transform="mean"), ValueError, "scaling='current'"),
     ):

@@ -315,7 +315,66 @@ class Smooth(Transform):
         return (x.detach().to(torch.float32) * aside.reciprocal()).contiguous()
 
 
-TRANSFORMS: Mapping[str, type[Transform]] = MappingProxyType({kind.kind: kind for kind in (Hadamard, Mean, Smooth)})
+@dataclass(frozen=True)
+class Hot(Transform):
+    """Sets the channels of the largest sums of squares aside, in fp32; the GEMM adds their product in high precision.
+
+    With x = Z + H, where H has the hot channels alone: y = Q(Z) Q(w).T + H Q(w).T. They are chosen anew in each cast,
+    so a channel that stays hot is chosen each time. No channel with a NaN or an infinity is chosen.
+
+    Raises:
+        ValueError: fewer than 1 channel, or a tensor that is split over ranks.
+    Source: the hot channels of CHON (arXiv 2602.02047), which adds the residuals behind their casts to the product.
+        Here no residual is left, and such a channel does not raise the scales of its neighbours.
+
+    Example:
+        >>> x = torch.tensor([[100.0, 1.0], [102.0, -1.0]])
+        >>> hot = Hot(channels=1)
+        >>> hot.apply(x, hot.prepare(x, None)), hot.low_rank(hot.prepare(x, None), (2, 2)).left
+        (tensor([[ 0.,  1.],
+                [ 0., -1.]]), tensor([[100.],
+                [102.]]))
+    """
+
+    kind: ClassVar[str] = "hot"
+
+    tokens: Tokens = "rows"
+    """As that of `Mean`."""
+    channels: int = 8
+    """How many; all, if the tensor has fewer."""
+
+    def __post_init__(self) -> None:
+        need_known("Hot", "tokens", self.tokens, get_args(Tokens))
+        need_type("Hot: channels", self.channels, int)
+        if self.channels < 1:
+            raise ValueError(f"Hot: channels is {self.channels}; needs 1 or more")
+
+    def prepare(self, x: Tensor, other: Tensor | None, ranks: OneRank = ONE_RANK) -> Tensor:
+        """fp32 (r, 1 + tokens): a row for each hot channel, which begins with its place."""
+        if ranks is not ONE_RANK:
+            raise ValueError("hot channels are chosen among all, and this tensor is split over ranks; leave out 'hot'")
+        numbers = (x.t() if self.tokens == "rows" else x).detach().to(torch.float32)
+        size = numbers.double().square_().sum(1, keepdim=True)
+        size = torch.where(size.isfinite(), size, -1.0)
+        place = size[:, 0].argsort(descending=True, stable=True)[: self.channels]
+        return torch.cat([place[:, None].to(torch.float32), torch.where(size[place] < 0, 0.0, numbers[place])], 1)
+
+    def apply(self, x: Tensor, aside: Tensor | None) -> Tensor:
+        """x with zeros in its hot channels, in its own dtype."""
+        part = self.low_rank(aside, (x.shape[0], x.shape[1]))
+        return (x.detach() - (part.left @ part.right.t()).to(x.dtype)).contiguous()
+
+    def low_rank(self, aside: Tensor | None, shape: tuple[int, int]) -> LowRank:
+        """The channels and their places."""
+        assert aside is not None
+        rows = self.tokens == "rows"
+        place = nn.functional.one_hot(aside[:, 0].to(torch.int64), shape[rows]).to(torch.float32).t()
+        return LowRank(aside[:, 1:].t(), place) if rows else LowRank(place, aside[:, 1:].t())
+
+
+TRANSFORMS: Mapping[str, type[Transform]] = MappingProxyType(
+    {kind.kind: kind for kind in (Hadamard, Mean, Smooth, Hot)}
+)
 """The registered transforms, by kind."""
 
 

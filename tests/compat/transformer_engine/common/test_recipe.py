@@ -188,6 +188,9 @@ def test_a_field_can_be_assigned_and_is_checked() -> None:
     assert recipe.backward_override is None
     with pytest.raises(AttributeError, match="did you mean 'use_power_2_scales'"):
         recipe.use_power2_scales = True  # type: ignore[attr-defined]
+    for name, value in (("fp8_quant_fwd_inp", 3), ("fp8_format", "E4M3"), ("fp8_dpa", 1), ("fp8_gemm_dgrad", None)):
+        with pytest.raises(TypeError, match=f"Float8CurrentScaling: {name} is"):
+            setattr(recipe, name, value)
     nvfp4 = NVFP4BlockScaling()
     assert nvfp4.fp4_quant_bwd_grad == QParams(random_hadamard_transform=True, stochastic_rounding=True)
     nvfp4.fp4_quant_fwd_inp = QParams()

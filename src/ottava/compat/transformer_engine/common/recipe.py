@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.base.errors import RefusesUnknownFields, need_known, unknown_name
+from ottava.base.errors import RefusesUnknownFields, need_known, need_type, unknown_name
 from ottava.numerics import formats
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, TE_FOUR_OVER_SIX, Granularity
 from ottava.numerics.tensor import QuantizationSpec
@@ -128,8 +128,13 @@ class Recipe(RefusesUnknownFields):
         """Refuses values without a meaning, and fills in what follows from others.
 
         Raises:
-            ValueError: it names the field and what is needed.
+            ValueError, TypeError: it names the field and what is needed.
         """
+        kinds = {"bool": bool, "int": int, "Format": Format, "QParams | None": QParams, "MMParams": MMParams}
+        for one in fields(self):
+            kind, value = kinds.get(str(one.type)), getattr(self, one.name)
+            if kind is not None and not (kind is QParams and value is None):
+                need_type(f"{type(self).__name__}: {one.name}", value, kind)
         if (given := self.backward_override) not in (None, *(known := ("high_precision", "dequantized"))):
             raise ValueError(f"{type(self).__name__}: {unknown_name('backward_override', given, ('None', *known))}")
 
@@ -330,6 +335,7 @@ class Float8CurrentScaling(Recipe):
 
     def check(self) -> None:
         """As `Recipe.check`, and fills in the `QParams` that are None."""
+        super().check()
         for name in _FP8_PARAMS.values():
             params = getattr(self, name)
             if params is None:
@@ -340,7 +346,6 @@ class Float8CurrentScaling(Recipe):
                     "be set: scales of tiny tensors end at FP32's largest number, and Hadamard transforms, stochastic "
                     "rounding and 2-D blocks are fields of ottava.QuantizationSpec"
                 )
-        super().check()
 
     def _cells(self) -> OttavaRecipe:
         def scaled(spec: QuantizationSpec, tensor: str) -> QuantizationSpec:
@@ -434,6 +439,7 @@ class NVFP4BlockScaling(Recipe):
 
     def check(self) -> None:
         """As `Recipe.check`, and fills in the `QParams` that are None."""
+        super().check()
         turned = not self.disable_rht
         defaults = {
             "input": QParams(random_hadamard_transform=turned),
@@ -463,7 +469,6 @@ class NVFP4BlockScaling(Recipe):
                 "TransformerEngine does not do behind the random Hadamard transform: give disable_rht=True or "
                 "nvfp4_4over6='weights', or take ottava's recipe four_over_six, which does both"
             )
-        super().check()
 
     def _cells(self) -> OttavaRecipe:
         def cell(spec: QuantizationSpec, tensor: str) -> QuantizationSpec:
