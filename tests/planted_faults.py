@@ -54,7 +54,7 @@ def codecs() -> Iterator[Planted]:
         yield "encode", e4m3, name, partial(encode, **way)
     yield "encode", e4m3, "E5M2 written", lambda x: x.clamp(-57344, 57344).to(E5M2.dtype).view(torch.uint8)
     yield "encode", e4m3, "E4M3FNUZ written", lambda x: rounding.encode(x, E4M3FNUZ).view(torch.uint8)
-    yield "encode", e4m3, "rounds at random", lambda x: rounding.encode(x, E4M3, rounding="stochastic")
+    yield "encode", e4m3, "not repeatable", lambda x: rounding.encode(x, E4M3, rounding="stochastic")
     yield "encode", e4m3, "strides ignored", by_memory
     yield "encode", e4m3, "input changed", in_place
     yield "encode", e4m3, "tail not written", tail_unwritten

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ottava.prove.adapters import KINDS, READ, KernelAdapter
 from ottava.prove.codes import Allowed, numbers_of
-from ottava.prove.explain import Failure, explain
+from ottava.prove.explain import explain
 from ottava.prove.judge import cast_spec, expect, result_format
 from ottava.prove.matrix import GUARD, Draws, KernelCase, buffer, cases, placed
+from ottava.prove.probes import Failure
 from ottava.recipe import get_recipe
 
 _KEPT = 8
@@ -151,7 +152,7 @@ def certify(
             failure = failure._replace(previous=previous, first=alike[0] if alike else None, latest=latest)
             if not failure.wrong:
                 if len(passed) < _KEPT and failure.size < _LARGE:
-                    passed.append(failure)
+                    passed.append(failure._replace(allowed=None))
                 found.exact += exact
                 within += not exact
                 continue
@@ -308,16 +309,16 @@ def _steps(adapter: KernelAdapter, case: KernelCase) -> Tensor:
 
 def rerun(
     adapter: KernelAdapter, case: KernelCase, fill: str = "nan", around: str = "nan", plain: bool = False
-) -> Mapping[str, Tensor]:
-    """Where the results of another call are wrong, in other memory."""
+) -> Failure | None:
+    """The results of another call, in other memory; None: it raises or misbehaves."""
     if plain or around != "nan":
         held = case.inputs.items()
         inputs = {name: placed(x.clone(), "contiguous", around) if isinstance(x, Tensor) else x for name, x in held}
         case = replace(case, inputs=inputs)
     try:
-        return judged(adapter, case, call(adapter, case, fill))[0].wrong
+        return judged(adapter, case, call(adapter, case, fill))[0]
     except Exception:
-        return {"": torch.ones(())}
+        return None
 
 
 def judged(adapter: KernelAdapter, case: KernelCase, got: Mapping[str, Tensor]) -> tuple[Failure, bool]:
@@ -344,7 +345,7 @@ def judged(adapter: KernelAdapter, case: KernelCase, got: Mapping[str, Tensor]) 
             wrong[name] = mask
         exact &= one.exact is None or bool(((numbers[name] == one.exact) | numbers[name].isnan()).all())
     ours = not wrong and exact and (adapter.kind != "cast" or _as_ours(adapter, case, numbers))
-    return Failure(case, numbers, wrong, allowed=allowed if wrong else None), ours
+    return Failure(case, numbers, wrong, allowed=allowed), ours
 
 
 def _as_ours(adapter: KernelAdapter, case: KernelCase, numbers: Mapping[str, Tensor]) -> bool:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -77,8 +78,6 @@ class Fault(NamedTuple):
     sentence: str
     kinds: tuple[str, ...]
     knobs: Knobs
-    loose: bool = False
-    """Whether it allows more than one number, so that it explains too easily."""
 
 
 _CODES, _SUMS = ("encode", "cast"), ("gemm", "grouped")
@@ -174,6 +173,10 @@ def _by_memory(x: Tensor) -> Tensor | None:
     return torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset())
 
 
+def _neighbours(x: Tensor) -> Tensor:
+    return x[..., [min(k ^ 1, x.shape[-1] - 1) for k in range(x.shape[-1])]]
+
+
 def _cut(x: Tensor, size: int) -> Tensor:
     y = x.clone()
     y[:, x.shape[1] // size * size :] = 0
@@ -259,6 +262,28 @@ def _stale_cells(call: Asked, side: str, places: tuple[str, ...]) -> dict[str, A
     return {"cells": cells}
 
 
+SIDES = MappingProxyType(
+    {
+        "fprop.lhs": "x",
+        "fprop.rhs": "weight",
+        "dgrad.lhs": "grad",
+        "dgrad.rhs": "weight",
+        "wgrad.lhs": "grad",
+        "wgrad.rhs": "x",
+    }
+)
+
+
+def _other_scale(call: Asked, place: str, other: str) -> dict[str, Any] | None:
+    """A cell whose codes are read with the scale that another tensor has in its own first GEMM."""
+    theirs = call.cell({"x": "fprop.lhs", "weight": "fprop.rhs", "grad": "dgrad.lhs"}[other])
+    if theirs is None:
+        return None
+    y = call.inputs[other].reshape(-1, call.inputs[other].shape[-1])
+    scale = scale_inv_of(block_amax(y, theirs.granularity), theirs)
+    return {"cells": {place: {"scales": lambda s: scale if s.shape == scale.shape else None}}}
+
+
 def _rows_kept(call: Asked, count: Callable[[tuple[int, ...]], int]) -> dict[str, Any] | None:
     """x and the gradient of the first rows; count: of their shape."""
     x, grad = call.inputs["x"], call.inputs["grad"]
@@ -326,7 +351,6 @@ def scale_faults() -> tuple[tuple[str, str, Change], ...]:
 
 
 _ORDERS: tuple[tuple[str, str, Change], ...] = (
-    ("neighbours swapped", "Each two neighbours along K are swapped, as nibbles of a byte", lambda c: c[..., [min(k ^ 1, c.shape[-1] - 1) for k in range(c.shape[-1])]]),
     *(("sign of every second number lost", f"Every second number along K, from number {rest} on, loses its sign", lambda c, rest=rest: torch.where(torch.arange(c.shape[-1]) % 2 == rest, torch.where(c < 16, c & 7, c & 0x7F), c)) for rest in (0, 1)),
 )
 
@@ -356,7 +380,6 @@ def of_codes() -> Iterator[Fault]:
         *(("NaN lost", f"NaN becomes {value:g}; it should stay NaN", always(lost_nan=value)) for value in (0.0, 448.0, 240.0, 57344.0, 6.0, 1.0)),
         *((f"clamps at {top:g}", f"Larger numbers become {top:g}, below the format's largest", always(top=top)) for top in (240.0, 448.0, 416.0, 256.0, 224.0, 120.0, 49152.0, 4.0, 3.0)),
     )
-    yield Fault("rounds at random", "Each result is a neighbour of the input, not always the nearest: stochastic rounding", _CODES, lambda c: {"rounding": "stochastic"} if c.kind == "cast" else {"what": {**c.what, "rounding": "stochastic"}}, True)
     yield from rows(
         ("encode",),
         ("infinity lost", "An infinity becomes zero", changed(x=lambda x: torch.where(x.isinf(), 0.0, x))),
@@ -376,6 +399,7 @@ def of_codes() -> Iterator[Fault]:
         ("decode",),
         *((f"read as {other}", f"Codes are read as {other}", always(fmt=other)) for other in _EIGHT),
         ("subnormals flushed", "Codes of subnormal numbers are read as zero", always(flush=True)),
+        *((f"whole numbers, {text}", f"Codes are read as whole numbers: {text}", always(whole=way)) for text, way in (("two's complement", -1), ("without a sign", 0), ("a sign bit and a size", 1))),
         ("subnormals normal", "Codes of subnormal numbers are read with a leading 1, as normal ones", always(normal=True)),
         ("largest number too large", "The largest number is read as the next power of two", always(grown=True)),
         ("NaN and infinity lost", "The codes of NaN and infinity are read as finite numbers", always(finite=True)),
@@ -404,6 +428,7 @@ def of_casts() -> Iterator[Fault]:
         ("OCP's floor for the scale", "The exponent of the scale is floor(log2(amax)) - emax, so the largest numbers saturate", always(exponent="floor")),
         ("scale no power of two", "The scale is max / amax, not a power of two", always(exponent="none")),
         *((f"scale rounded {text}", f"The multiplier is a power of two rounded {text}; the recipe asks for another rule", always(exponent=text)) for text in ("up", "down", "nearest", "ceil")),
+        *((f"E4M3 scale rounded {text}", f"The E4M3 scale of a block is rounded {text}, not to nearest", always(exponent=how)) for text, how in (("down", "truncate"), ("up", "away"))),
         *((f"scaled to {top:g}", f"The largest number of a block goes to {top:g}, not to the format's largest", always(scale_top=top)) for top in _TOPS),
         *((name, sentence, always(written=change)) for name, sentence, change in scale_faults()),
         ("amax without the negative numbers", "amax looks at x, not at its magnitude", _amax(lambda x: x.clamp(min=0))),
@@ -424,7 +449,7 @@ def of_casts() -> Iterator[Fault]:
         ("an octave late", "Where amax is the largest number of a binade that fits, the scale is twice as large", always(exponent="open")),
         ("an octave at powers of two", "Where amax is a power of two, the scale is twice as large", _of_amax(lambda amax: torch.where(torch.frexp(amax)[0] == 0.5, 2 * amax, amax))),
         ("computes in BF16", "The scale and its product with x are rounded to BF16 before the cast", always(written=lambda s: s.float().bfloat16().double(), before=torch.bfloat16)),
-        ("codes under the unrounded scale", "Codes are made with max / amax, and the scale that is written is a power of two", _unrounded),
+        ("codes under the unrounded scale", "Codes are made with the scale before its rounding, and the rounded one is written", _unrounded),
         ("operand transposed", "It reads x.T", _reads(lambda x: x.t().reshape(x.shape))),
         ("strides ignored", "It reads memory row by row, whatever the strides are", _reads(_by_memory)),
         ("sign lost", "The sign is dropped", _reads(torch.abs)),
@@ -477,6 +502,7 @@ def _of_operands() -> Iterator[Fault]:
         ("last column of K dropped", "The last column of K is not summed", always(operands=lambda v: torch.cat([v[:, :-1], 0 * v[:, -1:]], 1))),
         ("first column of K dropped", "The first column of K is not summed", always(operands=lambda v: torch.cat([0 * v[:, :1], v[:, 1:]], 1))),
         ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(**dict.fromkeys(("scale_inv_a", "scale_inv_b"), lambda s: (s.to(torch.int32) << 23).view(torch.float32) if s.dtype == torch.uint8 else None))),
+        ("neighbours swapped (a or b)", "Each two neighbours along K of one operand are swapped, as nibbles of a byte: those of a or those of b, which gives the same sums", changed(a=partial(_bytes, _neighbours))),
         *((f"{name} ({text})", f"{sentence} ({text})", changed(**dict.fromkeys(sides, partial(_bytes, change)))) for name, sentence, change in _ORDERS for text, sides in (("a", "a"), ("b", "b"), ("both", "ab"))),
         ("largest number too large", "The largest number of the format is read as the next power of two", always(codes=grown_largest)),
         ("scales begin anew", "The scales of a begin anew with each group", lambda c: changed(scale_inv_a=lambda s: torch.cat([*(s[:n] for n in c.inputs["ends"].diff(prepend=c.inputs["ends"].new_zeros(1)).tolist()), s[c.inputs["ends"][-1] :]]))(c) if "ends" in c.inputs else None),
@@ -514,6 +540,7 @@ def _of_results() -> Iterator[Fault]:
         ("groups one row late", "Each group ends one row late", lambda c: {"ends": (c.inputs["ends"] + 1).clamp(max=c.inputs["ends"][-1])}),
         ("groups one row early", "Each group but the last ends one row early", lambda c: {"ends": torch.cat([(c.inputs["ends"][:-1] - 1).clamp(min=0), c.inputs["ends"][-1:]])}),
         ("empty group shifts the others", "An empty group is skipped without its weight: groups behind it take the weight of the one before", always(experts=lambda g, sizes: sum(size > 0 for size in sizes[:g]))),
+        ("ends read as sizes", "The ends of groups are read as their sizes", lambda c: {"ends": c.inputs["ends"].cumsum(0).clamp(max=c.inputs["ends"][-1])}),
         ("weight of the next group", "Each group takes the weight of the next", always(experts=lambda g, sizes: min(g + 1, len(sizes) - 1))),
         ("weight of the group before", "Each group takes the weight of the group before", always(experts=lambda g, sizes: max(g - 1, 0))),
         *((f"groups begin at multiples of {n}", f"Each group ends at a multiple of {n} rows, rounded down", lambda c, n=n: {"ends": torch.cat([c.inputs["ends"][:-1] // n * n, c.inputs["ends"][-1:]])}) for n in (4, 8, 16, 32)),
@@ -528,16 +555,12 @@ def _of_results() -> Iterator[Fault]:
         *((f"split in {n}", f"K is split in {n}, and the partial sums are rounded to {text} and added in {end}", always(split=(dtype, n, to))) for text, dtype in _HALVES for n in (2, 4, 8) for end, to in ((text, dtype), ("FP32", torch.float32))),
         *((f"accumulates in {text}", f"Sums are kept in {text}, {n} products at a time{behind}", always(steps=(dtype, n), late=late)) for late, behind in ((False, ""), (True, ", and scaled at the end")) for text, dtype in _HALVES for n in (1, 2, 4, 8, 16, 32, 64, 128)),
     )
-    for text, unit in (("TF32 or FP16", 2.0**-11), ("BF16", 2.0**-8)):
-        yield Fault(f"accumulates in {text}", f"The errors are those of sums in {text}: beyond FP32's bound, within that of {text}", _SUMS, always(unit=unit), True)
-
 
 def _of_layers() -> Iterator[Fault]:
     cells = {"x": ("fprop.lhs", "wgrad.rhs"), "the weight": ("fprop.rhs", "dgrad.rhs"), "the gradient": ("dgrad.lhs", "wgrad.lhs")}
     operands = cells | {f"{gemm}'s operands": (f"{gemm}.lhs", f"{gemm}.rhs") for gemm in GEMMS} | {"anything": CELLS}
     yield from rows(
         ("linear",),
-        *((f"recipe {name}", f"The numbers are those of recipe {name}", _told(recipe=lambda what, name=name: name)) for name, recipe in RECIPES.items() if not recipe.predicted),
     )
     yield from _stale(("linear",), *((f"{side} of the step before", f"It uses the {side} of", _earlier(side)) for side in ("x", "weight", "grad")))
     other = {"fprop.lhs": "wgrad.rhs", "fprop.rhs": "dgrad.rhs", "dgrad.lhs": "wgrad.lhs"}
@@ -545,6 +568,10 @@ def _of_layers() -> Iterator[Fault]:
         (gemm, side), text = cell.split("."), "is cast from what was cast along the other dimension"
         operands = {f"the {'left' if side == 'lhs' else 'right'} operand of {gemm}": (cell,)} | operands
         yield from rows(("linear",), (f"{cell} rounded twice", f"{next(iter(operands)).capitalize()} {text}", lambda c, own=cell, turned=turned: None if None in (c.cell(own), c.cell(turned)) else {"cells": {own: {"twice": c.cell(turned)}}}))
+    for (cell, side), other in product(SIDES.items(), ("x", "weight", "grad")):
+        text = f"the {'left' if cell.endswith('lhs') else 'right'} operand of {cell[:5]}"
+        if side != other:
+            yield Fault(f"{text}: scale of {other}", f"{text.capitalize()} has the scale of {other}", ("linear",), partial(_other_scale, place=cell, other=other))
     for text, places in operands.items():
         yield from rows(
             ("linear",),
@@ -554,6 +581,7 @@ def _of_layers() -> Iterator[Fault]:
     yield from rows(
         ("linear",),
         *((f"scale of {side} of the step before", f"The scale of {side} is that of the call before", partial(_stale_cells, side=side, places=where)) for side, where in zip(("x", "weight", "grad"), cells.values(), strict=True)),
+        *((f"recipe {name}", f"The numbers are those of recipe {name}", _told(recipe=lambda what, name=name: name)) for name, recipe in RECIPES.items() if not recipe.predicted),
         ("no gradient of the weight", "dw is zero", always(only={"dw": 0.0})),
         ("no gradient of the input", "dx is zero", always(only={"dx": 0.0})),
         ("weight transposed", "The weight is read as (K, N)", changed(weight=lambda w: w.t().reshape(w.shape))),
@@ -573,7 +601,8 @@ def _casts(alone: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
     if alone:
         yield from ((f"read as {fmt}", f"has codes that are read as {fmt}", {"read": fmt}) for fmt in _EIGHT if fmt.bits == 8)
         yield from ((f"scale of {name}", f"has the scale of {name}", {"granularity": blocks}) for name, blocks in _BLOCKS)
-        yield "scale of 448", "is read with the scale of a cast to 448, E4M3's largest", {"other_top": 448.0}
+        yield "scale of 448", "is read with the scale of a cast to 448, E4M3's largest", {"scales": lambda s: s * (57344.0 / 448.0)}
+        yield from ((name, f"is read with other scales. {sentence}", {"scales": change}) for name, sentence, change in scale_faults())
         return
     yield from (
         *((f"in {fmt}", f"is cast to {fmt}, not to the recipe's format", {"format": fmt}) for fmt in _EIGHT),
@@ -632,14 +661,16 @@ def _of_optimizers() -> Iterator[Fault]:
         *((f"{name} {value}", f"It uses {name} = {value}, whatever it is told", _told(**{name: lambda what, v=value: v})) for name, values in settings.items() for value in values),
         *((f"lr times {by:g}", f"The learning rate is {by:g} times what it should be", _told(lr=lambda what, by=by: by * float(what.get("lr", 1e-3)))) for by in (2.0, 0.5, 10.0, 0.1)),
         *((f"gradient times {by:g}", f"The gradient is {by:g} times what it should be", changed(grad=lambda g, by=by: g * by)) for by in (2.0, 0.5, 10.0, 0.1)),
-        *((f"moments in {text}", f"Moments are kept in {text}", always(moments=(text, text))) for text in ("bf16", "int8", "fp8", "fp32")),
-        *((f"first moment in {text}", f"The first moment is kept in {text}", always(moments=(text, None))) for text in ("bf16", "int8", "fp8", "fp32")),
-        *((f"second moment in {text}", f"The second moment is kept in {text}", always(moments=(None, text))) for text in ("bf16", "int8", "fp8", "fp32")),
+        *((f"moments in {text}", f"Moments are kept in {text}", always(moments=(text, text))) for text in ("bf16", "fp16", "int8", "fp8", "fp32")),
+        *((f"first moment in {text}", f"The first moment is kept in {text}", always(moments=(text, None))) for text in ("bf16", "fp16", "int8", "fp8", "fp32")),
+        *((f"second moment in {text}", f"The second moment is kept in {text}", always(moments=(None, text))) for text in ("bf16", "fp16", "int8", "fp8", "fp32")),
         ("parameter in BF16", "The parameter is rounded to BF16 in every step", changed(parameter=lambda p: p.to(torch.bfloat16))),
     )
 
 
 _OPTIMIZERS = (
+    ("not updated", "The parameter keeps its value"),
+    ("decayed parameter rounded", "The decayed parameter is rounded to BF16 before the step is subtracted"),
     ("no bias correction", "Moments are not divided by 1 - beta ** step"),
     ("first moment uncorrected", "The first moment is not divided by 1 - beta1 ** step"),
     ("second moment uncorrected", "The second moment is not divided by 1 - beta2 ** step"),
