@@ -74,14 +74,14 @@ class Net(nn.Module):
 
 
 torch.manual_seed(SEED)
-truth = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8)).requires_grad_(False)
+truth = nn.Sequential(nn.Linear(16, 64, bias=False), nn.ReLU(), nn.Linear(64, 8, bias=False)).requires_grad_(False)
 for p in truth.parameters():
-    p.mul_(2.0)
+    p.mul_(2.5)
 net = Net()
 optimizer = torch.optim.AdamW(net.parameters(), lr=4e-3, weight_decay=0.01)
 tail = []
 for step in range(100):
-    x = torch.randn(256, 16) * torch.exp(1.2 * torch.randn(256, 1))
+    x = torch.randn(256, 16) * torch.exp(0.8 * torch.randn(256, 1))
     loss = F.smooth_l1_loss(net(x), truth(x))
     optimizer.zero_grad()
     loss.backward()

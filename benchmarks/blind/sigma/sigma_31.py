@@ -38,7 +38,7 @@ class Linear8(nn.Linear):
 
 
 torch.manual_seed(SEED * 100 + RANK)
-net = nn.Sequential(Linear8(32, 96), nn.GELU(), Linear8(96, 96), nn.GELU(), Linear8(96, 96), nn.GELU(), nn.Linear(96, 12))
+net = nn.Sequential(Linear8(32, 64), nn.GELU(), Linear8(64, 64), nn.GELU(), Linear8(64, 64), nn.GELU(), nn.Linear(64, 12))
 if MODE == "good":
     for p in net.parameters():
         dist.broadcast(p.data, 0)
@@ -46,15 +46,18 @@ world = torch.Generator().manual_seed(SEED + 77)
 centers = torch.randn(36, 32, generator=world)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 tail = []
-for step in range(90):
+for step in range(80):
     pick = torch.randint(0, 36, (48,))
     x = centers[pick] + 0.7 * torch.randn(48, 32)
     loss = F.cross_entropy(net(x), pick % 12)
     optimizer.zero_grad()
     loss.backward()
+    flat = torch.cat([p.grad.flatten() for p in net.parameters()])
+    dist.all_reduce(flat)
+    start = 0
     for p in net.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= WORLD
+        p.grad.copy_(flat[start : start + p.numel()].view_as(p) / WORLD)
+        start += p.numel()
     optimizer.step()
     tail.append(loss.item())
     if RANK == 0 and step % 15 == 0:
