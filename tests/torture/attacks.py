@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import datetime
 import errno
+import functools
 import os
 import platform
 import random
@@ -27,8 +28,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from planted import FAULTS
+import torch
 from processes import LIMIT, End, Moments, Process
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from works import STORED, Result, Work, on_ranks
 
 from ottava.cli import app as commands
@@ -238,39 +240,44 @@ def kill_rank(case: Case) -> str:
 
 
 def elastic(case: Case) -> str:
-    """`torchrun --max-restarts`, and SIGKILL of one of its workers after some steps: all start again and go on."""
-    log = (case.folder / "log-torchrun").open("wb")
-    words = ["--standalone", f"--nproc-per-node={case.work.ranks}", "--max-restarts=4"]
-    planted = next((str(number) for number, fault in enumerate(FAULTS) if fault.plant is case.work.plant), "none")
-    program = [str(Path(__file__).with_name("planted.py")), planted]  # it runs the words of `ottava`
-    source = str(Path(__file__).resolve().parents[2] / "src")
-    agent = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *words, *program, *case.work.words(case.folder)],
-        stdout=log,
-        stderr=log,
-        env={**os.environ, "PYTHONPATH": source},
-    )
+    """torchrun's agent with `--max-restarts`, and SIGKILL of a worker after some steps: all start again and go on."""
+    agent = Process(functools.partial(_launch, case.work, case.folder), case.folder / "log-torchrun")
     metrics = case.folder / "run" / "metrics.jsonl"
-    steps = sorted(case.chance.sample(range(6), case.chance.randint(1, 2)))
-    for step in steps:
-        while agent.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < step):
+    for step in sorted(case.chance.sample(range(6), case.chance.randint(1, 2))):
+        while _lives(agent.pid) and (not metrics.exists() or metrics.read_bytes().count(b"\n") < step):
             time.sleep(0.005)
         time.sleep(case.chance.uniform(0, 0.2))
-        workers = _children(agent.pid)
-        if agent.poll() is None and workers:
+        if workers := _children(agent.pid):
             victim = case.chance.choice(workers)
             case.notes.append(f"a worker killed after {step} steps")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
                 case.kills += 1
-            while agent.poll() is None and victim in _children(agent.pid):
+            while victim in _children(agent.pid):
                 time.sleep(0.02)
-    code = agent.wait(ELASTIC_LIMIT)
-    log.close()
-    if code:
-        raise Lost(f"torchrun ends with {code}: {(case.folder / 'log-torchrun').read_text()[-1500:]}")
+    end = agent.wait(ELASTIC_LIMIT)
+    if end.code:
+        raise Lost(f"torchrun ends with {end.code}: {end.text[-1500:]}")
     case.compare()
     return "resumed"
+
+
+def _launch(work: Work, folder: Path) -> None:
+    """What `torchrun --standalone --max-restarts=4` does, with workers that are forks."""
+
+    def worker() -> None:
+        torch.set_num_threads(1)
+        if work.plant is not None:
+            work.plant()
+        try:
+            commands.main(work.words(folder))
+        except SystemExit as end:  # the agent waits for an answer of who ends well
+            if end.code:
+                raise
+
+    config = LaunchConfig(1, 1, work.ranks, run_id=folder.name, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+                          max_restarts=4, start_method="fork")  # fmt: skip
+    elastic_launch(config, worker)()
 
 
 ELASTIC_LIMIT = 600.0
@@ -322,6 +329,11 @@ def _children(parent: int) -> list[int]:
             if int(ppid) == parent and state != "Z":
                 found.append(int(stat.parent.name))
     return sorted(found)
+
+
+def _lives(pid: int) -> bool:
+    """Whether a child has not ended."""
+    return pid in _children(os.getpid())
 
 
 def terminate(case: Case) -> str:

@@ -164,11 +164,3 @@ FAULTS: Sequence[Fault] = (
     Fault("read-only", "a refusal of the system is a bug", replaces("ottava.train.run_folder:FolderLock", Raises)),
     Fault("damage", "a checkpoint's hash is not compared", plant_belief),
 )
-
-
-if __name__ == "__main__":  # a worker of torchrun, which starts anew and is no fork: the number of a fault, then words
-    if sys.argv[1] != "none":
-        FAULTS[int(sys.argv[1])].plant()
-    from ottava.cli import app
-
-    app.main(sys.argv[2:])
