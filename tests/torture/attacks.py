@@ -28,7 +28,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from processes import LIMIT, End, Moments, Process
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from works import STORED, Result, Work, on_ranks
@@ -165,8 +164,7 @@ def live(case: Case) -> str:
     log = case.folder.with_name(f"{case.folder.name}.live")
 
     def serve() -> None:
-        if case.work.plant is not None:
-            case.work.plant()
+        case.work.prepare()
         commands.main(["live", str(case.folder / "run"), "--no-open"])
 
     def answers() -> None:
@@ -244,7 +242,7 @@ def elastic(case: Case) -> str:
     agent = Process(functools.partial(_launch, case.work, case.folder), case.folder / "log-torchrun")
     metrics = case.folder / "run" / "metrics.jsonl"
     for step in sorted(case.chance.sample(range(6), case.chance.randint(1, 2))):
-        while _lives(agent.pid) and (not metrics.exists() or metrics.read_bytes().count(b"\n") < step):
+        while not _ended(agent) and (not metrics.exists() or metrics.read_bytes().count(b"\n") < step):
             time.sleep(0.005)
         time.sleep(case.chance.uniform(0, 0.2))
         if workers := _children(agent.pid):
@@ -262,13 +260,15 @@ def elastic(case: Case) -> str:
     return "resumed"
 
 
+def _ended(process: Process) -> bool:
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def _launch(work: Work, folder: Path) -> None:
     """What `torchrun --standalone --max-restarts=4` does, with workers that are forks."""
 
     def worker() -> None:
-        torch.set_num_threads(1)
-        if work.plant is not None:
-            work.plant()
+        work.prepare()
         try:
             commands.main(work.words(folder))
         except SystemExit as end:  # the agent waits for an answer of who ends well
@@ -329,11 +329,6 @@ def _children(parent: int) -> list[int]:
             if int(ppid) == parent and state != "Z":
                 found.append(int(stat.parent.name))
     return sorted(found)
-
-
-def _lives(pid: int) -> bool:
-    """Whether a child has not ended."""
-    return pid in _children(os.getpid())
 
 
 def terminate(case: Case) -> str:

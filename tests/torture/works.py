@@ -103,6 +103,16 @@ class Work:
         """Whether it makes a folder at once, or none."""
         return self.name.startswith(("export", "import", "join"))
 
+    def prepare(self) -> None:
+        """One thread, and the fault, in a new process."""
+        torch.set_num_threads(1)
+        if self.plant is not None:
+            try:
+                self.plant()
+            except Exception as error:
+                print(f"{UNPLANTED}: {error!r}")
+                raise
+
     def run(
         self,
         folder: Path,
@@ -117,16 +127,10 @@ class Work:
         words = self.words(folder)
 
         def work() -> None:
-            torch.set_num_threads(1)
             if self.ranks > 1:
                 os.environ |= {"WORLD_SIZE": str(self.ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            if self.plant is not None:
-                try:
-                    self.plant()
-                except Exception as error:
-                    print(f"{UNPLANTED}: {error!r}")
-                    raise
+            self.prepare()
             if before is not None:
                 before()
             commands.main(words)
