@@ -32,10 +32,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = "tests/kernels/native"
 TESTS = tuple(
-    f"{KERNELS}/test_{name}.py"
-    for name in ("accumulate", "gemm", "measure", "pointwise", "quantize", "quantize_drawn", "rotate", "sums")
+    f"{KERNELS}/{path.name}"
+    for path in sorted((ROOT / KERNELS).glob("test_*.py"))
+    if path.stem[5:] not in ("build", "fuzz", "gemm_levels", "gemm_trial", "prebuilt", "trial")
 )
-"""The others test the compiling itself, or compile with flags of their own."""
+"""The others test the compiling itself, compile with flags of their own, or start fuzz.py."""
 OPTIONS = "halt_on_error=0:exitcode=0:print_stacktrace=1:detect_leaks=0:detect_odr_violation=0:report_signal_unsafe=0"
 
 
@@ -110,17 +111,9 @@ def environment(name: str, folder: Path, source: Path) -> dict[str, str]:
     extra: list[str] = []
     if name == "thread":
         shim = folder / "openmp.o"
-        built = [
-            found,
-            "-O1",
-            "-g",
-            "-std=c++17",
-            "-fPIC",
-            *chosen.flags,
-            "-c",
-            str(Path(__file__).with_name("openmp.cpp")),
-        ]
-        subprocess.run([*built, "-o", str(shim)], check=True)
+        flags = ["-O1", "-g", "-std=c++17", "-fPIC", *chosen.flags]
+        made = ["-c", str(Path(__file__).with_name("openmp.cpp")), "-o", str(shim)]
+        subprocess.run([found, *flags, *made], check=True)
         extra = [str(shim)]
     # without the runtime in the compiler itself
     compiler = ["env", "-u", "LD_PRELOAD", found, "-g", "-fno-omit-frame-pointer", *chosen.flags, *extra]

@@ -173,11 +173,13 @@ def live(case: Case) -> str:
             if time.monotonic() > deadline:
                 raise Lost("the page gives no address")
             time.sleep(0.05)
-        time.sleep(0.6)  # it looks twice a second
-        try:
-            urllib.request.urlopen(said[0], timeout=60).read()
-        except OSError as error:
-            raise Lost(f"the page does not answer: {error}: {log.read_text()[-1500:]}") from error
+        while True:
+            time.sleep(0.6)  # it looks twice a second
+            try:
+                return urllib.request.urlopen(said[0], timeout=60).close()
+            except OSError as error:
+                if getattr(error, "code", 0) != 503 or time.monotonic() > deadline:  # 503: not yet, ask again
+                    raise Lost(f"the page does not answer: {error}: {log.read_text()[-1500:]}") from error
 
     try:
         for last in (*[False] * case.chance.randint(1, 3), True):

@@ -335,6 +335,7 @@ def dequantize(case: Case) -> None:
 
 @functools.cache
 def levels() -> tuple[int, ...]:
+    assert native_gemm.levels(), native_gemm.fastest().built.reason
     return native_gemm.levels()
 
 

@@ -187,9 +187,9 @@ def load(name: str, dtype: torch.dtype | None = None, variant: str = "") -> Buil
 
 def loaded(name: str, dtype: torch.dtype | None = None) -> ctypes.CDLL:
     """The library of `load`, which is there: a `supports_*` was asked."""
-    library = load(name, dtype).library
-    assert library is not None
-    return library
+    built = load(name, dtype)
+    assert built.library is not None, built.reason
+    return built.library
 
 
 def declare(library: ctypes.CDLL) -> None:
