@@ -82,7 +82,7 @@ def diagnose(
             came = str(error)
         remedies[0]["text"] += f" {came[:1].upper()}{came[1:]}"
     values = {"schema_version": SCHEMA_VERSION, "run": str(run), **result.to_dict()}
-    answer(as_json, values, _text(result, every), language)
+    answer(as_json, values, _text(result, every), language, "ottava diagnose")
     return 1 if fail_on != "never" and result.fails(fail_on) else 0
 
 
@@ -154,7 +154,7 @@ def compare(
     runs = [Run.open(path) for path in (good, bad, *(control or ()))]
     result = compare_runs(runs[0], runs[1], align=align, controls=runs[2:])
     values = {"schema_version": SCHEMA_VERSION, "good": str(good), "bad": str(bad), **result.to_dict()}
-    answer(as_json, values, _compared(result, top), language)
+    answer(as_json, values, _compared(result, top), language, "ottava compare")
     return 1 if result.diverged else 0
 
 
