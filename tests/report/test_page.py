@@ -187,7 +187,11 @@ def test_a_folder_has_one_page_of_all_its_results(tmp_path: Path, small_run: Run
     page = make_results(tmp_path, baseline=good)
     text = Checker(page.html).text
     found = re.findall(r'<li><a href="#(s\d)">(.*?)</a>', page.html)
-    assert found[:3] == [("s1", "ottava report: small"), ("s2", "ottava report: good"), ("s3", "ottava check: check.html")]
+    assert found[:3] == [
+        ("s1", "ottava report: small"),
+        ("s2", "ottava report: good"),
+        ("s3", "ottava check: check.html"),
+    ]
     assert found[3:] == [("s4", "ottava certify: a.json")]
     assert page.diagnosis == make_report(small_run, baseline=good_run).diagnosis
     assert "Compared with the good run" in text

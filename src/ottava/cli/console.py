@@ -43,11 +43,7 @@ SpeaksOption = Annotated[
 
 
 def answer(as_json: bool, values: Mapping[str, Any], text: object, language: str = "en", writer: str = "") -> None:
-    """Prints the result of a command: one JSON object with a schema version, or its text.
-
-    Args:
-        writer: the command; `ottava report FOLDER` shows JSON that names it, under the first line of the text.
-    """
+    """Prints a command's result: its text, or JSON, which `ottava report FOLDER` shows if it names its writer."""
     named = {"written_by": writer, "sentence": str(text).partition("\n")[0]} if writer else {}
     typer.echo(to_json({"schema_version": 1, **named, **values}) if as_json else spoken(str(text), language))
 

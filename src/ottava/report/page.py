@@ -173,13 +173,12 @@ def is_run(folder: Path) -> bool:
 def _page(path: Path) -> tuple[str, str] | None:
     """Command and page of a file that it wrote: a page, or JSON, of which a page is made; None: another file."""
     page = path.suffix == ".html"
-    if path.stat().st_size > MAX_TEXT or (not page and path.with_suffix(".html").exists()):
+    if not page and (path.stat().st_size > MAX_TEXT or path.with_suffix(".html").exists()):
         return None
-    said = path.read_bytes()[: 1000 if page else None].decode("utf-8", "replace")
-    if (writer := (_WRITER if page else _WRITTEN_BY).search(said)) is None:
-        return None
-    if page:
-        return writer[1], read_text(path)
+    with path.open("rb") as file:
+        writer = (_WRITER if page else _WRITTEN_BY).search(file.read(1000 if page else -1).decode("utf-8", "replace"))
+    if writer is None or page:
+        return writer and (writer[1], read_text(path))
     values = parse_json(read_text(path))
     if not isinstance(values, dict) or not isinstance(values.get("sentence"), str):
         return None
@@ -316,11 +315,7 @@ def _start(grid: Grid, findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _loss_rows(run: Run, grid: Grid, worst: Sequence[Any], runs: int) -> tuple[list[dict[str, Any]], int]:
-    """The picture of loss and worst tensors as a table: one row per look; without looks, one row per step.
-
-    Returns:
-        the rows, and n where only one row in n is among them, and the last.
-    """
+    """The picture of loss and worst tensors as a table, a row per look or else per step; and n: one row in n is there."""
     steps, loss, norm = run.steps["step"], run.steps["loss"], run.steps.get("grad_norm")
     at = {int(step): i for i, step in enumerate(steps)}
     tensors = {}
