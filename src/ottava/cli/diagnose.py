@@ -34,8 +34,7 @@ def diagnose(
     ] = None,
     language: SpeaksOption = "en",
     framework: Annotated[
-        str | None,
-        Option("--for", metavar="NAME", help="Print changes for this framework, not for that which ran."),
+        str | None, Option("--for", metavar="NAME", help="Print changes for this framework, not for that which ran.")
     ] = None,
     fail_on: Annotated[
         str, Option("--fail-on", metavar="NAME", help="Exit 1 from this severity on: critical, warning, never.")
@@ -132,8 +131,7 @@ def compare(
     bad: Annotated[Path, Argument(metavar="BAD", help="Folder of the run that went wrong.")],
     align: Annotated[str, Option("--align", metavar="AXIS", help="Pair looks by step, or by tokens.")] = "step",
     control: Annotated[
-        list[Path] | None,
-        Option("--control", metavar="RUN", help="Another good run, of another seed; repeatable."),
+        list[Path] | None, Option("--control", metavar="RUN", help="Another good run, of another seed; repeatable.")
     ] = None,
     top: Annotated[int, Option("--top", metavar="N", min=1, help="Rows of the table.")] = 15,
     language: SpeaksOption = "en",
@@ -188,8 +186,7 @@ def _compared(result: Comparison, top: int) -> str:
 
 def bisect(
     path: Annotated[
-        Path,
-        Argument(metavar="RUN|CHECKPOINT|DUMP", help="Run folder or checkpoint of `ottava train`, or a dump."),
+        Path, Argument(metavar="RUN|CHECKPOINT|DUMP", help="Run folder or checkpoint of `ottava train`, or a dump.")
     ],
     step: Annotated[
         int | None,

@@ -176,8 +176,7 @@ _Ran = Annotated[
     Path | None, Option("--receipt", metavar="F", help="receipt.json of the training; a run brings its own.")
 ]
 _Device = Annotated[
-    str | None,
-    Option(metavar="D", help="cpu or cuda, where it runs. Default: cuda; transformers: here."),
+    str | None, Option(metavar="D", help="cpu or cuda, where it runs. Default: cuda; transformers: here.")
 ]
 _Run = Annotated[
     bool, Option("--run/--no-run", help="Run transformers on a few tokens, where it is installed and on the CPU.")
@@ -196,8 +195,7 @@ _Form = Annotated[
     str | None, Option("--format", metavar="N", help="plain, nemo-rl, verl or trl. Default: by its fields.")
 ]
 _Before = Annotated[
-    list[Path] | None,
-    Option(metavar="F", help="An earlier checkpoint, which the engine may still have; repeatable."),
+    list[Path] | None, Option(metavar="F", help="An earlier checkpoint, which the engine may still have; repeatable.")
 ]
 _Out = Annotated[
     list[Path] | None, Option("--out", "-o", metavar="F", help="Write the result: a page as F.html, else JSON.")

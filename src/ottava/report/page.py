@@ -315,7 +315,7 @@ def _start(grid: Grid, findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _loss_rows(run: Run, grid: Grid, worst: Sequence[Any], runs: int) -> tuple[list[dict[str, Any]], int]:
-    """The picture of loss and worst tensors as a table, a row per look or else per step; and n: one row in n is there."""
+    """The picture of loss and worst tensors as a table, a row per look or per step, and n: one row in n is there."""
     steps, loss, norm = run.steps["step"], run.steps["loss"], run.steps.get("grad_norm")
     at = {int(step): i for i, step in enumerate(steps)}
     tensors = {}
