@@ -178,7 +178,7 @@ def test_chinese_page_is_a_twin(page: Path) -> None:
     assert headings(english) == headings(chinese)
     shown = [[(block.language, block.text) for block in read_blocks(text)] for text in (english, chinese)]
     assert shown[0] == shown[1]
-    assert len(shown[0]) >= 2 or page.name == "glossary.zh-CN.md"
+    assert len(shown[0]) >= 2 or page.name in ("glossary.zh-CN.md", "walks.zh-CN.md")
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])

@@ -12,6 +12,7 @@ import pytest
 import ottava
 from command import ended
 from ottava.base.language import Language, catalog
+from ottava.cli.app import app
 from ottava.prove import hypotheses
 from ottava.record.writer import RunWriter
 from ottava.serving import attribution, causes
@@ -191,7 +192,8 @@ def test_every_command_of_sentences_speaks_chinese(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One mechanism: each has the option, and prints its answer through it."""
-    for name in ("watch", "train", "table", "bisect", "what-if", "plan", "doctor", "diagnose", "report", "live"):
+    silent = {"formats", "recipes", "explorer", "plot", "bench"}  # numbers, and no verdict
+    for name in {one.name or str(one.callback.__name__) for one in app.registered_commands if one.callback} - silent:
         assert ended(name, "--help") == 0
         assert "--lang" in capsys.readouterr().out, name
     monkeypatch.chdir(tmp_path)
@@ -202,3 +204,5 @@ def test_every_command_of_sentences_speaks_chinese(
     assert "什么都没有记录。它不会跟进" in said
     assert ended("plan", "llama-1b", "--memory", "--lang", "zh") == 0
     assert "线性层为反向保存" in capsys.readouterr().out
+    assert ended("order", "torch.sum", "-k", "8", "--lang", "zh") == 0
+    assert "次试探" in capsys.readouterr().out

@@ -179,15 +179,25 @@ def test_a_folder_has_one_page_of_all_its_results(tmp_path: Path, small_run: Run
         shutil.copytree(run.path, tmp_path / "runs" / run.path.name)
     (tmp_path / "check.html").write_text(HOSTILE.replace("</section></main><p>late</p><main>", "</section>"))
     (tmp_path / "foreign.html").write_text("<main><h1>no page of ours</h1></main>")
+    for name in ("a", "check"):  # one has a page
+        told = {"written_by": "ottava certify", "sentence": "No <b>fault", "adapters": [{"cases": 1234.5}] * 41}
+        (tmp_path / f"{name}.json").write_text(json.dumps(told))
+    (tmp_path / "foreign.json").write_text('{"sentence": "no page of ours", "a": [["written_by"]]}')
     good = Run.open(tmp_path / "runs" / "good")
     page = make_results(tmp_path, baseline=good)
     text = Checker(page.html).text
     found = re.findall(r'<li><a href="#(s\d)">(.*?)</a>', page.html)
-    assert found == [("s1", "ottava report: small"), ("s2", "ottava report: good"), ("s3", "ottava check: check.html")]
+    assert found[:3] == [
+        ("s1", "ottava report: small"),
+        ("s2", "ottava report: good"),
+        ("s3", "ottava check: check.html"),
+    ]
+    assert found[3:] == [("s4", "ottava certify: a.json")]
     assert page.diagnosis == make_report(small_run, baseline=good_run).diagnosis
     assert "Compared with the good run" in text
-    assert {"s1-facts", "s2-numbers", "s1-heat"} <= {*re.findall(r'id="([\w-]+)"', page.html)}
-    part = page.html.partition('id="s3"')[2].partition("<footer>")[0]
+    assert all(words in text for words in ("No <b>fault", "1,230", "1 more rows are not listed"))
+    assert {"facts", "s2-numbers", "s1-heat"} <= {*re.findall(r'id="([\w-]+)"', page.html)}
+    part = page.html.partition('id="s3"')[2].partition('id="s4"')[0]
     assert all(words in part for words in ("A page of\nanother", "kept", 'href="#s3-x"'))
     assert not re.search(r"<script|onclick|onload|//|<img|<use|no page of ours", part)
     assert make_results(small_run.path).html == make_report(Run.open(small_run.path)).html

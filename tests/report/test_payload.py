@@ -15,6 +15,7 @@ from ottava.measure.tally import Tally, tally_fields
 from ottava.record.reader import Run, Table
 from ottava.record.schema import SlotKey
 from ottava.report import page
+from ottava.report.frame import PagePart, render_sections
 from ottava.report.page import MAX_BYTES, all_rounded, coded, pack, payload, render_report
 from sweep import sweep
 
@@ -179,5 +180,8 @@ def test_a_page_of_100_layers_and_1000_steps_has_400_kb(small_run: Run) -> None:
     html = render_report(run, diagnosis=nothing)
     assert time.process_time() - begun < 12  # 2 to 4 s; a page that a live reader waits for
     assert len(html.encode()) <= 400_000
+    six = [render_report(run, diagnosis=nothing, runs=6)] * 6
+    parts = [PagePart(one, f"s{i}", "run") for i, one in enumerate(six, 1)]
+    assert len(render_sections(parts, six, name="six", notes=[]).encode()) <= 400_000
     assert "a column has several looks" in html
     assert "Most statistics have 2 digits here" in html

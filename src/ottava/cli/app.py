@@ -86,24 +86,8 @@ def _add(*commands: Callable[..., Any]) -> None:
         app.command()(command)
 
 
-_add(
-    demo,
-    train,
-    lab,
-    plan,
-    doctor,
-    formats,
-    recipes,
-    explorer,
-    report,
-    live,
-    table,
-    plot,
-    diagnose,
-    compare,
-    bisect,
-    check,
-)
+_add(demo, train, lab, plan, doctor, formats, recipes, explorer)
+_add(report, live, table, plot, diagnose, compare, bisect, check)
 app.command("what-if")(what_if)
 app.command("import")(import_run)
 _add(inspect, export, consolidate, parity, certify, order)

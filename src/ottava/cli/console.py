@@ -42,9 +42,10 @@ SpeaksOption = Annotated[
 """The option of commands whose sentences, or page, there are in Chinese, too."""
 
 
-def answer(as_json: bool, values: Mapping[str, Any], text: object, language: str = "en") -> None:
-    """Prints the result of a command: one JSON object with a schema version, or its text."""
-    typer.echo(to_json({"schema_version": 1, **values}) if as_json else spoken(str(text), language))
+def answer(as_json: bool, values: Mapping[str, Any], text: object, language: str = "en", writer: str = "") -> None:
+    """Prints a command's result: its text, or JSON, which `ottava report FOLDER` shows if it names its writer."""
+    named = {"written_by": writer, "sentence": str(text).partition("\n")[0]} if writer else {}
+    typer.echo(to_json({"schema_version": 1, **named, **values}) if as_json else spoken(str(text), language))
 
 
 def spoken(text: str, language: str) -> str:

@@ -34,8 +34,7 @@ def diagnose(
     ] = None,
     language: SpeaksOption = "en",
     framework: Annotated[
-        str | None,
-        Option("--for", metavar="NAME", help="Print changes for this framework, not for that which ran."),
+        str | None, Option("--for", metavar="NAME", help="Print changes for this framework, not for that which ran.")
     ] = None,
     fail_on: Annotated[
         str, Option("--fail-on", metavar="NAME", help="Exit 1 from this severity on: critical, warning, never.")
@@ -82,7 +81,7 @@ def diagnose(
             came = str(error)
         remedies[0]["text"] += f" {came[:1].upper()}{came[1:]}"
     values = {"schema_version": SCHEMA_VERSION, "run": str(run), **result.to_dict()}
-    answer(as_json, values, _text(result, every), language)
+    answer(as_json, values, _text(result, every), language, "ottava diagnose")
     return 1 if fail_on != "never" and result.fails(fail_on) else 0
 
 
@@ -132,8 +131,7 @@ def compare(
     bad: Annotated[Path, Argument(metavar="BAD", help="Folder of the run that went wrong.")],
     align: Annotated[str, Option("--align", metavar="AXIS", help="Pair looks by step, or by tokens.")] = "step",
     control: Annotated[
-        list[Path] | None,
-        Option("--control", metavar="RUN", help="Another good run, of another seed; repeatable."),
+        list[Path] | None, Option("--control", metavar="RUN", help="Another good run, of another seed; repeatable.")
     ] = None,
     top: Annotated[int, Option("--top", metavar="N", min=1, help="Rows of the table.")] = 15,
     language: SpeaksOption = "en",
@@ -154,7 +152,7 @@ def compare(
     runs = [Run.open(path) for path in (good, bad, *(control or ()))]
     result = compare_runs(runs[0], runs[1], align=align, controls=runs[2:])
     values = {"schema_version": SCHEMA_VERSION, "good": str(good), "bad": str(bad), **result.to_dict()}
-    answer(as_json, values, _compared(result, top), language)
+    answer(as_json, values, _compared(result, top), language, "ottava compare")
     return 1 if result.diverged else 0
 
 
@@ -188,8 +186,7 @@ def _compared(result: Comparison, top: int) -> str:
 
 def bisect(
     path: Annotated[
-        Path,
-        Argument(metavar="RUN|CHECKPOINT|DUMP", help="Run folder or checkpoint of `ottava train`, or a dump."),
+        Path, Argument(metavar="RUN|CHECKPOINT|DUMP", help="Run folder or checkpoint of `ottava train`, or a dump.")
     ],
     step: Annotated[
         int | None,

@@ -25,6 +25,7 @@ def inspect(
     path: Annotated[
         Path, Argument(metavar="FILE|FOLDER", help="A checkpoint of Hugging Face, torch, PEFT or ottava; or a run.")
     ],
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Show each tensor of a checkpoint: type, shape, amax and scales; and check the FP8 scaling state in it.
@@ -49,10 +50,8 @@ def inspect(
     if as_json:
         answer(True, found.to_dict(), "")
         return int(problems)
-    typer.echo(found.summary)
-    for name, value in found.settings.items():
-        typer.echo(f"  {name}: {value}")
-    typer.echo()
+    lines = [found.summary, *(f"  {name}: {value}" for name, value in found.settings.items()), ""]
+    typer.echo(spoken("\n".join(lines), language))
     rows = [
         (
             one.name,
@@ -63,9 +62,10 @@ def inspect(
         )
         for one in found.tensors
     ]
-    print_table(Console(), ("tensor", "dtype", "shape", "amax", "scales"), rows, left=("tensor", "dtype"))
+    header = ("tensor", "dtype", "shape", "amax", "scales")
+    print_table(Console(), header, rows, left=("tensor", "dtype"), language=language)
     if found.state is not None:
-        typer.echo(f"\n{found.state}")
+        typer.echo(spoken(f"\n{found.state}", language))
     return int(problems)
 
 
@@ -95,6 +95,7 @@ def export(
         str | None,
         Option("--engine", "-e", metavar="E", help="vllm, sglang, transformers or trtllm, which will serve it."),
     ] = None,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> int:
     """Write an FP8 or FP4 checkpoint for transformers, vLLM, SGLang or TensorRT-LLM, with the trained numbers.
@@ -110,7 +111,7 @@ def export(
 
     opened, _ = _source(source)
     report = write(opened, out, layout=layout, static=static, keep=keep or (), recast=recast, engine=engine)
-    answer(as_json, asdict(report), report)
+    answer(as_json, asdict(report), report, language)
     return int(bool(report.changed))
 
 
@@ -142,6 +143,7 @@ def consolidate(
     everything: Annotated[
         bool, Option("--all", help="Also the states of the optimizer and of random generators.")
     ] = False,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Join the shards of a checkpoint to one file NEW/model.safetensors, with whole tensors.
@@ -155,7 +157,8 @@ def consolidate(
 
     sizes = join(checkpoint, target, keep=everything)
     path = target / "model.safetensors"
-    answer(as_json, {"path": str(path), **sizes}, f"{path}: {sizes['tensors']} tensors, {sizes['bytes']:,} bytes")
+    said = f"{path}: {sizes['tensors']} tensors, {sizes['bytes']:,} bytes"
+    answer(as_json, {"path": str(path), **sizes}, said, language)
     return 0
 
 
@@ -173,8 +176,7 @@ _Ran = Annotated[
     Path | None, Option("--receipt", metavar="F", help="receipt.json of the training; a run brings its own.")
 ]
 _Device = Annotated[
-    str | None,
-    Option(metavar="D", help="cpu or cuda, where it runs. Default: cuda; transformers: here."),
+    str | None, Option(metavar="D", help="cpu or cuda, where it runs. Default: cuda; transformers: here.")
 ]
 _Run = Annotated[
     bool, Option("--run/--no-run", help="Run transformers on a few tokens, where it is installed and on the CPU.")
@@ -193,8 +195,7 @@ _Form = Annotated[
     str | None, Option("--format", metavar="N", help="plain, nemo-rl, verl or trl. Default: by its fields.")
 ]
 _Before = Annotated[
-    list[Path] | None,
-    Option(metavar="F", help="An earlier checkpoint, which the engine may still have; repeatable."),
+    list[Path] | None, Option(metavar="F", help="An earlier checkpoint, which the engine may still have; repeatable.")
 ]
 _Out = Annotated[
     list[Path] | None, Option("--out", "-o", metavar="F", help="Write the result: a page as F.html, else JSON.")

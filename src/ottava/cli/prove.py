@@ -108,7 +108,7 @@ def check(
             ahead.close()
             if save is not None:
                 facts = {"saved": str(save), "tensors": len(a.entries)}
-                answer(as_json, facts, f"Saved {len(a.entries)} tensors to {save}.")
+                answer(as_json, facts, f"Saved {len(a.entries)} tensors to {save}.", language)
                 return 0
             a.name, b.name = "A", "B"
             verdict = judge(a, b)
@@ -283,7 +283,7 @@ def certify(
     import torch
 
     from ottava.prove.certificate import certify as run
-    from ottava.prove.page import page
+    from ottava.prove.page import headline, page
     from ottava.prove.ready import load, ready
     from ottava.report.frame import write_page
 
@@ -305,7 +305,8 @@ def certify(
         found.append(certificate)
     settings = {"cases": cases, "seed": seed, "device": device}
     if json is not None:
-        told = {"schema_version": 1, **settings, "adapters": [one.to_dict() for one in found]}
+        told = {"schema_version": 1, "written_by": "ottava certify", "sentence": headline(found), **settings}
+        told["adapters"] = [one.to_dict() for one in found]
         write_page(json, to_json(told, indent=1) + "\n")
     if html is not None:
         write_page(html, page(found, settings), language)
@@ -327,6 +328,7 @@ def audit(
     out: Annotated[
         Path | None, Option("--out", "-o", metavar="DIR", help="Watch the run, too; findings are its events.")
     ] = None,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Run a training script, unchanged, and recompute random elements of its GEMMs on the host.
@@ -351,9 +353,10 @@ def audit(
             found.event = stack.enter_context(watch(None, out)).writer.event
         code = run_inside(found, command)
     if as_json:
-        answer(True, {**found.to_dict(), "script_exit_code": code}, "")
+        said = str(found).rpartition("\n")[2]
+        answer(True, {**found.to_dict(), "script_exit_code": code}, said, writer="ottava audit")
     else:
-        typer.echo(f"ottava audit: {found}", err=True)
+        typer.echo(spoken(f"ottava audit: {found}", language), err=True)
     return code or (_FOUND if found.findings else 0)
 
 
@@ -371,6 +374,7 @@ def order(
     shape: Annotated[str, Option(metavar="MxN", help="Of the result.")] = "16x16",
     at: Annotated[str, Option(metavar="ROW,COLUMN", help="Which element of the result.")] = "0,0",
     tree: Annotated[bool, Option("--tree", help="Print the whole tree, too.")] = False,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Learn from a kernel's outputs in which order, how wide and with which rounding it adds.
@@ -392,7 +396,7 @@ def order(
         equal = None  # how an addition rounds is not known
     said = "not every rounding is known" if equal is None else f"{equal:.0%} of random sums have these bits"
     text = f"{found.name}\n{found.probes:,} probes; {said}" + (f"\n{found}" if tree else "")
-    answer(as_json, {**json.loads(found.to_json()), "confirmed": equal}, text)
+    answer(as_json, {**json.loads(found.to_json()), "confirmed": equal}, text, language, "ottava order")
     return 0 if equal in (None, 1.0) else _FOUND
 
 

@@ -182,6 +182,7 @@ def import_run(
     config: Annotated[
         Path | None, Option(metavar="FILE", help="config.json for a checkpoint file without one.")
     ] = None,
+    language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Read the statistics of another tool for compare, diagnose and report; or another tool's checkpoint.
@@ -198,7 +199,7 @@ def import_run(
     imported.
     """
     if kind is None and _is_checkpoint(source):
-        return _import_checkpoint(source, target, config, as_json=as_json)
+        return _import_checkpoint(source, target, config, as_json, language)
     from ottava.interop.importers import import_run as read
     from ottava.recipe import get_recipe
 
@@ -214,7 +215,7 @@ def import_run(
         "losses": len(run.steps["step"]),
         **{name: run.manifest["imported"][name] for name in ("files", "not_understood", "notes")},
     }
-    answer(as_json, facts, _imported(facts))
+    answer(as_json, facts, _imported(facts), language)
     return 0
 
 
@@ -224,7 +225,7 @@ def _is_checkpoint(source: Path) -> bool:
     return source.is_file() and source.suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
-def _import_checkpoint(source: Path, target: Path, config: Path | None, *, as_json: bool) -> int:
+def _import_checkpoint(source: Path, target: Path, config: Path | None, as_json: bool, language: str) -> int:
     if source.is_dir():
         from ottava.serving.export import export
         from ottava.serving.source import of_folder
@@ -239,7 +240,7 @@ def _import_checkpoint(source: Path, target: Path, config: Path | None, *, as_js
         text = f"{target}: {facts['codes']} weights in FP8, {facts['tensors']} other tensors, {facts['bytes']:,} bytes"
         if changed := facts["changed"]:
             text += f"; no layout holds the codes of {len(changed)} weights, which were cast again"
-    answer(as_json, {"checkpoint": str(target), **facts}, text)
+    answer(as_json, {"checkpoint": str(target), **facts}, text, language)
     return int(bool(facts["changed"]))
 
 

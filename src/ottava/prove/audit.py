@@ -158,7 +158,7 @@ class Audit:
         tap().see = self._see if self.steps % self.every == 0 else None
 
     def __str__(self) -> str:
-        judged = ", ".join(f"{count:,} by {way}" for way, count in self.judged.items()) or "none"
+        judged = "; ".join(f"{count:,} by {way}" for way, count in self.judged.items()) or "none"
         skipped = "".join(f"\nnot judged: {count:,} GEMMs: {why}" for why, count in self.skipped.items())
         seen = max(self.elements_seen, 1)
         clean = f"no element is wrong; at 95 %, fewer than 1 of {seen / 3:,.0f} elements is"

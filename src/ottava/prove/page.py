@@ -24,9 +24,13 @@ _PHASES = MappingProxyType(
 
 def page(found: Sequence[KernelCertificate], settings: Mapping[str, Any]) -> str:
     """All certificates as HTML."""
-    bad = [one for one in found if not one.good]
-    headline = f"{len(bad)} of {len(found)} adapters are wrong" if bad else f"No fault found in {len(found)} adapters"
-    return render("ottava.prove", "certify.html.j2", found=found, settings=settings, headline=headline)
+    return render("ottava.prove", "certify.html.j2", found=found, settings=settings, headline=headline(found))
+
+
+def headline(found: Sequence[KernelCertificate]) -> str:
+    """What all certificates say together."""
+    bad = sum(not one.good for one in found)
+    return f"{bad} of {len(found)} adapters are wrong" if bad else f"No fault found in {len(found)} adapters"
 
 
 def check_page(verdict: Verdict, command: str = "") -> str:

@@ -338,6 +338,7 @@ class Verdict:
         told = {} if self.finding is None else vars(self.finding) | {"tensor": str(self.finding.key)}
         found = {name: value for name, value in told.items() if name != "key"} or None
         return {
+            "schema_version": 1, "written_by": "ottava check", "sentence": str(self).partition("\n")[0],
             "same": self.same, "finding": found, "tensors": len(self.judged), "notes": self.notes,
             "wrong": [str(j.row.key) for j in self.judged if j.wrong],
             "reproducer": None if self.reproducer is None else str(self.reproducer),

@@ -6,9 +6,11 @@ chart.css) and the shared drawing code (draw.js). A template may include files f
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -200,17 +202,27 @@ def render_sections(sections: Sequence[PagePart], runs: Sequence[str], **values:
     """One page of several, with a table of contents.
 
     Args:
-        runs: the numbers of watched runs, as their own pages have them; they are the first sections.
+        runs: the pages of watched runs; they are the first sections. Facts that are equal are stored once.
     """
-    data = [
-        Markup(f"{begin}{section.name}-{rest}")
-        for section, page in zip(sections, runs, strict=False)
-        for begin, rest in re.findall(
-            r'(?s)(<script type="application/[a-z-]+" id=")((?:facts|numbers)">.*?</script>)', page
-        )
-    ]
-    roots = Markup(json.dumps([f"{one.name}-" for one in sections[: len(runs)]]))
-    return render(__package__, "results.html.j2", sections=sections, numbers=data, roots=roots, **values)
+    facts, numbers = ([re.findall(f'id="{name}">(.*?)</script>', page)[0] for page in runs] for name in _DATA)
+    shared = dict[str, tuple[list[str], list[int]]]()
+    for one in facts:
+        for name, value in json.loads(zlib.decompress(base64.b64decode(one))).items():
+            known, places = shared.setdefault(name, ([], []))
+            said = json.dumps(value, separators=(",", ":"))
+            known += [said] * (said not in known)
+            places.append(known.index(said))
+    told = ",".join(f'"{name}":[[{",".join(known)}],{places}]' for name, (known, places) in shared.items())
+    packed = deflated(f"{{{told}}}".encode())
+    return render(__package__, "results.html.j2", sections=sections, facts=packed, numbers=numbers, **values)
+
+
+_DATA = ("facts", "numbers")
+
+
+def deflated(data: bytes, level: int = 9) -> str:
+    """base64 of deflated bytes."""
+    return base64.b64encode(zlib.compress(data, level)).decode("ascii")
 
 
 def marked(sentence: str) -> Markup:

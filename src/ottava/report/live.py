@@ -38,17 +38,7 @@ import pyarrow as pa
 from ottava.base.text import finite
 from ottava.base.untrusted import MAX_LINE, UntrustedError, regular_size
 from ottava.record.reader import Run, Table, joined, number_of, parsed, part_files, table_of
-from ottava.record.schema import (
-    EVENTS,
-    EXPERIMENTS,
-    MANIFEST,
-    RANKS,
-    STEPS,
-    TRAINER_STEPS,
-    TRAINING,
-    Part,
-    RunError,
-)
+from ottava.record.schema import EVENTS, EXPERIMENTS, MANIFEST, RANKS, STEPS, TRAINER_STEPS, TRAINING, Part, RunError
 from ottava.report import sections
 from ottava.report.grid import Grid
 from ottava.report.page import CURVES, MOST_POINTS, Curve, make_report

@@ -11,9 +11,7 @@ neighbouring looks share a column, which shows the worst of them (`grid`), and s
 
 from __future__ import annotations
 
-import base64
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -27,7 +25,8 @@ import numpy.typing as npt
 
 from ottava.base import text
 from ottava.base.text import progress, rounded_alike
-from ottava.base.untrusted import UntrustedError, read_text
+from ottava.base.untrusted import MAX_BYTES as MAX_TEXT
+from ottava.base.untrusted import UntrustedError, parse_json, read_text
 from ottava.diagnose.compare import compare
 from ottava.diagnose.diagnose import diagnose
 from ottava.diagnose.what_if import Prediction, predict
@@ -39,19 +38,22 @@ from ottava.record.amaxes import recorded
 from ottava.record.reader import Run, Table
 from ottava.record.schema import MANIFEST, TRAINER_MANIFEST, RunError
 from ottava.report import sections
-from ottava.report.frame import PagePart, render, render_sections, script_json, write_page
+from ottava.report.frame import PagePart, deflated, render, render_sections, script_json, write_page
 from ottava.report.grid import SCALES, Grid, Values
 
 MAX_BYTES = 245_000
 """Largest size of the base64 text of all numbers, so that a page of 100 layers and 1,000 steps stays under 400 kB."""
 MOST_POINTS = 800
 _WRITER = re.compile(r'<meta name="generator" content="(ottava (?!report|explorer)[a-z]+)">')
+_WRITTEN_BY = re.compile(r'"written_by": ?"(ottava [a-z-]+)"')
 _SEVERITIES = ("critical", "warning", "none")
 _MOST_RUNS, _MOST_PAGES, _MOST_FILES = 6, 40, 500
 CURVES = ("loss", "grad_norm")
 Curve = list[list[Any]]
 """Steps and values, as `sections.thin` gives them."""
 _TABLE_STEPS = 60
+_A_RUN = 25_000
+"""Bytes of what a run has on a page of several beside its numbers: sentences and tables."""
 _MOST_PREDICTED_ROWS = 3000
 
 
@@ -75,13 +77,13 @@ def make_report(
     baseline: Run | None = None,
     live: bool = False,
     earlier: Mapping[str, Curve] | None = None,
-    room: int = MAX_BYTES,
+    runs: int = 1,
 ) -> Report:
     """Analyses a watched run and makes its page.
 
     Args:
         baseline: a good run to compare with.
-        room: the most bytes of all numbers.
+        runs: how many runs share the page; of several, each has fewer numbers and shorter tables.
         live: the page follows the run, see `report.live`, and predicts other recipes when the run has ended.
         earlier: curves of loss and grad_norm before the steps of the run that are at hand.
 
@@ -108,15 +110,16 @@ def make_report(
         comparison=comparison,
         live=live,
         earlier=earlier,
-        room=room,
+        runs=runs,
     )
     return Report(html, diagnosis)
 
 
 def make_results(folder: Path, *, baseline: Run | None = None) -> Report:
-    """One page of every result in a folder: its watched runs, the worst first, and the pages of other commands.
+    """One page of every result in a folder: its watched runs, the worst first, and what other commands wrote.
 
-    Three levels of folders are searched. A good run among them is compared with the runs beside it. If a folder is a
+    That is a page, or JSON with `written_by` and `sentence` where no page of the same name lies beside it. Three
+    levels of folders are searched. A good run among them is compared with the runs beside it. If a folder is a
     run and holds nothing else, the page is that of the run.
 
     Raises:
@@ -124,14 +127,19 @@ def make_results(folder: Path, *, baseline: Run | None = None) -> Report:
     """
     paths = [folder] * is_run(folder)
     paths += [path.parent for path in _newest(folder, MANIFEST) if path.parent != folder]
-    pages = [(path, found[1]) for path in _newest(folder, "*.html") if (found := _WRITER.search(_head(path)))]
+    pages, notes = list[tuple[Path, str, str]](), list[str]()
+    for path in [*_newest(folder, "*.html"), *_newest(folder, "*.json")]:
+        try:
+            pages += [(path, *found)] if (found := _page(path)) else []
+        except (OSError, UntrustedError) as error:
+            notes.append(str(error))
     if not pages and len(paths) < 2 and paths in ([], [folder]):
         return make_report(Run.open(folder), baseline=baseline)
-    reports, notes = dict[Path, Report](), list[str]()
+    reports = dict[Path, Report]()
     for path in progress(paths[:_MOST_RUNS], "reading the runs"):
         try:
             good = baseline if baseline is not None and _compared(path, baseline.path, folder) else None
-            reports[path] = make_report(Run.open(path), baseline=good, room=MAX_BYTES // len(paths[:_MOST_RUNS]))
+            reports[path] = make_report(Run.open(path), baseline=good, runs=min(len(paths), _MOST_RUNS))
         except RunError as error:
             if path == folder:
                 raise
@@ -139,13 +147,9 @@ def make_results(folder: Path, *, baseline: Run | None = None) -> Report:
     worst = {path: _SEVERITIES.index(str(one.diagnosis["verdict"])) for path, one in reports.items()}
     order = sorted(reports, key=lambda path: (baseline is not None and path.samefile(baseline.path), worst[path]))
     made = [(f"ottava report: {path.resolve().name}", reports[path].html) for path in order]
-    for path, writer in pages[:_MOST_PAGES]:
-        try:
-            made.append((f"{writer}: {path.relative_to(folder)}", read_text(path)))
-        except (OSError, UntrustedError) as error:
-            notes.append(str(error))
+    made += [(f"{writer}: {path.relative_to(folder)}", page) for path, writer, page in pages[:_MOST_PAGES]]
     notes += [f"This page holds {_MOST_RUNS} runs; {path} is not among them." for path in paths[_MOST_RUNS:]]
-    notes += [f"This page holds {_MOST_PAGES} pages; {path} is not among them." for path, _ in pages[_MOST_PAGES:]]
+    notes += [f"This page holds {_MOST_PAGES} pages; {path} is not among them." for path, *_ in pages[_MOST_PAGES:]]
     if not made:
         raise RunError(f"{folder}: no result in it can be read. {' '.join(notes)}")
     sections = [PagePart(html, f"s{i}", title) for i, (title, html) in enumerate(made, 1)]
@@ -166,10 +170,19 @@ def is_run(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() or (folder / TRAINER_MANIFEST).is_file()
 
 
-def _head(path: Path) -> str:
-    """The first bytes of a file."""
+def _page(path: Path) -> tuple[str, str] | None:
+    """Command and page of a file that it wrote: a page, or JSON, of which a page is made; None: another file."""
+    page = path.suffix == ".html"
+    if not page and (path.stat().st_size > MAX_TEXT or path.with_suffix(".html").exists()):
+        return None
     with path.open("rb") as file:
-        return file.read(1000).decode("utf-8", "replace")
+        writer = (_WRITER if page else _WRITTEN_BY).search(file.read(1000 if page else -1).decode("utf-8", "replace"))
+    if writer is None or page:
+        return writer and (writer[1], read_text(path))
+    values = parse_json(read_text(path))
+    if not isinstance(values, dict) or not isinstance(values.get("sentence"), str):
+        return None
+    return writer[1], render(__package__, "values.html.j2", values=values)
 
 
 def _newest(folder: Path, pattern: str) -> list[Path]:
@@ -197,15 +210,16 @@ def render_report(
     comparison: Mapping[str, Any] | None = None,
     live: bool = False,
     earlier: Mapping[str, Curve] | None = None,
-    room: int = MAX_BYTES,
+    runs: int = 1,
 ) -> str:
     """Renders the page from a run and the results of the analysis functions.
 
     Args:
         diagnosis, comparison: as dicts.
-        live, earlier, room: as in `make_report`.
+        live, earlier, runs: as in `make_report`.
         asked: (casts used for the predictions, casts recorded); None: all.
     """
+    room = MAX_BYTES // runs - _A_RUN * (runs > 1)
     numbers = payload(run.table(phase=None), None if baseline is None else baseline.table(), room)
     grid = numbers.grid
     worst = grid.worst_of_looks()
@@ -226,6 +240,7 @@ def render_report(
     first = 100 * bool(findings)  # without findings the page opens the first note
     notes = [{"number": i, **sections.finding(one, grid)} for i, one in enumerate(diagnosis.get("notes") or [], first)]
     facts["start"] = _start(grid, findings)
+    rows, every = _loss_rows(run, grid, worst, runs)
     return render(
         __package__,
         "report.html.j2",
@@ -248,13 +263,15 @@ def render_report(
         grid=grid,
         statistics=STATISTICS,
         steps_text=text.steps_text,
-        loss_rows=_loss_rows(run, grid, worst),
+        loss_rows=rows,
+        every=every,
+        runs=runs,
         has_loss=bool(facts["loss"]["loss"][0]),
         has_norm=bool(facts["loss"]["grad_norm"][0]),
         worst_runs=sections.worst_runs(grid, worst),
         events=events,
-        worst_table=sections.worst_table(grid),
-        what_if=sections.what_if(predictions),
+        worst_table=sections.worst_table(grid, runs),
+        what_if=sections.what_if(predictions, runs),
         not_recorded=run.table().not_recorded(),
         asked=asked if asked is not None and asked[0] < asked[1] else None,
         difference=sections.difference(comparison) if comparison is not None else None,
@@ -297,8 +314,8 @@ def _start(grid: Grid, findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"slot": 0, "look": max(0, len(grid.looks) - 1), "metric": metric}
 
 
-def _loss_rows(run: Run, grid: Grid, worst: Sequence[Any]) -> list[dict[str, Any]]:
-    """The picture of loss and worst tensors as a table: one row per look; without looks, one row per step."""
+def _loss_rows(run: Run, grid: Grid, worst: Sequence[Any], runs: int) -> tuple[list[dict[str, Any]], int]:
+    """The picture of loss and worst tensors as a table, a row per look or per step, and n: one row in n is there."""
     steps, loss, norm = run.steps["step"], run.steps["loss"], run.steps.get("grad_norm")
     at = {int(step): i for i, step in enumerate(steps)}
     tensors = {}
@@ -306,7 +323,7 @@ def _loss_rows(run: Run, grid: Grid, worst: Sequence[Any]) -> list[dict[str, Any
         if cell is not None:
             tensors[int(grid.step[cell.slot, look])] = cell
     shown = sorted({*tensors, *(at if not tensors else ())})
-    every = -(-len(shown) // _TABLE_STEPS) or 1
+    every = -(-len(shown) // (_TABLE_STEPS // runs)) or 1
     rows = []
     for step in [step for i, step in enumerate(shown) if i % every == 0 or i == len(shown) - 1]:
         i, cell = at.get(step), tensors.get(step)
@@ -318,7 +335,7 @@ def _loss_rows(run: Run, grid: Grid, worst: Sequence[Any]) -> list[dict[str, Any
             value = text.number(cell.value, STATISTICS[cell.metric].unit)
             row |= {"layer": slot.layer, "tensor": symbol(slot.tensor), "metric": cell.metric, "value": value}
         rows.append(row)
-    return rows
+    return rows, every
 
 
 _MOST_LOOKS, _ENOUGH_LOOKS, _LEAST_LOOKS = 240, 48, 3
@@ -363,7 +380,7 @@ def payload(table: Table, good: Table | None = None, room: int = MAX_BYTES) -> P
         grid = Grid.of(main, most, columns=columns)
         series = Grid.of(table, most, _SERIES, by="amax") if light and len(full) else None
         beside = Grid.of(good, most) if good is not None and len(good) else None
-        facts, codes = _facts((main, good), grid, series, beside, digits, filled)
+        facts, codes = _facts((main, good), grid, series, beside, digits, filled, _MAX_HISTOGRAMS * room // MAX_BYTES)
         packed = pack(codes, 4)
         if len(packed) <= room or most <= _LEAST_LOOKS:
             return Payload(facts, pack(codes), grid, digits)
@@ -415,6 +432,7 @@ def _facts(
     beside: Grid | None,
     digits: int,
     filled: npt.NDArray[np.bool_],
+    histograms: int,
 ) -> tuple[dict[str, Any], npt.NDArray[np.int64]]:
     table, good = tables
     names = [name for name in STATISTICS if name in grid.values]
@@ -433,7 +451,7 @@ def _facts(
             present = [statistic for statistic in wanted if statistic in other.values]
             alarming = [round(share, 3) for share in other.alarming()]
             facts[name] = numbers.grid(other, present, digits) | {"slots": _places(grid, other), "alarming": alarming}
-    chosen = _chosen(grid, filled)
+    chosen = _chosen(grid, filled, histograms)
     facts["histograms"], counts = _histograms(table, grid, chosen)
     facts["counts"] = numbers.add(counts, _DIGITS)
     if good is not None and beside is not None:
@@ -497,16 +515,12 @@ def pack(codes: npt.NDArray[np.int64], level: int = 9) -> str:
     """Codes as base64 of deflated byte planes, the highest byte first; a lower level is quicker, and longer.
 
     Example:
+        >>> import base64, zlib
         >>> zlib.decompress(base64.b64decode(pack(np.array([1, 258])))).hex()
         '0000000000010102'
     """
     planes = codes.astype(">i4").view(np.uint8).reshape(-1, 4).T
     return deflated(np.ascontiguousarray(planes).tobytes(), level)
-
-
-def deflated(data: bytes, level: int = 9) -> str:
-    """base64 of deflated bytes."""
-    return base64.b64encode(zlib.compress(data, level)).decode("ascii")
 
 
 def _metric(name: str, values: Values) -> dict[str, Any]:
@@ -529,9 +543,9 @@ def _formats() -> dict[str, dict[str, float]]:
     return {name: {key: getattr(fmt, field) for key, field in names.items()} for name, fmt in formats.items()}
 
 
-def _chosen(grid: Grid, filled_rows: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+def _chosen(grid: Grid, filled_rows: npt.NDArray[np.bool_], most: int) -> list[tuple[int, int]]:
     """Slot and look of the histograms on the page: for each cast the worst look, and as many others as fit."""
-    others = max(0, _MAX_HISTOGRAMS // max(1, len(grid.slots)) - 1)
+    others = max(0, most // max(1, len(grid.slots)) - 1)
     alarm = np.nan_to_num(grid.alarm()[0], nan=-1e9, posinf=1e9, neginf=-1e8)
     chosen: list[tuple[int, int]] = []
     for slot in range(len(grid.slots)):

@@ -1,11 +1,13 @@
 // Draws the pictures of the report and handles pointer and keys. The address keeps the state {slot, look, metric}, so
 // that a link can point at a cell: report.html#slot=3&metric=underflow_pct&step=40. The numbers are in #numbers, and
 // the JSON in #facts explains them, see page.py. chart.js draws.
-// root: what stands before every id of this run, where a page has several.
-async function show(kept = {}, root = "") {
+// root: what stands before every id of this run, and nth: its number, where a page has several.
+async function show(kept = {}, root = "", nth) {
 const $ = (id) => document.getElementById(root + id), page = document.getElementById(root.slice(0, -1)) ?? document;
 const leaving = new AbortController(), until = { signal: leaving.signal };
-const facts = JSON.parse(new TextDecoder().decode(await inflate($("facts").textContent)));
+const told = JSON.parse(new TextDecoder().decode(await inflate(document.getElementById("facts").textContent)));
+const facts = nth === undefined ? told  // several runs: of each name its values, and for each run which
+  : Object.fromEntries(Object.entries(told).map(([name, [values, at]]) => [name, values[at[nth]]]));
 const { slots, groups, looks, metrics, formats, events } = facts;
 const metricAt = Object.fromEntries(metrics.map((metric, i) => [metric.name, i]));
 

@@ -253,8 +253,8 @@ def untested(diagnosis: Json) -> list[tuple[str, str, str]]:
     return [(one["id"], one["title"], one["needs"]) for one in diagnosis.get("untested") or []]
 
 
-def worst_table(grid: Grid) -> dict[str, Any]:
-    """The most alarming casts at their most alarming look, worst first.
+def worst_table(grid: Grid, runs: int = 1) -> dict[str, Any]:
+    """The most alarming casts at their most alarming look, worst first; fewer rows where several runs share a page.
 
     Returns:
         columns: statistics; rows: slot, layer, tensor, cast, step, and for each column a text and a level 0 to 3;
@@ -266,7 +266,7 @@ def worst_table(grid: Grid) -> dict[str, Any]:
     level = grid.alarm()[0]
     known = np.where(np.isnan(level), -np.inf, level)
     best = np.where(grid.row >= 0, known, -np.inf)
-    order = np.argsort(-best.max(1, initial=-np.inf), kind="stable")[:WORST_ROWS].tolist()
+    order = np.argsort(-best.max(1, initial=-np.inf), kind="stable")[: WORST_ROWS // runs].tolist()
     rows: list[dict[str, Any]] = []
     for i in order:
         slot, looks = grid.slots[i], np.flatnonzero(grid.row[i] >= 0)
@@ -302,7 +302,7 @@ def cast_text(slot: Json) -> str:
 _PLAIN = frozenset({"fp32", "current", ""})
 
 
-def what_if(predictions: Sequence[Prediction]) -> dict[str, Any] | None:
+def what_if(predictions: Sequence[Prediction], runs: int = 1) -> dict[str, Any] | None:
     """Predictions by recipe, and by tensor if a recipe fails for it; None without predictions.
 
     Returns:
@@ -328,9 +328,10 @@ def what_if(predictions: Sequence[Prediction]) -> dict[str, Any] | None:
         "cheapest": [(name, len(names), listed(names, most=3)) for name, names in layers.items()],
         "columns": recipes,
         "rows": [
-            (key[0], symbol(key[1]), [failing[key].get(name) for name in recipes]) for key in order[:WHAT_IF_ROWS]
+            (key[0], symbol(key[1]), [failing[key].get(name) for name in recipes])
+            for key in order[: WHAT_IF_ROWS // runs]
         ],
-        "more": max(0, len(order) - WHAT_IF_ROWS),
+        "more": max(0, len(order) - WHAT_IF_ROWS // runs),
         "unharmed": len(tensors) - len(failing),
     }
 

@@ -129,7 +129,8 @@ class Attribution:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         first = None if self.first is None else asdict(self.first)
-        return {"schema_version": SCHEMA_VERSION, "first": first, "fp8_share": self.fp8, **asdict(self)}
+        told = {"schema_version": SCHEMA_VERSION, "written_by": "ottava parity", "sentence": self.headline}
+        return {**told, "first": first, "fp8_share": self.fp8, **asdict(self)}
 
     def to_json(self) -> str:
         """The same bytes for the same dump and sides."""

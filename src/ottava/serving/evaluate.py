@@ -87,7 +87,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        values = asdict(self)
+        values = {"written_by": "ottava parity", "sentence": self.headline, **asdict(self)}
         values["weights"]["tensors"] = [asdict(one) | {"wrong": one.wrong} for one in self.weights.tensors]
         for one, own in zip((values["answers"], *values["texts"]), (self.answers, *self.texts), strict=True):
             one |= {"perplexity_a": own.perplexity_a, "perplexity_b": own.perplexity_b}

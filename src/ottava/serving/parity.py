@@ -107,7 +107,8 @@ class Certificate:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         first = None if self.first is None else asdict(self.first)
-        return {"schema_version": SCHEMA_VERSION, "verdict": self.verdict, "first": first, **asdict(self)}
+        told = {"schema_version": SCHEMA_VERSION, "written_by": "ottava parity", "sentence": self.headline}
+        return {**told, "verdict": self.verdict, "first": first, **asdict(self)}
 
     def to_json(self) -> str:
         """The certificate, its own hash at the end: equal sides give equal bytes."""
