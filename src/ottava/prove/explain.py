@@ -404,7 +404,7 @@ def explain(
     told = {id(fit): _contrary(fit.fault, passed) for fit in clean[:6]}
     if best := next((fit for fit in clean[:6] if not any(told[id(fit)])), None):
         return _named(best, len(failures), "")
-    for fit in [*clean[:6], *full[:12]]:
+    for fit in [*clean[:6], *full[:40]]:
         right = told.get(id(fit)) or _contrary(fit.fault, passed)
         both = zip([*held, *passed], [*fit.told, *right], strict=True)
         parts = [Part(one.case, one.got, name, t.given, t.against) for one, of in both for name, t in of.items()]

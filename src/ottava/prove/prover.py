@@ -39,9 +39,8 @@ from ottava.base.files import replacing
 from ottava.base.text import columns, listed
 from ottava.experiments.program import tensors_in, tree_map
 from ottava.prove.align import Aligned, JudgedTensor, UnlikeError, align
-from ottava.prove.recorder import GRADIENTS, Key, StepRecorder, StepRecording, bare
+from ottava.prove.recorder import GRADIENTS, Key, StepRecorder, StepRecording, bare, load_trace
 from ottava.prove.tolerance import Distance, Nudge, distance, limits, unit
-from ottava.prove.traces import load_trace
 from ottava.record.random_state import random_states_kept
 
 _MOST_LINES = 12
