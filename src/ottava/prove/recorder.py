@@ -1,6 +1,7 @@
 """Records one training step by meaning: what every module got and gave, forward and backward, gradients and updates.
 
     weight             a parameter before the first step of an optimizer
+    reload             how far a parameter went between two steps, and how far its numbers did in the order of their size
     input, output      of a module, in the order of the forward
     recomputed         an output that activation checkpointing computes again in the backward
     output gradient    of the loss, of that output; input gradient alike
@@ -230,6 +231,7 @@ class StepRecorder:
         self._read: dict[tuple[int, int, int, int], list[int]] = {}
         self._owners: dict[int, nn.Module] = {}
         self._before: dict[int, tuple[Any, str, Tensor]] = {}
+        self._after: dict[int, Tensor] = {}
         self._order = 0.0
         self._grad_order: dict[int, float] = {}
         self._queued = False
@@ -380,6 +382,8 @@ class StepRecorder:
             if id(p) not in self._before:
                 if self.step == 0:
                     self._note(module, name, "weight", 0, 0, p, order=-1.0)
+                elif (old := self._after.pop(id(p), None)) is not None:
+                    self._note(module, name, "reload", 0, 0, _jump(old, _local(p).float()), order=-1.0)
                 self._before[id(p)] = module, name, _local(p).clone()
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
@@ -390,6 +394,8 @@ class StepRecorder:
                 module, name, before = self._before.pop(id(p))
                 moved = _local(p).float() - before.float()
                 self._note(module, name, "update", 0, 0, moved, like=p, operation=type(optimizer).__name__)
+                if self.step + 1 < self._steps:
+                    self._after[id(p)] = _local(p).float().clone()
         if not self._before:
             self._finish_step()
             if self.step == self._steps:
@@ -500,6 +506,13 @@ def _elsewhere(path: str, others: set[str]) -> set[str]:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _jump(old: Tensor, new: Tensor) -> Tensor:
+    """Euclidean distances of two tensors, and of their sorted numbers: 0 where only the order differs."""
+    if torch.equal(old, new):
+        return torch.zeros(2)
+    return torch.stack([(old - new).norm(), (old.flatten().sort()[0] - new.flatten().sort()[0]).norm()])
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
