@@ -1,7 +1,7 @@
 """Records one training step by meaning: what every module got and gave, forward and backward, gradients and updates.
 
     weight             a parameter before the first step of an optimizer
-    reload             how far a parameter went between two steps, and how far its numbers did in the order of their size
+    reload             how far a parameter went between two steps, and how far its sorted numbers did
     input, output      of a module, in the order of the forward
     recomputed         an output that activation checkpointing computes again in the backward
     output gradient    of the loss, of that output; input gradient alike
