@@ -415,8 +415,8 @@ def explain(
         placed["hypothesis"] not in ("not explained", "some places", "powers of two")
         and " places: " not in placed["sentence"]
     )
-    probe = _probe(failures, rerun) or (placed if sharp else probed(kind, what, failures, rerun))
-    if probe is not None:
+    probe = _probe(failures, rerun) or probed(kind, what, failures, rerun, calls=True)
+    if probe := probe or (placed if sharp else probed(kind, what, failures, rerun, calls=False)):
         return probe
     if clean:
         return _named(clean[0], len(failures), "")

@@ -66,9 +66,11 @@ Said = Iterator[tuple[str, str]]
 """A name and a sentence."""
 
 
-def probed(kind: str, what: Mapping[str, Any], failures: Sequence[Failure], rerun: Rerun) -> dict[str, str] | None:
-    """What the first measurement says that parts from the reference; None: all agree."""
-    for look in (_calls, _rounding, _doubled, _lines):
+def probed(
+    kind: str, what: Mapping[str, Any], failures: Sequence[Failure], rerun: Rerun, calls: bool
+) -> dict[str, str] | None:
+    """What the first measurement says that parts from the reference; None: all agree. calls: only what repeats one."""
+    for look in (_calls,) if calls else (_rounding, _doubled, _lines):
         try:
             said = next(look(kind, what, _usual(failures), rerun), None)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError, AttributeError):
@@ -366,8 +368,11 @@ def _weights(every: Sequence[_Moved], name: str, result: str) -> str:
     """How much lines of an operand move one line of the result, in runs of equal shares."""
     for row in sorted({row for one in every for row in one.by}, reverse=True):
         shares = [(one.line, one.by[row]) for one in every if row in one.by and math.isfinite(one.by[row])]
-        runs = [(by, [line for line, _ in run]) for by, run in groupby(shares, lambda pair: float(f"{pair[1]:.2g}"))]
+        runs: list[tuple[float, list[int]]] = []
+        for line, by in shares:
+            near = runs and abs(by - runs[-1][0]) < 0.1 * abs(by)
+            runs[-1][1].append(line) if near else runs.append((by, [line]))
         if len(shares) > 1 and len(runs) <= 8 and any(abs(by - 1) > 0.05 for by, _ in runs):
-            told = "; ".join(f"{_listed(run, 'row')} {by:g} times" for by, run in runs)
+            told = "; ".join(f"{_listed(run, 'row')} {by:.2g} times" for by, run in runs)
             return f"In row {row} of {result}, rows of {name} weigh as follows, where once is right: {told}"
     return ""
