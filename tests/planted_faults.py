@@ -171,7 +171,7 @@ def sums() -> Iterator[Planted]:
         ("tensorwise", "tail of K dropped", product("tensorwise", without_tail)),
         ("rowwise", "accumulates in BF16", product("rowwise", sums=in_bf16)),
         ("rowwise", "result truncated", product("rowwise", sums=cut)),
-        ("rowwise", "all zeros", product("rowwise", sums=lambda x, w: (x @ w.t() * 0).to(BF16))),
+        ("rowwise", "zeros", product("rowwise", sums=lambda x, w: (x @ w.t() * 0).to(BF16))),
         ("rowwise", "reads what nobody wrote", added),
         ("tensorwise", "accumulates like hopper", hopper),
     ):
@@ -228,7 +228,7 @@ def layers() -> Iterator[Planted]:
     yield (
         "linear",
         tensorwise,
-        "no gradient of the weight",
+        "zeros",
         partial(linear, "tensorwise", change=lambda y, dx, dw: (y, dx, dw * 0)),
     )
     yield "linear", tensorwise, "weight of the step before", kept_weight()

@@ -404,7 +404,7 @@ def explain(
     told = {id(fit): _contrary(fit.fault, passed) for fit in clean[:6]}
     if best := next((fit for fit in clean[:6] if not any(told[id(fit)])), None):
         return _named(best, len(failures), "")
-    for fit in [*clean[:6], *full[:12]]:
+    for fit in [*clean[:6], *full[:40]]:
         right = told.get(id(fit)) or _contrary(fit.fault, passed)
         both = zip([*held, *passed], [*fit.told, *right], strict=True)
         parts = [Part(one.case, one.got, name, t.given, t.against) for one, of in both for name, t in of.items()]
@@ -415,8 +415,8 @@ def explain(
         placed["hypothesis"] not in ("not explained", "some places", "powers of two")
         and " places: " not in placed["sentence"]
     )
-    probe = _probe(failures, rerun) or (placed if sharp else probed(kind, what, failures, rerun))
-    if probe is not None:
+    probe = _probe(failures, rerun) or probed(kind, what, failures, rerun, calls=True)
+    if probe := probe or (placed if sharp else probed(kind, what, failures, rerun, calls=False)):
         return probe
     if clean:
         return _named(clean[0], len(failures), "")
