@@ -25,7 +25,7 @@ from ottava.prove.codes import Allowed, dtype_of, in_bad_tile
 from ottava.prove.hypotheses import Asked, Fault, all_hypotheses
 from ottava.prove.judge import expect
 from ottava.prove.matrix import KernelCase
-from ottava.prove.probes import Failure, Rerun, probed
+from ottava.prove.probes import Failure, Rerun, repeated
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128)
 
@@ -410,17 +410,11 @@ def explain(
         parts = [Part(one.case, one.got, name, t.given, t.against) for one, of in both for name, t in of.items()]
         if where := part_of(kind, parts):
             return _named(fit, len(failures), where)
-    placed = _place(kind, held, passed)
-    sharp = (
-        placed["hypothesis"] not in ("not explained", "some places", "powers of two")
-        and " places: " not in placed["sentence"]
-    )
-    probe = _probe(failures, rerun) or probed(kind, what, failures, rerun, calls=True)
-    if probe := probe or (placed if sharp else probed(kind, what, failures, rerun, calls=False)):
+    if probe := _probe(failures, rerun) or repeated(kind, what, failures, rerun):
         return probe
     if clean:
         return _named(clean[0], len(failures), "")
-    return _mostly(fits, held, passed, kind) or placed
+    return _mostly(fits, held, passed, kind) or _place(kind, held, passed)
 
 
 def _named(fit: _Fit, count: int, where: str) -> dict[str, str]:
@@ -583,7 +577,7 @@ def _place(kind: str, failures: Sequence[Failure], passed: Sequence[Failure]) ->
     every = [Part(one.case, one.got, n, m, ~m, (one.allowed or {}).get(n)) for one, n, m in masks if n in names]
     parts, met = ([part for part in every if bool(part.given.any()) is wrong] for wrong in (True, False))
     name, said = relation(parts)
-    if same := {"NaN": Tensor.isnan, "zeros": torch.logical_not}.get(name):  # right there, and no matter what
+    if same := {"NaN": torch.isnan, "zeros": torch.logical_not}.get(name):  # right there, and no matter what
         parts = [part._replace(others=part.others & ~same(part.got[part.name])) for part in parts]
     where = part_of(kind, parts + met)
     if name == "NaN" and not where and all(bool(part.given.all()) for part in parts):

@@ -545,10 +545,10 @@ def _of_layers() -> Iterator[Fault]:
         (gemm, side), text = cell.split("."), "is cast from what was cast along the other dimension"
         operands = {f"the {'left' if side == 'lhs' else 'right'} operand of {gemm}": (cell,)} | operands
         yield from rows(("linear",), (f"{cell} rounded twice", f"{next(iter(operands)).capitalize()} {text}", lambda c, own=cell, turned=turned: None if None in (c.cell(own), c.cell(turned)) else {"cells": {own: {"twice": c.cell(turned)}}}))
-    for (cell, side), other in product(SIDES.items(), ("x", "weight", "grad")):
+    for (cell, side), by in product(SIDES.items(), ("x", "weight", "grad")):
         text = f"the {'left' if cell.endswith('lhs') else 'right'} operand of {cell[:5]}"
-        if side != other:
-            yield Fault(f"{text}: scale of {other}", f"{text.capitalize()} has the scale of {other}", ("linear",), partial(_other_scale, place=cell, other=other))
+        if side != by:
+            yield Fault(f"{text}: scale of {by}", f"{text.capitalize()} has the scale of {by}", ("linear",), partial(_other_scale, place=cell, other=by))
     for text, places in operands.items():
         yield from rows(
             ("linear",),
