@@ -220,10 +220,9 @@ def render_report(
         asked: (casts used for the predictions, casts recorded); None: all.
     """
     room = MAX_BYTES // runs - _A_RUN * (runs > 1)
-    numbers = payload(run.table(phase=None), None if baseline is None else baseline.table(), room)
-    grid = numbers.grid
+    numbers = payload(run.table(phase=None), baseline and baseline.table(), room)
+    grid, events = numbers.grid, sections.marks(run.events)
     worst = grid.worst_of_looks()
-    events = sections.marks(run.events)
     experiment = sections.experiment(run.experiments, (slot.format for slot in grid.slots))
     facts = numbers.facts | {
         "loss": _curves(run, earlier or {}),
@@ -235,10 +234,8 @@ def render_report(
         ],
         "experiment": experiment,
     }
-    entries = diagnosis.get("findings") or []
-    findings = [{"number": i, **sections.finding(entry, grid)} for i, entry in enumerate(entries)]
-    first = 100 * bool(findings)  # without findings the page opens the first note
-    notes = [{"number": i, **sections.finding(one, grid)} for i, one in enumerate(diagnosis.get("notes") or [], first)]
+    findings = _numbered(diagnosis.get("findings"), grid, 0)
+    notes = _numbered(diagnosis.get("notes"), grid, 100 * bool(findings))  # without findings the first note opens
     facts["start"] = _start(grid, findings)
     rows, every = _loss_rows(run, grid, worst, runs)
     return render(
@@ -283,6 +280,10 @@ def render_report(
         settings=sections.settings_of_run(run.manifest),
         ranks=len(run.ranks),
     )
+
+
+def _numbered(found: Sequence[Any] | None, grid: Any, first: int) -> list[dict[str, Any]]:
+    return [{"number": i, **sections.finding(one, grid)} for i, one in enumerate(found or [], first)]
 
 
 def _curves(run: Run, earlier: Mapping[str, Curve] = MappingProxyType({})) -> dict[str, Any]:
