@@ -220,7 +220,7 @@ def render_report(
         asked: (casts used for the predictions, casts recorded); None: all.
     """
     room = MAX_BYTES // runs - _A_RUN * (runs > 1)
-    numbers = payload(run.table(phase=None), baseline and baseline.table(), room)
+    numbers = payload(run.table(phase=None), None if baseline is None else baseline.table(), room)
     grid, events = numbers.grid, sections.marks(run.events)
     worst = grid.worst_of_looks()
     experiment = sections.experiment(run.experiments, (slot.format for slot in grid.slots))
