@@ -590,7 +590,7 @@ def test_a_trial_of_several_is_no_accusation(tmp_path: Path) -> None:
         "often": ((*fine, shadow(30, 0.25, noise=0.6), shadow(34, 0.25, noise=0.6)), "guilty"),
         "far": ((*fine, shadow(30, 0.6)), "guilty"),
         "fitted": ((*fine, shadow(30, 0.6, norm=1e-5)), "innocent"),
-        "unknown": ((*fine, shadow(30, 0.25, noise=None)), "innocent"),
+        "unknown": ((*fine, shadow(30, 0.25, noise=None)), "unknown"),
     }
     for name, (lines, part) in ways.items():
         assert diagnose(record(tmp_path / name, casts=True, experiments=lines)).fp8 == part, name

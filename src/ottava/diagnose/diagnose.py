@@ -22,7 +22,7 @@ from ottava.diagnose.difference import Difference, differences
 from ottava.diagnose.facts import GROUP_SETTINGS, Facts
 from ottava.diagnose.laws import LAWS, NEEDS, Broken, Law, broken
 from ottava.diagnose.loss import Event, event
-from ottava.diagnose.remedies import ran, render
+from ottava.diagnose.remedies import REMEDIES, ran, render
 from ottava.diagnose.trials import Damage, Trial, behind, damage, forecast, judge, named, spoken, triage
 from ottava.measure.layer_names import symbol
 from ottava.recipe import GEMMS, RECIPES
@@ -173,6 +173,8 @@ def diagnose(run: Run, *, baseline: Run | None = None, framework: str | None = N
         schedule = np.nan_to_num(np.stack(each, 1) if len(each) > 1 and alike else rates).tolist()
         for remedy in (r for f in findings for r in f.remedies if r["name"] in ("good_lr", "good_rates")):
             remedy["trial"] = {"schedule": schedule}
+            if remedy["name"] == "good_lr" and any(d.key == "lr" and d.good < 0.5 * np.nanmax(rates) for d in differ):
+                remedy |= {"text": REMEDIES["good_schedule"].text, "patch": {}}
     lack = [law for law in LAWS if not facts.has(law.needs)]
     untested = [{"id": law.id, "title": law.title, "needs": NEEDS.get(law.needs, law.needs)} for law in lack]
     answer = Diagnosis(

@@ -82,6 +82,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         ),
         "lower_lr": Remedy("Lower the learning rate to ${lr}, and warm it up.", patch=_lr("${lr}")),
         "good_lr": Remedy("Use the good run's learning rate, ${good}.", patch=_lr("${good}")),
+        "good_schedule": Remedy("Use the good run's learning rate of each step: look at both schedules."),
         "good_rates": Remedy("Give each group its learning rate of the good run: here ${good} in place of ${bad}."),
         "good_setting": Remedy("Use the good run's ${key}: ${good} in place of ${bad}."),
         "good_weights": Remedy("Begin with the good run's weights, and check how they are loaded and laid out."),

@@ -336,6 +336,8 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
         why = why if noise is None else f"{noise:.2g} times the noise of the batch, which hides it"
         why = "of a gradient below a thousandth of the largest" if _small(facts, worst) else why
         ends += f"; {why})." if over else ")."
+        if over and noise is None and not _small(facts, worst):
+            return Trial("unknown", (ends,), int(worst["step"]), float(worst["error"]))
     exact = [(e, x) for e in before or after if (x := _number(e, "loss_without"))]
     dearer = [(_number(e, "loss") - x) / abs(x) for e, x in exact]
     if over and len(dearer) > 1 and min(dearer) > 0.01:

@@ -230,7 +230,7 @@ class Trace(Below):
         if len(self._calls) >= self._room:
             self.full = True
             return
-        results = [*map(_empty if name in _EMPTY else _fingerprint, made)]
+        results = [_empty(x) if self._blank(name, x) else _fingerprint(x) for x in made]
         for x in made:
             if isinstance(x, Tensor):
                 old, now = self._known.get(id(x)), len(self._calls)
@@ -242,6 +242,15 @@ class Trace(Below):
             kind = 2 * any(isinstance(x, Tensor) and x.requires_grad for x in made)
         kind += torch._C._current_graph_task_id() != -1
         self._calls.append(_Noted(name, place, module, arguments, [*sources], results, kind))
+
+    def _blank(self, name: str, x: Any) -> bool:
+        """Whether x is memory without values, or a view of such that nobody has written to since."""
+        if name in _EMPTY or not isinstance(x, Tensor):
+            return name in _EMPTY
+        with torch._C.DisableTorchFunction():
+            base = x._base if x._is_view() else None
+            old = None if base is None else self._known.get(id(base))
+            return old is not None and old[1] == _version(x) and self._calls[old[2]].name in _EMPTY
 
     def _note_conversion(self, name: str, made: list[Tensor], args: Any, place: _Place, module: Any) -> None:
         if self.model is not None and self.outside is not None:
