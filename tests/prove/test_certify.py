@@ -17,9 +17,8 @@ from ottava.numerics.formats import FORMATS, get_format
 from ottava.prove import adapter, codes, hypotheses, judge, matrix
 from ottava.prove.adapters import KINDS, KernelAdapter
 from ottava.prove.certificate import KernelCertificate, certify
-from ottava.prove.explain import Part, explain, part_of
+from ottava.prove.explain import Failure, Part, explain, part_of
 from ottava.prove.page import page
-from ottava.prove.probes import Failure
 from ottava.prove.ready import load, ready
 from planted_faults import planted
 

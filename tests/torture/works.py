@@ -237,7 +237,7 @@ KEY = ("step", "rank", "phase", "layer", "tensor", "direction", "recipe", "sourc
 # --- a watch, exports and imports ------------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, sys
+import contextlib, os, sys
 from pathlib import Path
 import torch
 from torch import nn
@@ -262,12 +262,13 @@ for step in range(done, 8):
     optimizer.step()
     if step % 2:
         saved = {"done": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(saved, folder / "new")
-        os.replace(folder / "new", state)
-        (folder / "done.new").write_text(str(step + 1))
-        os.replace(folder / "done.new", folder / "done")
+        with contextlib.suppress(OSError, RuntimeError):  # torch's own words for a disk that refuses
+            torch.save(saved, folder / "new")
+            os.replace(folder / "new", state)
+            (folder / "done.new").write_text(str(step + 1))
+            os.replace(folder / "done.new", folder / "done")
 """
-"""A user's training, which saves itself after every second step."""
+"""A user's training, which saves itself after every second step, if it can."""
 
 
 def watching(place: Path) -> Work:

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from ottava.prove.adapters import KINDS, READ, KernelAdapter
 from ottava.prove.codes import Allowed, numbers_of
-from ottava.prove.explain import explain
+from ottava.prove.explain import Failure, explain
 from ottava.prove.judge import cast_spec, expect, result_format
 from ottava.prove.matrix import GUARD, Draws, KernelCase, buffer, cases, placed
-from ottava.prove.probes import Failure
 from ottava.recipe import get_recipe
 
 _KEPT = 8

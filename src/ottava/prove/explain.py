@@ -25,7 +25,6 @@ from ottava.prove.codes import Allowed, dtype_of, in_bad_tile
 from ottava.prove.hypotheses import Asked, Fault, all_hypotheses
 from ottava.prove.judge import expect
 from ottava.prove.matrix import KernelCase
-from ottava.prove.probes import Failure, Rerun, repeated
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128)
 
@@ -337,6 +336,40 @@ _ALMOST = 0.99
 """A share that counts as all: a number may be right by chance."""
 
 
+class Failure(NamedTuple):
+    """A case whose results are wrong."""
+
+    case: KernelCase
+    got: Mapping[str, Tensor]
+    """All results as float64."""
+    wrong: Mapping[str, Tensor]
+    """Where they are wrong; results without a wrong element are left out."""
+    previous: Mapping[str, Any] | None = None
+    """The inputs of the call before, of these shapes if there was one."""
+    first: Mapping[str, Any] | None = None
+    """The inputs of the first call of these shapes, if there was one."""
+    latest: Mapping[str, Any] | None = None
+    """The inputs of the call before, whatever its shapes."""
+    allowed: Mapping[str, Allowed] | None = None
+    """What the results may be."""
+    call: Asked | None = None
+    """What a hypothesis may look at; `explain` fills it in."""
+
+    @property
+    def size(self) -> int:
+        """Numbers of all results."""
+        return sum(x.numel() for x in self.got.values())
+
+    def right(self, name: str) -> Tensor:
+        """Right numbers of a result."""
+        assert self.allowed is not None
+        return self.allowed[name].right
+
+
+Rerun = Callable[..., Failure | None]
+"""(case, fill=, around=, plain=) -> the results of another call; None: it raises."""
+
+
 class _Told(NamedTuple):
     """What a hypothesis says of one result of one case."""
 
@@ -410,7 +443,7 @@ def explain(
         parts = [Part(one.case, one.got, name, t.given, t.against) for one, of in both for name, t in of.items()]
         if where := part_of(kind, parts):
             return _named(fit, len(failures), where)
-    if probe := _probe(failures, rerun) or repeated(kind, what, failures, rerun):
+    if (probe := _probe(failures, rerun)) is not None:
         return probe
     if clean:
         return _named(clean[0], len(failures), "")
