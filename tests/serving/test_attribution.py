@@ -250,7 +250,7 @@ def test_casts_are_searched(bare: Model) -> None:
     one = attribute(rollout(logp(replace(ModelState.of(bare), cache=E4M3, cached=1, cache_top=0.3)),
                             logp(ModelState.of(bare), chunk=1)), bare)  # fmt: skip
     assert one.first is not None
-    assert one.first.said.startswith("keys and values of layer 1 in E4M3, by a scale that holds 0.")
+    assert one.first.said.startswith("keys and values of layer 1 in E4M3, clipped at 0.")
 
 
 def test_a_limit_of_logits_is_no_temperature(bare: Model) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -64,12 +64,8 @@ _NOISE = 4.0
 _TOKENS = 4096
 _ROUNDS = 8
 _FAR = 0.5
-_TOLD = 0.1  # of the KL of the tokens that a cause claims: it may leave as much
-_DOUBT = 0.25  # of the KL: with more left, a cause with a number that was fitted is none
-_BETTER = 0.5  # of what is left: a cause that holds in part must leave less
 _ALIKE, _CHANCE = 0.5, 8.0
 """Least cosine of what a cause does and what is measured, and least number of its standard errors under chance."""
-_MET = 8  # tokens that must fit where a list has moved
 _EXPLAINED = 0.1  # of the distance that another temperature leaves: a broken recomputation has no temperature
 
 
@@ -83,8 +79,6 @@ class Share:
     """Nats a token."""
     said: str
     """Which experiment explained it."""
-    fitted: bool = False
-    """Whether a number was fitted for it, or sequences chosen: such a cause explains some of anything."""
 
 
 @dataclass(frozen=True)
@@ -191,15 +185,38 @@ def attribute(
         raise ValueError(f"parity: temperature {temperature:g}; needs a number above 0")
     found = _first(found)
     lab = _Lab(found, ours, temperature)
-    tried = list(hypotheses(found, lab.ours, theirs, before))
-    parts, last, gap, unwritten = _search(lab, tried, in_part(lab.ours, before))
-    noise, said = lab.rounding(last)
-    notes, rest = lab.notes, _kl(gap)
-    if rest > max(noise, _DOUBT * lab.whole):
-        nearest = "{} is nearest and takes {:.3g} nats, but leaves too much for a cause"
-        notes += tuple(nearest.format(one.said, one.kl) for one in parts if one.fitted)
-        parts = [one for one in parts if not one.fitted]
-        rest = lab.whole - sum(one.kl for one in parts)
+    state = lab.start
+    ours = lab.ours
+    tried = list(hypotheses(found, ours, theirs, before))
+    gap, parts, part, unwritten = lab.gap(state), list[Share](), False, ""
+    done = torch.zeros_like(gap, dtype=torch.bool)  # sequences that have a cause of their own
+    while _kl(gap) > (lab.rounding(state)[0] if parts else 0.0) and len(parts) < _ROUNDS:
+        best = min((x for one in tried for x in lab.tries(state, one, gap, done, part)), key=_left, default=None)
+        if best is not None and best.cause == "trainer":  # a list that is wrong in some sequences needs no such cause
+            some = [one for one in tried if one.cause in _LISTS]
+            lists = [x for one in some for x in lab.tries(state, one, gap, done, True)]
+            best = min((x for x in lists if _left(x) <= lab.noise), key=_left, default=best)
+        alike = best is not None and best.cause not in _OF_LISTS and _real(gap, best.gap, lab.whole, alike=True)
+        if best is None or not ((part and alike) or _real(gap, best.gap, lab.whole, part=part)):
+            if part or not (alike or _kl(gap) > lab.rounding(state)[0]):
+                break
+            tried, part = [*tried, *in_part(ours, before)], True
+            continue
+        if lab.shared and _kl(gap) <= lab.noise and _left(best) > 0.5 * _kl(gap):
+            break  # without casts nothing depends on what runs together, so leaving them out is nearer to any engine
+        if best.cause in _REST:
+            unwritten = best.said
+            break
+        said = best.said
+        if bool((best.where | done).all()):
+            state = best.setting
+        else:
+            done, count = done | best.where, sum(bool(one.any()) for one in best.where.split(found.sequences))
+            said = f"{said}, in {count} of {len(found.sequences)} sequences"
+        parts.append(Share(best.cause, _kl(gap) - _left(best), said))
+        gap = best.gap
+    rest = _kl(gap)
+    noise, said = lab.rounding(state)
     parts.append(Share(lab.rest(rest, 0.0 if unwritten else noise, theirs, parts), rest, unwritten or said))
     difference = found.recomputed - found.rollout
     return Attribution(
@@ -210,42 +227,8 @@ def attribute(
         certify(found),
         found.layers,
         tuple(dict.fromkeys(one.cause for one in tried)),
-        notes,
+        lab.notes,
     )
-
-
-def _search(lab: _Lab, tried: list[Hypothesis], more: Iterator[Hypothesis]) -> tuple[list[Share], Guess, Tensor, str]:
-    """Causes one on top of the other; the setting, the gap that is left, and what no config says and explains it.
-
-    What is tried grows by `more` if a cause leaves too much untold.
-    """
-    first = len(tried)
-    state, gap, parts = lab.start, lab.gap(lab.start), list[Share]()
-    done = torch.zeros_like(gap, dtype=torch.bool)  # sequences that have a cause of their own
-    while _kl(gap) > (lab.rounding(state)[0] if parts else 0.0) and len(parts) < _ROUNDS:
-        best = lab.best(state, tried[:first], gap, done, part=False)
-        alike = best is not None and lab.alike(best, gap)
-        if best is not None and not _real(gap, best.gap, lab.whole):
-            best = None
-        near = best is not None or alike or _kl(gap) > lab.rounding(state)[0]
-        if near and (best is None or not lab.told(best, gap)):  # what holds in part may tell more
-            tried += more
-            other = lab.best(state, tried, gap, done, part=True)
-            real = other is not None and (_real(gap, other.gap, lab.whole, part=True) or lab.alike(other, gap))
-            if other is not None and real and (best is None or _left(other) < _BETTER * _left(best)):
-                best = other
-        if best is None:
-            break
-        if lab.shared and _kl(gap) <= lab.noise and _left(best) > 0.5 * _kl(gap):
-            break  # without casts nothing depends on what runs together, so leaving them out is nearer to any engine
-        if best.cause in _REST:
-            return parts, state, gap, best.said
-        whole = bool((best.where | done).all())
-        count = sum(bool(one.any()) for one in best.where.split(lab.found.sequences))
-        said = best.said if whole else f"{best.said}, in {count} of {len(lab.found.sequences)} sequences"
-        parts.append(Share(best.cause, _kl(gap) - _left(best), said, best.free or not whole))
-        state, done, gap = (best.setting, done, best.gap) if whole else (state, done | best.where, best.gap)
-    return parts, state, gap, ""
 
 
 def _joined(parts: Sequence[Share]) -> tuple[Share, ...]:
@@ -254,12 +237,7 @@ def _joined(parts: Sequence[Share]) -> tuple[Share, ...]:
     for one in parts:
         groups.setdefault(one.cause, []).append(one)
     return tuple(
-        Share(
-            cause,
-            sum(one.kl for one in some),
-            "; ".join(dict.fromkeys(one.said for one in some)),
-            any(one.fitted for one in some),
-        )
+        Share(cause, sum(one.kl for one in some), "; ".join(dict.fromkeys(one.said for one in some)))
         for cause, some in groups.items()
     )
 
@@ -333,11 +311,6 @@ class _Trial(NamedTuple):
     """Each token's difference under the setting, where it holds."""
     where: Tensor
     """bool: tokens where it holds."""
-    free: bool
-    """Whether a number was fitted, or linears were chosen, for it."""
-
-
-_Outcome = tuple[Guess, str, Tensor, Tensor | None]
 
 
 def _left(one: _Trial) -> float:
@@ -356,7 +329,6 @@ class _Lab:
         self.noise, self.said = 0.0, "no model was given: nothing but the dump was looked at"
         self._kept: tuple[ModelState, list[Tensor]] | None = None
         self._base: tuple[Guess, Tensor] | None = None
-        self._ran: dict[int, tuple[Guess, list[_Outcome]]] = {}  # a hypothesis -> what it says
         self._true = False  # whether the twin is as near to training's numbers as another order of sums is
         state = None if ours is None else ModelState.of(ours)
         self.start, self.ours = Guess(state, Sampler(temperature)), ours
@@ -442,67 +414,28 @@ class _Lab:
         sides = [*self.start.state.linears.values(), *(theirs.linears.values() if theirs else ())]
         return "untold" if any(side.cast is not None for side in sides) or parts else "not-fp8"
 
-    def best(
-        self, setting: Guess, tried: Sequence[Hypothesis], gap: Tensor, done: Tensor, *, part: bool
-    ) -> _Trial | None:
-        """The experiment that comes nearest."""
-        found = min((x for one in tried for x in self.tries(setting, one, gap, done, part)), key=_left, default=None)
-        if found is None or found.cause != "trainer":
-            return found
-        some = [one for one in tried if one.cause in _LISTS]  # a list that is wrong in part needs no such cause
-        lists = [x for one in some for x in self.tries(setting, one, gap, done, True)]
-        return min((x for x in lists if _left(x) <= self.noise), key=_left, default=found)
-
-    def alike(self, one: _Trial, gap: Tensor) -> bool:
-        """Whether the differences that a cause makes point where the measured ones do."""
-        return one.cause not in _OF_LISTS and _real(gap, one.gap, self.whole, alike=True)
-
-    def told(self, one: _Trial, gap: Tensor) -> bool:
-        """Whether a cause explains what it claims: what is left of it is rounding, or little."""
-        return _left(one) <= max(self.rounding(one.setting)[0], _TOLD * _kl(gap))
-
     def tries(self, setting: Guess, one: Hypothesis, gap: Tensor, done: Tensor, part: bool) -> Iterator[_Trial]:
         """The settings of a hypothesis, and each token's difference under them.
 
         They hold everywhere but in sequences that are `done`; with `part`, where they halve the KL of a sequence.
         """
 
-        def under(after: Tensor) -> tuple[Tensor, Tensor]:
-            where = ~done
+        def under(other: Guess) -> tuple[Tensor, Tensor]:
+            after, where = self.gap(other), ~done
             if part:
                 both = zip(nats(after).split(self.found.sequences), nats(gap).split(self.found.sequences), strict=True)
                 where = where & torch.cat([(a.mean() < 0.5 * b.mean()).expand(len(a)) for a, b in both])
             return torch.where(where, after, gap), where
 
-        for changed, said, after, alone in self._outcomes(setting, one, lambda other: _kl(under(self.gap(other))[0])):
+        for changed, said in one.settings(setting, lambda other: _kl(under(other)[0])):
             if changed.trainer and not setting.trainer and _kl(gap) <= self.noise:
                 continue  # one rounding less is no cause
-            yield _Trial(one.cause, changed, said, *under(after), one.free)
-            if alone is not None:
+            yield _Trial(one.cause, changed, said, *under(changed))
+            if self._true and changed.state is not setting.state and not setting.trainer:
                 # Sums in another order move codes, in training's own numbers, too: the twin's have one such way less.
-                apart, where = under(alone)
-                if _real(torch.where(done, gap, self._plain(setting)), apart, self.whole, alike=True):
-                    yield _Trial(one.cause, replace(changed, trainer=True), said, apart, where, one.free)
-
-    def _outcomes(self, setting: Guess, one: Hypothesis, loss: Callable[[Guess], float]) -> list[_Outcome]:
-        """What a hypothesis says, by training's numbers and by the twin's; kept, if it does not ask for the loss."""
-        kept = self._ran.get(id(one))
-        if kept is not None and kept[0] is setting:
-            return kept[1]
-        asked, found = False, list[_Outcome]()
-
-        def ask(other: Guess) -> float:
-            nonlocal asked
-            asked = True
-            return loss(other)
-
-        for changed, said in one.settings(setting, ask):
-            after = self.gap(changed)
-            twin = self._true and changed.state is not setting.state and not setting.trainer
-            found.append((changed, said, after, self.gap(replace(changed, trainer=True)) if twin else None))
-        if not asked:
-            self._ran[id(one)] = setting, found
-        return found
+                after, where = under(alone := replace(changed, trainer=True))
+                if _real(torch.where(done, gap, self._plain(setting)), after, self.whole, alike=True):
+                    yield _Trial(one.cause, alone, said, after, where)
 
     def gap(self, setting: Guess) -> Tensor:
         """Each token's difference between training's log-probabilities under a setting and the rollout's."""
@@ -522,9 +455,9 @@ class _Lab:
             own = self._logp(setting) if moved else self._own
             values = own if setting.trainer else values + (own - self._own)
         values = values / setting.scale + setting.offset
-        if setting.shift or setting.aligned:
+        if setting.shift:
             parts = zip(*(one.split(self.found.sequences) for one in (values, self.found.rollout)), strict=True)
-            values = torch.cat([_aligned(x, y) if setting.aligned else _shifted(x, y, setting.shift) for x, y in parts])
+            values = torch.cat([_shifted(part, setting.shift, told, setting.behind) for part, told in parts])
         if setting.padded is not None:
             values = torch.where(self.found.rollout == setting.padded, setting.padded, values)
         return values
@@ -551,21 +484,12 @@ class _Lab:
         return self._twins[key]
 
 
-def _shifted(values: Tensor, told: Tensor, by: int) -> Tensor:
-    """Moves a list by some places, and keeps what was told at its ends."""
-    return torch.cat((told[:by], values[:-by]) if by > 0 else (values[-by:], told[by:]))
-
-
-def _aligned(values: Tensor, told: Tensor) -> Tensor:
-    """Moves a list, from the place on and by the places that fit best; as it is if none fits."""
-    best, gain, before = values, 0.0, kl_of(told, values)
-    for by in (n for n in range(-len(values) // 2, len(values) // 2 + 1) if n):
-        made = _shifted(values, told, by)
-        met = torch.ones_like(before)
-        met[: max(by, 0)] = met[len(met) + min(by, 0) :] = 0  # nothing is moved there
-        old, new, some = ((x * met).flip(0).cumsum(0).flip(0) for x in (before, kl_of(told, made), met))
-        taken = torch.where((new < _EXPLAINED * old) & (some >= _MET), old - new, 0)
-        if float(taken.max()) > gain:
-            gain, place = float(taken.max()), int(taken.argmax())
-            best = torch.cat((values[:place], made[place:]))
-    return best
+def _shifted(values: Tensor, by: int, told: Tensor, behind: bool) -> Tensor:
+    """Moves a list by some places, and keeps what was told at its ends. `behind`: from the place on that fits best."""
+    made = torch.cat((told[:by], values[:-by]) if by > 0 else (values[-by:], told[by:]))
+    if not behind:
+        return made
+    before, after = (kl_of(told, one).flip(0).cumsum(0).flip(0) for one in (values, made))  # of all from a place on
+    place = int((before - after).argmax())
+    found = bool(after[place] < _EXPLAINED * before[place])
+    return torch.cat((values[:place], made[place:])) if found else values

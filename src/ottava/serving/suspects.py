@@ -17,12 +17,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ottava.base.text import listed
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.ops.quantize import quantize
-from ottava.plan.fleet import ROWWISE
 from ottava.serving.causes import HEAD, ROUTER
 from ottava.serving.engines import EXACT
 from ottava.serving.formula import formula_causes
@@ -37,15 +35,12 @@ _TOP_K = (5, 10, 20, 40, 50, 100, 200, 500)
 _PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
 _CAPS = (2.0, 64.0)
 _LIMITS = (0.05, 20.0)
-_FACTORS = (0.1, 10.0)
-_CACHES = (0.05, 2.0**17)
 _CLIPS = (0.7, 0.5, 0.35, 0.25, 0.12, 0.06)
+_TOPS = tuple(2.0 ** (k / 2) for k in range(8, -1, -1))
 _EXACTLY = 1e-4
 _NEAR_1 = 0.05
 _EXPERTS = 16  # that are tried one by one
 _MOSTLY = 0.98
-_FEW, _MUCH, _NEARER = 0.1, 0.8, 0.95
-"""Of the KL: what is told; of which linears no other choice is tried; and by how much another choice must be nearer."""
 _CASTS = MappingProxyType(
     {
         "one scale a weight and a token": (QuantizationSpec(E4M3, PER_TENSOR), InputCast(PER_ROW, False, False)),
@@ -99,8 +94,8 @@ class Guess:
     sampler: Sampler = field(default_factory=Sampler)
     shift: int = 0
     """Places by which the rollout's list is late."""
-    aligned: bool = False
-    """Late from some place of a sequence on by some number of places, both found for each."""
+    behind: bool = False
+    """Only from some place of a sequence on, which is found for each."""
     scale: float = 1.0
     """By which log-probabilities were divided."""
     offset: float = 0.0
@@ -121,8 +116,6 @@ class Hypothesis:
     cause: str
     settings: Settings
     """(setting so far, its loss) -> changed settings, in words."""
-    free: bool = False
-    """Whether it fits a number."""
 
 
 def hypotheses(
@@ -199,34 +192,18 @@ def _of_lists(found: Rollout, slope: float, offset: float) -> Iterator[Hypothesi
 def _number(
     cause: str, bounds: tuple[float, float], at: Callable[[Guess, float], Guess], said: str, steps: int = 16
 ) -> Hypothesis:
-    """A suspect with a positive number: the one that fits best."""
+    """A suspect with a positive number: the one that fits best, by a grid of its logarithm and halves of its steps."""
 
     def settings(setting: Guess, loss: Callable[[Guess], float]) -> Iterator[tuple[Guess, str]]:
-        best, _ = _fitted(bounds, {"": at}, setting, loss, steps)
-        yield at(setting, best), said.format(best, setting.sampler.temperature)
+        low, high = map(math.log, bounds)
+        step, away = (high - low) / steps, lambda power: loss(at(setting, math.exp(power)))
+        best = min((low + step * i for i in range(steps + 1)), key=away)
+        for _ in range(10 if steps > 8 else 3):
+            best = min((best - step, best - step / 2, best, best + step / 2, best + step), key=away)
+            step /= 2
+        yield at(setting, math.exp(best)), said.format(math.exp(best), setting.sampler.temperature)
 
-    return Hypothesis(cause, settings, free=True)
-
-
-def _fitted(
-    bounds: tuple[float, float],
-    ways: Mapping[str, Callable[[Guess, float], Guess]],
-    setting: Guess,
-    loss: Callable[[Guess], float],
-    steps: int,
-) -> tuple[float, str]:
-    """The number and the way that fit best: a grid of the number's logarithm for each way, then halves of its steps."""
-    low, high = map(math.log, bounds)
-    step = (high - low) / steps
-
-    def away(power: float, way: str) -> float:
-        return loss(ways[way](setting, math.exp(power)))
-
-    least, best, way = min((away(low + step * i, way), low + step * i, way) for i in range(steps + 1) for way in ways)
-    for _ in range(12 if steps > 10 else 4):
-        step /= 2
-        least, best = min((least, best), *((away(power, way), power) for power in (best - step, best + step)))
-    return math.exp(best), way
+    return Hypothesis(cause, settings)
 
 
 def _sampled(setting: Guess, **changed: float) -> Guess:
@@ -289,24 +266,6 @@ def _kind(name: str, other: str) -> str:
 
 def _given(sides: Mapping[str, Side], state: ModelState) -> ModelState:
     return replace(state, linears={**state.linears, **sides})
-
-
-def _static(cause: str, sides: Mapping[str, Side], what: str, *, kinds: bool = False) -> Hypothesis:
-    """A scale of inputs that is always the same, in all of some linears or in those of one kind."""
-    parts = {f" of {kind}": names for kind, names in groups(list(sides)).items() if kinds}
-
-    def at(names: Iterable[str], setting: Guess, top: float) -> Guess:
-        assert setting.state is not None
-        static = InputCast(PER_TENSOR, False, True, top / E4M3.max)
-        given = {n: replace(sides[n], activations=static) for n in names}
-        return replace(setting, state=_given(given, setting.state))
-
-    def settings(setting: Guess, loss: Callable[[Guess], float]) -> Iterator[tuple[Guess, str]]:
-        ways = {kind: partial(at, names) for kind, names in {"": list(sides), **parts}.items()}
-        top, kind = _fitted(_LIMITS, ways, setting, loss, 8)
-        yield ways[kind](setting, top), f"{what}{kind} clipped at {top:.3g}, as by one scale of other data"
-
-    return Hypothesis(cause, settings, free=True)
 
 
 def _clipped(sides: Mapping[str, Side], share: float, state: ModelState) -> ModelState:
@@ -387,10 +346,6 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
             some = {n: _cast(s, replace(spec, format=fmt), inputs) for n, s in chosen.items()}
             if some:
                 yield _of_state(cause, f"cast with {what}, weights in {fmt.name}", partial(_given, some))
-    for cause, pattern in (("head", HEAD), ("router", ROUTER)):
-        if chosen := {n: s for n, s in ours.linears.items() if pattern.search(n) and s.cast is None}:
-            full = {n: _cast(s, QuantizationSpec(E4M3, PER_TENSOR), None) for n, s in chosen.items()}
-            yield _static(cause, full, f"cast, inputs of the {cause}")
     if not casts:
         return
     bare = {n: Side(side.weight) for n, side in casts.items()}
@@ -405,14 +360,16 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
     left = {n: _cast(s, first.cast.spec, first.activations) for n, s in body.items() if s.cast is None}
     if left:
         yield _of_state("layers", "the linears that training leaves in BF16", partial(_given, left))
-    grids = {n: (s, s.cast, s.cast.scale_inv) for n, s in casts.items() if s.cast is not None}
-    turned = {n: replace(s, cast=replace(c, scale_inv=g.t().reshape(g.shape))) for n, (s, c, g) in grids.items()}
-    yield _of_state("weights", "the grids of scales read transposed", partial(_given, turned))
     tensor = {n: replace(s, activations=InputCast(PER_TENSOR, False, False)) for n, s in casts.items()}
     for share in _CLIPS:
         said = f"inputs clipped at {share:g} of their largest, as by a scale of other data"
         yield _of_state("activations", said, partial(_clipped, tensor, share))
-    yield _static("activations", casts, "inputs")
+    for top in _TOPS:
+        said = f"inputs clipped at {top:.3g}, as by one scale for all linears"
+        static = InputCast(PER_TENSOR, False, True, top / E4M3.max)
+        yield _of_state(
+            "activations", said, partial(_given, {n: replace(s, activations=static) for n, s in casts.items()})
+        )
     again = {n: _cast(s, s.cast.spec, s.activations) for n, s in casts.items() if s.cast is not None}
     yield _of_state("weights", "codes of bf16(master)", partial(_given, again))
 
@@ -477,85 +434,32 @@ def _worded(spec: QuantizationSpec) -> str:
 
 def in_part(ours: Model | None, before: Sequence[tuple[str, Model]]) -> Iterator[Hypothesis]:
     """What holds from a place on, in some linears, or beyond a limit: what holds everywhere does not explain."""
-    yield _one("shift", "the list moved, in each sequence by its own number of places, from a place on", aligned=True)
+    for by in (1, -1, 2, -2):
+        yield _one("shift", f"the list moved by {by:+d} from a place on", shift=by, behind=True)
     if ours is None:
         return
-    scores = "as if scores of attention were multiplied by {:.3g}, which no config says"
-    yield _number("not-fp8", _FACTORS, _scored, scores, 8)
-    yield Hypothesis("kv-cache", partial(_caches, int(ours.config.get("num_hidden_layers") or 0)), free=True)
+    for i in (None, *range(int(ours.config.get("num_hidden_layers") or 0))):
+        where = f"keys and values {'' if i is None else f'of layer {i} '}in {E4M3.name}, clipped at {{:.3g}}"
+        yield _number("kv-cache", _LIMITS, partial(_cached, i), where, 8)
     casts = {name: side for name, side in ours.linears.items() if side.cast is not None}
-    ways = {f"of {name}": _old(ours, model) for name, model in before}
-    for way, old in list(ways.items()):
-        for rank in (0, 1):
-            ways[f"{way} on rank {rank} of 2"] = {n: _shard(s, ours.linears[n], rank, n) for n, s in old.items()}
-    yield _some("stale", ways)
-    body = {name: side for name, side in ours.linears.items() if not casts and _kind(name, "") == ""}
-    full = {f"cast with {what}": {n: _cast(s, *how) for n, s in body.items()} for what, how in _CASTS.items() if body}
-    yield _some("layers", full or {"in BF16": {n: Side(side.weight) for n, side in casts.items()}})
-    if casts:
-        yield _static("activations", casts, "inputs", kinds=True)
-    for kind, names in groups(list(casts)).items():
-        yield from _searched({n: casts[n] for n in names}, f" of {kind}", far=False)
+    ways = [("stale", f"of {name}", _old(ours, model)) for name, model in before]
+    ways += [("layers", "in BF16", {n: Side(side.weight) for n, side in casts.items()})]
+    for cause, said, sides in ways:
+        for part, names in _modules(sides).items():
+            yield _of_state(cause, f"{part} {said}", partial(_given, {n: sides[n] for n in names}))
+    body = casts or {name: side for name, side in ours.linears.items() if _kind(name, "") == ""}
+    for kind, names in groups(list(body)).items():
+        some = {n: body[n] for n in names}
+        if casts:
+            yield from _searched(some, f" of {kind}", far=False)
+        for what, (spec, inputs) in () if casts or "block" in kind else _CASTS.items():
+            full = {n: _cast(side, spec, inputs) for n, side in some.items()}
+            yield _of_state("layers", f"{kind} cast with {what}", partial(_given, full))
 
 
-def _shard(old: Side, new: Side, rank: int, name: str) -> Side:
-    """A weight of which one of two tensor-parallel ranks has the old half."""
-    dim = int(name.rpartition(".")[2] in ROWWISE)
-    halves = [list(side.weight.tensor_split(2, dim)) for side in (old, new)]
-    weight = torch.cat([halves[int(i != rank)][i] for i in (0, 1)], dim)
-    cast = None if new.cast is None else quantize(weight, replace(new.cast.spec, scaling="current"))
-    return replace(new, weight=weight, cast=cast)
-
-
-def _some(cause: str, ways: Mapping[str, Mapping[str, Side]]) -> Hypothesis:
-    """The linears that explain most: a kind, a block or a module; then more or fewer, while that is nearer."""
-
-    def settings(setting: Guess, loss: Callable[[Guess], float]) -> Iterator[tuple[Guess, str]]:
-        def under(way: str, names: Iterable[str]) -> Guess:
-            assert setting.state is not None
-            return replace(setting, state=_given({n: ways[way][n] for n in names}, setting.state))
-
-        kinds = {way: {"all linears": list(sides), **groups(list(sides))} for way, sides in ways.items() if sides}
-        tried = [(loss(under(way, some)), way, kind) for way, parts in kinds.items() for kind, some in parts.items()]
-        if not tried:
-            return
-        (least, way, first), whole = min(tried), loss(setting)
-        parts = {**kinds[way], **_modules(ways[way])}
-        more = [(loss(under(way, some)), part) for part, some in parts.items() if part not in kinds[way]]
-        least, first = min([(least, first), *more])
-        yield under(way, parts[first]), f"{first} {way}"
-        chosen = start = frozenset(parts[first])
-        for some in parts.values() if _FEW * whole < least < _MUCH * whole else ():
-            other = chosen.symmetric_difference(some)
-            if other and (now := loss(under(way, other))) < _NEARER * least:
-                chosen, least = other, now
-        if chosen != start:
-            yield under(way, chosen), f"{listed(sorted(chosen), 4)} {way}"
-
-    return Hypothesis(cause, settings)
-
-
-def _scored(setting: Guess, factor: float) -> Guess:
+def _cached(layer: int | None, setting: Guess, top: float) -> Guess:
     assert setting.state is not None
-    return replace(setting, state=replace(setting.state, scores=factor))
-
-
-def _caches(layers: int, setting: Guess, loss: Callable[[Guess], float]) -> Iterator[tuple[Guess, str]]:
-    """A cache with a static scale, of all layers or of one, then of keys or of values alone."""
-    if setting.state is None:
-        return
-
-    def at(layer: int | None, parts: tuple[str, ...], one: Guess, top: float) -> Guess:
-        assert one.state is not None
-        return replace(one, state=replace(one.state, cache=E4M3, cached=layer, cache_top=top, cache_parts=parts))
-
-    where = {"": None, **{f"of layer {i} ": i for i in range(layers)}}
-    both = {key: partial(at, i, ("keys", "values")) for key, i in where.items()}
-    _, key = _fitted(_CACHES, both, setting, loss, 10)
-    parts = {" and ".join(some): some for some in (("keys", "values"), ("keys",), ("values",))}
-    ways = {part: partial(at, where[key], some) for part, some in parts.items()}
-    top, part = _fitted(_CACHES, ways, setting, loss, 10)
-    yield ways[part](setting, top), f"{part} {key}in {E4M3.name}, by a scale that holds {top:.3g}"
+    return replace(setting, state=replace(setting.state, cache=E4M3, cached=layer, cache_top=top))
 
 
 def _cast(side: Side, spec: QuantizationSpec, inputs: InputCast | None, twice: QuantizationSpec | None = None) -> Side:

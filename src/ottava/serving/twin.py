@@ -23,7 +23,6 @@ from ottava.numerics.rounding import round_to_format
 from ottava.serving.executed import HALVES, in_model, quiet, stacked
 from ottava.serving.sides import Model, Side, Text
 
-_PARTS = ("keys", "values")
 _MOST = 32
 """Linears that are measured; each costs a forward."""
 
@@ -42,10 +41,6 @@ class ModelState:
     """The largest number that its scale lets it hold; infinity: scale 1."""
     cached: int | None = None
     """The one layer that has such a cache; None: all."""
-    cache_parts: tuple[str, ...] = ("keys", "values")
-    """Which of them it holds."""
-    scores: float = 1.0
-    """Factor of attention's scores."""
     clip: float = 1.0
     """Share of its largest input at which a linear that casts clips, as a scale of other data does."""
     replay: bool = False
@@ -109,8 +104,7 @@ class Twin:
                 fmt, pair = state.cache, [key_states, value_states]
                 if fmt is not None and state.cached in (None, layer_idx):
                     by = state.cache_top / fmt.max if math.isfinite(state.cache_top) else 1.0
-                    near = [(round_to_format((x / by).clamp(-fmt.max, fmt.max), fmt) * by).to(x.dtype) for x in pair]
-                    pair = [near[i] if part in state.cache_parts else pair[i] for i, part in enumerate(_PARTS)]
+                    pair = [(round_to_format((x / by).clamp(-fmt.max, fmt.max), fmt) * by).to(x.dtype) for x in pair]
                 return super().update(*pair, layer_idx, *args, **more)
 
         sides = self._fill(state)
@@ -198,9 +192,6 @@ class _Switched(TorchFunctionMode):
         if func is torch.addmm and (found := self.sides.get(args[2].data_ptr())) is not None:  # Conv1D: bias, x, W.T
             side, operand = found
             return self._linear(side, operand.t(), args[1], args[2], args[0])
-        if func is F.scaled_dot_product_attention and self.state.scores != 1:
-            scale = kwargs.get("scale") or args[0].shape[-1] ** -0.5
-            kwargs = {**kwargs, "scale": self.state.scores * scale}
         if getattr(func, "__name__", "") == "topk" and self.routes is not None:
             chosen = next(self.routes).reshape(*args[0].shape[:-1], -1)
             return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
