@@ -236,7 +236,7 @@ LOCAL: dict[str, tuple[Any, str, str]] = {
     "betas": ({"betas": (0.9, 0.999), "eps": 1e-4}, "update", ""),
     "stale weight": ("stale", "start", M),
     "resumed without moments": (resumed("moments"), "update", ""),
-    "resumed with rows in another order": (resumed(M + ".mlp.up.weight"), "start", M + ".mlp"),
+    "resumed with rows in another order": (resumed(M + ".mlp.up.weight"), "forward", M + ".mlp"),
     "watched, and an output changed": (watched(1.01), "forward", M + ".mlp"),
     "embedding and head untied": ("untied", "weight gradient", ""),
 }

@@ -54,7 +54,7 @@ def codecs() -> Iterator[Planted]:
         yield "encode", e4m3, name, partial(encode, **way)
     yield "encode", e4m3, "E5M2 written", lambda x: x.clamp(-57344, 57344).to(E5M2.dtype).view(torch.uint8)
     yield "encode", e4m3, "E4M3FNUZ written", lambda x: rounding.encode(x, E4M3FNUZ).view(torch.uint8)
-    yield "encode", e4m3, "not repeatable", lambda x: rounding.encode(x, E4M3, rounding="stochastic")
+    yield "encode", e4m3, "rounds at random", lambda x: rounding.encode(x, E4M3, rounding="stochastic")
     yield "encode", e4m3, "strides ignored", by_memory
     yield "encode", e4m3, "input changed", in_place
     yield "encode", e4m3, "tail not written", tail_unwritten
@@ -171,7 +171,7 @@ def sums() -> Iterator[Planted]:
         ("tensorwise", "tail of K dropped", product("tensorwise", without_tail)),
         ("rowwise", "accumulates in BF16", product("rowwise", sums=in_bf16)),
         ("rowwise", "result truncated", product("rowwise", sums=cut)),
-        ("rowwise", "zeros", product("rowwise", sums=lambda x, w: (x @ w.t() * 0).to(BF16))),
+        ("rowwise", "all zeros", product("rowwise", sums=lambda x, w: (x @ w.t() * 0).to(BF16))),
         ("rowwise", "reads what nobody wrote", added),
         ("tensorwise", "accumulates like hopper", hopper),
     ):
@@ -228,7 +228,7 @@ def layers() -> Iterator[Planted]:
     yield (
         "linear",
         tensorwise,
-        "zeros",
+        "no gradient of the weight",
         partial(linear, "tensorwise", change=lambda y, dx, dw: (y, dx, dw * 0)),
     )
     yield "linear", tensorwise, "weight of the step before", kept_weight()

@@ -43,7 +43,8 @@ from ottava.kernels import gemm_choice
 from ottava.lab.study import read_recipe
 from ottava.measure.walk import measure
 from ottava.nn.plan import Device
-from ottava.prove.recorder import StepRecorder, load_trace
+from ottava.prove.recorder import StepRecorder
+from ottava.prove.traces import load_trace
 from ottava.recipe import RECIPES
 from ottava.record.amaxes import FILE_NAME, read_series
 from ottava.record.dumps import Dumper, read_dump, save_batch

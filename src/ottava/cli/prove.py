@@ -131,7 +131,7 @@ def _saved(words: Sequence[str]) -> Verdict:
     """The verdict of two traces, or of two logs."""
     from ottava.prove.logs import compare_logs, load_log
     from ottava.prove.prover import judge
-    from ottava.prove.recorder import load_trace
+    from ottava.prove.traces import load_trace
 
     logs = [_log_of(Path(word)) for word in words]
     if not any(logs):

@@ -599,8 +599,8 @@ def _added(y: Tensor, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
 def _thin(x: Tensor, columns: Tensor) -> Tensor:
     """x (M, K) @ columns (K, r) for a small r. MKL's product of a matrix and a vector depends on threads on some CPUs;
     torch's sums over the last dimension depend on them on none."""
-    if not x.is_cpu:
-        return x @ columns
+    if not x.is_cpu or columns.shape[1] == 1:
+        return (x.unsqueeze(2) * columns).sum(1) if x.is_cpu else x @ columns
     return torch.cat([(x.unsqueeze(2) * column).sum(1) for column in columns.split(1, 1)], 1)
 
 

@@ -68,7 +68,7 @@ def align(a: StepRecording, b: StepRecording) -> Aligned:
     theirs = [one.by_key() for one in (b.ranks or [b])]
     _at_the_step(mine, theirs)
     known = dict.fromkeys(key for one in theirs for key in one)
-    optional = ("recomputed", "clipped gradient", "buffer", "reload")
+    optional = ("recomputed", "clipped gradient", "buffer")
     only_a, only_b = (
         [k for k in one if k not in other and k.kind not in optional] for one, other in ((mine, known), (known, mine))
     )

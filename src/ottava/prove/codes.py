@@ -217,7 +217,6 @@ def decode_allowed(
     finite: bool = False,
     normal: bool = False,
     grown: bool = False,
-    whole: int | None = None,
 ) -> Allowed:
     """The values of codes; finite: codes of infinity and NaN are read as numbers of one more binade.
 
@@ -235,10 +234,6 @@ def decode_allowed(
         small = (power == 0) & (mantissa > 0)
         y = torch.where(small if normal else y.isnan() if lost_nan is not None else ~y.isfinite(), beyond, y)
     y = grown_largest(y, fmt) if grown else y
-    if whole is not None:  # whole numbers: -1 in two's complement, 0 without a sign, 1 with a sign bit
-        half = 1 << (fmt.bits - 1)
-        y = (held - 2 * half * (held >= half) * (whole < 0)).double()
-        y = torch.where(held >= half, half - held, held).double() if whole > 0 else y
     if flush:
         y = torch.where(y.abs() < fmt.min_normal, 0.0 * y, y)
     return Allowed(y, y, (torch.float32, torch.bfloat16), signed=True, exact=y)

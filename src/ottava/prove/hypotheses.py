@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -78,6 +77,8 @@ class Fault(NamedTuple):
     sentence: str
     kinds: tuple[str, ...]
     knobs: Knobs
+    loose: bool = False
+    """Whether it allows more than one number, so that it explains too easily."""
 
 
 _CODES, _SUMS = ("encode", "cast"), ("gemm", "grouped")
@@ -173,10 +174,6 @@ def _by_memory(x: Tensor) -> Tensor | None:
     return torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset())
 
 
-def _neighbours(x: Tensor) -> Tensor:
-    return x[..., [min(k ^ 1, x.shape[-1] - 1) for k in range(x.shape[-1])]]
-
-
 def _cut(x: Tensor, size: int) -> Tensor:
     y = x.clone()
     y[:, x.shape[1] // size * size :] = 0
@@ -262,28 +259,6 @@ def _stale_cells(call: Asked, side: str, places: tuple[str, ...]) -> dict[str, A
     return {"cells": cells}
 
 
-SIDES = MappingProxyType(
-    {
-        "fprop.lhs": "x",
-        "fprop.rhs": "weight",
-        "dgrad.lhs": "grad",
-        "dgrad.rhs": "weight",
-        "wgrad.lhs": "grad",
-        "wgrad.rhs": "x",
-    }
-)
-
-
-def _other_scale(call: Asked, place: str, other: str) -> dict[str, Any] | None:
-    """A cell whose codes are read with the scale that another tensor has in its own first GEMM."""
-    theirs = call.cell({"x": "fprop.lhs", "weight": "fprop.rhs", "grad": "dgrad.lhs"}[other])
-    if theirs is None:
-        return None
-    y = call.inputs[other].reshape(-1, call.inputs[other].shape[-1])
-    scale = scale_inv_of(block_amax(y, theirs.granularity), theirs)
-    return {"cells": {place: {"scales": lambda s: scale if s.shape == scale.shape else None}}}
-
-
 def _rows_kept(call: Asked, count: Callable[[tuple[int, ...]], int]) -> dict[str, Any] | None:
     """x and the gradient of the first rows; count: of their shape."""
     x, grad = call.inputs["x"], call.inputs["grad"]
@@ -332,6 +307,7 @@ def scale_faults() -> tuple[tuple[str, str, Change], ...]:
         ("scale ignored", "The scale is taken for 1", _scales(torch.ones_like, lambda s: torch.full_like(s, 127))),
         ("scale squared", "The scale is applied twice", _scales(lambda s: s * s, lambda s: 2 * s - 127)),
         ("first scale for all", "The first scale is used for all blocks", lambda s: s.flatten()[:1].expand(s.numel()).reshape(s.shape) if s.numel() else s),
+        ("largest scale for all", "The largest scale is used for all blocks", lambda s: s.amax().expand(s.shape) if s.numel() else s),
         ("scale doubled", "The scale is twice as large (an exponent bias of 126)", _scales(lambda s: s * 2.0, lambda s: s + 1)),
         ("scale halved", "The scale is half as large (an exponent bias of 128)", _scales(lambda s: s * 0.5, lambda s: s - 1)),
         ("first scale of each row", "Each row uses its first scale for all of K", lambda s: s[..., :1].expand(s.shape) if s.dim() > 1 else None),
@@ -350,6 +326,7 @@ def scale_faults() -> tuple[tuple[str, str, Change], ...]:
 
 
 _ORDERS: tuple[tuple[str, str, Change], ...] = (
+    ("neighbours swapped", "Each two neighbours along K are swapped, as nibbles of a byte", lambda c: c[..., [min(k ^ 1, c.shape[-1] - 1) for k in range(c.shape[-1])]]),
     *(("sign of every second number lost", f"Every second number along K, from number {rest} on, loses its sign", lambda c, rest=rest: torch.where(torch.arange(c.shape[-1]) % 2 == rest, torch.where(c < 16, c & 7, c & 0x7F), c)) for rest in (0, 1)),
 )
 
@@ -366,6 +343,8 @@ def of_codes() -> Iterator[Fault]:
         ("ties away", "A tie goes away from zero, not to the even neighbour", always(rounding="ties_away")),
         ("ties up", "A tie goes up, not to the even neighbour", always(rounding="ties_up")),
         ("ties toward zero", "A tie goes toward zero, not to the even neighbour", always(rounding="ties_down")),
+        ("rounds up", "It rounds every inexact number up", always(rounding="up")),
+        ("rounds down", "It rounds every inexact number down", always(rounding="down")),
         ("no saturation", "Numbers beyond the format become NaN; they should saturate", always(overflow="nan")),
         ("overflow is infinity", "Numbers beyond the format become infinity; they should saturate", always(overflow="inf")),
         ("saturates", "Numbers beyond the format saturate; they should not", always(overflow="saturate")),
@@ -377,14 +356,18 @@ def of_codes() -> Iterator[Fault]:
         *(("NaN lost", f"NaN becomes {value:g}; it should stay NaN", always(lost_nan=value)) for value in (0.0, 448.0, 240.0, 57344.0, 6.0, 1.0)),
         *((f"clamps at {top:g}", f"Larger numbers become {top:g}, below the format's largest", always(top=top)) for top in (240.0, 448.0, 416.0, 256.0, 224.0, 120.0, 49152.0, 4.0, 3.0)),
     )
+    yield Fault("rounds at random", "Each result is a neighbour of the input, not always the nearest: stochastic rounding", _CODES, lambda c: {"rounding": "stochastic"} if c.kind == "cast" else {"what": {**c.what, "rounding": "stochastic"}}, True)
     yield from rows(
         ("encode",),
         ("infinity lost", "An infinity becomes zero", changed(x=lambda x: torch.where(x.isinf(), 0.0, x))),
         ("sign lost", "The sign is dropped", changed(x=torch.abs)),
+        ("sign flipped", "The sign is inverted", changed(x=torch.neg)),
         ("exponent bias off by one", "The exponent is one too large", changed(x=lambda x: x * 2)),
         ("exponent bias off by minus one", "The exponent is one too small", changed(x=lambda x: x / 2)),
+        ("all zeros", "The result is zero", changed(x=torch.zeros_like)),
         ("strides ignored", "It reads memory row by row, whatever the strides are", changed(x=_by_memory)),
         *((f"small inputs flushed, {fmt}", f"Inputs below {fmt}'s smallest normal number become zero", changed(x=lambda x, fmt=fmt: torch.where(x.abs().double() < fmt.min_normal, 0 * x, x))) for fmt in _EIGHT),
+        ("input subnormals flushed", "FP32's subnormal numbers are read as zero", changed(x=lambda x: torch.where(x.abs() < 2.0**-126, 0 * x, x))),
         *((f"{other} written", f"The codes are those of {other}", partial(_as_codes, other=other)) for other in _EIGHT),
         *((f"bit {bit} lost", f"Bit {bit} of each code is zero", partial(_of_bits, change=lambda c, bit=bit: c & ~(1 << bit))) for bit in range(8)),
         ("sign at bit 7", "The sign stands in bit 7 of a byte, whatever the format", partial(_of_bits, change=lambda c: torch.where(c & 8 != 0, c & 7 | 128, c))),
@@ -393,14 +376,16 @@ def of_codes() -> Iterator[Fault]:
         ("decode",),
         *((f"read as {other}", f"Codes are read as {other}", always(fmt=other)) for other in _EIGHT),
         ("subnormals flushed", "Codes of subnormal numbers are read as zero", always(flush=True)),
-        *((f"whole numbers, {text}", f"Codes are read as whole numbers: {text}", always(whole=way)) for text, way in (("two's complement", -1), ("without a sign", 0), ("a sign bit and a size", 1))),
         ("subnormals normal", "Codes of subnormal numbers are read with a leading 1, as normal ones", always(normal=True)),
         ("largest number too large", "The largest number is read as the next power of two", always(grown=True)),
         ("NaN and infinity lost", "The codes of NaN and infinity are read as finite numbers", always(finite=True)),
         *(("NaN lost", f"The code of NaN is read as {value:g}", always(lost_nan=value)) for value in (480.0, 448.0, 0.0, torch.inf, 240.0, 57344.0)),
         ("strides ignored", "It reads memory row by row, whatever the strides are", changed(codes=partial(_bytes, _by_memory))),
         ("sign lost", "The sign bit is ignored", _bits(lambda c: c & 0x7F)),
+        ("sign flipped", "The sign bit is inverted", _bits(lambda c: c ^ 0x80)),
         ("nibbles swapped", "The two halves of a byte are exchanged", _bits(lambda c: (c >> 4) | (c << 4))),
+        ("code off by one", "The code is one too large", _bits(lambda c: c + 1)),
+        ("code off by one", "The code is one too small", _bits(lambda c: c - 1)),
     )
 
 
@@ -419,10 +404,10 @@ def of_casts() -> Iterator[Fault]:
         ("OCP's floor for the scale", "The exponent of the scale is floor(log2(amax)) - emax, so the largest numbers saturate", always(exponent="floor")),
         ("scale no power of two", "The scale is max / amax, not a power of two", always(exponent="none")),
         *((f"scale rounded {text}", f"The multiplier is a power of two rounded {text}; the recipe asks for another rule", always(exponent=text)) for text in ("up", "down", "nearest", "ceil")),
-        *((f"E4M3 scale rounded {text}", f"The E4M3 scale of a block is rounded {text}, not to nearest", always(exponent=how)) for text, how in (("down", "truncate"), ("up", "away"))),
         *((f"scaled to {top:g}", f"The largest number of a block goes to {top:g}, not to the format's largest", always(scale_top=top)) for top in _TOPS),
         *((name, sentence, always(written=change)) for name, sentence, change in scale_faults()),
         ("amax without the negative numbers", "amax looks at x, not at its magnitude", _amax(lambda x: x.clamp(min=0))),
+        ("amax without the last column", "amax leaves out the last columns", _amax(lambda x: torch.cat([x[:, :-1], 0 * x[:, -1:]], 1))),
         *(("amax without the tail", f"amax leaves out columns beyond the last whole {n}", _amax(partial(_cut, size=n))) for n in _SIZES),
         *(("amax without the tail of rows", f"amax leaves out rows beyond the last whole {n}", _amax(lambda x, n=n: _cut(x.t(), n).t())) for n in _SIZES),
         *((name.replace("scale", "amax"), f"{sentence}, and codes are made with it", _of_amax(change)) for name, sentence, change in scale_faults()),
@@ -430,6 +415,7 @@ def of_casts() -> Iterator[Fault]:
         *((f"amax of the first {n}", f"amax looks at the first {n:,} numbers only", _amax(lambda x, n=n: torch.where(torch.arange(x.numel()).view(x.shape) < n, x, 0 * x.nan_to_num()))) for n in (1024, 2048, 4096, 8192, 16384)),
         *((f"zeros below {eps:g}", f"Blocks whose amax is below {eps:g} become zeros", lambda c, eps=eps: {"x": torch.where(c.spec.granularity.expand(c.amax(), tuple(c.inputs["x"].shape)) < eps, 0 * c.inputs["x"], c.inputs["x"])}) for eps in (2.0**-10, 1e-4, 1e-5, 2.0**-20, 1e-8, 1e-10, 2.0**-126)),
         *((f"amax at least {eps:g}", f"amax ends at {eps:g}, so small numbers lose bits", _of_amax(lambda amax, eps=eps: amax.clamp(min=eps))) for eps in (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8)),
+        ("amax a mean", "The scale comes from the mean magnitude", lambda c: {"amax": c.inputs["x"].abs().double().mean().reshape(1, 1)}),
         *((f"amax in {text}", f"amax is rounded to {text}", _of_amax(lambda amax, to=to: amax.to(to).double())) for text, to in (("FP16", torch.float16), ("BF16", torch.bfloat16))),
         ("amax of finite numbers", "amax leaves out infinity and NaN", _amax(lambda x: x.nan_to_num(0.0, 0.0, 0.0))),
         *((f"scale shared by {n} rows", f"Each {n} rows share the largest of their scales", _of_amax(lambda amax, n=n: torch.nn.functional.pad(amax, (0, 0, 0, -len(amax) % n)).reshape(-1, n, amax.shape[1]).amax(1).repeat_interleave(n, 0)[: len(amax)])) for n in (2, 4, 8, 16)),
@@ -438,9 +424,12 @@ def of_casts() -> Iterator[Fault]:
         ("an octave late", "Where amax is the largest number of a binade that fits, the scale is twice as large", always(exponent="open")),
         ("an octave at powers of two", "Where amax is a power of two, the scale is twice as large", _of_amax(lambda amax: torch.where(torch.frexp(amax)[0] == 0.5, 2 * amax, amax))),
         ("computes in BF16", "The scale and its product with x are rounded to BF16 before the cast", always(written=lambda s: s.float().bfloat16().double(), before=torch.bfloat16)),
-        ("codes under the unrounded scale", "Codes are made with the scale before its rounding, and the rounded one is written", _unrounded),
+        ("codes under the unrounded scale", "Codes are made with max / amax, and the scale that is written is a power of two", _unrounded),
+        ("operand transposed", "It reads x.T", _reads(lambda x: x.t().reshape(x.shape))),
         ("strides ignored", "It reads memory row by row, whatever the strides are", _reads(_by_memory)),
         ("sign lost", "The sign is dropped", _reads(torch.abs)),
+        ("rows reversed", "The order of rows is reversed", _reads(lambda x: x.flip(0))),
+        ("all zeros", "The result is zero", _reads(torch.zeros_like)),
         *((f"{other} written", f"Codes and scales are those of {other}", partial(_cast_as, other=other, top=other.max)) for other in _EIGHT),
         *((f"{other} written", f"Codes are those of {other}, scales are not", partial(_cast_as, other=other, top=None)) for other in _EIGHT),
     )
@@ -456,6 +445,7 @@ _SIZES = (16, 32, 64, 128)
 
 
 def _of_operands() -> Iterator[Fault]:
+    yield from rows(_SUMS, ("all zeros", "The result is zero", always(operands=torch.zeros_like)))
     def as_format(fmt: Format) -> Callable[[Tensor], Tensor | None]:
         return lambda x: None if x.dtype == fmt.dtype else x.view(torch.uint8).view(fmt.storage_dtype)
 
@@ -476,14 +466,17 @@ def _of_operands() -> Iterator[Fault]:
         *((f"scale of {side} inverted", f"scale_inv_{side} divides instead of multiplying", changed(**{f"scale_inv_{side}": _inverse})) for side in "ab"),
         *((f"{name} ({side})", f"{sentence}: scale_inv_{side}", changed(**{f"scale_inv_{side}": change})) for side in "ab" for name, sentence, change in scale_faults()),
         *((f"{name} (both)", f"{sentence}: both scales", changed(scale_inv_a=change, scale_inv_b=change)) for name, sentence, change in scale_faults()),
+        ("scales inverted", "Both scales divide instead of multiplying", changed(scale_inv_a=_inverse, scale_inv_b=_inverse)),
         ("scales exchanged", "a gets the scale of b, and b that of a", lambda c: {"inputs": {**c.inputs, "scale_inv_a": c.inputs["scale_inv_b"], "scale_inv_b": c.inputs["scale_inv_a"]}} if c.inputs["scale_inv_a"].shape == c.inputs["scale_inv_b"].shape else None),
         ("b transposed", "b is read as (K, N), not (N, K)", changed(b=turned)),
+        ("a transposed", "a is read as (K, M), not (M, K)", changed(a=turned)),
         ("strides of a ignored", "a is read row by row, whatever its strides are", changed(a=flat)),
         ("strides of b ignored", "b is read row by row, whatever its strides are", changed(b=flat)),
         ("strides ignored", "Operands are read row by row, whatever their strides are", changed(a=flat, b=flat)),
         *(("tail of K dropped", f"Columns beyond the last whole {n} of K are not summed", changed(a=partial(_tail, size=n))) for n in (2, 4, 8, 16, 32, 64, 128, 256)),
+        ("last column of K dropped", "The last column of K is not summed", always(operands=lambda v: torch.cat([v[:, :-1], 0 * v[:, -1:]], 1))),
+        ("first column of K dropped", "The first column of K is not summed", always(operands=lambda v: torch.cat([0 * v[:, :1], v[:, 1:]], 1))),
         ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(**dict.fromkeys(("scale_inv_a", "scale_inv_b"), lambda s: (s.to(torch.int32) << 23).view(torch.float32) if s.dtype == torch.uint8 else None))),
-        ("neighbours swapped (a or b)", "Each two neighbours along K of one operand are swapped, as nibbles of a byte: those of a or those of b, which gives the same sums", changed(a=partial(_bytes, _neighbours))),
         *((f"{name} ({text})", f"{sentence} ({text})", changed(**dict.fromkeys(sides, partial(_bytes, change)))) for name, sentence, change in _ORDERS for text, sides in (("a", "a"), ("b", "b"), ("both", "ab"))),
         ("largest number too large", "The largest number of the format is read as the next power of two", always(codes=grown_largest)),
         ("scales begin anew", "The scales of a begin anew with each group", lambda c: changed(scale_inv_a=lambda s: torch.cat([*(s[:n] for n in c.inputs["ends"].diff(prepend=c.inputs["ends"].new_zeros(1)).tolist()), s[c.inputs["ends"][-1] :]]))(c) if "ends" in c.inputs else None),
@@ -503,6 +496,7 @@ def _of_results() -> Iterator[Fault]:
         *((f"{text} of an earlier call", f"It uses {text} of", _earlier(*keys)) for text, keys in earlier.items()),
         ("result of an earlier call added", "The result is added to that of", lambda c: None if c.before is None else {"plus": c.before}),
     )
+    yield from rows(("attention",), *((f"{out} times {by:g}", f"{out} is {by:g} times what it should be", always(only={out: by})) for out in ("o", "dq", "dk", "dv") for by in (0.0, -1.0, 2.0, 0.5, 0.72)))
     yield from rows(
         (*_SUMS, "linear", "attention"),
         *((f"result times {by:g}", f"The result is {by:g} times what it should be", always(times=by)) for by in (-1.0, 2.0, 0.5, 0.72)),
@@ -512,6 +506,7 @@ def _of_results() -> Iterator[Fault]:
     yield from rows(
         _SUMS,
         ("result truncated", "The sum is cut off to the output's type, not rounded", always(cut=True)),
+        ("result clamped at 448", "The result is clamped to E4M3's range", always(clamp=448.0)),
         ("result clamped at 65504", "The result is clamped to FP16's range", always(clamp=65504.0)),
     )
     yield from rows(
@@ -519,11 +514,12 @@ def _of_results() -> Iterator[Fault]:
         ("groups one row late", "Each group ends one row late", lambda c: {"ends": (c.inputs["ends"] + 1).clamp(max=c.inputs["ends"][-1])}),
         ("groups one row early", "Each group but the last ends one row early", lambda c: {"ends": torch.cat([(c.inputs["ends"][:-1] - 1).clamp(min=0), c.inputs["ends"][-1:]])}),
         ("empty group shifts the others", "An empty group is skipped without its weight: groups behind it take the weight of the one before", always(experts=lambda g, sizes: sum(size > 0 for size in sizes[:g]))),
-        ("ends read as sizes", "The ends of groups are read as their sizes", lambda c: {"ends": c.inputs["ends"].cumsum(0).clamp(max=c.inputs["ends"][-1])}),
         ("weight of the next group", "Each group takes the weight of the next", always(experts=lambda g, sizes: min(g + 1, len(sizes) - 1))),
         ("weight of the group before", "Each group takes the weight of the group before", always(experts=lambda g, sizes: max(g - 1, 0))),
         *((f"groups begin at multiples of {n}", f"Each group ends at a multiple of {n} rows, rounded down", lambda c, n=n: {"ends": torch.cat([c.inputs["ends"][:-1] // n * n, c.inputs["ends"][-1:]])}) for n in (4, 8, 16, 32)),
         *((f"groups end at multiples of {n}", f"Each group ends at a multiple of {n} rows, rounded up", lambda c, n=n: {"ends": (-(-c.inputs["ends"] // n) * n).clamp(max=c.inputs["ends"][-1])}) for n in (4, 8, 16, 32)),
+        ("weights in reverse", "Weights are taken in reverse order", always(experts=lambda g, sizes: len(sizes) - 1 - g)),
+        ("weight of the first group", "All groups take the weight of the first", always(experts=lambda g, sizes: 0)),
         *((f"{part} of the first group", f"All groups take {part} of the first", changed(**{part: partial(_bytes, lambda y: y[:1].expand(y.shape))})) for part in ("b", "scale_inv_b")),
     )
     yield from rows(
@@ -532,12 +528,16 @@ def _of_results() -> Iterator[Fault]:
         *((f"split in {n}", f"K is split in {n}, and the partial sums are rounded to {text} and added in {end}", always(split=(dtype, n, to))) for text, dtype in _HALVES for n in (2, 4, 8) for end, to in ((text, dtype), ("FP32", torch.float32))),
         *((f"accumulates in {text}", f"Sums are kept in {text}, {n} products at a time{behind}", always(steps=(dtype, n), late=late)) for late, behind in ((False, ""), (True, ", and scaled at the end")) for text, dtype in _HALVES for n in (1, 2, 4, 8, 16, 32, 64, 128)),
     )
+    for text, unit in (("TF32 or FP16", 2.0**-11), ("BF16", 2.0**-8)):
+        yield Fault(f"accumulates in {text}", f"The errors are those of sums in {text}: beyond FP32's bound, within that of {text}", _SUMS, always(unit=unit), True)
+
 
 def _of_layers() -> Iterator[Fault]:
     cells = {"x": ("fprop.lhs", "wgrad.rhs"), "the weight": ("fprop.rhs", "dgrad.rhs"), "the gradient": ("dgrad.lhs", "wgrad.lhs")}
     operands = cells | {f"{gemm}'s operands": (f"{gemm}.lhs", f"{gemm}.rhs") for gemm in GEMMS} | {"anything": CELLS}
     yield from rows(
         ("linear",),
+        *((f"recipe {name}", f"The numbers are those of recipe {name}", _told(recipe=lambda what, name=name: name)) for name, recipe in RECIPES.items() if not recipe.predicted),
     )
     yield from _stale(("linear",), *((f"{side} of the step before", f"It uses the {side} of", _earlier(side)) for side in ("x", "weight", "grad")))
     other = {"fprop.lhs": "wgrad.rhs", "fprop.rhs": "dgrad.rhs", "dgrad.lhs": "wgrad.lhs"}
@@ -545,10 +545,6 @@ def _of_layers() -> Iterator[Fault]:
         (gemm, side), text = cell.split("."), "is cast from what was cast along the other dimension"
         operands = {f"the {'left' if side == 'lhs' else 'right'} operand of {gemm}": (cell,)} | operands
         yield from rows(("linear",), (f"{cell} rounded twice", f"{next(iter(operands)).capitalize()} {text}", lambda c, own=cell, turned=turned: None if None in (c.cell(own), c.cell(turned)) else {"cells": {own: {"twice": c.cell(turned)}}}))
-    for (cell, side), by in product(SIDES.items(), ("x", "weight", "grad")):
-        text = f"the {'left' if cell.endswith('lhs') else 'right'} operand of {cell[:5]}"
-        if side != by:
-            yield Fault(f"{text}: scale of {by}", f"{text.capitalize()} has the scale of {by}", ("linear",), partial(_other_scale, place=cell, other=by))
     for text, places in operands.items():
         yield from rows(
             ("linear",),
@@ -558,13 +554,17 @@ def _of_layers() -> Iterator[Fault]:
     yield from rows(
         ("linear",),
         *((f"scale of {side} of the step before", f"The scale of {side} is that of the call before", partial(_stale_cells, side=side, places=where)) for side, where in zip(("x", "weight", "grad"), cells.values(), strict=True)),
-        *((f"recipe {name}", f"The numbers are those of recipe {name}", _told(recipe=lambda what, name=name: name)) for name, recipe in RECIPES.items() if not recipe.predicted),
+        ("no gradient of the weight", "dw is zero", always(only={"dw": 0.0})),
+        ("no gradient of the input", "dx is zero", always(only={"dx": 0.0})),
         ("weight transposed", "The weight is read as (K, N)", changed(weight=lambda w: w.t().reshape(w.shape))),
         ("first sequence only", "Only the first sequence of the batch is summed", partial(_rows_kept, count=lambda shape: math.prod(shape[1:-1] if len(shape) > 2 else shape))),
         ("first half of the rows", "Only the first half of the rows is summed", partial(_rows_kept, count=lambda shape: max(math.prod(shape[:-1]) // 2, 1))),
+        ("gradient transposed", "The gradient is read in the order of its transpose", changed(grad=lambda g: g.reshape(-1, g.shape[-1]).t().reshape(g.shape))),
+        ("x transposed", "x is read in the order of its transpose", changed(x=lambda x: x.reshape(-1, x.shape[-1]).t().reshape(x.shape))),
         ("strides ignored", "x is read row by row, whatever its strides are", changed(x=_by_memory)),
         ("strides ignored", "The gradient is read row by row, whatever its strides are", changed(grad=_by_memory)),
         *(("tail of rows dropped", f"Rows beyond the last whole {n} are left out", partial(_rows_kept, count=lambda shape, n=n: math.prod(shape[:-1]) // n * n)) for n in (16, 32, 64, 128)),
+        ("mean over rows", "dw is the mean over rows, not the sum", lambda c: {"only": {"dw": 1 / max(1, c.inputs["x"][..., 0].numel())}}),
     )
 
 
@@ -573,8 +573,7 @@ def _casts(alone: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
     if alone:
         yield from ((f"read as {fmt}", f"has codes that are read as {fmt}", {"read": fmt}) for fmt in _EIGHT if fmt.bits == 8)
         yield from ((f"scale of {name}", f"has the scale of {name}", {"granularity": blocks}) for name, blocks in _BLOCKS)
-        yield "scale of 448", "is read with the scale of a cast to 448, E4M3's largest", {"scales": lambda s: s * (57344.0 / 448.0)}
-        yield from ((name, f"is read with other scales. {sentence}", {"scales": change}) for name, sentence, change in scale_faults())
+        yield "scale of 448", "is read with the scale of a cast to 448, E4M3's largest", {"other_top": 448.0}
         return
     yield from (
         *((f"in {fmt}", f"is cast to {fmt}, not to the recipe's format", {"format": fmt}) for fmt in _EIGHT),
@@ -612,6 +611,7 @@ def _of_attention() -> Iterator[Fault]:
         ("no correction of dS", "dS lacks the row sum of dO * O", always(fault="no delta")),
         ("softmax scale 1 / D", "Scores are divided by D, not by its root", scaled(lambda d, dv: 1 / d)),
         ("softmax scale of v", "Scores are divided by the root of v's D", scaled(lambda d, dv: dv**-0.5)),
+        ("softmax scale upside down", "Scores are multiplied by sqrt(D)", scaled(lambda d, dv: d**0.5)),
         ("softmax in base 2", "exp2 is taken of scores in base e", scaled(lambda d, dv: d**-0.5 * math.log(2))),
         ("softmax in base 2 twice", "log2(e) is applied, and then exp", scaled(lambda d, dv: d**-0.5 / math.log(2))),
         ("softmax scale of a padded D", "Scores are divided by the root of D padded to a power of two", scaled(lambda d, dv: (1 << (d - 1).bit_length()) ** -0.5)),
@@ -630,16 +630,16 @@ def _of_optimizers() -> Iterator[Fault]:
         ("optimizer",),
         *((fault, sentence, always(fault=fault)) for fault, sentence in _OPTIMIZERS),
         *((f"{name} {value}", f"It uses {name} = {value}, whatever it is told", _told(**{name: lambda what, v=value: v})) for name, values in settings.items() for value in values),
-        *((f"moments in {text}", f"Moments are kept in {text}", always(moments=(text, text))) for text in ("bf16", "fp16", "int8", "fp8", "fp32")),
-        *((f"first moment in {text}", f"The first moment is kept in {text}", always(moments=(text, None))) for text in ("bf16", "fp16", "int8", "fp8", "fp32")),
-        *((f"second moment in {text}", f"The second moment is kept in {text}", always(moments=(None, text))) for text in ("bf16", "fp16", "int8", "fp8", "fp32")),
+        *((f"lr times {by:g}", f"The learning rate is {by:g} times what it should be", _told(lr=lambda what, by=by: by * float(what.get("lr", 1e-3)))) for by in (2.0, 0.5, 10.0, 0.1)),
+        *((f"gradient times {by:g}", f"The gradient is {by:g} times what it should be", changed(grad=lambda g, by=by: g * by)) for by in (2.0, 0.5, 10.0, 0.1)),
+        *((f"moments in {text}", f"Moments are kept in {text}", always(moments=(text, text))) for text in ("bf16", "int8", "fp8", "fp32")),
+        *((f"first moment in {text}", f"The first moment is kept in {text}", always(moments=(text, None))) for text in ("bf16", "int8", "fp8", "fp32")),
+        *((f"second moment in {text}", f"The second moment is kept in {text}", always(moments=(None, text))) for text in ("bf16", "int8", "fp8", "fp32")),
         ("parameter in BF16", "The parameter is rounded to BF16 in every step", changed(parameter=lambda p: p.to(torch.bfloat16))),
     )
 
 
 _OPTIMIZERS = (
-    ("not updated", "The parameter keeps its value"),
-    ("decayed parameter rounded", "The decayed parameter is rounded to BF16 before the step is subtracted"),
     ("no bias correction", "Moments are not divided by 1 - beta ** step"),
     ("first moment uncorrected", "The first moment is not divided by 1 - beta1 ** step"),
     ("second moment uncorrected", "The second moment is not divided by 1 - beta2 ** step"),

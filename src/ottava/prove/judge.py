@@ -89,11 +89,10 @@ def scale_inv_of(
     usable = (amax > 0) & amax.isfinite()
     safe = torch.where(usable, amax, 1.0)
     ratio = safe / top  # float64: 29 bits below those of fp32
-    ways = {None: "nearest", "truncate": "truncate", "away": "away"}
-    if kind == "e4m3" and exponent in ways and bool(usable.any()):
+    if kind == "e4m3" and exponent is None and bool(usable.any()):
         # the block's scale is an E4M3 number, and the tensor's brings the largest of them to 448
         tensor = torch.where(usable, amax, 0.0).amax() / (spec.format.max * E4M3.max)
-        return torch.where(usable, on_grid(ratio / tensor * nudge, E4M3, ways[exponent]) * tensor, 1.0)
+        return torch.where(usable, on_grid(ratio / tensor * nudge, E4M3) * tensor, 1.0)
     if exponent == "none" or (kind in ("fp32", "e4m3") and exponent is None):
         y = ratio
     else:
@@ -224,6 +223,7 @@ def product(
     dtype: torch.dtype,
     *,
     slack: tuple[Tensor, Tensor] | None = None,
+    unit: float = U32,
     steps: tuple[torch.dtype, int] | None = None,
     split: tuple[torch.dtype, int, torch.dtype] | None = None,
 ) -> Allowed:
@@ -243,9 +243,9 @@ def product(
         parts = zip(a.tensor_split(split[1], 1), b.tensor_split(split[1], 1), strict=True)
         center = torch.stack([(x @ y.t()).float().to(split[0]).double() for x, y in parts]).sum(0)
         center = center.float().to(split[2]).double()
-    error = (k + 4) * U32 * size
+    error = (k + 4) * unit * size
     whole = size <= 2.0**24 * (_granule(a) * _granule(b).t())
-    error = torch.where(whole, 0.0, error + k * 2.0**-52 * size)
+    error = torch.where(whole & (unit == U32), 0.0, error + k * 2.0**-52 * size)
     if slack is not None:
         da, db = slack
         error = error + (da @ b.abs().t() + a.abs() @ db.t() + da @ db.t())
@@ -350,11 +350,10 @@ def cast_interval(
     if spec is None:
         return x.double(), moved
     spec = replace(spec, granularity=way.pop("granularity", spec.granularity))
-    fmt, shape, change = way.pop("format", spec.format), tuple(x.shape), way.pop("scales", None)
-    if change is not None:
-        (center, far), grid = cast_interval(x, spec, off), _scales_asked(x, spec, {})[1]
-        factor = spread(change(grid) / grid, spec, shape)
-        return center * factor, far * factor
+    fmt, shape, other = way.pop("format", spec.format), tuple(x.shape), way.pop("other_top", None)
+    if other is not None:
+        center, far = cast_interval(x, spec, off)
+        return center * (spec.format.max / other), far * (spec.format.max / other)
     if (twice := way.pop("twice", None)) is not None:
         x = cast_interval(x.t(), twice)[0].t()  # what is cast has been cast along the other dimension
     if (read := way.pop("read", None)) is not None:
@@ -561,8 +560,6 @@ def adamw(
         direction = (b1 * m + (1 - b1) * g) / c1
     step = lr * direction / root
     after = (p - step) * kept if fault == "decay after the step" else p * kept - step
-    if fault in ("not updated", "decayed parameter rounded"):
-        after = p if fault == "not updated" else (p * kept).float().bfloat16().double() - step
     # a moment is a chain of roundings, the update a dozen, the parameter three
     error = 4 * U32 * p.abs() + (16 + 8 * t) * U32 * lr * (m.abs() + abs(1 - b1) * g.abs()) / c1 / root if c1 else after
     return after, m, v, error
@@ -613,8 +610,6 @@ def _held(name: str, moment: Tensor, off: Tensor, positive: bool) -> tuple[Tenso
 
     if name == "fp32":
         return moment, off
-    if name == "fp16":
-        return moment.half().double(), off + moment.abs() * 2.0**-11 + 2.0**-25
     need_known("", "moments", name, STORAGES)
     storage = STORAGES[name]
     # neighbours in turn, and large numbers against small ones: the ends of a group set its grid

@@ -39,8 +39,9 @@ from ottava.base.files import replacing
 from ottava.base.text import columns, listed
 from ottava.experiments.program import tensors_in, tree_map
 from ottava.prove.align import Aligned, JudgedTensor, UnlikeError, align
-from ottava.prove.recorder import GRADIENTS, Key, StepRecorder, StepRecording, bare, load_trace
+from ottava.prove.recorder import GRADIENTS, Key, StepRecorder, StepRecording, bare
 from ottava.prove.tolerance import Distance, Nudge, distance, limits, unit
+from ottava.prove.traces import load_trace
 from ottava.record.random_state import random_states_kept
 
 _MOST_LINES = 12
@@ -492,7 +493,6 @@ def _size(x: Tensor) -> float:
 _PHASES = MappingProxyType(
     {
         "weight": ("start", "the programs start from other weights: {path}"),
-        "reload": ("start", "what happens between two steps, outside of the optimizer: {path} is {other}"),
         "output": ("forward", "the forward of {named}"),
         "recomputed": ("recomputation", "the recomputed forward of {named}"),
         "gradient": ("weight gradient", "the gradient of {path}{lost}, while that which enters {named} is right"),
@@ -524,9 +524,7 @@ def explain(wrong: Judged, judged: Sequence[Judged], a: StepRecording, b: StepRe
         module = path if path in kinds or key.kind in ("output", "recomputed") else path.rpartition(".")[0]
         phase, words = _PHASES.get(key.kind, _PHASES["buffer"])
         lost = " (B has none)" if row.said else ""
-        turned = row.b is not None and row.b.numel() == 2 and float(row.b[-1]) == 0
-        other = "another one, with the same numbers in another order" if turned else "another one"
-        said = words.format(path=path, named=_named(module, kinds), lost=lost, operation=row.operation, other=other)
+        said = words.format(path=path, named=_named(module, kinds), lost=lost, operation=row.operation)
     rank, far, limit = _rank(wrong), wrong.far[number], wrong.limit[number]
     where = f" on rank {rank}" if rank is not None else ""
     step = f" in step {key.step + 1}" if key.step else ""

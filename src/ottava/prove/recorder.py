@@ -1,7 +1,6 @@
 """Records one training step by meaning: what every module got and gave, forward and backward, gradients and updates.
 
     weight             a parameter before the first step of an optimizer
-    reload             how far a parameter went between two steps, and how far its sorted numbers did
     input, output      of a module, in the order of the forward
     recomputed         an output that activation checkpointing computes again in the backward
     output gradient    of the loss, of that output; input gradient alike
@@ -22,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -41,8 +39,6 @@ from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.casts import is_torchao
 from ottava.experiments.program import tensors_in
 from ottava.experiments.snapshot import stepped_by
-from ottava.interop.contents import StateFileError, read_entries
-from ottava.interop.safe_pickle import DamagedError, RefusedError
 
 SCHEMA = "ottava.trace/1"
 GRADIENTS = ("output gradient", "input gradient")
@@ -231,7 +227,6 @@ class StepRecorder:
         self._read: dict[tuple[int, int, int, int], list[int]] = {}
         self._owners: dict[int, nn.Module] = {}
         self._before: dict[int, tuple[Any, str, Tensor]] = {}
-        self._after: dict[int, Tensor] = {}
         self._order = 0.0
         self._grad_order: dict[int, float] = {}
         self._queued = False
@@ -382,8 +377,6 @@ class StepRecorder:
             if id(p) not in self._before:
                 if self.step == 0:
                     self._note(module, name, "weight", 0, 0, p, order=-1.0)
-                elif (old := self._after.pop(id(p), None)) is not None:
-                    self._note(module, name, "reload", 0, 0, _jump(old, _local(p).float()), order=-1.0)
                 self._before[id(p)] = module, name, _local(p).clone()
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
@@ -394,8 +387,6 @@ class StepRecorder:
                 module, name, before = self._before.pop(id(p))
                 moved = _local(p).float() - before.float()
                 self._note(module, name, "update", 0, 0, moved, like=p, operation=type(optimizer).__name__)
-                if self.step + 1 < self._steps:
-                    self._after[id(p)] = _local(p).float().clone()
         if not self._before:
             self._finish_step()
             if self.step == self._steps:
@@ -508,13 +499,6 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _jump(old: Tensor, new: Tensor) -> Tensor:
-    """Euclidean distances of two tensors, and of their sorted numbers: 0 where only the order differs."""
-    if torch.equal(old, new):
-        return torch.zeros(2)
-    return torch.stack([(old - new).norm(), (old.flatten().sort()[0] - new.flatten().sort()[0]).norm()])
-
-
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
@@ -535,109 +519,3 @@ def _shard(x: Tensor) -> Shard | None:
         return None
     _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
     return Shard(tuple(x.shape), tuple(offset), any(p.is_partial() for p in x.placements))
-
-
-# --- traces of others ------------------------------------------------------------------------------------------------
-
-_MODULE = re.compile(r"Module\.(?P<path>.+)\.(?P<kind>\w+)\.(?P<way>forward|backward)\.(?P<call>\d+)")
-_SIDES = (("forward", "input_args", "input"), ("forward", "output", "output"),
-          ("backward", "input", "output gradient"), ("backward", "output", "input gradient"))  # fmt: skip
-
-
-def load_trace(path: Path) -> StepRecording:
-    """A saved trace of ottava, or the dumps of msprobe and TransformerEngine; no code of a file runs.
-
-        ottava     rank0.json, rank0.safetensors
-        msprobe    dump.json beside dump_tensor_data/NAME.pt (task "tensor"), of level L0: modules. A name is
-                   Module.PATH.CLASS.forward.CALL or .backward.CALL
-        TE         tensor_dumps/rank_N/LAYER_TENSOR_iter_000001.pt of its feature DumpTensors: a dict with
-                   high_precision, or data and scale_inv. Layers come in the order of their names, and their numbers
-                   count as numbers
-
-    Source: msprobe docs/zh/dump, "module dump data"; transformer_engine/debug/features/dump_tensors.py.
-
-    Raises:
-        TraceError: nothing is there, or it cannot be read.
-    """
-    if (path / "dump.json").is_file():
-        return _msprobe(path)
-    ranks = sorted((path / "tensor_dumps" if (path / "tensor_dumps").is_dir() else path).glob("rank_*"), key=_numbers)
-    return _te(path, ranks) if any(rank.is_dir() for rank in ranks) else StepRecording.load(path)
-
-
-_TE = re.compile(r"(?P<layer>.+)_(?P<tensor>activation|gradient|weight|output|wgrad|dgrad)_iter_(?P<step>\d+)")
-_TE_KINDS = MappingProxyType(
-    {"weight": "weight", "activation": "input", "output": "output"}
-    | {"gradient": "output gradient", "dgrad": "input gradient", "wgrad": "gradient"}
-)
-
-
-def _numbers(path: Path) -> list[tuple[int, str]]:
-    """A key that sorts 10 behind 9."""
-    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", path.name)]
-
-
-def _te(folder: Path, ranks: list[Path]) -> StepRecording:
-    first, *others = (StepRecording([*_te_entries(rank)], folder.name, r, len(ranks)) for r, rank in enumerate(ranks))
-    if not all(one.entries for one in (first, *others)):
-        hint = "dump with high_precision_tensor, or dump_quantized_internals"
-        raise TraceError(f"{folder}: a rank has no tensor; {hint}")
-    first.ranks = [first, *others] if others else []
-    return first
-
-
-def _te_entries(folder: Path) -> Iterator[TensorSeen]:
-    files = [(match, path) for path in sorted(folder.glob("*.pt"), key=_numbers) if (match := _TE.fullmatch(path.stem))]
-    steps = sorted({int(match["step"]) for match, _ in files})
-    phases = [*_TE_KINDS]
-    for place, (match, path) in enumerate(files):
-        try:
-            held = {name: x for name, x in read_entries(path) if isinstance(x, Tensor)}
-        except (StateFileError, DamagedError, RefusedError, OSError) as error:
-            raise TraceError(f"{path}: {str(error).splitlines()[0][:200]}") from None
-        value = held.get("high_precision")
-        if value is None and {"data", "scale_inv"} <= held.keys():
-            value = held["data"].float() * held["scale_inv"].float()
-        if value is None:
-            continue
-        step, phase = steps.index(int(match["step"])), phases.index(match["tensor"])
-        at = phase < 3  # weights, then layers forward, then layers backward
-        order = step * 1e6 + (place if phase == 0 else 1e5 + place if at else 9e5 - place)
-        key = Key(step, bare(match["layer"]) + (".weight" if match["tensor"] in ("weight", "wgrad") else ""),
-                  _TE_KINDS[match["tensor"]])  # fmt: skip
-        yield TensorSeen(key, value.detach(), order, "TransformerEngine")
-
-
-def _msprobe(folder: Path) -> StepRecording:
-    file = folder / "dump.json"
-    try:
-        facts = parse_json(read_text(file))
-        data = facts.get("data") if isinstance(facts, dict) else None
-        if not isinstance(data, dict):
-            raise TraceError(f"{file}: has no object data; needs a dump.json of msprobe")
-        entries = [*_entries(folder / "dump_tensor_data", data)]
-    except (UntrustedError, StateFileError, DamagedError, RefusedError, OSError) as error:
-        raise TraceError(f"{file}: {str(error).splitlines()[0][:200]}") from None
-    if not entries:
-        need = "dump with task tensor, level L0"
-        raise TraceError(f"{file}: names no tensor of a module that is in dump_tensor_data; {need}")
-    return StepRecording(entries, folder.name, kinds={e.key.path: e.operation for e in entries})
-
-
-def _entries(folder: Path, data: dict[str, Any]) -> Iterator[TensorSeen]:
-    order = 0
-    for name, sides in data.items():
-        match = _MODULE.fullmatch(name)
-        if match is None or not isinstance(sides, dict):
-            continue
-        for way, side, kind in _SIDES:
-            held = sides.get(side)
-            for part, one in enumerate(held if way == match["way"] and isinstance(held, list) else []):
-                said = one.get("data_name") if isinstance(one, dict) else None
-                # a name is a file in that folder, not a path to elsewhere
-                if not isinstance(said, str) or Path(said).name != said or not (folder / said).is_file():
-                    continue
-                tensor = next((x for _, x in read_entries(folder / said) if isinstance(x, Tensor)), None)
-                if tensor is not None:
-                    order, key = order + 1, Key(0, bare(match["path"]), kind, part)
-                    yield TensorSeen(key, tensor.detach(), float(order), match["kind"])
