@@ -41,6 +41,17 @@ def test_all_problems_are_listed_with_their_full_paths() -> None:
         Outer.checked({"steps": "x"}, Path("a.yaml"))
 
 
+def test_many_problems_are_a_short_message() -> None:
+    """The known names stand once for each section, and the rest is counted."""
+    with pytest.raises(ConfigError) as caught:
+        Outer.checked({f"a{i}": i for i in range(1000)} | {"inner": {"a": 1}})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "and 981 more problems"
+    assert sum("known: steps, inner, maybe" in line for line in lines) == 1
+    assert len(str(caught.value)) < 2000
+
+
 @pytest.mark.parametrize(
     "text, said",
     [

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ottava.base.errors import unknown_name
 from ottava.base.untrusted import MAX_YAML_BYTES, UntrustedError, parse_yaml, read_text
 
+_PROBLEMS = 20
+"""Lines of a message about settings."""
 _LONGEST = 200
 """Characters of a wrong value that a message repeats."""
 
@@ -125,8 +127,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _explained(section: type[Section], error: ValidationError) -> Iterable[str]:
-    """Each problem as one line: the key's full path, then the fault."""
-    for problem in error.errors():
+    """Each problem as one line: the key's full path, then the fault. A section's known names stand in the first line
+    about it."""
+    listed: set[str] = set()
+    problems = error.errors()
+    for problem in problems[:_PROBLEMS]:
         parents = [str(part) for part in problem["loc"][:-1]]
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "value_error":  # our own text
@@ -142,7 +147,11 @@ def _explained(section: type[Section], error: ValidationError) -> Iterable[str]:
             for name in [name for name in parents if not name.isdecimal()]:
                 kinds = (inner.model_fields[name].annotation, *get_args(inner.model_fields[name].annotation))
                 inner = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
-            yield unknown_name("setting", path, [".".join([*parents, name]) for name in inner.model_fields])
+            text = unknown_name("setting", path, [".".join([*parents, name]) for name in inner.model_fields])
+            yield text.partition(" known: ")[0].rstrip(";") if ".".join(parents) in listed else text
+            listed.add(".".join(parents))
+    if len(problems) > _PROBLEMS:
+        yield f"and {len(problems) - _PROBLEMS} more problems"
 
 
 def short(value: object) -> str:

@@ -65,6 +65,25 @@ def test_every_mask_and_layout_is_the_formula() -> None:
                     assert (y.double() - expected).abs().max() <= 32 * torch.finfo(torch.float32).eps, (name, layout)
 
 
+def test_tensors_that_are_one_are_taken_apart() -> None:
+    """q, k and v, or k and v, before or behind the heads, with their gradient; and each tensor is given once."""
+    layer, q = te.DotProductAttention(HEADS, DIM, attn_mask_type="causal"), heads(SEQUENCE, BATCH, HEADS, DIM)
+    for dim in (-3, -2):
+        for name, apart in (("qkv_layer", (q, q + 1, q * 2)), ("kv_layer", (q + 1, q * 2))):
+            packed = torch.stack(apart, dim).requires_grad_()
+            own = (q,) * (name == "kv_layer")
+            y = layer(*own, **{name: packed}, qkv_interleave_dim=dim)
+            assert torch.equal(y, layer(*own, *apart)), (name, dim)
+            y.sum().backward()
+            assert packed.grad is not None
+            assert packed.grad.abs().sum() > 0
+    for wrong in ({}, {"qkv_layer": q}, {"kv_layer": q}, {"key_layer": q, "qkv_layer": q}):
+        with pytest.raises(ValueError, match=r"DotProductAttention: got .*; needs"):
+            layer(**wrong)
+    with pytest.raises(ValueError, match="qkv_interleave_dim=-1; needs 2 there"):
+        layer(q, kv_layer=torch.stack((q, q), -1), qkv_interleave_dim=-1)
+
+
 def test_packed_sequences_and_biases() -> None:
     cut = torch.tensor([0, 3, 5])
     q = heads(5, HEADS, DIM)

@@ -351,3 +351,23 @@ def test_a_recipe_state_makes_the_quantizers_of_its_recipe() -> None:
     assert own._inner_delayed_scaling_recipe == recipes.DelayedScaling(amax_history_len=8)
     with pytest.raises(ValueError, match="got 1 roles for 2"):
         RecipeState(recipes.MXFP8BlockScaling(), mode="forward", num_quantizers=2, roles=[None])
+
+
+def test_quantizers_are_values_that_torch_compile_takes_as_constants() -> None:
+    """Equal settings are equal quantizers, what stands in a graph's code casts as they do, and a group is refused."""
+    constants = [one for name, one in QUANTIZERS.items() if name not in ("hybrid", "identity")]
+    for place, one in enumerate(constants):
+        code, names = one.__fx_repr__()
+        again = eval(code, dict(names))
+        assert [again == other for other in constants] == [place == k for k in range(len(constants))]
+        assert hash(again) == hash(one)
+        assert one.copy() == one
+        assert torch.equal(again(matrix(32, 64)).dequantize(), one(matrix(32, 64)).dequantize())
+    delayed = [te.Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3) for _ in range(2)]
+    assert delayed[0] != delayed[1]
+    grouped = te.MXFP8Quantizer(DType.kFloat8E4M3)
+    grouped.amax_reduction_group = torch.distributed.ProcessGroup(0, 1)
+    with pytest.raises(TypeError, match="amax_reduction_group"):
+        grouped.__fx_repr__()
+    opaque = pytest.importorskip("torch._library.opaque_object")
+    assert all(opaque.is_opaque_value_type(type(one)) for one in constants)

@@ -291,9 +291,9 @@ class DotProductAttention(Advising, ContextParallel):
 
     def forward(
         self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
+        query_layer: Tensor | None = None,
+        key_layer: Tensor | None = None,
+        value_layer: Tensor | None = None,
         attention_mask: Any = None,
         *,
         attn_mask_type: str | None = None,
@@ -310,11 +310,15 @@ class DotProductAttention(Advising, ContextParallel):
         cu_seqlens_kv_padded: Tensor | None = None,
         pad_between_seqs: bool | None = None,
         score_mod: Any = None,
+        qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None,
+        qkv_interleave_dim: int = -3,
         **others: Any,
     ) -> Any:
         """q, k and v -> the results of all heads; with return_max_logit, (results, the largest score of each head).
 
         Args:
+            qkv_layer, kv_layer: q, k and v, or k and v, as one tensor, with qkv_interleave_dim of size 3 or 2.
             attn_mask_type: replaces that of the layer.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: where packed sequences begin, if padding lies between them;
                 cu_seqlens_q and cu_seqlens_kv then give their lengths. Results of padding are zeros.
@@ -325,6 +329,8 @@ class DotProductAttention(Advising, ContextParallel):
         where, kind = "DotProductAttention", attn_mask_type or self.attn_mask_type
         refuse(where, others)
         _check_score_mod(where, score_mod)
+        apart = query_layer, key_layer, value_layer
+        query_layer, key_layer, value_layer = _unpacked(where, apart, qkv_layer, kv_layer, qkv_interleave_dim)
         rows, starts = len(query_layer), (cu_seqlens_q_padded, cu_seqlens_kv_padded)
         real = _without_padding(where, self.core, (cu_seqlens_q, cu_seqlens_kv), starts, query_layer.device)
         if real is not None:
@@ -352,6 +358,28 @@ class DotProductAttention(Advising, ContextParallel):
             return y
         assert self.core.last_max_logit is not None
         return y, self.core.last_max_logit.to(y.dtype)
+
+
+def _unpacked(where: str, apart: Any, qkv: Tensor | None, kv: Tensor | None, dim: int) -> Any:
+    """The three tensors, each given once: by itself or as a part of qkv or kv."""
+    packed, count = (kv, 2) if qkv is None else (qkv, 3)
+    given = tuple(one is not None for one in apart)
+    if packed is None:
+        count = 0
+    if given != (True,) * (3 - count) + (False,) * count or (qkv is not None and kv is not None):
+        names = [name for name, one in zip(("query_layer", "key_layer", "value_layer"), given, strict=True) if one]
+        names += [name for name, one in (("qkv_layer", qkv), ("kv_layer", kv)) if one is not None]
+        raise ValueError(
+            f"{where}: got {', '.join(names) or 'no tensor'}; needs q, k and v; or qkv_layer; or q and kv_layer"
+        )
+    if packed is None:
+        return apart
+    if dim not in (-3, -2) or packed.ndim < 4 or packed.shape[dim] != count:
+        raise ValueError(
+            f"{where}: got a packed tensor {tuple(packed.shape)} with qkv_interleave_dim={dim}; needs {count} there, "
+            "at -3 or -2"
+        )
+    return *apart[: 3 - count], *packed.unbind(dim)
 
 
 def _check_score_mod(where: str, score_mod: Any) -> None:

@@ -301,6 +301,9 @@ class _Unread(type):
     def __setitem__(cls, name: str, value: Any) -> None:
         """Forgets it: nothing is chosen by it."""
 
+    def __getitem__(cls, name: str) -> bool:
+        return name == "use_unfused_attention"
+
 
 class _attention_backends(metaclass=_Unread): ...
 

@@ -7,6 +7,7 @@ tensor whose rows and columns are cast by different quantizers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -184,6 +185,27 @@ class Quantizer:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rowwise={self.rowwise_usage}, columnwise={self.columnwise_usage})"
 
+    def _value(self) -> tuple[Any, ...]:
+        """The class and its settings: quantizers that cast alike are equal, and torch.compile takes them as constants.
+
+        Raises:
+            TypeError: a process group, which is no constant.
+        """
+        if isinstance(group := self.__dict__.get("amax_reduction_group"), dist.ProcessGroup):
+            raise TypeError(f"{type(self).__name__}: got amax_reduction_group={group}, which is no constant of a graph")
+        return type(self), *sorted((name, value) for name, value in vars(self).items() if value is not None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Quantizer) and self._value() == other._value()
+
+    def __hash__(self) -> int:
+        return hash(self._value())
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        cls, *settings = self._value()
+        plain = {name: int(value) if isinstance(value, DType) else value for name, value in settings}
+        return f"_remade({cls.__name__}, {plain!r})", {"_remade": _remade, cls.__name__: cls}
+
     def specs(self, tensor: str = "") -> Cells:
         """The cells of a tensor of a linear layer: "input", "weight" or "grad_output".
 
@@ -273,6 +295,12 @@ class Quantizer:
         return row is not None and row == col and row.granularity.transposes and row.transform is None
 
 
+def _remade(cls: type[Quantizer], settings: dict[str, Any]) -> Quantizer:
+    made = cls.__new__(cls)
+    vars(made).update(settings, dtype=DType.cast(settings["dtype"]))
+    return made
+
+
 class Float8Quantizer(Quantizer):
     """One scale a tensor, which the caller gives: that of delayed scaling.
 
@@ -283,6 +311,7 @@ class Float8Quantizer(Quantizer):
     """
 
     tensor_class, recipe_class = Float8Tensor, recipe.DelayedScaling
+    __eq__, __hash__ = object.__eq__, object.__hash__  # it has a state
 
     def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: Any, **usage: bool) -> None:
         super().__init__(**usage)
@@ -464,6 +493,13 @@ class NVFP4Quantizer(Quantizer):
         )
         turned = Hadamard(signs="nvidia" if self.with_random_sign_mask else "none")
         return row, replace(row, transform=turned) if self.with_rht else row
+
+
+with contextlib.suppress(ImportError):  # torch's way of taking an object as a constant of a graph is not public yet
+    from torch._library.opaque_object import register_opaque_type
+
+    for _constant in (Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer):
+        register_opaque_type(_constant, typ="value")
 
 
 class IdentityQuantizer(Quantizer):
