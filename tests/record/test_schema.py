@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ottava.measure.tally import Tally, tally_fields
-from ottava.record.schema import IDENTITY, SCHEMA_VERSION, STATS, RunError, SlotKey, stats_schema
+from ottava.record.schema import IDENTITY, SCHEMA_VERSION, STATS, Part, RunError, SlotKey, _values, stats_schema
 from ottava.record.writer import RunWriter
 
 KEY = SlotKey("layers.0.mlp.fc2", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
@@ -72,3 +72,24 @@ def test_the_version_is_in_every_part(stats: Path) -> None:
     """A part that was copied elsewhere still says what it is."""
     (part,) = stats.glob("*.parquet")
     assert pq.read_schema(part).metadata[b"ottava_schema_version"] == str(SCHEMA_VERSION).encode()
+
+
+def test_metadata_that_contradict_each_other_are_refused(stats: Path) -> None:
+    """pyarrow ends the process where it is asked about such a column; what it says of sound ones is the witness."""
+    (path,) = stats.iterdir()
+    sound, about = path.read_bytes(), pq.ParquetFile(path).metadata
+    group = about.row_group(0)
+    footer = sound[-8 - about.serialized_size : -8]
+    assert _values(footer) == sum(group.column(i).num_values for i in range(group.num_columns))
+    optional, required = b"\x25\x02\x18\x04step", b"\x25\x00\x18\x04step"  # parquet.thrift: repetition_type, name
+    assert optional in footer
+    path.write_bytes(sound.replace(optional, required))
+    with pytest.raises(RunError, match=r"parquet: is damaged \(.*; move it away"):
+        Part(path).read(stats_schema().names)
+
+
+@pytest.mark.parametrize("footer", [b"\x1c" * 40, b"\x19\xfc" + b"\xff" * 20, b"\x15", b"\x49\x1c\x19\x1c\x3b\x00\x00"])
+def test_metadata_without_an_end_are_refused(footer: bytes) -> None:
+    """Nested without end, a number without end, cut off, and of a kind that Parquet lacks."""
+    with pytest.raises((ValueError, IndexError)):
+        _values(footer)

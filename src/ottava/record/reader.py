@@ -411,7 +411,7 @@ class Run:
             try:
                 parts.append(Part(path))
             except (pa.ArrowInvalid, OSError) as error:
-                _say_torn(path, error)
+                _LOG.warning("%s is torn, so its rows are missing (%s)", path, str(error).partition("\n")[0])
         return table_of(parts)
 
 
@@ -498,18 +498,8 @@ def _table(stored: pa.Table | None, parts: Sequence[Part]) -> Table:
 
 def table_of(parts: Sequence[Part]) -> Table:
     """The rows of parts, in this order; of two rows with one key the later."""
-    tables, whole = [], []
-    for part in progress(parts, "reading the run"):
-        try:
-            tables.append(part.read(NUMBERS))
-            whole.append(part)
-        except (pa.ArrowInvalid, OSError) as error:
-            _say_torn(part.path, error)
-    return _latest(_table(pa.concat_tables(tables, promote_options="permissive") if tables else None, whole))
-
-
-def _say_torn(path: Path, error: Exception) -> None:
-    _LOG.warning("%s is torn, so its rows are missing (%s)", path, str(error).partition("\n")[0])
+    tables = [part.read(NUMBERS) for part in progress(parts, "reading the run")]
+    return _latest(_table(pa.concat_tables(tables, promote_options="permissive") if tables else None, parts))
 
 
 def _latest(table: Table) -> Table:

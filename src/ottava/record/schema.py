@@ -209,6 +209,56 @@ def store(table: pa.Table, target: Any) -> None:
     )
 
 
+def _values(footer: bytes) -> int:
+    """How many values the columns of a Parquet file have, by its metadata (parquet.thrift: FileMetaData.row_groups (4),
+    .columns (1), .meta_data (3), .num_values (5)). pyarrow's `metadata.row_group(i).column(j)` says it, too, and ends
+    the process where the metadata contradict each other."""
+    groups = _thrift(footer, 0, 12)[0].get(4, ())
+    return sum(abs(column[3][5]) for group in groups for column in group[1] if 3 in column)
+
+
+def _thrift(data: bytes, at: int, kind: int, depth: int = 16) -> tuple[Any, int]:
+    """A value of Thrift's compact protocol, without texts and doubles, and the place behind it."""
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while data[at] > 127:
+            value |= (data[at] & 127) << shift
+            at, shift = at + 1, shift + 7
+            if shift > 63:
+                raise ValueError("its metadata have a number of more than 64 bits")
+        at += 1
+        return value | data[at - 1] << shift
+
+    if kind in (1, 2):
+        return kind == 1, at
+    if kind in (3, 7):
+        return None, at + (1 if kind == 3 else 8)
+    if kind in (4, 5, 6):
+        value = number()
+        return (value >> 1) ^ -(value & 1), at
+    if kind == 8:
+        length = number()
+        return None, at + length
+    if kind == 9:
+        count, kind = data[at] >> 4, data[at] & 15
+        at += 1
+        items = []
+        for _ in range(number() if count == 15 else count):
+            item, at = _thrift(data, at, 3 if kind in (1, 2) else kind, depth - 1)
+            items.append(item)
+        return items, at
+    if kind != 12 or not depth:
+        raise ValueError(f"its metadata have a value of kind {kind} in {16 - depth} others")
+    fields, field = {}, 0
+    while head := data[at]:
+        at += 1
+        field = field + (head >> 4) if head >> 4 else number() >> 1
+        fields[field], at = _thrift(data, at, head & 15, depth - 1)
+    return fields, at + 1
+
+
 class Part:
     """One part of a run's statistics, as read from disk; its columns are decoded when they are asked for.
 
@@ -222,15 +272,14 @@ class Part:
 
     def __init__(self, path: Path, data: bytes | None = None) -> None:
         self.path = path
-        with self._damage():
+        with self._damage(pa.ArrowInvalid):
             if data is None:
                 with opened(path) as stream:
                     data = stream.read()
             self.nbytes = len(data)
             self._file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
             about = self._file.metadata
-            groups = [about.row_group(i) for i in range(about.num_row_groups)]
-            values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+            values = _values(data[-8 - about.serialized_size : -8])
             if about.num_rows > _MOST_ROWS or values > _MOST_VALUES:
                 raise RunError(
                     f"{self.path}: has {about.num_rows:,} rows with {values:,} values, too many for one part"
@@ -264,10 +313,11 @@ class Part:
             raise ValueError(str(error)) from error
 
     @contextmanager
-    def _damage(self) -> Iterator[None]:
+    def _damage(self, *torn: type[Exception]) -> Iterator[None]:
+        passed: tuple[type[Exception], ...] = (*torn, OSError, RunError)
         try:
             yield
-        except (pa.ArrowInvalid, OSError, RunError):
+        except passed:
             raise
         except (pa.ArrowException, UntrustedError, ValueError, TypeError, KeyError, IndexError, MemoryError) as error:
             why = str(error).partition("\n")[0]
