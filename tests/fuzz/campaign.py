@@ -92,8 +92,12 @@ class Guard:
             self._see(event, arguments[1] if event in ("os.rename", "os.link", "os.symlink") else arguments[0])
 
     def _see(self, event: str, path: Any) -> None:
-        place = os.path.realpath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
-        if place and place != self.inside and not place.startswith((f"{self.inside}/", "/dev/null")):
+        if not isinstance(path, str | bytes | os.PathLike):
+            return
+        folder, name = os.path.split(os.fsdecode(path))
+        followed = event in ("open", "os.truncate", "os.chmod")  # the others change a link itself
+        place = os.path.realpath(os.fsdecode(path)) if followed else os.path.join(os.path.realpath(folder), name)
+        if place != self.inside and not place.startswith((f"{self.inside}/", "/dev/null")):
             self.found.append(f"{event} {place}")
 
 

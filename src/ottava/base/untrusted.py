@@ -304,17 +304,15 @@ def misfit(value: Any, shape: Any, where: str) -> str:
     """The first difference between a JSON value and a shape, in words; "" if there is none.
 
     Args:
-        value: from JSON; None fits every shape.
+        value: from JSON. None is a key that is missing.
         shape: a type (float: any number, also as the words "nan", "inf", "-inf"), a list of one shape, or a mapping
-            from keys to shapes; "*" stands for all other keys.
+            from keys to shapes; "*" stands for all other keys, and "name!" for a name that must not be missing.
         where: the name of the value in the message.
 
     Example:
         >>> misfit({"layers": [{"shape": "64"}]}, {"layers": [{"shape": [int]}]}, "watch.json")
         "watch.json.layers[0].shape is '64'; needs a list"
     """
-    if value is None:
-        return ""
     if shape is float and (value in ("nan", "inf", "-inf") or (isinstance(value, int) and not isinstance(value, bool))):
         return ""
     kind = shape if isinstance(shape, type) else list if isinstance(shape, list) else dict
@@ -325,5 +323,10 @@ def misfit(value: Any, shape: Any, where: str) -> str:
     if isinstance(shape, list) and isinstance(value, list):
         parts = [(part, shape[0], f"{where}[{i}]") for i, part in enumerate(value)]
     elif isinstance(shape, Mapping) and isinstance(value, dict):
-        parts = [(below, shape.get(key, shape.get("*", object)), f"{where}.{key}") for key, below in value.items()]
+        for key, of in shape.items():
+            name = key.removesuffix("!")
+            if name != key and value.get(name) is None:
+                return f"{where} has no {name!r}"
+            others = () if key != "*" else [k for k in value if k not in shape and f"{k}!" not in shape]
+            parts += [(value[k], of, f"{where}.{k}") for k in others or [name] if value.get(k) is not None]
     return next((difference for part in parts if (difference := misfit(*part))), "")

@@ -59,9 +59,14 @@ MANIFEST_SHAPE: Mapping[str, Any] = MappingProxyType(
         "host": dict,
         "config": dict,
         "settings": {"recipes": [str]},
-        "layers": [{"shape": [int], "recipe": str}],
-        "coverage": {"linear": int, "seen": int, "skipped": [dict]},
+        "layers": [{"name!": str, "shape": [int], "recipe": str}],
+        "coverage": {"linear!": int, "seen!": int, "skipped": [{"name": str, "why": str}]},
         "overhead": {"share": float},
+        "recipes": {"*": dict},
+        "weights": dict,
+        "cast": dict,
+        **dict.fromkeys(("command", "arguments", "framework", "unmoved"), [str]),
+        **dict.fromkeys(("ended", "started", "cwd"), str),
     }
 )
 """The parts of watch.json that readers use, see `untrusted.misfit`. Parts may be missing; other parts are allowed."""

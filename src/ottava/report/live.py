@@ -4,7 +4,7 @@ The page has an address with a random token, and is read only. `Following` reads
 the last time; `PageServer` answers; `follow` brings them together. New steps are pushed at once (server-sent events).
 A new page, with verdict and heat map, is made while somebody looks, in at most a fifth of the time.
 
-Memory stays flat: the last 16,384 steps are exact, earlier ones are a curve of 800 points. Statistics have 48 MiB;
+Memory stays flat: the last 4,096 steps are exact, earlier ones are a curve of 800 points. Statistics have 4 MiB;
 beyond it every second look is forgotten, but for the last 64 and the 64 most alarming.
 
 Whoever reads the address can read the page. Other web pages cannot: a request needs the token, the Host of this server
@@ -46,8 +46,8 @@ from ottava.report.page import CURVES, MOST_POINTS, Curve, make_report
 _POLL, _SHARE, _SOONEST, _LINGER = 0.5, 0.2, 1.0, 10.0
 """Seconds between two looks at the folder; largest share of the time for pages; least seconds between two pages; how
 long the server of a training that is over waits for its readers."""
-_MOST_STEPS, _MOST_LINES, _MOST_READ = 16_384, 4096, 8 << 20
-_MOST_BYTES, _KEPT_LOOKS = 48 << 20, 64
+_MOST_STEPS, _MOST_LINES, _MOST_READ = 4096, 4096, 8 << 20
+_MOST_BYTES, _KEPT_LOOKS = 4 << 20, 64
 _PUSHED, _MOST_CONNECTIONS, _SILENCE, _PATIENCE = 4096, 32, 10.0, 30.0
 Point = tuple[int, float | None, float | None]
 """Step, loss, gradient norm; None where unknown."""
