@@ -351,7 +351,8 @@ def _one_checkpoint(folder: Path) -> None:
 
 def _restore(folder: Path, _: Path) -> None:
     model, optimizer = _parts_of_run()
-    checkpoint: Checkpoint = read_checkpoint(next(iter(folder.glob("step-*"))))
+    written = next(iter(folder.glob("step-*")), folder / "step-000002.safetensors")
+    checkpoint: Checkpoint = read_checkpoint(written)
     weights = restore_weights(checkpoint, model)
     restore_optimizer(checkpoint, model, optimizer, weights)
     restore_state(checkpoint, model, optimizer)
