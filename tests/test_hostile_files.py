@@ -64,6 +64,9 @@ def test_commands_on_a_damaged_run_end_with_a_sentence(tmp_path: Path) -> None:
     for name, content, readers in (
         ("watch.json", deep, 4),
         ("watch.json", '{"schema_version": 1, "layers": 5, "coverage": [], "settings": "x"}', 4),
+        ("watch.json", '{"schema_version": 2, "coverage": {"linear": 2}}', 4),
+        ("watch.json", '{"schema_version": 2, "coverage": {"linear": 2, "seen": 2, "skipped": [null]}}', 4),
+        ("watch.json", '{"schema_version": 2, "layers": [{"casts": {}}], "command": 1.5}', 4),
         ("steps.jsonl", f'{{"step": 1, "loss": {deep}}}', 3),
         ("events.jsonl", '{"step": [1], "kind": "burst"}', 2),
     ):

@@ -143,6 +143,10 @@ def test_a_tree_that_holds_itself_has_no_end() -> None:
         ({"a": [1, "x"]}, {"a": [int]}, "f.a[1] is 'x'; needs a whole number"),
         ([1], {"a": int}, "f is [1]; needs an object"),
         ({"other": object()}, {"a": int}, ""),
+        ({"a": [None]}, {"a": [dict]}, "f.a[0] is None; needs an object"),
+        ({"a": {"n": None}}, {"a": {"n!": str}}, "f.a has no 'n'"),
+        ({"n": 1, "m": 2}, {"n!": str, "*": int}, "f.n is 1; needs a text"),
+        ({"n": "x", "m": "2"}, {"n!": str, "*": int}, "f.m is '2'; needs a whole number"),
     ],
 )
 def test_a_misfit_is_named_by_its_place(value: object, shape: object, says: str) -> None:

@@ -85,6 +85,12 @@ def test_a_model_without_a_config_and_a_damaged_folder_end_in_a_sentence(tmp_pat
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(UntrustedError, match="no file of this folder"):
         of_folder(tmp_path)
+    codes = {"up.weight": torch.zeros(1, 4, 8, dtype=torch.float8_e4m3fn), "up.weight_scale": torch.ones(1)}
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file(codes, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(UntrustedError, match=r"codes of shape \(1, 4, 8\); needs a matrix"):
+        of_folder(tmp_path)
 
 
 def test_a_folder_tells_linears_from_the_rest(tmp_path: Path) -> None:

@@ -330,11 +330,11 @@ def _findings(ours: Model, theirs: Model, engine: str) -> list[Mismatch]:
 def _not_fp8(ours: Model, ran: Receipt | Mapping[str, Any] | None) -> list[Mismatch]:
     """Layers that the recipe casts, and that the receipt says ran in high precision."""
     rows = (ran.to_dict() if isinstance(ran, Receipt) else ran or {}).get("rows") or []
-    if wrong := misfit(rows, [{"layer": str, "gemm": str, "kernel": str, "note": str}], "rows"):
+    if wrong := misfit(rows, [{"layer!": str, "gemm": str, "kernel": str, "note": str}], "rows"):
         raise UntrustedError(f"the receipt of the training: {wrong}")
     plain = {
         row["layer"]: row.get("note", "")
-        for row in filter(None, rows)
+        for row in rows
         if row.get("gemm") == "fprop" and not row.get("fp8") and row.get("kernel", "-") != "-"
     }
     return [

@@ -640,8 +640,10 @@ def scales_of(key: str, tensors: Mapping[str, Any], sizes: Sequence[Granularity]
             f"{key} has both {SCALE_KEYS[0]} and {SCALE_KEYS[1]} beside it: nobody can know which holds"
         )
     scale_key = prefix + scales[0]
-    shape = tensors[key].get_slice(key).get_shape()
-    scale_inv, size = _scales(scale_key, tensors[scale_key].get_tensor(scale_key), (shape[0], shape[1]), sizes)
+    shape = tuple(tensors[key].get_slice(key).get_shape())
+    if len(shape) != 2:
+        raise UntrustedError(f"{key} holds codes of shape {shape}; needs a matrix")
+    scale_inv, size = _scales(scale_key, tensors[scale_key].get_tensor(scale_key), shape, sizes)
     if tensors[key].get_slice(key).get_dtype() == _FP4:
         return scale_inv, QuantizationSpec(E2M1, size, "e8m0" if size == BLOCK_1X32 else "e4m3")
     powers: ScaleFormat = "e8m0" if size == BLOCK_1X32 and fit_bytes(scale_inv) else "pow2"
