@@ -65,7 +65,7 @@ MANIFEST_SHAPE: Mapping[str, Any] = MappingProxyType(
         "recipes": {"*": dict},
         "weights": dict,
         "cast": dict,
-        **dict.fromkeys(("command", "arguments", "framework", "unmoved"), [str]),
+        **{key: [str] for key in ("command", "arguments", "framework", "unmoved")},
         **dict.fromkeys(("ended", "started", "cwd"), str),
     }
 )
