@@ -193,6 +193,10 @@ _FIXED: Mapping[str, Any] = MappingProxyType(
 """Keys of config.json, and the one value that the trainer's model has."""
 
 
+_LARGEST = 1 << 20
+"""Size that a config.json may claim: tables of so many positions take 512 MiB for heads of 128."""
+
+
 def is_weights(path: Path) -> bool:
     """Whether a path is a folder of weights alone: of Hugging Face's, or what `ottava consolidate` writes."""
     names = ("model.safetensors", "model.safetensors.index.json", "config.json")
@@ -228,7 +232,11 @@ def settings_of(config: Mapping[str, Any], folder: Path) -> tuple[ModelConfig, i
         head = config.get("head_dim") or model.d_model // model.heads
         if head * model.heads != model.d_model:
             raise ValueError(f"head_dim {head} x {model.heads} heads is not hidden_size {model.d_model}")
-        return model, int(config.get("max_position_embeddings", 2048))
+        longest = config.get("max_position_embeddings", 2048)
+        sizes = {"max_position_embeddings": longest, "hidden_size": model.d_model, "intermediate_size": model.ffn}
+        if wrong := [key for key, size in sizes.items() if type(size) is not int or not 0 < size <= _LARGEST]:
+            raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]!r}; needs 1 to {_LARGEST:,}")
+        return model, longest
     except (KeyError, ValueError, TypeError) as error:
         what = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{folder}: its config.json does not describe a Llama: {what}") from error
@@ -273,11 +281,18 @@ def model_of(source: Source, folder: Path, recipe: str | Recipe | None) -> tuple
     """
     config, longest = settings_of(source.config, folder)
     chosen = get_recipe(recipe or "bf16")
+    parts = list(_joined_names(source, config, folder))
     with torch.random.fork_rng(devices=[]):
+        with torch.device("meta"):  # what config.json claims gets no memory before it fits the file
+            claimed = ByteTransformer(config, 1)
+        for name, pieces in parts:
+            shape = (sum(piece.tensor.shape[0] for piece in pieces), *pieces[0].tensor.shape[1:])
+            if shape != (needed := tuple(claimed.get_parameter(name).shape)):
+                raise CheckpointError(f"{folder}: {name} has shape {shape}; its config.json needs {needed}")
         model = ByteTransformer(config, longest)
     coded = {}
     with torch.no_grad():
-        for name, pieces in _joined_names(source, config, folder):
+        for name, pieces in parts:
             cast = joined([piece.cast for piece in pieces])
             if cast is None and chosen.quantized and any(piece.codes is not None for piece in pieces):
                 raise ValueError(
@@ -286,7 +301,7 @@ def model_of(source: Source, folder: Path, recipe: str | Recipe | None) -> tuple
                 )
             if cast is not None:
                 coded[name.removesuffix(".weight")] = cast
-            _copy(model.get_parameter(name), _numbers(pieces), name, folder)
+            model.get_parameter(name).copy_(_numbers(pieces))
     only = None if not coded else lambda name, _: name in coded
     if coded:
         convert(model, "bf16", filter=only)
@@ -310,6 +325,10 @@ def model_of(source: Source, folder: Path, recipe: str | Recipe | None) -> tuple
 
 def _joined_names(source: Source, config: ModelConfig, folder: Path) -> Iterator[tuple[str, list[Weight]]]:
     """Each parameter of the trainer's model with the tensors whose rows it has."""
+    if config.layers > len(source.weights):
+        raise CheckpointError(
+            f"{folder}: has {len(source.weights)} tensors; its config.json has {config.layers} layers"
+        )
     weights = {weight.module: weight for weight in source.weights if weight.name.endswith(".weight")}
     if "lm_head" not in weights and "model.embed_tokens" in weights:
         weights["lm_head"] = weights["model.embed_tokens"]  # tied
@@ -329,14 +348,6 @@ def _numbers(pieces: Sequence[Weight]) -> Tensor:
     if len(set(columns.values())) > 1:
         raise CheckpointError(f"matrices of one layer are stacked, and their columns differ: {columns}")
     return torch.cat([piece.tensor.float() for piece in pieces])
-
-
-def _copy(parameter: nn.Parameter, values: Tensor, name: str, folder: Path) -> None:
-    if parameter.shape != values.shape:
-        raise CheckpointError(
-            f"{folder}: {name} has shape {tuple(values.shape)}; its config.json needs {tuple(parameter.shape)}"
-        )
-    parameter.copy_(values)
 
 
 def joined(casts: Sequence[QuantizedTensor | None]) -> QuantizedTensor | None:
