@@ -326,9 +326,7 @@ def model_of(source: Source, folder: Path, recipe: str | Recipe | None) -> tuple
 def _joined_names(source: Source, config: ModelConfig, folder: Path) -> Iterator[tuple[str, list[Weight]]]:
     """Each parameter of the trainer's model with the tensors whose rows it has."""
     if config.layers > len(source.weights):
-        raise CheckpointError(
-            f"{folder}: has {len(source.weights)} tensors; its config.json has {config.layers} layers"
-        )
+        raise CheckpointError(f"{folder}: has {len(source.weights)} tensors; its config says {config.layers} layers")
     weights = {weight.module: weight for weight in source.weights if weight.name.endswith(".weight")}
     if "lm_head" not in weights and "model.embed_tokens" in weights:
         weights["lm_head"] = weights["model.embed_tokens"]  # tied
