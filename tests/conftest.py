@@ -12,23 +12,23 @@ import triton_mode  # noqa: F401  # isort: skip
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import warm
 from layout_samples import LAYOUTS
 from ottava.kernels import scaled_mm
 from ottava.numerics.formats import Format
 from ottava.numerics.rounding import decode
-from ottava.numerics.scaling import Granularity, ScaleFormat
-from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.tensor import QuantizedTensor
 from ottava.ops import dispatch
-from ottava.recipe import Recipe
 from published import hold
 from sweep import AXES, PAIRS
 from witnesses import ML_DTYPES
@@ -133,10 +133,26 @@ def native_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_in_order", lambda kernels, native: kernels)
 
 
-@pytest.fixture(params=AXES["fmt"], ids=str)
-def fmt(request: pytest.FixtureRequest) -> Format:
-    """Every registered format."""
-    return request.param
+def each(values: Iterable[Any], ids: Any = str) -> Any:
+    """A fixture that runs a test with each of these."""
+
+    @pytest.fixture(params=values, ids=ids)
+    def one(request: pytest.FixtureRequest) -> Any:
+        return request.param
+
+    return one
+
+
+fmt = each(AXES["fmt"])
+recipe = each(AXES["recipe"], lambda recipe: recipe.name)
+scale_format = each(AXES["scale_format"], None)
+granularity = each(AXES["granularity"])  # registered ones, and two whose blocks are ragged nearly everywhere
+spec = each(AXES["spec"])  # granularities with the scale formats that go with them, in E4M3; other formats by `replace`
+pair = each(PAIRS.values(), PAIRS.keys())  # (lhs, rhs) of every quantized GEMM of every registered recipe, each once
+dtype = each(AXES["dtype"], lambda dtype: str(dtype).split(".")[1])
+sizes = each(AXES["sizes"])  # (M, N, K): odd, whole blocks, ragged blocks, one, and nothing in each place
+layout = each(LAYOUTS.values(), LAYOUTS.keys())
+"""Makes a matrix: one number, odd, whole blocks, transposed, strided, expanded, empty."""
 
 
 @pytest.fixture
@@ -149,54 +165,6 @@ def ml_dtypes_type(fmt: Format) -> Any:
 def gfloat_info(fmt: Format) -> Any:
     """The same format in gfloat: the second witness."""
     return witness_of_gfloat(fmt.name)
-
-
-@pytest.fixture(params=AXES["recipe"], ids=lambda recipe: recipe.name)
-def recipe(request: pytest.FixtureRequest) -> Recipe:
-    """Every registered recipe."""
-    return request.param
-
-
-@pytest.fixture(params=AXES["scale_format"])
-def scale_format(request: pytest.FixtureRequest) -> ScaleFormat:
-    """Every scale format."""
-    return request.param
-
-
-@pytest.fixture(params=AXES["granularity"], ids=str)
-def granularity(request: pytest.FixtureRequest) -> Granularity:
-    """Every registered granularity, and two whose blocks are ragged nearly everywhere."""
-    return request.param
-
-
-@pytest.fixture(params=AXES["spec"], ids=str)
-def spec(request: pytest.FixtureRequest) -> QuantizationSpec:
-    """Every granularity with every scale format that goes with it, in E4M3; other formats by `replace`."""
-    return request.param
-
-
-@pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys())
-def pair(request: pytest.FixtureRequest) -> tuple[QuantizationSpec, QuantizationSpec]:
-    """(lhs, rhs) of every quantized GEMM of every registered recipe, each once."""
-    return request.param
-
-
-@pytest.fixture(params=AXES["dtype"], ids=lambda dtype: str(dtype).split(".")[1])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Every dtype that is cast from."""
-    return request.param
-
-
-@pytest.fixture(params=AXES["sizes"], ids=str)
-def sizes(request: pytest.FixtureRequest) -> tuple[int, int, int]:
-    """(M, N, K): odd, whole blocks, ragged blocks, one, and nothing in each place."""
-    return request.param
-
-
-@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS.keys())
-def layout(request: pytest.FixtureRequest) -> Callable[[torch.dtype], Tensor]:
-    """Makes a matrix: one number, odd, whole blocks, transposed, strided, expanded, empty."""
-    return request.param
 
 
 @pytest.fixture
@@ -226,6 +194,14 @@ def float64_gemm() -> Callable[[QuantizedTensor, QuantizedTensor, Tensor | None]
         return y, (a.shape[1] + 6) * 2.0**-24 * magnitude
 
     return gemm
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -73,6 +73,12 @@ def written(size: int, folder: Path) -> list[dict[str, str]]:
     return [json.loads(path.read_text()) if (path := folder / f"{rank}.json").exists() else {} for rank in range(size)]
 
 
+def all_hold(size: int, folder: Path, scenarios: list[str]) -> None:
+    """Every scenario holds on every rank."""
+    failed = failures(start(size, folder / "ranks", scenarios), scenarios)
+    assert not failed, "\n".join(failed)
+
+
 def failures(results: list[dict[str, str]], scenarios: list[str]) -> list[str]:
     """What went wrong on which rank."""
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import failures, scenarios_of, start
+from ranks import all_hold, scenarios_of
 from torch import nn
 
 import ottava
@@ -14,9 +14,7 @@ from ottava.engine.groups import CollectiveRow
 
 @pytest.mark.parametrize("size, module", [(2, "collective_scenarios"), (3, "order_scenarios")], ids=["what", "when"])
 def test_every_scenario_holds_on_every_rank(size: int, module: str, tmp_path: Path) -> None:
-    scenarios = scenarios_of(module)
-    failed = failures(start(size, tmp_path / "ranks", scenarios), scenarios)
-    assert not failed, "\n".join(failed)
+    all_hold(size, tmp_path, scenarios_of(module))
 
 
 def test_a_receipt_prints_and_saves_what_was_sent() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import failures, scenarios_of, start
+from ranks import all_hold, scenarios_of
 
 import ottava
 from ottava.distributed import fully_shard
@@ -37,10 +37,7 @@ def test_arithmetic_sees_the_numbers() -> None:
 
 # --- fully_shard ---
 
-SCENARIOS = scenarios_of("fsdp_scenarios")
-
 
 @pytest.mark.parametrize("size", [2, 3], ids=lambda size: f"{size} processes")
 def test_every_scenario_holds_on_every_rank(size: int, tmp_path: Path) -> None:
-    failed = failures(start(size, tmp_path / "ranks", SCENARIOS), SCENARIOS)
-    assert not failed, "\n".join(failed)
+    all_hold(size, tmp_path, scenarios_of("fsdp_scenarios"))

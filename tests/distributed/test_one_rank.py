@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import ottava
 from ottava.distributed import fully_shard, verify
 from ottava.kernels.native import build as native_build
 from test_calls import calls
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:.*")

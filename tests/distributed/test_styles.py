@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import failures, scenarios_of, start
+from ranks import all_hold, scenarios_of
 
 SCENARIOS = {
     "linears": scenarios_of("parallel_scenarios"),
@@ -18,5 +18,4 @@ CASES = [pytest.param(size, kind, id=f"{size} processes-{kind}") for size in (2,
 
 @pytest.mark.parametrize(("size", "kind"), CASES)
 def test_every_scenario_holds_on_every_rank(size: int, kind: str, tmp_path: Path) -> None:
-    failed = failures(start(size, tmp_path / "ranks", SCENARIOS[kind]), SCENARIOS[kind])
-    assert not failed, "\n".join(failed)
+    all_hold(size, tmp_path, SCENARIOS[kind])

@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import failures, scenarios_of, start
-
-SCENARIOS = scenarios_of("te_scenarios", "te_context_scenarios")
+from ranks import all_hold, scenarios_of
 
 
 @pytest.mark.parametrize("size", [2, 4], ids=lambda size: f"{size} processes")
 def test_every_scenario_holds_on_every_rank(size: int, tmp_path: Path) -> None:
-    failed = failures(start(size, tmp_path / "ranks", SCENARIOS), SCENARIOS)
-    assert not failed, "\n".join(failed)
+    all_hold(size, tmp_path, scenarios_of("te_scenarios", "te_context_scenarios"))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ranks import failures, scenarios_of, start
+from ranks import all_hold, scenarios_of
 
 import warm
 from ottava.record.reader import Run
 
-SCENARIOS = scenarios_of("watch_scenarios")
-
 
 def test_every_scenario_holds_on_every_rank(tmp_path: Path) -> None:
-    failed = failures(start(2, tmp_path / "ranks", SCENARIOS), SCENARIOS)
-    assert not failed, "\n".join(failed)
+    all_hold(2, tmp_path, scenarios_of("watch_scenarios"))
 
 
 SCRIPT = """

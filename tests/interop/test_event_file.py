@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ottava.interop.event_file import EventWriter, Scalar, _bytes, _double, _number, masked_crc, read_scalars
-
-
-def record(payload: bytes) -> bytes:
-    """By the format's definition."""
-    length = struct.pack("<Q", len(payload))
-    return length + struct.pack("<I", masked_crc(length)) + payload + struct.pack("<I", masked_crc(payload))
+from fuzz.mutations import record
+from ottava.interop.event_file import EventWriter, Scalar, _bytes, _double, _number, read_scalars
 
 
 def values(path: Path) -> list[tuple[int, str, float]]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -46,14 +45,6 @@ def fake() -> Tensor:
 
 def negated() -> Tensor:
     return torch.ones(3, 4, dtype=torch.complex64).conj().imag
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 READ_BY_TORCH: dict[str, tuple[Callable[[], Tensor], str]] = {

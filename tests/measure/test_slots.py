@@ -10,15 +10,9 @@ import ottava
 from ottava.measure import observer as slots_module
 from ottava.measure.observer import Slots, observe
 from ottava.measure.tally import Tally
+from triton_mode import DEVICE, ON_GPU, with_triton
 
-pytest.importorskip("triton", reason="Triton has no build for this machine")
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    from kernels.triton import interpreter as triton_interpreter
-
-    triton_interpreter.install()
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = with_triton()
 COUNTS = ("n", "n_total", "n_nonzero", "n_underflow", "n_subnormal", "n_overflow", "n_casts", "amax", "amin")
 
 

@@ -22,13 +22,9 @@ from ottava.kernels import scaled_mm
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.ops import dispatch
 from ottava.ops import quantize as casts
+from triton_mode import ON_GPU, with_triton
 
-pytest.importorskip("triton", reason="Triton has no build for this machine")
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    from kernels.triton import interpreter as triton_interpreter
-
-    triton_interpreter.install()
+with_triton()
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 
 FREE = frozenset(

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ottava
-from kernels.operands import Float64Gemm, Pair
+from kernels.operands import Float64Gemm, Pair, raw
+from kernels.operands import quantized as cast
 from ottava.kernels import reference, scaled_mm
 from ottava.numerics.accumulator import Accumulator
 from ottava.numerics.formats import E2M1, E4M3, E5M2
@@ -24,16 +25,6 @@ from ottava.ops.quantize import quantize
 from sweep import sweep
 
 E4, E5 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
-
-
-def raw(x_q: QuantizedTensor) -> Tensor:
-    """The codes as bytes, contiguous."""
-    return x_q.data.contiguous().view(torch.uint8)
-
-
-def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
-    torch.manual_seed(1)  # for stochastic rounding
-    return quantize(x, spec)
 
 
 def operands(pair: Pair, m: int = 5, n: int = 7, k: int = 300) -> tuple[QuantizedTensor, QuantizedTensor]:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 import ottava
+from kernels.operands import raw
 from ottava.kernels import reference
 from ottava.kernels.native import build as native_build
 from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128
-from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.tensor import QuantizationSpec
 from ottava.numerics.transforms import Hadamard, Mean, Smooth
 from ottava.ops import quantize as casts
 from ottava.ops.quantize import _draws, cast_both, quantize, refuse_turn, turn
@@ -27,16 +27,6 @@ CONTRACTS = tuple(
     if spec.repeatable
 )
 """Every left operand of a registered recipe, once; opcheck runs each twice and compares, so nothing is drawn."""
-
-
-def raw(x_q: QuantizedTensor) -> Tensor:
-    """The codes as bytes, contiguous."""
-    return x_q.data.contiguous().view(torch.uint8)
-
-
-def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
-    torch.manual_seed(1)  # for stochastic rounding
-    return quantize(x, spec)
 
 
 @sweep

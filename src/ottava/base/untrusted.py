@@ -284,20 +284,15 @@ def check_tree(value: Any, *, finite: bool = False) -> None:
                 waiting += [(item.keys(), depth + 1), (item.values(), depth + 1)]
             elif isinstance(item, list | tuple | set):
                 waiting.append((item, depth + 1))
-            else:
-                _check_leaf(item, finite)
-
-
-def _check_leaf(item: Any, finite: bool) -> None:
-    if isinstance(item, str):
-        if not item.isascii() and any("\ud800" <= char <= "\udfff" for char in item):
-            raise LimitError("has half a surrogate pair, which is no character")
-    elif isinstance(item, int):
-        if abs(item) >= MAX_INTEGER:
-            shown = str(item) if item.bit_length() < 200 else f"of {item.bit_length():,} bits"
-            raise LimitError(f"has the whole number {shown}; at most 64 bits are read")
-    elif finite and isinstance(item, float) and math.isinf(item):
-        raise LimitError("has a number beyond 1.8e308")
+            elif isinstance(item, str):
+                if not item.isascii() and any("\ud800" <= char <= "\udfff" for char in item):
+                    raise LimitError("has half a surrogate pair, which is no character")
+            elif isinstance(item, int):
+                if abs(item) >= MAX_INTEGER:
+                    shown = str(item) if item.bit_length() < 200 else f"of {item.bit_length():,} bits"
+                    raise LimitError(f"has the whole number {shown}; at most 64 bits are read")
+            elif finite and isinstance(item, float) and math.isinf(item):
+                raise LimitError("has a number beyond 1.8e308")
 
 
 def misfit(value: Any, shape: Any, where: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ottava.base.errors import need
 from ottava.engine.functional import QuantizedLayer, quantized_layers
@@ -113,8 +114,10 @@ class ShardedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch hands the operation first
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        weights = list(_weights((args, kwargs or {})))
-        made = func(*_unwrapped(args), **_unwrapped(kwargs or {}))
+        kwargs = kwargs or {}
+        weights = [one for one in tree_leaves((args, kwargs)) if isinstance(one, ShardedWeight)]
+        args_, kwargs = tree_map_only(ShardedWeight, lambda weight: weight.numbers, (args, kwargs))
+        made = func(*args_, **kwargs)
         if func._schema.is_mutable:
             for weight in weights:
                 weight.known.clear()
@@ -393,24 +396,6 @@ def _gathered(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
     every = own.new_empty(ranks * own.numel())
     all_gather(every, own, group)
     return every.view(ranks, -1)
-
-
-def _weights(given: Any) -> Iterator[ShardedWeight]:
-    if isinstance(given, ShardedWeight):
-        yield given
-    elif isinstance(given, list | tuple):
-        for one in given:
-            yield from _weights(one)
-    elif isinstance(given, dict):
-        yield from _weights(list(given.values()))
-
-
-def _unwrapped(given: Any) -> Any:
-    if isinstance(given, ShardedWeight):
-        return given.numbers
-    if isinstance(given, list | tuple):
-        return type(given)(_unwrapped(one) for one in given)
-    return {key: _unwrapped(one) for key, one in given.items()} if isinstance(given, dict) else given
 
 
 # --- fully_shard ---

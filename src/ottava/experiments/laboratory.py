@@ -120,7 +120,8 @@ class Ring:
         with nothing_changes([model]):
             present = Snapshot.take(model, optimizer, steps[-1].number)
             try:
-                lengths = self._lengths(snapshot, steps, arms)
+                lengths: list[float] = []  # of gradients before clipping
+                arms.append({"name": "as it ran", "losses": self._run(snapshot, steps, AS_IT_RAN, lengths=lengths)})
                 if not math.isfinite(lengths[-1]):  # the weights are those before that step
                     program = steps[len(lengths) - 1].program
                     player = Player(program, parameters_of(program.modules))
@@ -138,12 +139,6 @@ class Ring:
         for arm in arms:
             arm["losses"] = [x if math.isfinite(x) else None for x in arm["losses"]]
         return {"from": steps[0].number, "reproduces": differs is None, "differs": differs, "arms": arms}
-
-    def _lengths(self, snapshot: Snapshot, steps: Sequence[_Step], arms: list[dict[str, Any]]) -> list[float]:
-        """Runs the steps as they ran, with the lengths that their gradients had; the lengths before clipping."""
-        lengths: list[float] = []
-        arms.append({"name": "as it ran", "losses": self._run(snapshot, steps, AS_IT_RAN, lengths=lengths)})
-        return lengths
 
     def _run(
         self,

@@ -365,7 +365,10 @@ def _transformer_engine(path: Path, entries: Mapping[str, Any]) -> tuple[list[Te
         recipe, extra = state.get("recipe"), state.get("extra_fp8_variables")
         settings = recipe.state if isinstance(recipe, StandIn) and isinstance(recipe.state, dict) else {}
         if isinstance(recipe, StandIn):
-            recipes.setdefault(_recipe_in_words(recipe, settings))
+            words = [f"{k}={v!r}" for k, v in settings.items() if isinstance(v, bool | int | float | str)]
+            maxima = format_maxima(settings.get("fp8_format"))
+            words += [f"largest numbers {maxima[0]} forward, {maxima[1]} backward"] if len(maxima) == 2 else []
+            recipes.setdefault(f"{recipe.qualified_name.rpartition('.')[2]}({', '.join(words)})")
         layer = name.removesuffix(_EXTRA_STATE).removesuffix(".")
         for direction, roles in _COLUMNS:
             scale, history = state.get(f"scale_{direction}"), state.get(f"amax_history_{direction}")
@@ -444,13 +447,6 @@ def format_maxima(fp8_format: Any) -> tuple[Any, ...]:
     value = fp8_format.args[0] if isinstance(fp8_format, StandIn) and fp8_format.args else ()
     pair = value.args if isinstance(value, StandIn) else value
     return tuple(pair) if isinstance(pair, tuple) else ()
-
-
-def _recipe_in_words(recipe: StandIn, settings: Mapping[str, Any]) -> str:
-    words = [f"{k}={v!r}" for k, v in settings.items() if isinstance(v, bool | int | float | str)]
-    maxima = format_maxima(settings.get("fp8_format"))
-    words += [f"largest numbers {maxima[0]} forward, {maxima[1]} backward"] if len(maxima) == 2 else []
-    return f"{recipe.qualified_name.rpartition('.')[2]}({', '.join(words)})"
 
 
 _CHUNK = 1 << 24

@@ -162,14 +162,6 @@ def _shared_as(own: Any, whole: Tensor) -> Tensor:
     return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
 
 
-def joined_form(layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Gives a state dict with a tensor for each projection the form that a layer of one weight has."""
-    for kind in ("weight", "bias"):
-        names = [f"{prefix}{one.name}_{kind}" for one in layer.projections]
-        if kind in layer._parameters and names and all(name in state_dict for name in names):
-            state_dict[f"{prefix}{kind}"] = torch.cat([_whole(state_dict.pop(name)) for name in names])
-
-
 def _whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -373,7 +365,10 @@ class Layer(QuantizedLayer):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         self.scaling_state.graded = ()
-        joined_form(self, state_dict, prefix)
+        for kind in ("weight", "bias"):  # a tensor for each projection becomes one
+            names = [f"{prefix}{one.name}_{kind}" for one in self.projections]
+            if kind in self._parameters and names and all(name in state_dict for name in names):
+                state_dict[f"{prefix}{kind}"] = torch.cat([_whole(state_dict.pop(name)) for name in names])
         decode_codes(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -399,7 +394,14 @@ def ready_input(layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None
     if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
         _refuse_mixed(layer.name, input, weight, bias)
     if input.dtype == torch.float32 and not torch.compiler.is_compiling():
-        _warn_fp32(call.recipe.name)
+        # Python shows the same warning from the same place once, so a model of 200 layers shows it once
+        warnings.warn(
+            f"recipe {call.recipe.name!r} is running on float32 inputs: casts read twice the bytes and all that is not "
+            "a GEMM stays in float32, which can make FP8 slower than BF16 (TransformerEngine #1119: 104 ms against "
+            "44.6 ms). Use model.bfloat16() with bfloat16 inputs, or run the forward under torch.autocast(device_type, "
+            "torch.bfloat16)",
+            stacklevel=2,
+        )
     return input
 
 
@@ -443,16 +445,6 @@ def _refuse_mixed(name: str, input: Tensor, weight: Tensor, bias: Tensor | None)
 def recomputing() -> bool:
     """Whether this forward runs inside a backward: torch.utils.checkpoint repeats it."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _warn_fp32(recipe: str) -> None:
-    # Python shows the same warning from the same place once, so a model of 200 layers shows it once
-    warnings.warn(
-        f"recipe {recipe!r} is running on float32 inputs: casts read twice the bytes and all that is not a GEMM stays "
-        "in float32, which can make FP8 slower than BF16 (TransformerEngine #1119: 104 ms against 44.6 ms). Use "
-        "model.bfloat16() with bfloat16 inputs, or run the forward under torch.autocast(device_type, torch.bfloat16)",
-        stacklevel=3,
-    )
 
 
 class Linear(Layer, nn.Linear):

@@ -225,7 +225,9 @@ def fold_smooth_swiglu(model: nn.Module) -> list[str]:
     for name, mlp in mlps.items():
         reason = ""
         activation = mlp.activation.activation
-        if not _multiplies_up(activation):
+        x = torch.randn(256, 2, generator=torch.Generator().manual_seed(0)) * 10  # gate and up
+        twice = activation.forward(x * torch.tensor([1.0, 2.0]))
+        if not (activation.gated and torch.equal(twice, 2 * activation.forward(x))):
             reason = f"the result of {activation.name} is no product with an up row, which could hold the power"
         elif is_quantized_weight(mlp.fc1.weight):
             reason = "the weight of fc1 exists only as codes; call ottava.convert(model, recipe, weights='bf16') first"
@@ -241,13 +243,6 @@ def fold_smooth_swiglu(model: nn.Module) -> list[str]:
                     up.mul_(powers.to(rows.dtype).view(-1, *[1] * (up.dim() - 1)))
         mlp.fc2.smooth = None
     return list(mlps)
-
-
-def _multiplies_up(activation: Activation) -> bool:
-    """Whether twice the up row gives twice the result."""
-    x = torch.randn(256, 2, generator=torch.Generator().manual_seed(0)) * 10  # gate and up
-    twice = activation.forward(x * torch.tensor([1.0, 2.0]))
-    return activation.gated and torch.equal(twice, 2 * activation.forward(x))
 
 
 def _amax(mlp: NormMLP, batches: Iterable[Tensor]) -> Tensor:

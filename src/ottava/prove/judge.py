@@ -463,7 +463,11 @@ def attention_allowed(
         (inputs[key].double(), torch.zeros_like(inputs[key], dtype=torch.float64)) for key in ("q", "k", "v", "grad")
     ]
     (queries, depth), (keys, width), dtype = inputs["q"].shape[-2:], inputs["v"].shape[-2:], inputs["q"].dtype
-    specs = attention_specs(what, casts or {})
+    casts = casts or {}
+    known = {name: spec for name in ATTENTION_TENSORS if (spec := getattr(AttentionRecipe(), name)) is not None}
+    changed = {n: replace(known[n], format=get_format(to)) for n, to in casts.items() if to != "skip"}
+    specs = (known if what.get("recipe") == "fp8" else {}) | changed
+    specs = {name: spec for name, spec in specs.items() if casts.get(name) != "skip"}
     q, k, v = _cast_together(specs.get("qkv"), *given[:3])
     (g,) = _cast_together(specs.get("do"), given[3])
     u = max(torch.finfo(dtype).eps / 2, U32)
@@ -505,15 +509,6 @@ def attention_allowed(
         name: between(center, error * 1.1 + torch.finfo(torch.float32).tiny, dtype)
         for name, (center, error) in zip(("o", "dq", "dk", "dv"), [(o, eo), *grads], strict=True)
     }
-
-
-def attention_specs(what: Values, casts: Mapping[str, str]) -> dict[str, QuantizationSpec]:
-    """Tensor of `AttentionRecipe` -> its cast; none in high precision."""
-    recipe = AttentionRecipe()
-    known = {name: spec for name in ATTENTION_TENSORS if (spec := getattr(recipe, name)) is not None}
-    changed = {n: replace(known[n], format=get_format(to)) for n, to in casts.items() if to != "skip"}
-    specs = (known if what.get("recipe") == "fp8" else {}) | changed
-    return {name: spec for name, spec in specs.items() if casts.get(name) != "skip"}
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------

@@ -356,7 +356,12 @@ def _gemm(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[Kernel
     kinds = tuple(name for name in OPERANDS if name not in ("huge", "ties") and "FP32" not in name)
     ends = (0, 255) if specs[0].scale_format.startswith("e8m0") else ()
     for byte in ends[: max(count - 1, 0)]:
-        yield _extreme(byte, specs, dtype, source)
+        rows, k = 16, 64
+        one, two = (_side(source, "positive", rows, k, spec, spec.format) for spec in specs)
+        scale = one[1].clone()
+        scale[1:3] = byte  # 2^-127 or NaN; scales of 2^100 bring the products back
+        inputs = _operands((one[0], scale), (two[0], torch.full_like(two[1], 227)))
+        yield KernelCase(f"{rows} x {rows} x {k}, scale bytes of {byte} in a", inputs, {"out": ((rows, rows), dtype)})
     for (m, n, k), layout, operands in combinations(_PRODUCTS, LAYOUTS[:4], kinds, source, count - len(ends)):
         a_format, b_format = _formats(what, source)
         a = _side(source, operands, m, k, specs[0], a_format)
@@ -369,16 +374,6 @@ def _operands(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], *layouts: str)
     of_a, of_b = layouts or ("contiguous", "contiguous")
     codes = {"a": placed(a[0], of_a), "b": placed(b[0], of_b)}
     return codes | {"scale_inv_a": placed(a[1]), "scale_inv_b": placed(b[1])}
-
-
-def _extreme(byte: int, specs: tuple[QuantizationSpec, ...], dtype: torch.dtype, source: Draws) -> KernelCase:
-    """A scale of 2^-127 (byte 0) or NaN (255) in a; scales of 2^100 in b bring the products back."""
-    rows, k = 16, 64
-    (a, scale_a), (b, scale_b) = (_side(source, "positive", rows, k, spec, spec.format) for spec in specs)
-    scale_a = scale_a.clone()
-    scale_a[1:3] = byte
-    inputs = _operands((a, scale_a), (b, torch.full_like(scale_b, 227)))
-    return KernelCase(f"{rows} x {rows} x {k}, scale bytes of {byte} in a", inputs, {"out": ((rows, rows), dtype)})
 
 
 def _grouped(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[KernelCase]:

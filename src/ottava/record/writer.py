@@ -136,7 +136,10 @@ class RunWriter:
             self._part = max(numbers, default=-1) + 1
             for name in self._lines if append else ():
                 if name != EVENTS or rank == 0:  # the others may be writing to it
-                    _end_line(self._file(name))
+                    path = self._file(name)
+                    if path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n":
+                        with path.open("ab", buffering=0) as stream:
+                            stream.write(b"\n")
             self.describe()
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error}); give another folder, or make room") from error
@@ -414,10 +417,3 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, np.generic):
         return _jsonable(value.item())
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def _end_line(path: Path) -> None:
-    """Ends a torn line, so that the next line is readable."""
-    if path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n":
-        with path.open("ab", buffering=0) as stream:
-            stream.write(b"\n")

@@ -144,7 +144,11 @@ def export(
         nbytes = write_tensors(scratch, made.parts, shard_bytes)
         bf16 = sum(2 * math.prod(weight.shape) for weight in made.source.weights)
         report = ExportReport(str(folder), made.layout, tuple(made.written), nbytes, bf16)
-        _write_texts(scratch, made.source, made.config, report)
+        copy_files(made.source, scratch)
+        (scratch / "config.json").write_text(json.dumps(made.config, indent=2) + "\n", encoding="utf-8")
+        for name, body in LAYOUTS[report.layout].beside(made.config.get("quantization_config") or {}).items():
+            (scratch / name).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+        (scratch / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return report
 
 
@@ -195,7 +199,12 @@ def written_tensors(
     stays = _staying(source, form, keep)
     if not recast and (changes := _changes(source, form, stays)):
         raise ExportError(_refusal(changes, form, source))
-    more = _activation_scales(source, stays, kv_scales or {}, static=static and form.spec is not None)
+    scales = _input_scales(source, stays) if static and form.spec is not None else {}
+    more = {f"{module}.input_scale": torch.tensor([scale]) for module, scale in scales.items()}
+    for module, pair in (kv_scales or {}).items():
+        if not all(scale > 0 for scale in pair):
+            raise ExportError(f"export: kv_scales of {module} are {pair}; needs two positive numbers")
+        more |= {f"{module}.{kind}_scale": torch.tensor([s]) for kind, s in zip("kv", pair, strict=True)}
     tree = _config(source, form, stays, engine, static=static, kv_cache=bool(kv_scales))
     written: list[Written] = []
     parts = chain(_cast_all(source, form, stays, written), ({name: one} for name, one in more.items()))
@@ -217,7 +226,12 @@ def _config(
     if tree.get("tie_word_embeddings") and "lm_head" not in linears:
         kept.append("lm_head")  # it has no tensor, and who reads this list would expect codes of it
     tree["quantization_config"] = form.config(ignored=kept, static=static, kv_cache=kv_cache)
-    _refuse_unread(form, tree, engine, [name for name in linears if name not in stays])
+    names = [name for name in linears if name not in stays]
+    if reason := _unread(form, tree, engine, names):
+        alike = [one.name for one in LAYOUTS.values() if one.spec == form.spec]
+        read = [name for name in alike if not _unread(LAYOUTS[name], tree, engine, names)] or ["bf16"]
+        more = ", or name the engine that serves it (engine='vllm')" if engine is None else ""
+        raise ExportError(f"export: layout {form.name!r}: {reason}. Take layout {' or '.join(map(repr, read))}{more}")
     return tree
 
 
@@ -280,14 +294,6 @@ def _not_held(module: str, spec: QuantizationSpec, form: Layout | None) -> str:
     )
 
 
-def _refuse_unread(form: Layout, config: Mapping[str, Any], engine: str | None, names: Sequence[str]) -> None:
-    if reason := _unread(form, config, engine, names):
-        alike = [one.name for one in LAYOUTS.values() if one.spec == form.spec]
-        read = [name for name in alike if not _unread(LAYOUTS[name], config, engine, names)] or ["bf16"]
-        more = ", or name the engine that serves it (engine='vllm')" if engine is None else ""
-        raise ExportError(f"export: layout {form.name!r}: {reason}. Take layout {' or '.join(map(repr, read))}{more}")
-
-
 def _unread(form: Layout, config: Mapping[str, Any], engine: str | None, names: Sequence[str]) -> str:
     """Why an engine does not read these linears in a layout; without a name only experts count, in transformers."""
     reader = ENGINES[engine or "transformers"]
@@ -295,19 +301,6 @@ def _unread(form: Layout, config: Mapping[str, Any], engine: str | None, names: 
         return ""
     experts = any(".experts." in name for name in names)
     return reader.unread(form.config(static=form.static), str(config.get("model_type", "")), experts=experts)
-
-
-def _activation_scales(
-    source: Source, stays: Mapping[str, str], kv_scales: Mapping[str, tuple[float, float]], *, static: bool
-) -> dict[str, Tensor]:
-    """Scales of the inputs of linears, and of keys and values, as tensors of the checkpoint."""
-    scales = _input_scales(source, stays) if static else {}
-    made = {f"{module}.input_scale": torch.tensor([scale]) for module, scale in scales.items()}
-    for module, pair in kv_scales.items():
-        if not all(scale > 0 for scale in pair):
-            raise ExportError(f"export: kv_scales of {module} are {pair}; needs two positive numbers")
-        made |= {f"{module}.{kind}_scale": torch.tensor([s]) for kind, s in zip("kv", pair, strict=True)}
-    return made
 
 
 def _staying(source: Source, form: Layout, keep: Collection[str]) -> dict[str, str]:
@@ -376,7 +369,8 @@ def _cast_all(
     later = {id(weight) for group in groups.values() for weight in group[1:]}
     for weight in progress(sorted(source.weights, key=_natural), "writing weights"):
         if not weight.linear or weight.module in stays:
-            plain, trained = _plain(weight.tensor), weight.cast
+            tensor, trained = weight.tensor, weight.cast
+            plain = _own(tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
             if weight.linear:
                 same = None if trained is None else torch.equal(plain.float(), trained.dequantize(torch.float32).cpu())
                 written.append(Written(weight.module, "bf16", stays[weight.module], same))
@@ -438,10 +432,6 @@ def _finite(part: dict[str, Tensor]) -> dict[str, Tensor]:
     return part
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return _own(tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
-
-
 def _own(tensor: Tensor) -> Tensor:
     """Contiguous, on the CPU, and alone in its memory: safetensors writes no views of one storage."""
     tensor = tensor.cpu().contiguous()
@@ -487,14 +477,6 @@ def _shards(parts: Iterable[dict[str, Tensor]], most: int) -> Iterator[dict[str,
     yield shard
 
 
-def _write_texts(folder: Path, source: Source, config: dict[str, Any], report: ExportReport) -> None:
-    copy_files(source, folder)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name, body in LAYOUTS[report.layout].beside(config.get("quantization_config") or {}).items():
-        (folder / name).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-    (folder / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-
-
 def _natural(weight: Weight) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in weight.name.split(".")]  # type: ignore[misc]
 
@@ -528,8 +510,6 @@ def kv_cache_scales(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -
              and any(hasattr(module, part) for part in ("k_proj", "qkv_proj"))]  # fmt: skip
     if len(names) != len(tops):
         raise ExportError(f"kv_cache_scales: found {len(names)} attention modules and {len(tops)} layers of the cache")
-    return {name: (_scale(k), _scale(v)) for name, (k, v) in zip(names, tops, strict=True)}
-
-
-def _scale(amax: float) -> float:
-    return max(amax, 1e-12) / E4M3.max
+    return {
+        name: (max(k, 1e-12) / E4M3.max, max(v, 1e-12) / E4M3.max) for name, (k, v) in zip(names, tops, strict=True)
+    }

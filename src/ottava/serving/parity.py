@@ -211,7 +211,15 @@ def parity(
     if theirs.unread or why:  # of what an engine does not read, nothing else can be said
         findings = [Mismatch("config.json", "unread", theirs.unread or why)]
     else:
-        findings = _formula(source, theirs, path, engine, settings or {}) + _findings(ours, theirs, engine)
+        quantization = theirs.config.get("quantization_config") or {}
+        sampler = next((path for path in source.files if path.name == "generation_config.json"), None)
+        causes = [
+            *formula_causes(source.config, theirs.config),
+            *quantization_causes(quantization),
+            *settings_causes(settings or {}, ENGINES[engine].settings),
+            *sampling_causes(sampler, path),
+        ]
+        findings = [Mismatch("config.json", *cause) for cause in causes] + _findings(ours, theirs, engine)
         findings += _not_fp8(ours, receipt_) + [Mismatch(name, "executed", said) for name, said in wrong.items()]
     ranks = {cause: i for i, cause in enumerate(CAUSES)}
     findings.sort(key=lambda one: (place(one.layer), ranks[one.cause]))
@@ -248,18 +256,6 @@ def _executed(
     left = unreached(theirs, one)
     counted = f"{len(theirs.linears) - len(left)} of {len(theirs.linears)} linears"
     return f"{one.said}, {len(ids)} tokens: the operands of {counted} were compared", "", disagreements(theirs, one)
-
-
-def _formula(source: Source, theirs: Model, folder: Path, engine: str, settings: Mapping[str, Any]) -> list[Mismatch]:
-    quantization = theirs.config.get("quantization_config") or {}
-    sampler = next((path for path in source.files if path.name == "generation_config.json"), None)
-    causes = [
-        *formula_causes(source.config, theirs.config),
-        *quantization_causes(quantization),
-        *settings_causes(settings, ENGINES[engine].settings),
-        *sampling_causes(sampler, folder),
-    ]
-    return [Mismatch("config.json", *cause) for cause in causes]
 
 
 def place(name: str) -> tuple[Any, ...]:

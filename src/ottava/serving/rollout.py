@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -374,8 +375,7 @@ def certify(found: Rollout) -> Equality:
     sides = {"rollout": found.rollout, "recomputed": found.recomputed}
     sides |= {} if found.trained is None else {"trained": found.trained}
     bits = {name: one.contiguous().view(torch.int32) for name, one in sides.items()}
-    names = list(bits)
-    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    pairs = list(combinations(bits, 2))
     apart = {f"{a}, {b}": bits[a] != bits[b] for a, b in pairs}
     count = int(torch.stack(list(apart.values())).any(0).sum())
     largest = max(float((sides[a] - sides[b]).abs().max()) for a, b in pairs)

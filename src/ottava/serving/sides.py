@@ -320,14 +320,10 @@ def _decoded(codes: Tensor, scale_inv: Tensor, fmt: Format, size: Granularity) -
     if [n for n in scale_inv.shape if n > 1] == [n for n in grid if n > 1]:
         scale_inv = scale_inv.reshape(grid)
     else:
-        size = _by_shape(codes, scale_inv)
+        # blocks as an engine concludes from the shape of the scales
+        rows, cols = (scale_inv.shape[0], scale_inv.shape[1]) if scale_inv.ndim == 2 else (scale_inv.numel(), 1)
+        size = Granularity(-(-codes.shape[0] // max(rows, 1)), -(-codes.shape[1] // max(cols, 1)))
     return QuantizedTensor(codes, scale_inv, QuantizationSpec(fmt, size, kind), torch.bfloat16)
-
-
-def _by_shape(codes: Tensor, scale_inv: Tensor) -> Granularity:
-    """The blocks that an engine concludes from the shape of the scales."""
-    rows, cols = (scale_inv.shape[0], scale_inv.shape[1]) if scale_inv.ndim == 2 else (scale_inv.numel(), 1)
-    return Granularity(-(-codes.shape[0] // max(rows, 1)), -(-codes.shape[1] // max(cols, 1)))
 
 
 def _activations(

@@ -149,15 +149,10 @@ def input_scale_of(layer: QuantizedLayer) -> float | None:
 
 def _in_high_precision(model: nn.Module) -> dict[str, Tensor]:
     """The state dict with numbers in place of codes; tied parameters stay one tensor."""
-    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
     state: dict[str, Tensor] = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=True), *_buffers(model)):
-        if isinstance(tensor, nn.Parameter) and names.get(id(tensor)) != name:
-            continue
+    for name, tensor in (*model.named_parameters(), *_buffers(model)):
         value: Any = tensor.detach() if not isinstance(tensor, QuantizedWeight) else tensor
-        if hasattr(value, "full_tensor"):
-            value = value.full_tensor()
-        state[name] = numbers(value)
+        state[name] = numbers(value.full_tensor() if hasattr(value, "full_tensor") else value)
     return state
 
 

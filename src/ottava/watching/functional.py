@@ -11,6 +11,7 @@ experts, which counts rows, and over which the product sums.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 import threading
@@ -182,8 +183,8 @@ def parts(call: Product, y: Tensor, source: Origin, *, weight_first: bool) -> It
     if not summed or not wide:
         return
     several = bool(batch) or w.numel() < source.parameter.numel()
-    for index in range(math.prod(sizes[label] for label in batch)):
-        at = dict(zip(batch, _digits(index, [sizes[label] for label in batch]), strict=True))
+    for index, places in enumerate(itertools.product(*(range(sizes[label]) for label in batch))):
+        at = dict(zip(batch, places, strict=True))
         suffix = f".{source.first + index}" if several else ""
         yield Part(
             suffix,
@@ -218,14 +219,6 @@ def _grouped(call: Product, y: Tensor, source: Origin, cast: bool) -> Iterator[P
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:
     return x[start:stop]
-
-
-def _digits(index: int, sizes: list[int]) -> list[int]:
-    digits = []
-    for size in reversed(sizes):
-        index, digit = divmod(index, size)
-        digits.append(digit)
-    return digits[::-1]
 
 
 def _matrix(t: Tensor, labels: str, at: Mapping[str, int], order: tuple[str, str]) -> Tensor:

@@ -194,26 +194,22 @@ class Schedule:
         predicted = columns["scale_delayed"]
         ends = (predicted >= _LARGEST_SCALE) | (predicted <= 1 / _LARGEST_SCALE)
         error = np.fmax(columns["scale_error_max"], -columns["scale_error_min"])
-        return {
-            "clipping": (triggers.clipping, 1.0, 0.01 * columns["overflow_pct"]),
-            "row_sqnr": (triggers.row_sqnr_db, -1.0, columns["row_sqnr_p50_db"]),
-            "nonfinite": (0.0 if triggers.nonfinite else None, 1.0, columns["nonfinite"]),
-            "scale_error": (triggers.scale_error, 1.0, error),
-            "scale_drift": (triggers.scale_drift, 1.0, self._drift(keys, columns["scale_current"])),
-            "history": (0.0 if triggers.history else None, 1.0, np.where(ends, predicted, 0.0)),
-        }
-
-    def _drift(self, keys: list[SlotKey], scales: Any) -> Any:
-        """Octaves between the scale of each cast and the median of its last looks; NaN for the first looks."""
         drift = np.full(len(keys), math.nan)
-        for i, (key, scale) in enumerate(zip(keys, scales.tolist(), strict=True)):
+        for i, (key, scale) in enumerate(zip(keys, columns["scale_current"].tolist(), strict=True)):
             if not scale > 0 or math.isinf(scale):
                 continue
             earlier = self._scales.setdefault(key, deque(maxlen=_DRIFT_LOOKS))
             if len(earlier) >= _LEAST_LOOKS:
                 drift[i] = abs(math.log2(scale) - float(np.median(earlier)))
             earlier.append(math.log2(scale))
-        return drift
+        return {
+            "clipping": (triggers.clipping, 1.0, 0.01 * columns["overflow_pct"]),
+            "row_sqnr": (triggers.row_sqnr_db, -1.0, columns["row_sqnr_p50_db"]),
+            "nonfinite": (0.0 if triggers.nonfinite else None, 1.0, columns["nonfinite"]),
+            "scale_error": (triggers.scale_error, 1.0, error),
+            "scale_drift": (triggers.scale_drift, 1.0, drift),
+            "history": (0.0 if triggers.history else None, 1.0, np.where(ends, predicted, 0.0)),
+        }
 
     def jumped(self, jumps: Sequence[Jump]) -> Trigger | None:
         """The trigger of the largest jump of a step, if it is as large as a drift of the scale that triggers."""

@@ -141,12 +141,6 @@ class TrainingTap:
         self.guards, self.norm_wanted = True, False
         """Whether the next step asks what was written after this one; whether an idle step reads its norm."""
         self._load = nn.Module.load_state_dict
-        nn.Module.load_state_dict = self._loading()  # type: ignore[method-assign]
-        if model is not None:
-            self.adopt(model)
-
-    def _loading(self) -> Callable[..., Any]:
-        """`load_state_dict`, which reports a checkpoint of which no name fits: strict=False is silent."""
         load, report = self._load, self._report
 
         @functools.wraps(load)
@@ -159,7 +153,9 @@ class TrainingTap:
             return result
 
         self._loaded = loaded
-        return loaded
+        nn.Module.load_state_dict = loaded  # type: ignore[method-assign,assignment]
+        if model is not None:
+            self.adopt(model)
 
     def adopt(self, root: nn.Module) -> None:
         """Adds a model. It replaces those that are parts of it, or their forwards would count twice."""

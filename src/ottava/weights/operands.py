@@ -7,7 +7,7 @@ import functools
 from torch import Tensor
 
 from ottava.kernels.gate import constant_in_graph
-from ottava.numerics.tensor import Lent, Operand, QuantizationSpec, QuantizedTensor, spec_from_key
+from ottava.numerics.tensor import Operand, QuantizationSpec, QuantizedTensor, spec_from_key
 from ottava.ops.quantize import refuse_turn, turn
 from ottava.weights.parameter import QuantizedWeight, describe, stored_spec
 
@@ -58,7 +58,18 @@ def weight_operands(
         RuntimeError: FSDP2 has not gathered an operand that is wanted.
     """
     if (lent := weight.lent) is not None:
-        _refuse_unlent(weight, lent, col, rowwise, columnwise)
+        if lent.w_t is not None and columnwise and (col is None or stored_spec(col) != lent.w_t):
+            raise ValueError(
+                f"{describe(weight)}: FSDP2 gathers its transpose as {lent.w_t} and the recipe asks for "
+                f"{col or 'high precision'}. Choose a recipe with that cell, or shard with torch's own fully_shard"
+            )
+        if (rowwise and not lent.holds_w) or (columnwise and not rowwise and lent.w_t and lent.of_w_t is None):
+            raise RuntimeError(
+                f"{describe(weight)}: FSDP2 has gathered codes for the {'backward' if rowwise else 'forward'} alone, "
+                f"and this {'forward' if rowwise else 'backward'} runs on them. If you change "
+                "set_reshard_after_forward, set_reshard_after_backward or set_unshard_in_backward, do it while the "
+                "module is sharded: call module.reshard() first"
+            )
         if columnwise and not rowwise and lent.of_w_t is not None:
             return None, lent.of_w_t()
     codes, scale_inv, own = weight.codes, weight.scale_inv, weight.spec
@@ -83,24 +94,6 @@ def weight_operands(
         return of_w, turn(QuantizedTensor(codes, scale_inv, own, weight.dtype), col)
     data = codes.t() if codes.is_cpu else codes.t().contiguous()  # as an accelerator's GEMMs want it
     return of_w, QuantizedTensor(data, scale_inv.t(), col, weight.dtype)
-
-
-def _refuse_unlent(
-    weight: QuantizedWeight, lent: Lent, col: QuantizationSpec | None, rowwise: bool, columnwise: bool
-) -> None:
-    """FSDP2 brings what a pass needs; what its settings have hidden from the gather is missing."""
-    if lent.w_t is not None and columnwise and (col is None or stored_spec(col) != lent.w_t):
-        raise ValueError(
-            f"{describe(weight)}: FSDP2 gathers its transpose as {lent.w_t} and the recipe asks for "
-            f"{col or 'high precision'}. Choose a recipe with that cell, or shard with torch's own fully_shard"
-        )
-    if (rowwise and not lent.holds_w) or (columnwise and not rowwise and lent.w_t and lent.of_w_t is None):
-        raise RuntimeError(
-            f"{describe(weight)}: FSDP2 has gathered codes for the {'backward' if rowwise else 'forward'} alone, and "
-            f"this {'forward' if rowwise else 'backward'} runs on them. If you change set_reshard_after_forward, "
-            "set_reshard_after_backward or set_unshard_in_backward, do it while the module is sharded: call "
-            "module.reshard() first"
-        )
 
 
 @constant_in_graph

@@ -268,8 +268,7 @@ def both(case: Case) -> None:
             same(getattr(cast, name), getattr(truth, name), name)
 
 
-def stochastic(case: Case) -> None:
-    x, spec, seed = case.matrix(), case.spec(rounding="stochastic"), case.rng.getrandbits(30)
+def drawn(case: Case, x: Tensor, spec: QuantizationSpec, seed: int) -> None:
     case.threads()
     case.say(spec, case.layout)
     torch.manual_seed(seed)
@@ -279,6 +278,11 @@ def stochastic(case: Case) -> None:
         ours = native_quantize.plan_quantize(x, spec)(x, None, None)
     for name in ("data", "scale_inv", "amax"):
         same(getattr(ours, name), getattr(truth, name), name)
+
+
+def stochastic(case: Case) -> None:
+    x, spec, seed = case.matrix(), case.spec(rounding="stochastic"), case.rng.getrandbits(30)
+    drawn(case, x, spec, seed)
 
 
 def rule(case: Case) -> None:
@@ -289,15 +293,7 @@ def rule(case: Case) -> None:
     if case.rng.random() < 0.5:
         rotation = Hadamard(case.rng.choice((16, 64, 128)), "fresh")
         spec = QuantizationSpec(E2M1, BLOCK_1X16, "e4m3", block_scale="ms_eden", transform=rotation)
-    case.threads()
-    case.say(spec, case.layout)
-    torch.manual_seed(seed)
-    truth = reference.quantize(x, spec)
-    torch.manual_seed(seed)
-    with case.fence.around(native_quantize):
-        ours = native_quantize.plan_quantize(x, spec)(x, None, None)
-    for name in ("data", "scale_inv", "amax"):
-        same(getattr(ours, name), getattr(truth, name), name)
+    drawn(case, x, spec, seed)
 
 
 def rotate(case: Case) -> None:

@@ -14,15 +14,9 @@ from ottava.kernels.triton.step import supports_adamw
 from ottava.optim import AdamW, Lion
 from ottava.optim.storage import join
 from sweep import sweep
+from triton_mode import DEVICE, ON_GPU, with_triton
 
-pytest.importorskip("triton", reason="Triton has no build for this machine")
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    from kernels.triton import interpreter as triton_interpreter
-
-    triton_interpreter.install()
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = with_triton()
 STEPS, LR, EPS = 4, 1e-2, 2.0**-24
 FP32, BF16 = torch.float32, torch.bfloat16
 

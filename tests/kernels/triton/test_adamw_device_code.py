@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
 from ottava.kernels.triton.step import step_adamw
 from ottava.optim.storage import _split, join
 from sweep import sweep
+from triton_mode import DEVICE, with_triton
 from witnesses import fused_multiply_add
 
-pytest.importorskip("triton", reason="Triton has no build for this machine")
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    from kernels.triton import interpreter as triton_interpreter
-
-    triton_interpreter.install()
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = with_triton()
 
 
 def expected(

@@ -21,16 +21,10 @@ from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops import dispatch, quantize
 from ottava.ops import gemm as ops
+from triton_mode import DEVICE, ON_GPU, with_triton
 
-pytest.importorskip("triton", reason="Triton has no build for this machine")
-ON_GPU = torch.cuda.is_available()
 HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
-if not ON_GPU:
-    from kernels.triton import interpreter as triton_interpreter
-
-    triton_interpreter.install()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")] if ON_GPU else []
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = [*with_triton(), *([pytest.mark.skipif(not HOPPER, reason="needs sm_90")] if ON_GPU else [])]
 
 SIDES = {
     "tensor": (PER_TENSOR, PER_TENSOR),

@@ -26,15 +26,9 @@ from ottava.numerics.tensor import QuantizationSpec
 from ottava.ops import quantize as dispatch
 from ottava.recipe import RECIPES, Recipe
 from sweep import sweep
+from triton_mode import DEVICE, ON_GPU, with_triton
 
-pytest.importorskip("triton", reason="Triton has no build for this machine")
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    from kernels.triton import interpreter as triton_interpreter
-
-    triton_interpreter.install()
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = with_triton()
 
 DELAYED, GUARDED = (QuantizationSpec(E4M3, scaling=scaling, margin=1) for scaling in ("delayed", "guarded"))
 Casts = tuple[reference.Cast | None, ...]

@@ -18,15 +18,9 @@ from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.tensor import QuantizationSpec
 from scaling_samples import BUFFERS
 from sweep import sweep
+from triton_mode import DEVICE, ON_GPU, with_triton
 
-pytest.importorskip("triton", reason="Triton has no build for this machine")
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    from kernels.triton import interpreter as triton_interpreter
-
-    triton_interpreter.install()
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = with_triton()
 
 DELAYED = QuantizationSpec(E4M3, scaling="delayed", amax_history_len=4)
 SPECS = [

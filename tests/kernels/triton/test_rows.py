@@ -14,15 +14,9 @@ from ottava.kernels.triton import rows as triton_rows
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import supports_norm, supports_rows
 from ottava.recipe import RECIPES
+from triton_mode import DEVICE, ON_GPU, with_triton
 
-pytest.importorskip("triton", reason="Triton has no build for this machine")
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    from kernels.triton import interpreter as triton_interpreter
-
-    triton_interpreter.install()
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = with_triton()
 
 
 def samples(m: int, k: int) -> Tensor:

@@ -5,7 +5,6 @@ In the interpreter here, where exp, erf and tanh are torch's own; on a GPU with 
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,15 +17,9 @@ from ottava.numerics.formats import E4M3
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW
 from ottava.numerics.tensor import QuantizationSpec
 from sweep import sweep
+from triton_mode import DEVICE, ON_GPU, with_triton
 
-pytest.importorskip("triton", reason="Triton has no build for this machine")
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    from kernels.triton import interpreter as triton_interpreter
-
-    triton_interpreter.install()
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = with_triton()
 SPECS = {
     "tensor": QuantizationSpec(E4M3),
     "row": QuantizationSpec(E4M3, PER_ROW),

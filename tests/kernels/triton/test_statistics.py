@@ -19,15 +19,9 @@ from ottava.measure.walk import measure
 from ottava.numerics.formats import BF16, E2M1, E4M3, E5M2
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from triton_mode import DEVICE, ON_GPU, with_triton
 
-pytest.importorskip("triton", reason="Triton has no build for this machine")
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    from kernels.triton import interpreter as triton_interpreter
-
-    triton_interpreter.install()
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = with_triton()
 
 SPECS = [
     QuantizationSpec(E4M3),

@@ -341,7 +341,10 @@ def _try_and_load(source: Path, make: Callable[[Path], int | str], folder: Path,
     # in another process, because an illegal instruction ends the process that meets it
     if failure := _trial(source, made):
         if cache is not None and failure.lasting:
-            _remember(failure.wrong, folder, cache / f"{source.stem}-{key}-failed")
+            note = folder / "failed"  # then a rename, so that nobody reads half of it
+            note.write_text(failure.wrong, "utf-8")
+            note.chmod(0o600)
+            os.replace(note, cache / f"{source.stem}-{key}-failed-{_digest(note)}")
         return _failed(source.stem, failure.wrong)
     target = made
     if cache is not None:
@@ -401,14 +404,6 @@ def _cut_off(library: Path) -> str:
 
 def _failed(name: str, wrong: str) -> Built:
     return Built(None, f"{name}.cpp was compiled, but cannot be used: {wrong}", failed_trial=True)
-
-
-def _remember(wrong: str, folder: Path, place: Path) -> None:
-    """Writes the fault into the cache: first into `folder`, then by a rename, so that nobody reads half of it."""
-    note = folder / "failed"
-    note.write_text(wrong, "utf-8")
-    note.chmod(0o600)
-    os.replace(note, f"{place}-{_digest(note)}")
 
 
 def _failed_before(cache: Path, name: str, key: str) -> Built | None:

@@ -48,7 +48,12 @@ def moe_permute(
                 [ 0,  2]], dtype=torch.int32))
     """
     index = _experts_of("moe_permute", inp, routing_map, map_type)
-    row_id_map = _row_id_map(index, int(routing_map.shape[1]) if map_type == "mask" else None, num_out_tokens)
+    experts = routing_map.shape[1] if map_type == "mask" else int(index.max()) + 1 if index.numel() else 1
+    slots = sort_by_expert(index, experts).slots
+    slots = slots[:num_out_tokens] if num_out_tokens > 0 else slots
+    places = index.new_full((index.numel(),), -1, dtype=torch.int32)  # of each choice among the rows
+    places[slots] = torch.arange(len(slots), dtype=torch.int32, device=index.device)
+    row_id_map = places.view(index.shape)
     plan = _plan(row_id_map)
     rows = permute(inp, plan)
     if num_out_tokens > len(plan.rows):
@@ -235,17 +240,6 @@ def _experts_of(where: str, inp: Tensor, routing_map: Tensor, map_type: str) -> 
         return routing_map
     experts = routing_map.shape[1]
     return torch.where(routing_map.bool(), torch.arange(experts, device=routing_map.device), experts)
-
-
-def _row_id_map(index: Tensor, experts: int | None, most: int) -> Tensor:
-    """int32, as index: the place of each choice among the rows; -1 for none and for the rows behind `most`."""
-    if experts is None:
-        experts = int(index.max()) + 1 if index.numel() else 1
-    slots = sort_by_expert(index, experts).slots
-    slots = slots[:most] if most > 0 else slots
-    places = index.new_full((index.numel(),), -1, dtype=torch.int32)
-    places[slots] = torch.arange(len(slots), dtype=torch.int32, device=index.device)
-    return places.view(index.shape)
 
 
 def _plan(row_id_map: Tensor) -> Permutation:
