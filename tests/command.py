@@ -1,9 +1,13 @@
-"""The command line in this process: `run` lets errors through, `ended` is what a shell sees; and its servers."""
+"""The command line in this process: `run` lets errors through, `ended` is what a shell sees; its servers; scripts."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import time
 import urllib.request
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -33,3 +37,14 @@ def gone(url: str, seconds: float = 600) -> bool:
             return True
         time.sleep(0.5)
     return False
+
+
+def script(path: Path, *, known: bool = False) -> ModuleType:
+    """A script that is no module of a package; known: others may import it by its name from now on."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    module = sys.modules.setdefault(path.stem, module) if known else module
+    spec.loader.exec_module(module)
+    return module

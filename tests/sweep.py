@@ -51,6 +51,8 @@ CELLS = {
     name: [cell for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad) for cell in (gemm.lhs, gemm.rhs) if cell]
     for name, recipe in RECIPES.items()
 }
+CASTS = {str(cell): cell for cells in CELLS.values() for cell in cells if cell.transform is None}
+"""Every cell of a registered recipe, once; a tally is of what was cast, so transforms change nothing in it."""
 PLAIN = [name for name, cells in CELLS.items() if not any(c.transform or c.block_scale != "amax" for c in cells)]
 """Recipes whose casts have neither a transform nor a rule for block scales."""
 FIXED = [name for name, cells in CELLS.items() if not any(getattr(c.transform, "signs", "") == "fresh" for c in cells)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +10,14 @@ from typing import Any
 
 import pytest
 
+from command import script
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 @functools.cache  # it parses the whole of src
 def load() -> Any:
-    spec = importlib.util.spec_from_file_location("house", DOCS / "house.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(DOCS / "house.py")
 
 
 def test_the_picture_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

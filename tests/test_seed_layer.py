@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from command import script
+
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "seed_layer.py"
 NOTICE = "Use model.bfloat16() with bfloat16 inputs, or run the forward under torch.autocast"
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("seed_layer", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_dtypes_of_every_row_and_the_notice_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 changes no dtype that a caller sees: weights, gradients and AdamW's states stay as they were made."""
-    seed = load()
+    seed = script(SCRIPT)
     monkeypatch.setattr(seed, "sizes", lambda *_: (8, 2, 64, 128, 4, 2))
     single, half = torch.float32, torch.bfloat16
     expected = {"FP32": (single, single), "FP32 under autocast": (single, single), "BF16": (half, half)}
@@ -52,7 +44,7 @@ def no_warning() -> Any:
 
 
 def test_both_ways_to_build_it_have_the_same_sizes() -> None:
-    seed = load()
+    seed = script(SCRIPT)
     ours, plain = (seed.build(kind, "bf16", 64, 128, 4, 2) for kind in (True, False))
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in plain.parameters())
     assert not re.search("TransformerLayer", repr(plain))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import itertools
 import signal
@@ -18,18 +17,14 @@ import pytest
 import torch
 
 import warm
+from command import script
 from sweep import AXES, sweep
 
 HERE = Path(__file__).parent
 
 
 def load_mutate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mutate", HERE / "mutation" / "mutate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules.setdefault("mutate", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
+    return script(HERE / "mutation" / "mutate.py", known=True)
 
 
 def test_a_sweep_runs_every_case_from_the_same_seed() -> None:

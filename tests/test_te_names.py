@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
+
+from command import script
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -13,11 +14,7 @@ def test_the_tables_are_those_of_the_code() -> None:
     import ottava.compat.transformer_engine.pytorch as te
     from ottava.compat.transformer_engine.common import recipe
 
-    spec = importlib.util.spec_from_file_location("te_names", ROOT / "docs" / "te_names.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    tables = script(ROOT / "docs" / "te_names.py")
     for page in ("from_transformer_engine.md", "from_transformer_engine.zh-CN.md"):
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
         for make in (

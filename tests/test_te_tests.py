@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 from collections import Counter
@@ -12,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from command import script
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "te_tests.py"
 THEIRS = """
@@ -75,12 +76,7 @@ class Reference(Quantizer):
 
 @pytest.fixture
 def te_tests() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("te_tests", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(SCRIPT)
 
 
 def tables() -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -11,17 +10,13 @@ from types import ModuleType
 
 import pytest
 
+from command import script
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def load() -> ModuleType:
-    """docs/website.py, which is a script and no module of a package."""
-    spec = importlib.util.spec_from_file_location("website", ROOT / "docs" / "website.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(ROOT / "docs" / "website.py")
 
 
 def test_llms_txt_is_that_of_the_index() -> None:

@@ -311,10 +311,8 @@ def a_model_with_its_vocabulary_split(world: World) -> None:
 
 def losses_of_split_classes(world: World) -> None:
     """Every setting of the loss, with the numbers of one process; a class out of range is refused on each rank."""
-    x, target = (
-        noise(2, 64 * world.size, WIDTH),
-        torch.randint(99, (2, 64 * world.size), generator=torch.Generator().manual_seed(1)),
-    )
+    x = noise(2, 64 * world.size, WIDTH)
+    target = torch.randint(99, (2, 64 * world.size), generator=torch.Generator().manual_seed(1))
     target[0, :5] = -100
     cases: list[dict[str, Any]] = [
         {},

@@ -21,12 +21,10 @@ class Net(nn.Module):
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
-        self.up, self.norm, self.mid, self.down = (
-            nn.Linear(32, 96),
-            nn.BatchNorm1d(96),
-            nn.Linear(96, 96),
-            nn.Linear(96, 32),
-        )
+        self.up = nn.Linear(32, 96)
+        self.norm = nn.BatchNorm1d(96)
+        self.mid = nn.Linear(96, 96)
+        self.down = nn.Linear(96, 32)
         self.drop, self.reentrant, self.calls = nn.Dropout(0.1), reentrant, 0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,16 +18,9 @@ from ottava.measure.walk import measure
 from ottava.numerics.formats import E8M0, Format
 from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
-from sweep import sweep
+from sweep import CASTS, sweep
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-RECIPE_SPECS = {
-    str(spec): spec
-    for recipe in ottava.RECIPES.values()
-    for cells in (recipe.fprop, recipe.dgrad, recipe.wgrad)
-    for spec in (cells.lhs, cells.rhs)
-    if spec is not None and spec.transform is None  # a tally is of what was cast, so transforms change nothing here
-}
 COUNTS = ("n", "n_nonfinite", "n_nonzero", "n_underflow", "n_overflow", "amax")
 SUMS = ("sxx", "see", "sxe")
 
@@ -117,7 +110,7 @@ def test_tally_equals_numpy_for_every_format(
     check(x, x_q, ml_dtypes_type)
 
 
-@sweep(spec=RECIPE_SPECS.values())
+@sweep(spec=CASTS.values())
 def test_tally_equals_numpy_for_every_spec_of_a_recipe(spec: QuantizationSpec) -> None:
     """Powers of two, E8M0 and two-level scales, stochastic rounding."""
     types = {"E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "E2M1": "float4_e2m1fn"}
@@ -166,7 +159,7 @@ def by_definition(x: Array, q: Array) -> dict[str, float]:
     }
 
 
-@sweep(spec=RECIPE_SPECS.values())
+@sweep(spec=CASTS.values())
 def test_statistics_equal_their_definitions(spec: QuantizationSpec) -> None:
     """To 1e-6, and 1 - cosine of nearly parallel tensors to 1e-9."""
     x = wide()

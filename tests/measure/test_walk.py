@@ -23,16 +23,9 @@ from ottava.measure.walk import BAND_ROWS, found_by, measure, measure_packed, su
 from ottava.numerics.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import cast_both
-from sweep import AXES, sweep
+from sweep import AXES, CASTS, sweep
 
 Array = np.ndarray[Any, np.dtype[Any]]
-SPECS = {
-    str(spec): spec
-    for recipe in ottava.RECIPES.values()
-    for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)
-    for spec in (gemm.lhs, gemm.rhs)
-    if spec is not None and spec.transform is None  # a tally is of what was cast, so transforms change nothing here
-}
 CODES = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2, "E2M1": ml_dtypes.float4_e2m1fn}
 KERNEL = tuple(f for f in tally_fields() if f.metadata["detail"] != "anatomy")  # test_anatomy.py has the others
 COUNTS = tuple(f.name for f in tally_fields("number") if f.name.startswith("n"))
@@ -226,7 +219,7 @@ SHAPES: dict[str, Callable[[torch.dtype], Tensor]] = {
 }
 
 
-@sweep(case=enumerate(itertools.product(SPECS.values(), SHAPES.values())))
+@sweep(case=enumerate(itertools.product(CASTS.values(), SHAPES.values())))
 def test_every_field_equals_the_oracle(
     case: tuple[int, tuple[QuantizationSpec, Callable[[torch.dtype], Tensor]]],
 ) -> None:
@@ -269,7 +262,7 @@ def test_more_elements_than_fp32_can_count() -> None:
     assert time.process_time() - began < 10
 
 
-@sweep(spec=SPECS.values())
+@sweep(spec=CASTS.values())
 def test_shards_cut_at_bands_merge_to_the_whole(spec: QuantizationSpec) -> None:
     """Every count and histogram of counts exactly, energies and sums to 1e-12, for every number of shards."""
     x = hard(5 * BAND_ROWS + 17, 96, torch.float32)
@@ -291,7 +284,7 @@ def test_shards_cut_at_bands_merge_to_the_whole(spec: QuantizationSpec) -> None:
                 assert np.allclose(got, wanted, rtol=1e-12, atol=1e-9 * np.max(np.abs(wanted))), f.name
 
 
-@sweep(spec=SPECS.values(), turned=[False, True])
+@sweep(spec=CASTS.values(), turned=[False, True])
 def test_a_cast_knows_what_a_survey_would_say(spec: QuantizationSpec, turned: bool) -> None:
     """The largest amax of its blocks, of x and of x.T, cast alone or at once; not where elements are not finite."""
     x = hard(200, 130, torch.bfloat16).nan_to_num(posinf=1.0, neginf=1.0)

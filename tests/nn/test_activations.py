@@ -53,10 +53,8 @@ def truth(name: str, x: Tensor) -> Tensor:
     if name == "glu":
         return up / (1 + torch.exp(-gate))
     if name == "clamped_swiglu":
-        gate, up = (
-            torch.minimum(gate, torch.tensor(7.0)),
-            torch.maximum(torch.minimum(up, torch.tensor(7.0)), -torch.tensor(7.0)),
-        )
+        gate = torch.minimum(gate, torch.tensor(7.0))
+        up = torch.maximum(torch.minimum(up, torch.tensor(7.0)), -torch.tensor(7.0))
         return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
     return TRUTH[GATE[name]](gate) * up
 

@@ -61,11 +61,9 @@ def test_all_three_gemms_are_what_the_receipt_says(emulated: None) -> None:
             y = layer(x)
         assert y.dtype == torch.bfloat16
         y.backward(dy)
-        rows, d_rows, w = (
-            x.detach().reshape(-1, 72).double(),
-            dy.reshape(-1, 40).double(),
-            layer.weight.bfloat16().double(),
-        )
+        rows = x.detach().reshape(-1, 72).double()
+        d_rows = dy.reshape(-1, 40).double()
+        w = layer.weight.bfloat16().double()
         added = layer.bias.bfloat16().double() if bias else torch.zeros(40).double()
         for got, a, b, extra in (
             (y.reshape(-1, 40), rows, w, added),

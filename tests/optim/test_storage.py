@@ -296,11 +296,9 @@ def test_a_master_starts_from_the_values_before_the_cast() -> None:
 
 
 def test_options_that_do_not_fit_are_refused() -> None:
-    bf16, half, fp8 = (
-        nn.Parameter(torch.ones(2, 2).bfloat16()),
-        nn.Parameter(torch.ones(2).half()),
-        nn.Parameter(quantized_weight(torch.ones(2, 2), QuantizationSpec(E4M3))),
-    )
+    bf16 = nn.Parameter(torch.ones(2, 2).bfloat16())
+    half = nn.Parameter(torch.ones(2).half())
+    fp8 = nn.Parameter(quantized_weight(torch.ones(2, 2), QuantizationSpec(E4M3)))
     for parameter, options, words in (
         (bf16, {"master": "fp16"}, "unknown master 'fp16'; did you mean 'fp32'"),
         (bf16, {"master": "fp32", "stochastic_rounding": True}, "without a master"),

@@ -36,13 +36,16 @@ def writer(tmp_path: Path) -> RunWriter:
     return RunWriter(tmp_path / "run")
 
 
-def dumped(writer: RunWriter, x: Tensor, spec: Any, rows: int = 0) -> TensorDump:
-    """A cast, through a file."""
-    path = Dumper(writer, 64 * MIB, rows).dump(3, KEY, x, ottava.quantize(x, spec))
+def back(path: Path | None, kind: type) -> Any:
     assert path is not None
     dump = read_dump(path)
-    assert isinstance(dump, TensorDump)
+    assert isinstance(dump, kind)
     return dump
+
+
+def dumped(writer: RunWriter, x: Tensor, spec: Any, rows: int = 0) -> TensorDump:
+    """A cast, through a file."""
+    return back(Dumper(writer, 64 * MIB, rows).dump(3, KEY, x, ottava.quantize(x, spec)), TensorDump)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -50,10 +53,7 @@ def test_every_cell_of_every_recipe_comes_back_bit_for_bit(name: str, writer: Ru
     torch.manual_seed(0)
     x = torch.randn(48, 160).bfloat16()
     x_q = ottava.quantize(x, SPECS[name], scale=torch.tensor(2.0) if SPECS[name].predicted else None)
-    path = Dumper(writer, 64 * MIB, 0).dump(3, KEY, x, x_q)
-    assert path is not None
-    dump = read_dump(path)
-    assert isinstance(dump, TensorDump)
+    dump = back(Dumper(writer, 64 * MIB, 0).dump(3, KEY, x, x_q), TensorDump)
     assert dump.x_q is not None
     assert (dump.step, dump.key, dump.rows) == (3, KEY, None)
     assert torch.equal(dump.x, x)
@@ -66,10 +66,7 @@ def test_a_transpose_and_a_spec_with_a_function_are_dumped_too(writer: RunWriter
     x = torch.randn(32, 16)
     spec = replace(SPECS["E4M3[tensor, delayed]"], amax_compute_algo=lambda window: window.max())
     x_q = ottava.quantize(x, spec, scale=torch.tensor(2.0)).t()
-    path = Dumper(writer, MIB).dump(1, KEY, x.t(), x_q)
-    assert path is not None
-    dump = read_dump(path)
-    assert isinstance(dump, TensorDump)
+    dump = back(Dumper(writer, MIB).dump(1, KEY, x.t(), x_q), TensorDump)
     assert dump.x_q is not None
     assert torch.equal(dump.x_q.dequantize(), x_q.dequantize())
 
@@ -115,10 +112,7 @@ def test_quota_is_that_of_the_folder_and_refusal_is_said_once(writer: RunWriter)
 def test_gemms_of_a_layer(writer: RunWriter) -> None:
     x, w, dy = torch.randn(8, 16), torch.randn(4, 16), torch.randn(8, 4)
     recipe = RECIPES["delayed"].override("a.*", wgrad=None).for_layer("a.b")
-    path = Dumper(writer, MIB).dump_gemms(5, "a.b", recipe, x, w, dy)
-    assert path is not None
-    dump = read_dump(path)
-    assert isinstance(dump, GemmDump)
+    dump = back(Dumper(writer, MIB).dump_gemms(5, "a.b", recipe, x, w, dy), GemmDump)
     assert (dump.layer, dump.step, dump.recipe) == ("a.b", 5, recipe)
     for got, want in ((dump.x, x), (dump.w, w), (dump.dy, dy)):
         assert torch.equal(got, want)

@@ -217,10 +217,8 @@ def _bits(tensor: torch.Tensor) -> str:
 def recorded(run: Path) -> Result:
     """The numbers of a watch: the lines of its steps, and its rows."""
     read = Run.open(run)
-    steps, names = (
-        read.steps,
-        sorted(set(read.steps) - {"step", "seconds"} - BETWEEN_STEPS),
-    )
+    steps = read.steps
+    names = sorted(set(read.steps) - {"step", "seconds"} - BETWEEN_STEPS)
     lines = {int(step): [repr(float(steps[name][i])) for name in names] for i, step in enumerate(steps["step"])}
     rows = read.table(phase=None, merge_ranks=False).dicts(*MEASURED)
     shown = {tuple(str(row[name]) for name in KEY): {name: repr(value) for name, value in row.items()} for row in rows}

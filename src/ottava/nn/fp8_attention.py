@@ -118,18 +118,8 @@ class _FP8Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        sink: Tensor | None,
-        scale: float,
-        doors: Any,
-        recipe: AttentionRecipe,
-        record: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
+        mask, sink, scale, doors, recipe, record = settings
         with no_autocast(q.device):
             qkv = _cast(doors.qkv, recipe.qkv, q, k, v, record=record)
             p, _ = _probabilities(qkv, mask, sink, scale)
@@ -215,18 +205,8 @@ class _BlockAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        sink: Tensor | None,
-        scale: float,
-        doors: Any,
-        recipe: AttentionRecipe,
-        record: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
+        mask, sink, scale, _, recipe, _ = settings
         with no_autocast(q.device):
             p, _ = _block_probabilities(q, k, mask, sink, scale, recipe)
             y = (p @ shared(_in_blocks(v, recipe.qkv, -2), q)).to(q.dtype)

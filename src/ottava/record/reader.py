@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from ottava.base.errors import need_known
-from ottava.base.text import progress
+from ottava.base.text import data_frame, html_table, progress
 from ottava.base.untrusted import MAX_BYTES, MAX_LINE, MAX_STEP, LimitError, UntrustedError, parse_json, read_lines
 from ottava.measure.layer_names import layer_kind, matches, symbol, tensor_names, usable
 from ottava.measure.statistics import STATISTICS
@@ -297,16 +297,12 @@ class Run:
         return f"<Run {self.path}: {len(self.manifest.get('layers', ()))} layers under {recipes or 'no recipe'}>"
 
     def _repr_html_(self) -> str:
-        from ottava.base.text import html_table
-
         facts = {"layers": len(self.manifest.get("layers", ())), "steps": len(self.steps["step"])}
         facts |= {"ranks": len(self.ranks), "events": len(self.events)}
         return html_table([tuple(facts), tuple(facts.values())], repr(self)[1:-1])
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with one row per step and cast: its identity and every statistic."""
-        from ottava.base.text import data_frame
-
         return data_frame(self.table().dicts())
 
     def plot(self, statistic: str = "underflow_pct", *, beside: Run | None = None, most: int = 24) -> Any:
@@ -402,7 +398,12 @@ class Run:
         table = self._raw
         if phase is not None:
             table = table.where(phase=phase)
-        return _merge(table, list(_GROUP)) if merge_ranks and len(self.ranks) > 1 else table
+        if not merge_ranks or len(self.ranks) < 2:
+            return table
+        group, first = table.grouped(_GROUP)
+        assert isinstance(table.tallies, LazyTally)
+        tallies = LazyTally(MergedColumns(table.tallies, group), np.arange(len(first)))
+        return Table({name: table[name][first] for name in _GROUP}, tallies, _worst(table.reported, group, len(first)))
 
     @cached_property
     def _raw(self) -> Table:
@@ -510,14 +511,6 @@ def _latest(table: Table) -> Table:
     last = np.zeros(len(first), dtype=np.int64)
     last[group] = np.arange(len(table))  # the last assignment to a place wins
     return table.take(np.sort(last))
-
-
-def _merge(table: Table, names: list[str]) -> Table:
-    """Merges rows that are equal in these columns."""
-    group, first = table.grouped(names)
-    assert isinstance(table.tallies, LazyTally)
-    tallies = LazyTally(MergedColumns(table.tallies, group), np.arange(len(first)))
-    return Table({name: table[name][first] for name in names}, tallies, _worst(table.reported, group, len(first)))
 
 
 def _worst(reported: Sequence[Mapping[str, float]], group: Any, count: int) -> list[Mapping[str, float]]:

@@ -389,14 +389,13 @@ class Trainer:
     def _make_fallback(self) -> Fallback | None:
         if self.config.auto_fallback == "off" or self._watch is None:
             return None
-        verify = self._verify
+
+        def verify(model: nn.Module, proposal: Proposal) -> Verdict:
+            return by_gradient(self.batch(proposal.step), self.loss_of)(model, proposal)
+
         fallback = Fallback(self.model, mode=self.config.auto_fallback, verify=verify, log=self._watch.writer)
         self._watch.on_look(fallback.on_look)
         return fallback
-
-    def _verify(self, model: nn.Module, proposal: Proposal) -> Verdict:
-        """Whether the proposal brings the gradient of that step's batch nearer to high precision."""
-        return by_gradient(self.batch(proposal.step), self.loss_of)(model, proposal)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The training batch of a step, on the CPU."""

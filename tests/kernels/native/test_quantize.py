@@ -258,10 +258,8 @@ def test_every_code_is_decoded(fmt: Format) -> None:
     assert native_quantize.supports_decode(codes, fmt) is None
     square = codes.view(-1, 16)
     for layout in (square, square.t(), square[:, ::3], codes.expand(40, -1), square[:0], codes.repeat(1000)[None]):
-        truth, x_q = (
-            without_nan(decode(layout, fmt)),
-            QuantizedTensor(layout, one, QuantizationSpec(fmt), torch.float32),
-        )
+        truth = without_nan(decode(layout, fmt))
+        x_q = QuantizedTensor(layout, one, QuantizationSpec(fmt), torch.float32)
         for dtype in (torch.float32, torch.bfloat16):
             numbers = native_quantize.plan_dequantize(x_q, dtype)(x_q)
             assert numbers.dtype == dtype

@@ -190,12 +190,8 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
     sizes = rows, cols, lines.stride(0) if rows > 1 else cols, height, width
     cell, cell_t = settings(first), settings(second)  # they must live as long as this plan
     dtypes, float32 = (first.format.storage_dtype, second.format.storage_dtype), torch.float32
-    cast_both, threads, pack = (
-        native_build.loaded("quantize", x.dtype).ottava_cast_both,
-        torch.get_num_threads,
-        _BOTH.pack,
-    )
-    empty, cpu = torch.empty_strided, x.device
+    cast_both = native_build.loaded("quantize", x.dtype).ottava_cast_both
+    threads, pack, empty, cpu = torch.get_num_threads, _BOTH.pack, torch.empty_strided, x.device
 
     def run(x: Tensor) -> CastPair:
         codes = empty(shape, (cols, 1), dtype=dtypes[0], device=cpu)
@@ -223,10 +219,8 @@ def _plan_stochastic(x: Tensor, spec: QuantizationSpec) -> RunCast:
     shape, granularity, fmt = (x.shape[0], x.shape[1]), spec.granularity, spec.format
     block, grid, cell = granularity.block_shape(shape), granularity.grid_shape(shape), settings(spec)
     numbers = fmt.mantissa_bits, fmt.emin, fmt.bits, nan_code(fmt), fmt.max
-    factors, round_ = (
-        native_build.loaded("quantize", x.dtype).ottava_factors,
-        native_build.loaded("stochastic", x.dtype).ottava_cast_stochastic,
-    )
+    factors = native_build.loaded("quantize", x.dtype).ottava_factors
+    round_ = native_build.loaded("stochastic", x.dtype).ottava_cast_stochastic
     # a rule reads the numbers of a block, not only its amax; only torch has all of them
     by_rule, empty, threads = spec.block_scale != "amax", torch.empty, torch.get_num_threads
 
@@ -240,10 +234,7 @@ def _plan_stochastic(x: Tensor, spec: QuantizationSpec) -> RunCast:
         else:
             # amax, scales and factors in one reading, by one call
             factor = empty(grid, dtype=torch.float32, device="cpu")
-            scale_inv, amax = (
-                torch.empty_like(factor, dtype=torch.float32),
-                torch.empty_like(factor, dtype=torch.float32),
-            )
+            scale_inv, amax = torch.empty_like(factor), torch.empty_like(factor)
             given = 0 if scale is None else pointer(scale)
             addresses = cell.address, given, address(factor), address(scale_inv), address(amax), 0
             if factors(_JOB.pack(address(x), *shape, shape[1], *block, *addresses, False, threads())):

@@ -71,10 +71,8 @@ def test_gradients_are_added_to_main_grad_unrounded(recipe: Recipe | None) -> No
 
 def test_gradients_come_later_and_have_the_same_bits() -> None:
     for fuse in (False, True):
-        plain, late = (
-            modules(fuse_wgrad_accumulation=fuse),
-            modules(fuse_wgrad_accumulation=fuse, delay_wgrad_compute=True),
-        )
+        plain = modules(fuse_wgrad_accumulation=fuse)
+        late = modules(fuse_wgrad_accumulation=fuse, delay_wgrad_compute=True)
         for (one, more), (other, _) in zip(plain, late, strict=True):
             called: list[int] = []
             other.register_wgrad_accumulation_and_reduce_hooks(lambda called=called: called.append(1))

@@ -129,11 +129,9 @@ class Statistics:
     """
 
     def __init__(self, logs: list[dict[str, Any]], folder: Path, step: int = 0) -> None:
-        self.logs, self.path, self.step = (
-            logs,
-            folder / FILE.format(dist.get_rank() if dist.is_initialized() else 0),
-            step,
-        )
+        self.logs = logs
+        self.path = folder / FILE.format(dist.get_rank() if dist.is_initialized() else 0)
+        self.step = step
         self.kept: dict[tuple[str, str, int], dict[Any, dict[str, Tensor]]] = {}
         self.wanted: dict[tuple[str, str, int], dict[str, tuple[Any, str]]] = {}
         """(layer, tensor, iteration) -> name of a statistic -> the sums that it is made of, and its formula."""
