@@ -156,17 +156,8 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rule: MaskRule,
-        scale: float,
-        group: dist.ProcessGroup,
-        balanced: bool,
-    ) -> Tensor:
-        ctx.rest = rule, scale, group, balanced
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        ctx.rest, group = rest, rest[2]  # (rule, scale, group, balanced)
         ranks = dist.get_world_size(group)
         with no_autocast(q.device):
             total = q.new_zeros(*q.shape[:3], v.shape[3], dtype=torch.float32)

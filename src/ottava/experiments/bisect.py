@@ -666,10 +666,6 @@ class Ablation:
         if self.excess is not None:
             error = self.excess(found)
         else:
-            error = compared(found.gradients, self.exact, None, self.player.parameters, _unnamed)["error"]
+            error = compared(found.gradients, self.exact, None, self.player.parameters, lambda _: "")["error"]
         self._known[key] = math.inf if error is None else error
         return self._known[key]
-
-
-def _unnamed(parameter: Tensor) -> str:
-    return ""

@@ -636,11 +636,8 @@ class Laboratory:
             began = time.perf_counter()
             facts = shadow.facts(self._name_of)
             took = time.perf_counter() - began
-            where = self._where
-            if (
-                where is not None and not shadow.sites
-            ):  # a hook of a communication, an accumulation: no part of a replay
-                self._convert(where)
+            if (where := self._where) is not None and not shadow.sites:
+                self._convert(where)  # a hook of a communication, an accumulation: no part of a replay
             if facts is None or shadow.casts is None:
                 return
             casts = shadow.casts
@@ -654,7 +651,6 @@ class Laboratory:
                     self._ablated = self._step
                     self._blamed = [(entry.get("layer") or entry["site"], entry["gemm"]) for entry in found["set"]]
                     self._write(self._step, "ablation", **found)
-        return
 
     @property
     def _where(self) -> str | None:

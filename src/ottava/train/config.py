@@ -319,19 +319,11 @@ class TrainConfig(Section):
     watch; "apply" also changes the layers' recipes. Needs `watch`."""
 
     @model_validator(mode="after")
-    def _fallback_needs_watch(self) -> Self:
+    def _settings_fit(self) -> Self:
         if self.auto_fallback != "off" and self.watch is None:
             raise ValueError(f"auto_fallback is {self.auto_fallback!r}, which needs a watch: set watch={{}}, too")
-        return self
-
-    @model_validator(mode="after")
-    def _start_needs_init(self) -> Self:
         if self.init is None and (self.carry != "weights" or self.rewarm):
             raise ValueError("carry and rewarm are about the run that init names: set init=RUN, too")
-        return self
-
-    @model_validator(mode="after")
-    def _processes_fit(self) -> Self:
         ranks, model = self.parallel, self.model
         parts = ranks.dp * ranks.shard * self.microbatches
         multiples = {

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -352,14 +353,11 @@ def first_not_finite(model: nn.Module, run: Callable[[], Any]) -> str:
     """The name of the first module whose output is not finite in `run`; "" if there is none."""
     names: list[str] = []
 
-    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not names and isinstance(output, Tensor) and not bool(output.isfinite().all()):
-                names.append(name)
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not names and isinstance(output, Tensor) and not bool(output.isfinite().all()):
+            names.append(name)
 
-        return hook
-
-    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules() if name]
     try:
         with torch.no_grad():
             run()

@@ -21,13 +21,9 @@ from ottava.nn.rope import packed_positions
 from ottava.nn.sharding import SharedVocabulary, all_gather
 
 
-def _random_state() -> Tensor:
-    """Of the GPU; without one, of the CPU."""
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _set_random_state(state: Tensor) -> None:
-    (torch.cuda.set_rng_state if torch.cuda.is_available() else torch.set_rng_state)(state)
+def _random() -> Any:
+    """torch's functions for the random state of the GPU; without one, of the CPU."""
+    return torch.cuda if torch.cuda.is_available() else torch.random
 
 
 class CudaRNGStatesTracker:
@@ -71,11 +67,11 @@ class CudaRNGStatesTracker:
         if seed in self.seeds_ or name in self.states_:
             what = f"seed {seed}" if seed in self.seeds_ else f"name {name!r}"
             raise RuntimeError(f"CudaRNGStatesTracker.add: the {what} exists already; give another, or call reset()")
-        before = _random_state()
-        torch.manual_seed(seed) if not torch.cuda.is_available() else torch.cuda.manual_seed(seed)
+        before = _random().get_rng_state()
+        _random().manual_seed(seed)
         self.seeds_.add(seed)
-        self.states_[name] = _random_state()
-        _set_random_state(before)
+        self.states_[name] = _random().get_rng_state()
+        _random().set_rng_state(before)
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
@@ -86,13 +82,13 @@ class CudaRNGStatesTracker:
         """
         if name not in self.states_:
             raise KeyError(f"CudaRNGStatesTracker.fork: no state {name!r}; add(name, seed) makes one")
-        before = _random_state()
-        _set_random_state(self.states_[name])
+        before = _random().get_rng_state()
+        _random().set_rng_state(self.states_[name])
         try:
             yield
         finally:
-            self.states_[name] = _random_state()
-            _set_random_state(before)
+            self.states_[name] = _random().get_rng_state()
+            _random().set_rng_state(before)
 
 
 def checkpoint(
