@@ -8,6 +8,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -189,11 +190,8 @@ def test_threads_train_as_if_alone() -> None:
         ottava.convert(models[seed], "delayed")
         got[seed] = (train(models[seed], range(100 * seed, 100 * seed + 6)), snapshot(models[seed]))
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in expected]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(run, expected))
     for seed, (losses, tensors) in expected.items():
         assert got[seed][0] == losses
         assert differences(got[seed][1], tensors) == []

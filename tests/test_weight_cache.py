@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ Casts = list[int]
 
 
 @pytest.fixture
-def casts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Casts]:
+def casts(monkeypatch: pytest.MonkeyPatch) -> Casts:
     """Every cast that a door makes, written down on its way to the real one."""
     seen: Casts = []
     real = quantizer.cast_both
@@ -56,7 +56,7 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Casts]:
 
     monkeypatch.setattr(quantizer, "cast_both", both)
     monkeypatch.setattr(quantizer.Quantizer, "cast", staticmethod(both))
-    return iter([seen]).__next__()  # type: ignore[return-value]
+    return seen
 
 
 def of_weights(model: nn.Module, casts: Casts) -> list[int]:

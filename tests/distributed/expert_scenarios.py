@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_scenarios import close, mesh_of, nearest
+from parallel_scenarios import close, ends, gathered, mesh_of, nearest
 from state_scenarios import World, same_everywhere
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import ottava
@@ -38,19 +37,9 @@ def tokens(count: int, seed: int = 1) -> Tensor:
 
 
 def step(model: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y = model(x)
-    y.backward(dy)
-    assert x.grad is not None
-    found = {"y": y.detach(), "dx": x.grad}
-    for name, parameter in model.named_parameters():
-        grad: Any = parameter.grad
-        if isinstance(grad, DTensor):
-            found[name] = grad.full_tensor()
-        elif parameter.numel():
-            found[name] = torch.zeros_like(parameter) if grad is None else grad
-    return found
+    y, dx = ends(model, x, dy)
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.numel()}
+    return {"y": y, "dx": dx} | {name: gathered(grad) for name, grad in grads.items()}
 
 
 def experts_have_the_bits_of_one_process(world: World) -> None:
@@ -125,7 +114,7 @@ def histories_of_experts(world: World) -> None:
             torch.optim.SGD([*one.up.parameters(), *one.down.parameters()], lr=0.1).step()
     same_everywhere(world, model)
     for (name, one), other in zip(model.state_dict().items(), whole.state_dict().values(), strict=True):
-        assert torch.equal(one.full_tensor() if isinstance(one, DTensor) else one, other), name
+        assert torch.equal(gathered(one), other), name
     with pytest.raises(ValueError, match="needs as many on each"):
         parallelize_module(moe("bf16", 2 * world.size + 1), mesh_of(world), ExpertParallel())
     with pytest.raises(TypeError, match=r"needs an ottava\.nn\.MoE"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from parallel_scenarios import EPS, close, mesh_of, mlp, nearest
+from parallel_scenarios import EPS, close, ends, gathered, mesh_of, mlp, nearest
 from state_scenarios import World, same_everywhere
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -41,11 +41,8 @@ def grads(model: nn.Module) -> dict[str, Tensor]:
     """Whole gradients, pieces of a fused weight joined, by the names that one process has."""
     joined: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        own = {
-            n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            for n, p in module._parameters.items()
-            if p is not None and p.grad is not None
-        }
+        parameters = module._parameters.items()
+        own = {n: gathered(p.grad) for n, p in parameters if p is not None and p.grad is not None}
         split = [] if "weight" in module._parameters else [piece.name for piece in getattr(module, "projections", ())]
         for kind in ("weight", "bias") if split else ():
             parts = [own.pop(f"{name}_{kind}") for name in split if f"{name}_{kind}" in own]
@@ -57,12 +54,8 @@ def grads(model: nn.Module) -> dict[str, Tensor]:
 
 def step(model: nn.Module, x: Tensor, dy: Tensor, **more: Any) -> dict[str, Tensor]:
     """y, dx and all gradients."""
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y = model(x, **more)
-    y.backward(dy)
-    assert x.grad is not None
-    return {"y": y.detach(), "dx": x.grad, **grads(model)}
+    y, dx = ends(model, x, dy, **more)
+    return {"y": y, "dx": dx, **grads(model)}
 
 
 def batch(world: World, tokens_first: bool = False) -> tuple[Tensor, Tensor]:
@@ -199,24 +192,20 @@ def training_goes_on_at_another_size(world: World) -> None:
         WIDTH, 64 * world.size, **heads, norm="rmsnorm", activation="swiglu", bias=False, recipe="delayed"
     )
     ottava.convert(plain, "delayed")
-    plain.load_state_dict({name: _whole(t) for name, t in state["model"].items()})
+    plain.load_state_dict({name: gathered(t) for name, t in state["model"].items()})
     q = state["model"]["attention.qkv.q_weight"].full_tensor()
     assert torch.equal(plain.attention.qkv.weight[: len(q)], q)
     fresh, _ = layer(mesh_of(world))
     fused = {name: t for name, t in plain.state_dict().items() if name.endswith(("qkv.weight", "fc1.weight"))}
     fresh.load_state_dict(fused, strict=False)
     for name in ("attention.qkv.q_weight", "attention.qkv.v_weight", "mlp.fc1.gate_weight", "mlp.fc1.up_weight"):
-        assert torch.equal(_whole(fresh.state_dict()[name]), _whole(state["model"][name])), name
-
-
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(gathered(fresh.state_dict()[name]), gathered(state["model"][name])), name
 
 
 def _leaves(tree: Any) -> list[Tensor]:
     if isinstance(tree, dict):
         return [leaf for key in sorted(tree) for leaf in _leaves(tree[key])]
-    return [_whole(tree)] if isinstance(tree, Tensor) else []
+    return [gathered(tree)] if isinstance(tree, Tensor) else []
 
 
 def fused_layers_of_others(world: World) -> None:

@@ -76,17 +76,22 @@ def mesh_of(world: World) -> Any:
     return init_device_mesh("cpu", (world.size,))
 
 
-def step(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """y, dx and the whole gradients of the parameters."""
+def ends(model: nn.Module, x: Tensor, dy: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+    """y and dx; the gradients of the parameters are in the parameters."""
     model.zero_grad()
     x = x.clone().requires_grad_()
-    y = model(x)
+    y = model(x, **more)
     y.backward(dy)
     assert x.grad is not None
-    return [y.detach(), x.grad, *(_whole(p.grad) for p in model.parameters())]
+    return y.detach(), x.grad
 
 
-def _whole(x: Any) -> Tensor:
+def step(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """y, dx and the whole gradients of the parameters."""
+    return [*ends(model, x, dy), *(gathered(p.grad) for p in model.parameters())]
+
+
+def gathered(x: Any) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -367,7 +372,7 @@ def checkpoints_of_other_sizes(world: World) -> None:
     dcp.load(read, checkpoint_id=f"{world.folder}/tp", no_dist=True)
     alone.load_state_dict(read["model"])
     for name, tensor in state.items():
-        assert torch.equal(_whole(tensor), alone.state_dict()[name]), name
+        assert torch.equal(gathered(tensor), alone.state_dict()[name]), name
 
 
 def with_sharded_data_parallelism(world: World) -> None:

@@ -9,9 +9,9 @@ import copy
 import gc
 import itertools
 import math
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -399,11 +399,8 @@ def threads(world: World) -> None:
     models = [ddp(network(seed=seed), process_group=g) for seed, g in zip((1, 2), groups, strict=True)]
     for model in models:
         ottava.ScalingState(model)  # torch notes the DDP that runs for the process, not for the thread
-    crew = [threading.Thread(target=train, args=(world, model, range(4))) for model in models]
-    for thread in crew:
-        thread.start()
-    for thread in crew:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda model: train(world, model, range(4)), models))
     for got, model in zip(models, expected, strict=True):
         assert_same(got, model)
     same_everywhere(world, *models)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import ottava
+from foreign_samples import Conv1D
 from ottava.nn.convert import keep_first_last_bf16, plan_model, weights_outside
 from ottava.nn.layer import Linear
 from ottava.recipe import Recipe, default_filter, get_recipe
@@ -425,16 +426,8 @@ def test_a_model_without_blocks_is_refused() -> None:
     assert keep_first_last_bf16("tensorwise", model(), first=0, last=0) == ottava.RECIPES["tensorwise"]
 
 
-class Other(nn.Module):
+class Other(Conv1D):
     """A linear layer with a weight of (in, out), under a name that nobody knows."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) / 8), nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], self.nf)
 
 
 class Experts(nn.Module):

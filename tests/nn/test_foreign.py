@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ottava
+from foreign_samples import Conv1D
 from ottava.nn.foreign import StackedExperts, TorchAttention, TurnedLinear, layers_of, parts_of
 
 E, HEADS, L, S, B = 64, 4, 6, 9, 2
@@ -137,18 +138,6 @@ def test_what_cannot_be_taken_is_named() -> None:
     with pytest.raises(TypeError, match="got a nested tensor"):
         model["part"](nested, nested, nested)
     assert list(parts_of(nn.MultiheadAttention(E, HEADS, kdim=8, bias=False))) == ["q_proj", "k_proj", "v_proj"]
-
-
-class Conv1D(nn.Module):
-    """GPT-2's linear layer: a weight of (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) / 8), nn.Parameter(torch.randn(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], self.nf)
 
 
 class Stacked(nn.Module):

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 import ottava
+from foreign_samples import Conv1D
 from ottava.numerics.formats import E4M3
 from ottava.numerics.scaling import PER_ROW
 from ottava.numerics.tensor import QuantizationSpec
@@ -118,19 +119,6 @@ def test_nothing_that_is_not_finite_is_written(tmp_path: Path) -> None:
         with pytest.raises(ExportError, match=r"kv_scales of a|a.k_scale holds an infinity"):
             export(converted(None), tmp_path / "out", config={}, kv_scales={"a": pair})
     assert list(tmp_path.iterdir()) == []
-
-
-class Conv1D(nn.Module):
-    """That of Hugging Face's GPT-2: its weight is (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.02)
-        self.bias = nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
 
 
 class Old(nn.Module):

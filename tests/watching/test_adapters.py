@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
+from foreign_samples import Conv1D
 from ottava.measure.walk import measure
 from ottava.numerics.tensor import QuantizedTensor
 from ottava.watching.adapters import ADAPTERS, adapter_of
@@ -28,19 +29,6 @@ def linear_of(seen: Seen, layer: str, x: Tensor, weight: Tensor, dy: Tensor) -> 
     assert torch.equal(seen.one(layer, "input"), x.detach())
     assert torch.equal(seen.one(layer, "weight"), weight.detach())
     torch.testing.assert_close(seen.one(layer, "grad_output"), dy.detach())
-
-
-class Conv1D(nn.Module):
-    """Hugging Face's: y = x @ weight + bias."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight, self.bias = nn.Parameter(noise(nx, nf)), nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        size_out = (*x.size()[:-1], self.nf)
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
 
 
 def test_conv1d_keeps_its_weight_the_other_way_round() -> None:

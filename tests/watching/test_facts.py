@@ -43,12 +43,19 @@ def ids_of(step: int) -> Tensor:
     return torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(step))
 
 
-def run(folder: Path, loop: Callable[[nn.Module, torch.optim.Optimizer, int], None], **settings: Any) -> Run:
-    """Six steps of a loop."""
-    model: Any = made()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def run(
+    folder: Path,
+    loop: Callable[[nn.Module, torch.optim.Optimizer, int], None],
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = 6,
+    **settings: Any,
+) -> Run:
+    """Steps of a loop."""
+    model = model or made()
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     with ottava.watch(model, folder, **settings):
-        for step in range(1, 7):
+        for step in range(1, steps + 1):
             loop(model, optimizer, step)
             optimizer.zero_grad()
     return Run.open(folder)
@@ -127,15 +134,13 @@ def test_a_batch_may_be_one_mapping(tmp_path: Path) -> None:
         def forward(self, batch: dict[str, Tensor]) -> Tensor:
             return self.inner(batch["ids"], batch["labels"])
 
-    model = made(Wrapped)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ottava.watch(model, tmp_path / "run"):
-        for step in range(1, 7):
-            model({"ids": ids_of(step), "labels": ids_of(step + 50)}).backward()
-            optimizer.step()
-    expected = run(tmp_path / "plain", plain).steps
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        model({"ids": ids_of(step), "labels": ids_of(step + 50)}).backward()
+        optimizer.step()
+
+    seen, expected = run(tmp_path / "run", loop, made(Wrapped)).steps, run(tmp_path / "plain", plain).steps
     for name in ("input_hash", "label_hash"):
-        assert Run.open(tmp_path / "run").steps[name].tolist() == expected[name].tolist()
+        assert seen[name].tolist() == expected[name].tolist()
 
 
 # --- the gradient ----------------------------------------------------------------------------------------------------
@@ -239,12 +244,12 @@ def test_settings_of_every_group_are_columns_and_a_zero_is_written(tmp_path: Pat
         {"params": [*model.words.parameters(), *model.head.parameters()], "weight_decay": 0.0, "betas": (0.0, 0.95)},
     ]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1)
-    with ottava.watch(model, tmp_path / "run"):
-        for step in range(1, 4):
-            plain(model, optimizer, step)
-            optimizer.param_groups[1]["lr"] /= 2
-            optimizer.zero_grad()
-    steps = Run.open(tmp_path / "run").steps
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        plain(model, optimizer, step)
+        optimizer.param_groups[1]["lr"] /= 2
+
+    steps = run(tmp_path / "run", loop, model, optimizer, 3).steps
     assert steps["lr/0"].tolist() == [0.0] * 3
     assert steps["lr/1"].tolist() == steps["lr"].tolist() == [3e-3, 1.5e-3, 0.75e-3]
     assert (steps["weight_decay/0"][0], steps["weight_decay/1"][0]) == (0.1, 0.0)
@@ -253,9 +258,7 @@ def test_settings_of_every_group_are_columns_and_a_zero_is_written(tmp_path: Pat
     for name in ("extra_steps", "restarts", "eval_forwards_in_train_mode", "kept_gradient"):
         assert set(steps[name][1:]) == {0.0}, name
     bare = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)
-    with ottava.watch(model, tmp_path / "sgd"):
-        plain(model, bare, 1)
-    assert Run.open(tmp_path / "sgd").steps["momentum/0"].tolist() == [0.0]
+    assert run(tmp_path / "sgd", plain, model, bare, 1).steps["momentum/0"].tolist() == [0.0]
 
 
 def test_a_weight_that_somebody_else_writes_is_seen_in_that_step(tmp_path: Path) -> None:
@@ -292,10 +295,7 @@ def test_every_tensor_that_an_optimizer_holds_is_a_parameter(tmp_path: Path) -> 
     temperature = nn.Parameter(torch.tensor([0.07]))
     held = [*model.head.parameters(), model.temperature]
     optimizer = torch.optim.AdamW([{"params": held}, {"params": [temperature], "lr": 5.0}], lr=1e-3)
-    with ottava.watch(model, tmp_path / "run"):
-        for step in range(1, 4):
-            plain(model, optimizer, step)
-    told = {p["name"]: p for p in Run.open(tmp_path / "run").manifest["parameters"]}
+    told = {p["name"]: p for p in run(tmp_path / "run", plain, model, optimizer, 3).manifest["parameters"]}
     assert set(told) == {"words.weight", "head.weight", "head.bias", "temperature", "optimizer[1].params[0]"}
     assert (told["words.weight"]["held"], told["words.weight"]["trains"]) == (None, True), "forgotten, not frozen"
     bare = told["optimizer[1].params[0]"]
@@ -307,10 +307,7 @@ def test_an_optimizer_that_steps_a_copy_is_told(tmp_path: Path) -> None:
     """It ended no step, so the run had none."""
     model: Any = made()
     optimizer = torch.optim.AdamW(copy.deepcopy(model).parameters(), lr=1e-3)
-    with ottava.watch(model, tmp_path / "run"):
-        for step in range(1, 4):
-            plain(model, optimizer, step)
-    seen = Run.open(tmp_path / "run")
+    seen = run(tmp_path / "run", plain, model, optimizer, 3)
     assert seen.steps["step"].tolist() == [1, 2, 3]
     assert (seen.steps["grad_norm"] > 0).all()
     assert seen.steps["grad_norm_used"].tolist() == [0.0] * 3

@@ -53,6 +53,14 @@ def train(model: nn.Module, steps: int = 6, *, data: Batch = batch, micro_batche
     return losses
 
 
+def watched(folder: Path, steps: int, model: nn.Module | None = None, *, data: Batch = batch, **settings: Any) -> Run:
+    """What that loop leaves under a watch."""
+    model = model or build()
+    with watch(model, folder, **settings):
+        train(model, steps, data=data)
+    return Run.open(folder)
+
+
 @pytest.mark.parametrize(
     "recipe, settings",
     [("delayed", {}), *((r, {"every": 1, "sample": 1, "recipes": ("nvfp4", "delayed")}) for r in (None, "nvfp4"))],
@@ -148,12 +156,9 @@ def test_the_loss_of_a_step_is_read_from_the_graph(division: str, tmp_path: Path
 
 def test_outputs_of_our_layers_are_seen_too(tmp_path: Path) -> None:
     """X, W and dY at the doors, once; Y, dX and dW from outside."""
-    model = build("tensorwise")
-    tensors = ("X", "W", "dY", "Y", "dX", "dW")
-    with watch(model, tmp_path / "run", every=1, sample=1, tensors=tensors) as seen:
-        train(model, 1)
+    run = watched(tmp_path / "run", 1, every=1, sample=1, tensors=("X", "W", "dY", "Y", "dX", "dW"))
     sources: dict[str, set[str]] = {}
-    for key in Run.open(seen.folder).table().slots():
+    for key in run.table().slots():
         sources.setdefault(key.tensor, set()).add(key.source)
     assert sources.pop("output") == sources.pop("grad_input") == sources.pop("grad_weight") == {"hook"}
     assert set(map(tuple, sources.values())) == {("door",)}
@@ -259,10 +264,7 @@ def poisoned(step: int) -> Tensor:
 
 def test_a_spike_is_followed_step_by_step_and_its_past_is_kept(tmp_path: Path) -> None:
     """A trigger, the amaxes of the steps before, and full looks at the steps after."""
-    model = build()
-    with watch(model, tmp_path / "run", every=1000, triggers={"burst": 3}, flight=8) as seen:
-        train(model, 40, data=poisoned)
-    run = Run.open(seen.folder)
+    run = watched(tmp_path / "run", 40, data=poisoned, every=1000, triggers={"burst": 3}, flight=8)
     events = [event for event in run.events if event["kind"] != "jump"]
     assert [event["kind"] for event in events[:4]] == ["trigger", "trigger", "flight", "burst"]
     assert [(e["step"], e["reason"]) for e in events[:2]] == [(30, "loss_z"), (30, "scale_drift")]
@@ -280,10 +282,8 @@ def test_an_infinity_is_a_trigger(tmp_path: Path) -> None:
         x[0, 0] = math.inf if step // 100 == 20 else 0.0
         return x
 
-    model = build()
-    with watch(model, tmp_path / "run", every=1000) as seen:
-        train(model, 21, data=broken)
-    triggers = [event for event in Run.open(seen.folder).events if event["kind"] == "trigger"]
+    run = watched(tmp_path / "run", 21, data=broken, every=1000)
+    triggers = [event for event in run.events if event["kind"] == "trigger"]
     assert {"nonfinite"} == {event["reason"] for event in triggers if event["step"] == 20}
     assert any(event.get("layer") == "0" and event.get("tensor") == "input" for event in triggers)
 
@@ -376,11 +376,8 @@ def test_weights_become_fp8_under_a_watch(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
     """Steps go on counting, and the resumption is an event."""
     model = build()
-    with watch(model, tmp_path / "run", every=2):
-        train(model, 4)
-    with watch(model, tmp_path / "run", every=2, step=4, append=True) as seen:
-        train(model, 2)
-    run = Run.open(seen.folder)
+    watched(tmp_path / "run", 4, model, every=2)
+    run = watched(tmp_path / "run", 2, model, every=2, step=4, append=True)
     assert run.steps["step"].tolist() == [1, 2, 3, 4, 5, 6]
     assert sorted(set(run.table()["step"].tolist())) == [1, 2, 4, 6]
     assert [(event["kind"], event["step"]) for event in run.events] == [("resumed", 4)]
@@ -389,11 +386,8 @@ def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
 def test_steps_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
     """Killed at step 5, resumed from step 3: steps 4 and 5 are those of the second process, once."""
     model = build()
-    with watch(model, tmp_path / "run", every=1):
-        train(model, 5)
-    with watch(model, tmp_path / "run", every=1, step=3, append=True) as seen:
-        train(model, 1)
-    run = Run.open(seen.folder)
+    watched(tmp_path / "run", 5, model, every=1)
+    run = watched(tmp_path / "run", 1, model, every=1, step=3, append=True)
     assert run.steps["step"].tolist() == [1, 2, 3, 4]
     table = run.table().where(layer="0", tensor="input")
     assert table["step"].tolist() == [1, 2, 3, 4]
@@ -410,10 +404,8 @@ def test_a_resumed_run_finishes_its_burst(tmp_path: Path) -> None:
             def late(step: int, start: int = done) -> Tensor:
                 return poisoned(step + 100 * start)
 
-            with watch(model, tmp_path / name, **settings, step=done, append=done > 0):
-                train(model, stop - done, data=late)
+            run = watched(tmp_path / name, stop - done, model, data=late, **settings, step=done, append=done > 0)
             done = stop
-        run = Run.open(tmp_path / name)
         looked.append(sorted(set(run.table()["step"].tolist())))
     assert looked[0] == looked[1] == [1, 2, 4, 8, 16, 31, 32, 33, 34, 35]
 
@@ -458,10 +450,7 @@ def test_a_resumed_run_measures_the_rows_whose_turn_it_is(tmp_path: Path) -> Non
 
 def test_overhead_above_the_limit_makes_looks_rarer(tmp_path: Path) -> None:
     """The distance doubles, so that two runs still share steps; an event says so."""
-    model = build()
-    with watch(model, tmp_path / "run", max_overhead=1e-6) as seen:
-        train(model, 450)
-    run = Run.open(seen.folder)
+    run = watched(tmp_path / "run", 450, max_overhead=1e-6)
     changes = [(event["light_every"], event["every"]) for event in run.events if event["kind"] == "overhead"]
     assert changes[:6] == [(2**i, 50) for i in range(1, 7)]  # amaxes first, at 4, 8, 16, 32, 50 and 100
     assert changes[6:] == [(64, 100), (64, 200), (64, 400)]  # at 150, 200 and 400
@@ -479,9 +468,8 @@ def test_a_watch_that_may_not_look_early_pays_first(tmp_path: Path) -> None:
     assert [e["step"] for e in run.experiments] == [5]
     assert recent.steps["loss"].tolist() == run.steps["loss"].tolist()
     assert (len(recent.experiments), len(recent.table())) == (1, len(run.table()))
-    with watch(model, tmp_path / "rich", max_overhead=1.0, early=False) as seen:
-        train(model, 64)
-    assert set(Run.open(seen.folder).table()["step"].tolist()) > {1}
+    rich = watched(tmp_path / "rich", 64, model, max_overhead=1.0, early=False)
+    assert set(rich.table()["step"].tolist()) > {1}
 
 
 def test_a_step_without_budget_keeps_its_loss_alone(tmp_path: Path) -> None:
@@ -498,14 +486,8 @@ def test_a_step_without_budget_keeps_its_loss_alone(tmp_path: Path) -> None:
     assert told["loss"] == set(range(1, 131))
     assert told["lr"] == told["input_hash"] == {1, 2, 3, 4, *range(16, 129, 16)}
     assert np.allclose(steps["loss"], np.array(losses).reshape(-1, 2).sum(1), rtol=1e-6)
-    assert {
-        name: set(steps[name][np.isfinite(steps[name])].tolist()) for name in ("written", "extra_steps", "forwards")
-    } == {
-        "written": {0.0},
-        "extra_steps": {0.0},
-        "forwards": {2.0},
-    }
-    assert set(steps["backwards"][np.isfinite(steps["backwards"])].tolist()) == {2.0}
+    for name, value in {"written": 0.0, "extra_steps": 0.0, "forwards": 2.0, "backwards": 2.0}.items():
+        assert set(steps[name][np.isfinite(steps[name])].tolist()) == {value}, name
 
 
 def test_what_goes_wrong_in_an_idle_step_is_counted_later(tmp_path: Path) -> None:
