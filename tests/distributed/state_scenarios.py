@@ -399,8 +399,8 @@ def threads(world: World) -> None:
     models = [ddp(network(seed=seed), process_group=g) for seed, g in zip((1, 2), groups, strict=True)]
     for model in models:
         ottava.ScalingState(model)  # torch notes the DDP that runs for the process, not for the thread
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda model: train(world, model, range(4)), models))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda model: train(world, model, range(4)), models))
     for got, model in zip(models, expected, strict=True):
         assert_same(got, model)
     same_everywhere(world, *models)
