@@ -14,17 +14,20 @@ Whoever reads the address can read the page. Other web pages cannot: a request n
 from __future__ import annotations
 
 import base64
+import ctypes
 import hashlib
 import hmac
 import json
 import os
 import re
 import secrets
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
@@ -482,6 +485,7 @@ def _serve(
         if job is not None and job.done():
             html, seconds = job.result()
             server.publish(html)
+            _give_back()
             job, due = None, time.monotonic() + max(_SOONEST, seconds / _SHARE)
         ends = parent is not None and (bool(following.ended) or os.getppid() != parent)
         over = over or (time.monotonic() if ends else None)
@@ -498,6 +502,14 @@ def _serve(
         if over and job is None and (not server.readers or time.monotonic() - over > _LINGER):
             return
         time.sleep(_POLL)
+
+
+def _give_back() -> None:
+    """What a page took and freed, to the system: the allocators of C and of pyarrow would keep it."""
+    pa.default_memory_pool().release_unused()
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # a libc that has no such call
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _render(run: Run, earlier: Mapping[str, Curve], page: Callable[[str], str] = str) -> tuple[str, float]:
