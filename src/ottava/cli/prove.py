@@ -299,10 +299,9 @@ def certify(
     changed = {"recipe": recipe, "format": format, "operand": operand, "out": out, "accumulator": accumulator}
     found = []
     adapters = [load(name, kind, **changed) for name in names]
-    made = (run(one, count=cases, seed=seed, device=device, everything=all_inputs) for one in adapters)
-    for certificate in progress(made, "certifying", total=len(adapters), prints=True):
-        typer.echo(spoken(str(certificate), language))
-        found.append(certificate)
+    for one in adapters:
+        found.append(run(one, count=cases, seed=seed, device=device, everything=all_inputs))
+        typer.echo(spoken(str(found[-1]), language))
     settings = {"cases": cases, "seed": seed, "device": device}
     if json is not None:
         told = {"schema_version": 1, "written_by": "ottava certify", "sentence": headline(found), **settings}

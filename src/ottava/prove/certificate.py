@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.base.text import progress
 from ottava.prove.adapters import KINDS, READ, KernelAdapter
 from ottava.prove.codes import Allowed, numbers_of
 from ottava.prove.explain import Failure, explain
@@ -124,7 +125,8 @@ def certify(
     earlier: dict[Any, tuple[Mapping[str, Any], ...]] = {}  # the first call of these shapes, and the last
     within, faults, refusals = 0, Counter[tuple[str, str]](), Counter[str]()
     with _dirty():
-        for case in cases(adapter.kind, adapter.what, count, Draws(seed, torch.device(device), listed)):
+        drawn = cases(adapter.kind, adapter.what, count, Draws(seed, torch.device(device), listed))
+        for case in progress(drawn, f"certifying {adapter.name}", total=count):
             found.cases += 1
             shapes = tuple((x.shape, x.dtype) for x in case.inputs.values())
             alike = earlier.get(shapes, ())
@@ -208,7 +210,7 @@ def _every_float(adapter: KernelAdapter, found: KernelCertificate, device: torch
         found.notes.append("--all is for encoders that round to nearest")
         return []
     step = 1 << 14
-    for start in range(-(1 << 31), 1 << 31, _CHUNK):
+    for start in progress(range(-(1 << 31), 1 << 31, _CHUNK), "all FP32 numbers"):
         x = torch.arange(start, start + _CHUNK, dtype=torch.int64, device=device).to(torch.int32).view(torch.float32)
         codes = adapter.function(x).view(torch.uint8).view(-1, step)
         numbers = x.view(-1, step)

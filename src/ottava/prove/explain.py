@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ottava.base.text import progress
 from ottava.prove.codes import Allowed, in_bad_tile
 from ottava.prove.hypotheses import Asked, Fault, all_hypotheses
 from ottava.prove.judge import expect
@@ -434,8 +435,8 @@ def explain(
     if empty and (probe := _probe(failures, rerun)) is not None:  # memory holds NaN, which fits many hypotheses
         return probe
     fits: list[_Fit] = []
-    for hypothesis in all_hypotheses():
-        if kind not in hypothesis.kinds or (fit := _fit(hypothesis, held)) is None:
+    for hypothesis in progress([one for one in all_hypotheses() if kind in one.kinds], "looking for the cause"):
+        if (fit := _fit(hypothesis, held)) is None:
             continue
         whole = fit.share >= 0.995 and fit.against < 0.005 and fit.wide < 0.05 and not hypothesis.loose
         if whole and not any(_contrary(hypothesis, passed)):

@@ -111,11 +111,6 @@ def _with(x: Tensor, value: float) -> Tensor:
     return x
 
 
-def _cancelling(x: Tensor) -> Tensor:
-    half = x[:, : x.shape[1] // 2]
-    return torch.cat([half, -half, x[:, 2 * half.shape[1] :]], 1)
-
-
 def _peak(top: float, way: int = 0) -> Callable[[Tensor], Tensor]:
     """Small numbers and one large one, or the FP32 number beside that."""
     return lambda x: _with(x.clamp(-3.5, 3.5), top * (1 + way * 2.0**-22))
