@@ -137,7 +137,7 @@ def test_without_words_it_says_what_to_do_next_here(
         (tmp_path / name).write_text("{}")
         os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
-    (tmp_path / "fit.py").write_text("import os\nimport torch\n")
+    (tmp_path / "fit.py").write_text("import os\nfrom trl import SFTTrainer\n")
     (tmp_path / "other.py").write_text("torch = 1\n")
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe.py")

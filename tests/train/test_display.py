@@ -1,6 +1,7 @@
 """What a person sees while runs train, in a terminal and in a log file."""
 
 import io
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -38,12 +39,11 @@ def written(screen: Console) -> str:
 
 def test_a_pipe_gets_plain_lines_and_a_terminal_the_table() -> None:
     assert isinstance(open_display(console()), PlainDisplay)
-    terminal = Console(file=io.TextIOWrapper(io.BytesIO(), "utf-8"), force_terminal=True, _environ={"TERM": "xterm"})
-    assert isinstance(open_display(terminal), LiveDisplay)
-    ascii_only = Console(file=io.TextIOWrapper(io.BytesIO(), "ascii"), force_terminal=True, _environ={"TERM": "xterm"})
-    assert isinstance(open_display(ascii_only), PlainDisplay)
-    dumb = Console(file=io.TextIOWrapper(io.BytesIO(), "utf-8"), force_terminal=True, _environ={"TERM": "dumb"})
-    assert isinstance(open_display(dumb), PlainDisplay)
+    for encoding, term, tty in itertools.product(("utf-8", "ascii"), ("xterm", "dumb"), (True, False)):
+        file = io.TextIOWrapper(io.BytesIO(), encoding)
+        file.isatty = lambda tty=tty: tty  # type: ignore[method-assign,misc]  # a pipe may want colours, too
+        kind = LiveDisplay if (encoding, term, tty) == ("utf-8", "xterm", True) else PlainDisplay
+        assert isinstance(open_display(Console(file=file, force_terminal=True, _environ={"TERM": term})), kind)
 
 
 def test_a_plain_line_says_share_step_losses_and_time_left() -> None:

@@ -145,7 +145,7 @@ def next_steps(folder: Path) -> list[tuple[str, str]]:
         steps.append((f"ottava inspect {named(exported[0].parent)}", "a checkpoint"))
     users = [path for path in scripts if path.parent == folder and _imports_torch(path)]
     if users:
-        steps.append((f"ottava watch -- {named(users[0])}", "a script that imports torch"))
+        steps.append((f"ottava watch -- {named(users[0])}", "a training script"))
     return [*steps, ("ottava demo", "a small Llama in BF16 and FP8, in a minute or two")]
 
 
@@ -153,11 +153,12 @@ def _imports_torch(script: Path) -> bool:
     from ottava.base.untrusted import UntrustedError, read_text
 
     try:
-        return re.search(r"^\s*(import|from) (torch|transformers|lightning)\b", read_text(script), re.M) is not None
+        return re.search(_TRAINS, read_text(script)) is not None
     except (OSError, UntrustedError):
         return False
 
 
+_TRAINS = r"(?m)^\s*(import|from) (torch|transformers|(pytorch_)?lightning|trl|accelerate)\b"
 _MOST_SEEN = 500  # files of a folder: a home folder must not make it slow
 
 

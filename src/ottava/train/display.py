@@ -133,8 +133,8 @@ Display = LiveDisplay | PlainDisplay
 
 
 def open_display(console: Console) -> Display:
-    """The live table if the console can show it, plain lines otherwise."""
-    if console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf"):
+    """The live table if the console can show it, plain lines otherwise: notebooks and CI ask for colours in a pipe."""
+    if console.file.isatty() and not console.is_dumb_terminal and console.encoding.lower().startswith("utf"):
         return LiveDisplay(console)
     return PlainDisplay(console)
 
