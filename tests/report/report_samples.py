@@ -152,22 +152,8 @@ def diagnosis_of(layer: str, step: int) -> dict[str, Any]:
         "torchao": 'Float8LinearConfig.from_recipe_name("rowwise")',
     }
     evidence = [
-        {
-            "layer": layer,
-            "tensor": "input",
-            "metric": "underflow_pct",
-            "value": 61.7,
-            "unit": "%",
-            "step": step,
-        },
-        {
-            "layer": layer,
-            "tensor": "input",
-            "metric": "row_sqnr_p50_db",
-            "value": 8.2,
-            "unit": "dB",
-            "step": step,
-        },
+        {"layer": layer, "tensor": "input", "metric": "underflow_pct", "value": 61.7, "unit": "%", "step": step},
+        {"layer": layer, "tensor": "input", "metric": "row_sqnr_p50_db", "value": 8.2, "unit": "dB", "step": step},
     ]
     finding = {
         "id": "FP8",

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from importlib import resources
 from xml.etree import ElementTree
 
 import pytest
@@ -69,17 +70,16 @@ def test_ten_recipes_differ_in_colour_dash_or_marker() -> None:
         root = ElementTree.fromstring(render(chart(line(2.0, 1.0, style=style)), chart_id="c"))
         assert (root.get("role"), root.get("aria-labelledby")) == ("img", "c-title c-desc")
         assert root.find(f"{SVG}title").text == "Loss <&>"  # type: ignore[union-attr]
-        curve = root.find(f"{SVG}g/{SVG}path[@class='curve']")
-        marker = root.findall(f"{SVG}g/{SVG}path")[-1].get("d", "")
-        assert curve is not None
-        looks.add((curve.get("stroke"), curve.get("stroke-dasharray"), "".join(c for c in marker if c.isalpha())))
+        curve, *marks = root.findall(f"{SVG}g/{SVG}g/{SVG}path")
+        assert [marker.get("d", "").count("h0") for marker in marks] in ([2], [2, 2])
+        looks.add((curve.get("stroke"), curve.get("stroke-dasharray"), marks[0].get("stroke-linecap"), len(marks)))
     assert len(looks) == 11
     assert {color(style) for style in range(1, 11)} == {f"var(--s{i})" for i in range(1, len(LIGHT_PALETTE))}
 
 
 def test_a_higher_loss_is_drawn_higher_and_nan_leaves_a_gap() -> None:
     root = ElementTree.fromstring(render(chart(line(1.0, 3.0, math.nan, 1.0, 2.0, markers=False)), chart_id="c"))
-    path = root.find(f"{SVG}g/{SVG}path").get("d", "")  # type: ignore[union-attr]
+    path = root.find(f"{SVG}g/{SVG}g/{SVG}path").get("d", "")  # type: ignore[union-attr]
     assert path.count("M") == 2
     heights = [float(command.split()[1]) for command in path.replace("M", "L").split("L")[1:]]
     assert heights[1] < heights[3] < heights[0] == heights[2]
@@ -92,16 +92,34 @@ def test_degenerate_data_still_make_a_picture(values: tuple[float, ...]) -> None
 
 def test_tooltips_hold_the_measured_values() -> None:
     drawn = chart(line(1.0, math.nan, name="a"), Line(name="b", points=[(1, 2.5)], style=1), line(9.0, name="c"))
-    root = ElementTree.fromstring(render(drawn, chart_id="c", tooltips=True))
+    root = ElementTree.fromstring(render(drawn, chart_id="c"))
     data = json.loads(root.get("data-chart", ""))
     assert [series["points"] for series in data["series"]] == [[[0, 1.0], [1, None]], [[1, 2.5]], [[0, 9.0]]]
-    assert "data-chart" not in render(drawn, chart_id="c")
+    assert "data-chart" not in render(drawn, chart_id="c", width=350)
+
+
+def test_a_narrow_picture_stretches_the_curves_of_the_wide_one() -> None:
+    """The ends of the plot lie at its own. Where a drawing is used again, no rule with an ancestor holds."""
+    css = resources.files("ottava.report").joinpath("chart.css").read_text(encoding="utf-8")
+    assert all(f"\n.{name} {{" in css for name in ("band", "curve"))
+    one = rows_of(("a", [estimate(1.0, 0.1)]), ("b", [estimate(2.0, 0.1)]), legend=[("n", 1)])
+    for draw, data in ((render, chart(line(2.0, 1.0))), (forest, one)):
+        wide, narrow = draw(data, chart_id="c"), draw(data, chart_id="c", width=350)  # type: ignore[operator]
+        root = ElementTree.fromstring(narrow)
+        assert (root.get("id"), root.get("viewBox", "").split()[2]) == ("c-narrow", "350")
+        (use,) = root.iter(f"{SVG}use")
+        assert f'id="{use.attrib["href"][1:]}"' in wide
+        across, _, _, tall, x, y = map(float, re.findall(r"-?[\d.]+", use.attrib["transform"]))
+        plots = [sorted({float(end) for end in re.findall(r' x[12]="([\d.]+)"', text)}) for text in (wide, narrow)]
+        assert [across * at + x for at in plots[0]] == pytest.approx(plots[1], abs=0.2)
+        assert (tall, y) == (1, 0)
+        assert narrow.count("h0") == 1  # of the legend
 
 
 def test_a_band_runs_along_its_upper_and_back_along_its_lower_edge() -> None:
     band = Band(name="seeds", points=[(0, 1.0, 2.0), (1, 1.0, 3.0)])
     root = ElementTree.fromstring(render(chart(line(0.0, 4.0), bands=[band]), chart_id="c"))
-    area = root.find(f"{SVG}g/{SVG}path[@class='band']")
+    area = root.find(f"{SVG}g/{SVG}g/{SVG}path[@class='band']")
     assert area is not None
     corners = [tuple(map(float, c.split())) for c in area.get("d", "")[1:-1].split("L")]
     (x0, top0), (x1, top1), (back1, low1), (back0, low0) = corners
@@ -149,6 +167,10 @@ def estimate(mean: float, half: float, style: int = 1) -> Estimate:
     return Estimate(mean=mean, low=mean - half, high=mean + half, style=style, values=(mean - half, mean + half))
 
 
+def rows_of(*rows: tuple[str, list[Estimate]], **changes: object) -> Forest:
+    return Forest(title="t", description="d", x_label="x", rows=rows, **changes)  # type: ignore[arg-type]
+
+
 def ends(picture: str) -> list[tuple[float, float]]:
     """The whiskers' ends in pixels."""
     return [(float(a), float(b)) for a, b in re.findall(r"M([\d.]+) [\d.]+H([\d.]+)M", picture)]
@@ -157,28 +179,19 @@ def ends(picture: str) -> list[tuple[float, float]]:
 def test_whiskers_are_proportional_and_numbers_that_fit_no_axis_are_left_out() -> None:
     """Twice the interval is twice as long, with 0 marked; NaN, and 0 on a logarithmic axis, are not drawn."""
     rows = [("a", [estimate(1.0, 0.1), estimate(1.0, 0.2)]), ("b & <c>", [estimate(math.nan, 0.1)])]
-    chart = Forest(title="t", description="d", x_label="x", rows=rows, signed=True, band=(-0.1, 0.1), legend=[("n", 1)])
-    picture = forest(chart, chart_id="f")
+    picture = forest(rows_of(*rows, signed=True, band=(-0.1, 0.1), legend=[("n", 1)]), chart_id="f")
     ElementTree.fromstring(picture)
     first, second = ends(picture)
     assert math.isclose(second[1] - second[0], 2 * (first[1] - first[0]), abs_tol=0.3)
     assert 'class="zero"' in picture
     assert 'class="band"' in picture
     assert "b &amp; &lt;c&gt;" in picture
-    log = forest(
-        Forest(
-            title="t",
-            description="d",
-            x_label="x",
-            rows=[("a", [estimate(0.0, 0.1), estimate(0.1, 0.2)]), ("c", [estimate(10, 1)])],
-            log=True,
-        ),
-        chart_id="g",
-    )
+    decades = rows_of(("a", [estimate(0.0, 0.1), estimate(0.1, 0.2)]), ("c", [estimate(10, 1)]), log=True)
+    log = forest(decades, chart_id="g")
     ElementTree.fromstring(log)
     assert len(ends(log)) == 2
     assert ends(log)[0][0] > 0
-    ElementTree.fromstring(forest(Forest(title="t", description="d", x_label="x", rows=[]), chart_id="e"))
+    ElementTree.fromstring(forest(rows_of(), chart_id="e"))
 
 
 def test_bars_stack_and_negative_parts_lie_left_of_zero() -> None:

@@ -207,6 +207,8 @@ def test_a_folder_has_one_page_of_all_its_results(tmp_path: Path, small_run: Run
 
 def test_what_follows_the_body_of_a_page_is_no_part_of_it() -> None:
     assert PagePart(HOSTILE, "s1").html == '<h1 aria-level="2" id="s1-h0">A page of\nanother</h1>'
+    nested = '<main><g id="a-drawn"><use href="#b-drawn"/></g><use href="#a-drawn"/></main>'
+    assert PagePart(nested, "s").html == '<g id="s-a-drawn"></g><use href="#s-a-drawn"></use>'
 
 
 def test_ranks_are_merged_and_said_so(tmp_path: Path) -> None:

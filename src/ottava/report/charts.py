@@ -11,7 +11,7 @@ Python draws the charts: a report must open offline, in ten years, in any browse
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from importlib import resources
@@ -36,7 +36,7 @@ DARK: Mapping[str, str] = MappingProxyType(
     | {"line": "#3d444d", "good": "#3fb950", "warn": "#d29922", "bad": "#f85149", "heat": "240, 138, 75"}
 )
 _DASHES = ("", "", "7 3", "2 3", "9 3 2 3", "12 4", "4 4")
-_MARKERS = ("circle", "square", "triangle", "diamond")
+_CAPS, _HOLES = ("round", "square"), (0, 0, 3.2, 3.2)  # markers: discs, squares, and both with a hole
 _MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 52, 14, 30, 40
 _MAX_POINTS = 240  # more than the pixels can show; more points would only make the report larger
 
@@ -138,31 +138,42 @@ def color(style: int) -> str:
     return f"var(--s{0 if style == 0 else 1 + (style - 1) % (len(LIGHT_PALETTE) - 1)})"
 
 
-def render(chart: Chart, *, chart_id: str, tooltips: bool = False) -> str:
+def render(chart: Chart, *, chart_id: str, tooltips: bool = True, width: int = 0) -> str:
     """One inline <svg>. The page must define the colours of `LIGHT` and include chart.css.
 
     Args:
         chart: the data. Points that are not finite leave a gap.
         chart_id: unique in the page; begins with a letter.
         tooltips: add the measured points as JSON in `data-chart`, for draw.js.
+        width: of a second picture without tooltips, which stretches the first's curves; its id is `chart_id`-narrow.
     """
     if chart.log:
         chart = _logarithmic(chart)
+    wide, chart = _Frame.of(chart), replace(chart, width=width or chart.width)
     frame = _Frame.of(chart)
-    data = f' data-chart="{escape(_tooltip_data(chart, frame), quote=True)}"' if tooltips else ""
+    data = f' data-chart="{escape(_tooltip_data(chart, frame), quote=True)}"' if tooltips > bool(width) else ""
+    curves = [*(_band(band, frame) for band in chart.bands), *(_line(line, frame) for line in chart.lines)]
+    drawn = _once(curves, chart_id, frame, wide, (frame.bottom - frame.top) / (wide.bottom - wide.top))
+    chart_id += "-narrow" if width else ""
     clip_id = f"{chart_id}-clip"
     parts = [
         f'<clipPath id="{clip_id}"><rect x="{frame.left - 5}" y="{frame.top}" '  # 5: half a marker
         f'width="{frame.right - frame.left + 10}" height="{frame.bottom - frame.top}"/></clipPath>',
         _axes(chart, frame),
         _marks(chart, frame),
-        f'<g clip-path="url(#{clip_id})">',
-        *(_band(band, frame) for band in chart.bands),
-        *(_line(line, frame) for line in chart.lines),
-        "</g>",
+        f'<g clip-path="url(#{clip_id})">{drawn}</g>',
         _legend(chart, frame),
     ]
     return _svg(chart_id, chart, chart.height, parts, data)
+
+
+def _once(parts: Iterable[str], chart_id: str, box: _Frame | _Axis, wide: _Frame | _Axis, tall: float = 1) -> str:
+    """What a chart draws of its data, or in a narrow box that of the wide one, stretched: a page has it once."""
+    if box == wide:
+        return f'<g id="{chart_id}-drawn">{"".join(parts)}</g>'
+    across = (box.right - box.left) / (wide.right - wide.left)
+    x, y = box.left - across * wide.left, box.top - tall * wide.top
+    return f'<use href="#{chart_id}-drawn" transform="matrix({across:.5g} 0 0 {tall:.5g} {x:.5g} {y:.5g})"/>'
 
 
 def _svg(chart_id: str, chart: Chart | Forest | Bars, height: float, parts: Sequence[str], data: str = "") -> str:
@@ -181,7 +192,7 @@ def standalone(charts: Sequence[Chart], *, title: str, captions: Sequence[str]) 
     height = bottom + 22 * len(captions) + 14
     panels, x = [], 24
     for i, chart in enumerate(charts):
-        inner = render(chart, chart_id=f"panel{i}")
+        inner = render(chart, chart_id=f"panel{i}", tooltips=False)
         panels.append(f'<svg x="{x}" y="56" width="{chart.width}" height="{chart.height}">{inner}</svg>')
         x += chart.width + 24
     lines = [
@@ -332,7 +343,7 @@ def _legend(chart: Chart, frame: _Frame) -> str:
             parts.append(f'<rect class="band" x="{x}" y="{y - 5}" width="26" height="10"/>')
         else:
             parts.append(f'<path class="curve" {_stroke(entry)} d="M{x} {y}h26"/>' if entry.joined else "")
-            parts.append(marker(x + 13, y, entry.style) if entry.markers else "")
+            parts.append(markers([(x + 13, y)], entry.style) if entry.markers else "")
         parts.append(f'<text class="name" x="{x + 32}" y="{y + 4}">{escape(entry.name)}</text>')
     return "".join(parts)
 
@@ -353,21 +364,16 @@ def _line(line: Line, frame: _Frame) -> str:
             commands.append(f"{'L' if pen_down else 'M'}{frame.x(x)} {frame.y(y)}")
         pen_down = math.isfinite(y)
     curve = f'<path class="curve" {_stroke(line)} d="{"".join(commands)}"/>' if commands and line.joined else ""
-    marks = (marker(frame.x(x), frame.y(y), line.style) for x, y in points if line.markers and math.isfinite(y))
-    return curve + "".join(marks)
+    at = [(frame.x(x), frame.y(y)) for x, y in points if line.markers and math.isfinite(y)]
+    return curve + markers(at, line.style)
 
 
-def marker(x: float, y: float, style: int) -> str:
-    """The marker of a style as a path."""
-    r, up, out = 3.2, 4.4, 4.0
-    shapes = {
-        "circle": f"M{x - r} {y}a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0z",
-        "square": f"M{x - r:.1f} {y - r:.1f}h{2 * r}v{2 * r}h{-2 * r}z",
-        "triangle": f"M{x} {y - up:.1f}l{out} {1.7 * up:.1f}h{-2 * out}z",
-        "diamond": f"M{x} {y - up:.1f}l{out} {up}l{-out} {up}l{-out} {-up}z",
-    }
-    shape = shapes[_MARKERS[style % len(_MARKERS)]]
-    return f'<path d="{shape}" fill="{color(style)}" stroke="var(--paper)" stroke-width="1"/>'
+def markers(places: Iterable[Point], style: int) -> str:
+    """The markers of a style as paths without a length: a stretched picture leaves the caps of strokes as they are."""
+    path = "".join(f"M{x} {y}h0" for x, y in places)
+    strokes = ((color(style), 7), ("var(--paper)", _HOLES[style % len(_HOLES)])) if path else ()
+    cap = f'd="{path}" stroke-linecap="{_CAPS[style % len(_CAPS)]}"'
+    return "".join(f'<path class="curve" stroke="{ink}" stroke-width="{size}" {cap}/>' for ink, size in strokes if size)
 
 
 def _band(band: Band, frame: _Frame) -> str:
@@ -446,8 +452,8 @@ class Bars:
     width: int = 560
 
 
-def forest(chart: Forest, *, chart_id: str) -> str:
-    """One inline <svg>; chart_id is unique in the page and begins with a letter.
+def forest(chart: Forest, *, chart_id: str, width: int = 0) -> str:
+    """One inline <svg>, with `chart_id` and `width` as in `render`.
 
     Example:
         >>> one = Estimate(mean=0.2, low=0.1, high=0.3, style=1)
@@ -464,29 +470,33 @@ def forest(chart: Forest, *, chart_id: str) -> str:
         if math.isfinite(v) and _fits(v, chart.log)
     ]
     ends += [across(v) for v in chart.band or ()] + ([0.0] if chart.signed else [])
-    axis = _Axis.of(ends, [name for name, _ in chart.rows], chart.width, _bottom_of_legend(chart.legend, chart.width))
-    parts, y = [], axis.top
+    axes = _Axis.of(ends, [name for name, _ in chart.rows], chart.legend)
+    wide, axis = axes(chart.width), axes(width or chart.width)
+    names, parts, y = [], [], axis.top
     for name, row in chart.rows:
         height = _LANE * max(1, len(row))
-        parts.append(_row_name(axis, name, y + height / 2))
+        names.append(_row_name(axis, name, y + height / 2))
         for lane, estimate in enumerate(row):
             if _fits(estimate.mean, chart.log):
                 parts.append(_estimate(axis, estimate, y + _LANE * (lane + 0.5), chart.log))
         y += height + _GAP
     band = "" if chart.band is None else _range(axis, chart.band, y - _GAP / 2, chart.log)
-    ticks = (
-        log_ticks(axis.low, axis.high)
-        if chart.log
-        else [(tick, f"{tick:g}") for tick in nice_ticks(axis.low, axis.high, 6)]
-    )
+    ticks = log_ticks(axis.low, axis.high) if chart.log else axis.ticks()
     if chart.signed:
         ticks = [(tick, f"+{text}" if tick > 0 else text) for tick, text in ticks]
     grid = _grid(axis, ticks, y - _GAP / 2, chart.x_label, zero=chart.signed)
-    head = _head(chart.title, chart.legend, chart.width)
-    return _svg(chart_id, chart, y + _BOTTOM, [head, band, grid, *parts])
+    drawn = _once(parts, chart_id, axis, wide)
+    return _rows(chart, chart_id, width, y, chart.legend, [band, grid, *names, drawn])
 
 
-def bars(chart: Bars, *, chart_id: str) -> str:
+def _rows(chart: Forest | Bars, chart_id: str, width: int, y: float, legend: _Legend, parts: list[str]) -> str:
+    """The picture, with its head."""
+    sized = replace(chart, width=width or chart.width)
+    head = _head(chart.title, legend, sized.width)
+    return _svg(chart_id + "-narrow" * bool(width), sized, y + _BOTTOM, [head, *parts])
+
+
+def bars(chart: Bars, *, chart_id: str, width: int = 0) -> str:
     """One inline <svg>, as `forest`.
 
     Example:
@@ -500,11 +510,11 @@ def bars(chart: Bars, *, chart_id: str) -> str:
     names = [name for name, _, _ in chart.bars]
     note = _LETTER * max((len(text) for _, _, text in chart.bars), default=0) + 10
     legend = [part for part in chart.parts if part[0]]
-    top = _bottom_of_legend(legend, chart.width)
-    axis = _Axis.of([0.0, *left, *right], names, chart.width - note, top, padding=0)
-    drawn, y = [], axis.top
+    axes = _Axis.of([0.0, *left, *right], names, legend, padding=0, note=note)
+    wide, axis = axes(chart.width), axes(width or chart.width)
+    drawn, texts, y = [], [], axis.top
     for name, parts, text in chart.bars:
-        drawn.append(_row_name(axis, name, y + _LANE / 2))
+        texts.append(_row_name(axis, name, y + _LANE / 2))
         ends = {True: 0.0, False: 0.0}
         for (part_name, fill), part in zip(chart.parts, parts, strict=True):
             if not part:
@@ -515,12 +525,10 @@ def bars(chart: Bars, *, chart_id: str) -> str:
                 f'<rect x="{a}" y="{y}" width="{b - a:.1f}" height="{_LANE}" fill="{fill}">'
                 f"<title>{escape(part_name)}: {part:.3g}{chart.unit}</title></rect>"
             )
-        drawn.append(f'<text x="{chart.width}" y="{y + 11.5}" text-anchor="end">{escape(text)}</text>')
+        texts.append(f'<text x="{width or chart.width}" y="{y + 11.5}" text-anchor="end">{escape(text)}</text>')
         y += _LANE + _GAP - 4
-    ticks = [(tick, f"{tick:g}") for tick in nice_ticks(axis.low, axis.high, 6)]
-    grid = _grid(axis, ticks, y, chart.x_label, zero=min(left, default=0) < 0)
-    head = _head(chart.title, legend, chart.width)
-    return _svg(chart_id, chart, y + _BOTTOM, [head, grid, *drawn])
+    grid = _grid(axis, axis.ticks(), y, chart.x_label, zero=min(left, default=0) < 0)
+    return _rows(chart, chart_id, width, y, legend, [grid, *texts, _once(drawn, chart_id, axis, wide)])
 
 
 @dataclass(frozen=True)
@@ -533,40 +541,44 @@ class _Axis:
 
     @classmethod
     def of(
-        cls, values: Iterable[float], names: Sequence[str], width: float, top: float, padding: float = 0.05
-    ) -> _Axis:
-        numbers = list(values) or [0.0, 1.0]
-        low, high = min(numbers), max(numbers)
+        cls, values: Sequence[float], names: Sequence[str], legend: _Legend, padding: float = 0.05, note: float = 0
+    ) -> Callable[[float], _Axis]:
+        """The axis of a picture that is so wide."""
+        low, high = min(values, default=0.0), max(values, default=1.0)
         room = padding * (high - low) if high > low else 0.5 if padding else 1.0
+        ends = low - room * bool(padding), high + (room if padding or high == low else 0)
         left = _LETTER * max(map(len, names), default=0) + 14
-        return cls(
-            left,
-            max(width - _RIGHT, left + 60),
-            top,
-            low - room * bool(padding),
-            high + (room if padding or high == low else 0),
-        )
+
+        def wide(width: float) -> _Axis:
+            rows = 1 + max((row for _, row in _legend_places(legend, width)), default=-1)
+            return cls(left, max(width - note - _RIGHT, left + 60), _TOP + 18 * rows, *ends)
+
+        return wide
 
     def x(self, value: float) -> float:
         return round(self.left + (value - self.low) / (self.high - self.low) * (self.right - self.left), 1)
 
+    def ticks(self) -> list[tuple[float, str]]:
+        """As many as have room."""
+        most = max(2, min(6, int(self.right - self.left) // 50))
+        return [(tick, f"{tick:g}") for tick in nice_ticks(self.low, self.high, most)]
 
-def _legend_places(legend: Sequence[tuple[str, object]], width: float) -> list[tuple[float, int]]:
+
+_Legend = Sequence[tuple[str, int]] | Sequence[tuple[str, str]]
+"""Names with the number of a style, or with a colour."""
+
+
+def _legend_places(legend: _Legend, width: float) -> list[tuple[float, int]]:
     return _flow((30 + _LETTER * len(name) for name, _ in legend), width)
 
 
-def _bottom_of_legend(legend: Sequence[tuple[str, object]], width: float) -> float:
-    """Where the plot begins."""
-    return _TOP + 18 * (max((row for _, row in _legend_places(legend, width)), default=-1) + 1)
-
-
-def _head(title: str, legend: Sequence[tuple[str, int | str]], width: float) -> str:
+def _head(title: str, legend: _Legend, width: float) -> str:
     """The title, and a marker for each style or a block for each colour."""
     parts = [f'<text x="0" y="12" class="heading">{escape(title)}</text>']
     for (name, key), (x, row) in zip(legend, _legend_places(legend, width), strict=True):
         y = 30 + 18 * row
         block = f'<rect x="{x}" y="{y - 5}" width="10" height="10" rx="2" fill="{key}"/>'
-        parts.append(marker(x + 5, y, key) if isinstance(key, int) else block)
+        parts.append(markers([(x + 5, y)], key) if isinstance(key, int) else block)
         parts.append(f'<text class="name" x="{x + 16}" y="{y + 4}">{escape(name)}</text>')
     return "".join(parts)
 
@@ -588,14 +600,12 @@ def _whisker(estimate: Estimate, log: bool) -> tuple[float, float]:
 def _estimate(axis: _Axis, estimate: Estimate, y: float, log: bool) -> str:
     across = math.log10 if log else float
     low, high = (axis.x(across(end)) for end in _whisker(estimate, log))
-    stroke = f'stroke="{color(estimate.style)}" stroke-width="1.6" fill="none"'
-    dots = "".join(
-        f'<circle cx="{axis.x(across(v))}" cy="{y}" r="1.8" fill="{color(estimate.style)}" opacity="0.4"/>'
-        for v in estimate.values
-        if _fits(v, log)
-    )
+    stroke = f'class="curve" stroke="{color(estimate.style)}"'
+    dots = "".join(f"M{axis.x(across(v))} {y}h0" for v in estimate.values if _fits(v, log))
+    dots = f'<path {stroke} stroke-width="3.6" stroke-linecap="round" opacity="0.4" d="{dots}"/>' if dots else ""
     ends = f"M{low} {y - 4}v8M{low} {y}H{high}M{high} {y - 4}v8"
-    return f'{dots}<path d="{ends}" {stroke}/>{marker(axis.x(across(estimate.mean)), y, estimate.style)}'
+    middle = markers([(axis.x(across(estimate.mean)), y)], estimate.style)
+    return f'{dots}<path d="{ends}" {stroke} stroke-width="1.6"/>{middle}'
 
 
 def _range(axis: _Axis, band: tuple[float, float], bottom: float, log: bool) -> str:

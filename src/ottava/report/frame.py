@@ -12,7 +12,6 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -62,7 +61,7 @@ def _source(package: str, name: str) -> str | None:
 
 
 def figure(chart: Chart | Forest | Bars, name: str, caption: str = "") -> Markup:
-    """A chart as a figure of a page: once as wide as it is, and once for a phone, where its text would be too small.
+    """A chart as a figure of a page: once as wide as it is, and once for a phone, with text of a size to read.
 
     Args:
         name: an id, unique in the page; begins with a letter.
@@ -72,15 +71,8 @@ def figure(chart: Chart | Forest | Bars, name: str, caption: str = "") -> Markup
         >>> figure(Chart(title="t", description="d", x_label="x", y_label="y", lines=[]), "loss").count("<svg")
         2
     """
-    pictures = []
-    for one, width in ((name, chart.width), (f"{name}-narrow", _PHONE)):
-        sized = replace(chart, width=width)
-        if isinstance(sized, Chart):
-            pictures.append(charts.render(sized, chart_id=one, tooltips=width == chart.width))
-        elif isinstance(sized, Forest):
-            pictures.append(charts.forest(sized, chart_id=one))
-        else:
-            pictures.append(charts.bars(sized, chart_id=one))
+    draw: Any = {Chart: charts.render, Forest: charts.forest, Bars: charts.bars}[type(chart)]
+    pictures = draw(chart, chart_id=name), draw(chart, chart_id=name, width=_PHONE)
     below = Markup("<figcaption>{}</figcaption>").format(caption) if caption else ""
     return Markup('<figure><div class="as-wide">{}</div><div class="narrow">{}</div>{}</figure>').format(
         *map(Markup, pictures), below
@@ -105,7 +97,7 @@ _TAGS = _VOID | frozenset(
         r"\S+",
         "a article b button caption circle code dd details div dl dt em figcaption figure g h1 h2 h3 h4 header i label "
         "li line noscript ol option output p path pre rect section select small span strong sub summary sup svg table "
-        "tbody td text th thead title tr ul",
+        "tbody td text th thead title tr ul use",
     )
 )
 _IDS = frozenset({"id", "for", "aria-controls", "aria-describedby", "aria-labelledby"})
@@ -134,7 +126,7 @@ class PagePart(HTMLParser):
         self.name, self.title = name, title
         self.headings: list[tuple[str, str]] = []
         """Id and text, the headline first."""
-        self._parts, self._open = list[str](), list[str]()
+        self._parts, self._open, self._drawn = list[str](), list[str](), 0  # depth of an open drawing
         self._outside = "main"  # the element that is waited for, or whose end is
         self.feed(page)
         self.close()
@@ -159,6 +151,8 @@ class PagePart(HTMLParser):
             known[name] = " ".join(f"{self.name}-{one}" for one in known[name].split())
         if "href" in known:
             known["href"] = f"#{self.name}-{known['href'][1:]}"
+        if tag == "use" and (self._drawn or not known.get("href", "").endswith("-drawn")):
+            return  # a drawing of drawings of drawings may grow without end
         if tag in ("h1", "h2", "h3"):
             known["aria-level"] = str(int(tag[1]) + 1)
         if tag in ("h1", "h2"):
@@ -166,6 +160,8 @@ class PagePart(HTMLParser):
         told = "".join(f' {name}="{escape(value)}"' for name, value in known.items())
         self._parts.append(f"<{tag}{told}>")
         self._open += [] if tag in _VOID else [tag]
+        if known.get("id", "").endswith("-drawn"):
+            self._drawn = self._drawn or len(self._open)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Opens and closes a tag of a picture."""
@@ -182,6 +178,7 @@ class PagePart(HTMLParser):
             while (last := self._open.pop()) != tag:
                 self._parts.append(f"</{last}>")
             self._parts.append(f"</{tag}>")
+            self._drawn *= len(self._open) >= self._drawn
 
     def handle_data(self, data: str) -> None:
         """Text stays."""

@@ -159,7 +159,7 @@ class Following:
         return points
 
     def _point(self, step: int) -> Point:
-        line = joined({step: self._of[STEPS].get(step, {})}, {step: self._of[TRAINER_STEPS].get(step, {})}, {})[0]
+        line = joined(*({step: known.get(step, {})} for known in self._of.values()), {})[0]
         loss, norm = (float(f"{number_of(line.get(name)):.6g}") for name in CURVES)
         return step, finite(loss), finite(norm)
 
@@ -171,9 +171,9 @@ class Following:
             for step in steps:
                 known.pop(step, None)
         for i, (name, (xs, ys)) in enumerate(self.earlier.items(), start=1):
-            values = [_or_nan(value) for value in ys] + [_or_nan(point[i]) for point in points]
             if ys or any(point[i] is not None for point in points):
-                self.earlier[name] = sections.thin(np.array(xs + steps), np.array(values), MOST_POINTS)
+                values = np.array([*ys, *(point[i] for point in points)], dtype=np.float64)  # None is NaN
+                self.earlier[name] = sections.thin(np.array(xs + steps), values, MOST_POINTS)
 
     def _read_parts(self) -> None:
         parts: dict[tuple[str, int, int], Part | None] = {}
@@ -240,11 +240,6 @@ class Following:
         run = Run.of(self.folder, self.manifest, lines, self._table)
         run.ranks, run.of_ranks = sorted(self._ranks) or [0], {}
         return run
-
-
-def _or_nan(value: float | None) -> float:
-    """NaN for None."""
-    return float("nan") if value is None else value
 
 
 class PageServer(ThreadingHTTPServer):
@@ -382,7 +377,6 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._start(200, "text/html", policy)
         self.wfile.write(page)
-        return
 
     def _push(self, asked: Mapping[str, list[str]]) -> None:
         """Pushes until the reader goes or the server stops."""
@@ -488,11 +482,8 @@ def _serve(
         late = over is not None and time.monotonic() - over > 3 * _LINGER
         if late and job is None:  # another run goes on in the folder: it is not ours to follow
             return
-        if (
-            job is None
-            and made != following.version
-            and (over or not made or (server.readers and time.monotonic() >= due))
-        ):
+        wanted = over or not made or (server.readers and time.monotonic() >= due)
+        if job is None and made != following.version and wanted:
             made = following.version
             job = renderer.submit(_render, following.run(), dict(following.earlier), page)
         if over and job is None and (not server.readers or time.monotonic() - over > _LINGER):

@@ -101,18 +101,10 @@ def make_report(
     if going := live and not run.manifest.get("ended"):
         diagnosis["sentence"] = diagnosis["sentence"].partition(" The record stops after step ")[0]
     predictions, asked = ([], None) if going else _predictions(run)
-    html = render_report(
-        run,
-        diagnosis=diagnosis,
-        predictions=predictions,
-        asked=asked,
-        baseline=baseline,
-        comparison=comparison,
-        live=live,
-        earlier=earlier,
-        runs=runs,
+    more: dict[str, Any] = {"baseline": baseline, "comparison": comparison, "live": live, "earlier": earlier}
+    return Report(
+        render_report(run, diagnosis=diagnosis, predictions=predictions, asked=asked, runs=runs, **more), diagnosis
     )
-    return Report(html, diagnosis)
 
 
 def make_results(folder: Path, *, baseline: Run | None = None) -> Report:

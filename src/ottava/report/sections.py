@@ -150,9 +150,8 @@ def experiment(lines: Sequence[Json], formats: Iterable[str]) -> dict[str, Any]:
         error, ratio = _finite(one.get("error")), _finite(one.get("noise"))  # noise: the error as a multiple of it
         if one.get("kind") == "shadow" and error is not None:
             noise = 100 * error / ratio if ratio else None
-            rows.append(
-                (int(one["step"]), 100 * error, noise, _finite(one.get("loss")), _finite(one.get("loss_without")))
-            )
+            losses = (_finite(one.get(key)) for key in ("loss", "loss_without"))
+            rows.append((int(one["step"]), 100 * error, noise, *losses))
     return {
         "steps": [row[0] for row in rows],
         "error": [row[1] for row in rows],
@@ -277,17 +276,8 @@ def worst_table(grid: Grid, runs: int = 1) -> dict[str, Any]:
             danger = float(SCALES[name].levels(value, grid.floor[i])) if name in SCALES else 0.0
             shade = 0 if math.isnan(danger) else int(min(3, max(0, 4 * danger)))
             cells.append((number(value, STATISTICS[name].unit), shade))
-        rows.append(
-            {
-                "slot": i,
-                "layer": slot.layer,
-                "tensor": symbol(slot.tensor),
-                "cast": cast_text(slot._asdict()),
-                "step": int(grid.step[i, at]),
-                "alarm": float(level[i, at]),
-                "cells": cells,
-            }
-        )
+        row = {"slot": i, "layer": slot.layer, "tensor": symbol(slot.tensor), "cast": cast_text(slot._asdict())}
+        rows.append(row | {"step": int(grid.step[i, at]), "alarm": float(level[i, at]), "cells": cells})
     return {"columns": [STATISTICS[name] for name in columns], "rows": rows, "more": len(grid.slots) - len(rows)}
 
 
@@ -349,18 +339,10 @@ def difference(comparison: Json) -> dict[str, Any]:
     for item, effect in zip((comparison.get("ranked") or [])[:25], effects, strict=False):
         statistic = STATISTICS.get(item["metric"])
         unit = statistic.unit if statistic else ""
-        ranked.append(
-            {
-                "layer": item["layer"],
-                "tensor": symbol(item["tensor"]),
-                "metric": item["metric"],
-                "good": _value(item.get("good"), unit),
-                "bad": _value(item.get("bad"), unit),
-                "effect": _value(item.get("effect"), str(item.get("unit") or "")),
-                "bar": round(100 * min(1.0, effect / top), 1),
-                "step": item.get("step"),
-            }
-        )
+        row = {"layer": item["layer"], "tensor": symbol(item["tensor"]), "metric": item["metric"]}
+        row |= {key: _value(item.get(key), unit) for key in ("good", "bad")} | {"step": item.get("step")}
+        row |= {"effect": _value(item.get("effect"), str(item.get("unit") or ""))}
+        ranked.append(row | {"bar": round(100 * min(1.0, effect / top), 1)})
     return {
         "verdict": str(comparison.get("verdict") or ""),
         "config": [{k: str(row.get(k)) for k in ("key", "good", "bad")} for row in comparison.get("config") or []],

@@ -58,7 +58,7 @@ def _of_blocks(errors: Sequence[tuple[float, float]]) -> Chart:
 
 def _of_linears(kls: Sequence[float]) -> Chart:
     said = "Nats a token if only this linear is the engine's, in the order of execution."
-    labels = "linear", "KL, nats a token"
+    labels = "linear", "nats a token"
     return _row("KL of each linear that differs, alone", said, labels, {"KL alone": (2, kls)})
 
 
