@@ -148,8 +148,7 @@ def test_the_picture_is_of_the_experiment_that_the_answer_tells() -> None:
 
 def test_no_word_of_the_sentence_is_left_alone() -> None:
     tried = "At step 2 the gradient differs by 5 %."
-    answer = {"sentence": f"The rate is high. It differs. FP8 is innocent: {tried} The run ended.", "tried": [tried]}
-    assert (
-        sections.rest({**answer, "findings": [{"title": "The rate is high", "cause": "It differs."}]})
-        == "The run ended."
-    )
+    said = f"The rate is high. It differs. FP8 is innocent: {tried} It ended. The watch saw 97 % of the linear layers."
+    answer = {"sentence": said, "tried": [tried], "coverage_pct": 96.8}
+    rest = sections.rest({**answer, "findings": [{"title": "The rate is high", "cause": "It differs."}]})
+    assert rest == "It ended."

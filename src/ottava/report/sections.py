@@ -130,6 +130,8 @@ def rest(diagnosis: Json) -> str:
     findings = diagnosis.get("findings") or []
     told = [headline(diagnosis), *(str(one.get("cause") or "") for one in findings), *(diagnosis.get("tried") or [])]
     words = str(diagnosis["sentence"])
+    if diagnosis.get("coverage_pct") is not None:  # the page's small print
+        words = re.sub(r"The watch saw \S+ % of the linear layers\.", "", words)
     for sentence in sorted((str(one).strip(" .") for one in told), key=len, reverse=True):
         words = re.sub(rf"(FP8(?: is innocent)?: )?{re.escape(sentence)}\.", "", words) if sentence else words
     return " ".join(words.split())
