@@ -159,7 +159,7 @@ class Following:
         return points
 
     def _point(self, step: int) -> Point:
-        line = joined(*({step: known.get(step, {})} for known in self._of.values()), {})[0]
+        line = joined({step: self._of[STEPS].get(step, {})}, {step: self._of[TRAINER_STEPS].get(step, {})}, {})[0]
         loss, norm = (float(f"{number_of(line.get(name)):.6g}") for name in CURVES)
         return step, finite(loss), finite(norm)
 
