@@ -244,6 +244,19 @@ def test_mixed_precision_is_casting_by_hand(recipe: Recipe) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:recipe .* is running on float32")
+@pytest.mark.parametrize("recipe", ["bf16", "averis", "rowwise"])
+def test_what_has_no_rows_is_refused(recipe: str) -> None:
+    """A number, also of a vmap, and a sparse matrix where it would be cast."""
+    layer = ottava.nn.Linear(16, 8, recipe=recipe).bfloat16()
+    number = torch.tensor(1.0, dtype=torch.bfloat16)
+    for call in (lambda: layer(number), lambda: torch.func.vmap(layer)(number.expand(3))):
+        with pytest.raises(ValueError, match=r"got an input of shape \(\) .*; needs a dense one of \(\.\.\., 16\)"):
+            call()
+    if recipe != "bf16":
+        with pytest.raises(ValueError, match="torch.sparse_coo; needs a dense one"):
+            layer(torch.eye(16, dtype=torch.bfloat16).to_sparse())
+
+
 def test_dtypes_that_torch_does_not_mix_are_refused() -> None:
     """Outside torch.autocast, whichever of the three has the other dtype; both dtypes are named."""
     half, full = torch.bfloat16, torch.float32

@@ -15,7 +15,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -258,6 +258,8 @@ class Layer(QuantizedLayer):
                 or _torchs_own(call.recipe, input, weight, bias)
             )
         ):
+            if not input.ndim:
+                _refuse_shape(self.name, input, weight)
             return self.plain(input if self.produce is None else self.rows(input), weight, bias, *more)
         if self.produce is not None:
             more = self._produced_with()
@@ -376,17 +378,29 @@ class Layer(QuantizedLayer):
         return {**self.__dict__, "last_call": None, "plans": {}, "exchange": None}  # a copy has run nothing
 
 
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+
+def _refuse_shape(name: str, input: Tensor, weight: Tensor) -> NoReturn:
+    raise ValueError(
+        f"{name or 'Linear'}: got an input of shape {tuple(input.shape)} in {input.layout}; needs a dense one of "
+        f"(..., {weight.shape[-1]})"
+    )
+
+
 def ready_input(layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """The input in the dtype of torch.autocast; without autocast its dtype must be the weight's.
 
     Raises:
-        TypeError: the dtypes differ.  ValueError: one of the tensors has no memory.
+        TypeError: the dtypes differ.  ValueError: one of the tensors has no memory; the input is sparse or a number.
     """
     if weight.is_meta != input.is_meta:
         raise ValueError(
             f"{layer.name or 'Linear'}: got input on {input.device} for a weight on {weight.device}; needs one device. "
             "model.to_empty(device=...) gives a model memory, and load_state_dict numbers"
         )
+    if not input.ndim or input.layout in _SPARSE:
+        _refuse_shape(layer.name, input, weight)
     device = input.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # not by `autocast_dtype`: a warm step counts its calls
         call.dtype = torch.get_autocast_dtype(device)
