@@ -78,8 +78,8 @@ class Fence:
     def zeros(self, *shape: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
         return self.empty(*shape, dtype=dtype).zero_()
 
-    def empty_like(self, x: Tensor, *, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-        return self.empty_strided(x.shape, x.stride(), dtype=dtype)
+    def empty_like(self, x: Tensor, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Tensor:
+        return self.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype)
 
     def copy(self, x: Tensor) -> Tensor:
         """x with its strides; of a tensor that was expanded each element is there once."""
