@@ -138,12 +138,14 @@ def gemm(
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K) @ b (N, K).T in fp32, by torch, in one order of the sums for any number of threads.
+    """a (M, K) @ b (N, K).T in fp32, by torch, in one order of the sums for any number of threads and any strides.
 
     With two threads MKL sums 5 to 11 rows in another order than with one; 12 rows it does not, and they have the bits
-    that one thread gives to fewer.
+    that one thread gives to fewer. The order also depends on strides, for some shapes.
     """
     rows = a.shape[0]
+    if a.is_cpu:
+        a, b = a.contiguous(), b.contiguous()
     if not a.is_cpu or not 4 < rows < 12 or b.shape[0] == 1:
         return a @ b.t()
     return (torch.cat((a, a.new_zeros(12 - rows, a.shape[1]))) @ b.t())[:rows]
