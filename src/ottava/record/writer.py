@@ -312,6 +312,7 @@ class RunWriter:
         small, self._small = self._small, []
         target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
         _store(pa.concat_tables([pq.read_table(part, page_checksum_verification=True) for part in small]), target)
+        pa.default_memory_pool().release_unused()  # 64 decoded parts, which the allocator would keep for the next ones
         self._part += 1
         for part in small:
             part.unlink()
