@@ -186,15 +186,16 @@ def _svg(chart_id: str, chart: Chart | Forest | Bars, height: float, parts: Sequ
 
 
 def standalone(charts: Sequence[Chart], *, title: str, captions: Sequence[str]) -> str:
-    """Charts side by side in one SVG file. It has its own background, for READMEs on light and dark pages."""
-    width = sum(chart.width for chart in charts) + 24 * (len(charts) + 1)
-    bottom = max(chart.height for chart in charts) + 62
+    """Charts in one SVG file, three in a row. It has its own background, for READMEs on light and dark pages."""
+    column, line = max(chart.width for chart in charts) + 24, max(chart.height for chart in charts) + 6
+    width = 24 + column * min(len(charts), 3)
+    bottom = 56 + line * -(-len(charts) // 3)
     height = bottom + 22 * len(captions) + 14
-    panels, x = [], 24
+    panels = []
     for i, chart in enumerate(charts):
         inner = render(chart, chart_id=f"panel{i}", tooltips=False)
-        panels.append(f'<svg x="{x}" y="56" width="{chart.width}" height="{chart.height}">{inner}</svg>')
-        x += chart.width + 24
+        x, y = 24 + column * (i % 3), 56 + line * (i // 3)
+        panels.append(f'<svg x="{x}" y="{y}" width="{chart.width}" height="{chart.height}">{inner}</svg>')
     lines = [
         f'<text x="24" y="{bottom + 18 + 22 * i}" class="figure-caption">{escape(caption)}</text>'
         for i, caption in enumerate(captions)
