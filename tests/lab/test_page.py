@@ -28,7 +28,7 @@ def test_the_page_holds_every_finding_and_no_number_that_is_none() -> None:
         assert not re.search(r"nan|None|\binf\b", re.sub(r"(?s)<(style|script)>.*?</\1>", "", page)), (
             "a number is missing"
         )
-        assert not re.search(r"(src|href)=", page)
+        assert not re.search(r"(src|href)=(?!.#)", page)  # nothing but parts of the page itself
         for finding in result.findings:
             assert finding.sentence.replace("'", "&#39;") in page
         charts = [one for one in re.findall(r'<svg[^>]* id="([\w-]+)"', page) if not one.endswith("-narrow")]
