@@ -370,4 +370,6 @@ def test_quantizers_are_values_that_torch_compile_takes_as_constants() -> None:
     with pytest.raises(TypeError, match="amax_reduction_group"):
         grouped.__fx_repr__()
     opaque = pytest.importorskip("torch._library.opaque_object")
+    if torch.__version__ < "2.13":
+        pytest.skip("torch 2.11 takes only classes of its own metaclass")
     assert all(opaque.is_opaque_value_type(type(one)) for one in constants)
