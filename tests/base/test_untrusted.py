@@ -146,6 +146,7 @@ def test_a_tree_that_holds_itself_has_no_end() -> None:
         ({"a": [None]}, {"a": [dict]}, "f.a[0] is None; needs an object"),
         ({"a": {"n": None}}, {"a": {"n!": str}}, "f.a has no 'n'"),
         ({"n": 1, "m": 2}, {"n!": str, "*": int}, "f.n is 1; needs a text"),
+        ({"*": "x", "m": 2}, {"*": int}, "f.* is 'x'; needs a whole number"),
         ({"n": "x", "m": "2"}, {"n!": str, "*": int}, "f.m is '2'; needs a whole number"),
     ],
 )

@@ -322,6 +322,6 @@ def misfit(value: Any, shape: Any, where: str) -> str:
             name = key.removesuffix("!")
             if name != key and value.get(name) is None:
                 return f"{where} has no {name!r}"
-            others = () if key != "*" else [k for k in value if k not in shape and f"{k}!" not in shape]
-            parts += [(value[k], of, f"{where}.{k}") for k in others or [name] if value.get(k) is not None]
+            names = [k for k in value if k == "*" or not {k, f"{k}!"} & shape.keys()] if key == "*" else [name]
+            parts += [(value[k], of, f"{where}.{k}") for k in names if value.get(k) is not None]
     return next((difference for part in parts if (difference := misfit(*part))), "")

@@ -194,7 +194,7 @@ _FIXED: Mapping[str, Any] = MappingProxyType(
 
 
 _LARGEST = 1 << 20
-"""Size that a config.json may claim: tables of so many positions take 512 MiB for heads of 128."""
+"""Size that a config.json may claim: both tables of so many positions take 1 GiB for heads of 128."""
 
 
 def is_weights(path: Path) -> bool:
