@@ -97,6 +97,22 @@ def test_nan_stays_in_its_row() -> None:
     assert not y[torch.arange(8) != 2].isnan().any()
 
 
+@pytest.mark.parametrize("octaves", [(126, -20), (-20, 126), (118, -90), (-115, 60), (60, -115)])
+@pytest.mark.parametrize("spec", [QuantizationSpec(E4M3), QuantizationSpec(E4M3, PER_ROW, "pow2")])
+def test_ends_of_fp32_are_the_reference(octaves: tuple[int, int], spec: QuantizationSpec) -> None:
+    """A sum times a's scale overflows, or is subnormal, before b's scale brings it back: as in the reference."""
+    a, b = (torch.randn(8, 256).clamp(-2, 2) * 2.0**octave for octave in octaves)
+    pair = cast(a, QuantizationSpec(E4M3)), cast(b, spec)
+    if not taken(*pair):
+        assert spec.granularity == PER_ROW
+        return
+    y, expected = bf16_mm.gemm(*pair, torch.bfloat16, None), reference.gemm(*pair, torch.bfloat16, None)
+    assert torch.equal(y.isfinite(), expected.isfinite())
+    finite = y.isfinite()
+    tops = expected[finite].float().abs().amax() if finite.any() else 0
+    assert bool(((y - expected).float()[finite].abs() <= 2 * torch.finfo(torch.bfloat16).eps * tops).all())
+
+
 ROW = QuantizationSpec(E4M3, PER_ROW, "pow2")
 
 

@@ -82,7 +82,10 @@ def gemm(
         else:
             x.spec.granularity.multiply_(numbers, x.scale_inv.to(torch.bfloat16))
         operands.append(numbers)
-    if not _TINY <= alpha <= _LARGEST:  # no number of fp32, in which oneDNN multiplies
+    # the reference multiplies by a's scale first: what it has then must be a normal number, too
+    first = float(a.scale_inv) if a.spec.granularity == PER_TENSOR else 1.0
+    largest = a.shape[1] * a.spec.format.max * b.spec.format.max
+    if not (_TINY <= alpha <= _LARGEST and _TINY * 2.0**32 <= first <= _LARGEST / largest):
         return reference.gemm(a, b, out_dtype, bias)
     if bias is None:
         # addmm with beta 0 never reads it: mm has no alpha
