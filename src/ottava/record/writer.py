@@ -243,6 +243,7 @@ class RunWriter:
         if self._tables:
             with self.attempt():
                 self._write_part()
+            pa.default_memory_pool().release_unused()  # it would keep what tables and their encoding took
         while sum(table.nbytes for table in self._tables) > _WAITING_BYTES:
             self.lost["rows"] += self._tables.pop(0).num_rows
         self._flush_at = self._waiting + self.flush_rows
@@ -312,7 +313,6 @@ class RunWriter:
         small, self._small = self._small, []
         target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
         _store(pa.concat_tables([pq.read_table(part, page_checksum_verification=True) for part in small]), target)
-        pa.default_memory_pool().release_unused()  # 64 decoded parts, which the allocator would keep for the next ones
         self._part += 1
         for part in small:
             part.unlink()
