@@ -216,11 +216,14 @@ def decode_allowed(
     lost_nan: float | None = None,
     finite: bool = False,
     normal: bool = False,
+    zero: bool = False,
+    integers: bool = False,
     grown: bool = False,
 ) -> Allowed:
     """The values of codes; finite: codes of infinity and NaN are read as numbers of one more binade.
 
-    normal: codes of subnormal numbers are read as normal ones. grown: the largest number is the next power of two.
+    normal: codes of subnormal numbers are read as normal ones; zero: that of zero, too. integers: codes are numbers in
+    two's complement. grown: the largest number is the next power of two.
     """
     fmt = fmt or get_format(what.get("format", "e4m3"))
     held = codes.view(torch.uint8).to(torch.int64) & ((1 << fmt.bits) - 1)
@@ -231,9 +234,10 @@ def decode_allowed(
         beyond = torch.ldexp(1 + mantissa.double() * fmt.eps, power - fmt.bias)
         beyond = torch.where((held >> (fmt.bits - 1)) == 1, -beyond, beyond) if fmt.signed else beyond
         beyond = beyond if lost_nan is None else torch.full_like(y, lost_nan)
-        small = (power == 0) & (mantissa > 0)
+        small = (power == 0) & ((mantissa > 0) | zero)
         y = torch.where(small if normal else y.isnan() if lost_nan is not None else ~y.isfinite(), beyond, y)
     y = grown_largest(y, fmt) if grown else y
+    y = (held - (held >> (fmt.bits - 1) << fmt.bits)).double() if integers else y
     if flush:
         y = torch.where(y.abs() < fmt.min_normal, 0.0 * y, y)
     return Allowed(y, y, (torch.float32, torch.bfloat16), signed=True, exact=y)

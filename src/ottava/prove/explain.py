@@ -347,7 +347,7 @@ def copied(parts: Sequence[Part]) -> tuple[str, str] | None:
     return "rows moved", f"holds in each wrong row what belongs {abs(by)} {'behind' if by > 0 else 'before'} it"
 
 
-_AFTER = ("times", "cut", "through", "clamp", "only", "keys", "plus")
+_AFTER = ("times", "cut", "through", "clamp", "only", "keys", "plus", "wrap")
 _ALMOST = 0.99
 """A share that counts as all: a number may be right by chance."""
 
@@ -582,7 +582,7 @@ def supposed(hypothesis: Fault, call: Asked) -> dict[str, Allowed] | None:
         allowed[name] = Allowed(values, values, allowed[name].dtypes, free=free)
     if "plus" in after:
         more = expect(call.kind, after["plus"], what, None, **knobs)
-        for name, one in allowed.items():
+        for name, one in [(name, one) for name, one in allowed.items() if name in after.get("only", allowed)]:
             pairs = zip(one[:2], more[name][:2], strict=True)
             low, high = ((x + y).float().to(one.dtypes[0]).double() for x, y in pairs)
             allowed[name] = Allowed(low, high, one.dtypes, free=one.free)
@@ -593,6 +593,9 @@ def supposed(hypothesis: Fault, call: Asked) -> dict[str, Allowed] | None:
             if factor != 1.0:
                 low, high = torch.minimum(low, high), torch.maximum(low, high)
             allowed[name] = one._replace(low=low, high=high, also=one.also if factor == 1.0 else ())
+    if wrap := -allowed["out"].low.shape[1] % after["wrap"] if "wrap" in after else 0:
+        for side in (allowed["out"].low, allowed["out"].high):
+            side[1:, :wrap] = 0.0
     return allowed
 
 

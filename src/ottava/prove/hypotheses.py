@@ -167,6 +167,12 @@ def _bytes(change: Change, x: Tensor) -> Tensor | None:
     return None if new is None else new.contiguous().view(x.dtype)
 
 
+def _fp4_as(x: Tensor, fmt: Format, step: float) -> Tensor:
+    """Numbers of E2M1 whose codes are read as whole multiples of a step."""
+    codes = _written(x, fmt).double()
+    return torch.copysign(codes % 8 * step, x) if fmt.name == "E2M1" else x
+
+
 def _by_memory(x: Tensor) -> Tensor | None:
     """What a kernel reads that takes a tensor for contiguous."""
     if x.is_contiguous() or 0 in x.stride():
@@ -377,6 +383,8 @@ def of_codes() -> Iterator[Fault]:
         *((f"read as {other}", f"Codes are read as {other}", always(fmt=other)) for other in _EIGHT),
         ("subnormals flushed", "Codes of subnormal numbers are read as zero", always(flush=True)),
         ("subnormals normal", "Codes of subnormal numbers are read with a leading 1, as normal ones", always(normal=True)),
+        ("exponent 0 read as normal", "Exponent 0 is read as that of a normal number: zero gets a leading 1, too", always(normal=True, zero=True)),
+        ("read as integers", "Codes are read as integers in two's complement", always(integers=True)),
         ("largest number too large", "The largest number is read as the next power of two", always(grown=True)),
         ("NaN and infinity lost", "The codes of NaN and infinity are read as finite numbers", always(finite=True)),
         *(("NaN lost", f"The code of NaN is read as {value:g}", always(lost_nan=value)) for value in (480.0, 448.0, 0.0, torch.inf, 240.0, 57344.0)),
@@ -425,7 +433,11 @@ def of_casts() -> Iterator[Fault]:
         ("an octave at powers of two", "Where amax is a power of two, the scale is twice as large", _of_amax(lambda amax: torch.where(torch.frexp(amax)[0] == 0.5, 2 * amax, amax))),
         ("computes in BF16", "The scale and its product with x are rounded to BF16 before the cast", always(written=lambda s: s.float().bfloat16().double(), before=torch.bfloat16)),
         ("codes under the unrounded scale", "Codes are made with max / amax, and the scale that is written is a power of two", _unrounded),
+        ("scale without the format's exponent", "The exponent of the scale is floor(log2(amax)), without the format's largest exponent", always(exponent="bare")),
+        *((f"block scale rounded {way}", f"The block's E4M3 scale is rounded {text}, not to nearest", lambda c, way=way: {"exponent": way} if c.spec.scale_format == "e4m3" else None) for way, text in (("truncate", "toward zero"), ("away", "up"))),
+        *((f"tensor scale in {text}", f"The tensor's scale is rounded to {text}", lambda c, to=to: {"exponent": to} if c.spec.scale_format == "e4m3" else None) for text, to in _HALVES),
         ("operand transposed", "It reads x.T", _reads(lambda x: x.t().reshape(x.shape))),
+        ("neighbours swapped", "Codes of each two neighbours along K are exchanged, as nibbles of a byte", _reads(lambda x: x[:, [min(k ^ 1, x.shape[1] - 1) for k in range(x.shape[1])]])),
         ("strides ignored", "It reads memory row by row, whatever the strides are", _reads(_by_memory)),
         ("sign lost", "The sign is dropped", _reads(torch.abs)),
         ("rows reversed", "The order of rows is reversed", _reads(lambda x: x.flip(0))),
@@ -479,6 +491,7 @@ def _of_operands() -> Iterator[Fault]:
         ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(**dict.fromkeys(("scale_inv_a", "scale_inv_b"), lambda s: (s.to(torch.int32) << 23).view(torch.float32) if s.dtype == torch.uint8 else None))),
         *((f"{name} ({text})", f"{sentence} ({text})", changed(**dict.fromkeys(sides, partial(_bytes, change)))) for name, sentence, change in _ORDERS for text, sides in (("a", "a"), ("b", "b"), ("both", "ab"))),
         ("largest number too large", "The largest number of the format is read as the next power of two", always(codes=grown_largest)),
+        *((f"FP4 read as {text}", f"The codes of E2M1 are read as {text}", always(codes=partial(_fp4_as, step=step))) for text, step in (("E1M2, quarters from 0 to 1.75", 0.25), ("integers with a sign, 0 to 7", 1.0))),
         ("scales begin anew", "The scales of a begin anew with each group", lambda c: changed(scale_inv_a=lambda s: torch.cat([*(s[:n] for n in c.inputs["ends"].diff(prepend=c.inputs["ends"].new_zeros(1)).tolist()), s[c.inputs["ends"][-1] :]]))(c) if "ends" in c.inputs else None),
         ("sign lost", "Operands lose their signs", always(operands=torch.abs)),
         ("NaN lost", "NaN is read as zero", always(operands=lambda v: v.nan_to_num(0.0))),
@@ -503,8 +516,10 @@ def _of_results() -> Iterator[Fault]:
         ("result rounded to FP16", "The result is rounded to FP16 on its way", always(through=torch.float16)),
         ("result rounded to BF16", "The result is rounded to BF16 on its way", always(through=torch.bfloat16)),
     )
+    yield from _stale(("linear",), *((f"{out} of an earlier call added", f"{out} is added to that of", lambda c, out=out: None if c.before is None else {"plus": c.before, "only": {out: 1.0}}) for out in ("y", "dx", "dw")))
     yield from rows(
         _SUMS,
+        *((f"columns wrap, {n}", f"The last tile of {n} columns is written beyond N: its zeros overwrite the first columns of the next row", always(wrap=n)) for n in (16, 32, 64, 128)),
         ("result truncated", "The sum is cut off to the output's type, not rounded", always(cut=True)),
         ("result clamped at 448", "The result is clamped to E4M3's range", always(clamp=448.0)),
         ("result clamped at 65504", "The result is clamped to FP16's range", always(clamp=65504.0)),
@@ -512,6 +527,7 @@ def _of_results() -> Iterator[Fault]:
     yield from rows(
         ("grouped",),
         ("groups one row late", "Each group ends one row late", lambda c: {"ends": (c.inputs["ends"] + 1).clamp(max=c.inputs["ends"][-1])}),
+        ("ends read as sizes", "ends are read as sizes: each group begins where the ones before end in sum", lambda c: {"ends": c.inputs["ends"].cumsum(0).clamp(max=c.inputs["ends"][-1])}),
         ("groups one row early", "Each group but the last ends one row early", lambda c: {"ends": torch.cat([(c.inputs["ends"][:-1] - 1).clamp(min=0), c.inputs["ends"][-1:]])}),
         ("empty group shifts the others", "An empty group is skipped without its weight: groups behind it take the weight of the one before", always(experts=lambda g, sizes: sum(size > 0 for size in sizes[:g]))),
         ("weight of the next group", "Each group takes the weight of the next", always(experts=lambda g, sizes: min(g + 1, len(sizes) - 1))),
@@ -526,6 +542,8 @@ def _of_results() -> Iterator[Fault]:
         _SUMS,
         *((f"accumulates like {name}", f"The sums are those of the accumulator {rule}", always(accumulator=name)) for name, rule in ACCUMULATORS.items()),
         *((f"split in {n}", f"K is split in {n}, and the partial sums are rounded to {text} and added in {end}", always(split=(dtype, n, to))) for text, dtype in _HALVES for n in (2, 4, 8) for end, to in ((text, dtype), ("FP32", torch.float32))),
+        *((f"slices of {n} in {text}", f"Sums of each {n} products are rounded to {text}, and added in it", always(split=(dtype, -n, dtype))) for text, dtype in _HALVES for n in (16, 32, 64, 128, 256)),
+        *((f"sums through {text}", f"Sums are rounded to {text} before they are scaled", always(steps=(dtype, 1 << 30), late=True)) for text, dtype in _HALVES),
         *((f"accumulates in {text}", f"Sums are kept in {text}, {n} products at a time{behind}", always(steps=(dtype, n), late=late)) for late, behind in ((False, ""), (True, ", and scaled at the end")) for text, dtype in _HALVES for n in (1, 2, 4, 8, 16, 32, 64, 128)),
     )
     for text, unit in (("TF32 or FP16", 2.0**-11), ("BF16", 2.0**-8)):
@@ -600,6 +618,10 @@ def _of_attention() -> Iterator[Fault]:
         ("causal mask one early", "A query does not see its own key", always(offset=-1)),
         ("no causal mask", "The causal mask is missing", always(causal=False)),
         ("causal mask where none is", "A causal mask hides later keys", always(causal=True)),
+        *((f"causal mask of tiles of {n}", f"The causal mask hides whole tiles of {n} keys only: in its own tile a query sees later keys", always(tile=n)) for n in (8, 16, 32, 64, 128)),
+        *((f"sums not rescaled, {n}", f"The sum of values is not rescaled where a later tile of {n} keys has a larger score", always(rescaled=n)) for n in (8, 16, 32, 64, 128)),
+        ("no mask in the backward", "The backward ignores the causal mask", always(fault="no mask backward")),
+        ("dv of unnormalized probabilities", "dv is made of probabilities that are not divided by their sum", always(fault="dv not normalized")),
         ("no softmax scale", "Scores are not divided by sqrt(D)", always(scale=1.0)),
         *((f"padded keys seen, {n}", f"Keys are padded with zeros to a multiple of {n}, and the padding takes part in softmax", always(pad=n)) for n in (8, 16, 32, 64, 128)),
         *((f"{part} cast to {fmt}", f"{text} to {fmt.upper()}, which the recipe does not ask for", always(casts={part: fmt})) for part, text in _ATTENTION.items() for fmt in ("e4m3", "e5m2")),
@@ -630,6 +652,8 @@ def _of_optimizers() -> Iterator[Fault]:
         ("optimizer",),
         *((fault, sentence, always(fault=fault)) for fault, sentence in _OPTIMIZERS),
         *((f"{name} {value}", f"It uses {name} = {value}, whatever it is told", _told(**{name: lambda what, v=value: v})) for name, values in settings.items() for value in values),
+        *((f"{name} in BF16", f"{name} is {text} to BF16", _told(**{name: lambda what, name=name, how=how: how(what.get(name, _DEFAULTS[name]))})) for text, how in _TO_BF16 for name in _DEFAULTS),
+        *((f"beta{i + 1} in BF16", f"beta{i + 1} is {text} to BF16", _told(betas=lambda what, i=i, how=how: tuple(how(beta) if i == j else beta for j, beta in enumerate(what.get("betas", (0.9, 0.999)))))) for text, how in _TO_BF16 for i in (0, 1)),
         *((f"lr times {by:g}", f"The learning rate is {by:g} times what it should be", _told(lr=lambda what, by=by: by * float(what.get("lr", 1e-3)))) for by in (2.0, 0.5, 10.0, 0.1)),
         *((f"gradient times {by:g}", f"The gradient is {by:g} times what it should be", changed(grad=lambda g, by=by: g * by)) for by in (2.0, 0.5, 10.0, 0.1)),
         *((f"moments in {text}", f"Moments are kept in {text}", always(moments=(text, text))) for text in ("bf16", "int8", "fp8", "fp32")),
@@ -639,6 +663,11 @@ def _of_optimizers() -> Iterator[Fault]:
     )
 
 
+_TO_BF16: tuple[tuple[str, Callable[[float], float]], ...] = (
+    ("rounded", lambda x: float(torch.tensor(x).bfloat16())),
+    ("cut off", lambda x: float((torch.tensor(x).view(torch.int32) >> 16 << 16).view(torch.float32))),
+)
+_DEFAULTS = MappingProxyType({"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01})
 _OPTIMIZERS = (
     ("no bias correction", "Moments are not divided by 1 - beta ** step"),
     ("first moment uncorrected", "The first moment is not divided by 1 - beta1 ** step"),
@@ -646,6 +675,8 @@ _OPTIMIZERS = (
     ("decay coupled", "Weight decay goes into the gradient (L2), not into the parameter"),
     ("decay without lr", "Weight decay is not multiplied by the learning rate"),
     ("no decay", "Weight decay is missing"),
+    ("decay corrected", "Weight decay is multiplied by the learning rate over 1 - beta1 ** step"),
+    ("decay rounded", "The parameter is rounded to BF16 behind its decay, before the step is subtracted"),
     ("decay after the step", "Weight decay multiplies the parameter after the step"),
     ("betas swapped", "beta1 and beta2 are exchanged"),
     ("betas of moments swapped", "beta1 and beta2 are exchanged in the moments, not in their corrections"),

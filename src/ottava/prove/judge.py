@@ -39,6 +39,7 @@ from ottava.prove.codes import (
 )  # fmt: skip
 from ottava.recipe import ATTENTION_TENSORS, AttentionRecipe, get_recipe
 
+_TWO_LEVELS = (None, "truncate", "away", torch.bfloat16, torch.float16)
 _TINY = 1e-10
 """Below this amax libraries end the growth of a scale (torchao at 1e-12): a smaller scale is no error."""
 
@@ -79,20 +80,27 @@ def block_amax(x: Tensor, granularity: Granularity) -> Tensor:
 
 
 def scale_inv_of(
-    amax: Tensor, spec: QuantizationSpec, top: float | None = None, exponent: str | None = None, nudge: float = 1.0
+    amax: Tensor,
+    spec: QuantizationSpec,
+    top: float | None = None,
+    exponent: str | torch.dtype | None = None,
+    nudge: float = 1.0,
 ) -> Tensor:
     """The multipliers that decode, float64: the recipe's rule, from its definition; 1 where amax has no scale.
 
+    exponent: another rule; of a two-level scale the rounding of the block's, or a type that the tensor's is rounded to.
     nudge: what the ratio is multiplied by before a two-level scale is rounded.
     """
     top, kind = top or spec.format.max, spec.scale_format
     usable = (amax > 0) & amax.isfinite()
     safe = torch.where(usable, amax, 1.0)
     ratio = safe / top  # float64: 29 bits below those of fp32
-    if kind == "e4m3" and exponent is None and bool(usable.any()):
+    if kind == "e4m3" and exponent in _TWO_LEVELS and bool(usable.any()):
         # the block's scale is an E4M3 number, and the tensor's brings the largest of them to 448
         tensor = torch.where(usable, amax, 0.0).amax() / (spec.format.max * E4M3.max)
-        return torch.where(usable, on_grid(ratio / tensor * nudge, E4M3) * tensor, 1.0)
+        tensor = tensor.to(exponent).double() if isinstance(exponent, torch.dtype) else tensor
+        how = exponent if isinstance(exponent, str) else "nearest"
+        return torch.where(usable, on_grid(ratio / tensor * nudge, E4M3, how) * tensor, 1.0)
     if exponent == "none" or (kind in ("fp32", "e4m3") and exponent is None):
         y = ratio
     else:
@@ -106,9 +114,10 @@ def scale_inv_of(
             "nearest": power - 1 + (mantissa >= math.sqrt(0.5)),
         }
         whole["floor"] = torch.frexp(safe)[1] - 1 - spec.format.emax
+        whole["bare"] = torch.frexp(safe)[1] - 1
         if kind == "e8m0_floor":
             whole["up"], whole["ceil"] = whole["floor"], whole["up"]
-        y = torch.ldexp(torch.ones_like(ratio), whole[exponent or "up"])
+        y = torch.ldexp(torch.ones_like(ratio), whole[str(exponent or "up")])
         y = y.clamp(2.0**-127, 2.0**127) if kind.startswith("e8m0") else y
     # a scale beyond fp32 is the largest of its kind
     largest = torch.finfo(torch.float32).max if kind == "fp32" else 2.0**127
@@ -231,7 +240,8 @@ def product(
 
     slack: how far each number of a and b may be off.
     steps: a type, and how many products go into it at once, one step after the other; None: fp32.
-    split: a type, the number of parts of K whose sums are rounded to it, and the type in which they are added.
+    split: a type, the number of parts of K whose sums are rounded to it (negative: the size of each, and they are added
+        one after the other), and the type in which they are added.
     """
     k = a.shape[1]
     center, size = a @ b.t(), a.abs() @ b.abs().t()
@@ -240,8 +250,14 @@ def product(
         for x, y in zip(a.split(steps[1], 1), b.split(steps[1], 1), strict=True):
             center = (center + x @ y.t()).float().to(steps[0]).double()
     if split is not None:
-        parts = zip(a.tensor_split(split[1], 1), b.tensor_split(split[1], 1), strict=True)
-        center = torch.stack([(x @ y.t()).float().to(split[0]).double() for x, y in parts]).sum(0)
+        count = split[1] if split[1] > 0 else max(1, -(-k // -split[1]))
+        sides = zip(a.tensor_split(count, 1), b.tensor_split(count, 1), strict=True)
+        if split[1] < 0:
+            sides = zip(a.split(-split[1], 1), b.split(-split[1], 1), strict=True)
+        parts = [(x @ y.t()).float().to(split[0]).double() for x, y in sides]
+        center = torch.stack(parts).sum(0) if split[1] > 0 else torch.zeros_like(center)
+        for part in parts if split[1] < 0 else ():
+            center = (center + part).float().to(split[2]).double()
         center = center.float().to(split[2]).double()
     error = (k + 4) * unit * size
     whole = size <= 2.0**24 * (_granule(a) * _granule(b).t())
@@ -446,6 +462,8 @@ def attention_allowed(
     fault: str = "",
     pad: int = 0,
     window: int = 0,
+    tile: int = 0,
+    rescaled: int = 0,
     rounded: Mapping[str, torch.dtype] | None = None,
     casts: Mapping[str, str] | None = None,
 ) -> dict[str, Allowed]:
@@ -456,6 +474,8 @@ def attention_allowed(
         fault: what else is wrong, see `hypotheses`.
         pad: keys are padded to a multiple of it, with zeros that count.
         window: keys that a query sees, itself among them; 0: all.
+        tile: the causal mask hides whole tiles of so many keys.
+        rescaled: the tile of keys behind which the sum of values is not rescaled to a larger score.
         rounded: "scores" or "p", and a type that they are rounded to.
         casts: tensor of `AttentionRecipe` -> a format in place of its own, or "skip".
     """
@@ -474,9 +494,12 @@ def attention_allowed(
     scale = 1 / math.sqrt(depth) if scale is None else scale
     scores, off = (x * scale for x in _times(q, _turned(k), (depth + 4) * U32))
     off = off + 2 * u * scores.abs()  # sums in fp32, then one rounding of the scores
+    unmasked = scores
     if what.get("causal", False) if causal is None else causal:
         seen = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(offset)
         seen = seen.triu(1 - window) if window else seen
+        if tile:
+            seen = torch.arange(queries)[:, None] // tile >= torch.arange(keys) // tile
         scores, off = scores.masked_fill(~seen, -math.inf), off.masked_fill(~seen, 0.0)
     if rounded and "scores" in rounded:
         scores = scores.to(rounded["scores"]).double()
@@ -490,7 +513,17 @@ def attention_allowed(
     ep = p * (2 * (off.amax(-1, keepdim=True) + off) + (keys + 16) * U32 + 2 * u)
     p = p.to(rounded["p"]).double() if rounded and "p" in rounded else p
     (s,) = _cast_together(specs.get("s"), (p, ep))
-    ((o, eo),) = _cast_together(specs.get("o"), _times(s, v, (keys + 4) * U32))
+    summed = s
+    if rescaled:  # weights of the running maximum, over the sum of the last one
+        ends = [min(j // rescaled * rescaled + rescaled, keys) - 1 for j in range(keys)]
+        running = scores.cummax(-1).values[..., ends]
+        summed = (scores - running).exp() * torch.where(total == 0, 0.0, 1 / total), ep
+    ((o, eo),) = _cast_together(specs.get("o"), _times(summed, v, (keys + 4) * U32))
+    if fault == "no mask backward":
+        p = (unmasked - top).exp() / torch.where(total == 0, 1.0, total)
+        s = p, ep
+    if fault == "dv not normalized":
+        s = raised, ep
     dp, edp = _times(g, _turned(v), (width + 4) * U32 + u)
     delta = (g[0] * o).sum(-1, keepdim=True)
     edelta = (g[0].abs() * (eo + u * o.abs()) + g[1] * o.abs()).sum(-1, keepdim=True)
@@ -536,6 +569,7 @@ def adamw(
     t += {"step one late": -1, "step one early": 1}.get(fault, 0)
     kept = 1 - (decay if fault == "decay without lr" else lr * decay)
     kept = 1.0 if fault == "no decay" else kept
+    kept = 1 - lr * decay / (1 - b1**t) if fault == "decay corrected" and b1**t < 1 else kept
     m = b1 * m + (1 - b1) * g if fault != "momentum undamped" else b1 * m + g
     v = b2 * v + (1 - b2) * (g.abs() if fault == "gradient not squared" else g * g)
     m = m.float().bfloat16().double() if fault == "first moment rounded" else m
@@ -554,7 +588,8 @@ def adamw(
     if fault == "nesterov":
         direction = (b1 * m + (1 - b1) * g) / c1
     step = lr * direction / root
-    after = (p - step) * kept if fault == "decay after the step" else p * kept - step
+    behind = (p * kept).float().bfloat16().double() if fault == "decay rounded" else p * kept
+    after = (p - step) * kept if fault == "decay after the step" else behind - step
     # a moment is a chain of roundings, the update a dozen, the parameter three
     error = 4 * U32 * p.abs() + (16 + 8 * t) * U32 * lr * (m.abs() + abs(1 - b1) * g.abs()) / c1 / root if c1 else after
     return after, m, v, error
