@@ -55,6 +55,8 @@ _LOG = logging.getLogger(__name__)
 _PARTS_MERGED = 64
 """Each look is a part, so that a kill loses little. So many parts are merged, or a long run would have thousands."""
 _RECENT = 256
+_TABULATED = 256
+"""So many rows become a table, which holds a twentieth of their histograms' bins."""
 _WAITING_BYTES, _WAITING_LINES = 64 * 2**20, 2**16
 """Limits of statistics, and of steps or events, that wait for a full disk; beyond them the oldest are lost."""
 
@@ -237,9 +239,7 @@ class RunWriter:
         """Writes all waiting rows and lines."""
         for name in self._lines:
             self._write_lines(name)
-        if self._rows:
-            self._tables.append(_table_of(self._rows, self.rank))
-            self._rows, self._untabulated = [], 0
+        self._tabulate()
         if self._tables:
             with self.attempt():
                 self._write_part()
@@ -257,8 +257,15 @@ class RunWriter:
     def _add(self, rows: _Rows) -> None:
         self._rows.append(rows)
         self._untabulated += len(rows.keys)
+        if self._untabulated >= _TABULATED:
+            self._tabulate()
         if self._waiting >= self._flush_at:
             self.flush()
+
+    def _tabulate(self) -> None:
+        if self._rows:
+            self._tables.append(_table_of(self._rows, self.rank))
+            self._rows, self._untabulated = [], 0
 
     def _write_part(self) -> None:
         target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
