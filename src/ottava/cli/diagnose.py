@@ -226,7 +226,7 @@ def bisect(
     model, loss, data, states, position = _load(checkpoint, config, step, batch)
 
     def show(probe: Probe) -> None:
-        typer.echo(f"  {probe.what}: error {probe.error:.4f}", err=True)
+        typer.echo(spoken(f"  {probe.what}: error {probe.error:.4f}", language), err=True)
 
     quantity = _check_target(target)
     listener = None if as_json else show
