@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from ottava.base.text import columns
-from ottava.cli.console import SpeaksOption, answer
+from ottava.cli.console import SpeaksOption, answer, spoken
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
