@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ottava.base.files import replacing_folder
-from ottava.base.text import progress
 from ottava.base.untrusted import UntrustedError, parse_json, read_text, regular_size
 from ottava.interop.contents import flattened
 from ottava.interop.safe_pickle import DamagedError, RefusedError, StandIn, StandInTensor, check_tensors, load_torch
@@ -190,7 +189,7 @@ def import_checkpoint(path: Path, folder: Path, *, config: Path | None = None) -
         if folder.exists() and any(folder.iterdir()):
             raise UntrustedError(f"{folder} exists and is not empty; give a new folder")
         with replacing_folder(folder) as scratch:
-            parts = ({name: value.contiguous()} for name, value in progress(state.items(), "writing tensors"))
+            parts = ({name: value.contiguous()} for name, value in state.items())
             return facts | {"bytes": write_tensors(scratch, parts, 5_000_000_000)}
     tree = parse_json(read_text(config))
     if not isinstance(tree, dict):
