@@ -23,6 +23,7 @@ ROOMS = (
     *("diagnose/difference", "diagnose/what_if", "report/sections", "measure/statistics"),
     *(f"experiments/{name}" for name in ("laboratory", "program", "shadow")),
     *("remedy/cure", "remedy/fallback", "remedy/guard", "watching/adapters", "watching/modules", "watching/operands"),
+    *("serving/causes", "serving/parity"),
 )
 """Modules that make answers, findings, remedies, comparisons, events, and reasons why something was not seen."""
 NO_SENTENCES = re.compile(r"\\|\|Transpose\||^entry \(|^--|^trigger nonfinite, no|^watch: (an experiment|the step's)")
@@ -206,3 +207,11 @@ def test_every_command_of_sentences_speaks_chinese(
     assert "线性层为反向保存" in capsys.readouterr().out
     assert ended("order", "torch.sum", "-k", "8", "--lang", "zh") == 0
     assert "次试探" in capsys.readouterr().out
+
+
+def test_a_row_keeps_its_columns_and_its_last_word_is_said() -> None:
+    """The rows of check, and the first line of certify, which has two gaps as its template has."""
+    say = Language("zh")
+    assert say("  output of 1     0.0002    1.9e-05  wrong") == "  1 的输出        0.0002    1.9e-05  错误"
+    assert say("my_kernel:encode  encode  wrong") == "my_kernel:encode  encode  错误"
+    assert say("layers.0  0.1  scales") == "layers.0  0.1  scales"

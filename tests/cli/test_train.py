@@ -215,6 +215,15 @@ def test_json_is_one_object_on_stdout_and_progress_is_on_stderr(tmp_path: Path) 
     assert "100 %" in ran.stderr
 
 
+def test_the_page_opens_itself_but_where_nobody_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `open_page` does with the address, test_console.py tells: nothing in CI, through ssh, or in a pipe."""
+    opened: list[str] = []
+    monkeypatch.setattr("ottava.cli.train.open_page", opened.append)
+    for name, more in (("a", ()), ("b", ("--no-open",)), ("c", ("--json",))):
+        assert run(*COMMAND[2:], "--steps", "10", "--run-dir", tmp_path / name, *more) == 0
+    assert opened == [(tmp_path / "a" / "report.html").as_uri()]
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The signal comes once the first line of progress is there; until then no second demo gets into the folder."""
     options = ("--steps", "5000", "--run-dir", str(tmp_path))

@@ -70,7 +70,7 @@ def test_ten_recipes_differ_in_colour_dash_or_marker() -> None:
         root = ElementTree.fromstring(render(chart(line(2.0, 1.0, style=style)), chart_id="c"))
         assert (root.get("role"), root.get("aria-labelledby")) == ("img", "c-title c-desc")
         assert root.find(f"{SVG}title").text == "Loss <&>"  # type: ignore[union-attr]
-        curve, *marks = root.findall(f"{SVG}g/{SVG}g/{SVG}path")
+        curve, *marks = root.findall(f"{SVG}svg/{SVG}g/{SVG}g/{SVG}path")
         assert [marker.get("d", "").count("h0") for marker in marks] in ([2], [2, 2])
         looks.add((curve.get("stroke"), curve.get("stroke-dasharray"), marks[0].get("stroke-linecap"), len(marks)))
     assert len(looks) == 11
@@ -79,7 +79,7 @@ def test_ten_recipes_differ_in_colour_dash_or_marker() -> None:
 
 def test_a_higher_loss_is_drawn_higher_and_nan_leaves_a_gap() -> None:
     root = ElementTree.fromstring(render(chart(line(1.0, 3.0, math.nan, 1.0, 2.0, markers=False)), chart_id="c"))
-    path = root.find(f"{SVG}g/{SVG}g/{SVG}path").get("d", "")  # type: ignore[union-attr]
+    path = root.find(f"{SVG}svg/{SVG}g/{SVG}g/{SVG}path").get("d", "")  # type: ignore[union-attr]
     assert path.count("M") == 2
     heights = [float(command.split()[1]) for command in path.replace("M", "L").split("L")[1:]]
     assert heights[1] < heights[3] < heights[0] == heights[2]
@@ -96,6 +96,11 @@ def test_tooltips_hold_the_measured_values() -> None:
     data = json.loads(root.get("data-chart", ""))
     assert [series["points"] for series in data["series"]] == [[[0, 1.0], [1, None]], [[1, 2.5]], [[0, 9.0]]]
     assert "data-chart" not in render(drawn, chart_id="c", width=350)
+    svg = render(chart(line(1e-3, 1.0), log=True), chart_id="c")
+    data = json.loads(ElementTree.fromstring(svg).get("data-chart", ""))
+    assert data["log"]
+    assert data["series"][0]["points"] == [[0, 0.001], [1, 1.0]]  # the numbers themselves
+    assert data["y_range"] == pytest.approx([-3.12, 0.12])
 
 
 def test_a_narrow_picture_stretches_the_curves_of_the_wide_one() -> None:
@@ -119,7 +124,7 @@ def test_a_narrow_picture_stretches_the_curves_of_the_wide_one() -> None:
 def test_a_band_runs_along_its_upper_and_back_along_its_lower_edge() -> None:
     band = Band(name="seeds", points=[(0, 1.0, 2.0), (1, 1.0, 3.0)])
     root = ElementTree.fromstring(render(chart(line(0.0, 4.0), bands=[band]), chart_id="c"))
-    area = root.find(f"{SVG}g/{SVG}g/{SVG}path[@class='band']")
+    area = root.find(f"{SVG}svg/{SVG}g/{SVG}path[@class='band']")
     assert area is not None
     corners = [tuple(map(float, c.split())) for c in area.get("d", "")[1:-1].split("L")]
     (x0, top0), (x1, top1), (back1, low1), (back0, low0) = corners

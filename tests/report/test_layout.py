@@ -188,3 +188,32 @@ def test_a_pointer_on_a_picture_is_told_its_numbers(
     show(browser, pages["demo"](), tmp_path)
     told = browser.ask(Path(__file__).with_name("pointed.js").read_text(encoding="utf-8"))
     assert told[:3] == ["step 200", "bf16", "1.70"]
+
+
+@pytest.mark.parametrize(("name", "width", "end"), [("demo", 1280, 200), ("check", 390, 140), ("results", 1280, 140)])
+def test_a_chart_shows_a_part_of_its_axis_and_another_scale(
+    name: str, width: int, end: int, pages: dict[str, Callable[[], str]], browser: Page, tmp_path: Path
+) -> None:
+    """Dragged over, in the wide picture and in the phone's; typed; all charts with that axis; and back as it was."""
+    browser("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
+    browser("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    show(browser, pages[name](), tmp_path)
+    found = browser.ask(Path(__file__).with_name("zoomed.js").read_text(encoding="utf-8"))
+    begun, dragged, other, back = (found[one] for one in ("begun", "dragged", "other", "back"))
+    assert begun["wide"] is (width > 600)
+    (changed,) = {one for one in dragged["shown"] if one not in begun["shown"]}
+    assert [float(one) for one in changed.split(",")] == pytest.approx([end / 2, end], abs=2)
+    assert dragged["shown"].count(changed) == (2 if name == "demo" else 1)
+    assert (begun["all"], dragged["all"], back["all"]) == (False, True, False)
+    assert str(end) in found["tip"] or name != "demo"
+    assert other["log"] is not dragged["log"] is begun["log"] is (name != "demo")
+    for one in (dragged, other):
+        assert one["ticks"] != begun["ticks"]
+        assert one["paths"] != begun["paths"]
+        assert not re.search("NaN|Infinity|undefined", "".join(one["paths"] + one["ticks"]))
+    assert (back["shown"], found["empty"]["shown"]) == (begun["shown"], begun["shown"])
+    assert [path.count("h0") for path in back["paths"]] == [path.count("h0") for path in begun["paths"]]
+    places = [[float(x) for path in one["paths"] for x in re.findall(r"[\d.]+", path)] for one in (begun, back)]
+    if len(places[0]) == len(places[1]):
+        assert places[0] == pytest.approx(places[1], abs=0.11)
+    assert (found["focus"], found["moving"], browser.problems) == (True, 0, [])

@@ -232,7 +232,18 @@ def test_a_browser_sees_the_run_grow(tmp_path: Path) -> None:
             assert page.problems == []
 
 
-def test_a_watch_brings_its_page_and_takes_it_away(tmp_path: Path) -> None:
+SMALL = (
+    "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",
+    *("data.max_bytes=200000", "batch_size=4", "sequence_length=32", "steps=40", "evaluation={every: 40, batches: 1}"),
+)
+TRAININGS = {
+    "watch": ("watch", "--live", "--out", "run", "--", "train.py"),
+    "train": ("train", "--live", "--run-dir", "run", *(f"--set={one}" for one in SMALL)),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_brings_its_page_and_takes_it_away(name: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import time, torch\n"
@@ -242,12 +253,17 @@ def test_a_watch_brings_its_page_and_takes_it_away(tmp_path: Path) -> None:
         "    model(torch.randn(64, 32)).square().mean().backward()\n"
         "    optimizer.step(); optimizer.zero_grad(); time.sleep(0.05)\n"
     )
-    command = [sys.executable, "-m", "ottava", "watch", "--live", "--out", "run", "--", "train.py"]
+    command = [sys.executable, "-m", "ottava", *TRAININGS[name]]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ | {"CI": "1"})
     assert process.stderr is not None
     url = next(line for line in process.stderr if line.startswith("ottava live: ")).split()[-1]
+    assert url.startswith("http://127.0.0.1:")
+    assert len(url.split("/")[3]) >= 43  # 256 bits
+    with urllib.request.urlopen(url + "events?page=0") as events:
+        assert any(line == b"event: steps\n" for line in events)
     assert b"ottava report" in urllib.request.urlopen(url).read()
     (tmp_path / "enough").touch()
+    process.stderr.read()  # else a full pipe holds the process
     assert process.wait(600) == 0
     assert gone(url), "the server outlived the training"
 

@@ -21,6 +21,7 @@ LANGUAGES = ("en", "zh")
 _WORD = re.compile(r"(?<![\w./`=])(?!(?:fprop|dgrad|wgrad)\b)[A-Za-z]{2,}(?![\w/`=(]|\.\w)")
 _HOLE = re.compile(r"\{\d*\}")
 _CELL = re.compile(r"\S+(?: \S+)*")
+_GAP = re.compile(r"(?:\\ ){2,}")
 _MARGIN = re.compile(r"\s*(?:(?:\d+\.|[a-h]\)|[A-Z]\d+[a-z]?) +)?")
 _SENTENCE = re.compile(r"(?<=[.!?]) ")
 _UNTOUCHED = re.compile(r"(<(script|style|code|pre)\b.*?</\2>)", re.DOTALL)
@@ -69,9 +70,9 @@ class Language:
     def _line(self, line: str) -> str:
         start = _MARGIN.match(line)
         said = begun = start[0] if start else ""
-        row = re.search(r"\S {2,}\S", body := line[len(said) :].rstrip()) is not None
-        rows = (one for words, one, _ in self._templates if words in body and r"\ \ " in one.pattern)
-        if row and not any(one.fullmatch(body) for one in rows):
+        gaps = len(re.findall(r"\S {2,}(?=\S)", body := line[len(said) :].rstrip()))
+        rows = (one for words, one, _ in self._templates if words in body and len(_GAP.findall(one.pattern)) == gaps)
+        if gaps and not any(one.fullmatch(body) for one in rows):
             return self._row(line)
         for sentence in _SENTENCE.split(body):
             found, title = self._whole(sentence), self._whole(sentence.removesuffix("."))
@@ -81,10 +82,10 @@ class Language:
         return said
 
     def _row(self, line: str) -> str:
-        """A row of a table: its phrases, and the words of a head, which has no number. Columns stay where they are."""
+        """A row of a table: its phrases, its last word, and those of a head, which has no number. Columns stay."""
         said, head = "", not re.search(r"\d", line)
         for cell in _CELL.finditer(line):
-            found = self._whole(cell[0]) if head or " " in cell[0] else None
+            found = self._whole(cell[0]) if head or " " in cell[0] or cell.end() == len(line.rstrip()) else None
             told = found.text if found and re.search("[\u4e00-\u9fff]", found.text) else cell[0]
             said += " " * max(2 * bool(said), cell.start() - columns_of(said)) + told
         return said

@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from ottava.base.text import columns
-from ottava.cli.console import SpeaksOption, answer
+from ottava.cli.console import SpeaksOption, answer, spoken
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -226,7 +226,7 @@ def bisect(
     model, loss, data, states, position = _load(checkpoint, config, step, batch)
 
     def show(probe: Probe) -> None:
-        typer.echo(f"  {probe.what}: error {probe.error:.4f}", err=True)
+        typer.echo(spoken(f"  {probe.what}: error {probe.error:.4f}", language), err=True)
 
     quantity = _check_target(target)
     listener = None if as_json else show

@@ -39,7 +39,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.base.errors import unknown_name
-from ottava.base.text import finite
+from ottava.base.text import finite, progress
 from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.casts import Casts, is_torchao, only_without
 from ottava.experiments.program import Gradients, Pass, Player
@@ -414,7 +414,9 @@ def bisect(
         raise ValueError(f"bisect: {unknown_name('target', target, get_args(Target))}")
     replay = Replay(model, batch, loss, random=random, target=target)
     asked = None if recipe is None else get_recipe(recipe)
-    return _Search(replay, asked, accumulator, on_probe or (lambda probe: None)).run()
+    search = _Search(replay, asked, accumulator, on_probe or (lambda probe: None))
+    with closing(search.made):
+        return search.run()
 
 
 class _Search:
@@ -435,6 +437,9 @@ class _Search:
         self.layers = {name: self.layers[name] for name in self.cells}  # not a head in high precision
         self.probes: list[Probe] = []
         self.notes: list[str] = []
+        self.next: tuple[str, Iterable[str], Sequence[str]] = ("", (), ())  # what the next probe is, for `_probes`
+        most = 6 + 2 * math.ceil(math.log2(max(1, len(self.cells))))
+        self.made = progress(self._probes(), "bisecting", total=most, prints=True)
         if not self.cells:
             raise ValueError("bisect: this recipe quantizes no GEMM of any layer; give another one with recipe=")
 
@@ -505,11 +510,16 @@ class _Search:
         return operands_of(seen)
 
     def _probe(self, what: str, layers: Iterable[str], gemms: Sequence[str]) -> Probe:
-        outcome = self.replay.run(self._recipe(layers, gemms))
-        probe = Probe(what, self.replay.compare(outcome, self.reference))
-        self.probes.append(probe)
-        self.on_probe(probe)
-        return probe
+        self.next = what, layers, gemms
+        self.probes.append(next(self.made))
+        self.on_probe(self.probes[-1])
+        return self.probes[-1]
+
+    def _probes(self) -> Iterator[Probe]:
+        while True:
+            what, layers, gemms = self.next
+            outcome = self.replay.run(self._recipe(layers, gemms))
+            yield Probe(what, self.replay.compare(outcome, self.reference))
 
     def _recipe(self, layers: Iterable[str], gemms: Sequence[str]) -> Recipe:
         """A recipe with only these GEMMs of these layers on."""

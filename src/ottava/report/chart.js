@@ -10,29 +10,6 @@ function canvas(host, height, label) {
   const svg = put(host, "svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": said(label) });
   return { svg, width, height };
 }
-// Multiples of 1, 2 or 5 times a power of ten within [low, high], about `count` of them.
-function ticks(low, high, count) {
-  if (!(high > low)) return [low];
-  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].find((m) => m * power >= rough) * power, found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step + 0);  // -0 is 0
-  return found;
-}
-// The texts at ticks, all with the same number of decimals.
-function tickTexts(values) {
-  if (values.some((y) => y && (Math.abs(y) >= 1e6 || Math.abs(y) < 1e-3))) return values.map((y) => human(y));
-  const places = Math.max(0, ...values.map((y) => (String(Number(y.toPrecision(3))).split(".")[1] ?? "").length));
-  const whole = values.every(Number.isInteger);
-  return values.map((y) => whole ? plain(y) : y.toLocaleString("en", { minimumFractionDigits: places, maximumFractionDigits: places }));
-}
-const wholeTicks = (low, high, count) => ticks(low, high, count).filter(Number.isInteger);
-// Ticks on a logarithmic axis from 2**low to 2**high: powers of 10 or 2, or plain numbers on a short axis.
-function powers(low, high) {
-  const base = high - low > 13 ? 10 : 2, unit = Math.log2(base), found = [];
-  const step = Math.max(1, Math.ceil((high - low) / unit / 6));
-  for (let e = Math.ceil(low / unit / step) * step; e * unit <= high; e += step) found.push(base ** e);
-  return found.length > 1 ? found : ticks(2 ** low, 2 ** high, 4);
-}
 // Curves over steps. series: {name, xs, ys, css}, null for an unknown y. Returns what callers need to draw on top.
 function lines(host, { height, label, series, x: [x0, x1], log = false, dots = false, bottom = 24, top = 22, left = 56, right = 14 }) {
   const { svg, width } = canvas(host, height, label);
@@ -43,12 +20,10 @@ function lines(host, { height, label, series, x: [x0, x1], log = false, dots = f
   [y0, y1] = [y0 - pad, y1 + pad];
   const X = (x) => left + (x1 > x0 ? (x - x0) / (x1 - x0) : 0.5) * (width - left - right);
   const Y = (y) => height - bottom - (f(y) - y0) / (y1 - y0) * (height - top - bottom);
-  const at = log ? powers(y0, y1) : ticks(y0, y1, height / 45), even = !log || at.every(Number.isInteger);
-  const texts = even ? tickTexts(at) : at.map((y) => human(y));
-  at.forEach((y, i) => {
+  for (const [y, text] of tickedFrom(y0, y1, log, height / 45)) {
     put(svg, "line", { class: "grid", x1: left, x2: width - right, y1: Y(y), y2: Y(y) });
-    put(svg, "text", { x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, texts[i]);
-  });
+    put(svg, "text", { x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, text);
+  }
   if (bottom > 10) for (const x of wholeTicks(x0, x1, Math.max(3, width / 110))) {
     put(svg, "text", { x: X(x), y: height - 6, "text-anchor": "middle" }, plain(x));
   }

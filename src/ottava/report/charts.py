@@ -144,27 +144,24 @@ def render(chart: Chart, *, chart_id: str, tooltips: bool = True, width: int = 0
     Args:
         chart: the data. Points that are not finite leave a gap.
         chart_id: unique in the page; begins with a letter.
-        tooltips: add the measured points as JSON in `data-chart`, for draw.js.
+        tooltips: add the measured points as JSON in `data-chart`, for `charted` in draw.js.
         width: of a second picture without tooltips, which stretches the first's curves; its id is `chart_id`-narrow.
     """
-    if chart.log:
-        chart = _logarithmic(chart)
+    measured, chart = chart, _logarithmic(chart) if chart.log else chart
     wide, chart = _Frame.of(chart), replace(chart, width=width or chart.width)
     frame = _Frame.of(chart)
-    data = f' data-chart="{escape(_tooltip_data(chart, frame), quote=True)}"' if tooltips > bool(width) else ""
+    data = f' data-chart="{escape(_chart_data(measured, frame), quote=True)}"' if tooltips > bool(width) else ""
     curves = [*(_band(band, frame) for band in chart.bands), *(_line(line, frame) for line in chart.lines)]
     drawn = _once(curves, chart_id, frame, wide, (frame.bottom - frame.top) / (wide.bottom - wide.top))
-    chart_id += "-narrow" if width else ""
-    clip_id = f"{chart_id}-clip"
+    size = frame.left - 5, frame.top, frame.right - frame.left + 10, frame.bottom - frame.top  # 5: half a marker
+    place = 'x="{0}" y="{1}" width="{2}" height="{3}" viewBox="{0} {1} {2} {3}"'.format(*size)  # an <svg> clips
     parts = [
-        f'<clipPath id="{clip_id}"><rect x="{frame.left - 5}" y="{frame.top}" '  # 5: half a marker
-        f'width="{frame.right - frame.left + 10}" height="{frame.bottom - frame.top}"/></clipPath>',
         _axes(chart, frame),
-        _marks(chart, frame),
-        f'<g clip-path="url(#{clip_id})">{drawn}</g>',
+        f'<g class="marks">{_marks(chart, frame)}</g>' if chart.marks else "",
+        f"<svg {place}>{drawn}</svg>",
         _legend(chart, frame),
     ]
-    return _svg(chart_id, chart, chart.height, parts, data)
+    return _svg(chart_id + "-narrow" * bool(width), chart, chart.height, parts, data)
 
 
 def _once(parts: Iterable[str], chart_id: str, box: _Frame | _Axis, wide: _Frame | _Axis, tall: float = 1) -> str:
@@ -283,7 +280,7 @@ def _extent(values: Iterable[float], *, padding: float) -> tuple[float, float]:
 
 
 def _axes(chart: Chart, frame: _Frame) -> str:
-    parts = [f'<text x="0" y="12" class="heading">{escape(chart.title)}</text>']
+    parts = [f'<text x="0" y="12" class="heading">{escape(chart.title)}</text><g class="ticks">']
     ticks = nice_ticks(*frame.y_range, count=6)
     decimals = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9)) if len(ticks) > 1 else 2
     sign = "+" if chart.signed else ""
@@ -297,7 +294,7 @@ def _axes(chart: Chart, frame: _Frame) -> str:
     for tick in (tick for tick in nice_ticks(*frame.x_range, count=6) if tick.is_integer() or not whole):
         parts.append(f'<text x="{frame.x(tick)}" y="{frame.bottom + 18}" text-anchor="middle">{tick:g}</text>')
     middle = (frame.left + frame.right) / 2
-    parts.append(f'<text x="{middle}" y="{chart.height - 6}" text-anchor="middle">{escape(chart.x_label)}</text>')
+    parts.append(f'</g><text x="{middle}" y="{chart.height - 6}" text-anchor="middle">{escape(chart.x_label)}</text>')
     parts.append(f'<text x="{frame.right}" y="12" text-anchor="end">{escape(chart.y_label)}</text>')
     return "".join(parts)
 
@@ -366,7 +363,8 @@ def _line(line: Line, frame: _Frame) -> str:
         pen_down = math.isfinite(y)
     curve = f'<path class="curve" {_stroke(line)} d="{"".join(commands)}"/>' if commands and line.joined else ""
     at = [(frame.x(x), frame.y(y)) for x, y in points if line.markers and math.isfinite(y)]
-    return curve + markers(at, line.style)
+    drawn = curve + markers(at, line.style)
+    return drawn if line.faint else f"<g>{drawn}</g>"
 
 
 def markers(places: Iterable[Point], style: int) -> str:
@@ -386,15 +384,16 @@ def _band(band: Band, frame: _Frame) -> str:
     return f'<path class="band" d="M{upper}L{lower}z"/>'
 
 
-def _tooltip_data(chart: Chart, frame: _Frame) -> str:
-    """The measured points of each named line, for `follow` in draw.js."""
+def _chart_data(chart: Chart, frame: _Frame) -> str:
+    """The measured points of each named line, for `charted` in draw.js; the ranges are those of the axes."""
     named = (line for line in chart.lines if not line.faint)
     return to_json(
         {
             "x_label": chart.x_label,
             "names": chart.names,
-            "box": {"left": frame.left, "right": frame.right, "top": frame.top, "bottom": frame.bottom},
             "x_range": frame.x_range,
+            "y_range": frame.y_range,
+            "log": chart.log,
             "signed": chart.signed,
             "series": [{"name": line.name, "color": color(line.style), "points": line.points} for line in named],
         }

@@ -68,7 +68,7 @@ def figure(chart: Chart | Forest | Bars, name: str, caption: str = "") -> Markup
         caption: a sentence below.
 
     Example:
-        >>> figure(Chart(title="t", description="d", x_label="x", y_label="y", lines=[]), "loss").count("<svg")
+        >>> figure(Chart(title="t", description="d", x_label="x", y_label="y", lines=[]), "loss").count('role="img"')
         2
     """
     draw: Any = {Chart: charts.render, Forest: charts.forest, Bars: charts.bars}[type(chart)]

@@ -127,25 +127,9 @@ function zoom(range) {
   if (state) drawHeat();
 }
 // Dragging over a picture of the time axis shows these steps alone.
-function brush({ svg, left, right, width, top, base }) {
-  const end = width - right, stepOf = (px) => view[0] + (clamp(px, left, end) - left) / (end - left) * (view[1] - view[0]);
-  let from = null, box = null;
-  svg.addEventListener("pointerdown", (event) => { from = pointIn(svg, event).x; });
-  svg.addEventListener("pointermove", (event) => {
-    if (from === null) return;
-    const [a, b] = [from, pointIn(svg, event).x].map((px) => clamp(px, left, end)).sort((x, y) => x - y);
-    box ??= put(svg, "rect", { class: "brush", y: top, height: base - top });
-    for (const [key, value] of [["x", a], ["width", b - a]]) box.setAttribute(key, value);
-  });
-  const release = (event) => {
-    const range = from === null ? [0, 0] : [from, pointIn(svg, event).x].sort((x, y) => x - y);
-    from = null;
-    box?.remove();
-    box = null;
-    if (event.type === "pointerup" && range[1] - range[0] > 8) zoom(range.map((px) => Math.round(stepOf(px))));
-  };
-  for (const name of ["pointerup", "pointerleave"]) svg.addEventListener(name, release);
-}
+const brush = ({ svg, left, right, width, top, base }) => brushed(svg, { left, right: width - right, top, bottom: base }, (shares) => {
+  zoom(shares.map((share) => Math.round(view[0] + share * (view[1] - view[0]))));
+});
 function drawEvents({ svg, X, top, base }, shown) {
   const places = Map.groupBy ? Map.groupBy(shown, (event) => Math.round(X(event.step) / 20)) : new Map(shown.map((event) => [event, [event]]));
   for (const here of places.values()) {

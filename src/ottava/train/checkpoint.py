@@ -544,7 +544,8 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
     entries = _entries(source)
     chosen = [name for name in entries if not ours or name.startswith("model.") or (keep and name[:6] != _OWN)]
     tensors = {name: torch.empty(entries[name][0], dtype=entries[name][1]) for name in chosen}
-    _load(source, tensors, alone=True)
+    for part in progress([chosen[at::16] for at in range(16) if chosen[at:]], "reading tensors"):
+        _load(source, {name: tensors[name] for name in part}, alone=True)
     if ours and not keep:
         tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
     try:

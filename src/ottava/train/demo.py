@@ -155,9 +155,10 @@ class Demo:
         """Measures the finished runs once more and collects everything."""
         first = self.runs[0].trainer
         manifest: dict[str, Any] = json.loads((first.folder.path / "manifest.json").read_text(encoding="utf-8"))
+        candidates = [run for run in self.runs if run.recipe != REFERENCE]
         return DemoResult(
             runs=[run.result() for run in progress(self.runs, "evaluating")],
-            machinery={run.recipe: run.machinery() for run in self.runs if run.recipe != REFERENCE},
+            machinery={run.recipe: run.machinery() for run in progress(candidates, "measuring casts")},
             command=self.folder.settings.command(),
             config=first.config.to_yaml(),
             text=first.corpus.source,
