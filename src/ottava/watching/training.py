@@ -265,10 +265,12 @@ class TrainingTap:
         if first:
             # of several optimizers, one may leave its gradients until its own turn, as those of two players do
             # and a flat copy of the parameters takes its gradient by assignment: nothing is added to it
-            mine = {id(p) for _, p in self._parameters()}
             # what was left by a model of an earlier phase is nobody's
             recent = [o for o in self._living() if self._stepped_at.get(id(o), 0) > self._backwards - _RECENT]
-            held = [[p for p in _held(o) if id(p) in mine] for o in recent]
+            held = [[p for p in _held(o) if p.grad is not None] for o in recent]
+            if all(held):
+                mine = {id(p) for _, p in self._parameters()}
+                held = [[p for p in _held(o) if id(p) in mine] for o in recent]
             found = [_left(some) for some in held] if all(held) else []
             self._numbers["kept_gradient"] = torch.stack(found).amin().reshape(1) if found else torch.zeros(1)
         self.batches.backward(roots if self._hashes else ())
