@@ -169,9 +169,10 @@ def on_grid(
 
 
 def significant(x: Tensor, bits: int) -> Tensor:
-    """x rounded to that many significant bits, ties to even, float64."""
+    """x rounded to that many significant bits, ties to even, float64; cut off to them if they are negative."""
     mantissa, power = torch.frexp(x.double())
-    return torch.ldexp((mantissa * 2.0**bits).round(), power - bits)
+    whole = mantissa * 2.0 ** abs(bits)
+    return torch.ldexp(whole.round() if bits > 0 else whole.trunc(), power - abs(bits))
 
 
 def in_bad_tile(bad: Tensor, size: int) -> Tensor:

@@ -319,6 +319,7 @@ def scale_faults() -> tuple[tuple[str, str, Change], ...]:
         ("first scale of each row", "Each row uses its first scale for all of K", lambda s: s[..., :1].expand(s.shape) if s.dim() > 1 else None),
         ("last scale repeated", "The last block along K gets the scale of the block before it", lambda s: torch.cat([s[..., :-1], s[..., -2:-1]], -1) if s.dim() > 1 and s.shape[-1] > 1 else None),
         ("last scale repeated", "The last row of scales is that of the row before it", lambda s: torch.cat([s[:-1], s[-2:-1]], 0) if s.dim() > 1 and len(s) > 1 else None),
+        ("last scale ignored", "The last scale along K is taken for 1", lambda s: torch.cat([s[..., :-1], torch.full_like(s[..., -1:], 127 if s.dtype == torch.uint8 else 1)], -1) if s.dim() > 1 else None),
         *((f"scale of {n} blocks", f"Each {n} blocks along K use the first of their scales", lambda s, n=n: s[..., torch.arange(s.shape[-1]) // n * n] if s.dim() > 1 and s.shape[-1] > 1 else None) for n in (2, 4)),
         *((f"scale of {n} rows", f"Each {n} rows use the first of their scales", lambda s, n=n: s[..., torch.arange(s.shape[-2]) // n * n, :] if s.dim() > 1 and s.shape[-2] > 1 else None) for n in (2, 4, 8, 16, 32, 128)),
         ("second of four scales", "Of each four scales along K the second is replaced by the first", lambda s: s[..., torch.where(torch.arange(s.shape[-1]) % 4 == 1, torch.arange(s.shape[-1]) - 1, torch.arange(s.shape[-1]))] if s.dim() > 1 and s.shape[-1] > 1 else None),
@@ -359,6 +360,7 @@ def of_codes() -> Iterator[Fault]:
         ("rounds twice, BF16 first", "It rounds to BF16 before it rounds to the format", always(before=torch.bfloat16)),
         ("rounds twice, FP16 first", "It rounds to FP16 before it rounds to the format", always(before=torch.float16)),
         *((f"rounds twice, {bits} bits first", f"It rounds to {bits} significant bits before it rounds to the format", always(before=bits)) for bits in (2, 3, 4, 5, 6, 7)),
+        *((f"rounds twice, cut off to {text}", f"It cuts off to {text} before it rounds to the format", always(before=-bits)) for text, bits in (("FP16's 11 bits", 11), ("BF16's 8 bits", 8))),
         *(("NaN lost", f"NaN becomes {value:g}; it should stay NaN", always(lost_nan=value)) for value in (0.0, 448.0, 240.0, 57344.0, 6.0, 1.0)),
         *((f"clamps at {top:g}", f"Larger numbers become {top:g}, below the format's largest", always(top=top)) for top in (240.0, 448.0, 416.0, 256.0, 224.0, 120.0, 49152.0, 4.0, 3.0)),
     )
@@ -559,10 +561,15 @@ def _of_layers() -> Iterator[Fault]:
     )
     yield from _stale(("linear",), *((f"{side} of the step before", f"It uses the {side} of", _earlier(side)) for side in ("x", "weight", "grad")))
     other = {"fprop.lhs": "wgrad.rhs", "fprop.rhs": "dgrad.rhs", "dgrad.lhs": "wgrad.lhs"}
-    for cell, turned in (other | {b: a for a, b in other.items()}).items():
+    turned = other | {b: a for a, b in other.items()}
+    for cell, twin in turned.items():
         (gemm, side), text = cell.split("."), "is cast from what was cast along the other dimension"
         operands = {f"the {'left' if side == 'lhs' else 'right'} operand of {gemm}": (cell,)} | operands
-        yield from rows(("linear",), (f"{cell} rounded twice", f"{next(iter(operands)).capitalize()} {text}", lambda c, own=cell, turned=turned: None if None in (c.cell(own), c.cell(turned)) else {"cells": {own: {"twice": c.cell(turned)}}}))
+        yield from rows(("linear",), (f"{cell} rounded twice", f"{next(iter(operands)).capitalize()} {text}", lambda c, own=cell, twin=twin: None if None in (c.cell(own), c.cell(twin)) else {"cells": {own: {"twice": c.cell(twin)}}}))
+    for sides in (("fprop", "dgrad"), ("wgrad",)):  # the other cast of each operand, where there is one
+        mine = {place: turned[place] for place in CELLS if place.split(".")[0] in sides and place in turned}
+        said = f"The operands of {' and '.join(sides)} are those that were cast along the other dimension"
+        yield from rows(("linear",), ("casts along the wrong dimension", said, lambda c, mine=mine: {"cells": {own: {"turned": c.cell(other)} for own, other in mine.items() if c.cell(other) is not None}}))
     for text, places in operands.items():
         yield from rows(
             ("linear",),
@@ -588,8 +595,8 @@ def _of_layers() -> Iterator[Fault]:
 
 def _casts(alone: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Of one operand of one GEMM alone, or of several."""
+    yield from ((f"read as {fmt}", f"has codes that are read as {fmt}", {"read": fmt}) for fmt in _EIGHT if fmt.bits == 8)
     if alone:
-        yield from ((f"read as {fmt}", f"has codes that are read as {fmt}", {"read": fmt}) for fmt in _EIGHT if fmt.bits == 8)
         yield from ((f"scale of {name}", f"has the scale of {name}", {"granularity": blocks}) for name, blocks in _BLOCKS)
         yield "scale of 448", "is read with the scale of a cast to 448, E4M3's largest", {"other_top": 448.0}
         return

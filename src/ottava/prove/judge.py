@@ -240,8 +240,8 @@ def product(
 
     slack: how far each number of a and b may be off.
     steps: a type, and how many products go into it at once, one step after the other; None: fp32.
-    split: a type, the number of parts of K whose sums are rounded to it (negative: the size of each, and they are added
-        one after the other), and the type in which they are added.
+    split: a type that sums of parts of K are rounded to, the number of these parts (negative: the size of each), and
+        the type in which they are added, one after the other.
     """
     k = a.shape[1]
     center, size = a @ b.t(), a.abs() @ b.abs().t()
@@ -250,15 +250,11 @@ def product(
         for x, y in zip(a.split(steps[1], 1), b.split(steps[1], 1), strict=True):
             center = (center + x @ y.t()).float().to(steps[0]).double()
     if split is not None:
-        count = split[1] if split[1] > 0 else max(1, -(-k // -split[1]))
-        sides = zip(a.tensor_split(count, 1), b.tensor_split(count, 1), strict=True)
-        if split[1] < 0:
-            sides = zip(a.split(-split[1], 1), b.split(-split[1], 1), strict=True)
-        parts = [(x @ y.t()).float().to(split[0]).double() for x, y in sides]
-        center = torch.stack(parts).sum(0) if split[1] > 0 else torch.zeros_like(center)
-        for part in parts if split[1] < 0 else ():
-            center = (center + part).float().to(split[2]).double()
-        center = center.float().to(split[2]).double()
+        kind, count, into = split
+        width = -count if count < 0 else max(1, -(-k // count))
+        center = torch.zeros_like(center)
+        for x, y in zip(a.split(width, 1), b.split(width, 1), strict=True):
+            center = (center + (x @ y.t()).float().to(kind).double()).float().to(into).double()
     error = (k + 4) * unit * size
     whole = size <= 2.0**24 * (_granule(a) * _granule(b).t())
     error = torch.where(whole & (unit == U32), 0.0, error + k * 2.0**-52 * size)
@@ -370,9 +366,12 @@ def cast_interval(
     if other is not None:
         center, far = cast_interval(x, spec, off)
         return center * (spec.format.max / other), far * (spec.format.max / other)
+    if (turned := way.pop("turned", None)) is not None:  # as it was cast along the other dimension
+        center, far = cast_interval(x.t(), turned)
+        return center.t(), far.t()
     if (twice := way.pop("twice", None)) is not None:
         x = cast_interval(x.t(), twice)[0].t()  # what is cast has been cast along the other dimension
-    if (read := way.pop("read", None)) is not None:
+    if (read := way.pop("read", fmt)) != fmt:
         center, _ = cast_interval(x, spec)
         scale = spread(_scales_asked(x, spec, {})[1], spec, shape)
         codes = encode((center / torch.where(scale == 0, 1.0, scale)).float(), fmt).view(torch.uint8)

@@ -377,8 +377,9 @@ def _grouped(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[Ker
     kinds = (*numbers, "one NaN", "a row of NaN", "zeros", "wide")
     width, high = _width((lhs, rhs)), rhs.granularity.rows or 1
     for i, (sizes, layout, operands) in enumerate(combinations(_GROUPS, LAYOUTS[:2], kinds, source, count)):
-        n, k = ((32, 64), (128, 128), (16, 256), (256, 256), (128, 384))[i % 5]
-        n, k = -(-n // high) * high, -(-k // width) * width
+        n, k = ((32, 64), (128, 128), (16, 256), (256, 256), (128, 384), (80, 128), (144, 64))[i % 7]
+        whole = i % 7 < 5  # whole blocks of b's scales
+        n, k = -(-n // high) * high if whole else n, -(-k // width) * width
         beyond = 4 if i % 4 == 3 else 0  # rows of no group
         a_format, b_format = _formats(what, source)
         a, scale_a = _side(source, operands, sum(sizes) + beyond, k, lhs, a_format)
@@ -391,7 +392,7 @@ def _grouped(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[Ker
         inputs = _operands((a, scale_a), (b, scale_b), layout, "contiguous") | {"ends": ends}
         rest = " and 4 rows of none" if beyond else ""
         name = f"groups {sizes}{rest}, N {n}, K {k}, {layout}, {operands}"
-        yield KernelCase(name, inputs, {"out": ((sum(sizes) + beyond, n), dtype)})
+        yield KernelCase(name, inputs, {"out": ((sum(sizes) + beyond, n), dtype)}, n % high == 0)
 
 
 def _linear(what: Mapping[str, Any], count: int, source: Draws) -> Iterator[KernelCase]:
