@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,8 +60,7 @@ class Batches:
         self._open: tuple[Tensor, int] | None = None
         """Rows of the last forward, whose labels have not come."""
         self._pairs: list[Tensor] = []
-        self._label_of: dict[float, float] = {}
-        self._known_labels: set[float] = set()
+        self._rows = self._labels = np.empty(0)  # rows so far, sorted, and the label that each came with first
         self._losses = self.forwards = self.evaluating = 0
         """Backwards and forwards of the running step, and of these the ones behind a backward in evaluation mode."""
         self.dtypes: set[str] = set()
@@ -149,13 +149,17 @@ class Batches:
 
     def _again(self, read: Sequence[float]) -> dict[str, float]:
         """Percent of the rows that came in an earlier step, and of these with a label that another row had."""
-        half = len(read) // 2
-        pairs = list(zip(read[:half], read[half:], strict=True))
-        again = [(self._label_of[row], label) for row, label in pairs if row in self._label_of]
-        others = sum(first != label and label in self._known_labels for first, label in again)
-        for row, label in pairs if len(self._label_of) < _ROWS else ():
-            self._known_labels.add(self._label_of.setdefault(row, label))
-        return {"rows_again_pct": 100 * len(again) / half, "rows_relabeled_pct": 100 * others / max(len(again), 1)}
+        rows, labels = np.reshape(read, (2, -1))
+        at = np.searchsorted(self._rows, rows)
+        known = np.append(self._rows, math.nan)[at] == rows
+        first, again = self._labels[at[known]], labels[known]
+        others = np.count_nonzero((first != again) & np.isin(again, self._labels))
+        if len(self._rows) < _ROWS:
+            new, of = np.unique(rows[~known], return_index=True)
+            at = np.searchsorted(self._rows, new)
+            self._rows = np.insert(self._rows, at, new)
+            self._labels = np.insert(self._labels, at, labels[~known][of])
+        return {"rows_again_pct": 100 * len(again) / len(rows), "rows_relabeled_pct": 100 * others / max(len(again), 1)}
 
     def _place(self, kind: str, numbers: Tensor, number: int) -> None:
         """Adds numbers whose hash counts as often as the number of their forward, because the order matters."""
