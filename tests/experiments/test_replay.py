@@ -124,6 +124,44 @@ def test_numbers_of_the_script_are_put_back() -> None:
     assert list(model.past) == [1.0, 0.0]
 
 
+class Scale:
+    """Delayed scaling as scripts write it: no module, and its history no buffer."""
+
+    def __init__(self) -> None:
+        self.history, self.calls, self.latest = collections.deque([1.0], maxlen=3), 0, torch.ones(1)
+
+    def cast(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.history.append(float(x.abs().max()))
+        self.latest.copy_(x.detach().abs().max() + self.latest)
+        return x * max(self.history) * self.calls * self.latest
+
+
+OUTSIDE = [Scale()]
+
+
+class Scaled(nn.Module):
+    """Holds its scales in a dict, as others do in a list, and one that the script holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = {"x": [(Scale(),)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        OUTSIDE[0].history.append(2.0 + OUTSIDE[0].calls)
+        OUTSIDE[0].calls += 1
+        return self.scales["x"][0][0].cast(x) * sum(OUTSIDE[0].history)
+
+
+def test_objects_of_the_scripts_classes_are_put_back() -> None:
+    model, x = Scaled(), torch.full((3,), 2.0)
+    with untouched(model):
+        first = model(x)
+        model(3 * x)
+    assert (model.scales["x"][0][0].calls, list(OUTSIDE[0].history)) == (0, [1.0])
+    assert torch.equal(model(x), first)
+
+
 def test_no_trace_after_an_exception() -> None:
     model, optimizer, batch = trained("delayed")
     before = everything(model, optimizer)

@@ -195,8 +195,9 @@ def only_pattern(name: str) -> str:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restores what forward and backward change: gradients, buffers, attributes of modules, the state of predicted
-    scales, and numbers, iterators and random numbers of the script. What other objects and files hold is not seen."""
+    """Restores what forward and backward change: gradients, buffers, attributes of modules and objects of the script's
+    classes in them, the state of predicted scales, and numbers, iterators and random numbers of the script. What
+    objects of libraries and files hold is not seen."""
     gradients = [(p, p.grad) for p in model.parameters()]
     modules, script = [_Attributes(m) for m in model.modules()], _Globals(model)
     tensors = {id(t): t for m in modules for t in m.tensors()}.values()
@@ -221,15 +222,44 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 _ITERATORS = tuple(map(type, (itertools.count(), itertools.cycle(()), iter([]), iter(()), iter(range(0)))))
-_SHORT = 10_000
+_SHORT, _FEW, _MANY = 10_000, 256, 4096
 _PLAIN = (int, float, complex, str, bytes, NoneType)
+_COLLECTIONS = (list, dict, set, collections.deque)
+_SOURCES = (torch.Generator, np.random.Generator, np.random.RandomState)
+_LIBRARY = "-packages|/src/ottava/"
+
+
+def _is_own(kind: type) -> bool:
+    """Whether a class is the script's, or of a module beside it: no library's, and no module, tensor or optimizer."""
+    if issubclass(kind, nn.Module | Tensor | torch.optim.Optimizer | type):
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "-packages"
+    known = kind.__module__.partition(".")[0] in sys.stdlib_module_names or re.search(_LIBRARY, file) is not None
+    return kind.__module__ == "__main__" or not known
+
+
+def _behind(values: Iterable[Any], met: dict[int, Any]) -> Iterator[Any]:
+    """These collections, objects of own classes and sources of random numbers, and those that they hold, each once."""
+    for value in values:
+        own = not isinstance(value, _PLAIN) and _is_own(type(value)) and hasattr(value, "__dict__")
+        held = type(value) in (*_COLLECTIONS, tuple)
+        if id(value) in met or len(met) > _MANY or not (own or held or isinstance(value, _SOURCES)):
+            continue
+        met[id(value)] = value
+        yield value
+        if own or (held and len(value) <= _FEW):
+            inside = vars(value) if own else value
+            yield from _behind(list(inside.values() if isinstance(inside, dict) else inside), met)
 
 
 def _held(values: Iterable[Any]) -> Iterator[Callable[[], object]]:
-    """What puts back each of these: the contents of a collection, the state of a source of random numbers."""
+    """What puts back each of these: a collection's contents, an object's attributes, the state of a source of random
+    numbers."""
     for value in values:
-        if type(value) in (list, dict, set, collections.deque):
+        if type(value) in _COLLECTIONS:
             yield functools.partial(_refill, value, value.copy())
+        elif _is_own(type(value)):
+            yield functools.partial(_refill, vars(value), {k: _there(v) for k, v in vars(value).items()})
         elif isinstance(value, torch.Generator | np.random.RandomState):
             source: Any = value
             yield functools.partial(source.set_state, source.get_state())
@@ -253,10 +283,10 @@ def _there(value: Any) -> Any:
 
 def _counts(value: Any) -> bool:
     """Whether this draws random numbers, or is a short collection of numbers: a thread may fill others meanwhile."""
-    if type(value) in (list, dict, set, collections.deque):
+    if type(value) in _COLLECTIONS:
         inside = value.values() if isinstance(value, dict) else value
         return len(value) <= _SHORT and all(isinstance(x, _PLAIN) for x in inside)
-    return isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState)
+    return isinstance(value, _SOURCES)
 
 
 class _Globals:
@@ -264,8 +294,9 @@ class _Globals:
 
     def __init__(self, model: nn.Module) -> None:
         found = [sys.modules.get(name) for name in {type(m).__module__ for m in model.modules()}]
-        own = [m for m in found if not re.search("-packages|/src/ottava/", getattr(m, "__file__", None) or "-packages")]
+        own = [m for m in found if not re.search(_LIBRARY, getattr(m, "__file__", None) or "-packages")]
         spaces = [vars(m) for m in {*own, sys.modules["__main__"]}]
+        spaces += [vars(o) for o in _behind([v for s in spaces for v in s.values()], {}) if _is_own(type(o))]
         kinds = _ITERATORS + _PLAIN
         self._spaces = [
             (s, {k: _there(v) for k, v in s.items() if isinstance(v, kinds) and k[:2] != "__"}) for s in spaces
@@ -280,16 +311,20 @@ class _Globals:
 
 
 class _Attributes:
-    """What a module holds beside its parameters and children: by name, and the contents of lists, sets and dicts."""
+    """What a module holds beside its parameters and children: by name, and what collections and objects hold."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.attributes: dict[str, Any] = {k: _there(v) for k, v in vars(module).items()}
-        self._contents = [*_held(v for k, v in self.attributes.items() if k == "_buffers" or k not in _OF_MODULES)]
+        own = (v for k, v in self.attributes.items() if k == "_buffers" or k not in _OF_MODULES)
+        self._reached = [*_behind(own, {})]
+        self._contents = [*_held(self._reached)]
 
     def tensors(self) -> Iterator[Tensor]:
         """Buffers and small tensors that a forward may write to."""
-        for value in (*self.attributes.values(), *self.module._buffers.values()):
+        held = (x if type(x) in (*_COLLECTIONS, tuple) else getattr(x, "__dict__", {}) for x in self._reached)
+        inside = (v for x in held for v in (x.values() if isinstance(x, dict) else x))
+        for value in (*self.attributes.values(), *self.module._buffers.values(), *inside):
             plain = isinstance(value, Tensor) and not value.is_inference() and not value.requires_grad
             if plain and (value.nbytes <= _SMALL or any(value is b for b in self.module._buffers.values())):
                 yield value
