@@ -162,6 +162,27 @@ def test_objects_of_the_scripts_classes_are_put_back() -> None:
     assert torch.equal(model(x), first)
 
 
+def test_what_a_hook_has_closed_over_is_put_back() -> None:
+    def hooked(module: nn.Module, past: list[float]) -> None:
+        calls = 0
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            past.append(float(output.abs().max()))
+            return output * calls * sum(past)
+
+        module.register_forward_hook(hook)
+
+    model, past, x = nn.Linear(3, 3), [1.0], torch.ones(2, 3)
+    hooked(model, past)
+    with untouched(model), torch.no_grad():
+        first = model(x)
+        model(x)
+    assert past == [1.0]
+    assert torch.equal(model(x), first)
+
+
 def test_no_trace_after_an_exception() -> None:
     model, optimizer, batch = trained("delayed")
     before = everything(model, optimizer)

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from types import NoneType
+from types import CellType, FunctionType, MethodType, NoneType
 from typing import Any
 
 import numpy as np
@@ -229,36 +229,58 @@ _SOURCES = (torch.Generator, np.random.Generator, np.random.RandomState)
 _LIBRARY = "-packages|/src/ottava/"
 
 
-def _is_own(kind: type) -> bool:
-    """Whether a class is the script's, or of a module beside it: no library's, and no module, tensor or optimizer."""
-    if issubclass(kind, nn.Module | Tensor | torch.optim.Optimizer | type):
-        return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "-packages"
-    known = kind.__module__.partition(".")[0] in sys.stdlib_module_names or re.search(_LIBRARY, file) is not None
-    return kind.__module__ == "__main__" or not known
+def _of_library(module: str) -> bool:
+    """Whether this module is no script, nor one beside it."""
+    file = getattr(sys.modules.get(module), "__file__", None) or "-packages"
+    known = module.partition(".")[0] in sys.stdlib_module_names or re.search(_LIBRARY, file) is not None
+    return known and module != "__main__"
 
 
-def _behind(values: Iterable[Any], met: dict[int, Any]) -> Iterator[Any]:
-    """These collections, objects of own classes and sources of random numbers, and those that they hold, each once."""
-    for value in values:
-        own = not isinstance(value, _PLAIN) and _is_own(type(value)) and hasattr(value, "__dict__")
-        held = type(value) in (*_COLLECTIONS, tuple)
-        if id(value) in met or len(met) > _MANY or not (own or held or isinstance(value, _SOURCES)):
-            continue
-        met[id(value)] = value
-        yield value
-        if own or (held and len(value) <= _FEW):
-            inside = vars(value) if own else value
-            yield from _behind(list(inside.values() if isinstance(inside, dict) else inside), met)
+def _is_own(value: Any) -> bool:
+    """Whether this is an object of the script's classes, and no module, tensor or optimizer."""
+    others = (nn.Module, Tensor, torch.optim.Optimizer, type)
+    return not isinstance(value, others) and hasattr(value, "__dict__") and not _of_library(type(value).__module__)
+
+
+def _inside(value: Any) -> Iterable[Any] | None:
+    """What a collection holds, an object of the script's classes, or a function's closure; None: another kind."""
+    match value:
+        case functools.partial():
+            return value.func, *value.args, *value.keywords.values()
+        case MethodType():
+            return value.__self__, value.__func__
+        case FunctionType():
+            return None if _of_library(value.__module__ or "") else value.__closure__
+        case CellType():
+            return [value.cell_contents] if value != CellType() else None  # an empty one
+    if isinstance(value, _SOURCES):
+        return ()
+    if type(value) in (*_COLLECTIONS, tuple):
+        return [*(value.values() if isinstance(value, dict) else value)] if len(value) <= _FEW else ()
+    return [*vars(value).values()] if _is_own(value) else None
+
+
+def _behind(values: Iterable[Any]) -> list[Any]:
+    """Of these, and of what they hold, all that `_inside` looks into."""
+    met: dict[int, Any] = {}
+    waiting = collections.deque(values)
+    while waiting and len(met) < _MANY:
+        value = waiting.popleft()
+        if not isinstance(value, _PLAIN) and id(value) not in met and (inside := _inside(value)) is not None:
+            met[id(value)] = value
+            waiting.extend(inside)
+    return [*met.values()]
 
 
 def _held(values: Iterable[Any]) -> Iterator[Callable[[], object]]:
-    """What puts back each of these: a collection's contents, an object's attributes, the state of a source of random
-    numbers."""
+    """What puts back each of these: a collection's contents, an object's attributes, what a function's closure holds,
+    the state of a source of random numbers."""
     for value in values:
         if type(value) in _COLLECTIONS:
             yield functools.partial(_refill, value, value.copy())
-        elif _is_own(type(value)):
+        elif isinstance(value, CellType):
+            yield functools.partial(setattr, value, "cell_contents", _there(value.cell_contents))
+        elif _is_own(value):
             yield functools.partial(_refill, vars(value), {k: _there(v) for k, v in vars(value).items()})
         elif isinstance(value, torch.Generator | np.random.RandomState):
             source: Any = value
@@ -296,12 +318,16 @@ class _Globals:
         found = [sys.modules.get(name) for name in {type(m).__module__ for m in model.modules()}]
         own = [m for m in found if not re.search(_LIBRARY, getattr(m, "__file__", None) or "-packages")]
         spaces = [vars(m) for m in {*own, sys.modules["__main__"]}]
-        spaces += [vars(o) for o in _behind([v for s in spaces for v in s.values()], {}) if _is_own(type(o))]
+        reached = _behind([v for s in spaces for v in s.values()])
+        spaces += [vars(o) for o in reached if _is_own(o)]
+        cells = [o for o in reached if isinstance(o, CellType)]
         kinds = _ITERATORS + _PLAIN
         self._spaces = [
             (s, {k: _there(v) for k, v in s.items() if isinstance(v, kinds) and k[:2] != "__"}) for s in spaces
         ]
         self._contents = [*_held(v for space, _ in self._spaces for v in space.values() if _counts(v))]
+        self._contents += _held(o for o in cells if isinstance(o.cell_contents, kinds))
+        self._contents += _held(o.cell_contents for o in cells if _counts(o.cell_contents))
 
     def restore(self) -> None:
         for space, names in self._spaces:
@@ -316,14 +342,16 @@ class _Attributes:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.attributes: dict[str, Any] = {k: _there(v) for k, v in vars(module).items()}
-        own = (v for k, v in self.attributes.items() if k == "_buffers" or k not in _OF_MODULES)
-        self._reached = [*_behind(own, {})]
+        own = [v for k, v in self.attributes.items() if k == "_buffers" or k not in _OF_MODULES]
+        hooks = [
+            h for k, v in self.attributes.items() if k.endswith("hooks") and isinstance(v, dict) for h in v.values()
+        ]
+        self._reached = _behind([*own, *hooks])
         self._contents = [*_held(self._reached)]
 
     def tensors(self) -> Iterator[Tensor]:
         """Buffers and small tensors that a forward may write to."""
-        held = (x if type(x) in (*_COLLECTIONS, tuple) else getattr(x, "__dict__", {}) for x in self._reached)
-        inside = (v for x in held for v in (x.values() if isinstance(x, dict) else x))
+        inside = (v for x in self._reached for v in _inside(x) or ())
         for value in (*self.attributes.values(), *self.module._buffers.values(), *inside):
             plain = isinstance(value, Tensor) and not value.is_inference() and not value.requires_grad
             if plain and (value.nbytes <= _SMALL or any(value is b for b in self.module._buffers.values())):
