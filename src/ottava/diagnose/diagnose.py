@@ -343,10 +343,6 @@ def _one_answer(found: Sequence[Finding]) -> list[Finding]:
     return [f if f is answer or f.id in exact else replace(f, severity="note") for f in found]
 
 
-def _confidence(stage: str) -> tuple[int, int] | None:
-    return CONFIDENCE.get(stage)
-
-
 def _checked(facts: Facts, frameworks: Sequence[str]) -> Finding | None:
     """An operand that is not the cast of its tensor: a bug of software, whatever the loss does."""
     checks = list(facts.checks())
@@ -355,7 +351,7 @@ def _checked(facts: Facts, frameworks: Sequence[str]) -> Finding | None:
         return None if old is None else Finding(
             "CHECK", "An FP8 copy of a weight is stale", "software", "critical", old.sentence,
             layers=[old.used.module] if old.used.module else [], tensors=["weight"], steps=[old.step],
-            remedies=[render("renew", {}, frameworks)], confidence=_confidence("software"),
+            remedies=[render("renew", {}, frameworks)], confidence=CONFIDENCE.get("software"),
         )  # fmt: skip
     first = min(checks, key=lambda c: c["step"])
     layer, tensor, what = (str(first.get(k) or "") for k in ("layer", "tensor", "check"))
@@ -365,7 +361,7 @@ def _checked(facts: Facts, frameworks: Sequence[str]) -> Finding | None:
     return Finding(
         "CHECK", "An operand is not the cast of its tensor", "software", "critical", cause,
         layers=[layer] if layer else [], tensors=[tensor] if tensor else [], steps=[int(first["step"])],
-        evidence=[proof], remedies=[render("software", {}, frameworks)], confidence=_confidence("software"),
+        evidence=[proof], remedies=[render("software", {}, frameworks)], confidence=CONFIDENCE.get("software"),
     )  # fmt: skip
 
 
@@ -399,7 +395,7 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     return Finding(
         law.id, law.title, "law", severity, how.sentence, layers=list(how.where[:12]),
         steps=[] if how.since is None else [how.since],
-        remedies=[render(remedy, values, frameworks, trials.get(remedy))], confidence=_confidence("law"),
+        remedies=[render(remedy, values, frameworks, trials.get(remedy))], confidence=CONFIDENCE.get("law"),
     )  # fmt: skip
 
 
@@ -431,7 +427,7 @@ def _fp8(facts: Facts, trial: Trial, happened: Event | None, frameworks: Sequenc
         layers=trial.layers or ([hurt.layer] if hurt.layer else []),
         tensors=list(dict.fromkeys(str(p["operand"]) for p in trial.place if p.get("operand"))),
         steps=[] if trial.step is None else [trial.step], evidence=proof,
-        remedies=_cures(facts, trial, hurt, frameworks), confidence=_confidence("fp8"),
+        remedies=_cures(facts, trial, hurt, frameworks), confidence=CONFIDENCE.get("fp8"),
     )  # fmt: skip
 
 
@@ -449,7 +445,7 @@ def _suspect(facts: Facts, happened: Event | None, frameworks: Sequence[str]) ->
     return Finding(
         "CAST", f"A cast is damaged: {symbol(hurt.tensor)} of {hurt.layer}", "suspect", "warning", cause,
         layers=[hurt.layer], tensors=[hurt.tensor], steps=[] if hurt.step is None else [hurt.step], evidence=[proof],
-        remedies=_cures(facts, Trial("unknown", ()), hurt, frameworks), confidence=_confidence("suspect"),
+        remedies=_cures(facts, Trial("unknown", ()), hurt, frameworks), confidence=CONFIDENCE.get("suspect"),
     )  # fmt: skip
 
 
@@ -528,7 +524,7 @@ def _finding(one: Difference, severity: str, frameworks: Sequence[str]) -> Findi
     return Finding(
         "DIFF", _titled(one), "difference", severity, one.sentence, layers=list(one.where[:12]),
         steps=[] if one.step is None else [one.step], remedies=[_undo(one, frameworks)],
-        confidence=_confidence("difference"),
+        confidence=CONFIDENCE.get("difference"),
     )  # fmt: skip
 
 
