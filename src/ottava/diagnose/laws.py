@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -563,19 +562,25 @@ def _sees_answer(facts: Facts, event: Event | None) -> Broken | None:
     return Broken(f"{said}, tried at step {tried['step']}.")
 
 
-def _other_rows(faults: Sequence[tuple[str, str]], tried: str, facts: Facts, event: Event | None) -> Broken | None:
-    """What a shadow step saw that other rows or tokens change; and so from the first step on."""
+def _samples_mix(facts: Facts, event: Event | None) -> Broken | None:
     for entry in facts.experiments("shadow"):
-        for name, said in faults:
+        for name, said in (
+            ("mixes", "With other samples in the second half of the batch the output of the first half is another"),
+            ("by_place", "With its samples in another order a batch gives them other outputs"),
+        ):
             if entry.get(name):
-                return Broken(f"{said}, {tried} {entry['step']}.")
+                return Broken(f"{said}, tried in evaluation mode at step {entry['step']}.")
     return None
 
 
-_SAMPLES = (
-    ("mixes", "With other samples in the second half of the batch the output of the first half is another"),
-    ("by_place", "With its samples in another order a batch gives them other outputs"),
-)
+def _mask_leaks(facts: Facts, event: Event | None) -> Broken | None:
+    for entry in facts.experiments("shadow"):
+        for name, said in _MASKS:
+            if entry.get(name):
+                return Broken(f"{said}, tried at step {entry['step']}.")  # and so from the first step on
+    return None
+
+
 _MASKS = (
     ("hidden", "The output of a row's last token does not depend on the tokens before it: the mask hides them"),
     ("padding", "A row without its padding has another output: the mask lets padding through"),
@@ -584,8 +589,6 @@ _MASKS = (
     ("uncounted", "The positions that the model is given do not count along the sequence"),
     ("taught", "More than a fifth of the labels are those of padding, which the mask hides"),
 )
-_MIXED = partial(_other_rows, _SAMPLES, "tried in evaluation mode at step")
-_MASKED = partial(_other_rows, _MASKS, "tried at step")
 
 
 def _every_pair(facts: Facts, event: Event | None) -> Broken | None:
@@ -708,8 +711,8 @@ LAWS: tuple[Law, ...] = (
     Law("M6", "The training is in evaluation mode", _trains_in_eval, True, "train", "train_forwards_in_eval_mode"),
     Law("M7", "The loss mixes up its samples", _every_pair, True, "shapes", "trace"),
     Law("M8", "The model sees what it has to predict", _sees_answer, True, "mask", "sees_later"),
-    Law("M9", "A sample's output depends on the rest of its batch", _MIXED, True, "rows", "mixes"),
-    Law("M10", "Masks, positions or labels do not fit the rows", _MASKED, True, "masks", "padding|uncounted"),
+    Law("M9", "A sample's output depends on the rest of its batch", _samples_mix, True, "rows", "mixes"),
+    Law("M10", "Masks, positions or labels do not fit the rows", _mask_leaks, True, "masks", "padding|uncounted"),
     Law("M1", "Nothing of a checkpoint was loaded", _nothing_loaded, True, "load", ""),
     Law("M3", "Softmax is applied twice", _softmax_twice, True, "softmax", "softmax_twice"),
     Law("M4", "The model begins far above a guess", _starts_high, True, "init", "trace"),

@@ -291,25 +291,32 @@ class _Context:
         raise AttributeError(name)
 
 
-_OURS, _TORCHS, _PYTHONS = (
-    str(folder) + os.sep  # with the separator: torchao lies beside torch
-    for folder in (Path(__file__).resolve().parents[1], Path(torch.__file__).parent, Path(os.__file__).parent)
-)
-_LOOKING = f"{_OURS}watching{os.sep}", f"{_OURS}experiments{os.sep}"
-"""Folders of ours that look on."""
+@functools.cache
+def _folders() -> tuple[str, tuple[str, ...], str, str]:
+    """(ours, those of ours that look on, torch's, Python's)."""
+    ours = Path(__file__).resolve().parents[1]
+    looking = (str(ours / "watching") + os.sep, str(ours / "experiments") + os.sep)
+    # with the separator: torchao lies beside torch
+    return (
+        str(ours) + os.sep,
+        looking,
+        str(Path(torch.__file__).parent) + os.sep,
+        str(Path(os.__file__).parent) + os.sep,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def kind_of(code: CodeType) -> int:
     """Whose code this is: `TORCH` to `USER`."""
+    ours, looking, torchs, pythons = _folders()
     name = code.co_filename
-    if name.startswith(_TORCHS):
+    if name.startswith(torchs):
         if code.co_name == "_call_impl":
             return CALL
         return COLLECTIVE if name.endswith("distributed_c10d.py") else TORCH
-    if name.startswith(_LOOKING):
+    if name.startswith(looking):
         return LOOKS_ON
-    if name.startswith(_OURS):
+    if name.startswith(ours):
         return OURS
-    own = name.startswith("<frozen") or (name.startswith(_PYTHONS) and "-packages" not in name)
+    own = name.startswith("<frozen") or (name.startswith(pythons) and "-packages" not in name)
     return TORCH if own else USER

@@ -328,7 +328,11 @@ class DotProductAttention(Advising, ContextParallel):
         """
         where, kind = "DotProductAttention", attn_mask_type or self.attn_mask_type
         refuse(where, others)
-        _check_score_mod(where, score_mod)
+        if score_mod is not None and (count := len(inspect.signature(score_mod).parameters)) != 5:
+            raise NotImplementedError(
+                f"{where}: a score_mod of {count} arguments builds a graph of cuDNN, "
+                "which is not in ottava; give torch's form (score, batch, head, query, key) -> score"
+            )
         apart = query_layer, key_layer, value_layer
         query_layer, key_layer, value_layer = _unpacked(where, apart, qkv_layer, kv_layer, qkv_interleave_dim)
         rows, starts = len(query_layer), (cu_seqlens_q_padded, cu_seqlens_kv_padded)
@@ -380,15 +384,6 @@ def _unpacked(where: str, apart: Any, qkv: Tensor | None, kv: Tensor | None, dim
             "at -3 or -2"
         )
     return *apart[: 3 - count], *packed.unbind(dim)
-
-
-def _check_score_mod(where: str, score_mod: Any) -> None:
-    count = 5 if score_mod is None else len(inspect.signature(score_mod).parameters)
-    if count != 5:
-        raise NotImplementedError(
-            f"{where}: a score_mod of {count} arguments builds a graph of cuDNN, "
-            "which is not in ottava; give torch's form (score, batch, head, query, key) -> score"
-        )
 
 
 def _without_padding(
@@ -554,12 +549,10 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
 
 def heads_of(shards: Shards, hidden: int, heads: int, groups: int | None, head_dim: int | None) -> dict[str, Any]:
     """This rank's share of the heads, as keywords of ottava's modules."""
-    if shards.size == 1:
-        return {"heads": heads, "kv_heads": groups, "head_dim": head_dim}
     return {
         "heads": shards.of("num_attention_heads", heads),
         "kv_heads": None if groups is None else shards.of("num_gqa_groups", groups),
-        "head_dim": hidden // heads if head_dim is None else head_dim,
+        "head_dim": hidden // heads if head_dim is None and shards.size > 1 else head_dim,
     }
 
 

@@ -104,7 +104,7 @@ class WeightGradients(Advising):
             return
         for layer in (module for module in self.modules() if isinstance(module, Layer)):
             self._waiting.append(deque())
-            layer.takes_dw = _Taker(self, layer, self._waiting[-1])
+            layer.takes_dw = partial(_take, self, layer, self._waiting[-1])
             if extras.delay:  # Megatron's hooks then wait for `backward_dw`
                 layer.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
@@ -218,18 +218,13 @@ def _decoded(layer: Layer, tensor: str, door: nn.Module, args: Any, both: Any) -
     return row, col
 
 
-class _Taker:
+def _take(owner: WeightGradients, layer: Layer, waiting: deque[Callable[[], None]], run: Run) -> Tensor | None:
     """Stands in a layer's backward where dw is made."""
-
-    def __init__(self, owner: WeightGradients, layer: Layer, waiting: deque[Callable[[], None]]) -> None:
-        self.owner, self.layer, self.waiting = owner, layer, waiting
-
-    def __call__(self, run: Run) -> Tensor | None:
-        fuse, overwrite = self.owner.fuse_wgrad_accumulation, self.owner.is_first_forward is True
-        if self.owner.delays:
-            self.waiting.append(partial(_put_later, self.layer, run, fuse, overwrite))
-            return None
-        return _add_to_main(self.layer, run, overwrite)
+    fuse, overwrite = owner.fuse_wgrad_accumulation, owner.is_first_forward is True
+    if owner.delays:
+        waiting.append(partial(_put_later, layer, run, fuse, overwrite))
+        return None
+    return _add_to_main(layer, run, overwrite)
 
 
 def _put_later(layer: Layer, run: Run, fuse: bool, overwrite: bool) -> None:
