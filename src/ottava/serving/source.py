@@ -5,7 +5,6 @@ A `Weight` knows the cast that the trained forward used, so that the same codes 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -229,9 +228,3 @@ def other_files(folder: Path) -> tuple[Path, ...]:
         and "safetensors" not in path.name
         and path.name != "export.json"
     )
-
-
-def copy_files(source: Source, folder: Path) -> None:
-    """Copies the other files of a checkpoint."""
-    for path in source.files:
-        shutil.copy2(path, folder / path.name)
