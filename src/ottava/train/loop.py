@@ -288,7 +288,12 @@ class Trainer:
                     try:
                         self.save()
                     except PoisonError as error:
-                        self._give_up(str(error))
+                        if self.ranks.first:
+                            _log.error("%s", error)
+                        if self._guard is None:  # else it rewinds the run
+                            self.diverged, self.poison = True, str(error)
+                            self.folder.write_json("receipt.json", self._receipt())
+                            self._end_watch()
             self._random = _random_states(self.device)
         if self.done:
             if self._writer is not None:
@@ -349,15 +354,6 @@ class Trainer:
                 "checkpoint is written. The one before it stays: lower optimizer.learning_rate, then start from it "
                 "with --init"
             )
-
-    def _give_up(self, poison: str) -> None:
-        """Ends the run, unless a guard will rewind it."""
-        if self.ranks.first:
-            _log.error("%s", poison)
-        if self._guard is None:
-            self.diverged, self.poison = True, poison
-            self.folder.write_json("receipt.json", self._receipt())
-            self._end_watch()
 
     def close(self) -> None:
         """Ends the watch and releases the folder. The last step does both; call `close` if you end a run earlier."""
