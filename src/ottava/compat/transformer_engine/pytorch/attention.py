@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,10 +20,10 @@ from ottava import nn as ours
 from ottava.base.errors import need_known, unknown_name
 from ottava.compat.transformer_engine.pytorch.gradients import extras_of
 from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
-from ottava.compat.transformer_engine.pytorch.module import Init, device_for, norm_heads, norm_name, started
+from ottava.compat.transformer_engine.pytorch.module import device_for, norm_heads, norm_name
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.rope import table_of
-from ottava.compat.transformer_engine.pytorch.state import Advising, Parts
+from ottava.compat.transformer_engine.pytorch.state import Advising, Init, Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, shards_for
 from ottava.distributed.context import GatheredKeys, RingKeys, positions
 from ottava.nn.attention import Sink
@@ -515,12 +514,9 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
             device=device_for(device),
             dtype=params_dtype,
         )
-        made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
-        norm_heads("MultiheadAttention", (self,), qk_norm_type, qk_norm_eps, **made)
+        norm_heads("MultiheadAttention", (self,), extras.given)
         self.out.returns_bias = self.returns_bias = return_bias
-        start = partial(started, self, init_method, output_layer_init_method)
-        keys = attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved)
-        self.finish(extras, shards, others.get("name"), start, *keys)
+        self.finish(extras, shards, *attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self,

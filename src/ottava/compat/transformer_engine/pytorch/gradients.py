@@ -43,7 +43,7 @@ class Extras(NamedTuple):
     before: tuple[Tensor, ...]
     """Random states of the CPU and the GPU in front of the constructor."""
     given: dict[str, Any]
-    """The plain arguments of the constructor: the module itself, groups and functions are none."""
+    """The arguments of the constructor, without the module itself."""
 
     def initial(self) -> AbstractContextManager[Any]:
         """`drawn`, for initial weights: as if ottava's constructor, whose values they replace, had drawn nothing."""
@@ -74,9 +74,7 @@ def extras_of(where: str, given: Mapping[str, Any]) -> Extras:
     refuse(where, {name: value for name, value in others.items() if name not in own}, (*given, *own))
     fuse, delay, tracker, state = (others.get(name) for name in own)
     before = (torch.get_rng_state(), *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()))
-    every = {**given, **others}
-    plain = {n: v for n, v in every.items() if isinstance(v, bool | int | float | str | tuple | None | torch.dtype)}
-    return Extras(bool(fuse), bool(delay), tracker, state, before, plain)
+    return Extras(bool(fuse), bool(delay), tracker, state, before, {**given, **others})
 
 
 class WeightGradients(Advising):
