@@ -15,7 +15,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -454,7 +454,8 @@ class Trainer:
                     self._amaxes.append(step, amaxes)
         else:
             if self.ranks.size > 1:
-                _log.error("step %d: %s", step, explain_divergence(self.ranks, self.model, self._forward(step)))
+                again = partial(self._passes.loss, *self._mine(inputs, targets))
+                _log.error("step %d: %s", step, explain_divergence(self.ranks, self.model, again))
             if self._watch is not None:
                 self._watch.step()
         self._optimizer.zero_grad()
@@ -475,9 +476,6 @@ class Trainer:
         )
         self._keep_record(record)
         return loss_value, grad_norm
-
-    def _forward(self, step: int) -> Callable[[], Tensor]:
-        return lambda: self._passes.loss(*self._mine(*self.batch(step)))
 
     def _receipt(self) -> dict[str, Any]:
         """The receipt of this process; with several processes also those of all of them, whose layers may differ."""
