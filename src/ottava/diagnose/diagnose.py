@@ -421,18 +421,15 @@ def _fp8(facts: Facts, trial: Trial, happened: Event | None, frameworks: Sequenc
     proof = [Evidence("", "", "gradient error", trial.error, "", trial.step)] if math.isfinite(trial.error) else []
     if hurt.kind:
         proof.append(Evidence(hurt.layer, hurt.tensor, hurt.metric, hurt.value, "", hurt.step))
+    grave = happened is not None and (happened.stays is not None or not facts.loss.only_a_batch(happened.step))
     return Finding(
-        "FP8", title, "fp8", "critical" if _grave(facts, happened) else "warning",
+        "FP8", title, "fp8", "critical" if grave else "warning",
         " ".join(filter(None, (trial.tried[0], hurt.sentence))), tried=list(trial.tried[1:]),
         layers=trial.layers or ([hurt.layer] if hurt.layer else []),
         tensors=list(dict.fromkeys(str(p["operand"]) for p in trial.place if p.get("operand"))),
         steps=[] if trial.step is None else [trial.step], evidence=proof,
         remedies=_cures(facts, trial, hurt, frameworks), confidence=CONFIDENCE.get("fp8"),
     )  # fmt: skip
-
-
-def _grave(facts: Facts, happened: Event | None) -> bool:
-    return happened is not None and (happened.stays is not None or not facts.loss.only_a_batch(happened.step))
 
 
 def _suspect(facts: Facts, happened: Event | None, frameworks: Sequence[str]) -> Finding | None:

@@ -93,6 +93,7 @@ class Shadow:
         replay_error = self._replay_error(ours.gradients)
         summary = compared(cast.gradients, exact.gradients, noise, self.parameters, name_of)
         summary["norm"] = summary["norm"] / self.ratio
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         # the rounding of a product with a factor, as clipping multiplies
         rounding = max((torch.finfo(g.dtype).eps for g in self.ran if g is not None), default=0.0)
         reproduces = replay_error is not None and replay_error <= rounding
@@ -102,7 +103,8 @@ class Shadow:
             "reproduces": reproduces,
             "replay_error": replay_error,
             **({"sites": seen.sites, **self._derived(seen)} if seen.sites else {}),
-            **self._sketched(ours.gradients),
+            # their average over the ranks is that of the gradients
+            **({"sketch": sketch(ours.gradients), "arrived": sketch(self.ran)} if ranks else {}),
             "vanished": self._vanished(ours.gradients),
             "muted": [
                 name_of(p)
@@ -193,13 +195,6 @@ class Shadow:
         named = [name for name, why in functions.items() if not why]
         error = compared(self.exact, own, None, self.parameters, lambda _: "")["error"] if named else None
         return {} if error is None else {"derivative": error, "functions": named}
-
-    def _sketched(self, found: Gradients) -> dict[str, Any]:
-        """Sums of the gradient with random signs, of this rank and as it arrived: their average over the ranks is that
-        of the gradients."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return {}
-        return {"sketch": sketch(found), "arrived": sketch(self.ran)}
 
     def _vanished(self, found: Gradients) -> float | None:
         """The share of elements whose gradient is zero at the optimizer and was not so behind the backward: no average
