@@ -126,9 +126,7 @@ def _bits(recipe: Recipe) -> int:
 
 def _granularity(module: Any) -> str:
     spec = getattr(getattr(module, "config", None), "cast_config_input", None)
-    return (
-        type(getattr(spec, "scaling_granularity", module)).__name__ if spec is None else spec.scaling_granularity.name
-    )
+    return type(module).__name__ if spec is None else spec.scaling_granularity.name
 
 
 @contextmanager
