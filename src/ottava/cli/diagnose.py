@@ -228,7 +228,9 @@ def bisect(
     def show(probe: Probe) -> None:
         typer.echo(spoken(f"  {probe.what}: error {probe.error:.4f}", language), err=True)
 
-    quantity = _check_target(target)
+    if target not in ("gradient", "loss"):
+        raise ValueError(f"--target {target!r}: needs gradient or loss")
+    quantity: Literal["gradient", "loss"] = "gradient" if target == "gradient" else "loss"
     listener = None if as_json else show
     result = search(
         model, data, loss, recipe, target=quantity, random=states, on_probe=listener, accumulator=accumulator
@@ -236,12 +238,6 @@ def bisect(
     facts = {"checkpoint": str(checkpoint.path), "step": position, **result.to_dict()}
     answer(as_json, facts, f"{checkpoint.path}, batch of step {position}\n\n{result}", language)
     return 1 if result.suspect is not None and not result.spread else 0
-
-
-def _check_target(target: str) -> Literal["gradient", "loss"]:
-    if target not in ("gradient", "loss"):
-        raise ValueError(f"--target {target!r}: needs gradient or loss")
-    return "gradient" if target == "gradient" else "loss"
 
 
 def _open(path: Path) -> tuple[Checkpoint, TrainConfig]:

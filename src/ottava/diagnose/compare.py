@@ -201,10 +201,6 @@ class _Side:
         self.run = run
         self.series = _series(_shown(run.table()), run, align)
 
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Renames layers to their common names."""
-        self.series = {(names.get(place[0], place[0]), *place[1:]): s for place, s in self.series.items()}
-
     @property
     def layers(self) -> list[str]:
         """Layers in the order of the forward."""
@@ -268,7 +264,7 @@ def _match_layers(sides: Sequence[_Side]) -> None:
         free = [name for name in reference if name not in side.layers and name not in names.values()]
         if not names and len(unnamed) == len(free) == len(reference):
             names = dict(zip(unnamed, free, strict=True))
-        side.rename(names)
+        side.series = {(names.get(place[0], place[0]), *place[1:]): s for place, s in side.series.items()}
 
 
 def _shown(table: Table) -> Table:

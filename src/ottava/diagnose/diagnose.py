@@ -343,10 +343,6 @@ def _one_answer(found: Sequence[Finding]) -> list[Finding]:
     return [f if f is answer or f.id in exact else replace(f, severity="note") for f in found]
 
 
-def _confidence(stage: str) -> tuple[int, int] | None:
-    return CONFIDENCE.get(stage)
-
-
 def _checked(facts: Facts, frameworks: Sequence[str]) -> Finding | None:
     """An operand that is not the cast of its tensor: a bug of software, whatever the loss does."""
     checks = list(facts.checks())
@@ -355,7 +351,7 @@ def _checked(facts: Facts, frameworks: Sequence[str]) -> Finding | None:
         return None if old is None else Finding(
             "CHECK", "An FP8 copy of a weight is stale", "software", "critical", old.sentence,
             layers=[old.used.module] if old.used.module else [], tensors=["weight"], steps=[old.step],
-            remedies=[render("renew", {}, frameworks)], confidence=_confidence("software"),
+            remedies=[render("renew", {}, frameworks)], confidence=CONFIDENCE.get("software"),
         )  # fmt: skip
     first = min(checks, key=lambda c: c["step"])
     layer, tensor, what = (str(first.get(k) or "") for k in ("layer", "tensor", "check"))
@@ -365,7 +361,7 @@ def _checked(facts: Facts, frameworks: Sequence[str]) -> Finding | None:
     return Finding(
         "CHECK", "An operand is not the cast of its tensor", "software", "critical", cause,
         layers=[layer] if layer else [], tensors=[tensor] if tensor else [], steps=[int(first["step"])],
-        evidence=[proof], remedies=[render("software", {}, frameworks)], confidence=_confidence("software"),
+        evidence=[proof], remedies=[render("software", {}, frameworks)], confidence=CONFIDENCE.get("software"),
     )  # fmt: skip
 
 
@@ -399,7 +395,7 @@ def _law(law: Law, how: Broken, happened: Event | None, facts: Facts, frameworks
     return Finding(
         law.id, law.title, "law", severity, how.sentence, layers=list(how.where[:12]),
         steps=[] if how.since is None else [how.since],
-        remedies=[render(remedy, values, frameworks, trials.get(remedy))], confidence=_confidence("law"),
+        remedies=[render(remedy, values, frameworks, trials.get(remedy))], confidence=CONFIDENCE.get("law"),
     )  # fmt: skip
 
 
@@ -425,18 +421,15 @@ def _fp8(facts: Facts, trial: Trial, happened: Event | None, frameworks: Sequenc
     proof = [Evidence("", "", "gradient error", trial.error, "", trial.step)] if math.isfinite(trial.error) else []
     if hurt.kind:
         proof.append(Evidence(hurt.layer, hurt.tensor, hurt.metric, hurt.value, "", hurt.step))
+    grave = happened is not None and (happened.stays is not None or not facts.loss.only_a_batch(happened.step))
     return Finding(
-        "FP8", title, "fp8", "critical" if _grave(facts, happened) else "warning",
+        "FP8", title, "fp8", "critical" if grave else "warning",
         " ".join(filter(None, (trial.tried[0], hurt.sentence))), tried=list(trial.tried[1:]),
         layers=trial.layers or ([hurt.layer] if hurt.layer else []),
         tensors=list(dict.fromkeys(str(p["operand"]) for p in trial.place if p.get("operand"))),
         steps=[] if trial.step is None else [trial.step], evidence=proof,
-        remedies=_cures(facts, trial, hurt, frameworks), confidence=_confidence("fp8"),
+        remedies=_cures(facts, trial, hurt, frameworks), confidence=CONFIDENCE.get("fp8"),
     )  # fmt: skip
-
-
-def _grave(facts: Facts, happened: Event | None) -> bool:
-    return happened is not None and (happened.stays is not None or not facts.loss.only_a_batch(happened.step))
 
 
 def _suspect(facts: Facts, happened: Event | None, frameworks: Sequence[str]) -> Finding | None:
@@ -449,7 +442,7 @@ def _suspect(facts: Facts, happened: Event | None, frameworks: Sequence[str]) ->
     return Finding(
         "CAST", f"A cast is damaged: {symbol(hurt.tensor)} of {hurt.layer}", "suspect", "warning", cause,
         layers=[hurt.layer], tensors=[hurt.tensor], steps=[] if hurt.step is None else [hurt.step], evidence=[proof],
-        remedies=_cures(facts, Trial("unknown", ()), hurt, frameworks), confidence=_confidence("suspect"),
+        remedies=_cures(facts, Trial("unknown", ()), hurt, frameworks), confidence=CONFIDENCE.get("suspect"),
     )  # fmt: skip
 
 
@@ -528,7 +521,7 @@ def _finding(one: Difference, severity: str, frameworks: Sequence[str]) -> Findi
     return Finding(
         "DIFF", _titled(one), "difference", severity, one.sentence, layers=list(one.where[:12]),
         steps=[] if one.step is None else [one.step], remedies=[_undo(one, frameworks)],
-        confidence=_confidence("difference"),
+        confidence=CONFIDENCE.get("difference"),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -159,8 +159,8 @@ def replay(recording: Recording, settings: Iterable[Setting] = DEFAULT_SETTINGS)
         raise ValueError("replay: got no settings; needs at least one, or leave out the argument for the default")
     keys = [(o.total.clipped, o.total.lost_bits_mean) for o in outcomes]
     marked = [
-        SettingOutcome(o.setting, o.total, o.clipped_steps, not any(_beats(other, key) for other in keys), o.tensors)
-        for o, key in zip(outcomes, keys, strict=True)
+        replace(o, unbeaten=not any(one != own and one[0] <= own[0] and one[1] <= own[1] for one in keys))
+        for o, own in zip(outcomes, keys, strict=True)
     ]
     ranked = sorted(marked, key=lambda o: (o.total.clipped, o.total.lost_bits_mean, o.setting.amax_history_len))
     return HistoryReplay(recording, tuple(ranked))
@@ -178,10 +178,6 @@ def predict_scales(recording: Recording, setting: Setting) -> Tensor:
         used = torch.where(kind.amax > 0, _predict(setting, kind)[0], 0.0)
         scales[kind.rows] = torch.zeros_like(used).scatter(1, kind.step, used)
     return scales.t()
-
-
-def _beats(other: tuple[int, float], key: tuple[int, float]) -> bool:
-    return other != key and other[0] <= key[0] and other[1] <= key[1]
 
 
 @dataclass(frozen=True)

@@ -298,7 +298,9 @@ def _shadowed(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, 
             return found
         said = f"{found.tried[0]} At step {last['step']} it is {100 * float(last['error']):.3g} %: it passes."
         return replace(found, part="innocent", tried=(said,))
-    norms = [float(e.get("norm") or 0.0) for e in before] or _first_norms(facts, event)
+    norms = [float(e.get("norm") or 0.0) for e in before]
+    if not norms and event is not None and (known := facts.column("grad_norm")) is not None:
+        norms = [float(n) for n in known[facts.steps <= max(event.step, facts.steps[0])] if math.isfinite(n)]
     usual = float(np.median(norms)) if norms else math.inf
     for entry in after:
         limit = facts.loss.at_best(event.step) + facts.loss.rise if event is not None else math.nan
@@ -367,14 +369,6 @@ def behind(facts: Facts, began: int, trial: Trial, what: str = "The loss left") 
     if math.isfinite(trial.error) and trial.step is not None:
         said += f" At step {trial.step} they move it by {100 * trial.error:.3g} %: a consequence."
     return Trial("innocent", (said,), int(one["step"]), float(one["error"]))
-
-
-def _first_norms(facts: Facts, event: Event | None) -> list[float]:
-    """Gradient norms up to the event, or of the first step."""
-    norms = facts.column("grad_norm")
-    if norms is None or event is None:
-        return []
-    return [float(n) for n in norms[facts.steps <= max(event.step, facts.steps[0])] if math.isfinite(n)]
 
 
 def _bits(facts: Facts, entry: Mapping[str, Any]) -> int:

@@ -62,7 +62,8 @@ def casts_of(models: Sequence[nn.Module], name_of: Callable[[nn.Module], str], s
     ours = [m for m in modules if isinstance(m, QuantizedLayer) and (ran := _ran(m)) is not None and ran.casts]
     torchao = [m for m in modules if is_torchao(m)]
     engine = [m for m in modules if type(m).__module__.startswith("transformer_engine.") and hasattr(m, "fp8_meta")]
-    if not (ours or torchao or (engine and _engine_is_on())):
+    their_state = getattr(sys.modules.get("transformer_engine.pytorch.fp8"), "FP8GlobalStateManager", None)
+    if not (ours or torchao or (engine and their_state is not None)):
         return _simulated(modules, name_of, get_recipe(simulated))
     recipes = Counter(ran.name for m in ours if (ran := _ran(m)) is not None)
     recipes.update(f"torchao {_granularity(m)}" for m in torchao)
@@ -125,14 +126,7 @@ def _bits(recipe: Recipe) -> int:
 
 def _granularity(module: Any) -> str:
     spec = getattr(getattr(module, "config", None), "cast_config_input", None)
-    return (
-        type(getattr(spec, "scaling_granularity", module)).__name__ if spec is None else spec.scaling_granularity.name
-    )
-
-
-def _engine_is_on() -> bool:
-    state = getattr(sys.modules.get("transformer_engine.pytorch.fp8"), "FP8GlobalStateManager", None)
-    return state is not None
+    return type(module).__name__ if spec is None else spec.scaling_granularity.name
 
 
 @contextmanager

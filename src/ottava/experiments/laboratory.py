@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ottava.engine.autocast import Ambient
 from ottava.experiments.bisect import Ablation
 from ottava.experiments.casts import Casts, casts_of, only_without, with_sites
 from ottava.experiments.logic import reasons
@@ -188,14 +187,10 @@ def _others(casts: Casts | None, blamed: Iterable[tuple[str, str]]) -> Iterable[
         if casts.recipes:
             for name in _REMEDIES:
                 if name != casts.recipe:
-                    yield name, Way(partial(_under, get_recipe(name))), 1.0
+                    yield name, Way(partial(replace, recipe=get_recipe(name), enabled=True)), 1.0
         if blamed := list(blamed):
             yield "bf16 in " + ", ".join(f"{n} {g}".strip() for n, g in blamed), only_without(casts, blamed), 1.0
     yield "half the learning rate", AS_IT_RAN, 0.5
-
-
-def _under(recipe: Recipe, ambient: Ambient) -> Ambient:
-    return replace(ambient, recipe=recipe, enabled=True)
 
 
 def _calm(losses: Sequence[float], before: Sequence[float]) -> bool | None:

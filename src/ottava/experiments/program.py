@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -244,7 +245,7 @@ class Recorder:
         forward.inner = _inner({i: found[i] for i in forward.outputs})
         for number in forward.outputs:
             forward.scalar |= found[number].numel() == 1
-            found[number].register_hook(_keeper(forward, number))
+            found[number].register_hook(partial(_keep, forward, number))
         self._enter()
 
     def _enter(self) -> None:
@@ -404,15 +405,12 @@ def _derived(root: Tensor, gradient: Tensor | None) -> Tensor:
     return root if root.numel() == 1 or gradient is None else (root * gradient).sum()
 
 
-def _keeper(forward: Forward, number: int) -> Callable[[Tensor], None]:
-    def keep(gradient: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            return
-        with torch.no_grad():
-            before = forward.gradients.get(number)
-            forward.gradients[number] = gradient.detach() if before is None else before + gradient
-
-    return keep
+def _keep(forward: Forward, number: int, gradient: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        return
+    with torch.no_grad():
+        before = forward.gradients.get(number)
+        forward.gradients[number] = gradient.detach() if before is None else before + gradient
 
 
 def _inner(outputs: Mapping[int, Tensor]) -> frozenset[int]:

@@ -93,14 +93,18 @@ class Shadow:
         replay_error = self._replay_error(ours.gradients)
         summary = compared(cast.gradients, exact.gradients, noise, self.parameters, name_of)
         summary["norm"] = summary["norm"] / self.ratio
-        reproduces = replay_error is not None and replay_error <= _tolerance(self.ran)
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        # the rounding of a product with a factor, as clipping multiplies
+        rounding = max((torch.finfo(g.dtype).eps for g in self.ran if g is not None), default=0.0)
+        reproduces = replay_error is not None and replay_error <= rounding
         return {
             "mode": self.casts.mode,
             "recipe": self.casts.recipe,
             "reproduces": reproduces,
             "replay_error": replay_error,
             **({"sites": seen.sites, **self._derived(seen)} if seen.sites else {}),
-            **self._sketched(ours.gradients),
+            # their average over the ranks is that of the gradients
+            **({"sketch": sketch(ours.gradients), "arrived": sketch(self.ran)} if ranks else {}),
             "vanished": self._vanished(ours.gradients),
             "muted": [
                 name_of(p)
@@ -158,8 +162,10 @@ class Shadow:
     def _same_losses(self, ours: Pass) -> bool:
         """Whether the repeated losses have the bits of the run's."""
         values = self._values()
-        pairs = zip(ours.losses, values, strict=False)
-        return len(ours.losses) == len(values) and all(torch.equal(a, b) or _both_nan(a, b) for a, b in pairs)
+        return len(ours.losses) == len(values) and all(
+            torch.equal(a, b) or bool(a.isnan().all() and b.isnan().all())
+            for a, b in zip(ours.losses, values, strict=True)
+        )
 
     def _replay_error(self, found: Gradients) -> float | None:
         """|f g - p.grad| / |p.grad| for the factor f of clipping, scaling and averaging that fits; None: no gradient.
@@ -189,13 +195,6 @@ class Shadow:
         named = [name for name, why in functions.items() if not why]
         error = compared(self.exact, own, None, self.parameters, lambda _: "")["error"] if named else None
         return {} if error is None else {"derivative": error, "functions": named}
-
-    def _sketched(self, found: Gradients) -> dict[str, Any]:
-        """Sums of the gradient with random signs, of this rank and as it arrived: their average over the ranks is that
-        of the gradients."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return {}
-        return {"sketch": sketch(found), "arrived": sketch(self.ran)}
 
     def _vanished(self, found: Gradients) -> float | None:
         """The share of elements whose gradient is zero at the optimizer and was not so behind the backward: no average
@@ -317,12 +316,3 @@ def scaler_factor(program: Program) -> float:
         if math.isfinite(root / loss if loss else math.nan):
             return root / loss
     return 1.0
-
-
-def _both_nan(a: Tensor, b: Tensor) -> bool:
-    return bool(a.isnan().all() and b.isnan().all())
-
-
-def _tolerance(gradients: Gradients) -> float:
-    """The rounding of a product with a factor, as clipping multiplies."""
-    return max((torch.finfo(g.dtype).eps for g in gradients if g is not None), default=0.0)

@@ -91,9 +91,8 @@ class Kept:
 class Surroundings:
     """The state around one forward."""
 
-    torch_random: Mapping[str, Tensor]
-    python_random: Any
-    numpy_random: Any
+    random: Callable[[], None]
+    """Sets the generators back."""
     autocasts: Autocasts
     ambient: Ambient
     training: tuple[bool, ...]
@@ -105,11 +104,8 @@ class Surroundings:
     @classmethod
     def of(cls, module: nn.Module) -> Surroundings:
         """The state at the beginning of a forward of this module."""
-        numpy = sys.modules.get("numpy")
         return cls(
-            random_states(),
-            random.getstate(),
-            numpy.random.get_state() if numpy is not None else None,
+            random_now(),
             autocasts(),
             replace(AMBIENT.get(), session=None),
             tuple(m.training for m in module.modules()),
@@ -123,10 +119,7 @@ class Surroundings:
 
     def restore(self, module: nn.Module) -> None:
         """Restores random states, training flags and buffers."""
-        set_random_states(self.torch_random)
-        random.setstate(self.python_random)
-        if self.numpy_random is not None:
-            sys.modules["numpy"].random.set_state(self.numpy_random)
+        self.random()
         for inner, training in zip(module.modules(), self.training, strict=True):
             inner.training = training
         with torch.no_grad():
@@ -177,19 +170,29 @@ def under_ambient(ambient: Ambient) -> Iterator[None]:
         AMBIENT.reset(token)
 
 
-@contextmanager
-def random_kept() -> Iterator[None]:
-    """Restores the generators of torch, Python and NumPy at the end of the context."""
+def random_now() -> Callable[[], None]:
+    """What sets the generators of torch, Python and NumPy back to where they are now."""
     numpy = sys.modules.get("numpy")
     states, python = random_states(), random.getstate()
     state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
+
+    def set_back() -> None:
         set_random_states(states)
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(state)
+
+    return set_back
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Restores the generators of torch, Python and NumPy at the end of the context."""
+    set_back = random_now()
+    try:
+        yield
+    finally:
+        set_back()
 
 
 class Stateful(Protocol):

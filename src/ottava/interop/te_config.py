@@ -150,14 +150,13 @@ class _Reader:
 
     def _statistics(self, where: str, config: Mapping[str, Any], layers: list[str]) -> None:
         for entry in entries_of(where, config, "tensors", "tensor"):
-            stats = entry.get("stats")
-            for statistic in stats if isinstance(stats, list) else [stats]:
+            stats = given if isinstance(given := entry.get("stats"), list) else [given]
+            for statistic in stats:
                 if isinstance(statistic, Mapping):  # {max_blockwise_dynamic_range: {block_size: 32, dims: 1}}
                     (statistic,) = _words(where, "stats", list(statistic))[:1]
                 self._statistic(where, *_words(where, "stats", statistic))
             self.looks.append(_period(where, entry, layers))
-            logged = stats if isinstance(stats, list) else [stats]
-            self.logs.append({**self.looks[-1], "stats": logged, "feature": where.rpartition(".")[2]})
+            self.logs.append({**self.looks[-1], "stats": stats, "feature": where.rpartition(".")[2]})
 
     def _statistic(self, where: str, name: str) -> None:
         word = name.removesuffix("_columnwise")

@@ -360,7 +360,8 @@ class Engine(Optimizer):
         shards may load the state.
         """
         result = super().state_dict()
-        order = {id(p): key for g, s in _pairs(self, result) for p, key in zip(g["params"], s["params"], strict=True)}
+        groups = zip(self.param_groups, result["param_groups"], strict=True)
+        order = {id(p): key for g, s in groups for p, key in zip(g["params"], s["params"], strict=True)}
         for group in self.param_groups:
             for parameter in group["params"]:
                 key = order[id(parameter)]
@@ -398,10 +399,6 @@ def _check_betas(who: str, betas: Any) -> None:
         raise TypeError(f"{who}: betas is {betas!r}; needs two numbers such as (0.9, 0.95)") from None
     if not fit:
         raise ValueError(f"{who}: betas are {betas}; needs two numbers, each 0 or more, and less than 1")
-
-
-def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-    return zip(optimizer.param_groups, saved["param_groups"], strict=True)
 
 
 def _store(state: dict[str, Any], one: State, storage: Storage, parameter: Tensor) -> None:

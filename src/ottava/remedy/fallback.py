@@ -233,14 +233,13 @@ class Fallback:
         """Reads the statistics of the real casts of one step; returns new proposals."""
         self._looks += 1
         self._last = table
-        proposals: list[Proposal] = []
         bad = self._bad(table)
         for name, watched in self._watched.items():
             watched.bad = watched.bad + 1 if name in bad else 0
             if name not in bad:
                 watched.proposed = ()
         patient = {name: found for name, found in bad.items() if self._watched[name].bad >= self.patience}
-        proposals += self._propose_worst(step, patient, table)
+        proposals = self._propose_worst(step, patient, table)
         for name, watched in self._watched.items():
             if watched.own is not None and self._ready(name) and name not in bad:
                 proposals += self._way_back(step, name, watched, table)

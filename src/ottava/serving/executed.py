@@ -181,11 +181,6 @@ def disagreements(theirs: Model, ran: Execution) -> dict[str, str]:
     return found
 
 
-def unreached(theirs: Model, ran: Execution) -> list[str]:
-    """Linears of the checkpoint that the execution did not show."""
-    return [name for name in theirs.linears if in_model(name) not in ran.operands]
-
-
 def in_model(name: str) -> str:
     """The name that a model has for a tensor or module of its checkpoint."""
     for old, new in _NAMES:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -26,7 +27,7 @@ from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
 from ottava.serving.engines import ENGINES, sharing
-from ottava.serving.source import Source, Weight, copy_files, of_folder, rows_of_cast, same_numbers
+from ottava.serving.source import Source, Weight, of_folder, rows_of_cast, same_numbers
 from ottava.weights.layouts import DEFAULT, LAYOUTS, Layout
 
 REPORT = "export.json"
@@ -144,7 +145,8 @@ def export(
         nbytes = write_tensors(scratch, made.parts, shard_bytes)
         bf16 = sum(2 * math.prod(weight.shape) for weight in made.source.weights)
         report = ExportReport(str(folder), made.layout, tuple(made.written), nbytes, bf16)
-        copy_files(made.source, scratch)
+        for path in made.source.files:
+            shutil.copy2(path, scratch / path.name)
         (scratch / "config.json").write_text(json.dumps(made.config, indent=2) + "\n", encoding="utf-8")
         for name, body in LAYOUTS[report.layout].beside(made.config.get("quantization_config") or {}).items():
             (scratch / name).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")

@@ -242,7 +242,7 @@ def _executed(
         if run:
             raise ValueError(f"parity: run=True, and {engine} on {device} is not executed here; transformers on cpu is")
         return f"nothing of {engine} on {device}; its rules are {ENGINES[engine].known}", "", {}
-    from ottava.serving.executed import disagreements, execute, unreached
+    from ottava.serving.executed import disagreements, execute, in_model
 
     try:
         ids = (text or made_up(int(theirs.config.get("vocab_size") or 1))).ids[:_TOKENS]
@@ -253,7 +253,7 @@ def _executed(
         return f"nothing: {error}".splitlines()[0], "", {}
     except ValueError as error:
         return str(error), str(error), {}
-    left = unreached(theirs, one)
+    left = [name for name in theirs.linears if in_model(name) not in one.operands]
     counted = f"{len(theirs.linears) - len(left)} of {len(theirs.linears)} linears"
     return f"{one.said}, {len(ids)} tokens: the operands of {counted} were compared", "", disagreements(theirs, one)
 

@@ -5,7 +5,6 @@ A `Weight` knows the cast that the trained forward used, so that the same codes 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -159,7 +158,11 @@ def of_folder(folder: Path) -> Source:
             files.pop_all()  # the tensors' readers hold the files, which close with the last of them
     except (UntrustedError, OSError) as error:
         raise UntrustedError(f"{folder} cannot be read: {error}") from error
-    return Source(tuple(weights), config, other_files(folder))
+    kinds = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
+    others = (path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix in kinds)
+    left = ("config.json", "export.json")
+    kept = (path for path in others if path.name not in left and "safetensors" not in path.name)
+    return Source(tuple(weights), config, tuple(kept))
 
 
 def turned_names(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
@@ -216,22 +219,3 @@ def of_file(name: str, tensor: Tensor | Unread, *, only_routers: bool = False) -
         like = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False)
     stays = default_filter(module, like) or ""
     return Weight(name, tensor) if only_routers and not stays else Weight(name, tensor, True, stays)
-
-
-def other_files(folder: Path) -> tuple[Path, ...]:
-    """The files of a checkpoint that are neither weights nor config.json."""
-    return tuple(
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file()
-        and path.name != "config.json"
-        and path.suffix in (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
-        and "safetensors" not in path.name
-        and path.name != "export.json"
-    )
-
-
-def copy_files(source: Source, folder: Path) -> None:
-    """Copies the other files of a checkpoint."""
-    for path in source.files:
-        shutil.copy2(path, folder / path.name)

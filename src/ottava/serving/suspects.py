@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -257,19 +258,17 @@ def _of_checkpoint(ours: Model, theirs: Model) -> Iterator[Hypothesis]:
              and not torch.equal(t.float(), ours.plain[n].float())}  # fmt: skip
     if other:
         said = f"{len(other)} tensors in high precision as in the checkpoint"
-        yield _of_state("plain", said, lambda s: replace(s, plain={**s.plain, **other}))
+        yield _of_state("plain", said, partial(_given, {}, plain=other))
 
 
 def _kind(name: str, other: str) -> str:
     return "router" if ROUTER.search(name) else "head" if HEAD.search(name) else other
 
 
-def _given(sides: Mapping[str, Side], state: ModelState) -> ModelState:
-    return replace(state, linears={**state.linears, **sides})
-
-
-def _clipped(sides: Mapping[str, Side], share: float, state: ModelState) -> ModelState:
-    return replace(_given(sides, state), clip=share)
+def _given(
+    sides: Mapping[str, Side], state: ModelState, *, plain: Mapping[str, Tensor] = MappingProxyType({}), **others: Any
+) -> ModelState:
+    return replace(state, linears={**state.linears, **sides}, plain={**state.plain, **plain}, **others)
 
 
 def groups(names: Sequence[str]) -> dict[str, list[str]]:
@@ -314,18 +313,14 @@ def _stale(ours: Model, name: str, model: Model) -> Iterator[Hypothesis]:
     """Weights of an earlier step: all of them, or some."""
     sides = _old(ours, model)
     plain = {n: t for n, t in model.plain.items() if n in ours.plain and t.shape == ours.plain[n].shape}
-
-    def change(some: Mapping[str, Side], others: Mapping[str, Tensor], state: ModelState) -> ModelState:
-        return replace(state, linears={**state.linears, **some}, plain={**state.plain, **others})
-
-    yield _of_state("stale", f"all weights of {name}", partial(change, sides, plain))
-    yield _of_state("stale", f"all linears of {name}", partial(change, sides, {}))
-    yield _of_state("stale", f"tensors in high precision of {name}", partial(change, {}, plain))
+    yield _of_state("stale", f"all weights of {name}", partial(_given, sides, plain=plain))
+    yield _of_state("stale", f"all linears of {name}", partial(_given, sides))
+    yield _of_state("stale", f"tensors in high precision of {name}", partial(_given, {}, plain=plain))
     for kind, names in groups([*sides, *plain]).items():
         some, others = {n: sides[n] for n in names if n in sides}, {n: plain[n] for n in names if n in plain}
         if kind in ("attention", "MLP"):
-            yield _of_state("stale", f"{kind} of {name}, linears", partial(change, some, {}))
-        yield _of_state("stale", f"{kind} of {name}", partial(change, some, others))
+            yield _of_state("stale", f"{kind} of {name}, linears", partial(_given, some))
+        yield _of_state("stale", f"{kind} of {name}", partial(_given, some, plain=others))
 
 
 def _of_engines(ours: Model) -> Iterator[Hypothesis]:
@@ -363,7 +358,7 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
     tensor = {n: replace(s, activations=InputCast(PER_TENSOR, False, False)) for n, s in casts.items()}
     for share in _CLIPS:
         said = f"inputs clipped at {share:g} of their largest, as by a scale of other data"
-        yield _of_state("activations", said, partial(_clipped, tensor, share))
+        yield _of_state("activations", said, partial(_given, tensor, clip=share))
     for top in _TOPS:
         said = f"inputs clipped at {top:.3g}, as by one scale for all linears"
         static = InputCast(PER_TENSOR, False, True, top / E4M3.max)

@@ -75,7 +75,13 @@ class ByteCorpus:
         Raises:
             DataError: the path does not exist, or holds no text.
         """
-        files = _standard_library() if config.path is None else _text_files(config.path)
+        if config.path is None:  # every machine with this Python has the same text
+            library = _walk(Path(sysconfig.get_path("stdlib")), skip=_NOT_LIBRARY, skip_prefixes=_BUILD_DATA)
+            files = [path for path in library if path.suffix == ".py"]
+        else:
+            files = _walk(config.path) if config.path.is_dir() else [config.path]
+            if not config.path.exists():
+                raise DataError(f"{config.path}: does not exist; set data.path to a text file or a folder of them")
         # binary files of a folder are skipped; a single file is taken as it is
         texts = list(_read(files, config.max_bytes, skip_binary=files != [config.path]))
         total = sum(map(len, texts))
@@ -138,22 +144,9 @@ def _tensor(texts: Iterable[bytes]) -> Tensor:
     return torch.from_numpy(np.array(bytearray(b"".join(texts)), dtype=np.uint8))
 
 
-def _standard_library() -> list[Path]:
-    """The library's modules, sorted by path: every machine with this Python has the same text."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return [path for path in _walk(root, skip=_NOT_LIBRARY, skip_prefixes=_BUILD_DATA) if path.suffix == ".py"]
-
-
-def _text_files(path: Path) -> list[Path]:
-    """A file, or all files below a folder except hidden ones, sorted by path."""
-    if path.is_dir():
-        return _walk(path)
-    if not path.exists():
-        raise DataError(f"{path}: does not exist; set data.path to a text file or a folder of them")
-    return [path]
-
-
 def _walk(root: Path, skip: frozenset[str] = frozenset(), skip_prefixes: tuple[str, ...] = ()) -> list[Path]:
+    """All files below a folder except hidden ones, sorted by path."""
+
     def is_text(name: str) -> bool:
         return name not in skip and not name.startswith((".", *skip_prefixes))
 

@@ -303,7 +303,12 @@ class DemoFolder:
             if demo is not None and not finished and not fresh:
                 expected = DemoSettings(**{**dict(saved), **chosen}) if resume else settings
                 if expected != saved:
-                    raise ConfigError(_other_settings(path, saved, expected))
+                    old, new = dict(saved), dict(expected)
+                    changes = "; ".join(f"{n} was {old[n]!r}, now {new[n]!r}" for n in old if old[n] != new[n])
+                    raise ConfigError(
+                        f"{path}: holds an unfinished demo with other settings ({changes}). Continue it with --resume "
+                        "alone, discard it with --fresh, or give another folder with --run-dir"
+                    )
                 news = f"continuing the unfinished demo in {path} (--fresh starts over)"
                 return cls(path, saved, resumed=True, news=(news,), lock=lock)
             gather(settings.config("bf16", 0))  # refuses a missing text, device or memory before anything is removed
@@ -352,15 +357,6 @@ def _set_aside(path: Path) -> str:
         if (path / name).exists():
             (path / name).replace(aside / name)
     return f"running again; the report of the earlier demo is now in {aside}"
-
-
-def _other_settings(path: Path, saved: DemoSettings, expected: DemoSettings) -> str:
-    old, new = dict(saved), dict(expected)
-    changes = "; ".join(f"{name} was {old[name]!r}, now {new[name]!r}" for name in old if old[name] != new[name])
-    return (
-        f"{path}: holds an unfinished demo with other settings ({changes}). Continue it with --resume alone, discard "
-        "it with --fresh, or give another folder with --run-dir"
-    )
 
 
 # The three tensors that a Linear casts, with their names in the report.

@@ -86,23 +86,20 @@ class PlainDisplay:
 
     def __exit__(self, *exception: object) -> None:
         if self._pending is not None:
-            self._print(self._pending)
+            self.say(self._pending)
 
     def show(self, runs: Sequence[RunView], seconds_left: float | None) -> None:
         """Shows the present state of the runs; cheap enough for a call after every few steps."""
         self._pending = plain_line(runs, seconds_left)
         if self._clock() - self._last >= self._every:
             self._last = self._clock()
-            self._print(self._pending)
+            self.say(self._pending)
             self._pending = None
 
     def say(self, message: str) -> None:
         """Prints one line that stays."""
-        self._print(message)
-
-    def _print(self, line: str) -> None:
         # soft_wrap: rich must not break lines of a log at a default width
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+        self._console.print(message, soft_wrap=True, highlight=False, markup=False)
 
 
 class LiveDisplay:

@@ -15,7 +15,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -288,7 +288,12 @@ class Trainer:
                     try:
                         self.save()
                     except PoisonError as error:
-                        self._give_up(str(error))
+                        if self.ranks.first:
+                            _log.error("%s", error)
+                        if self._guard is None:  # else it rewinds the run
+                            self.diverged, self.poison = True, str(error)
+                            self.folder.write_json("receipt.json", self._receipt())
+                            self._end_watch()
             self._random = _random_states(self.device)
         if self.done:
             if self._writer is not None:
@@ -349,15 +354,6 @@ class Trainer:
                 "checkpoint is written. The one before it stays: lower optimizer.learning_rate, then start from it "
                 "with --init"
             )
-
-    def _give_up(self, poison: str) -> None:
-        """Ends the run, unless a guard will rewind it."""
-        if self.ranks.first:
-            _log.error("%s", poison)
-        if self._guard is None:
-            self.diverged, self.poison = True, poison
-            self.folder.write_json("receipt.json", self._receipt())
-            self._end_watch()
 
     def close(self) -> None:
         """Ends the watch and releases the folder. The last step does both; call `close` if you end a run earlier."""
@@ -458,7 +454,8 @@ class Trainer:
                     self._amaxes.append(step, amaxes)
         else:
             if self.ranks.size > 1:
-                _log.error("step %d: %s", step, explain_divergence(self.ranks, self.model, self._forward(step)))
+                again = partial(self._passes.loss, *self._mine(inputs, targets))
+                _log.error("step %d: %s", step, explain_divergence(self.ranks, self.model, again))
             if self._watch is not None:
                 self._watch.step()
         self._optimizer.zero_grad()
@@ -479,9 +476,6 @@ class Trainer:
         )
         self._keep_record(record)
         return loss_value, grad_norm
-
-    def _forward(self, step: int) -> Callable[[], Tensor]:
-        return lambda: self._passes.loss(*self._mine(*self.batch(step)))
 
     def _receipt(self) -> dict[str, Any]:
         """The receipt of this process; with several processes also those of all of them, whose layers may differ."""

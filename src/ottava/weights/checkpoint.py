@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ottava.numerics.formats import E2M1, E4M3, E5M2
 from ottava.numerics.scaling import BLOCK_16X16, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
@@ -157,19 +157,16 @@ def _sharded(value: Any, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
         p if p.is_shard() and (len(weight.matrix) == 3 or sizes[p.dim] is not None) else Replicate()
         for p in value.placements
     ]
+    split = any(place.is_shard() and value.device_mesh.size(dim) > 1 for dim, place in enumerate(value.placements))
     with torch.no_grad():
-        own = _CodesAsBytes(weight.codes) if _needs_bytes(value, weight) else weight.codes
+        as_bytes = split and weight.codes.is_cpu and weight.codes.dtype != torch.uint8
+        own = _CodesAsBytes(weight.codes) if as_bytes else weight.codes
         codes = DTensor.from_local(own, value.device_mesh, value.placements, shape=value.shape, stride=value.stride())
         strides = torch.empty(grid, device="meta").stride()
         scales = DTensor.from_local(
             weight.scales, value.device_mesh, placements, run_check=False, shape=torch.Size(grid), stride=strides
         )
     return codes, scales
-
-
-def _needs_bytes(value: Any, weight: QuantizedWeight) -> bool:
-    split = any(place.is_shard() and value.device_mesh.size(dim) > 1 for dim, place in enumerate(value.placements))
-    return split and weight.codes.is_cpu and weight.codes.dtype != torch.uint8
 
 
 class _CodesAsBytes(Tensor):
@@ -191,7 +188,11 @@ class _CodesAsBytes(Tensor):
     ) -> Any:
         sent = "c10d" in func.namespace
         dtype = next(one.dtype for one in tree_leaves((args, kwargs)) if isinstance(one, _CodesAsBytes))
-        args, kwargs = tree_map(lambda one: _opened(one, sent), (args, kwargs or {}))
+
+        def opened(one: _CodesAsBytes) -> Tensor:
+            return one.codes.view(torch.uint8) if sent else one.codes
+
+        args, kwargs = tree_map_only(_CodesAsBytes, opened, (args, kwargs or {}))
         made = func(*args, **kwargs)
         if sent:
             return made.view(dtype)
@@ -209,12 +210,6 @@ class _CodesAsBytes(Tensor):
 
 _KEPT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.alias.default})
 """What comes before a collective."""
-
-
-def _opened(one: Any, sent: bool) -> Any:
-    if not isinstance(one, _CodesAsBytes):
-        return one
-    return one.codes.view(torch.uint8) if sent else one.codes
 
 
 def _loaded(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,10 +20,10 @@ from ottava import nn as ours
 from ottava.base.errors import need_known, unknown_name
 from ottava.compat.transformer_engine.pytorch.gradients import extras_of
 from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
-from ottava.compat.transformer_engine.pytorch.module import Init, device_for, norm_heads, norm_name, started
+from ottava.compat.transformer_engine.pytorch.module import device_for, norm_heads, norm_name
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.rope import table_of
-from ottava.compat.transformer_engine.pytorch.state import Advising, Parts
+from ottava.compat.transformer_engine.pytorch.state import Advising, Init, Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, shards_for
 from ottava.distributed.context import GatheredKeys, RingKeys, positions
 from ottava.nn.attention import Sink
@@ -328,7 +327,11 @@ class DotProductAttention(Advising, ContextParallel):
         """
         where, kind = "DotProductAttention", attn_mask_type or self.attn_mask_type
         refuse(where, others)
-        _check_score_mod(where, score_mod)
+        if score_mod is not None and (count := len(inspect.signature(score_mod).parameters)) != 5:
+            raise NotImplementedError(
+                f"{where}: a score_mod of {count} arguments builds a graph of cuDNN, "
+                "which is not in ottava; give torch's form (score, batch, head, query, key) -> score"
+            )
         apart = query_layer, key_layer, value_layer
         query_layer, key_layer, value_layer = _unpacked(where, apart, qkv_layer, kv_layer, qkv_interleave_dim)
         rows, starts = len(query_layer), (cu_seqlens_q_padded, cu_seqlens_kv_padded)
@@ -380,15 +383,6 @@ def _unpacked(where: str, apart: Any, qkv: Tensor | None, kv: Tensor | None, dim
             "at -3 or -2"
         )
     return *apart[: 3 - count], *packed.unbind(dim)
-
-
-def _check_score_mod(where: str, score_mod: Any) -> None:
-    count = 5 if score_mod is None else len(inspect.signature(score_mod).parameters)
-    if count != 5:
-        raise NotImplementedError(
-            f"{where}: a score_mod of {count} arguments builds a graph of cuDNN, "
-            "which is not in ottava; give torch's form (score, batch, head, query, key) -> score"
-        )
 
 
 def _without_padding(
@@ -520,12 +514,9 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
             device=device_for(device),
             dtype=params_dtype,
         )
-        made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
-        norm_heads("MultiheadAttention", (self,), qk_norm_type, qk_norm_eps, **made)
+        norm_heads("MultiheadAttention", (self,), extras.given)
         self.out.returns_bias = self.returns_bias = return_bias
-        start = partial(started, self, init_method, output_layer_init_method)
-        keys = attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved)
-        self.finish(extras, shards, others.get("name"), start, *keys)
+        self.finish(extras, shards, *attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self,
@@ -554,12 +545,10 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
 
 def heads_of(shards: Shards, hidden: int, heads: int, groups: int | None, head_dim: int | None) -> dict[str, Any]:
     """This rank's share of the heads, as keywords of ottava's modules."""
-    if shards.size == 1:
-        return {"heads": heads, "kv_heads": groups, "head_dim": head_dim}
     return {
         "heads": shards.of("num_attention_heads", heads),
         "kv_heads": None if groups is None else shards.of("num_gqa_groups", groups),
-        "head_dim": hidden // heads if head_dim is None else head_dim,
+        "head_dim": hidden // heads if head_dim is None and shards.size > 1 else head_dim,
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -67,11 +66,10 @@ class CudaRNGStatesTracker:
         if seed in self.seeds_ or name in self.states_:
             what = f"seed {seed}" if seed in self.seeds_ else f"name {name!r}"
             raise RuntimeError(f"CudaRNGStatesTracker.add: the {what} exists already; give another, or call reset()")
-        before = _random().get_rng_state()
-        _random().manual_seed(seed)
         self.seeds_.add(seed)
         self.states_[name] = _random().get_rng_state()
-        _random().set_rng_state(before)
+        with self.fork(name):
+            _random().manual_seed(seed)
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
@@ -386,13 +384,11 @@ def gathered(module: nn.Module, names: Sequence[str], x: Tensor, *args: Any) -> 
     """module(x, *args) with distributed weights of these names; the backward runs it again on the weights it gets."""
     parameters = dict(module.named_parameters())
     keys = (*names, *(name for name in parameters if name not in names))
-    run = partial(_run_with, module, keys, args)
+
+    def run(x: Tensor, *given: Tensor) -> Any:
+        return torch.func.functional_call(module, dict(zip(keys, given, strict=True)), (x, *args))
+
     return _Gathered.apply(run, len(names), x, *(parameters[key] for key in keys))  # type: ignore[no-any-return]
-
-
-def _run_with(module: nn.Module, keys: Sequence[str], args: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-    named = dict(zip(keys, parameters, strict=True))
-    return torch.func.functional_call(module, named, (x, *args))  # type: ignore[no-any-return]
 
 
 class _Gathered(torch.autograd.Function):

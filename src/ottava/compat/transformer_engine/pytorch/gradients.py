@@ -43,7 +43,7 @@ class Extras(NamedTuple):
     before: tuple[Tensor, ...]
     """Random states of the CPU and the GPU in front of the constructor."""
     given: dict[str, Any]
-    """The plain arguments of the constructor: the module itself, groups and functions are none."""
+    """The arguments of the constructor, without the module itself."""
 
     def initial(self) -> AbstractContextManager[Any]:
         """`drawn`, for initial weights: as if ottava's constructor, whose values they replace, had drawn nothing."""
@@ -74,9 +74,7 @@ def extras_of(where: str, given: Mapping[str, Any]) -> Extras:
     refuse(where, {name: value for name, value in others.items() if name not in own}, (*given, *own))
     fuse, delay, tracker, state = (others.get(name) for name in own)
     before = (torch.get_rng_state(), *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()))
-    every = {**given, **others}
-    plain = {n: v for n, v in every.items() if isinstance(v, bool | int | float | str | tuple | None | torch.dtype)}
-    return Extras(bool(fuse), bool(delay), tracker, state, before, plain)
+    return Extras(bool(fuse), bool(delay), tracker, state, before, {**given, **others})
 
 
 class WeightGradients(Advising):
@@ -104,7 +102,7 @@ class WeightGradients(Advising):
             return
         for layer in (module for module in self.modules() if isinstance(module, Layer)):
             self._waiting.append(deque())
-            layer.takes_dw = _Taker(self, layer, self._waiting[-1])
+            layer.takes_dw = partial(_take, self, layer, self._waiting[-1])
             if extras.delay:  # Megatron's hooks then wait for `backward_dw`
                 layer.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
@@ -218,18 +216,13 @@ def _decoded(layer: Layer, tensor: str, door: nn.Module, args: Any, both: Any) -
     return row, col
 
 
-class _Taker:
+def _take(owner: WeightGradients, layer: Layer, waiting: deque[Callable[[], None]], run: Run) -> Tensor | None:
     """Stands in a layer's backward where dw is made."""
-
-    def __init__(self, owner: WeightGradients, layer: Layer, waiting: deque[Callable[[], None]]) -> None:
-        self.owner, self.layer, self.waiting = owner, layer, waiting
-
-    def __call__(self, run: Run) -> Tensor | None:
-        fuse, overwrite = self.owner.fuse_wgrad_accumulation, self.owner.is_first_forward is True
-        if self.owner.delays:
-            self.waiting.append(partial(_put_later, self.layer, run, fuse, overwrite))
-            return None
-        return _add_to_main(self.layer, run, overwrite)
+    fuse, overwrite = owner.fuse_wgrad_accumulation, owner.is_first_forward is True
+    if owner.delays:
+        waiting.append(partial(_put_later, layer, run, fuse, overwrite))
+        return None
+    return _add_to_main(layer, run, overwrite)
 
 
 def _put_later(layer: Layer, run: Run, fuse: bool, overwrite: bool) -> None:

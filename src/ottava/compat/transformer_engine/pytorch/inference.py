@@ -247,8 +247,8 @@ class PagedCache(KVCache):
                 )
             table += [self.free.pop(0) for _ in range(wanted)]
         longest = max(ends)
-        known = zip(self.tables, ends, strict=True)
-        rows = [[self._place(table, min(i, end - 1)) for i in range(longest)] for table, end in known]
+        own_places = [[page * self.size + i for page in table for i in range(self.size)] for table in self.tables]
+        rows = [[of[min(i, end - 1)] for i in range(longest)] for of, end in zip(own_places, ends, strict=True)]
         at = torch.tensor(rows, device=k.device)
         starts = torch.tensor(self.lengths, device=k.device)[:, None] + torch.arange(new, device=k.device)
         real = torch.arange(new, device=k.device) < torch.tensor(counts, device=k.device)[:, None]
@@ -258,9 +258,6 @@ class PagedCache(KVCache):
             store[places] = own[real]
         even = len(set(ends)) == 1
         return Cached(stores[0][at], stores[1][at], None if even else torch.tensor(ends, device=k.device))
-
-    def _place(self, table: list[int], position: int) -> int:
-        return table[position // self.size] * self.size + position % self.size
 
     def select(self, rows: Sequence[int | None]) -> None:
         """As `KVCache.select`; the pages of dropped sequences are free again."""

@@ -6,7 +6,7 @@ Outside an `autocast` they run in high precision, as in TransformerEngine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -20,15 +20,11 @@ from ottava.base.errors import need_known
 from ottava.compat.transformer_engine.pytorch.distributed import gathered, is_distributed_weight
 from ottava.compat.transformer_engine.pytorch.gradients import WeightGradients, extras_of
 from ottava.compat.transformer_engine.pytorch.refused import refuse
-from ottava.compat.transformer_engine.pytorch.state import TEState
+from ottava.compat.transformer_engine.pytorch.state import STD, Init, TEState
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, mark, one_of_modes, shards_for
-from ottava.engine.functional import quantized_layers
 from ottava.nn.activations import Activation, clamped_swiglu, get_activation
 from ottava.nn.layer import autocast_dtype, autocast_input  # the latter as `set_activation_dtype` does
 from ottava.nn.norms import NormName
-
-Init = Callable[[Tensor], Any]
-_STD = 0.023  # standard deviation of TransformerEngine's initial weights
 
 
 def device_for(device: torch.device | str | None) -> torch.device:
@@ -51,28 +47,6 @@ def device_for(device: torch.device | str | None) -> torch.device:
     return chosen
 
 
-def start(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None:
-    """Fills in TransformerEngine's initial values: normal weights, standard deviation 0.023, and biases of 0."""
-    if weight.is_meta:
-        return
-    with torch.no_grad():
-        if init_method is None:
-            nn.init.normal_(weight, std=_STD)
-        else:
-            init_method(weight)
-        if bias is not None:
-            bias.zero_()
-
-
-def started(module: nn.Module, init_method: Init | None, output_layer_init_method: Init | None = None) -> None:
-    """`start` for each linear layer of a module; the second method is for the layers in front of a residual sum."""
-    quantized = list(quantized_layers(module))
-    for name, layer in module.named_modules():
-        if layer in quantized:
-            last = name.rpartition(".")[2] in ("out", "fc2")
-            start(layer.weight, layer.bias, output_layer_init_method if last else init_method)
-
-
 def init_method_normal(sigma: float) -> Init:
     """Fills a tensor with normal numbers of this standard deviation."""
     return partial(nn.init.normal_, std=sigma)
@@ -85,7 +59,7 @@ def scaled_init_method_normal(sigma: float, num_layers: int) -> Init:
 
 def get_default_init_method() -> Init:
     """What fills weights by default."""
-    return init_method_normal(_STD)
+    return init_method_normal(STD)
 
 
 def l2normalization_fwd_fused(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -129,14 +103,14 @@ class L2Normalization(nn.Module):
         return l2normalization_fused(x, self.eps)
 
 
-def norm_heads(
-    where: str, modules: Sequence[ours.MultiheadAttention | None], kind: str | None, eps: float, **settings: Any
-) -> None:
-    """Gives attentions the norms over each head of q and k, with an eps of their own.
+def norm_heads(where: str, modules: Sequence[ours.MultiheadAttention | None], given: Mapping[str, Any]) -> None:
+    """Gives attentions the norms over each head of q and k that the arguments of a constructor ask for.
 
     Raises:
         ValueError: the kind is unknown.
     """
+    kind, eps = given["qk_norm_type"], given["qk_norm_eps"]
+    settings = {name: given[name] for name in ("zero_centered_gamma", "device", "params_dtype")}
     for module in modules if kind is not None else ():
         if module is not None and kind == "L2Normalization":
             module.q_norm = module.k_norm = L2Normalization(eps)  # type: ignore[assignment]
@@ -233,8 +207,8 @@ class Linear(Sharded, ours.Linear):
         elif parallel_mode == "column":
             out_features = shards.of("out_features", out_features)
         super().__init__(in_features, out_features, bias, device_for(device), params_dtype, recipe="bf16")
-        self.returns_bias, start = return_bias, partial(started, self, init_method)
-        self.finish(extras, shards, others.get("name"), start, {}, {"": ("",)}, mode=parallel_mode)
+        self.returns_bias = return_bias
+        self.finish(extras, shards, {}, {"": ("",)}, mode=parallel_mode)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
@@ -302,8 +276,8 @@ class LayerNormLinear(Sharded, ours.NormLinear):
             return_norm_output=return_layernorm_output,
         )
         self.returns_bias = return_bias
-        start, keys = partial(started, self, init_method), {f"norm.{n}": f"layer_norm_{n}" for n in ("weight", "bias")}
-        self.finish(extras, shards, others.get("name"), start, keys, {"": ("",)})
+        keys = {f"norm.{name}": f"layer_norm_{name}" for name in ("weight", "bias")}
+        self.finish(extras, shards, keys, {"": ("",)})
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
@@ -373,8 +347,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
             dtype=params_dtype,
         )
         self.fc2.returns_bias = self.returns_bias = return_bias
-        start = partial(started, self, init_method, output_layer_init_method)
-        self.finish(extras, shards, others.get("name"), start, mlp_keys(), {"": ("fc1", "fc2")})
+        self.finish(extras, shards, mlp_keys(), {"": ("fc1", "fc2")})
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """(..., hidden_size) -> (..., hidden_size); with return_bias, a tuple with the bias, which is not added."""
@@ -417,7 +390,7 @@ class GroupedLinear(TEState, WeightGradients):
         sizes = in_features, out_features, bias, device_for(device), params_dtype
         self.groups = nn.ModuleList(ours.Linear(*sizes, recipe="bf16") for _ in range(num_gemms))
         with extras.initial():
-            self.starts(partial(started, self, init_method))
+            self.starts(init_method)
         names = ("weight", "bias") if bias else ("weight",)
         keys = {f"groups.{g}.{name}": f"{name}{g}" for name in names for g in range(num_gemms)}
         self.uses_their_keys(keys, {"": tuple(f"groups.{g}" for g in range(num_gemms))})

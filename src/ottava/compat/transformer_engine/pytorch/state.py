@@ -13,6 +13,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from itertools import product
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from ottava.compat.transformer_engine.common.recipe import GROUPED, DelayedScaling, Format, asked_as
 from ottava.compat.transformer_engine.pytorch.quantization import debug_tool
 from ottava.compat.transformer_engine.pytorch.refused import ARGUMENTS
-from ottava.engine.functional import QuantizedLayer
+from ottava.engine.functional import QuantizedLayer, quantized_layers
 from ottava.interop.contents import StateFileError, format_maxima, read_extra_state
 from ottava.numerics.formats import E4M3
 
@@ -34,6 +35,9 @@ _RECIPE_FIELDS = tuple(one.name for one in fields(DelayedScaling) if one.name !=
 """Those of TransformerEngine 2.20, in our order."""
 _FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
 
+Init = Callable[[Tensor], Any]
+STD = 0.023
+"""Standard deviation of TransformerEngine's initial weights."""
 Parts = str | Sequence[tuple[str, int]]
 
 
@@ -112,8 +116,9 @@ class Advising(nn.Module):
     """A module with TransformerEngine's attributes: what its constructor was given, and advice about the others."""
 
     def remembers(self, given: Mapping[str, Any]) -> None:
-        """Keeps arguments of a constructor, and what TransformerEngine makes of them, under names not in use."""
-        one: dict[str, Any] = {n: given[n] for n in given.keys() - {"bias", "device", "where"}}
+        """Keeps plain arguments of a constructor, and what TransformerEngine makes of them, under names not in use."""
+        plain = (bool, int, float, str, tuple, type(None), torch.dtype)
+        one: dict[str, Any] = {n: v for n, v in given.items() if isinstance(v, plain) and n not in ("bias", "device")}
         shards = self.__dict__.get("_shards")
         ranks = 1 if shards is None else shards.size
         one |= {} if shards is None else {"tp_size": ranks, "sequence_parallel": shards.sequence}
@@ -251,10 +256,21 @@ class TEState(Advising):
             for path in itertools.chain(*self._states.values()):
                 tool.adopt(_layer(self, path), path.partition("groups.")[2])
 
-    def starts(self, starts: Callable[[], None]) -> None:
-        """Fills in the initial values, and keeps how for `reset_parameters`."""
-        self.__dict__["_starts"] = starts
-        starts()
+    def starts(self, init_method: Init | None = None, output_layer_init_method: Init | None = None) -> None:
+        """Fills in the initial values, and keeps how for `reset_parameters`: without a method normal weights; biases of
+        0. The second method is for the layers in front of a residual sum.
+        """
+        # a circle: a module of which a script keeps the weight alone lives until `quantized_model_init` has cast it
+        self.__dict__["_starts"] = partial(self.starts, init_method, output_layer_init_method)
+        quantized = list(quantized_layers(self))
+        for name, layer in self.named_modules():
+            if layer in quantized and not layer.weight.is_meta:
+                last = name.rpartition(".")[2] in ("out", "fc2")
+                fill = (output_layer_init_method if last else init_method) or partial(nn.init.normal_, std=STD)
+                with torch.no_grad():
+                    fill(layer.weight)
+                    if layer.bias is not None:
+                        layer.bias.zero_()
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Fills in TransformerEngine's initial values again; on the device "meta", makes parameters on its own first.

@@ -8,7 +8,7 @@ these gradients; their parameters have the attribute `sequence_parallel`, True. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -79,15 +79,13 @@ def shards_for(
 class Sharded(TEState, WeightGradients):
     """A TransformerEngine module. Each rank of a group may hold a shard of it."""
 
-    def finish(
-        self, extras: Extras, shards: Shards, name: Any, start: Callable[[], None], *keys: Any, mode: Any = "column"
-    ) -> None:
+    def finish(self, extras: Extras, shards: Shards, *keys: Any, mode: Any = "column") -> None:
         """What a constructor does after it has built its layers: keys of TransformerEngine, as `uses_their_keys` takes
         them, names of the layers, initial values, this rank's share, and the settings of `extras`."""
         self.uses_their_keys(*keys)
-        self.names_layers(name)
+        self.names_layers(extras.given.get("name"))
         with extras.initial():
-            self.starts(start)
+            self.starts(extras.given["init_method"], extras.given.get("output_layer_init_method"))
         self.share(shards, mode)
         self.gives(extras)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +21,13 @@ from ottava.compat.transformer_engine.pytorch.attention import (
 )
 from ottava.compat.transformer_engine.pytorch.gradients import extras_of
 from ottava.compat.transformer_engine.pytorch.module import (
-    Init,
     activation_for,
     device_for,
     mlp_keys,
     norm_heads,
     norm_name,
-    started,
 )
-from ottava.compat.transformer_engine.pytorch.state import Parts
+from ottava.compat.transformer_engine.pytorch.state import Init, Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, shards_for
 from ottava.nn.layer import autocast_input
 from ottava.nn.transformer import Arrangement
@@ -130,11 +127,8 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
             device=device_for(device),
             dtype=params_dtype,
         )
-        made = {"zero_centered_gamma": zero_centered_gamma, "device": device_for(device), "dtype": params_dtype}
-        norm_heads(where, (self.attention, self.cross), qk_norm_type, qk_norm_eps, **made)
-        start = partial(started, self, init_method, output_layer_init_method)
-        keys = self._their_names(fuse_qkv_params, qkv_weight_interleaved)
-        self.finish(extras, shards, others.get("name"), start, *keys)
+        norm_heads(where, (self.attention, self.cross), extras.given)
+        self.finish(extras, shards, *self._their_names(fuse_qkv_params, qkv_weight_interleaved))
 
     def _their_names(
         self, fused: bool, interleaved: bool
