@@ -163,19 +163,15 @@ def test_objects_of_the_scripts_classes_are_put_back() -> None:
 
 
 def test_what_a_hook_has_closed_over_is_put_back() -> None:
-    def hooked(module: nn.Module, past: list[float]) -> None:
-        calls = 0
+    model, past, x, calls = nn.Linear(3, 3), [1.0], torch.ones(2, 3), 0
 
-        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            past.append(float(output.abs().max()))
-            return output * calls * sum(past)
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        past.append(float(output.abs().max()))
+        return output * calls * sum(past)
 
-        module.register_forward_hook(hook)
-
-    model, past, x = nn.Linear(3, 3), [1.0], torch.ones(2, 3)
-    hooked(model, past)
+    model.register_forward_hook(hook)
     with untouched(model), torch.no_grad():
         first = model(x)
         model(x)

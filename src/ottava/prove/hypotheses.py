@@ -627,7 +627,6 @@ def _of_attention() -> Iterator[Fault]:
         ("causal mask where none is", "A causal mask hides later keys", always(causal=True)),
         *((f"causal mask of tiles of {n}", f"The causal mask hides whole tiles of {n} keys only: in its own tile a query sees later keys", always(tile=n)) for n in (8, 16, 32, 64, 128)),
         *((f"sums not rescaled, {n}", f"The sum of values is not rescaled where a later tile of {n} keys has a larger score", always(rescaled=n)) for n in (8, 16, 32, 64, 128)),
-        ("no mask in the backward", "The backward ignores the causal mask", always(fault="no mask backward")),
         ("dv of unnormalized probabilities", "dv is made of probabilities that are not divided by their sum", always(fault="dv not normalized")),
         ("no softmax scale", "Scores are not divided by sqrt(D)", always(scale=1.0)),
         *((f"padded keys seen, {n}", f"Keys are padded with zeros to a multiple of {n}, and the padding takes part in softmax", always(pad=n)) for n in (8, 16, 32, 64, 128)),
@@ -670,10 +669,17 @@ def _of_optimizers() -> Iterator[Fault]:
     )
 
 
-_TO_BF16: tuple[tuple[str, Callable[[float], float]], ...] = (
-    ("rounded", lambda x: float(torch.tensor(x).bfloat16())),
-    ("cut off", lambda x: float((torch.tensor(x).view(torch.int32) >> 16 << 16).view(torch.float32))),
-)
+
+
+def _bf16(x: float) -> float:
+    return float(torch.tensor(x).bfloat16())
+
+
+def _cut_off(x: float) -> float:
+    return float((torch.tensor(x).view(torch.int32) >> 16 << 16).view(torch.float32))
+
+
+_TO_BF16 = (("rounded", _bf16), ("cut off", _cut_off))
 _DEFAULTS = MappingProxyType({"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01})
 _OPTIMIZERS = (
     ("no bias correction", "Moments are not divided by 1 - beta ** step"),

@@ -451,6 +451,20 @@ def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return pair[0].mT, pair[1].mT
 
 
+def _seen(queries: int, keys: int, offset: int, window: int, tile: int) -> Tensor:
+    """The keys that each query sees under a causal mask; see `attention_allowed`."""
+    if tile:
+        return torch.arange(queries)[:, None] // tile >= torch.arange(keys) // tile
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(offset)
+    return seen.triu(1 - window) if window else seen
+
+
+def _behind_tiles(scores: Tensor, total: Tensor, tile: int) -> Tensor:
+    """Weights of the running maximum behind each tile of keys, over the sum for the last one."""
+    ends = [min(j // tile * tile + tile, scores.shape[-1]) - 1 for j in range(scores.shape[-1])]
+    return (scores - scores.cummax(-1).values[..., ends]).exp() * torch.where(total == 0, 0.0, 1 / total)
+
+
 def attention_allowed(
     inputs: Values,
     what: Values,
@@ -493,12 +507,8 @@ def attention_allowed(
     scale = 1 / math.sqrt(depth) if scale is None else scale
     scores, off = (x * scale for x in _times(q, _turned(k), (depth + 4) * U32))
     off = off + 2 * u * scores.abs()  # sums in fp32, then one rounding of the scores
-    unmasked = scores
     if what.get("causal", False) if causal is None else causal:
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(offset)
-        seen = seen.triu(1 - window) if window else seen
-        if tile:
-            seen = torch.arange(queries)[:, None] // tile >= torch.arange(keys) // tile
+        seen = _seen(queries, keys, offset, window, tile).to(scores.device)
         scores, off = scores.masked_fill(~seen, -math.inf), off.masked_fill(~seen, 0.0)
     if rounded and "scores" in rounded:
         scores = scores.to(rounded["scores"]).double()
@@ -512,15 +522,8 @@ def attention_allowed(
     ep = p * (2 * (off.amax(-1, keepdim=True) + off) + (keys + 16) * U32 + 2 * u)
     p = p.to(rounded["p"]).double() if rounded and "p" in rounded else p
     (s,) = _cast_together(specs.get("s"), (p, ep))
-    summed = s
-    if rescaled:  # weights of the running maximum, over the sum of the last one
-        ends = [min(j // rescaled * rescaled + rescaled, keys) - 1 for j in range(keys)]
-        running = scores.cummax(-1).values[..., ends]
-        summed = (scores - running).exp() * torch.where(total == 0, 0.0, 1 / total), ep
+    summed = (_behind_tiles(scores, total, rescaled), ep) if rescaled else s
     ((o, eo),) = _cast_together(specs.get("o"), _times(summed, v, (keys + 4) * U32))
-    if fault == "no mask backward":
-        p = (unmasked - top).exp() / torch.where(total == 0, 1.0, total)
-        s = p, ep
     if fault == "dv not normalized":
         s = raised, ep
     dp, edp = _times(g, _turned(v), (width + 4) * U32 + u)
