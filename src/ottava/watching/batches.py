@@ -153,7 +153,8 @@ class Batches:
         at = np.searchsorted(self._rows, rows)
         known = np.append(self._rows, math.nan)[at] == rows
         first, again = self._labels[at[known]], labels[known]
-        others = np.count_nonzero((first != again) & np.isin(again, self._labels))
+        other = again[first != again]
+        others = np.isin(other, self._labels).sum() if len(other) else 0  # it sorts all labels
         if len(self._rows) < _ROWS:
             new, of = np.unique(rows[~known], return_index=True)
             at = np.searchsorted(self._rows, new)
