@@ -29,7 +29,7 @@ from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
-    {"fp8": (195, 205), "difference": (138, 172), "law": (152, 210), "software": (8, 10)}
+    {"fp8": (203, 214), "difference": (144, 179), "law": (167, 227), "software": (10, 12)}
 )
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "D3", "D6"})
