@@ -199,7 +199,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     classes in them, the state of predicted scales, and numbers, iterators and random numbers of the script. What
     objects of libraries and files hold is not seen."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    modules, script = [_Attributes(m) for m in model.modules()], _Globals(model)
+    met: set[int] = set()  # what many modules hold is looked at once
+    modules, script = [_Attributes(m, met) for m in model.modules()], _Globals(model)
     tensors = {id(t): t for m in modules for t in m.tensors()}.values()
     values = [(t, t.clone()) for t in tensors]
     states = {id(s): (s, _copied(vars(s))) for m in modules if (s := m.attributes.get("scaling_state")) is not None}
@@ -260,16 +261,17 @@ def _inside(value: Any) -> Iterable[Any] | None:
     return [*vars(value).values()] if _is_own(value) else None
 
 
-def _behind(values: Iterable[Any]) -> list[Any]:
-    """Of these, and of what they hold, all that `_inside` looks into."""
-    met: dict[int, Any] = {}
+def _behind(values: Iterable[Any], met: set[int]) -> list[Any]:
+    """Of these, and of what they hold, all that `_inside` looks into and nobody has met."""
+    found: list[Any] = []
     waiting = collections.deque(values)
-    while waiting and len(met) < _MANY:
+    while waiting and len(found) < _MANY:
         value = waiting.popleft()
         if not isinstance(value, _PLAIN) and id(value) not in met and (inside := _inside(value)) is not None:
-            met[id(value)] = value
+            met.add(id(value))
+            found.append(value)
             waiting.extend(inside)
-    return [*met.values()]
+    return found
 
 
 def _held(values: Iterable[Any]) -> Iterator[Callable[[], object]]:
@@ -318,7 +320,7 @@ class _Globals:
         found = [sys.modules.get(name) for name in {type(m).__module__ for m in model.modules()}]
         own = [m for m in found if not re.search(_LIBRARY, getattr(m, "__file__", None) or "-packages")]
         spaces = [vars(m) for m in {*own, sys.modules["__main__"]}]
-        reached = _behind([v for s in spaces for v in s.values()])
+        reached = _behind([v for s in spaces for v in s.values()], set())
         spaces += [vars(o) for o in reached if _is_own(o)]
         cells = [o for o in reached if isinstance(o, CellType)]
         kinds = _ITERATORS + _PLAIN
@@ -339,14 +341,14 @@ class _Globals:
 class _Attributes:
     """What a module holds beside its parameters and children: by name, and what collections and objects hold."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, met: set[int]) -> None:
         self.module = module
         self.attributes: dict[str, Any] = {k: _there(v) for k, v in vars(module).items()}
         own = [v for k, v in self.attributes.items() if k == "_buffers" or k not in _OF_MODULES]
         hooks = [
             h for k, v in self.attributes.items() if k.endswith("hooks") and isinstance(v, dict) for h in v.values()
         ]
-        self._reached = _behind([*own, *hooks])
+        self._reached = _behind([*own, *hooks], met)
         self._contents = [*_held(self._reached)]
 
     def tensors(self) -> Iterator[Tensor]:

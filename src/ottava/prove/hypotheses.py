@@ -25,7 +25,7 @@ from ottava.numerics.formats import FORMATS, Format, get_format
 from ottava.numerics.rounding import encode
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.prove.codes import grown_largest, in_bad_tile, numbers_of, on_grid
+from ottava.prove.codes import grown_largest, in_bad_tile, numbers_of, on_grid, significant
 from ottava.prove.judge import block_amax, cast_spec, scale_inv_of, spread
 from ottava.recipe import CELLS, GEMMS, RECIPES, get_recipe
 
@@ -165,6 +165,14 @@ def _bytes(change: Change, x: Tensor) -> Tensor | None:
         return change(x)
     new = change(x.view(torch.uint8))
     return None if new is None else new.contiguous().view(x.dtype)
+
+
+def _short(x: float, bits: int) -> float:
+    return float(significant(torch.tensor(x, dtype=torch.float64), bits))
+
+
+def _swapped(x: Tensor) -> Tensor:
+    return x[..., [min(k ^ 1, x.shape[-1] - 1) for k in range(x.shape[-1])]]
 
 
 def _fp4_as(x: Tensor, fmt: Format, step: float) -> Tensor:
@@ -333,7 +341,7 @@ def scale_faults() -> tuple[tuple[str, str, Change], ...]:
 
 
 _ORDERS: tuple[tuple[str, str, Change], ...] = (
-    ("neighbours swapped", "Each two neighbours along K are swapped, as nibbles of a byte", lambda c: c[..., [min(k ^ 1, c.shape[-1] - 1) for k in range(c.shape[-1])]]),
+    ("neighbours swapped", "Each two neighbours along K are swapped, as nibbles of a byte", _swapped),
     *(("sign of every second number lost", f"Every second number along K, from number {rest} on, loses its sign", lambda c, rest=rest: torch.where(torch.arange(c.shape[-1]) % 2 == rest, torch.where(c < 16, c & 7, c & 0x7F), c)) for rest in (0, 1)),
 )
 
@@ -439,7 +447,7 @@ def of_casts() -> Iterator[Fault]:
         *((f"block scale rounded {way}", f"The block's E4M3 scale is rounded {text}, not to nearest", lambda c, way=way: {"exponent": way} if c.spec.scale_format == "e4m3" else None) for way, text in (("truncate", "toward zero"), ("away", "up"))),
         *((f"tensor scale in {text}", f"The tensor's scale is rounded to {text}", lambda c, to=to: {"exponent": to} if c.spec.scale_format == "e4m3" else None) for text, to in _HALVES),
         ("operand transposed", "It reads x.T", _reads(lambda x: x.t().reshape(x.shape))),
-        ("neighbours swapped", "Codes of each two neighbours along K are exchanged, as nibbles of a byte", _reads(lambda x: x[:, [min(k ^ 1, x.shape[1] - 1) for k in range(x.shape[1])]])),
+        ("neighbours swapped", "Codes of each two neighbours along K are exchanged, as nibbles of a byte", _reads(_swapped)),
         ("strides ignored", "It reads memory row by row, whatever the strides are", _reads(_by_memory)),
         ("sign lost", "The sign is dropped", _reads(torch.abs)),
         ("rows reversed", "The order of rows is reversed", _reads(lambda x: x.flip(0))),
@@ -658,8 +666,8 @@ def _of_optimizers() -> Iterator[Fault]:
         ("optimizer",),
         *((fault, sentence, always(fault=fault)) for fault, sentence in _OPTIMIZERS),
         *((f"{name} {value}", f"It uses {name} = {value}, whatever it is told", _told(**{name: lambda what, v=value: v})) for name, values in settings.items() for value in values),
-        *((f"{name} in BF16", f"{name} is {text} to BF16", _told(**{name: lambda what, name=name, how=how: how(what.get(name, _DEFAULTS[name]))})) for text, how in _TO_BF16 for name in _DEFAULTS),
-        *((f"beta{i + 1} in BF16", f"beta{i + 1} is {text} to BF16", _told(betas=lambda what, i=i, how=how: tuple(how(beta) if i == j else beta for j, beta in enumerate(what.get("betas", (0.9, 0.999)))))) for text, how in _TO_BF16 for i in (0, 1)),
+        *((f"{name} in BF16", f"{name} is {text} to BF16", _told(**{name: lambda what, name=name, bits=bits: _short(what.get(name, _DEFAULTS[name]), bits)})) for text, bits in _TO_BF16 for name in _DEFAULTS),
+        *((f"beta{i + 1} in BF16", f"beta{i + 1} is {text} to BF16", _told(betas=lambda what, i=i, bits=bits: tuple(_short(beta, bits) if i == j else beta for j, beta in enumerate(what.get("betas", (0.9, 0.999)))))) for text, bits in _TO_BF16 for i in (0, 1)),
         *((f"lr times {by:g}", f"The learning rate is {by:g} times what it should be", _told(lr=lambda what, by=by: by * float(what.get("lr", 1e-3)))) for by in (2.0, 0.5, 10.0, 0.1)),
         *((f"gradient times {by:g}", f"The gradient is {by:g} times what it should be", changed(grad=lambda g, by=by: g * by)) for by in (2.0, 0.5, 10.0, 0.1)),
         *((f"moments in {text}", f"Moments are kept in {text}", always(moments=(text, text))) for text in ("bf16", "int8", "fp8", "fp32")),
@@ -669,17 +677,8 @@ def _of_optimizers() -> Iterator[Fault]:
     )
 
 
-
-
-def _bf16(x: float) -> float:
-    return float(torch.tensor(x).bfloat16())
-
-
-def _cut_off(x: float) -> float:
-    return float((torch.tensor(x).view(torch.int32) >> 16 << 16).view(torch.float32))
-
-
-_TO_BF16 = (("rounded", _bf16), ("cut off", _cut_off))
+_TO_BF16 = (("rounded", 8), ("cut off", -8))
+"""How, and its significant bits as `significant` takes them."""
 _DEFAULTS = MappingProxyType({"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01})
 _OPTIMIZERS = (
     ("no bias correction", "Moments are not divided by 1 - beta ** step"),

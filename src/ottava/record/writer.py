@@ -56,7 +56,7 @@ _PARTS_MERGED = 64
 """Each look is a part, so that a kill loses little. So many parts are merged, or a long run would have thousands."""
 _RECENT = 256
 _TABULATED = 256
-"""So many rows become a table, which holds a twentieth of their histograms' bins."""
+"""So many rows become a table, which leaves out the empty ends of histograms."""
 _WAITING_BYTES, _WAITING_LINES = 64 * 2**20, 2**16
 """Limits of statistics, and of steps or events, that wait for a full disk; beyond them the oldest are lost."""
 

@@ -260,7 +260,7 @@ class TEState(Advising):
         """Fills in the initial values, and keeps how for `reset_parameters`: without a method normal weights; biases of
         0. The second method is for the layers in front of a residual sum.
         """
-        # a circle: a module of which a script keeps the weight alone lives until `quantized_model_init` has cast it
+        # The module refers to itself: so it outlives a script that keeps only its weight, until that weight is cast.
         self.__dict__["_starts"] = partial(self.starts, init_method, output_layer_init_method)
         quantized = list(quantized_layers(self))
         for name, layer in self.named_modules():
