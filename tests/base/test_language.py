@@ -13,7 +13,7 @@ import ottava
 from command import ended
 from ottava.base.language import Language, catalog
 from ottava.cli.app import app
-from ottava.prove import hypotheses
+from ottava.prove import explain, hypotheses
 from ottava.record.writer import RunWriter
 from ottava.serving import attribution, causes
 
@@ -97,11 +97,12 @@ def test_every_heading_of_the_report_has_its_chinese() -> None:
 
 
 def test_every_cause_of_certify_and_parity_has_its_chinese() -> None:
-    """What a kernel does wrong, why an engine multiplies other numbers, why a rollout differs."""
+    """What a kernel does wrong and where, why an engine multiplies other numbers, why a rollout differs."""
     say = Language("zh")
     found = {one.sentence for one in hypotheses.all_hypotheses()} | {*causes.CAUSES.values()}
-    found |= {*attribution.CAUSES.values()}
-    assert len(found) > 700
+    found |= {*attribution.CAUSES.values(), *(probe.partition(": ")[2] for probe in explain._PROBES)}
+    found |= {text for one in hypotheses.all_hypotheses() for kind in one.kinds for text, _ in explain._of_one(kind)}
+    assert len(found) > 1000
     missing = [one for one in found if not re.search("[一-鿿]", say(one)) or re.search(r"(?:[a-z]{3,} ){3}", say(one))]
     assert sorted(missing) == []
 

@@ -24,10 +24,11 @@ import logging
 import os
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -550,12 +551,33 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
         tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
     try:
         with replacing_folder(target) as scratch:
-            save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+            _save(tensors, scratch / "model.safetensors")
     except OSError as error:
         raise CheckpointError(
             f"{target}: cannot be written ({_cause(error)}); make room, or give another one"
         ) from error
     return {"tensors": len(tensors), "bytes": sum(value.nbytes for value in tensors.values())}
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Writes one file, alone in its folder; a terminal sees how many MiB the folder holds."""
+    total = sum(value.nbytes for value in tensors.values()) >> 20
+    with ThreadPoolExecutor(1) as writer:
+        job = writer.submit(save_file, tensors, file, metadata={"format": "pt"})
+
+        def growth() -> Iterator[int]:
+            for done in range(total):
+                while not job.done():
+                    with suppress(FileNotFoundError):  # renamed a moment ago
+                        # its size is the last one from the start: blocks say what is written
+                        if sum(getattr(path.stat(), "st_blocks", 0) for path in file.parent.iterdir()) >> 11 > done:
+                            break
+                    time.sleep(0.02)
+                yield done
+
+        for _ in progress(growth(), "writing MiB", total=total):
+            pass
+        job.result()
 
 
 def _entries(path: Path) -> Entries:
