@@ -251,6 +251,8 @@ def _answers(
     hurt = _fp8(facts, trial, happened, frameworks)
     if hurt is not None and (place := next((d for d in differ if d.kind in _PLACES[:6]), None)) is not None:
         hurt = hurt if place.sentence in hurt.cause else replace(hurt, cause=f"{hurt.cause} {place.sentence}")
+        if place.kind in ("code", "cast") and good is not None and good.casts:  # it casts, too, and is healthy
+            hurt = replace(hurt, remedies=[_undo(place, frameworks), *hurt.remedies])
     if trial.part == "guilty" and (of_casts or not after):
         found += [hurt, *placed, *others]
     else:
@@ -577,7 +579,8 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
     names = {"weights": "good_weights", "batch": "good_batch", "labels": "good_labels", "optimizer": "good_setting",
              "casting": "good_setting", "parameter": "optimizer" if one.key == "held" else "good_parameters",
              "arguments": "good_call", "trainer": "good_setting", "model_config": "good_setting"}  # fmt: skip
-    return render(names.get(one.kind, "good_code"), values, frameworks)
+    line = one.kind in ("code", "cast") and one.good != one.bad
+    return render(names.get(one.kind, "good_line" if line else "good_code"), values, frameworks)
 
 
 def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None, trial: Trial, compared: bool) -> str:

@@ -93,6 +93,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Compare what makes the labels of both runs: the collator, masks, a shift, the index -100."
         ),
         "good_code": Remedy("Compare the code of the two runs at this place."),
+        "good_line": Remedy("Make ${key} as in the good run: ${good}, not ${bad}."),
         "clip": Remedy(
             "Clip the gradient norm at ${norm}.",
             patch={
