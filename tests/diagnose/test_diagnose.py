@@ -745,6 +745,8 @@ def test_a_cast_that_parts_two_runs_is_never_cleared(tmp_path: Path) -> None:
         assert result.fp8 == said, (name, result.fp8, result.sentence)
         assert ("innocent" in result.sentence) == (said == "innocent")
         assert "train.py:7" in result.sentence or other
+        cures = [one["name"] for found in result.findings if found.id == "FP8" for one in found.remedies]
+        assert cures[:1] == ["good_code"] * (said == "guilty")  # the good run casts at the place, too, and is healthy
 
 
 def test_updates_that_rounding_loses_are_named(tmp_path: Path) -> None:

@@ -88,9 +88,8 @@ def _tail(parts: Sequence[Part]) -> str:
         firsts, counts = {first for first, _ in found}, {size - first for first, size in found}
         if not firsts or min(firsts) < 0:
             continue
-        if len(firsts) == 1 and min(firsts) >= max(
-            free, default=0
-        ):  # a case without such numbers ends before that line
+        # a case without such numbers ends before that line
+        if len(firsts) == 1 and min(firsts) >= max(free, default=0):
             return f"from {word} {firsts.pop()} on"
         if len(counts) == 1 and len(found) > 1 and not free:
             return f"in the last {counts.pop()} {word}s"

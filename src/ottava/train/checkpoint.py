@@ -560,23 +560,17 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    """Writes one file, alone in its folder; a terminal sees how many MiB the folder holds."""
+    """Writes one file, alone in its folder; a terminal sees how much of it is written."""
     total = sum(value.nbytes for value in tensors.values()) >> 20
     with ThreadPoolExecutor(1) as writer:
         job = writer.submit(save_file, tensors, file, metadata={"format": "pt"})
-
-        def growth() -> Iterator[int]:
-            for done in range(total):
-                while not job.done():
-                    with suppress(FileNotFoundError):  # renamed a moment ago
-                        # its size is the last one from the start: blocks say what is written
-                        if sum(getattr(path.stat(), "st_blocks", 0) for path in file.parent.iterdir()) >> 11 > done:
-                            break
-                    time.sleep(0.02)
-                yield done
-
-        for _ in progress(growth(), "writing MiB", total=total):
-            pass
+        for done in progress(range(total), "writing MiB"):
+            while not job.done():
+                with suppress(FileNotFoundError):  # it has its own name since a moment ago
+                    # of its last size from the start: blocks say what is written
+                    if sum(getattr(path.stat(), "st_blocks", 0) for path in file.parent.iterdir()) >> 11 > done:
+                        break
+                time.sleep(0.02)
         job.result()
 
 
