@@ -123,6 +123,7 @@ def certify(
     passed: list[Failure] = []
     last: Mapping[str, Any] | None = None
     earlier: dict[Any, tuple[Mapping[str, Any], ...]] = {}  # the first call of these shapes, and the last
+    largest = 0.0
     within, faults, refusals = 0, Counter[tuple[str, str]](), Counter[str]()
     with _dirty():
         drawn = cases(adapter.kind, adapter.what, count, Draws(seed, torch.device(device), listed))
@@ -132,6 +133,7 @@ def certify(
             alike = earlier.get(shapes, ())
             latest, previous, last = last, (*alike[-1:], last)[0], case.inputs
             earlier[shapes] = (*alike[:1], case.inputs)
+            before, largest = largest, max(largest, _amax(case.inputs))
             try:
                 failure, exact = judged(adapter, case, call(adapter, case))
             except NotImplementedError as error:
@@ -150,7 +152,8 @@ def certify(
                     faults["raises", said] += 1
                     found.first = found.first or {"case": case.name, "said": f"raises {said}"}
                 continue
-            failure = failure._replace(previous=previous, first=alike[0] if alike else None, latest=latest)
+            begun = alike[0] if alike else None
+            failure = failure._replace(previous=previous, first=begun, latest=latest, largest=before)
             if not failure.wrong:
                 if len(passed) < _KEPT and failure.size < _LARGE:
                     passed.append(failure)
@@ -361,6 +364,13 @@ def _as_ours(adapter: KernelAdapter, case: KernelCase, numbers: Mapping[str, Ten
     scales = cast.scale_inv.double().flatten()
     same = torch.equal(numbers_of(cast.data, spec.format), numbers["data"])
     return same and torch.equal(scales, numbers["scale_inv"].flatten())
+
+
+def _amax(inputs: Mapping[str, Any]) -> float:
+    """Of x, if it is finite."""
+    x = inputs.get("x")
+    amax = float(x.double().abs().max()) if isinstance(x, Tensor) and x.numel() else 0.0
+    return amax if math.isfinite(amax) else 0.0
 
 
 def _first(adapter: KernelAdapter, failure: Failure) -> dict[str, Any]:

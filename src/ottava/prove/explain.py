@@ -140,8 +140,12 @@ def _of_one(kind: str) -> Iterator[tuple[str, Where]]:
 
 
 def _lines(part: Part, kind: str, dim: int) -> tuple[Tensor, int]:
-    """The number of the row or column of each number, and their count."""
+    """The number of the row or column of each number, and their count; of a scale the first one that it serves."""
     shape = part.given.shape or torch.Size((1,))
+    if kind == "cast" and part.name == "scale_inv" and len(shape) == 2 and part.given.numel():
+        whole = part.case.inputs["x"].shape[dim]
+        size = next((size for size in (1, *_SIZES) if -(-whole // size) == shape[dim]), max(whole, 1))
+        return (size * torch.arange(shape[dim])).view((1, -1) if dim else (-1, 1)).expand(shape), whole
     rows = math.prod(shape[:-1]) if kind in ("encode", "decode", "linear") else (1, *shape)[-2]
     index = torch.arange((rows, shape[-1])[dim]).view((1, -1) if dim else (-1, 1)).expand(rows, shape[-1])
     same = index.numel() == part.given.numel()
@@ -349,6 +353,8 @@ def copied(parts: Sequence[Part]) -> tuple[str, str] | None:
 _AFTER = ("times", "cut", "through", "clamp", "only", "keys", "plus", "wrap")
 _ALMOST = 0.99
 """A share that counts as all: a number may be right by chance."""
+_NEAR = 0.3
+"""The most right numbers, for each wrong one that it gives, of which a hypothesis that gives all may be wrong."""
 
 
 class Failure(NamedTuple):
@@ -365,6 +371,8 @@ class Failure(NamedTuple):
     """The inputs of the first call of these shapes, if there was one."""
     latest: Mapping[str, Any] | None = None
     """The inputs of the call before, whatever its shapes."""
+    largest: float = 0.0
+    """The largest finite amax of x in all calls before."""
     allowed: Mapping[str, Allowed] | None = None
     """What the results may be."""
     call: Asked | None = None
@@ -426,7 +434,7 @@ def explain(
         return None
 
     def known(one: Failure) -> Failure:
-        call = Asked(kind, one.case.inputs, what, one.case.before or one.previous, one.first, one.latest)
+        call = Asked(kind, one.case.inputs, what, one.case.before or one.previous, one.first, one.latest, one.largest)
         return one._replace(call=call, allowed=one.allowed or expect(kind, one.case.inputs, what))
 
     held, passed = [*map(known, failures)], [*map(known, passed)]
@@ -452,13 +460,22 @@ def explain(
     for fit in [*clean[:6], *full[:12]]:
         right = told.get(id(fit)) or _contrary(fit.fault, passed)
         both = zip([*held, *passed], [*fit.told, *right], strict=True)
-        parts = [Part(one.case, one.got, name, t.given, t.against) for one, of in both for name, t in of.items()]
+        parts = [
+            Part(one.case, one.got, name, t.given, t.against, (one.allowed or {}).get(name))
+            for one, of in both
+            for name, t in of.items()
+        ]
         if where := part_of(kind, parts):
             return _named(fit, len(failures), where)
     if (probe := _probe(failures, rerun)) is not None:
         return probe
     if clean:
         return _named(clean[0], len(failures), "")
+    nearest = min(full, key=lambda fit: fit.against, default=None)
+    if nearest is not None and nearest.solved == len(failures) and nearest.against < _NEAR:
+        said = _named(nearest, len(failures), "")
+        more = "It would make right numbers wrong, too, so it is not all of it."
+        return said | {"sentence": f"{said['sentence']} {more}"}
     return _loose(fits, held, passed, kind) or _place(kind, held, passed)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ottava.numerics.accumulator import ACCUMULATORS
-from ottava.numerics.formats import FORMATS, Format, get_format
+from ottava.numerics.formats import E4M3, FORMATS, Format, get_format
 from ottava.numerics.rounding import encode
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
 from ottava.numerics.tensor import QuantizationSpec
@@ -42,6 +42,8 @@ class Asked(NamedTuple):
     """Those of the first call of these shapes."""
     latest: Mapping[str, Any] | None = None
     """Those of the call before, whatever its shapes."""
+    largest: float = 0.0
+    """The largest finite amax of x in all calls before."""
 
     @property
     def spec(self) -> QuantizationSpec:
@@ -235,6 +237,32 @@ def _unrounded(call: Asked) -> dict[str, Any] | None:
     return {"values": on_grid(x.double() / scale, spec.format)}
 
 
+def _one_level(call: Asked, block: bool) -> dict[str, Any] | None:
+    """Codes under one of the two factors of a two-level scale."""
+    amax, x = call.amax(), call.inputs["x"]
+    if call.spec.scale_format != "e4m3" or not bool(amax.isfinite().all()) or not bool(amax.any()):
+        return None
+    tensor = amax.amax() / (call.spec.format.max * E4M3.max)
+    scale = spread(scale_inv_of(amax, call.spec) / tensor, call.spec, x.shape) if block else tensor
+    return {"values": on_grid(x.double() / scale, call.spec.format)}
+
+
+def _over_ends(call: Asked) -> dict[str, Any] | None:
+    """Blocks of x as one list, which run on from row to row."""
+    x, (height, width) = call.inputs["x"].double(), call.spec.granularity.block_shape(call.inputs["x"].shape)
+    if height != 1 or not x.numel() or x.shape[1] % width == 0:
+        return None
+    flat = torch.nn.functional.pad(x.abs().reshape(-1), (0, -x.numel() % width)).view(-1, width).amax(1)
+    each = flat.repeat_interleave(width)[: x.numel()].view(x.shape)
+    return {"amax": each[:, ::width], "values": on_grid(x / scale_inv_of(each, call.spec), call.spec.format)}
+
+
+def _run_on(v: Tensor, size: int) -> Tensor:
+    """Rows that end at a multiple of `size`, with what lies behind them in memory."""
+    more = -v.shape[-1] % size
+    return torch.nn.functional.pad(v.reshape(-1), (0, more)).unfold(0, v.shape[-1] + more, v.shape[-1])
+
+
 def _other_blocks(call: Asked, blocks: Granularity, exponent: str | None = None) -> dict[str, Any] | None:
     """amaxes of other blocks, as far as one of them serves a whole block of the recipe."""
     own, x = call.spec.granularity, call.inputs["x"]
@@ -341,7 +369,6 @@ def scale_faults() -> tuple[tuple[str, str, Change], ...]:
 
 
 _ORDERS: tuple[tuple[str, str, Change], ...] = (
-    ("neighbours swapped", "Each two neighbours along K are swapped, as nibbles of a byte", _swapped),
     *(("sign of every second number lost", f"Every second number along K, from number {rest} on, loses its sign", lambda c, rest=rest: torch.where(torch.arange(c.shape[-1]) % 2 == rest, torch.where(c < 16, c & 7, c & 0x7F), c)) for rest in (0, 1)),
 )
 
@@ -353,6 +380,7 @@ def of_codes() -> Iterator[Fault]:
     """Encoders and decoders."""
     yield from rows(
         _CODES,
+        ("nearest, not at random", "It rounds to nearest, not at random as it is told", lambda c: {"rounding": "nearest"} if "stochastic" in (c.what.get("rounding"), c.kind == "cast" and c.spec.rounding) else None),
         ("truncates", "It rounds toward zero instead of to nearest", always(rounding="truncate")),
         ("rounds away", "It rounds every inexact number away from zero", always(rounding="away")),
         ("ties away", "A tie goes away from zero, not to the even neighbour", always(rounding="ties_away")),
@@ -417,6 +445,10 @@ def of_casts() -> Iterator[Fault]:
     )
     yield from rows(
         ("cast",),
+        ("amax never reset", "amax is the largest of all calls so far", lambda c: {"amax": c.amax().clamp(min=c.largest)} if bool(c.amax().isfinite().all()) else None),
+        ("blocks over the ends of rows", "Blocks are cut from x as one list: they run on from the end of a row into the next", _over_ends),
+        ("codes without the tensor's scale", "Codes are made with the block's factor of the scale alone", partial(_one_level, block=True)),
+        ("codes without the block's scale", "Codes are made with the tensor's factor of the scale alone", partial(_one_level, block=False)),
         *((f"scale of {text}", f"The scale is that of {text}", partial(_other_blocks, blocks=blocks)) for text, blocks in _BLOCKS),
         *((f"scale of {text}", f"The scale is that of {text}, and no power of two", partial(_other_blocks, blocks=blocks, exponent="none")) for text, blocks in _BLOCKS),
         ("OCP's floor for the scale", "The exponent of the scale is floor(log2(amax)) - emax, so the largest numbers saturate", always(exponent="floor")),
@@ -428,13 +460,13 @@ def of_casts() -> Iterator[Fault]:
         ("amax without the last column", "amax leaves out the last columns", _amax(lambda x: torch.cat([x[:, :-1], 0 * x[:, -1:]], 1))),
         *(("amax without the tail", f"amax leaves out columns beyond the last whole {n}", _amax(partial(_cut, size=n))) for n in _SIZES),
         *(("amax without the tail of rows", f"amax leaves out rows beyond the last whole {n}", _amax(lambda x, n=n: _cut(x.t(), n).t())) for n in _SIZES),
+        *((f"amax in {text}", f"amax is rounded to {text}", _of_amax(lambda amax, to=to: amax.to(to).double())) for text, to in (("FP16", torch.float16), ("BF16", torch.bfloat16))),
         *((name.replace("scale", "amax"), f"{sentence}, and codes are made with it", _of_amax(change)) for name, sentence, change in scale_faults()),
         *((f"amax of every other {word}", f"amax skips every second {word}", _amax(lambda x, dim=dim: torch.where(torch.arange(x.shape[dim]).view((-1, 1) if dim == 0 else (1, -1)) % 2 == 0, x, 0 * x.nan_to_num()))) for dim, word in enumerate(("row", "column"))),
         *((f"amax of the first {n}", f"amax looks at the first {n:,} numbers only", _amax(lambda x, n=n: torch.where(torch.arange(x.numel()).view(x.shape) < n, x, 0 * x.nan_to_num()))) for n in (1024, 2048, 4096, 8192, 16384)),
         *((f"zeros below {eps:g}", f"Blocks whose amax is below {eps:g} become zeros", lambda c, eps=eps: {"x": torch.where(c.spec.granularity.expand(c.amax(), tuple(c.inputs["x"].shape)) < eps, 0 * c.inputs["x"], c.inputs["x"])}) for eps in (2.0**-10, 1e-4, 1e-5, 2.0**-20, 1e-8, 1e-10, 2.0**-126)),
         *((f"amax at least {eps:g}", f"amax ends at {eps:g}, so small numbers lose bits", _of_amax(lambda amax, eps=eps: amax.clamp(min=eps))) for eps in (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8)),
         ("amax a mean", "The scale comes from the mean magnitude", lambda c: {"amax": c.inputs["x"].abs().double().mean().reshape(1, 1)}),
-        *((f"amax in {text}", f"amax is rounded to {text}", _of_amax(lambda amax, to=to: amax.to(to).double())) for text, to in (("FP16", torch.float16), ("BF16", torch.bfloat16))),
         ("amax of finite numbers", "amax leaves out infinity and NaN", _amax(lambda x: x.nan_to_num(0.0, 0.0, 0.0))),
         *((f"scale shared by {n} rows", f"Each {n} rows share the largest of their scales", _of_amax(lambda amax, n=n: torch.nn.functional.pad(amax, (0, 0, 0, -len(amax) % n)).reshape(-1, n, amax.shape[1]).amax(1).repeat_interleave(n, 0)[: len(amax)])) for n in (2, 4, 8, 16)),
         *((f"scale shared by {n} blocks", f"Each {n} blocks along K share the largest of their scales", _of_amax(lambda amax, n=n: torch.nn.functional.pad(amax, (0, -amax.shape[1] % n)).reshape(len(amax), -1, n).amax(2).repeat_interleave(n, 1)[:, : amax.shape[1]])) for n in (2, 4)),
@@ -496,9 +528,11 @@ def _of_operands() -> Iterator[Fault]:
         ("strides of b ignored", "b is read row by row, whatever its strides are", changed(b=flat)),
         ("strides ignored", "Operands are read row by row, whatever their strides are", changed(a=flat, b=flat)),
         *(("tail of K dropped", f"Columns beyond the last whole {n} of K are not summed", changed(a=partial(_tail, size=n))) for n in (2, 4, 8, 16, 32, 64, 128, 256)),
+        *((f"K runs on, {n}", f"Where K is no multiple of {n} the last tile reads on into the next row of both operands", always(operands=partial(_run_on, size=n))) for n in (8, 16, 32, 64, 128)),
         ("last column of K dropped", "The last column of K is not summed", always(operands=lambda v: torch.cat([v[:, :-1], 0 * v[:, -1:]], 1))),
         ("first column of K dropped", "The first column of K is not summed", always(operands=lambda v: torch.cat([0 * v[:, :1], v[:, 1:]], 1))),
         ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(**dict.fromkeys(("scale_inv_a", "scale_inv_b"), lambda s: (s.to(torch.int32) << 23).view(torch.float32) if s.dtype == torch.uint8 else None))),
+        *(("neighbours swapped", f"Each two neighbours along K are swapped, as nibbles of a byte ({text})", changed(**dict.fromkeys(sides, partial(_bytes, _swapped)))) for text, sides in (("a or b: the sums are the same", "a"), ("b", "b"), ("both", "ab"))),
         *((f"{name} ({text})", f"{sentence} ({text})", changed(**dict.fromkeys(sides, partial(_bytes, change)))) for name, sentence, change in _ORDERS for text, sides in (("a", "a"), ("b", "b"), ("both", "ab"))),
         ("largest number too large", "The largest number of the format is read as the next power of two", always(codes=grown_largest)),
         *((f"FP4 read as {text}", f"The codes of E2M1 are read as {text}", always(codes=partial(_fp4_as, step=step))) for text, step in (("E1M2, quarters from 0 to 1.75", 0.25), ("integers with a sign, 0 to 7", 1.0))),
@@ -651,6 +685,8 @@ def _of_attention() -> Iterator[Fault]:
         ("softmax in base 2", "exp2 is taken of scores in base e", scaled(lambda d, dv: d**-0.5 * math.log(2))),
         ("softmax in base 2 twice", "log2(e) is applied, and then exp", scaled(lambda d, dv: d**-0.5 / math.log(2))),
         ("softmax scale of a padded D", "Scores are divided by the root of D padded to a power of two", scaled(lambda d, dv: (1 << (d - 1).bit_length()) ** -0.5)),
+        *((f"softmax scale of a padded D, {n}", f"Scores are divided by the root of D padded to a multiple of {n}", scaled(lambda d, dv, n=n: (-(-d // n) * n) ** -0.5)) for n in (8, 16, 32, 64, 128)),
+        *((f"scale of {said} left out", f"o is not multiplied by the inverse scale of {said}", lambda c, of=of: {"only": {"o": 448.0 / max(float(c.inputs[i].float().abs().max()) for i in of)}} if all(c.inputs[i].numel() and bool(c.inputs[i].any()) for i in of) else None) for said, of in (("v", "v"), ("q, k and v", "qkv"))),
         *((f"{side} of the first head", f"All heads read {side} of the first", changed(**{side: lambda x: x[:, :1].expand(x.shape)})) for side in ("q", "k", "v", "grad")),
         *((f"{side} of the first batch", f"All batches read {side} of the first", changed(**{side: lambda x: x[:1].expand(x.shape)})) for side in ("q", "k", "v", "grad")),
         *(("tail of keys dropped", f"Keys beyond the last whole {n} are not seen", lambda c, n=n: {"keys": c.inputs["k"].shape[2] // n * n}) for n in (8, 16, 32, 64, 128)),
@@ -684,6 +720,7 @@ _OPTIMIZERS = (
     ("no bias correction", "Moments are not divided by 1 - beta ** step"),
     ("first moment uncorrected", "The first moment is not divided by 1 - beta1 ** step"),
     ("second moment uncorrected", "The second moment is not divided by 1 - beta2 ** step"),
+    ("corrections multiply", "Moments are multiplied by 1 - beta ** step, not divided"),
     ("decay coupled", "Weight decay goes into the gradient (L2), not into the parameter"),
     ("decay without lr", "Weight decay is not multiplied by the learning rate"),
     ("no decay", "Weight decay is missing"),

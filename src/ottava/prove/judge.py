@@ -100,6 +100,7 @@ def scale_inv_of(
         tensor = torch.where(usable, amax, 0.0).amax() / (spec.format.max * E4M3.max)
         tensor = tensor.to(exponent).double() if isinstance(exponent, torch.dtype) else tensor
         how = exponent if isinstance(exponent, str) else "nearest"
+        nudge *= 1 + 1e-13 * (how == "truncate") - 1e-13 * (how == "away")  # float64's own error steps over no code
         return torch.where(usable, on_grid(ratio / tensor * nudge, E4M3, how) * tensor, 1.0)
     if exponent == "none" or (kind in ("fp32", "e4m3") and exponent is None):
         y = ratio
@@ -579,6 +580,7 @@ def adamw(
     c1, c2 = (1 - beta**t for beta in ((b1, b2) if fault != "betas of moments swapped" else (b2, b1)))
     c1 = 1.0 if fault in ("no bias correction", "first moment uncorrected") else c1
     c2 = 1.0 if fault in ("no bias correction", "second moment uncorrected") else c2
+    c1, c2 = (1 / c1, 1 / c2) if fault == "corrections multiply" and c1 and c2 else (c1, c2)
     hat = v / c2 if c2 else v * math.inf
     root = (hat + eps).sqrt() if fault == "eps under the root" else hat.sqrt() + eps
     if fault == "eps corrected too":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -387,7 +388,7 @@ class _Numbers:
     """Collects arrays, each once, and says where they are."""
 
     def __init__(self) -> None:
-        self.codes: list[npt.NDArray[np.int64]] = []
+        self.codes: list[npt.NDArray[np.int32]] = []
         self.kinds: list[tuple[int, int]] = []
         self._places: dict[bytes, int] = {}
         self._end = 0
@@ -401,7 +402,7 @@ class _Numbers:
         ):
             digits = max(_FINE.values())
         codes = coded(values, digits)
-        place = self._places.setdefault(bytes([digits]) + codes.tobytes(), self._end)
+        place = self._places.setdefault(bytes([digits]) + sha256(codes).digest(), self._end)
         if place == self._end:
             self.codes.append(codes)
             self.kinds.append((len(codes), digits))
@@ -426,7 +427,7 @@ def _facts(
     digits: int,
     filled: npt.NDArray[np.bool_],
     histograms: int,
-) -> tuple[dict[str, Any], npt.NDArray[np.int64]]:
+) -> tuple[dict[str, Any], npt.NDArray[np.int32]]:
     table, good = tables
     names = [name for name in STATISTICS if name in grid.values]
     numbers = _Numbers()
@@ -464,7 +465,7 @@ def _places(grid: Grid, other: Grid) -> list[int]:
     return [exact.get(slot, places.get(slot[:3], -1)) for slot in grid.slots]
 
 
-def coded(values: Values, digits: int) -> npt.NDArray[np.int64]:
+def coded(values: Values, digits: int) -> npt.NDArray[np.int32]:
     """Numbers as whole codes of so many decimal digits, in the order of their sizes; 0 digits: the whole number itself.
 
     Example:
@@ -484,7 +485,7 @@ def coded(values: Values, digits: int) -> npt.NDArray[np.int64]:
         code = 1 + (power - _LOWEST_POWER) * 9 * first + scaled - first  # 9.996 is 10.0: the next power's first code
         codes = np.where(some, np.where(values < 0, -code, code), 0)
     infinite = np.where(values < 0, -_INFINITE, _INFINITE)
-    return np.where(known, codes, np.where(np.isnan(values), _UNKNOWN, infinite))
+    return np.where(known, codes, np.where(np.isnan(values), _UNKNOWN, infinite)).astype(np.int32)  # all fit
 
 
 def all_rounded(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -504,7 +505,7 @@ def all_rounded(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return rounded
 
 
-def pack(codes: npt.NDArray[np.int64], level: int = 9) -> str:
+def pack(codes: npt.NDArray[np.int32], level: int = 9) -> str:
     """Codes as base64 of deflated byte planes, the highest byte first; a lower level is quicker, and longer.
 
     Example:
