@@ -29,7 +29,7 @@ from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
-    {"fp8": (203, 214), "difference": (144, 179), "law": (167, 227), "software": (10, 12)}
+    {"fp8": (212, 223), "difference": (153, 188), "law": (181, 244), "software": (12, 14)}
 )
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "D3", "D6"})
@@ -210,7 +210,7 @@ def _answers(
         differ = [d for d in differ if not (d.kind == "batch" and d.step not in (None, 1))]
     of_casts = any(d.kind in ("cast", "casting") for d in differ)  # there only the experiments speak of FP8
     trial = judge(facts, happened)
-    trial = _of_cast(facts, trial, happened, differ) if of_casts else _parting(trial, good)
+    trial = _of_cast(facts, trial, happened, differ) if of_casts else _parting(facts, trial, good)
     if good is not None:
         trial = _by_recipe(facts, good, happened, differ, _as_good(facts, good, happened, trial))
     found = [_checked(facts, frameworks)]
@@ -251,7 +251,8 @@ def _answers(
     hurt = _fp8(facts, trial, happened, frameworks)
     if hurt is not None and (place := next((d for d in differ if d.kind in _PLACES[:6]), None)) is not None:
         hurt = hurt if place.sentence in hurt.cause else replace(hurt, cause=f"{hurt.cause} {place.sentence}")
-        if place.kind in ("code", "cast") and good is not None and good.casts:  # it casts, too, and is healthy
+        made = place.kind == "cast" or (place.kind == "code" and place.good != "nothing")
+        if made and good is not None and good.casts:  # it casts, too, and is healthy
             hurt = replace(hurt, remedies=[_undo(place, frameworks), *hurt.remedies])
     if trial.part == "guilty" and (of_casts or not after):
         found += [hurt, *placed, *others]
@@ -282,10 +283,15 @@ def _of_cast(facts: Facts, trial: Trial, happened: Event | None, differ: Sequenc
     return replace(trial, part="unknown", tried=untried)
 
 
-def _parting(trial: Trial, good: Facts | None) -> Trial:
+def _parting(facts: Facts, trial: Trial, good: Facts | None) -> Trial:
     """The trial; but casts that move the good run's gradient as far are not what parts the two runs."""
     beside = None if good is None or trial.part != "guilty" else judge(good, None)
-    if beside is None or beside.part != "guilty" or not beside.error >= _AS_FAR * trial.error:
+    if good is None or beside is None or beside.part != "guilty" or not beside.error >= _AS_FAR * trial.error:
+        return trial
+    # late in a good run its gradient is small, and any error is large beside it: steps of the same number are compared
+    theirs, own = ({e["step"]: number_of(e.get("error")) for e in f.experiments("shadow")} for f in (good, facts))
+    far = [theirs[step] >= _AS_FAR * own[step] for step in theirs.keys() & own.keys()]
+    if far and 2 * sum(far) < len(far):
         return trial
     said = (
         f"The casts of the good run move its gradient by {100 * beside.error:.3g} %, so they do not part the two runs."
@@ -579,8 +585,10 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
     names = {"weights": "good_weights", "batch": "good_batch", "labels": "good_labels", "optimizer": "good_setting",
              "casting": "good_setting", "parameter": "optimizer" if one.key == "held" else "good_parameters",
              "arguments": "good_call", "trainer": "good_setting", "model_config": "good_setting"}  # fmt: skip
-    line = one.kind in ("code", "cast") and one.good != one.bad
-    return render(names.get(one.kind, "good_line" if line else "good_code"), values, frameworks)
+    if one.kind in ("code", "cast") and one.good != one.bad:
+        name = "missing_call" if one.bad == "nothing" else "own_call" if one.good == "nothing" else "good_call_here"
+        return render(name, values | {"key": one.key}, frameworks)
+    return render(names.get(one.kind, "good_code"), values, frameworks)
 
 
 def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None, trial: Trial, compared: bool) -> str:

@@ -93,7 +93,9 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Compare what makes the labels of both runs: the collator, masks, a shift, the index -100."
         ),
         "good_code": Remedy("Compare the code of the two runs at this place."),
-        "good_line": Remedy("Make ${key} as in the good run: ${good}, not ${bad}."),
+        "good_call_here": Remedy("Call ${good} at ${key}, as the good run does, in place of ${bad}."),
+        "missing_call": Remedy("Call ${good} at ${key}, as the good run does."),
+        "own_call": Remedy("Compare ${key} in the two runs: this one alone calls ${bad}."),
         "clip": Remedy(
             "Clip the gradient norm at ${norm}.",
             patch={

@@ -74,7 +74,8 @@ class Cures:
             held = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
             own = {id(p): p for m in self._models() for p in m.parameters() if p.requires_grad and p.grad is not None}
             if lost := [p for i, p in own.items() if i not in held]:
-                optimizer.add_param_group({"params": lost})
+                # no group of their own: a schedule has as many rates as there were groups
+                max(groups, key=lambda group: sum(p.numel() for p in group["params"]))["params"] += lost
         self._optimizers.add(optimizer)
         if cure["clip"] is not None:
             nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], cure["clip"])
@@ -221,4 +222,6 @@ def retrain(run: Run, remedy: Mapping[str, Any], folder: Path, good: Run | None 
     new = Run.open(folder)
     if not len(new.steps["step"]):
         raise ValueError(f"not retrained: {' '.join(words)} ended before its first step: {new.manifest.get('ended')}")
+    if new.manifest.get("ended") not in ("", "closed", run.manifest.get("ended")) and math.isfinite(last_loss(new)):
+        raise ValueError(f"not retrained: {' '.join(words)} did not end: {new.manifest.get('ended')}")
     return Retrained(last_loss(run), last_loss(new), math.nan if good is None else last_loss(good))

@@ -4,8 +4,8 @@ The page has an address with a random token, and is read only. `Following` reads
 the last time; `PageServer` answers; `follow` brings them together. New steps are pushed at once (server-sent events).
 A new page, with verdict and heat map, is made while somebody looks, in at most a fifth of the time.
 
-Memory stays flat: the last 4,096 steps are exact, earlier ones are a curve of 800 points. Statistics have 4 MiB;
-beyond it every second look is forgotten, but for the last 64 and the 64 most alarming.
+Memory stays flat: the last 4,096 steps are exact, earlier ones are a curve of 800 points. Statistics have 2 MiB;
+beyond it every second look is forgotten, but for the last 32 and the 32 most alarming.
 
 Whoever reads the address can read the page. Other web pages cannot: a request needs the token, the Host of this server
 (no rebinding of names), and, from a script, the page's own origin.
@@ -50,7 +50,7 @@ _POLL, _SHARE, _SOONEST, _LINGER = 0.5, 0.2, 1.0, 10.0
 """Seconds between two looks at the folder; largest share of the time for pages; least seconds between two pages; how
 long the server of a training that is over waits for its readers."""
 _MOST_STEPS, _MOST_LINES, _MOST_READ = 4096, 4096, 8 << 20
-_MOST_BYTES, _KEPT_LOOKS = 4 << 20, 64
+_MOST_BYTES, _KEPT_LOOKS = 2 << 20, 32
 _PUSHED, _MOST_CONNECTIONS, _SILENCE, _PATIENCE = 4096, 32, 10.0, 30.0
 Point = tuple[int, float | None, float | None]
 """Step, loss, gradient norm; None where unknown."""
