@@ -125,7 +125,9 @@ def test_numbers_of_the_script_are_put_back() -> None:
 
 
 class Scale:
-    """Delayed scaling as scripts write it: no module, and its history no buffer."""
+    """Delayed scaling as scripts write it: no module, and its history no buffer; some of it belongs to the class."""
+
+    casts, largest, top = 0, torch.ones(1), {"x": [0.5]}
 
     def __init__(self) -> None:
         self.history, self.calls, self.latest = collections.deque([1.0], maxlen=3), 0, torch.ones(1)
@@ -134,10 +136,22 @@ class Scale:
         self.calls += 1
         self.history.append(float(x.abs().max()))
         self.latest.copy_(x.detach().abs().max() + self.latest)
-        return x * max(self.history) * self.calls * self.latest
+        Scale.casts += 1
+        Scale.largest += 1
+        Scale.top["x"].append(float(Scale.casts))
+        Scaled.first = getattr(Scaled, "first", 1.0) + 1
+        Table.rows += 1
+        shared = Scale.casts * Scale.largest * sum(Scale.top["x"]) * Scaled.first * Table.rows
+        return x * max(self.history) * self.calls * self.latest * shared
 
 
 OUTSIDE = [Scale()]
+
+
+class Table:
+    """No object of it is anywhere."""
+
+    rows = 0
 
 
 class Scaled(nn.Module):
@@ -159,6 +173,7 @@ def test_objects_of_the_scripts_classes_are_put_back() -> None:
         first = model(x)
         model(3 * x)
     assert (model.scales["x"][0][0].calls, list(OUTSIDE[0].history)) == (0, [1.0])
+    assert (Scale.casts, Scale.top, Table.rows, "first" in vars(Scaled)) == (0, {"x": [0.5]}, 0, False)
     assert torch.equal(model(x), first)
 
 

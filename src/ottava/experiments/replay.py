@@ -195,9 +195,9 @@ def only_pattern(name: str) -> str:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restores what forward and backward change: gradients, buffers, attributes of modules and objects of the script's
-    classes in them, the state of predicted scales, and numbers, iterators and random numbers of the script. What
-    objects of libraries and files hold is not seen."""
+    """Restores what forward and backward change: gradients, buffers, attributes of modules, of objects of the script's
+    classes in them and of these classes, the state of predicted scales, and numbers, iterators and random numbers of
+    the script. What objects of libraries and files hold is not seen."""
     gradients = [(p, p.grad) for p in model.parameters()]
     met: set[int] = set()  # what many modules hold is looked at once
     modules, script = [_Attributes(m, met) for m in model.modules()], _Globals(model)
@@ -243,8 +243,13 @@ def _is_own(value: Any) -> bool:
     return not isinstance(value, others) and hasattr(value, "__dict__") and not _of_library(type(value).__module__)
 
 
+def _is_class(value: Any) -> bool:
+    """Whether this is a class of the script's."""
+    return isinstance(value, type) and not _of_library(value.__module__)
+
+
 def _inside(value: Any) -> Iterable[Any] | None:
-    """What a collection holds, an object of the script's classes, or a function's closure; None: another kind."""
+    """What a collection holds, a class or an object of the script's, or a function's closure; None: another kind."""
     match value:
         case functools.partial():
             return value.func, *value.args, *value.keywords.values()
@@ -258,7 +263,9 @@ def _inside(value: Any) -> Iterable[Any] | None:
         return ()
     if type(value) in (*_COLLECTIONS, tuple):
         return [*(value.values() if isinstance(value, dict) else value)] if len(value) <= _FEW else ()
-    return [*vars(value).values()] if _is_own(value) else None
+    if _is_own(value):
+        return *vars(value).values(), type(value)
+    return [*vars(value).values()] if _is_class(value) else None
 
 
 def _behind(values: Iterable[Any], met: set[int]) -> list[Any]:
@@ -275,8 +282,8 @@ def _behind(values: Iterable[Any], met: set[int]) -> list[Any]:
 
 
 def _held(values: Iterable[Any]) -> Iterator[Callable[[], object]]:
-    """What puts back each of these: a collection's contents, an object's attributes, what a function's closure holds,
-    the state of a source of random numbers."""
+    """What puts back each of these: a collection's contents, attributes of an object or a class, what a function's
+    closure holds, the state of a source of random numbers."""
     for value in values:
         if type(value) in _COLLECTIONS:
             yield functools.partial(_refill, value, value.copy())
@@ -284,6 +291,8 @@ def _held(values: Iterable[Any]) -> Iterator[Callable[[], object]]:
             yield functools.partial(setattr, value, "cell_contents", _there(value.cell_contents))
         elif _is_own(value):
             yield functools.partial(_refill, vars(value), {k: _there(v) for k, v in vars(value).items()})
+        elif isinstance(value, type):
+            yield functools.partial(_redefine, value, {*vars(value)}, {k: _there(v) for k, v in vars(value).items()})
         elif isinstance(value, torch.Generator | np.random.RandomState):
             source: Any = value
             yield functools.partial(source.set_state, source.get_state())
@@ -294,6 +303,14 @@ def _held(values: Iterable[Any]) -> Iterator[Callable[[], object]]:
 def _refill(live: Any, saved: Any) -> None:
     live.clear()
     (live.update if isinstance(live, dict | set) else live.extend)(saved)
+
+
+def _redefine(owner: type, names: set[str], saved: Mapping[str, Any]) -> None:
+    for name, value in [*vars(owner).items()]:
+        if name not in names:
+            delattr(owner, name)
+        elif name in saved and value is not saved[name]:
+            setattr(owner, name, saved[name])
 
 
 def _there(value: Any) -> Any:
@@ -322,12 +339,17 @@ class _Globals:
         spaces = [vars(m) for m in {*own, sys.modules["__main__"]}]
         reached = _behind([v for s in spaces for v in s.values()], set())
         spaces += [vars(o) for o in reached if _is_own(o)]
+        classes = [o for o in reached if isinstance(o, type)]
         cells = [o for o in reached if isinstance(o, CellType)]
         kinds = _ITERATORS + _PLAIN
         self._spaces = [
             (s, {k: _there(v) for k, v in s.items() if isinstance(v, kinds) and k[:2] != "__"}) for s in spaces
         ]
         self._contents = [*_held(v for space, _ in self._spaces for v in space.values() if _counts(v))]
+        self._contents += _held(v for o in classes for v in vars(o).values() if _counts(v))
+        for one in classes:
+            plain = {k: _there(v) for k, v in vars(one).items() if isinstance(v, kinds) and k[:2] != "__"}
+            self._contents.append(functools.partial(_redefine, one, {*vars(one)}, plain))
         self._contents += _held(o for o in cells if isinstance(o.cell_contents, kinds))
         self._contents += _held(o.cell_contents for o in cells if _counts(o.cell_contents))
 
@@ -348,7 +370,7 @@ class _Attributes:
         hooks = [
             h for k, v in self.attributes.items() if k.endswith("hooks") and isinstance(v, dict) for h in v.values()
         ]
-        self._reached = _behind([*own, *hooks], met)
+        self._reached = _behind([*own, *hooks, type(module)], met)
         self._contents = [*_held(self._reached)]
 
     def tensors(self) -> Iterator[Tensor]:

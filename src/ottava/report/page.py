@@ -402,7 +402,7 @@ class _Numbers:
         ):
             digits = max(_FINE.values())
         codes = coded(values, digits)
-        place = self._places.setdefault(bytes([digits]) + sha256(codes).digest(), self._end)
+        place = self._places.setdefault(bytes([digits]) + sha256(codes.tobytes()).digest(), self._end)
         if place == self._end:
             self.codes.append(codes)
             self.kinds.append((len(codes), digits))
