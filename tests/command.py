@@ -1,4 +1,4 @@
-"""The command line in this process: `run` lets errors through, `ended` is what a shell sees; its servers; scripts."""
+"""The command line here: `run` raises errors, `said` returns them, `ended` is what a shell sees; servers; scripts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from typer.testing import CliRunner
 
-from ottava.cli.app import app, main
+from ottava.cli.app import app, exit_code, main
 
 
 def run(*words: object) -> int:
     """The exit code of `ottava WORDS`; its errors are raised."""
     return app(list(map(str, words)), standalone_mode=False)  # type: ignore[no-any-return]
+
+
+def said(*words: object) -> tuple[int, str]:
+    """The exit code of `ottava WORDS`, and what it prints, or the message of its error."""
+    result = CliRunner().invoke(app, list(map(str, words)), standalone_mode=False)
+    if result.exception is not None:
+        return exit_code(result.exception), str(result.exception)  # type: ignore[arg-type]  # no BaseException here
+    return result.return_value, result.stdout
 
 
 def ended(*words: object) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import typer
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ottava.cli.diagnose import bisect
+import command
 from ottava.recipe import RECIPES
 from ottava.record.dumps import Dumper, DumpError, save_batch
 from ottava.record.writer import RunWriter
@@ -22,13 +22,7 @@ from ottava.train.loop import Trainer
 SMALL = ["steps=2", "model.layers=2", "model.d_model=64", "model.heads=2", "model.kv_heads=1", "model.ffn=96"]
 SMALL += ["batch_size=2", "sequence_length=32", "evaluation.batches=1"]
 SMALL += [f"data.path={Path(__file__).parents[2] / 'LICENSE'}"]  # one text under every Python
-
-
-def run(*arguments: str | Path) -> int:
-    """Runs the command like the app, and lets its errors through."""
-    app = typer.Typer()
-    app.command()(bisect)
-    return app(args=list(map(str, arguments)), standalone_mode=False)
+run = partial(command.run, "bisect")
 
 
 @pytest.fixture(scope="module")

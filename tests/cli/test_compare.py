@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
-from typer.testing import CliRunner
 
+import command
 import ottava
-from ottava.cli.app import app, exit_code
 from ottava.measure.walk import measure
 from ottava.record.schema import SlotKey
 from ottava.record.writer import RunWriter
+
+call = partial(command.said, "compare")
 
 
 def record(folder: Path, seed: int, *, massive: bool = False, **config: object) -> Path:
@@ -27,13 +29,6 @@ def record(folder: Path, seed: int, *, massive: bool = False, **config: object) 
             writer.step(step, loss=3.0 + (step if massive and step > 4 else 0))
             writer.tally(step, key, measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))))
     return folder
-
-
-def call(*words: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["compare", *map(str, words)], standalone_mode=False)
-    if result.exception is not None:
-        return exit_code(result.exception), str(result.exception)  # type: ignore[arg-type]  # no BaseException here
-    return result.return_value, result.stdout
 
 
 def test_runs_that_do_not_differ_exit_0(tmp_path: Path) -> None:

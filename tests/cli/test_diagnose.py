@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from ottava.cli.app import app, exit_code
+import command
 from ottava.diagnose.diagnose import CONFIDENCE
 from ottava.record.writer import RunWriter
+
+call = partial(command.said, "diagnose")
 
 
 def record(folder: Path, *, lr: float) -> Path:
@@ -19,13 +21,6 @@ def record(folder: Path, *, lr: float) -> Path:
         for step in range(1, 11):
             writer.step(step, loss=3.0 - 0.1 * step * (lr > 0), lr=lr)
     return folder
-
-
-def call(*words: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["diagnose", *map(str, words)], standalone_mode=False)
-    if result.exception is not None:
-        return exit_code(result.exception), str(result.exception)  # type: ignore[arg-type]  # no BaseException here
-    return result.return_value, result.stdout
 
 
 def test_a_clean_run_exits_0_and_says_what_was_looked_at(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import ottava
+from command import ended
 from ottava.bench import cpu
-from ottava.cli.app import main
 from ottava.cli.doctor import MISSING, WRONG, MachineFacts, bench, doctor, traps
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
@@ -226,7 +226,5 @@ def test_a_wheel_names_the_way_to_the_programs(
 ) -> None:
     """Its package has no `ottava.bench`."""
     monkeypatch.setitem(sys.modules, "ottava.bench", None)
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "cpu"])
-    assert ended.value.code == MISSING
+    assert ended("bench", "cpu") == MISSING
     assert "clone ottava, and run ./x bench there" in capsys.readouterr().err

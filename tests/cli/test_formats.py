@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import command
-from ottava.cli.app import main
 from ottava.numerics.formats import FORMATS, Format
 from ottava.numerics.rounding import code_values
 from ottava.recipe import GEMMS, RECIPES, Recipe
@@ -21,11 +20,7 @@ LISTED = [fmt for fmt in FORMATS.values() if fmt.bits <= 8]
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr)."""
-    with pytest.raises(SystemExit) as caught:
-        main(["formats", *arguments])
-    assert isinstance(caught.value.code, int)
-    captured = capsys.readouterr()
-    return caught.value.code, captured.out, captured.err
+    return command.ended("formats", *arguments), *capsys.readouterr()
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from command import run
-from ottava.cli.app import main
+from command import ended, run
 from ottava.cli.train import _choices
 from ottava.recipe import RECIPES
 from ottava.train.config import TrainConfig, load_config
@@ -39,7 +38,7 @@ TINY = [
 
 @dataclass(frozen=True)
 class Finished:
-    code: int | str | None
+    code: int
     out: str
     err: str
 
@@ -53,10 +52,7 @@ def ottava(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str | Path) -> Finished:
-        with pytest.raises(SystemExit) as caught:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return Finished(caught.value.code, captured.out, captured.err)
+        return Finished(ended(*arguments), *capsys.readouterr())
 
     return call
 
@@ -229,13 +225,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, capsys: pytest.Captu
     options = ("--steps", "5000", "--run-dir", str(tmp_path))
     process = warm.Warm([*COMMAND, *options])
     process.wait_for(" step ")
-    with pytest.raises(SystemExit):
-        main(["demo", "--resume", "--run-dir", str(tmp_path)])
+    assert ended("demo", "--resume", "--run-dir", tmp_path) == 2
     assert f"is in use by process {process.pid} on " in capsys.readouterr().err
     process.send_signal(signal.SIGINT)
-    ended = process.wait()
-    assert ended.returncode == 130
-    assert f"ottava demo --resume --run-dir {tmp_path}" in ended.stderr
+    stopped = process.wait()
+    assert stopped.returncode == 130
+    assert f"ottava demo --resume --run-dir {tmp_path}" in stopped.stderr
     assert list(tmp_path.glob("runs/bf16-seed0/checkpoints/*.safetensors"))
     refused = demo("--steps", "10", "--run-dir", tmp_path)
     assert refused.returncode == 2
@@ -254,9 +249,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, capsys: pytest.Captu
 def test_usage_errors_are_one_line_and_leave_nothing_behind(
     tmp_path: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["demo", *options, "--run-dir", str(tmp_path)])
-    assert ended.value.code == (4 if "--data" in options else 2)
+    assert ended("demo", *options, "--run-dir", tmp_path) == (4 if "--data" in options else 2)
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import typer
 
+import command
 import ottava
-from ottava.cli.diagnose import what_if
 from ottava.measure.walk import measure, measure_packed
 from ottava.record.reader import Run
 from ottava.record.schema import RunError, SlotKey
 from ottava.record.writer import RunWriter
 
-
-def run(*arguments: str | Path) -> int:
-    """Runs the command like the app, and lets its errors through."""
-    app = typer.Typer()
-    app.command()(what_if)
-    return app(args=list(map(str, arguments)), standalone_mode=False)
+run = partial(command.run, "what-if")
 
 
 @pytest.fixture

@@ -129,6 +129,27 @@ def applied(function: type[torch.autograd.Function], *arguments: object) -> Any:
         raise
 
 
+def mapped(there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    """`there(x)`, whose gradient is `back(gradient)`: one operation for autograd. Raises as `applied`.
+
+    Example:
+        >>> mapped(torch.round, lambda dy: dy, torch.ones(2, requires_grad=True))
+        tensor([1., 1.], grad_fn=<_MappedBackward>)
+    """
+    return applied(_Mapped, there, back, x)
+
+
+class _Mapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.back(grads[0])
+
+
 def refuse_transforms() -> None:
     """For a Function that raised.
 

@@ -253,7 +253,8 @@ class _Walk:
         nonzero = torch.count_nonzero(magnitude)
         zeros = x.numel() - nonzero
         error = x - q
-        self._count(size, magnitude, nonzero, zeros, q, numbers, scale_inv)
+        self._add("n", size)
+        self._count(magnitude, nonzero, q, numbers, scale_inv)
         if not x.numel():
             return
         self.channels += torch.stack([x, error]).to(torch.float64).square_().sum(1)
@@ -262,17 +263,7 @@ class _Walk:
         self._extend(bits, error)
         self._histograms(magnitude, bits, zeros, blocks, squares, slice(start, stop))
 
-    def _count(
-        self,
-        size: Tensor,
-        magnitude: Tensor,
-        nonzero: Tensor,
-        zeros: Tensor,
-        q: Tensor,
-        numbers: Tensor,
-        scale_inv: Tensor,
-    ) -> None:
-        self._add("n", size)
+    def _count(self, magnitude: Tensor, nonzero: Tensor, q: Tensor, numbers: Tensor, scale_inv: Tensor) -> None:
         self._add("n_nonzero", nonzero)
         remaining = torch.count_nonzero(q)
         self._add("n_underflow", nonzero - remaining if self.format.has_zero else self.zero)

@@ -283,7 +283,12 @@ class DotProductAttention(nn.Module):
         if score_mod is not None and (self.layout == "thd" or self.keys is not None):
             raise ValueError("DotProductAttention: score_mod needs whole sequences, in a layout of four dimensions")
         if self.layout == "thd":
-            return self._packed(q, k, v, rule, attention_mask, cu_seqlens, cu_seqlens_k)
+            if cu_seqlens is None or attention_mask is not None or q.dim() != 3:
+                raise ValueError(
+                    f"DotProductAttention: layout 'thd' needs q (T, H, D) and cu_seqlens, and takes no attention_mask; "
+                    f"got q {tuple(q.shape)}, cu_seqlens {cu_seqlens}"
+                )
+            return self._packed(q, k, v, rule, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
         order = LAYOUTS[self.layout]
         if not q.dim() == k.dim() == v.dim() == 4:
             raise ValueError(
@@ -294,23 +299,8 @@ class DotProductAttention(nn.Module):
         y = self._attend(q, k, v, rule, attention_mask, query_lengths, key_lengths, score_mod)
         return y.permute(tuple(order.index(d) for d in range(4)))
 
-    def _packed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rule: MaskRule,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-    ) -> Tensor:
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, cu_seqlens: Tensor, of_keys: Tensor) -> Tensor:
         """(T, H, D): a call for each sequence."""
-        if cu_seqlens is None or attention_mask is not None or q.dim() != 3:
-            raise ValueError(
-                f"DotProductAttention: layout 'thd' needs q (T, H, D) and cu_seqlens, and takes no attention_mask; got "
-                f"q {tuple(q.shape)}, cu_seqlens {cu_seqlens}"
-            )
-        of_keys = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
         ends = [read_once(cu_seqlens), *[read_once(of_keys)] * 2]
         for name, tensor, cut in zip("qkv", (q, k, v), ends, strict=True):
             if len(cut) != len(ends[0]) or cut[0] != 0 or cut[-1] != tensor.shape[0] or sorted(cut) != cut:

@@ -310,8 +310,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         later = settings.reduction == "none"
         notes: Notes = []
         with no_autocast(x.device):
-            given = settings, call, x, weight, bias, target, None
-            losses, grads = _in_chunks(*given, [False] * 3 if later else needs, notes)
+            operands = x, weight, bias, target
+            losses, grads = _in_chunks(settings, call, operands, None, [False] * 3 if later else needs, notes)
         ctx.notes = call.keep(notes, linked=True in needs)
         ctx.later, ctx.count = later, None
         if later:
@@ -334,9 +334,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (d_loss,), call = grad_outputs, ctx.call
         notes: Notes = [*ctx.notes]
         if ctx.later:
-            x, weight, bias, target = ctx.saved_tensors
-            with no_autocast(x.device):
-                _, grads = _in_chunks(ctx.settings, call, x, weight, bias, target, d_loss.float(), ctx.needs, notes)
+            with no_autocast(d_loss.device):
+                _, grads = _in_chunks(ctx.settings, call, ctx.saved_tensors, d_loss.float(), ctx.needs, notes)
         else:
             share = d_loss if ctx.count is None else d_loss / ctx.count
             grads = tuple(None if g is None else (g * share).to(g.dtype) for g in ctx.saved_tensors)
@@ -347,20 +346,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(
-    settings: CrossEntropy,
-    call: Call,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    share: Tensor | None,
-    needs: list[bool],
-    notes: Notes,
+    settings: CrossEntropy, call: Call, operands: Any, share: Tensor | None, needs: list[bool], notes: Notes
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """(losses, fp32 (M,); gradients of x, weight and bias, where needed, of the sum of losses times their shares).
 
-    notes: gets what the casts see.
+    operands: x, weight, bias or None, target.  notes: gets what the casts see.
     """
+    x, weight, bias, target = operands
     doors, cells = call.doors, call.recipe
     fprop, dgrad, wgrad = cells.fprop, cells.dgrad, cells.wgrad
     needs_dx, needs_dw, needs_db = needs

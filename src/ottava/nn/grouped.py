@@ -31,7 +31,7 @@ from ottava.engine.functional import (
     unflattened,
 )
 from ottava.engine.quantizer import Notes, Record
-from ottava.kernels.gate import applied
+from ottava.kernels.gate import applied, mapped
 from ottava.nn.layer import LayerView, ViewOwner, ready_input
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.numerics.tensor import Operand, QuantizedTensor
@@ -146,7 +146,7 @@ def permute(x: Tensor, plan: Permutation) -> Tensor:
         tensor([[20.],
                 [10.]])
     """
-    return applied(_Permute, plan, x)  # type: ignore[no-any-return]
+    return mapped(plan.gather, plan.combine, x)  # type: ignore[no-any-return]
 
 
 def unpermute(y: Tensor, plan: Permutation, probs: Tensor | None = None) -> Tensor:
@@ -164,17 +164,6 @@ def unpermute(y: Tensor, plan: Permutation, probs: Tensor | None = None) -> Tens
     if probs is None:
         return applied(_Unpermute, plan, y, None)  # type: ignore[no-any-return]
     return applied(_Unpermute, plan, y, probs.flatten().index_select(0, plan.slots))  # type: ignore[no-any-return]
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Permutation, x: Tensor) -> Tensor:
-        ctx.plan = plan
-        return plan.gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.plan.combine(grads[0])
 
 
 class _Unpermute(torch.autograd.Function):

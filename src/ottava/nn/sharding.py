@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from ottava.engine.functional import produced
+from ottava.kernels.gate import mapped
 from ottava.kernels.reference import factors
 from ottava.nn.cross_entropy import _BLOCK, Vocabulary
 from ottava.nn.grouped import Permutation
@@ -652,7 +653,7 @@ class ExpertRanks:
 
     def collect(self, rows: Tensor, plan: RankPermutation) -> Tensor:
         """Results of this rank's experts -> those of this rank's tokens, sorted by expert."""
-        return _Collect.apply(plan, rows)  # type: ignore[no-any-return]
+        return mapped(plan.collect, plan.deliver, rows)  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -662,14 +663,3 @@ class ExpertRanks:
             "a model whose experts lie on several ranks cannot be pickled: its process group exists here only. Save "
             "its state_dict with torch.distributed.checkpoint"
         )
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: RankPermutation, rows: Tensor) -> Tensor:
-        ctx.plan = plan
-        return plan.collect(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.plan.deliver(grads[0])

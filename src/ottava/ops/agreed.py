@@ -55,30 +55,23 @@ class AgreedCast:
         if known.scaling == "delayed" and scale is not None and scale.is_cpu and bool(scale > 0):
             # predicted, and equal on all ranks; on an accelerator the host would wait for the comparison
             return cast_both(x, spec, spec_t, scale=scale, staged=staged, plans=plans)
-        row = None if spec is None else self._cast(x, spec, self.dim, scale, plans, beside[0])
+        how: Any = {"scale": scale, "plans": plans}
+        row = None if spec is None else self._cast(x, spec, self.dim, beside[0], **how)
         # one cast and one collective serve both
         if row is not None and spec == spec_t and row.spec.granularity.transposes and row.spec.transform is None:
             col: QuantizedTensor | None = row.t()
         else:
-            col = None if spec_t is None else self._cast(x.t(), spec_t, 1 - self.dim, scale, plans, beside[1])
+            col = None if spec_t is None else self._cast(x.t(), spec_t, 1 - self.dim, beside[1], **how)
         one = row or col
         assert one is not None
         return Both(row, col, one.amax)
 
-    def _cast(
-        self,
-        x: Tensor,
-        spec: QuantizationSpec,
-        dim: int,
-        scale: Tensor | None,
-        plans: dict[Any, CastPlan] | None,
-        other: Operand | None,
-    ) -> QuantizedTensor:
-        """x, split along dim, cast to spec."""
+    def _cast(self, x: Tensor, spec: QuantizationSpec, dim: int, other: Operand | None, **how: Any) -> QuantizedTensor:
+        """x, split along dim, cast to spec; how: as of `_scaled`."""
         if spec.transform is None:
-            return self._scaled(x, spec, dim, scale, plans)
+            return self._scaled(x, spec, dim, **how)
         y, aside = transformed(x.detach(), spec.transform, other, _Ranks(self.group, dim))
-        y_q = self._scaled(y, spec, dim, scale, plans)
+        y_q = self._scaled(y, spec, dim, **how)
         return QuantizedTensor(y_q.data, y_q.scale_inv, spec, x.dtype, y_q.amax, aside)
 
     def _scaled(

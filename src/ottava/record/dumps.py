@@ -133,8 +133,7 @@ class Dumper:
         if x_q is not None:
             tensors |= {"codes": x_q.data, "scale_inv": x_q.scale_inv}
             facts |= {"spec": _readable(x_q.spec).to_dict(), "dtype": str(x_q.dtype)}
-        name = f"{key.layer}.{key.tensor}.{key.direction}.{key.recipe}"
-        return self._write("tensor", step, name, tensors, facts, {"layer": key.layer, "tensor": key.tensor})
+        return self._write("tensor", step, (key.layer, key.tensor, key.direction, key.recipe), tensors, facts)
 
     def dump_gemms(self, step: int, layer: str, recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor) -> Path | None:
         """Writes the operands of a layer's GEMMs: x (M, K), w (N, K), dy (M, N). None beyond the quota."""
@@ -144,26 +143,21 @@ class Dumper:
             cells[gemm] = dataclasses.replace(operands, lhs=lhs, rhs=rhs)
         tensors = {"x": x, "w": w, "dy": dy}
         facts = {"layer": layer, "recipe": dataclasses.replace(recipe, overrides=(), **cells).to_dict()}
-        return self._write("gemms", step, f"{layer}.gemms", tensors, facts, {"layer": layer, "tensor": "gemms"})
+        return self._write("gemms", step, (layer, "gemms"), tensors, facts)
 
     def _write(
-        self,
-        kind: str,
-        step: int,
-        name: str,
-        tensors: Mapping[str, Tensor],
-        facts: Mapping[str, Any],
-        place: Mapping[str, str],
+        self, kind: str, step: int, place: tuple[str, ...], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
     ) -> Path | None:
-        folder = self.writer.dumps
+        """place: layer, tensor, and what else the name of the file needs."""
+        folder, name = self.writer.dumps, ".".join(place)
         size = sum(tensor.nbytes for tensor in tensors.values()) + _HEADER_BYTES
         with self.writer.attempt(step, loses="dumps"):
             folder.mkdir(parents=True, exist_ok=True)
             used = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
             if used + size <= self.quota_bytes:
                 path = folder / f"{_short(f'step-{step:06d}.rank-{self.writer.rank}.{name}')}.safetensors"
-                nbytes = _save(path, kind, step, tensors, facts, None)
-                self.writer.event(step, "dump", file=path.name, **place, nbytes=nbytes)
+                nbytes = _save(path, tensors, None, kind=kind, step=str(step), facts=json.dumps(facts))
+                self.writer.event(step, "dump", file=path.name, layer=place[0], tensor=place[1], nbytes=nbytes)
                 return path
             if not self.refused:
                 text = (
@@ -196,7 +190,8 @@ def save_batch(path: Path | str, batch: Any, random: Mapping[str, Tensor] | None
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _save(path, "batch", step, tensors, {"structure": structure}, random)
+        facts = json.dumps({"structure": structure})
+        _save(path, tensors, random, kind="batch", step=str(step), facts=facts)
     except OSError as error:
         raise DumpError(f"{path}: cannot be written ({error}); give another path, or make room on the disk") from error
     return path
@@ -224,50 +219,32 @@ def read_dump(path: Path | str) -> Dump:
     try:
         kind = header["kind"]
         need_known(path, "kind", kind, _KINDS, DumpError)
-        return _contents(kind, path, int(header["step"]), parse_json(header["facts"]), tensors, random)
+        step, facts = int(header["step"]), parse_json(header["facts"])
+        if kind == "batch":
+            return BatchDump(path, step, _unflatten(facts["structure"], tensors), random)
+        if kind == "gemms":
+            recipe = Recipe.from_dict(facts["recipe"])
+            return GemmDump(path, step, facts["layer"], recipe, tensors["x"], tensors["w"], tensors["dy"], random)
+        x_q = None
+        if "codes" in tensors:
+            spec = QuantizationSpec.from_dict(dict(facts["spec"]))
+            dtype = getattr(torch, facts["dtype"].removeprefix("torch."))
+            x_q = QuantizedTensor(tensors["codes"], tensors["scale_inv"], spec, dtype)
+        return TensorDump(path, step, SlotKey(**facts["key"]), tensors["x"], tensors.get("rows"), x_q, random)
     except DumpError:
         raise
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise DumpError(f"{path}: its header does not fit its tensors ({error!r}); the file is damaged") from error
 
 
-def _contents(
-    kind: str,
-    path: Path,
-    step: int,
-    facts: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    random: Mapping[str, Tensor],
-) -> Dump:
-    if kind == "batch":
-        return BatchDump(path, step, _unflatten(facts["structure"], tensors), random)
-    if kind == "gemms":
-        recipe = Recipe.from_dict(facts["recipe"])
-        return GemmDump(path, step, facts["layer"], recipe, tensors["x"], tensors["w"], tensors["dy"], random)
-    x_q = None
-    if "codes" in tensors:
-        spec = QuantizationSpec.from_dict(dict(facts["spec"]))
-        dtype = getattr(torch, facts["dtype"].removeprefix("torch."))
-        x_q = QuantizedTensor(tensors["codes"], tensors["scale_inv"], spec, dtype)
-    return TensorDump(path, step, SlotKey(**facts["key"]), tensors["x"], tensors.get("rows"), x_q, random)
-
-
-def _save(
-    path: Path,
-    kind: str,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    facts: Mapping[str, Any],
-    random: Mapping[str, Tensor] | None,
-) -> int:
+def _save(path: Path, tensors: Mapping[str, Tensor], random: Mapping[str, Tensor] | None, **header: str) -> int:
     """Writes a scratch file and renames it; returns its size."""
     states = random_states() if random is None else random
     # clones, because safetensors refuses tensors that share memory
     contents = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     contents |= {f"random.{device}": state.cpu().clone() for device, state in states.items()}
-    header = {"format": _FORMAT, "kind": kind, "step": str(step), "facts": json.dumps(facts)}
     with replacing(path) as scratch:
-        save_file(contents, scratch, metadata=header)
+        save_file(contents, scratch, metadata={"format": _FORMAT, **header})
         return scratch.stat().st_size
 
 

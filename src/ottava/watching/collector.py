@@ -185,7 +185,7 @@ class Collector:
             if first:
                 self._note(key, extent, x_q.scale_inv)
             if self._looks_at(layer, tensor):
-                self._look(key, x, x_q, extent)
+                self._look(key, Look(x, x_q, extent))
                 if self.dumps is not None and self.dumps.wants(key):
                     self.dumps.take(key, x, x_q)
             return extent
@@ -214,9 +214,9 @@ class Collector:
                     matrix = matrix.to(dtype or x.dtype)
                     cast = cast_of(Look(matrix, spec, extent))
                     matrix = cast.transformed(matrix)
-                    self._look(key, matrix, cast, survey(matrix))
+                    self._look(key, Look(matrix, cast, survey(matrix)))
                 else:
-                    self._look(key, matrix, spec, extent, scale, dtype)
+                    self._look(key, Look(matrix, spec, extent, scale), dtype)
                 if self.dumps is not None and self.dumps.wants(key):
                     matrix = matrix if cast is not spec else matrix.to(dtype or x.dtype)
                     self.dumps.take(key, matrix, cast_of(Look(matrix, cast, extent, scale)))
@@ -246,25 +246,16 @@ class Collector:
             extent = torch.maximum(earlier[1], extent)
         self._light[place] = (key, extent, scale)
 
-    def _look(
-        self,
-        key: SlotKey,
-        x: Tensor,
-        cast: QuantizedTensor | QuantizationSpec,
-        extent: Tensor,
-        scale: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def _look(self, key: SlotKey, look: Look, dtype: torch.dtype | None = None) -> None:
         """Measures a large cast now. Of others it copies a sample, and measures all copies together after the step."""
-        look = Look(x, cast, extent, scale)
-        detail = self.config.detail
+        x, detail = look.x, self.config.detail
         blocks, complete = detail in ("blocks", "anatomy"), detail == "anatomy"
         part = sampled(look, self.config.sample, self.look, dtype, blocks=blocks, complete=complete)
         if part is None and x.nbytes <= _SMALL_BYTES:
             whole = [range(x.shape[0])]
             part = look._replace(x=take_bands(x, whole, dtype))
-            if isinstance(cast, QuantizedTensor):
-                part = part._replace(cast=take_bands_of(cast, whole))
+            if isinstance(look.cast, QuantizedTensor):
+                part = part._replace(cast=take_bands_of(look.cast, whole))
         self._waiting.append((key, look._replace(x=x if dtype is None else x.to(dtype)) if part is None else part))
         self._waiting_bytes += self._waiting[-1][1].x.nbytes
         if part is None or x.device.type != "cpu" or self._waiting_bytes > _WAITING_BYTES:

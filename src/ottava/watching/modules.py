@@ -18,7 +18,7 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -216,6 +216,7 @@ See = Callable[..., None]
 """Called with (layer, tensor, matrix): the full name, a long name such as "grad_output", and the tensor. The dtype of
 the GEMM is the fourth argument if torch.autocast changes it."""
 
+_Hand = Callable[[Tensor], None]
 LOOKS_BEFORE_WARNING = 2
 _AT_DOORS = frozenset({"input", "weight", "grad_output"})
 _COMPILED = "runs in a compiled region, which calls no hooks; watch with compiled='eager'"
@@ -530,29 +531,26 @@ class ModuleTap:
             sizes = linear.shape = list(arrange_weight(weight.detach()).shape)
         if sizes is not None and weight is not None and not weight.is_floating_point():
             sizes = None  # packed: its shape is not [N, K]
-        dtype = None
+        dtype, (width, depth) = None, sizes[:2] if sizes else (None, None)
         for x in part.inputs:
             dtype = autocast_dtype(x) if part.cast else None
-            self._hand(
-                linear, "input", x, dtype, sizes[1] if sizes else None, part.arrange_input or torch.Tensor.detach
-            )
+            self._hand(linear, "input", dtype, depth, part.arrange_input or torch.Tensor.detach, x)
         if weight is not None and layer not in self._weights:
             self._weights.add(layer)
-            self._hand(linear, "weight", weight, arrange=arrange_weight)
+            self._hand(linear, "weight", None, None, arrange_weight, weight)
         y = part.output
         if y is None:
             return
         arrange = part.arrange or torch.Tensor.detach
         if part.arrange is None and part.inputs and _rows(part.inputs[0]) != _rows(y):
             linear.whys.setdefault(_OTHER_ROWS.format(_rows(part.inputs[0]), _rows(y)), None)
-        self._hand(linear, "output", y, None, sizes[0] if sizes else None, arrange)
+        self._hand(linear, "output", None, width, arrange, y)
         if not y.requires_grad:
             return
         if "grad_output" in self._tensors:
-            width = sizes[0] if sizes else None
             dtype = dtype or (autocast_dtype(y) if part.cast else None)
-            hook = partial(self._gradient, linear, "grad_output", self._period, dtype, width, arrange, y.shape)
-            whole(y).register_hook(hook)
+            hand = partial(self._hand, linear, "grad_output", dtype, width, arrange)
+            whole(y).register_hook(partial(self._gradient, self._period, hand, y.shape))
         self._hook_edges(linear, part, arrange_weight)
 
     def _hook_edges(self, linear: _Linear, part: Part, arrange_weight: Callable[[Tensor], Tensor]) -> None:
@@ -567,51 +565,33 @@ class ModuleTap:
             if not edges:
                 linear.whys.setdefault(f"{SYMBOLS[tensor]}: the graph does not lead to it", None)
             arrange = arrange_weight if tensor == "grad_weight" else part.arrange_input or torch.Tensor.detach
+            hand = partial(self._hand, linear, tensor, None, None, arrange)
             for node, index in edges:
-                node.register_hook(partial(self._edge, linear, tensor, self._period, index, arrange))
+                node.register_hook(partial(self._edge, self._period, hand, index))
 
-    def _edge(
-        self,
-        linear: _Linear,
-        tensor: str,
-        period: int,
-        index: int,
-        arrange: Callable[[Tensor], Tensor],
-        grad_inputs: tuple[Tensor | None, ...],
-        grad_outputs: Any,
-    ) -> None:
+    def _edge(self, period: int, hand: _Hand, index: int, grad_inputs: Sequence[Tensor | None], _: Any) -> None:
         if torch.compiler.is_compiling():
             return
         gradient = grad_inputs[index]
         if gradient is not None:
-            self._gradient(linear, tensor, period, None, None, arrange, gradient.shape, gradient)
+            self._gradient(period, hand, gradient.shape, gradient)
 
-    def _gradient(
-        self,
-        linear: _Linear,
-        tensor: str,
-        period: int,
-        dtype: torch.dtype | None,
-        width: int | None,
-        arrange: Callable[[Tensor], Tensor],
-        shape: torch.Size,
-        gradient: Tensor,
-    ) -> None:
+    def _gradient(self, period: int, hand: _Hand, shape: torch.Size, gradient: Tensor) -> None:
         if torch.compiler.is_compiling() or period != self._period:
             return
         with self._timed():
             if gradient.shape != shape:
                 gradient = gradient.detach().reshape(shape)
-            self._hand(linear, tensor, gradient, dtype, width, arrange)
+            hand(gradient)
 
     def _hand(
         self,
         linear: _Linear,
         tensor: str,
+        dtype: torch.dtype | None,
+        width: int | None,
+        arrange: Callable[[Tensor], Tensor],
         x: Tensor,
-        dtype: torch.dtype | None = None,
-        width: int | None = None,
-        arrange: Callable[[Tensor], Tensor] = torch.Tensor.detach,
     ) -> None:
         if tensor not in self._tensors or not self._wants(linear.name, tensor):
             return

@@ -212,16 +212,7 @@ _KEPT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.view.default, t
 """What comes before a collective."""
 
 
-def _loaded(
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: Mapping[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
+def _loaded(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *found: Any) -> None:
     """Joins codes and scales of a state dict into one weight; numbers in high precision stay: `copy_` casts them."""
     names: set[str] = module.stored_weights  # type: ignore[assignment]
     for name in names:
@@ -237,7 +228,7 @@ def _loaded(
                 keep = weight.high_precision is not None
                 state[key] = quantized_weight(value.to(weight.dtype), weight.spec, keep_high_precision=keep)
         except (TypeError, ValueError) as error:
-            errors.append(f"{key}: {error}")
+            found[-1].append(f"{key}: {error}")  # torch's list of errors
             state[key] = own.detach()  # one message is enough
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ottava.base.errors import need
-from ottava.kernels.gate import applied
+from ottava.kernels.gate import mapped
 from ottava.numerics.scaling import PER_TENSOR, exponent_bytes, read_scales
 from ottava.numerics.tensor import Lent, QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import dequantize, quantize
@@ -454,7 +454,14 @@ class QuantizedWeight(Tensor):
 
         Gradients pass through it unchanged.
         """
-        return applied(_Dequantize, self, dtype or self.dtype)  # type: ignore[no-any-return]
+
+        def numbers(_: Tensor) -> Tensor:
+            pairs = [(codes, read_scales(scales)) for codes, scales in self._stored()]
+            parts = [dequantize(QuantizedTensor(*pair, self.spec, own), dtype or own) for pair in pairs]
+            return (torch.stack(parts) if len(self.matrix) == 3 else parts[0]).view(self.shape)
+
+        own = self.dtype
+        return mapped(numbers, lambda dy: dy.to(own), self)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def requantize_(self, values: Tensor, *, amax: Tensor | None = None) -> None:
@@ -700,20 +707,6 @@ def quantized_weight(
     if keep_high_precision:
         weight.high_precision = _kept(values)
     return weight.requires_grad_(requires_grad)  # type: ignore[return-value]
-
-
-class _Dequantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = weight.dtype
-        pairs = [(codes, read_scales(scales)) for codes, scales in weight._stored()]
-        parts = [dequantize(QuantizedTensor(*pair, weight.spec, weight.dtype), dtype) for pair in pairs]
-        whole = torch.stack(parts) if len(weight.matrix) == 3 else parts[0]
-        return whole.view(weight.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.dtype), None
 
 
 def _kept(values: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def quantize_both(
     plan = _plan_current if scale is None else _plan_predicted
     stages = "" if staged is None else "alone" if staged.numel() == 3 else "with room"
     key = (_device_code(), x.shape, read.stride(), read.dtype, x.device, named)
-    return plan(*key, spec, spec_t, stages)(read, extra, scale, staged)
+    return plan(key, spec, spec_t, stages)(read, extra, scale, staged)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,21 +192,13 @@ class _Side(NamedTuple):
 
 Plan = Callable[[Tensor, tuple[Tensor | None, ...], Tensor | None, Tensor | None], Casts]
 """(what a kernel reads, what it reads with that, scale, staged) -> the casts; everything else is decided."""
+_Key = tuple[Any, tuple[int, int], tuple[int, ...], torch.dtype, torch.device, Named]  # device code, x and named
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_current(
-    device_code: Any,
-    shape: tuple[int, int],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    named: Named,
-    spec: QuantizationSpec | None,
-    spec_t: QuantizationSpec | None,
-    _: str,
-) -> Plan:
+def _plan_current(key: _Key, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, _: str) -> Plan:
     """Casts with scales of their own."""
+    device_code, shape, strides, _dtype, device, named = key
     in_gemm_order = turned(spec, spec_t)
     row = _Memory(shape, spec, False, None, in_gemm_order)
     col = _Memory((shape[1], shape[0]), spec_t, True, spec, in_gemm_order)
@@ -237,18 +229,9 @@ def _plan_current(
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_predicted(
-    device_code: Any,
-    shape: tuple[int, int],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    named: Named,
-    spec: QuantizationSpec | None,
-    spec_t: QuantizationSpec | None,
-    stages: str,
-) -> Plan:
+def _plan_predicted(key: _Key, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, stages: str) -> Plan:
     """Casts with a given scale; stages: "" for no staged vector, "with room" for one with a fourth entry."""
+    device_code, shape, strides, _dtype, device, named = key
     known = spec or spec_t
     assert known is not None
     row, col = _Memory(shape, spec, False, None), _Memory((shape[1], shape[0]), spec_t, True, spec)

@@ -20,7 +20,7 @@ from ottava import nn as ours
 from ottava.base.errors import need_known, unknown_name
 from ottava.compat.transformer_engine.pytorch.gradients import extras_of
 from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
-from ottava.compat.transformer_engine.pytorch.module import device_for, norm_heads, norm_name
+from ottava.compat.transformer_engine.pytorch.module import device_for, norm_heads, with_norm
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.rope import table_of
 from ottava.compat.transformer_engine.pytorch.state import Advising, Init, Parts
@@ -498,21 +498,11 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         shards = shards_for("MultiheadAttention", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
-            **heads_of(shards, hidden_size, num_attention_heads, num_gqa_groups, kv_channels),
-            norm=norm_name("MultiheadAttention", normalization) if input_layernorm else None,
-            eps=layernorm_epsilon,
-            zero_centered_gamma=zero_centered_gamma,
-            qk_norm_after_rotary=not qk_norm_before_rope,
-            bias=bias,
+            **with_heads("MultiheadAttention", extras.given, shards),
             cross=attention_type == "cross",
             mask=mask_for("MultiheadAttention", attn_mask_type)[0],
-            window=window_size,
             dropout=attention_dropout,
-            sink=sink_for("MultiheadAttention", softmax_type),
             layout=qkv_format,
-            recipe="bf16",
-            device=device_for(device),
-            dtype=params_dtype,
         )
         norm_heads("MultiheadAttention", (self,), extras.given)
         self.out.returns_bias = self.returns_bias = return_bias
@@ -543,12 +533,16 @@ class MultiheadAttention(Sharded, ContextParallel, ours.MultiheadAttention):
         return (y, None if self.out.bias is None else self.out.bias.to(y.dtype)) if self.returns_bias else y
 
 
-def heads_of(shards: Shards, hidden: int, heads: int, groups: int | None, head_dim: int | None) -> dict[str, Any]:
-    """This rank's share of the heads, as keywords of ottava's modules."""
-    return {
+def with_heads(where: str, given: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
+    """`with_norm`, and what the constructors of ottava's modules with attention share; heads are this rank's."""
+    heads, groups, head_dim = (given[name] for name in ("num_attention_heads", "num_gqa_groups", "kv_channels"))
+    return with_norm(where, given) | {
         "heads": shards.of("num_attention_heads", heads),
         "kv_heads": None if groups is None else shards.of("num_gqa_groups", groups),
-        "head_dim": hidden // heads if head_dim is None and shards.size > 1 else head_dim,
+        "head_dim": given["hidden_size"] // heads if head_dim is None and shards.size > 1 else head_dim,
+        "qk_norm_after_rotary": not given["qk_norm_before_rope"],
+        "window": given["window_size"],
+        "sink": sink_for(where, given["softmax_type"]),
     }
 
 

@@ -119,6 +119,18 @@ def norm_heads(where: str, modules: Sequence[ours.MultiheadAttention | None], gi
             module.q_norm, module.k_norm = (made(module.head_dim, eps, **settings) for _ in range(2))
 
 
+def with_norm(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the constructors of ottava's modules with a norm share, from the arguments of TransformerEngine's.
+
+    Raises:
+        ValueError: the name of the norm is unknown.  RuntimeError: as `device_for`.
+    """
+    norm = norm_name(where, given["normalization"]) if given.get("input_layernorm", True) else None
+    own = {"norm": norm, "eps": given.get("eps", given.get("layernorm_epsilon")), "recipe": "bf16"}
+    own |= {name: given[name] for name in ("zero_centered_gamma", "bias")}
+    return own | {"device": device_for(given["device"]), "dtype": given["params_dtype"]}
+
+
 _NORMS: Mapping[str, NormName] = MappingProxyType({"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
 _ACTIVATIONS = MappingProxyType({"srelu": "relu2", "gelu": "gelu_tanh", "geglu": "geglu_tanh"})
 """TransformerEngine's names that ottava spells otherwise. TransformerEngine's GELU is the tanh formula."""
@@ -266,13 +278,7 @@ class LayerNormLinear(Sharded, ours.NormLinear):
         super().__init__(
             in_features,
             shards.of("out_features", out_features),
-            norm=norm_name("LayerNormLinear", normalization),
-            eps=eps,
-            zero_centered_gamma=zero_centered_gamma,
-            bias=bias,
-            recipe="bf16",
-            device=device_for(device),
-            dtype=params_dtype,
+            **with_norm("LayerNormLinear", extras.given),
             return_norm_output=return_layernorm_output,
         )
         self.returns_bias = return_bias
@@ -337,14 +343,8 @@ class LayerNormMLP(Sharded, ours.NormMLP):
             hidden_size,
             shards.of("ffn_hidden_size", ffn_hidden_size),
             activation=activation_for("LayerNormMLP", activation, activation_params),
-            norm=norm_name("LayerNormMLP", normalization),
-            eps=eps,
-            zero_centered_gamma=zero_centered_gamma,
-            bias=bias,
             save="recompute" if checkpoint else "bf16",
-            recipe="bf16",
-            device=device_for(device),
-            dtype=params_dtype,
+            **with_norm("LayerNormMLP", extras.given),
         )
         self.fc2.returns_bias = self.returns_bias = return_bias
         self.finish(extras, shards, mlp_keys(), {"": ("fc1", "fc2")})

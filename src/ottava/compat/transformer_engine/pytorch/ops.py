@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +23,7 @@ from ottava.compat.transformer_engine.pytorch.quantizers import RecipeState
 from ottava.compat.transformer_engine.pytorch.refused import absent
 from ottava.compat.transformer_engine.pytorch.tensors import QuantizedTensor
 from ottava.engine.functional import produced
+from ottava.kernels.gate import mapped
 from ottava.nn.activations import ActivationFormula
 from ottava.nn.layer import autocast_input
 
@@ -201,26 +203,15 @@ class Quantize(FusibleOperation):
         """(...) -> (...)."""
         if not FP8GlobalStateManager.is_fp8_enabled():
             return input
-        return _Quantized.apply(input, FP8GlobalStateManager.get_fp8_recipe(), self.casts)  # type: ignore[no-any-return]
+        there, back = (partial(self._cast, m, FP8GlobalStateManager.get_fp8_recipe()) for m in ("forward", "backward"))
+        return mapped(there, back, input)  # type: ignore[no-any-return]
 
-
-class _Quantized(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, recipe: Any, casts: tuple[str, ...]) -> Tensor:
-        ctx.recipe, ctx.casts = recipe, casts
-        return _cast("forward", x, recipe, casts)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _cast("backward", dy, ctx.recipe, ctx.casts), None, None
-
-
-def _cast(mode: str, x: Tensor, recipe: Any, casts: tuple[str, ...]) -> Tensor:
-    if mode not in casts or isinstance(x, QuantizedTensor):
-        return x.view_as(x)
-    roles = [QuantizerRole("linear", "input" if mode == "forward" else "grad_output")]
-    made: Tensor = RecipeState.create(recipe, mode=mode, device=x.device, roles=roles).make_quantizers()[0](x)
-    return made
+    def _cast(self, mode: str, recipe: Any, x: Tensor) -> Tensor:
+        if mode not in self.casts or isinstance(x, QuantizedTensor):
+            return x.view_as(x)
+        roles = [QuantizerRole("linear", "input" if mode == "forward" else "grad_output")]
+        made: Tensor = RecipeState.create(recipe, mode=mode, device=x.device, roles=roles).make_quantizers()[0](x)
+        return made
 
 
 class AddExtraInput(nn.Identity, FusibleOperation):

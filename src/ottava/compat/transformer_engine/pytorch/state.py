@@ -424,16 +424,7 @@ def _rename_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
         state[_key(prefix, path, _STATE)] = module.give_history(layers)
 
 
-def _rename_in(
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
+def _rename_in(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *found: Any) -> None:
     assert isinstance(module, TEState)
     for key, parts in module._keys.items():
         names = [parts] if isinstance(parts, str) else [name for name, _ in parts]
@@ -447,7 +438,7 @@ def _rename_in(
         try:
             module.take_history(saved, layers)
         except StateFileError as error:
-            errors.append(f"{type(module).__name__}: {error}")
+            found[-1].append(f"{type(module).__name__}: {error}")  # torch's list of errors
 
 
 def _key(prefix: str, path: str, name: str) -> str:

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ottava.kernels.gate import mapped
 from ottava.kernels.scaled_mm import swizzled
 from ottava.numerics import formats
 from ottava.numerics.scaling import PER_ROW, TE_FOUR_OVER_SIX, amax, exponent_bytes, read_scales
@@ -133,7 +135,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers of the codes; gradients pass through unchanged."""
-        return _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-any-return]
+        return mapped(lambda _: self.numbers(dtype), lambda dy: dy, self)  # type: ignore[no-any-return]
 
     def numbers(self, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers of the codes, without a graph.
@@ -509,16 +511,6 @@ def _rebuilt(cls: type[QuantizedTensor], *state: Any) -> QuantizedTensor:
     return cls.__new__(cls, *state)
 
 
-class _Dequantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-        return x.numbers(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 class Float8Tensor(QuantizedTensor):
     """One scale a tensor."""
 
@@ -687,23 +679,17 @@ def _cast(quantizer: Any, x: Tensor, *, columns: bool) -> Codes | Tensor:
     return matrix.t().clone() if columns else matrix.clone()
 
 
-class _Quantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Any, dtype: torch.dtype) -> QuantizedTensor:
-        usages = quantizer.get_usages()
-        kind = quantizer.tensor_class
-        numbers = _plain(x)
-        rows, columns = (
-            _cast(quantizer, numbers, columns=turned) if usages[name] else None
-            for name, turned in (("rowwise", False), ("columnwise", True))
-        )
-        if not isinstance(numbers, Tensor) or numbers.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(f"{type(quantizer).__name__}: got {numbers.dtype}; needs float32, bfloat16 or float16")
-        return kind.__new__(kind, x.shape, dtype, rows, columns, quantizer)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _unwrapped(grad), None, None
+def _quantize(quantizer: Any, dtype: torch.dtype, x: Tensor) -> QuantizedTensor:
+    usages = quantizer.get_usages()
+    kind = quantizer.tensor_class
+    numbers = _plain(x)
+    rows, columns = (
+        _cast(quantizer, numbers, columns=turned) if usages[name] else None
+        for name, turned in (("rowwise", False), ("columnwise", True))
+    )
+    if not isinstance(numbers, Tensor) or numbers.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"{type(quantizer).__name__}: got {numbers.dtype}; needs float32, bfloat16 or float16")
+    return kind.__new__(kind, x.shape, dtype, rows, columns, quantizer)  # type: ignore[no-any-return]
 
 
 def cast_rows_alone(matrix: Tensor, spec: QuantizationSpec) -> Codes:
@@ -715,7 +701,7 @@ def cast_rows_alone(matrix: Tensor, spec: QuantizationSpec) -> Codes:
 
 def quantized(quantizer: Any, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The quantized tensor of x: what `quantizer(x)` returns."""
-    return _Quantize.apply(x, quantizer, dtype or x.dtype)  # type: ignore[no-any-return]
+    return mapped(partial(_quantize, quantizer, dtype or x.dtype), _unwrapped, x)  # type: ignore[no-any-return]
 
 
 def get_fp8_te_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> DType:

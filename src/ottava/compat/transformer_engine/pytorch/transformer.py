@@ -15,18 +15,11 @@ from ottava.compat.transformer_engine.pytorch.attention import (
     Window,
     attention_arguments,
     attention_keys,
-    heads_of,
     mask_for,
-    sink_for,
+    with_heads,
 )
 from ottava.compat.transformer_engine.pytorch.gradients import extras_of
-from ottava.compat.transformer_engine.pytorch.module import (
-    activation_for,
-    device_for,
-    mlp_keys,
-    norm_heads,
-    norm_name,
-)
+from ottava.compat.transformer_engine.pytorch.module import activation_for, mlp_keys, norm_heads
 from ottava.compat.transformer_engine.pytorch.state import Init, Parts
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, shards_for
 from ottava.nn.layer import autocast_input
@@ -107,25 +100,15 @@ class TransformerLayer(Sharded, ContextParallel, ours.TransformerLayer):
         super().__init__(
             hidden_size,
             shards.of("ffn_hidden_size", ffn_hidden_size),
-            **heads_of(shards, hidden_size, num_attention_heads, num_gqa_groups, kv_channels),
+            **with_heads(where, extras.given, shards),
             arrangement=arranged,
             activation=activation_for(where, activation, activation_params),
-            norm=norm_name(where, normalization),
-            eps=layernorm_epsilon,
-            zero_centered_gamma=zero_centered_gamma,
-            qk_norm_after_rotary=not qk_norm_before_rope,
             mask=mask_for(where, self_attn_mask_type)[0],
-            window=window_size,
             attention_dropout=attention_dropout,
-            sink=sink_for(where, softmax_type),
             layout=attn_input_format,
-            bias=bias,
             cross=layer_type == "decoder",
             dropout=hidden_dropout,
             drop_path=drop_path_rate,
-            recipe="bf16",
-            device=device_for(device),
-            dtype=params_dtype,
         )
         norm_heads(where, (self.attention, self.cross), extras.given)
         self.finish(extras, shards, *self._their_names(fuse_qkv_params, qkv_weight_interleaved))
