@@ -109,6 +109,8 @@ def judge(facts: Facts, event: Event | None) -> Trial:
         site = f"{hit[1].place[0]}:{hit[1].place[1]}"
         said = f"In step {hit[0]} the cast at {hit[1].where} gets finite numbers and gives some that are not."
         return Trial("guilty", (said,), hit[0], place=({"site": site},), hurts="tensor", sound=True)
+    if event is not None and facts.loss.broken.any() and (spoiled := _spoils(facts, event)) is not None:
+        return spoiled
     if facts.casts is False and outside:
         said = f"No layer casts, but the script converts to FP8 outside the model: {outside}."
         tried = [e for e in facts.experiments("optimizer") if _error(e) is not None]
@@ -136,6 +138,17 @@ def judge(facts: Facts, event: Event | None) -> Trial:
         (_muted(facts, shadows) or _derived(facts) or _lost(facts, event, shadows)) if found.part != "guilty" else None
     )
     return wrong or _placed(facts, found)
+
+
+def _spoils(facts: Facts, event: Event) -> Trial | None:
+    """A conversion of the script that, up to the event, makes infinities or NaN of finite numbers."""
+    for entry in facts.experiments("shadow"):
+        for site, what in (entry.get("sites") or {}).items():
+            if entry["step"] <= event.step and (share := _number(what, "nonfinite")) > 0:
+                said = f"In step {entry['step']} {spoken(str(site))} gets finite numbers, and "
+                said += f"{100 * share:.2g} % of what it gives is not finite."
+                return Trial("guilty", (said,), entry["step"], place=({"site": site},), hurts="tensor", sound=True)
+    return None
 
 
 def _muted(facts: Facts, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:

@@ -64,7 +64,8 @@ class Exact(TorchDispatchMode):
         super().__init__()
         self.only, self._libraries = only, libraries
         self.sites: dict[str, dict[str, float]] = {}
-        """"FILE:LINE, called at FILE:LINE" -> the worst that its casts did: error, flushed and clipped, as shares."""
+        """"FILE:LINE, called at FILE:LINE" -> the worst that its casts did, as shares: error, flushed, clipped, and
+        nonfinite, finite numbers whose codes are none."""
         self.codes: set[CodeType] = set()
         """The user's functions around them."""
         self._clamped: tuple[Tensor, Tensor] | None = None  # what a clamp gave, held for its address, and what it got
@@ -157,6 +158,7 @@ class Exact(TorchDispatchMode):
             "error": far,
             "flushed": int(((near == 0) & (values != 0)).sum()) / count,
             "clipped": int((values.abs() > torch.finfo(codes.dtype).max).sum()) / count,
+            "nonfinite": int((values.isfinite() & ~near.isfinite()).sum()) / count,
         }
         before = self.sites.get(site, now)
         self.sites[site] = {k: max(v, before[k]) for k, v in now.items()}
