@@ -6,6 +6,7 @@ import collections
 import copy
 import itertools
 import math
+import random
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,8 @@ def test_no_trace(own: str, target: str) -> None:
 
 
 COUNT, DICE, STEPS = [0], np.random.default_rng(0), itertools.count()
+SEEN, OTHER, TURNS = collections.Counter("a"), random.Random(7), itertools.cycle([1.0, 2.0, 3.0])
+EACH: dict[str, int] = collections.defaultdict(int)
 
 
 class Counts(nn.Module):
@@ -107,21 +110,27 @@ class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.places, self.past = iter(range(9)), collections.deque([1.0], maxlen=3)
+        self.turns, self.own = itertools.cycle([4.0, 5.0]), random.Random(9)
 
     def forward(self, x: Tensor) -> Tensor:
         COUNT[0] += 1
         self.past.append(float(next(self.places)))
-        return x * float(DICE.random()) * COUNT[0] * next(STEPS) * sum(self.past)
+        SEEN["a"] += 1
+        EACH["x"] += 1
+        drawn = SEEN["a"] * EACH["x"] * OTHER.random() * next(TURNS) * next(self.turns) * self.own.random()
+        return x * float(DICE.random()) * COUNT[0] * next(STEPS) * sum(self.past) * drawn
 
 
 def test_numbers_of_the_script_are_put_back() -> None:
     model, x = Counts(), torch.ones(3)
-    with untouched(model):
-        first = model(x)
-        model(x)
-    assert torch.equal(model(x), first)
-    assert COUNT == [1]
-    assert list(model.past) == [1.0, 0.0]
+    for count in (1, 2):  # within the first round of a cycle, and behind it
+        with untouched(model):
+            first = model(x)
+            model(x)
+            model(x)
+        assert torch.equal(model(x), first)
+        assert COUNT[0] == count
+    assert list(model.past) == [1.0, 0.0, 1.0]
 
 
 class Scale:

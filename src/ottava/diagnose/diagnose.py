@@ -251,8 +251,7 @@ def _answers(
     hurt = _fp8(facts, trial, happened, frameworks)
     if hurt is not None and (place := next((d for d in differ if d.kind in _PLACES[:6]), None)) is not None:
         hurt = hurt if place.sentence in hurt.cause else replace(hurt, cause=f"{hurt.cause} {place.sentence}")
-        made = place.kind == "cast" or (place.kind == "code" and place.good != "nothing")
-        if made and good is not None and good.casts:  # it casts, too, and is healthy
+        if place.kind == "cast" and good is not None and good.casts:  # the good run casts, too, and is healthy
             hurt = replace(hurt, remedies=[_undo(place, frameworks), *hurt.remedies])
     if trial.part == "guilty" and (of_casts or not after):
         found += [hurt, *placed, *others]

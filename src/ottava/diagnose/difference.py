@@ -211,8 +211,10 @@ def _program(good: Facts, bad: Facts) -> Iterator[Difference]:
         )
         if name in _SHARES:
             a, b = ({step: float(x > 0) for step, x in of.items() if math.isfinite(x)} for of in (a, b))
-        # a record may begin in the middle of the first step
-        apart = [s for s in sorted(a.keys() & b.keys())[1:] if math.isfinite(a[s] + b[s]) and a[s] != b[s]]
+        begun = max(
+            (int(f.steps[0]) for f in (good, bad) if len(f.steps)), default=0
+        )  # perhaps in the middle of a step
+        apart = [s for s in sorted(a.keys() & b.keys()) if s > begun and math.isfinite(a[s] + b[s]) and a[s] != b[s]]
         if not apart:
             continue
         here, there = (of[apart[0]] for of in (b, a))

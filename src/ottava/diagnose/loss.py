@@ -331,6 +331,8 @@ def event(loss: LossCurve, good: LossCurve | None = None, guess: float = math.na
         return Event("high", int(at), lasting, f"The loss is above the good run's from step {at:.0f} on.")
     ends = _back(loss, at) if lasting is None and not known else " and comes back"
     ends = ends if lasting is None else " and stays above it"
+    if lasting == int(loss.steps[-1]):  # of one step nobody knows whether it comes back
+        lasting, ends = None, ", the last of the record"
     ends += f" from step {lasting} on" if lasting not in (None, int(at)) else ""
     ends = f", and is {apart:.3g} % above the good run's in the last quarter" if apart else ends
     return Event("leaves", int(at), lasting, f"The loss leaves {band} at step {at:.0f}{ends}.")

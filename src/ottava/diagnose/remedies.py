@@ -93,9 +93,9 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Compare what makes the labels of both runs: the collator, masks, a shift, the index -100."
         ),
         "good_code": Remedy("Compare the code of the two runs at this place."),
-        "good_call_here": Remedy("Call ${good} at ${key}, as the good run does, in place of ${bad}."),
-        "missing_call": Remedy("Call ${good} at ${key}, as the good run does."),
-        "own_call": Remedy("Compare ${key} in the two runs: this one alone calls ${bad}."),
+        "good_call_here": Remedy("Make ${key} as it is in the good run, which calls ${good} there, not ${bad}."),
+        "missing_call": Remedy("Make ${key} as it is in the good run, which calls ${good} there."),
+        "own_call": Remedy("Make ${key} as it is in the good run, which does not call ${bad} there."),
         "clip": Remedy(
             "Clip the gradient norm at ${norm}.",
             patch={

@@ -145,8 +145,10 @@ def _spoils(facts: Facts, event: Event) -> Trial | None:
     for entry in facts.experiments("shadow"):
         for site, what in (entry.get("sites") or {}).items():
             if entry["step"] <= event.step and (share := _number(what, "nonfinite")) > 0:
-                said = f"In step {entry['step']} {spoken(str(site))} gets finite numbers, and "
-                said += f"{100 * share:.2g} % of what it gives is not finite."
+                said = (
+                    f"In step {entry['step']} {spoken(str(site))} gets finite numbers, "
+                    f"and {100 * share:.2g} % of what it gives is not finite."
+                )
                 return Trial("guilty", (said,), entry["step"], place=({"site": site},), hurts="tensor", sound=True)
     return None
 

@@ -11,6 +11,7 @@ import copy
 import functools
 import itertools
 import math
+import random
 import re
 import sys
 import warnings
@@ -225,8 +226,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
 _ITERATORS = tuple(map(type, (itertools.count(), itertools.cycle(()), iter([]), iter(()), iter(range(0)))))
 _SHORT, _FEW, _MANY = 10_000, 256, 4096
 _PLAIN = (int, float, complex, str, bytes, NoneType)
-_COLLECTIONS = (list, dict, set, collections.deque)
-_SOURCES = (torch.Generator, np.random.Generator, np.random.RandomState)
+_COLLECTIONS = (
+    *(list, dict, set),
+    *(collections.deque, collections.Counter, collections.OrderedDict, collections.defaultdict),
+)
+_SOURCES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _LIBRARY = "-packages|/src/ottava/"
 
 
@@ -298,6 +302,8 @@ def _held(values: Iterable[Any]) -> Iterator[Callable[[], object]]:
             yield functools.partial(source.set_state, source.get_state())
         elif isinstance(value, np.random.Generator):
             yield functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+        elif isinstance(value, random.Random):
+            yield functools.partial(value.setstate, value.getstate())
 
 
 def _refill(live: Any, saved: Any) -> None:
@@ -318,6 +324,12 @@ def _there(value: Any) -> Any:
     if isinstance(value, _ITERATORS):
         with warnings.catch_warnings(), suppress(TypeError):
             warnings.simplefilter("ignore", DeprecationWarning)
+            if isinstance(value, itertools.cycle):  # a copy would draw from the same iterator in its first round
+                reduced: Any = value.__reduce__()
+                _, (source,), (kept, rounds) = reduced
+                again: Any = itertools.cycle(copy.copy(source))
+                again.__setstate__(([*kept], rounds))
+                return again
             return copy.copy(value)
     return value
 
