@@ -126,7 +126,7 @@ def judge(facts: Facts, event: Event | None) -> Trial:
         if count:
             seen = f"No layer casts, and no call of {count} traced steps converts to FP8. Other steps are not traced."
         return Trial("none", (seen,))
-    refused = tuple(f"Step {e['step']}: {e.get('why')}" for e in facts.experiments("refused")[:2])
+    refused = tuple(f"Step {e['step']}: {e.get('why')}." for e in facts.experiments("refused")[:2])
     if (replayed := _replayed(facts, event)) is not None:
         return _placed(facts, replayed)
     shadows = _shadows(facts)

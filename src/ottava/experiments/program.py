@@ -604,6 +604,10 @@ class _Run:
             self.values |= {entry.slots[i]: x.clone() if self.in_place else x for i, x in ends.items()}
 
     def _value(self, x: Any) -> Any:
+        if isinstance(x, Slot) and x.number not in self.values:  # without the tail no operation is repeated
+            raise NotReplayableError(
+                "the loss has other bits when it is repeated, and models read results of operations"
+            )
         return self.values[x.number] if isinstance(x, Slot) else x.value() if isinstance(x, Kept) else x
 
     def _apart(self, x: Any) -> Any:
