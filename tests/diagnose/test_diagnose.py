@@ -582,21 +582,6 @@ def test_an_error_that_noise_hides_is_not_cleared_where_the_casts_cost_loss(tmp_
         assert answer.tried[0].endswith(ends) == (said == "unknown")
 
 
-def test_a_cast_that_makes_infinities_of_finite_numbers_is_guilty(tmp_path: Path) -> None:
-    """Up to the event, and where the loss is not finite afterwards; of a trial that cannot be compared, too."""
-    ends = lambda s: {"loss": math.nan} if s >= 12 else {}  # noqa: E731
-    for name, step, change, said in (
-        ("before", 11, ends, "guilty"),
-        ("behind", 20, ends, "unknown"),
-        ("finite", 11, lambda s: {}, "unknown"),
-    ):
-        sites = {"train.py:18": {"error": math.inf, "flushed": 0.0, "clipped": 0.04, "nonfinite": 0.04}}
-        lines = (shadow(step, math.nan, reproduces=False, sites=sites),)
-        answer = diagnose(record(tmp_path / name, change, casts=True, experiments=lines))
-        assert answer.fp8 == said, (name, answer.sentence)
-        assert ("the cast at train.py:18 gets finite numbers, and 4 % of" in answer.sentence) == (said == "guilty")
-
-
 def test_a_trial_of_several_is_no_accusation(tmp_path: Path) -> None:
     """Of a healthy run an odd batch comes above the level; a batch that fits has a gradient of almost zero."""
     fine = tuple(shadow(step, 0.05) for step in (5, 10, 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
+from diagnose.test_diagnose import record, shadow
 from ottava.diagnose.calls import apart, parting, stale, starts_high
 from ottava.diagnose.diagnose import diagnose
 from ottava.diagnose.facts import Facts
@@ -25,7 +27,7 @@ FAULTS = {
     "labels": "the first value that differs is made outside of the calls that were seen",
     "load": "was changed outside of the calls that were seen in this run alone",
     "random state": "the output of `dropout` in the backward, where a forward is repeated",
-    "backward": "`tensor` at test_traces.py:43",
+    "backward": "`tensor` at test_traces.py:45",
     "clip": "calls `set grad(f32[8, 8], None)`",
 }
 
@@ -217,3 +219,18 @@ def test_a_sum_over_rows_is_no_high_start(scale: float, tmp_path: Path) -> None:
         first = nn.functional.cross_entropy(nn.Linear(8, 8)(x) * 0, labels).item()
         assert found[2] == pytest.approx(first)
         assert found[1] > 4 * first
+
+
+def test_a_cast_that_makes_infinities_of_finite_numbers_is_guilty(tmp_path: Path) -> None:
+    """Up to the event, and where the loss is not finite afterwards; of a trial that cannot be compared, too."""
+    ends = lambda s: {"loss": math.nan} if s >= 12 else {}  # noqa: E731
+    for name, step, change, said in (
+        ("before", 11, ends, "guilty"),
+        ("behind", 20, ends, "unknown"),
+        ("finite", 11, lambda s: {}, "unknown"),
+    ):
+        sites = {"train.py:18": {"error": math.inf, "flushed": 0.0, "clipped": 0.04, "nonfinite": 0.04}}
+        lines = (shadow(step, math.nan, reproduces=False, sites=sites),)
+        answer = diagnose(record(tmp_path / name, change, casts=True, experiments=lines))
+        assert answer.fp8 == said, (name, answer.sentence)
+        assert ("the cast at train.py:18 gets finite numbers, and 4 % of" in answer.sentence) == (said == "guilty")
