@@ -211,9 +211,8 @@ def _program(good: Facts, bad: Facts) -> Iterator[Difference]:
         )
         if name in _SHARES:
             a, b = ({step: float(x > 0) for step, x in of.items() if math.isfinite(x)} for of in (a, b))
-        begun = max(
-            (int(f.steps[0]) for f in (good, bad) if len(f.steps)), default=0
-        )  # perhaps in the middle of a step
+        # a record may begin in the middle of its first step
+        begun = max((int(f.steps[0]) for f in (good, bad) if len(f.steps)), default=0)
         apart = [s for s in sorted(a.keys() & b.keys()) if s > begun and math.isfinite(a[s] + b[s]) and a[s] != b[s]]
         if not apart:
             continue

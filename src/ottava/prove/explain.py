@@ -354,7 +354,7 @@ _AFTER = ("times", "cut", "through", "clamp", "only", "keys", "plus", "wrap")
 _ALMOST = 0.99
 """A share that counts as all: a number may be right by chance."""
 _NEAR = 0.3
-"""The most right numbers, for each wrong one that it gives, of which a hypothesis that gives all may be wrong."""
+"""A hypothesis that gives every wrong number is still told if it makes at most this share of right ones wrong."""
 
 
 class Failure(NamedTuple):
