@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ottava.numerics.formats import FORMATS, Format, get_format
-from ottava.numerics.rounding import code_values, decode
+from ottava.numerics.rounding import code_values, decode, encode
 
 U32 = 2.0**-24
 SCALE_SLACK = 4 * U32
@@ -20,6 +20,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
 Values = Mapping[str, Any]
+EIGHT = tuple(fmt for fmt in FORMATS.values() if fmt.bits <= 8 and fmt.name != "E8M0")
+"""The formats of numbers in at most eight bits."""
 
 
 def dtype_of(what: Values, name: str) -> torch.dtype:
@@ -118,6 +120,7 @@ def on_grid(
     lost_nan: float | None = None,
     plain_zero: bool = False,
     before: torch.dtype | int | None = None,
+    carry: str = "",
 ) -> Tensor:
     """x on the grid of a format, float64, found in the table of its codes.
 
@@ -129,6 +132,7 @@ def on_grid(
         lost_nan: the number that stands for NaN.
         plain_zero: -0 becomes 0.
         before: a type that x is rounded to first, or the number of significant bits.
+        carry: of a mantissa that rounds up past its end: "lost" leaves the exponent as it is, "held" the mantissa, too.
     """
     x = significant(x, before) if isinstance(before, int) else (x if before is None else x.to(before)).double()
     size = x.abs().nan_to_num(0.0, posinf=math.inf)
@@ -153,6 +157,9 @@ def on_grid(
         "down": (size > below) & negative,
     }[rounding]
     index = torch.where(up & (size > below), index + 1, index).clamp_(max=len(values))
+    if carry:
+        past = up & (size > below) & (index % (1 << fmt.mantissa_bits) == 0)
+        index = torch.where(past, index - (1 << fmt.mantissa_bits if carry == "lost" else 1), index).clamp_(min=0)
     index = torch.where(size >= beyond, len(values), index)
     end = {"saturate": fmt.max, "nan": math.nan, "inf": math.inf}[overflow]
     y = torch.where(index >= len(values), end, grid[index.clamp(max=len(values) - 1)])
@@ -242,3 +249,78 @@ def decode_allowed(
     if flush:
         y = torch.where(y.abs() < fmt.min_normal, 0.0 * y, y)
     return Allowed(y, y, (torch.float32, torch.bfloat16), signed=True, exact=y)
+
+
+# --- what a kernel reads that reads wrongly ---------------------------------------------------------------------------
+
+
+def bytewise(change: Callable[[Tensor], Tensor | None], x: Tensor) -> Tensor | None:
+    """A change of where codes lie."""
+    if x.dtype.itemsize != 1:
+        return change(x)
+    new = change(x.view(torch.uint8))
+    return None if new is None else new.contiguous().view(x.dtype)
+
+
+def in_order(x: Tensor, order: Callable[[int], list[int]]) -> Tensor | None:
+    """The columns in another order."""
+    return x[..., order(x.shape[-1])] if x.shape[-1] > 1 else None
+
+
+def fp4_as(x: Tensor, fmt: Format, step: float) -> Tensor:
+    """Numbers of E2M1 whose codes are read as whole multiples of a step."""
+    codes = written_codes(x, fmt).double()
+    return torch.copysign(codes % 8 * step, x) if fmt.name == "E2M1" else x
+
+
+def by_memory(x: Tensor) -> Tensor | None:
+    """What a kernel reads that takes a tensor for contiguous."""
+    if x.is_contiguous() or 0 in x.stride():
+        return None
+    return torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset())
+
+
+def cut_columns(x: Tensor, size: int) -> Tensor:
+    """Zeros in the columns beyond the last whole `size`."""
+    y = x.clone()
+    y[:, x.shape[1] // size * size :] = 0
+    return y
+
+
+def written_codes(x: Tensor, fmt: Format) -> Tensor:
+    """Codes of x as bytes."""
+    return encode(on_grid(x, fmt).float(), fmt).view(torch.uint8)
+
+
+def run_on(v: Tensor, size: int) -> Tensor:
+    """Rows that end at a multiple of `size`, with what lies behind them in memory."""
+    more = -v.shape[-1] % size
+    return torch.nn.functional.pad(v.reshape(-1), (0, more)).unfold(0, v.shape[-1] + more, v.shape[-1])
+
+
+def tiled(scale: Tensor, back: bool) -> Tensor | None:
+    """Scales in tiles of 128 x 4, as a tensor core of Blackwell reads them; back: out of tiles, row by row."""
+    if scale.dim() < 2 or scale.shape[-2] % 128 or scale.shape[-1] % 4 or not scale.numel():
+        return None
+    (*lead, rows, cols) = scale.shape
+    cut = (rows // 128, cols // 4, 32, 4, 4) if back else (rows // 128, 4, 32, cols // 4, 4)
+    return scale.reshape(*lead, *cut).transpose(-4, -2).reshape(scale.shape)
+
+
+def without_tail(x: Tensor, size: int) -> Tensor | None:
+    """Zero bytes beyond the last whole `size` columns; None: there are none."""
+    whole = x.shape[-1] // size * size
+    if whole == x.shape[-1]:
+        return None
+    y = x.view(torch.uint8).clone()
+    y[..., whole:] = 0
+    return y.view(x.dtype)
+
+
+def without_subnormals(codes: Tensor) -> Tensor | None:
+    """Zeros in place of subnormal numbers; None: these are no codes."""
+    fmt = next((fmt for fmt in EIGHT if fmt.dtype == codes.dtype), None)
+    if fmt is None:
+        return None
+    held = codes.view(torch.uint8)
+    return torch.where(numbers_of(codes, fmt).abs() < fmt.min_normal, held & 0x80, held).view(codes.dtype)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,11 +22,27 @@ import torch
 from torch import Tensor
 
 from ottava.numerics.accumulator import ACCUMULATORS
-from ottava.numerics.formats import E4M3, FORMATS, Format, get_format
-from ottava.numerics.rounding import encode
+from ottava.numerics.formats import E4M3, Format, get_format
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.prove.codes import grown_largest, in_bad_tile, numbers_of, on_grid, significant
+from ottava.prove.codes import (
+    EIGHT,
+    by_memory,
+    bytewise,
+    cut_columns,
+    fp4_as,
+    grown_largest,
+    in_bad_tile,
+    in_order,
+    numbers_of,
+    on_grid,
+    run_on,
+    significant,
+    tiled,
+    without_subnormals,
+    without_tail,
+    written_codes,
+)  # fmt: skip
 from ottava.prove.judge import block_amax, cast_spec, scale_inv_of, spread
 from ottava.recipe import CELLS, GEMMS, RECIPES, get_recipe
 
@@ -85,7 +102,6 @@ class Fault(NamedTuple):
 
 _CODES, _SUMS = ("encode", "cast"), ("gemm", "grouped")
 _HALVES = (("BF16", torch.bfloat16), ("FP16", torch.float16))
-_EIGHT = tuple(fmt for fmt in FORMATS.values() if fmt.bits <= 8 and fmt.name != "E8M0")
 
 
 def rows(kinds: tuple[str, ...], *entries: tuple[str, str, Knobs]) -> Iterator[Fault]:
@@ -161,54 +177,18 @@ def _bits(change: Callable[[Tensor], Tensor]) -> Knobs:
     return changed(codes=lambda c: change(c.view(torch.uint8)).view(c.dtype))
 
 
-def _bytes(change: Change, x: Tensor) -> Tensor | None:
-    """A change of where codes lie."""
-    if x.dtype.itemsize != 1:
-        return change(x)
-    new = change(x.view(torch.uint8))
-    return None if new is None else new.contiguous().view(x.dtype)
-
-
 def _short(x: float, bits: int) -> float:
     return float(significant(torch.tensor(x, dtype=torch.float64), bits))
 
 
-def _swapped(x: Tensor) -> Tensor:
-    return x[..., [min(k ^ 1, x.shape[-1] - 1) for k in range(x.shape[-1])]]
-
-
-def _fp4_as(x: Tensor, fmt: Format, step: float) -> Tensor:
-    """Numbers of E2M1 whose codes are read as whole multiples of a step."""
-    codes = _written(x, fmt).double()
-    return torch.copysign(codes % 8 * step, x) if fmt.name == "E2M1" else x
-
-
-def _by_memory(x: Tensor) -> Tensor | None:
-    """What a kernel reads that takes a tensor for contiguous."""
-    if x.is_contiguous() or 0 in x.stride():
-        return None
-    return torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset())
-
-
-def _cut(x: Tensor, size: int) -> Tensor:
-    y = x.clone()
-    y[:, x.shape[1] // size * size :] = 0
-    return y
-
-
-def _written(x: Tensor, fmt: Format) -> Tensor:
-    """Codes of x as bytes."""
-    return encode(on_grid(x, fmt).float(), fmt).view(torch.uint8)
-
-
 def _as_codes(call: Asked, other: Format) -> dict[str, Any] | None:
     """An encoder of another format, whose codes are read in the right one."""
-    return None if other == call.format else {"values": numbers_of(_written(call.inputs["x"], other), call.format)}
+    return None if other == call.format else {"values": numbers_of(written_codes(call.inputs["x"], other), call.format)}
 
 
 def _of_bits(call: Asked, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """Right codes with other bits."""
-    codes = change(_written(call.inputs["x"], call.format).int())
+    codes = change(written_codes(call.inputs["x"], call.format).int())
     return {"values": numbers_of(codes.to(torch.uint8), call.format)}
 
 
@@ -218,7 +198,7 @@ def _cast_as(call: Asked, other: Format, top: float | None) -> dict[str, Any] | 
         return None
     mine = replace(spec, format=other) if spec.scale_format != "e4m3" else spec
     z = x.double() / spread(scale_inv_of(call.amax(), mine, top or spec.format.max), spec, x.shape)
-    return {"values": numbers_of(_written(z, other), spec.format), "scale_top": top}
+    return {"values": numbers_of(written_codes(z, other), spec.format), "scale_top": top}
 
 
 def _equal_blocks(call: Asked) -> dict[str, Any] | None:
@@ -257,12 +237,6 @@ def _over_ends(call: Asked) -> dict[str, Any] | None:
     return {"amax": each[:, ::width], "values": on_grid(x / scale_inv_of(each, call.spec), call.spec.format)}
 
 
-def _run_on(v: Tensor, size: int) -> Tensor:
-    """Rows that end at a multiple of `size`, with what lies behind them in memory."""
-    more = -v.shape[-1] % size
-    return torch.nn.functional.pad(v.reshape(-1), (0, more)).unfold(0, v.shape[-1] + more, v.shape[-1])
-
-
 def _other_blocks(call: Asked, blocks: Granularity, exponent: str | None = None) -> dict[str, Any] | None:
     """amaxes of other blocks, as far as one of them serves a whole block of the recipe."""
     own, x = call.spec.granularity, call.inputs["x"]
@@ -271,23 +245,6 @@ def _other_blocks(call: Asked, blocks: Granularity, exponent: str | None = None)
     each = blocks.expand(block_amax(x, blocks), x.shape).expand(x.shape)
     height, width = own.block_shape(x.shape)
     return {"amax": each[::height, ::width], "exponent": exponent}
-
-
-def _tail(x: Tensor, size: int) -> Tensor | None:
-    whole = x.shape[-1] // size * size
-    if whole == x.shape[-1]:
-        return None
-    y = x.view(torch.uint8).clone()
-    y[..., whole:] = 0
-    return y.view(x.dtype)
-
-
-def _flushed(codes: Tensor) -> Tensor | None:
-    fmt = next((fmt for fmt in _EIGHT if fmt.dtype == codes.dtype), None)
-    if fmt is None:
-        return None
-    held = codes.view(torch.uint8)
-    return torch.where(numbers_of(codes, fmt).abs() < fmt.min_normal, held & 0x80, held).view(codes.dtype)
 
 
 def _stale_cells(call: Asked, side: str, places: tuple[str, ...]) -> dict[str, Any] | None:
@@ -299,6 +256,24 @@ def _stale_cells(call: Asked, side: str, places: tuple[str, ...]) -> dict[str, A
         if (spec := call.cell(place)) is not None:
             cells[place] = {"amax": block_amax(x.t() if turned else x, spec.granularity)}
     return {"cells": cells}
+
+
+def _theirs(call: Asked, places: tuple[str, ...], side: str) -> dict[str, Any] | None:
+    """One scale for a tensor, which is that of another tensor."""
+    other = call.inputs["grad" if side == "gradient" else side]
+    if any((spec := call.cell(place)) is None or spec.granularity != PER_TENSOR for place in places):
+        return None
+    amax = block_amax(other.reshape(-1, other.shape[-1]), PER_TENSOR)
+    return {"cells": {place: {"amax": amax} for place in places}}
+
+
+def _of_sequence(call: Asked, first: bool) -> dict[str, Any] | None:
+    x, spec = call.inputs["x"], call.cell("fprop.lhs")
+    if x.dim() < 3 or spec is None or spec.granularity != PER_ROW:
+        return None
+    each = x.double().abs().amax(-1)
+    each = each[..., :1] if first else each.amax(-1, keepdim=True)
+    return {"cells": {"fprop.lhs": {"amax": each.expand(x.shape[:-1]).reshape(-1, 1)}}}
 
 
 def _rows_kept(call: Asked, count: Callable[[tuple[int, ...]], int]) -> dict[str, Any] | None:
@@ -356,6 +331,9 @@ def scale_faults() -> tuple[tuple[str, str, Change], ...]:
         ("last scale repeated", "The last block along K gets the scale of the block before it", lambda s: torch.cat([s[..., :-1], s[..., -2:-1]], -1) if s.dim() > 1 and s.shape[-1] > 1 else None),
         ("last scale repeated", "The last row of scales is that of the row before it", lambda s: torch.cat([s[:-1], s[-2:-1]], 0) if s.dim() > 1 and len(s) > 1 else None),
         ("last scale ignored", "The last scale along K is taken for 1", lambda s: torch.cat([s[..., :-1], torch.full_like(s[..., -1:], 127 if s.dtype == torch.uint8 else 1)], -1) if s.dim() > 1 else None),
+        ("last scale of each row", "Each row uses its last scale for all of K", lambda s: s[..., -1:].expand(s.shape) if s.dim() > 1 and s.shape[-1] > 1 else None),
+        ("scales in tiles", "Scales lie in tiles of 128 x 4, not row by row", lambda s: tiled(s, False)),
+        ("scales out of tiles", "Scales are read as if they lay in tiles of 128 x 4", lambda s: tiled(s, True)),
         *((f"scale of {n} blocks", f"Each {n} blocks along K use the first of their scales", lambda s, n=n: s[..., torch.arange(s.shape[-1]) // n * n] if s.dim() > 1 and s.shape[-1] > 1 else None) for n in (2, 4)),
         *((f"scale of {n} rows", f"Each {n} rows use the first of their scales", lambda s, n=n: s[..., torch.arange(s.shape[-2]) // n * n, :] if s.dim() > 1 and s.shape[-2] > 1 else None) for n in (2, 4, 8, 16, 32, 128)),
         ("second of four scales", "Of each four scales along K the second is replaced by the first", lambda s: s[..., torch.where(torch.arange(s.shape[-1]) % 4 == 1, torch.arange(s.shape[-1]) - 1, torch.arange(s.shape[-1]))] if s.dim() > 1 and s.shape[-1] > 1 else None),
@@ -368,6 +346,24 @@ def scale_faults() -> tuple[tuple[str, str, Change], ...]:
     )
 
 
+_ALONG_K: tuple[tuple[str, str, Callable[[int], list[int]]], ...] = (
+    ("neighbours swapped", "Each two neighbours along K are swapped, as nibbles of a byte", lambda n: [min(k ^ 1, n - 1) for k in range(n)]),
+    ("one nibble for two", "Each two neighbours along K are the first of them", lambda n: [k & ~1 for k in range(n)]),
+    ("one nibble for two", "Each two neighbours along K are the second of them", lambda n: [min(k | 1, n - 1) for k in range(n)]),
+    ("halves of K interleaved", "Numbers of both halves of K take turns", lambda n: [k // 2 + k % 2 * (n // 2) for k in range(n)]),
+    ("halves of K interleaved", "Even places of K stand before the odd ones", lambda n: [*range(0, n, 2), *range(1, n, 2)]),
+    ("K reversed", "The order along K is reversed", lambda n: [*range(n)][::-1]),
+    ("K shifted", "Each number is that before it along K", lambda n: [max(k - 1, 0) for k in range(n)]),
+    ("K shifted", "Each number is that behind it along K", lambda n: [min(k + 1, n - 1) for k in range(n)]),
+)
+"""Name, sentence, and which number of K stands at each place."""
+_PARTS_OF_K: tuple[tuple[str, str, Callable[[Tensor, int, int], Tensor]], ...] = (
+    ("only the first {n} of K", "Only the first {n} columns of K are summed", lambda i, k, n: i < n),
+    ("only the last tile of K, {n}", "Only the last tile of {n} columns of K is summed, as if each overwrote the sum", lambda i, k, n: i >= (k - 1) // n * n),
+    ("first tile of K twice, {n}", "The first {n} columns of K are summed twice", lambda i, k, n: 1 + (i < n)),
+    ("last tile of K twice, {n}", "The last tile of {n} columns of K is summed twice", lambda i, k, n: 1 + (i >= (k - 1) // n * n)),
+)
+"""Name, sentence, and how often each of K columns counts."""
 _ORDERS: tuple[tuple[str, str, Change], ...] = (
     *(("sign of every second number lost", f"Every second number along K, from number {rest} on, loses its sign", lambda c, rest=rest: torch.where(torch.arange(c.shape[-1]) % 2 == rest, torch.where(c < 16, c & 7, c & 0x7F), c)) for rest in (0, 1)),
 )
@@ -386,6 +382,8 @@ def of_codes() -> Iterator[Fault]:
         ("ties away", "A tie goes away from zero, not to the even neighbour", always(rounding="ties_away")),
         ("ties up", "A tie goes up, not to the even neighbour", always(rounding="ties_up")),
         ("ties toward zero", "A tie goes toward zero, not to the even neighbour", always(rounding="ties_down")),
+        ("carry lost", "A mantissa that rounds up past its end begins at 0, and the exponent stays", always(carry="lost")),
+        ("carry lost", "A mantissa that rounds up past its end stays at its end", always(carry="held")),
         ("rounds up", "It rounds every inexact number up", always(rounding="up")),
         ("rounds down", "It rounds every inexact number down", always(rounding="down")),
         ("no saturation", "Numbers beyond the format become NaN; they should saturate", always(overflow="nan")),
@@ -409,16 +407,16 @@ def of_codes() -> Iterator[Fault]:
         ("exponent bias off by one", "The exponent is one too large", changed(x=lambda x: x * 2)),
         ("exponent bias off by minus one", "The exponent is one too small", changed(x=lambda x: x / 2)),
         ("all zeros", "The result is zero", changed(x=torch.zeros_like)),
-        ("strides ignored", "It reads memory row by row, whatever the strides are", changed(x=_by_memory)),
-        *((f"small inputs flushed, {fmt}", f"Inputs below {fmt}'s smallest normal number become zero", changed(x=lambda x, fmt=fmt: torch.where(x.abs().double() < fmt.min_normal, 0 * x, x))) for fmt in _EIGHT),
+        ("strides ignored", "It reads memory row by row, whatever the strides are", changed(x=by_memory)),
+        *((f"small inputs flushed, {fmt}", f"Inputs below {fmt}'s smallest normal number become zero", changed(x=lambda x, fmt=fmt: torch.where(x.abs().double() < fmt.min_normal, 0 * x, x))) for fmt in EIGHT),
         ("input subnormals flushed", "FP32's subnormal numbers are read as zero", changed(x=lambda x: torch.where(x.abs() < 2.0**-126, 0 * x, x))),
-        *((f"{other} written", f"The codes are those of {other}", partial(_as_codes, other=other)) for other in _EIGHT),
+        *((f"{other} written", f"The codes are those of {other}", partial(_as_codes, other=other)) for other in EIGHT),
         *((f"bit {bit} lost", f"Bit {bit} of each code is zero", partial(_of_bits, change=lambda c, bit=bit: c & ~(1 << bit))) for bit in range(8)),
         ("sign at bit 7", "The sign stands in bit 7 of a byte, whatever the format", partial(_of_bits, change=lambda c: torch.where(c & 8 != 0, c & 7 | 128, c))),
     )
     yield from rows(
         ("decode",),
-        *((f"read as {other}", f"Codes are read as {other}", always(fmt=other)) for other in _EIGHT),
+        *((f"read as {other}", f"Codes are read as {other}", always(fmt=other)) for other in EIGHT),
         ("subnormals flushed", "Codes of subnormal numbers are read as zero", always(flush=True)),
         ("subnormals normal", "Codes of subnormal numbers are read with a leading 1, as normal ones", always(normal=True)),
         ("exponent 0 read as normal", "Exponent 0 is read as that of a normal number: zero gets a leading 1, too", always(normal=True, zero=True)),
@@ -426,7 +424,7 @@ def of_codes() -> Iterator[Fault]:
         ("largest number too large", "The largest number is read as the next power of two", always(grown=True)),
         ("NaN and infinity lost", "The codes of NaN and infinity are read as finite numbers", always(finite=True)),
         *(("NaN lost", f"The code of NaN is read as {value:g}", always(lost_nan=value)) for value in (480.0, 448.0, 0.0, torch.inf, 240.0, 57344.0)),
-        ("strides ignored", "It reads memory row by row, whatever the strides are", changed(codes=partial(_bytes, _by_memory))),
+        ("strides ignored", "It reads memory row by row, whatever the strides are", changed(codes=partial(bytewise, by_memory))),
         ("sign lost", "The sign bit is ignored", _bits(lambda c: c & 0x7F)),
         ("sign flipped", "The sign bit is inverted", _bits(lambda c: c ^ 0x80)),
         ("nibbles swapped", "The two halves of a byte are exchanged", _bits(lambda c: (c >> 4) | (c << 4))),
@@ -458,8 +456,8 @@ def of_casts() -> Iterator[Fault]:
         *((name, sentence, always(written=change)) for name, sentence, change in scale_faults()),
         ("amax without the negative numbers", "amax looks at x, not at its magnitude", _amax(lambda x: x.clamp(min=0))),
         ("amax without the last column", "amax leaves out the last columns", _amax(lambda x: torch.cat([x[:, :-1], 0 * x[:, -1:]], 1))),
-        *(("amax without the tail", f"amax leaves out columns beyond the last whole {n}", _amax(partial(_cut, size=n))) for n in _SIZES),
-        *(("amax without the tail of rows", f"amax leaves out rows beyond the last whole {n}", _amax(lambda x, n=n: _cut(x.t(), n).t())) for n in _SIZES),
+        *(("amax without the tail", f"amax leaves out columns beyond the last whole {n}", _amax(partial(cut_columns, size=n))) for n in _SIZES),
+        *(("amax without the tail of rows", f"amax leaves out rows beyond the last whole {n}", _amax(lambda x, n=n: cut_columns(x.t(), n).t())) for n in _SIZES),
         *((f"amax in {text}", f"amax is rounded to {text}", _of_amax(lambda amax, to=to: amax.to(to).double())) for text, to in (("FP16", torch.float16), ("BF16", torch.bfloat16))),
         *((name.replace("scale", "amax"), f"{sentence}, and codes are made with it", _of_amax(change)) for name, sentence, change in scale_faults()),
         *((f"amax of every other {word}", f"amax skips every second {word}", _amax(lambda x, dim=dim: torch.where(torch.arange(x.shape[dim]).view((-1, 1) if dim == 0 else (1, -1)) % 2 == 0, x, 0 * x.nan_to_num()))) for dim, word in enumerate(("row", "column"))),
@@ -479,13 +477,15 @@ def of_casts() -> Iterator[Fault]:
         *((f"block scale rounded {way}", f"The block's E4M3 scale is rounded {text}, not to nearest", lambda c, way=way: {"exponent": way} if c.spec.scale_format == "e4m3" else None) for way, text in (("truncate", "toward zero"), ("away", "up"))),
         *((f"tensor scale in {text}", f"The tensor's scale is rounded to {text}", lambda c, to=to: {"exponent": to} if c.spec.scale_format == "e4m3" else None) for text, to in _HALVES),
         ("operand transposed", "It reads x.T", _reads(lambda x: x.t().reshape(x.shape))),
-        ("neighbours swapped", "Codes of each two neighbours along K are exchanged, as nibbles of a byte", _reads(_swapped)),
-        ("strides ignored", "It reads memory row by row, whatever the strides are", _reads(_by_memory)),
+        *((name, sentence, _reads(partial(in_order, order=order))) for name, sentence, order in _ALONG_K),
+        ("clamped before it is scaled", "x is clamped to the format's range before it is scaled", lambda c: {"x": c.inputs["x"].clamp(-c.format.max, c.format.max), "amax": c.amax()}),
+        ("clamped before it is scaled", "x is clamped to the format's range before amax is taken", lambda c: {"x": c.inputs["x"].clamp(-c.format.max, c.format.max)}),
+        ("strides ignored", "It reads memory row by row, whatever the strides are", _reads(by_memory)),
         ("sign lost", "The sign is dropped", _reads(torch.abs)),
         ("rows reversed", "The order of rows is reversed", _reads(lambda x: x.flip(0))),
         ("all zeros", "The result is zero", _reads(torch.zeros_like)),
-        *((f"{other} written", f"Codes and scales are those of {other}", partial(_cast_as, other=other, top=other.max)) for other in _EIGHT),
-        *((f"{other} written", f"Codes are those of {other}, scales are not", partial(_cast_as, other=other, top=None)) for other in _EIGHT),
+        *((f"{other} written", f"Codes and scales are those of {other}", partial(_cast_as, other=other, top=other.max)) for other in EIGHT),
+        *((f"{other} written", f"Codes are those of {other}, scales are not", partial(_cast_as, other=other, top=None)) for other in EIGHT),
     )
 
 
@@ -503,9 +503,9 @@ def _of_operands() -> Iterator[Fault]:
     def as_format(fmt: Format) -> Callable[[Tensor], Tensor | None]:
         return lambda x: None if x.dtype == fmt.dtype else x.view(torch.uint8).view(fmt.storage_dtype)
 
-    turned = partial(_bytes, lambda y: y.mT.reshape(y.shape))
-    flat = partial(_bytes, _by_memory)
-    for fmt in _EIGHT:
+    turned = partial(bytewise, lambda y: y.mT.reshape(y.shape))
+    flat = partial(bytewise, by_memory)
+    for fmt in EIGHT:
         if fmt.dtype is not None:
             yield from rows(
                 _SUMS,
@@ -527,21 +527,25 @@ def _of_operands() -> Iterator[Fault]:
         ("strides of a ignored", "a is read row by row, whatever its strides are", changed(a=flat)),
         ("strides of b ignored", "b is read row by row, whatever its strides are", changed(b=flat)),
         ("strides ignored", "Operands are read row by row, whatever their strides are", changed(a=flat, b=flat)),
-        *(("tail of K dropped", f"Columns beyond the last whole {n} of K are not summed", changed(a=partial(_tail, size=n))) for n in (2, 4, 8, 16, 32, 64, 128, 256)),
-        *((f"K runs on, {n}", f"Where K is no multiple of {n} the last tile reads on into the next row of both operands", always(operands=partial(_run_on, size=n))) for n in (8, 16, 32, 64, 128)),
+        *(("tail of K dropped", f"Columns beyond the last whole {n} of K are not summed", changed(a=partial(without_tail, size=n))) for n in (2, 4, 8, 16, 32, 64, 128, 256)),
+        *((f"K runs on, {n}", f"Where K is no multiple of {n} the last tile reads on into the next row of both operands", always(operands=partial(run_on, size=n))) for n in (8, 16, 32, 64, 128)),
         ("last column of K dropped", "The last column of K is not summed", always(operands=lambda v: torch.cat([v[:, :-1], 0 * v[:, -1:]], 1))),
         ("first column of K dropped", "The first column of K is not summed", always(operands=lambda v: torch.cat([0 * v[:, :1], v[:, 1:]], 1))),
         ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(**dict.fromkeys(("scale_inv_a", "scale_inv_b"), lambda s: (s.to(torch.int32) << 23).view(torch.float32) if s.dtype == torch.uint8 else None))),
-        *(("neighbours swapped", f"Each two neighbours along K are swapped, as nibbles of a byte ({text})", changed(**dict.fromkeys(sides, partial(_bytes, _swapped)))) for text, sides in (("a or b: the sums are the same", "a"), ("b", "b"), ("both", "ab"))),
-        *((f"{name} ({text})", f"{sentence} ({text})", changed(**dict.fromkeys(sides, partial(_bytes, change)))) for name, sentence, change in _ORDERS for text, sides in (("a", "a"), ("b", "b"), ("both", "ab"))),
+        *((name, f"{sentence}: {text}", changed(**dict.fromkeys(sides, partial(bytewise, partial(in_order, order=order))))) for name, sentence, order in _ALONG_K for text, sides in (("the codes of a", "a"), ("the codes of b", "b"), ("all codes", "ab"))),
+        *((name.format(n=n), sentence.format(n=n), always(weights=lambda k, part=part, n=n: part(torch.arange(k), k, n).double())) for name, sentence, part in _PARTS_OF_K for n in (16, 32, 64, 128, 256)),
+        *((f"only part {i + 1} of {n} of K", f"K is split in {n}, and only part {i + 1} is in the result", always(weights=lambda k, i=i, n=n: (torch.arange(k) // max(-(-k // n), 1) == i).double())) for n in (2, 4) for i in (0, n - 1)),
+        *((f"scales of {side} chosen by the other side", f"The scales of {side} are chosen by the {line} of the result", always(crossed=side)) for side, line in (("a", "column"), ("b", "row"))),
+        ("NaN read as 480", "The code of NaN is read as 480", always(codes=lambda v, fmt: torch.where(v.isnan(), 480.0, v))),
+        *((f"{name} ({text})", f"{sentence} ({text})", changed(**dict.fromkeys(sides, partial(bytewise, change)))) for name, sentence, change in _ORDERS for text, sides in (("a", "a"), ("b", "b"), ("both", "ab"))),
         ("largest number too large", "The largest number of the format is read as the next power of two", always(codes=grown_largest)),
-        *((f"FP4 read as {text}", f"The codes of E2M1 are read as {text}", always(codes=partial(_fp4_as, step=step))) for text, step in (("E1M2, quarters from 0 to 1.75", 0.25), ("integers with a sign, 0 to 7", 1.0))),
+        *((f"FP4 read as {text}", f"The codes of E2M1 are read as {text}", always(codes=partial(fp4_as, step=step))) for text, step in (("E1M2, quarters from 0 to 1.75", 0.25), ("integers with a sign, 0 to 7", 1.0))),
         ("scales begin anew", "The scales of a begin anew with each group", lambda c: changed(scale_inv_a=lambda s: torch.cat([*(s[:n] for n in c.inputs["ends"].diff(prepend=c.inputs["ends"].new_zeros(1)).tolist()), s[c.inputs["ends"][-1] :]]))(c) if "ends" in c.inputs else None),
         ("sign lost", "Operands lose their signs", always(operands=torch.abs)),
         ("NaN lost", "NaN is read as zero", always(operands=lambda v: v.nan_to_num(0.0))),
         ("operands rounded to BF16", "Codes times scales are rounded to BF16 before they are multiplied", always(operands=lambda v: v.to(torch.bfloat16).double())),
         ("operands rounded to FP16", "Codes times scales are rounded to FP16 before they are multiplied", always(operands=lambda v: v.to(torch.float16).double())),
-        ("subnormals flushed", "Codes of subnormal numbers are read as zero", changed(a=_flushed, b=_flushed)),
+        ("subnormals flushed", "Codes of subnormal numbers are read as zero", changed(a=without_subnormals, b=without_subnormals)),
         *((f"NaN fills tiles of {n} rows", f"A row with NaN makes NaN of the {n} rows of its tile", always(operands=lambda v, n=n: torch.where(in_bad_tile(v.isnan().any(1), n)[:, None], math.nan, v))) for n in (4, 8, 16, 32, 64, 128)),
     )
 
@@ -564,6 +568,8 @@ def _of_results() -> Iterator[Fault]:
     yield from rows(
         _SUMS,
         *((f"columns wrap, {n}", f"The last tile of {n} columns is written beyond N: its zeros overwrite the first columns of the next row", always(wrap=n)) for n in (16, 32, 64, 128)),
+        ("result transposed", "The result is written in the order of its transpose", always(turned=("out",))),
+        ("negative results lost", "Negative results become zero, as behind a ReLU", always(floor=0.0)),
         ("result truncated", "The sum is cut off to the output's type, not rounded", always(cut=True)),
         ("result clamped at 448", "The result is clamped to E4M3's range", always(clamp=448.0)),
         ("result clamped at 65504", "The result is clamped to FP16's range", always(clamp=65504.0)),
@@ -580,7 +586,7 @@ def _of_results() -> Iterator[Fault]:
         *((f"groups end at multiples of {n}", f"Each group ends at a multiple of {n} rows, rounded up", lambda c, n=n: {"ends": (-(-c.inputs["ends"] // n) * n).clamp(max=c.inputs["ends"][-1])}) for n in (4, 8, 16, 32)),
         ("weights in reverse", "Weights are taken in reverse order", always(experts=lambda g, sizes: len(sizes) - 1 - g)),
         ("weight of the first group", "All groups take the weight of the first", always(experts=lambda g, sizes: 0)),
-        *((f"{part} of the first group", f"All groups take {part} of the first", changed(**{part: partial(_bytes, lambda y: y[:1].expand(y.shape))})) for part in ("b", "scale_inv_b")),
+        *((f"{part} of the first group", f"All groups take {part} of the first", changed(**{part: partial(bytewise, lambda y: y[:1].expand(y.shape))})) for part in ("b", "scale_inv_b")),
     )
     yield from rows(
         _SUMS,
@@ -596,7 +602,7 @@ def _of_results() -> Iterator[Fault]:
 
 def _of_layers() -> Iterator[Fault]:
     cells = {"x": ("fprop.lhs", "wgrad.rhs"), "the weight": ("fprop.rhs", "dgrad.rhs"), "the gradient": ("dgrad.lhs", "wgrad.lhs")}
-    operands = cells | {f"{gemm}'s operands": (f"{gemm}.lhs", f"{gemm}.rhs") for gemm in GEMMS} | {"anything": CELLS}
+    operands = cells | {f"every {gemm} operand": (f"{gemm}.lhs", f"{gemm}.rhs") for gemm in GEMMS} | {"anything": CELLS}
     yield from rows(
         ("linear",),
         *((f"recipe {name}", f"The numbers are those of recipe {name}", _told(recipe=lambda what, name=name: name)) for name, recipe in RECIPES.items() if not recipe.predicted),
@@ -615,12 +621,16 @@ def _of_layers() -> Iterator[Fault]:
     for text, places in operands.items():
         yield from rows(
             ("linear",),
-            (f"no cast of {text}", f"It does not quantize {text}", always(cells=dict.fromkeys(places, "skip"))),
+            (f"no cast of {text}", f"It does not quantize {text.replace('every', 'any')}", always(cells=dict.fromkeys(places, "skip"))),
             *((f"{text}: {name}", f"{text[0].upper()}{text[1:]} {sentence}", always(cells=dict.fromkeys(places, knobs))) for name, sentence, knobs in _casts(len(places) == 1)),
         )
     yield from rows(
         ("linear",),
         *((f"scale of {side} of the step before", f"The scale of {side} is that of the call before", partial(_stale_cells, side=side, places=where)) for side, where in zip(("x", "weight", "grad"), cells.values(), strict=True)),
+        *((f"scale of {mine} is that of {other}", f"It casts {mine} with the scale of {other}", partial(_theirs, places=cells[mine], side=other.removeprefix("the "))) for mine, other in permutations(cells, 2)),
+        *((f"scale of {text} of a sequence", f"All tokens of a sequence have the scale of {text}: x", partial(_of_sequence, first=first)) for text, first in (("its first token", True), ("its largest token", False))),
+        *((f"{out} transposed", f"{out} is written in the order of its transpose", always(turned=(out,))) for out in ("y", "dx", "dw")),
+        *((f"{side} in another order", f"The rows of {side} are taken in the order (S, B), not (B, S)", changed(**{side: lambda x: x.transpose(0, 1).reshape(x.shape) if x.dim() > 2 else None})) for side in ("x", "grad")),
         ("no gradient of the weight", "dw is zero", always(only={"dw": 0.0})),
         ("no gradient of the input", "dx is zero", always(only={"dx": 0.0})),
         ("weight transposed", "The weight is read as (K, N)", changed(weight=lambda w: w.t().reshape(w.shape))),
@@ -628,8 +638,8 @@ def _of_layers() -> Iterator[Fault]:
         ("first half of the rows", "Only the first half of the rows is summed", partial(_rows_kept, count=lambda shape: max(math.prod(shape[:-1]) // 2, 1))),
         ("gradient transposed", "The gradient is read in the order of its transpose", changed(grad=lambda g: g.reshape(-1, g.shape[-1]).t().reshape(g.shape))),
         ("x transposed", "x is read in the order of its transpose", changed(x=lambda x: x.reshape(-1, x.shape[-1]).t().reshape(x.shape))),
-        ("strides ignored", "x is read row by row, whatever its strides are", changed(x=_by_memory)),
-        ("strides ignored", "The gradient is read row by row, whatever its strides are", changed(grad=_by_memory)),
+        ("strides ignored", "x is read row by row, whatever its strides are", changed(x=by_memory)),
+        ("strides ignored", "The gradient is read row by row, whatever its strides are", changed(grad=by_memory)),
         *(("tail of rows dropped", f"Rows beyond the last whole {n} are left out", partial(_rows_kept, count=lambda shape, n=n: math.prod(shape[:-1]) // n * n)) for n in (16, 32, 64, 128)),
         ("mean over rows", "dw is the mean over rows, not the sum", lambda c: {"only": {"dw": 1 / max(1, c.inputs["x"][..., 0].numel())}}),
     )
@@ -637,13 +647,13 @@ def _of_layers() -> Iterator[Fault]:
 
 def _casts(alone: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Of one operand of one GEMM alone, or of several."""
-    yield from ((f"read as {fmt}", f"has codes that are read as {fmt}", {"read": fmt}) for fmt in _EIGHT if fmt.bits == 8)
+    yield from ((f"read as {fmt}", f"has codes that are read as {fmt}", {"read": fmt}) for fmt in EIGHT if fmt.bits == 8)
     if alone:
         yield from ((f"scale of {name}", f"has the scale of {name}", {"granularity": blocks}) for name, blocks in _BLOCKS)
         yield "scale of 448", "is read with the scale of a cast to 448, E4M3's largest", {"other_top": 448.0}
         return
     yield from (
-        *((f"in {fmt}", f"is cast to {fmt}, not to the recipe's format", {"format": fmt}) for fmt in _EIGHT),
+        *((f"in {fmt}", f"is cast to {fmt}, not to the recipe's format", {"format": fmt}) for fmt in EIGHT),
         ("truncates", "is rounded toward zero", {"rounding": "truncate"}),
         ("ties away", "is rounded with ties away from zero", {"rounding": "ties_away"}),
         ("rounded at random", "is rounded stochastically", {"rounding": "stochastic"}),
@@ -669,6 +679,10 @@ def _of_attention() -> Iterator[Fault]:
         ("causal mask where none is", "A causal mask hides later keys", always(causal=True)),
         *((f"causal mask of tiles of {n}", f"The causal mask hides whole tiles of {n} keys only: in its own tile a query sees later keys", always(tile=n)) for n in (8, 16, 32, 64, 128)),
         *((f"sums not rescaled, {n}", f"The sum of values is not rescaled where a later tile of {n} keys has a larger score", always(rescaled=n)) for n in (8, 16, 32, 64, 128)),
+        *((f"backward under a causal mask of {n}", f"The backward leaves out queries before the tile of {n} of each key, the forward does not", lambda c, n=n: None if c.what.get("causal") else {"back": "masked", "tile": n}) for n in (1, 8, 16, 32, 64, 128)),
+        ("backward without the causal mask", "The backward sees all keys, the forward does not", always(back="seen")),
+        *((f"last tile in the backward, {n}", f"The backward keeps only the last tile of {n} keys for dq, and of {n} queries for dk and dv", always(last=n)) for n in (8, 16, 32, 64, 128)),
+        *((f"{text} as (B, S, H, D)", f"{text[0].upper()}{text[1:]} is read as (B, S, H, D), not (B, H, S, D)", changed(**dict.fromkeys(sides, lambda x: x.reshape(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)))) for text, sides in (("q", ("q",)), ("k", ("k",)), ("v", ("v",)), ("grad", ("grad",)), ("everything", ("q", "k", "v", "grad")))),
         ("dv of unnormalized probabilities", "dv is made of probabilities that are not divided by their sum", always(fault="dv not normalized")),
         ("no softmax scale", "Scores are not divided by sqrt(D)", always(scale=1.0)),
         *((f"padded keys seen, {n}", f"Keys are padded with zeros to a multiple of {n}, and the padding takes part in softmax", always(pad=n)) for n in (8, 16, 32, 64, 128)),
@@ -706,6 +720,7 @@ def _of_optimizers() -> Iterator[Fault]:
         *((f"beta{i + 1} in BF16", f"beta{i + 1} is {text} to BF16", _told(betas=lambda what, i=i, bits=bits: tuple(_short(beta, bits) if i == j else beta for j, beta in enumerate(what.get("betas", (0.9, 0.999)))))) for text, bits in _TO_BF16 for i in (0, 1)),
         *((f"lr times {by:g}", f"The learning rate is {by:g} times what it should be", _told(lr=lambda what, by=by: by * float(what.get("lr", 1e-3)))) for by in (2.0, 0.5, 10.0, 0.1)),
         *((f"gradient times {by:g}", f"The gradient is {by:g} times what it should be", changed(grad=lambda g, by=by: g * by)) for by in (2.0, 0.5, 10.0, 0.1)),
+        *((f"gradient in {text}", f"The gradient is rounded to {text} first", changed(grad=lambda g, to=dtype: g.to(to).to(g.dtype))) for text, dtype in _HALVES),
         *((f"moments in {text}", f"Moments are kept in {text}", always(moments=(text, text))) for text in ("bf16", "int8", "fp8", "fp32")),
         *((f"first moment in {text}", f"The first moment is kept in {text}", always(moments=(text, None))) for text in ("bf16", "int8", "fp8", "fp32")),
         *((f"second moment in {text}", f"The second moment is kept in {text}", always(moments=(None, text))) for text in ("bf16", "int8", "fp8", "fp32")),
@@ -733,6 +748,13 @@ _OPTIMIZERS = (
     ("second moment rounded", "The second moment is rounded to BF16 before it is used"),
     ("step one late", "The bias correction uses step - 1"),
     ("step one early", "The bias correction uses step + 1"),
+    ("step stays 1", "The bias correction uses step 1 for every step"),
+    ("step counted twice", "The bias correction uses 2 * step"),
+    ("moments begin as the gradient", "The first gradient goes into the moments undamped"),
+    ("clipped norm", "The gradient is scaled down to norm 1"),
+    ("clipped", "The gradient is clamped to 1"),
+    ("no second moment", "The step does not divide by the root of the second moment"),
+    ("sign of the first moment", "Only the sign of the first moment is used"),
     ("momentum undamped", "The first moment adds the gradient without 1 - beta1"),
     ("gradient not squared", "The second moment is a mean of magnitudes, not of squares"),
     ("eps under the root", "eps is added under the root"),

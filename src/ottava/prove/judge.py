@@ -289,17 +289,18 @@ def gemm_specs(what: Values) -> tuple[QuantizationSpec, QuantizationSpec]:
 
 def gemm_allowed(
     inputs: Values, what: Values, *, operands: Any = None, accumulator: str | None = None,
-    codes: Any = None, late: bool = False, **way: Any,
+    codes: Any = None, late: bool = False, crossed: str = "", weights: Any = None, **way: Any,
 ) -> dict[str, Allowed]:  # fmt: skip
     """out of a GEMM; the bits of a named accumulator.
 
-    codes: see `decoded`. late: sums are made of codes, and scaled at the end.
+    codes: see `decoded`. late: sums are made of codes, and scaled at the end. weights: K -> how often a column counts.
+    crossed: the operand whose scales are chosen by the other one's rows.
     """
     lhs, rhs = gemm_specs(what)
     dtype = dtype_of(what, "out")
     name = accumulator or what.get("accumulator", "fp32")
     a, b, scale_a, scale_b = (inputs[key] for key in ("a", "b", "scale_inv_a", "scale_inv_b"))
-    if get_accumulator(name).emulated and operands is None and codes is None:
+    if get_accumulator(name).emulated and not any((operands, codes, crossed, weights)):
         from ottava.ops.gemm import gemm
 
         sides = (operand(x.contiguous(), y.contiguous(), spec) for x, y, spec in ((a, scale_a, lhs), (b, scale_b, rhs)))
@@ -311,10 +312,26 @@ def gemm_allowed(
         grid = rows * columns.t()
         low, high = ((end * grid).float().to(dtype).double() for end in (one.low, one.high))
         return {"out": Allowed(low, high, (dtype,))}
-    a, b = decoded(a, scale_a, lhs, codes), decoded(b, scale_b, rhs, codes)
+    if crossed == "a":
+        a, b = numbers_of(a, lhs.format), _crossed(decoded(b, scale_b, rhs), scale_a, lhs)
+    elif crossed == "b":
+        a, b = _crossed(decoded(a, scale_a, lhs), scale_b, rhs), numbers_of(b, rhs.format)
+    else:
+        a, b = decoded(a, scale_a, lhs, codes), decoded(b, scale_b, rhs, codes)
+    if weights is not None:
+        a = torch.where(weights(a.shape[1]) == 0, 0.0, a * weights(a.shape[1]))
     if operands is not None:
         a, b = operands(a), operands(b)
     return {"out": product(a, b, dtype, **way)}
+
+
+def _crossed(x: Tensor, scale: Tensor, spec: QuantizationSpec) -> Tensor:
+    """x times the scales of the other operand, each row with those that the row of that number has there."""
+    if spec.granularity.rows is None:
+        raise ValueError("one scale for all rows is chosen by none")
+    grid = scales_of(scale, spec)
+    mine = grid[(torch.arange(len(x)) // spec.granularity.rows).clamp(max=len(grid) - 1)]
+    return x * Granularity(1, spec.granularity.cols).expand(mine, (x.shape[0], x.shape[1])).expand(x.shape)
 
 
 def operand(codes: Tensor, scale: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
@@ -478,6 +495,8 @@ def attention_allowed(
     window: int = 0,
     tile: int = 0,
     rescaled: int = 0,
+    back: str = "",
+    last: int = 0,
     rounded: Mapping[str, torch.dtype] | None = None,
     casts: Mapping[str, str] | None = None,
 ) -> dict[str, Allowed]:
@@ -490,6 +509,8 @@ def attention_allowed(
         window: keys that a query sees, itself among them; 0: all.
         tile: the causal mask hides whole tiles of so many keys.
         rescaled: the tile of keys behind which the sum of values is not rescaled to a larger score.
+        back: the backward alone: "masked" hides what lies before the tile of a key, "seen" hides nothing.
+        last: the backward keeps only the last tile of so many keys (for dq) or queries (for dk and dv).
         rounded: "scores" or "p", and a type that they are rounded to.
         casts: tensor of `AttentionRecipe` -> a format in place of its own, or "skip".
     """
@@ -508,6 +529,7 @@ def attention_allowed(
     scale = 1 / math.sqrt(depth) if scale is None else scale
     scores, off = (x * scale for x in _times(q, _turned(k), (depth + 4) * U32))
     off = off + 2 * u * scores.abs()  # sums in fp32, then one rounding of the scores
+    raw = scores
     if what.get("causal", False) if causal is None else causal:
         seen = _seen(queries, keys, offset, window, tile).to(scores.device)
         scores, off = scores.masked_fill(~seen, -math.inf), off.masked_fill(~seen, 0.0)
@@ -527,6 +549,10 @@ def attention_allowed(
     ((o, eo),) = _cast_together(specs.get("o"), _times(summed, v, (keys + 4) * U32))
     if fault == "dv not normalized":
         s = raised, ep
+    if back == "seen":
+        s = p, ep = (raw - top).exp() / torch.where(total == 0, 1.0, total), ep
+    elif back == "masked":
+        s = p, ep = p * _seen(queries, keys, 0, 0, tile or 1).to(p.device), ep
     dp, edp = _times(g, _turned(v), (width + 4) * U32 + u)
     delta = (g[0] * o).sum(-1, keepdim=True)
     edelta = (g[0].abs() * (eo + u * o.abs()) + g[1] * o.abs()).sum(-1, keepdim=True)
@@ -536,9 +562,14 @@ def attention_allowed(
     ds = p * (dp - delta)
     eds = ep * (dp - delta).abs() + (p + ep) * (edp + edelta) + 2 * u * ds.abs()
     (dscores,) = _cast_together(specs.get("dp"), (ds, eds))
-    back = 1.0 if fault == "gradients without scale" else scale
-    dq, dk = _times(dscores, k, (keys + 4) * U32), _times(_turned(dscores), q, (queries + 4) * U32)
-    dq, dk = ((x * back, off * back) for x, off in (dq, dk))
+    factor = 1.0 if fault == "gradients without scale" else scale
+    by_key, by_query = dscores, dscores
+    if last:
+        by_key = ds * (torch.arange(keys) // last == (keys - 1) // last), eds
+        late = (torch.arange(queries) // last == (queries - 1) // last)[:, None]
+        by_query, s = (ds * late, eds), (s[0] * late, s[1])
+    dq, dk = _times(by_key, k, (keys + 4) * U32), _times(_turned(by_query), q, (queries + 4) * U32)
+    dq, dk = ((x * factor, off * factor) for x, off in (dq, dk))
     grads = _cast_together(specs.get("dqkv"), dq, dk, _times(_turned(s), g, (queries + 4) * U32))
     # second order: the bounds above are of first order, and errors of a few percent multiply
     return {
@@ -569,12 +600,15 @@ def adamw(
         b1, b2 = b2, b1
     if fault == "decay coupled":
         g, decay = g + decay * p, 0.0
-    t += {"step one late": -1, "step one early": 1}.get(fault, 0)
+    t = {"step one late": t - 1, "step one early": t + 1, "step stays 1": 1, "step counted twice": 2 * t}.get(fault, t)
+    if fault in ("clipped norm", "clipped"):
+        g = g.clamp(-1, 1) if fault == "clipped" else g / max(float(g.norm()), 1.0)
     kept = 1 - (decay if fault == "decay without lr" else lr * decay)
     kept = 1.0 if fault == "no decay" else kept
     kept = 1 - lr * decay / (1 - b1**t) if fault == "decay corrected" and b1**t < 1 else kept
-    m = b1 * m + (1 - b1) * g if fault != "momentum undamped" else b1 * m + g
-    v = b2 * v + (1 - b2) * (g.abs() if fault == "gradient not squared" else g * g)
+    begins = fault == "moments begin as the gradient" and t == 1
+    m = g if begins else b1 * m + (1 - b1) * g if fault != "momentum undamped" else b1 * m + g
+    v = g * g if begins else b2 * v + (1 - b2) * (g.abs() if fault == "gradient not squared" else g * g)
     m = m.float().bfloat16().double() if fault == "first moment rounded" else m
     v = v.float().bfloat16().double() if fault == "second moment rounded" else v
     c1, c2 = (1 - beta**t for beta in ((b1, b2) if fault != "betas of moments swapped" else (b2, b1)))
@@ -585,10 +619,10 @@ def adamw(
     root = (hat + eps).sqrt() if fault == "eps under the root" else hat.sqrt() + eps
     if fault == "eps corrected too":
         root = v.sqrt() * (1 / math.sqrt(c2) if c2 else math.inf) + eps / (math.sqrt(c2) if c2 else 1)
-    root = hat if fault == "no root" else root
+    root = {"no root": hat, "no second moment": torch.ones_like(hat)}.get(fault, root)
     direction = m / c1 if c1 else m * math.inf
-    if fault == "sign":
-        direction = -direction
+    if fault in ("sign", "sign of the first moment"):
+        direction = -direction if fault == "sign" else direction.sign()
     if fault == "nesterov":
         direction = (b1 * m + (1 - b1) * g) / c1
     step = lr * direction / root
