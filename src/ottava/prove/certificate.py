@@ -33,7 +33,7 @@ from ottava.prove.matrix import GUARD, Draws, KernelCase, buffer, cases, placed
 from ottava.recipe import get_recipe
 
 _KEPT = 8
-"""Wrong cases that are kept for an explanation, the smallest."""
+"""Wrong cases that are kept for an explanation: the smallest, and the two largest."""
 _LARGE = 1 << 17
 _CHUNK = 1 << 24
 """FP32 inputs at a time: 64 MiB."""
@@ -169,8 +169,10 @@ def certify(
             found.wrong += 1
             if not kept and not any(name != "raises" for name, _ in faults):
                 found.first = _first(adapter, failure)
-            # a case of a few numbers fits many hypotheses
-            kept = sorted([*kept, failure], key=lambda one: (one.size < 24, one.size))[:_KEPT]
+            # a case of a few numbers fits many hypotheses, and small ones alone do not tell what large sizes would
+            kept = sorted([*kept, failure], key=lambda one: (one.size < 24, one.size))
+            if len(kept) > _KEPT:
+                kept.pop(-1 if not 24 <= kept[-1].size < _LARGE else _KEPT - 2)
         if everything and not found.wrong and not faults:
             kept += _every_float(adapter, found, torch.device(device))
         found.refusals, found.refused = dict(refusals.most_common(3)), sum(refusals.values())

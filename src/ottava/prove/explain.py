@@ -417,7 +417,7 @@ class _Fit(NamedTuple):
     @property
     def score(self) -> tuple[float, ...]:
         """The smallest is the best; a draw goes to the earlier entry."""
-        return self.fault.loose, -round(self.share, 2), round(self.against, 2), round(self.wide, 1)
+        return self.fault.loose, -round(self.share, 2), round(self.against, 2), -self.solved, round(self.wide, 1)
 
 
 def explain(
@@ -609,6 +609,9 @@ def supposed(hypothesis: Fault, call: Asked) -> dict[str, Allowed] | None:
             low, high = (_bent(side, factor, one.dtypes[0], after) for side in (one.low, one.high))
             if factor != 1.0:
                 low, high = torch.minimum(low, high), torch.maximum(low, high)
+                if math.frexp(factor)[0] not in (0.5, -0.5):  # what is multiplied here has been rounded
+                    off = torch.finfo(one.dtypes[0]).eps * torch.maximum(low.abs(), high.abs())
+                    low, high = low - off, high + off
             allowed[name] = one._replace(low=low, high=high, also=one.also if factor == 1.0 else ())
     for name in after.get("turned", ()):
         sides = (x.reshape(-1, x.shape[-1]).t().reshape(x.shape) for x in allowed[name][:2])

@@ -24,6 +24,7 @@ of a table are therefore a `LazyTally`: selecting rows costs nothing, and a fiel
 from __future__ import annotations
 
 import shlex
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -277,6 +278,7 @@ class Part:
 
     def __init__(self, path: Path, data: bytes | None = None) -> None:
         self.path = path
+        self._alone = threading.Lock()  # two threads that read one ParquetFile end the process
         with self._damage(pa.ArrowInvalid):
             if data is None:
                 with opened(path) as stream:
@@ -313,7 +315,8 @@ class Part:
 
     def _numbers(self, names: list[str] | None = None) -> pa.Table:
         try:
-            return self._file.read(columns=names)
+            with self._alone:
+                return self._file.read(columns=names)
         except OSError as error:  # a wrong checksum of a page, from bytes that lie in memory: it names no file
             raise ValueError(str(error)) from error
 
