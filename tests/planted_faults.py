@@ -31,6 +31,12 @@ def tail_unwritten(x: Tensor) -> Tensor:
     return codes
 
 
+def carry_lost(x: Tensor) -> Tensor:
+    codes = rounding.encode(x, E4M3).view(torch.uint8)
+    up = (codes % 8 == 0) & (rounding.decode(codes.view(F8), E4M3).abs() > x.float().abs())
+    return torch.where(up, codes - 8, codes).view(F8)
+
+
 def in_place(x: Tensor) -> Tensor:
     return x.clamp_(-448, 448).to(F8)
 
@@ -56,6 +62,7 @@ def codecs() -> Iterator[Planted]:
     yield "encode", e4m3, "E4M3FNUZ written", lambda x: rounding.encode(x, E4M3FNUZ).view(torch.uint8)
     yield "encode", e4m3, "rounds at random", lambda x: rounding.encode(x, E4M3, rounding="stochastic")
     yield "encode", e4m3, "strides ignored", by_memory
+    yield "encode", e4m3, "carry lost", carry_lost
     yield "encode", e4m3, "input changed", in_place
     yield "encode", e4m3, "tail not written", tail_unwritten
     yield "encode", {"format": "e5m2"}, "output of another type", lambda x: rounding.encode(x, E4M3)
@@ -129,6 +136,27 @@ def without_tail(a: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return a, scale
 
 
+def last_tile(a: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    a = a.clone()
+    a.view(torch.uint8)[:, : max(a.shape[1] - 1, 0) // 32 * 32] = 0
+    return a, scale
+
+
+def crossed(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> None:
+    for row in range(0, len(a), 128):
+        mine = scale_b[min(row // 128, len(scale_b) - 1)].expand(scale_b.shape)
+        one = a[row : row + 128], b, scale_a[row : row + 128], mine, out
+        out[row : row + 128] = product("blockwise")(*one)
+
+
+def odd_last(a: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat([a[:, ::2], a[:, 1::2]], 1), scale
+
+
+def turned(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w.t()).t().reshape(len(x), -1).to(BF16)
+
+
 def in_bf16(x: Tensor, w: Tensor) -> Tensor:
     total = torch.zeros(len(x), len(w), dtype=BF16)
     for k in range(0, x.shape[1], 16):
@@ -169,6 +197,18 @@ def sums() -> Iterator[Planted]:
         ("rowwise", "scale ignored (a)", product("rowwise", lambda a, s: (a, torch.ones_like(s)))),
         ("blockwise", "scale shifted by one block (a)", product("blockwise", lambda a, s: (a, s.roll(1, 1)))),
         ("tensorwise", "tail of K dropped", product("tensorwise", without_tail)),
+        ("tensorwise", "only the last tile of K, 32", product("tensorwise", last_tile)),
+        (
+            "rowwise",
+            "halves of K interleaved",
+            product("rowwise", lambda a, s: (torch.cat([a[:, ::2], a[:, 1::2]], 1), s)),
+        ),
+        (
+            "rowwise",
+            "result transposed",
+            product("rowwise", sums=lambda x, w: (x @ w.t()).t().reshape(len(x), -1).to(BF16)),
+        ),
+        ("blockwise", "scales of b chosen by the other side", crossed),
         ("rowwise", "accumulates in BF16", product("rowwise", sums=in_bf16)),
         ("rowwise", "result truncated", product("rowwise", sums=cut)),
         ("rowwise", "all zeros", product("rowwise", sums=lambda x, w: (x @ w.t() * 0).to(BF16))),
@@ -214,6 +254,16 @@ def attention(offset: int, scale: float | None, gain: float, q: Tensor, k: Tenso
     return (o.detach() * gain, *(x.grad for x in leaves))
 
 
+def unmasked_backward(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Any:
+    o = attention(0, None, 1.0, q, k, v, grad)[0]
+    scores = q.double() @ k.double().mT * q.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    p = (scores - scores.masked_fill(hidden, -math.inf).logsumexp(-1, keepdim=True)).exp()
+    g = grad.double()
+    ds = p * (g @ v.double().mT - (g * o.double()).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    return o, *(x.to(q.dtype) for x in (ds @ k.double(), ds.mT @ q.double(), p.mT @ g))
+
+
 def stepped(fault: str, parameter: Tensor, grad: Tensor, state: dict[str, Any], step: int) -> None:
     zeros = torch.zeros_like(parameter, dtype=torch.float64)
     what = {"lr": 1e-2, "weight_decay": 0.1}
@@ -241,7 +291,8 @@ def layers() -> Iterator[Planted]:
         ("o times 0", (0, None, 0.0)),
     ):
         yield "attention", {"causal": True}, name, partial(attention, *arguments)
-    for fault in ("no bias correction", "decay coupled", "eps under the root", "second moment uncorrected", "no decay"):
+    yield "attention", {"causal": True}, "backward without the causal mask", unmasked_backward
+    for fault in ("no bias correction", "decay coupled", "eps under the root", "step stays 1", "no decay"):
         yield "optimizer", {"lr": 1e-2, "weight_decay": 0.1}, fault, partial(stepped, fault)
 
 

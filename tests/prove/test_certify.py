@@ -31,7 +31,7 @@ def run(kind: str, function: Any, count: int = CASES, **what: Any) -> KernelCert
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_planted_faults_are_wrong_and_named(kind: str) -> None:
-    """45 faults: each is found, and the hypothesis that it was planted as explains it."""
+    """51 faults: each is found, and the hypothesis that it was planted as explains it."""
     named = {}
     for its_kind, what, name, function in planted():
         if its_kind == kind:
@@ -219,6 +219,21 @@ def test_a_hypothesis_that_the_right_numbers_meet_explains_nothing() -> None:
 
 def test_every_kind_has_hypotheses_and_no_other() -> None:
     assert {kind for one in hypotheses.all_hypotheses() for kind in one.kinds} == set(KINDS)
+
+
+def test_a_kernel_that_keeps_something_between_calls_is_tried_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Moments that are kept by shape, not in the given state: the first call is right, and no other."""
+    text = (
+        "import torch\nfrom ottava.prove import adapter\nfrom ottava.prove.judge import adamw\nKEPT = {}\n"
+        "@adapter('optimizer')\ndef step(p, g, state, t):\n"
+        "    m, v = KEPT.get(p.shape, [torch.zeros_like(p, dtype=torch.float64)] * 2)\n"
+        "    after, m, v, _ = adamw(p.double(), g.double(), m, v, t, {})\n"
+        "    KEPT[p.shape] = m, v\n    p.copy_(after)\n"
+    )
+    (tmp_path / "mine.py").write_text(text, "utf-8")
+    found = certify(load(f"{tmp_path / 'mine.py'}:step"), count=24)
+    assert found.explained is not None
+    assert found.explained["hypothesis"] == "kept between calls"
 
 
 def test_loading_refuses_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from ottava.measure.statistics import STATISTICS
 from ottava.measure.tally import Tally, tally_fields
 from ottava.measure.walk import BAND_ROWS, measure
 from ottava.record.reader import Run, Table
-from ottava.record.schema import MANIFEST, STATS, STEPS, RunError, SlotKey
+from ottava.record.schema import MANIFEST, STATS, STEPS, Part, RunError, SlotKey
 from ottava.record.writer import RunWriter
 
 SPEC = ottava.QuantizationSpec(ottava.E4M3, ottava.Granularity.parse("1x128"))
@@ -65,6 +68,28 @@ def test_histograms_that_are_read_late_are_those_of_the_parts_that_were_there(tm
     for part in (tmp_path / "run" / STATS).iterdir():
         part.unlink()
     assert table.tally(0) == tally
+
+
+def test_two_threads_never_read_one_part_at_once(tmp_path: Path) -> None:
+    """A live page is made while the run is read on; two readings of one Parquet file at once end the process."""
+    with RunWriter(tmp_path / "run") as writer:
+        writer.tally(1, key(), tally_of(a_tensor(3)))
+    part = Part(next((tmp_path / "run" / STATS).iterdir()))
+    inside: list[int] = []
+    most: list[int] = []
+    read = part._file.read
+
+    def slowly(columns: Any) -> Any:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.05)
+        inside.pop()
+        return read(columns=columns)
+
+    part._file = SimpleNamespace(read=slowly)
+    with ThreadPoolExecutor(4) as threads:
+        tables = [*threads.map(part.read, [("step",)] * 4)]
+    assert (max(most), len(most), [len(table) for table in tables]) == (1, 4, [1] * 4)
 
 
 def test_choosing_rows(run: Run) -> None:

@@ -33,7 +33,7 @@ from ottava.prove.matrix import GUARD, Draws, KernelCase, buffer, cases, placed
 from ottava.recipe import get_recipe
 
 _KEPT = 8
-"""Wrong cases that are kept for an explanation: the smallest, and the two largest."""
+"""Wrong cases that are kept for an explanation, the smallest."""
 _LARGE = 1 << 17
 _CHUNK = 1 << 24
 """FP32 inputs at a time: 64 MiB."""
@@ -126,6 +126,7 @@ def certify(
         found.reason = reason
         return found
     kept: list[Failure] = []
+    larger: list[Failure] = []
     passed: list[Failure] = []
     last: Mapping[str, Any] | None = None
     earlier: dict[Any, tuple[Mapping[str, Any], ...]] = {}  # the first call of these shapes, and the last
@@ -169,14 +170,14 @@ def certify(
             found.wrong += 1
             if not kept and not any(name != "raises" for name, _ in faults):
                 found.first = _first(adapter, failure)
-            # a case of a few numbers fits many hypotheses, and small ones alone do not tell what large sizes would
+            # a case of a few numbers fits many hypotheses
             kept = sorted([*kept, failure], key=lambda one: (one.size < 24, one.size))
-            if len(kept) > _KEPT:
-                kept.pop(-1 if not 24 <= kept[-1].size < _LARGE else _KEPT - 2)
+            if len(kept) > _KEPT and (over := kept.pop()).size < _LARGE:
+                larger = sorted([*larger, over], key=lambda one: one.size)[-2:]
         if everything and not found.wrong and not faults:
             kept += _every_float(adapter, found, torch.device(device))
         found.refusals, found.refused = dict(refusals.most_common(3)), sum(refusals.values())
-        _conclude(found, faults, within, adapter, kept, passed)
+        _conclude(found, faults, within, adapter, kept, larger, passed)
     found.seconds = time.perf_counter() - started
     return found
 
@@ -187,6 +188,7 @@ def _conclude(
     within: int,
     adapter: KernelAdapter,
     kept: Sequence[Failure],
+    larger: Sequence[Failure],
     passed: Sequence[Failure],
 ) -> None:
     """The verdict, and what explains it."""
@@ -196,7 +198,7 @@ def _conclude(
     elif found.wrong:
         found.verdict = "wrong"
         try:
-            found.explained = explain(adapter.kind, adapter.what, kept, passed, partial(rerun, adapter))
+            found.explained = explain(adapter.kind, adapter.what, kept, passed, partial(rerun, adapter), larger)
         except Exception as error:  # of odd numbers; the verdict stands
             said = f"The search for a cause ended with {type(error).__name__}: {_short(error)}"
             found.explained = {"hypothesis": "not explained", "sentence": said}
@@ -329,7 +331,8 @@ def rerun(
 ) -> Mapping[str, Tensor]:
     """Where the results of another call are wrong, in other memory, or as the first call of a fresh process."""
     if fresh:
-        return {} if _alone(adapter, case) else {"": torch.ones(())}
+        # only a function that has a name can be loaded again
+        return {} if ":" in adapter.name and _alone(adapter, case) else {"": torch.ones(())}
     if plain or around != "nan":
         held = case.inputs.items()
         inputs = {name: placed(x.clone(), "contiguous", around) if isinstance(x, Tensor) else x for name, x in held}

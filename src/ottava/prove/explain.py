@@ -426,10 +426,12 @@ def explain(
     failures: Sequence[Failure],
     passed: Sequence[Failure],
     rerun: Rerun,
+    larger: Sequence[Failure] = (),
 ) -> dict[str, str] | None:
     """{"hypothesis", "sentence"} of what is wrong; None only if there is no failure.
 
     passed: cases without a wrong number, which a hypothesis had better not make wrong.
+    larger: failures that tell hypotheses apart which fit the others alike.
     """
     if not failures:
         return None
@@ -438,7 +440,12 @@ def explain(
         call = Asked(kind, one.case.inputs, what, one.case.before or one.previous, one.first, one.latest, one.largest)
         return one._replace(call=call, allowed=one.allowed or expect(kind, one.case.inputs, what))
 
-    held, passed = [*map(known, failures)], [*map(known, passed)]
+    held, passed, larger = [*map(known, failures)], [*map(known, passed)], [*map(known, larger)]
+
+    def holds(fault: Fault) -> bool:
+        fit = _fit(fault, larger) if larger else None
+        return not larger or (fit is not None and fit.share >= _ALMOST and fit.against < 1 - _ALMOST)
+
     empty = all(bool(one.got[n][at].isnan().all()) for one in failures for n, at in one.wrong.items())
     if empty and (probe := _probe(failures, rerun)) is not None:  # memory holds NaN, which fits many hypotheses
         return probe
@@ -447,7 +454,7 @@ def explain(
         if (fit := _fit(hypothesis, held)) is None:
             continue
         whole = fit.share >= 0.995 and fit.against < 0.005 and fit.wide < 0.05 and not hypothesis.loose
-        if whole and not any(_contrary(hypothesis, passed)):
+        if whole and not any(_contrary(hypothesis, passed)) and holds(hypothesis):
             return _named(fit, len(failures), "")  # no later entry is better
         fits.append(fit)
     fits.sort(key=lambda fit: fit.score)
@@ -456,8 +463,8 @@ def explain(
         full = [fit for fit in _merged(fits[:6], held) if fit.share >= _ALMOST]
     clean = [fit for fit in full if fit.against < 1 - _ALMOST]
     told = {id(fit): _contrary(fit.fault, passed) for fit in clean[:6]}
-    if best := next((fit for fit in clean[:6] if not any(told[id(fit)])), None):
-        return _named(best, len(failures), "")
+    if fine := [fit for fit in clean[:6] if not any(told[id(fit)])]:
+        return _named(next((fit for fit in fine if holds(fit.fault)), fine[0]), len(failures), "")
     for fit in [*clean[:6], *full[:12]]:
         right = told.get(id(fit)) or _contrary(fit.fault, passed)
         both = zip([*held, *passed], [*fit.told, *right], strict=True)
@@ -523,7 +530,7 @@ def _fit(hypothesis: Fault, held: Sequence[Failure]) -> _Fit | None:
         spoken = sum(int(one.against.sum()) for one in told[-1].values())
         against += spoken / max(given + spoken, 1)
         wide += max((one.wide for one in told[-1].values()), default=0.0)
-        if number >= 2 and share < 0.05:
+        if share == 0 if number == 1 else number > 1 and share < 0.05:
             return None
     count = len(held)
     return _Fit(hypothesis, told, share / count, solved, against / count, wide / count) if share else None
@@ -650,7 +657,7 @@ def _probe(failures: Sequence[Failure], rerun: Rerun) -> dict[str, str] | None:
     """The change of conditions that makes most of the wrong cases right."""
     for changed, text in zip(_CONDITIONS, _PROBES, strict=True):
         conditions, (name, _, sentence) = {key: _CHANGES.get(key, True) for key in changed}, text.partition(": ")
-        tried = failures[:3] if "fresh" in conditions else failures  # a process takes seconds
+        tried = failures[:1] if "fresh" in conditions else failures  # a process takes seconds
         right = sum(not rerun(failure.case, **conditions) for failure in tried)
         if right * 2 >= len(tried):
             return {"hypothesis": name, "sentence": f"{sentence} ({right} of {len(tried)} wrong cases)."}

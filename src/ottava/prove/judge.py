@@ -465,6 +465,16 @@ def _times(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], u: float) -> tupl
     return x @ y, dx @ y.abs() + (x.abs() + dx) @ dy + u * (x.abs() @ y.abs())
 
 
+def _moved_odds(share: Tensor, off: Tensor) -> Tensor:
+    """By which part of it a share of a softmax may change if each score is off by that much.
+
+    Against the others together its odds change by a factor of e ** (what it is off + what the worst is off) at most.
+    """
+    kept = (-(off.amax(-1, keepdim=True) + off)).exp()
+    rest = 1 - share
+    return rest * (1 - kept) / torch.minimum(rest * kept + share, rest + share * kept).clamp(min=1e-300)
+
+
 def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return pair[0].mT, pair[1].mT
 
@@ -540,9 +550,9 @@ def attention_allowed(
     total = raised.sum(-1, keepdim=True)
     if pad:  # keys of zeros behind the last one, which nobody hides
         total = total + (-keys % pad) * (-top).exp()
-    p = raised if fault == "not normalized" else raised / torch.where(total == 0, 1.0, total)
-    # exp turns an absolute error into a relative one; the sum has that of its largest term
-    ep = p * (2 * (off.amax(-1, keepdim=True) + off) + (keys + 16) * U32 + 2 * u)
+    share = raised / torch.where(total == 0, 1.0, total)
+    p = raised if fault == "not normalized" else share
+    ep = p * (_moved_odds(share, off) + (keys + 16) * U32 + 2 * u)
     p = p.to(rounded["p"]).double() if rounded and "p" in rounded else p
     (s,) = _cast_together(specs.get("s"), (p, ep))
     summed = (_behind_tiles(scores, total, rescaled), ep) if rescaled else s
