@@ -7,7 +7,6 @@ proof), exact, not tried. Results are "exact" where all are those of ottava's ow
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -37,7 +36,7 @@ _KEPT = 8
 _LARGE = 1 << 17
 _CHUNK = 1 << 24
 """FP32 inputs at a time: 64 MiB."""
-_NESTED = "OTTAVA_FIRST_CALL"
+_NESTED = "ottava_first_call"
 
 
 @dataclass
@@ -345,17 +344,17 @@ def rerun(
 
 def _alone(adapter: KernelAdapter, case: KernelCase) -> bool:
     """Whether a call is right as the first one of a process; False, too, if that cannot load the adapter."""
-    if _NESTED in os.environ:  # a file that certifies itself when it is loaded
+    if _NESTED in sys._xoptions:  # a file that certifies itself when it is loaded
         return False
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.pt"
         told = {name: getattr(adapter, name) for name in ("name", "kind")} | {"what": dict(adapter.what)}
         held = {"inputs": dict(case.inputs), "buffers": dict(case.buffers), "before": case.before and dict(case.before)}
         torch.save({"adapter": told, "case": held}, path)
-        program = f"from ottava.prove.certificate import first_call; first_call({str(path)!r})"
-        where = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), _NESTED: "1"}
+        program = f"import sys; sys.path[:] = {sys.path!r}\nfrom ottava.prove.certificate import first_call\n"
+        words = [sys.executable, "-X", _NESTED, "-c", f"{program}first_call({str(path)!r})"]
         try:
-            ran = subprocess.run([sys.executable, "-c", program], env=where, capture_output=True, timeout=300)
+            ran = subprocess.run(words, capture_output=True, timeout=300)
         except subprocess.TimeoutExpired:
             return False
     return ran.returncode == 0

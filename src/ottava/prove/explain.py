@@ -621,8 +621,8 @@ def supposed(hypothesis: Fault, call: Asked) -> dict[str, Allowed] | None:
                     low, high = low - off, high + off
             allowed[name] = one._replace(low=low, high=high, also=one.also if factor == 1.0 else ())
     for name in after.get("turned", ()):
-        sides = (x.reshape(-1, x.shape[-1]).t().reshape(x.shape) for x in allowed[name][:2])
-        allowed[name] = Allowed(*sides, allowed[name].dtypes)
+        low, high = (x.reshape(-1, x.shape[-1]).t().reshape(x.shape) for x in allowed[name][:2])
+        allowed[name] = Allowed(low, high, allowed[name].dtypes)
     if wrap := -allowed["out"].low.shape[1] % after["wrap"] if "wrap" in after else 0:
         for side in (allowed["out"].low, allowed["out"].high):
             side[1:, :wrap] = 0.0

@@ -346,17 +346,20 @@ def scale_faults() -> tuple[tuple[str, str, Change], ...]:
     )
 
 
-_ALONG_K: tuple[tuple[str, str, Callable[[int], list[int]]], ...] = (
-    ("neighbours swapped", "Each two neighbours along K are swapped, as nibbles of a byte", lambda n: [min(k ^ 1, n - 1) for k in range(n)]),
-    ("one nibble for two", "Each two neighbours along K are the first of them", lambda n: [k & ~1 for k in range(n)]),
-    ("one nibble for two", "Each two neighbours along K are the second of them", lambda n: [min(k | 1, n - 1) for k in range(n)]),
-    ("halves of K interleaved", "Numbers of both halves of K take turns", lambda n: [k // 2 + k % 2 * (n // 2) for k in range(n)]),
-    ("halves of K interleaved", "Even places of K stand before the odd ones", lambda n: [*range(0, n, 2), *range(1, n, 2)]),
-    ("K reversed", "The order along K is reversed", lambda n: [*range(n)][::-1]),
-    ("K shifted", "Each number is that before it along K", lambda n: [max(k - 1, 0) for k in range(n)]),
-    ("K shifted", "Each number is that behind it along K", lambda n: [min(k + 1, n - 1) for k in range(n)]),
-)
-"""Name, sentence, and which number of K stands at each place."""
+def along_k() -> tuple[tuple[str, str, Callable[[int], list[int]]], ...]:
+    """Orders along K: name, sentence, and which number of K stands at each place."""
+    return (
+        ("neighbours swapped", "Each two neighbours along K are swapped, as nibbles of a byte", lambda n: [min(k ^ 1, n - 1) for k in range(n)]),
+        ("one nibble for two", "Each two neighbours along K are the first of them", lambda n: [k & ~1 for k in range(n)]),
+        ("one nibble for two", "Each two neighbours along K are the second of them", lambda n: [min(k | 1, n - 1) for k in range(n)]),
+        ("halves of K interleaved", "Numbers of both halves of K take turns", lambda n: [k // 2 + k % 2 * (n // 2) for k in range(n)]),
+        ("halves of K interleaved", "Even places of K stand before the odd ones", lambda n: [*range(0, n, 2), *range(1, n, 2)]),
+        ("K reversed", "The order along K is reversed", lambda n: [*range(n)][::-1]),
+        ("K shifted", "Each number is that before it along K", lambda n: [max(k - 1, 0) for k in range(n)]),
+        ("K shifted", "Each number is that behind it along K", lambda n: [min(k + 1, n - 1) for k in range(n)]),
+    )
+
+
 _PARTS_OF_K: tuple[tuple[str, str, Callable[[Tensor, int, int], Tensor]], ...] = (
     ("only the first {n} of K", "Only the first {n} columns of K are summed", lambda i, k, n: i < n),
     ("only the last tile of K, {n}", "Only the last tile of {n} columns of K is summed, as if each overwrote the sum", lambda i, k, n: i >= (k - 1) // n * n),
@@ -477,7 +480,7 @@ def of_casts() -> Iterator[Fault]:
         *((f"block scale rounded {way}", f"The block's E4M3 scale is rounded {text}, not to nearest", lambda c, way=way: {"exponent": way} if c.spec.scale_format == "e4m3" else None) for way, text in (("truncate", "toward zero"), ("away", "up"))),
         *((f"tensor scale in {text}", f"The tensor's scale is rounded to {text}", lambda c, to=to: {"exponent": to} if c.spec.scale_format == "e4m3" else None) for text, to in _HALVES),
         ("operand transposed", "It reads x.T", _reads(lambda x: x.t().reshape(x.shape))),
-        *((name, sentence, _reads(partial(in_order, order=order))) for name, sentence, order in _ALONG_K),
+        *((name, sentence, _reads(partial(in_order, order=order))) for name, sentence, order in along_k()),
         ("clamped before it is scaled", "x is clamped to the format's range before it is scaled", lambda c: {"x": c.inputs["x"].clamp(-c.format.max, c.format.max), "amax": c.amax()}),
         ("clamped before it is scaled", "x is clamped to the format's range before amax is taken", lambda c: {"x": c.inputs["x"].clamp(-c.format.max, c.format.max)}),
         ("strides ignored", "It reads memory row by row, whatever the strides are", _reads(by_memory)),
@@ -532,7 +535,7 @@ def _of_operands() -> Iterator[Fault]:
         ("last column of K dropped", "The last column of K is not summed", always(operands=lambda v: torch.cat([v[:, :-1], 0 * v[:, -1:]], 1))),
         ("first column of K dropped", "The first column of K is not summed", always(operands=lambda v: torch.cat([0 * v[:, :1], v[:, 1:]], 1))),
         ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(**dict.fromkeys(("scale_inv_a", "scale_inv_b"), lambda s: (s.to(torch.int32) << 23).view(torch.float32) if s.dtype == torch.uint8 else None))),
-        *((name, f"{sentence}: {text}", changed(**dict.fromkeys(sides, partial(bytewise, partial(in_order, order=order))))) for name, sentence, order in _ALONG_K for text, sides in (("the codes of a", "a"), ("the codes of b", "b"), ("all codes", "ab"))),
+        *((name, f"{sentence}: {text}", changed(**dict.fromkeys(sides, partial(bytewise, partial(in_order, order=order))))) for name, sentence, order in along_k() for text, sides in (("the codes of a", "a"), ("the codes of b", "b"), ("all codes", "ab"))),
         *((name.format(n=n), sentence.format(n=n), always(weights=lambda k, part=part, n=n: part(torch.arange(k), k, n).double())) for name, sentence, part in _PARTS_OF_K for n in (16, 32, 64, 128, 256)),
         *((f"only part {i + 1} of {n} of K", f"K is split in {n}, and only part {i + 1} is in the result", always(weights=lambda k, i=i, n=n: (torch.arange(k) // max(-(-k // n), 1) == i).double())) for n in (2, 4) for i in (0, n - 1)),
         *((f"scales of {side} chosen by the other side", f"The scales of {side} are chosen by the {line} of the result", always(crossed=side)) for side, line in (("a", "column"), ("b", "row"))),

@@ -493,6 +493,40 @@ def _behind_tiles(scores: Tensor, total: Tensor, tile: int) -> Tensor:
     return (scores - scores.cummax(-1).values[..., ends]).exp() * torch.where(total == 0, 0.0, 1 / total)
 
 
+def _attention_grads(
+    given: tuple[tuple[Tensor, Tensor], ...],
+    s: tuple[Tensor, Tensor],
+    of_p: tuple[Tensor, Tensor],
+    of_o: tuple[Tensor, Tensor],
+    scale: float,
+    u: float,
+    specs: Mapping[str, QuantizationSpec],
+    fault: str,
+    last: int,
+) -> list[tuple[Tensor, Tensor]]:
+    """dq, dk and dv, and how far they may be off; given: q, k, v and grad, s: the probabilities that meet v."""
+    (q, k, v, g), (p, ep), (o, eo) = given, of_p, of_o
+    queries, keys, width = q[0].shape[-2], k[0].shape[-2], v[0].shape[-1]
+    dp, edp = _times(g, _turned(v), (width + 4) * U32 + u)
+    delta = (g[0] * o).sum(-1, keepdim=True)
+    edelta = (g[0].abs() * (eo + u * o.abs()) + g[1] * o.abs()).sum(-1, keepdim=True)
+    edelta += (width + 4) * U32 * (g[0] * o).abs().sum(-1, keepdim=True)
+    if fault == "no delta":
+        delta = torch.zeros_like(delta)
+    ds = p * (dp - delta)
+    eds = ep * (dp - delta).abs() + (p + ep) * (edp + edelta) + 2 * u * ds.abs()
+    (dscores,) = _cast_together(specs.get("dp"), (ds, eds))
+    factor = 1.0 if fault == "gradients without scale" else scale
+    by_key, by_query = dscores, dscores
+    if last:
+        by_key = ds * (torch.arange(keys) // last == (keys - 1) // last), eds
+        late = (torch.arange(queries) // last == (queries - 1) // last)[:, None]
+        by_query, s = (ds * late, eds), (s[0] * late, s[1])
+    dq, dk = _times(by_key, k, (keys + 4) * U32), _times(_turned(by_query), q, (queries + 4) * U32)
+    dq, dk = ((x * factor, off * factor) for x, off in (dq, dk))
+    return _cast_together(specs.get("dqkv"), dq, dk, _times(_turned(s), g, (queries + 4) * U32))
+
+
 def attention_allowed(
     inputs: Values,
     what: Values,
@@ -527,7 +561,7 @@ def attention_allowed(
     given = [
         (inputs[key].double(), torch.zeros_like(inputs[key], dtype=torch.float64)) for key in ("q", "k", "v", "grad")
     ]
-    (queries, depth), (keys, width), dtype = inputs["q"].shape[-2:], inputs["v"].shape[-2:], inputs["q"].dtype
+    (queries, depth), keys, dtype = inputs["q"].shape[-2:], inputs["v"].shape[-2], inputs["q"].dtype
     casts = casts or {}
     known = {name: spec for name in ATTENTION_TENSORS if (spec := getattr(AttentionRecipe(), name)) is not None}
     changed = {n: replace(known[n], format=get_format(to)) for n, to in casts.items() if to != "skip"}
@@ -563,24 +597,7 @@ def attention_allowed(
         s = p, ep = (raw - top).exp() / torch.where(total == 0, 1.0, total), ep
     elif back == "masked":
         s = p, ep = p * _seen(queries, keys, 0, 0, tile or 1).to(p.device), ep
-    dp, edp = _times(g, _turned(v), (width + 4) * U32 + u)
-    delta = (g[0] * o).sum(-1, keepdim=True)
-    edelta = (g[0].abs() * (eo + u * o.abs()) + g[1] * o.abs()).sum(-1, keepdim=True)
-    edelta += (width + 4) * U32 * (g[0] * o).abs().sum(-1, keepdim=True)
-    if fault == "no delta":
-        delta = torch.zeros_like(delta)
-    ds = p * (dp - delta)
-    eds = ep * (dp - delta).abs() + (p + ep) * (edp + edelta) + 2 * u * ds.abs()
-    (dscores,) = _cast_together(specs.get("dp"), (ds, eds))
-    factor = 1.0 if fault == "gradients without scale" else scale
-    by_key, by_query = dscores, dscores
-    if last:
-        by_key = ds * (torch.arange(keys) // last == (keys - 1) // last), eds
-        late = (torch.arange(queries) // last == (queries - 1) // last)[:, None]
-        by_query, s = (ds * late, eds), (s[0] * late, s[1])
-    dq, dk = _times(by_key, k, (keys + 4) * U32), _times(_turned(by_query), q, (queries + 4) * U32)
-    dq, dk = ((x * factor, off * factor) for x, off in (dq, dk))
-    grads = _cast_together(specs.get("dqkv"), dq, dk, _times(_turned(s), g, (queries + 4) * U32))
+    grads = _attention_grads((q, k, v, g), s, (p, ep), (o, eo), scale, u, specs, fault, last)
     # second order: the bounds above are of first order, and errors of a few percent multiply
     return {
         name: between(center, error * 1.1 + torch.finfo(torch.float32).tiny, dtype)
