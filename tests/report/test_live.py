@@ -15,9 +15,10 @@ import time
 import tracemalloc
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser_pipe import opened
@@ -191,6 +192,27 @@ def test_strangers_get_nothing(tmp_path: Path) -> None:
     assert server.server_address[0] == "127.0.0.1"
     assert server.token not in url
     server.server_close()
+
+
+def test_a_page_that_cannot_be_made_does_not_end_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged histogram is read when the page is made; the next page may be made of other parts."""
+    failures, make = [RunError("part-0-000001.parquet: is damaged")], live.make_report
+
+    def first_fails(*run: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return make(*run, **options)
+
+    monkeypatch.setattr(live, "make_report", first_fails)
+    with RunWriter(tmp_path) as writer, served(tmp_path) as url:
+        for step in range(1, 60):
+            writer.step(step, loss=2.5)
+            time.sleep(0.5)
+            with suppress(urllib.error.HTTPError), urllib.request.urlopen(url, timeout=60) as answer:
+                assert b"ottava report" in answer.read()
+                break
+    assert not failures
+    assert step < 59
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")

@@ -125,6 +125,7 @@ def _of_one(kind: str) -> Iterator[tuple[str, Where]]:
         yield f"in the last {word}", on(lambda i, n: i == n - 1)
         yield f"in the first {word}", on(lambda i, n: i == 0)
         yield f"in all {word}s but the first", on(lambda i, n: i > 0)
+        yield f"in the second half of the {word}s", on(lambda i, n: i >= n // 2)
         for size in reversed(_SIZES):
             yield f"in {word}s beyond the last whole {size}", on(lambda i, n, size=size: i >= n // size * size)
         for size in _SIZES[3:]:
@@ -300,6 +301,8 @@ def relation(parts: Sequence[Part]) -> tuple[str, str]:
         (part.got[part.name][part.given], part.allowed.right[part.given]) for part in parts if part.allowed is not None
     ]
     got, right = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
+    if said := _chance(parts):
+        return "random rounding biased", said
     if not bool(right.isfinite().any()):
         shown = ", ".join(f"{float(value):g}" for value in got.unique()[:3]) + (" ..." if len(got.unique()) > 3 else "")
         return "NaN hidden", f"holds {shown} where {'NaN' if bool(right.isnan().all()) else 'NaN or infinity'} belongs"
@@ -324,6 +327,22 @@ def relation(parts: Sequence[Part]) -> tuple[str, str]:
     off = float(((got - right).abs() / right.abs().clamp(min=1e-300)).nan_to_num(math.inf, math.inf).median())
     said = f"wrong by {off:.2g} of its size or more" if math.isfinite(off) else "infinite or NaN"
     return "not explained", f"is {said} in half of the wrong places, and no hypothesis gives it"
+
+
+def _chance(parts: Sequence[Part]) -> str:
+    """How often neighbours are taken that chance should choose; "" if other numbers are wrong, too."""
+    found: list[Tensor] = []
+    for part in parts:
+        if part.allowed is None or (mean := part.allowed.drawn) is None:
+            return ""
+        low, high, got = (x[part.given] for x in (part.allowed.low, part.allowed.high, part.got[part.name]))
+        up, chance = ((x - low) / (high - low) for x in (got, mean[part.given]))
+        if not bool(((got == low) | (got == high)).all()):
+            return ""
+        turned = mean[part.given] < 0  # away from zero
+        found.append(torch.stack([torch.where(turned, 1 - x, x) for x in (up, chance)]))
+    taken, asked = (100 * float(x) for x in torch.cat(found, 1).nanmean(1))
+    return f"goes away from zero in {taken:.3g} % of them, and chance asks for {asked:.3g} %"
 
 
 def copied(parts: Sequence[Part]) -> tuple[str, str] | None:

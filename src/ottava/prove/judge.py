@@ -633,6 +633,7 @@ def adamw(
     kept = 1 - (decay if fault == "decay without lr" else lr * decay)
     kept = 1.0 if fault == "no decay" else kept
     kept = 1 - lr * decay / (1 - b1**t) if fault == "decay corrected" and b1**t < 1 else kept
+    kept = float(torch.tensor(kept).bfloat16()) if fault == "decay factor rounded" else kept
     begins = fault == "moments begin as the gradient" and t == 1
     m = g if begins else b1 * m + (1 - b1) * g if fault != "momentum undamped" else b1 * m + g
     v = g * g if begins else b2 * v + (1 - b2) * (g.abs() if fault == "gradient not squared" else g * g)

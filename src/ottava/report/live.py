@@ -477,13 +477,14 @@ def _serve(
         try:
             points = following.poll()
             server.tell(following.state, points)
+            if job is not None and job.done():
+                done, job, due = job, None, time.monotonic() + _SOONEST
+                html, seconds = done.result()
+                server.publish(html)
+                _give_back()
+                due = time.monotonic() + max(_SOONEST, seconds / _SHARE)
         except (OSError, RunError, UntrustedError) as error:
             server.tell({"kind": "gone", "text": f"The folder cannot be read: {error}"})
-        if job is not None and job.done():
-            html, seconds = job.result()
-            server.publish(html)
-            _give_back()
-            job, due = None, time.monotonic() + max(_SOONEST, seconds / _SHARE)
         ends = parent is not None and (bool(following.ended) or os.getppid() != parent)
         over = over or (time.monotonic() if ends else None)
         late = over is not None and time.monotonic() - over > 3 * _LINGER
