@@ -227,13 +227,13 @@ def _one_level(call: Asked, block: bool) -> dict[str, Any] | None:
     return {"values": on_grid(x.double() / scale, call.spec.format)}
 
 
-def _multiplied(call: Asked, to: torch.dtype) -> dict[str, Any] | None:
-    """Codes of x times the inverse of the scale, which is rounded first."""
+def _multiplied(call: Asked, to: torch.dtype, inverse: bool = True) -> dict[str, Any] | None:
+    """Codes of x times the inverse of the scale, which is rounded first; or times the scale itself."""
     x = call.inputs["x"]
     if not x.numel():
         return None
-    factor = (1 / spread(scale_inv_of(call.amax(), call.spec), call.spec, x.shape)).to(to).double()
-    return {"values": on_grid(x.double() * factor, call.spec.format)}
+    scale = spread(scale_inv_of(call.amax(), call.spec), call.spec, x.shape)
+    return {"values": on_grid(x.double() * (1 / scale if inverse else scale).to(to).double(), call.spec.format)}
 
 
 def _over_ends(call: Asked) -> dict[str, Any] | None:
@@ -485,6 +485,7 @@ def of_casts() -> Iterator[Fault]:
         ("an octave at powers of two", "Where amax is a power of two, the scale is twice as large", _of_amax(lambda amax: torch.where(torch.frexp(amax)[0] == 0.5, 2 * amax, amax))),
         ("computes in BF16", "The scale and its product with x are rounded to BF16 before the cast", always(written=lambda s: s.float().bfloat16().double(), before=torch.bfloat16)),
         *((f"multiplier in {text}", f"x is multiplied by 1 / scale_inv rounded to {text}", partial(_multiplied, to=to)) for text, to in _HALVES),
+        ("multiplied by scale_inv", "x is multiplied by scale_inv, not divided", partial(_multiplied, to=torch.float64, inverse=False)),
         ("codes under the unrounded scale", "Codes are made with max / amax, and the scale that is written is a power of two", _unrounded),
         ("scale without the format's exponent", "The exponent of the scale is floor(log2(amax)), without the format's largest exponent", always(exponent="bare")),
         *((f"block scale rounded {way}", f"The block's E4M3 scale is rounded {text}, not to nearest", lambda c, way=way: {"exponent": way} if c.spec.scale_format == "e4m3" else None) for way, text in (("truncate", "toward zero"), ("away", "up"))),
@@ -545,6 +546,7 @@ def _of_operands() -> Iterator[Fault]:
         ("last column of K dropped", "The last column of K is not summed", always(operands=lambda v: torch.cat([v[:, :-1], 0 * v[:, -1:]], 1))),
         ("first column of K dropped", "The first column of K is not summed", always(operands=lambda v: torch.cat([0 * v[:, :1], v[:, 1:]], 1))),
         *((f"scale bytes as numbers ({text})", f"Scale bytes are used as numbers, not as exponents: {said}", changed(**dict.fromkeys(sides, lambda s: s.float() if s.dtype == torch.uint8 else None))) for text, said, sides in (("a", "scale_inv_a", ("scale_inv_a",)), ("b", "scale_inv_b", ("scale_inv_b",)), ("both", "both scales", ("scale_inv_a", "scale_inv_b")))),
+        ("scale byte 255 infinite", "The scale byte 255 is read as infinity, not as NaN", changed(**dict.fromkeys(("scale_inv_a", "scale_inv_b"), lambda s: torch.where(s == 255, math.inf, torch.exp2(s.float() - 127)) if s.dtype == torch.uint8 else None))),
         ("exponent bytes shifted", "The scale bytes 0 and 255 are read as 0 and infinity, not as 2^-127 and NaN", changed(**dict.fromkeys(("scale_inv_a", "scale_inv_b"), lambda s: (s.to(torch.int32) << 23).view(torch.float32) if s.dtype == torch.uint8 else None))),
         *((name, f"{sentence}: {text}", changed(**dict.fromkeys(sides, partial(bytewise, partial(in_order, order=order))))) for name, sentence, order in along_k() for text, sides in (("the codes of a", "a"), ("the codes of b", "b"), ("all codes", "ab"))),
         *((name.format(n=n), sentence.format(n=n), always(weights=lambda k, part=part, n=n: part(torch.arange(k), k, n).double())) for name, sentence, part in _PARTS_OF_K for n in (16, 32, 64, 128, 256)),
@@ -664,6 +666,7 @@ def _casts(alone: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield from ((f"read as {fmt}", f"has codes that are read as {fmt}", {"read": fmt}) for fmt in EIGHT if fmt.bits == 8)
     if alone:
         yield from ((f"scale of {name}", f"has the scale of {name}", {"granularity": blocks}) for name, blocks in _BLOCKS)
+        yield "without its scale", "is multiplied without its scale", {"unscaled": True}
         yield "scale of 448", "is read with the scale of a cast to 448, E4M3's largest", {"other_top": 448.0}
         return
     yield from (

@@ -384,6 +384,10 @@ def cast_interval(
     if other is not None:
         center, far = cast_interval(x, spec, off)
         return center * (spec.format.max / other), far * (spec.format.max / other)
+    if way.pop("unscaled", False):
+        scale = spread(_scales_asked(x, spec, {})[1], spec, shape)
+        center, far = (one / torch.where(scale == 0, 1.0, scale) for one in cast_interval(x, spec, off))
+        return center, far
     if (turned := way.pop("turned", None)) is not None:  # as it was cast along the other dimension
         center, far = cast_interval(x.t(), turned)
         return center.t(), far.t()
