@@ -679,6 +679,9 @@ def _probe(failures: Sequence[Failure], rerun: Rerun) -> dict[str, str] | None:
         tried = failures[:1] if "fresh" in conditions else failures  # a process takes seconds
         right = sum(not rerun(failure.case, **conditions) for failure in tried)
         if right * 2 >= len(tried):
+            wrong = {one for failure in failures for one in failure.wrong}
+            if "fresh" in conditions and len(wrong) < len(failures[0].got):
+                sentence += f", which shows in {' and '.join(one for one in failures[0].got if one in wrong)}"
             return {"hypothesis": name, "sentence": f"{sentence} ({right} of {len(tried)} wrong cases)."}
     return None
 
