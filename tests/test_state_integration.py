@@ -94,14 +94,9 @@ def test_an_exception_is_no_boundary_and_training_goes_on(where: str) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    handle = (
-        model[2].register_forward_pre_hook(interrupt)
-        if where == "forward"
-        else model[0].register_full_backward_hook(interrupt)
-    )
-    with pytest.raises(KeyboardInterrupt), ottava.autocast("delayed"):
+    register = model[2].register_forward_pre_hook if where == "forward" else model[0].register_full_backward_hook
+    with register(interrupt), pytest.raises(KeyboardInterrupt), ottava.autocast("delayed"):
         loss_of(model, 8 * noise(2)).backward()
-    handle.remove()
     assert differences(state_of(model), before) == []
     train(model, [3], optimizer)
     assert lengths(model) == [3] * 6

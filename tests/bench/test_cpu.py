@@ -113,9 +113,9 @@ pytestmark = [
 def test_it_is_compiled_each_time() -> None:
     """The user's cache holds the library, but is not used: the compiler takes time, less than the wall clock."""
     native_build.load("sums")
-    took = cpu.build_time(("sums", ""), 2)
-    assert took.cpu >= 0.01
-    assert took.wall > 0.01
+    seconds, by_the_clock = cpu.build_time(("sums", ""), 2)
+    assert seconds >= 0.01
+    assert by_the_clock > 0.01
     assert cpu.compiled_by().count(", ") >= 1
 
 

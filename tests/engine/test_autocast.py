@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import ottava
 from ottava.engine.autocast import _COMPILED_VIEW, ambient, in_tiles, made_invariant
 from ottava.recipe import GEMMS, RECIPES, GemmRecipe, Recipe
+from same_tensors import assert_same
 
 
 def network(recipe: Recipe | str = "tensorwise") -> nn.Sequential:
@@ -43,10 +44,6 @@ def step(model: nn.Module, x: Tensor | None = None) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
-
-
 def ran(model: nn.Module) -> dict[str, str]:
     """{"layer.gemm": operands} of the last call."""
     return {f"{row.layer}.{row.gemm}": row.operands for row in ottava.receipt(model).rows}
@@ -63,10 +60,10 @@ def test_autocast_runs_the_bits_of_the_converted_recipe(recipe: Recipe) -> None:
     inside, own = network("tensorwise"), network(recipe)
     with ottava.autocast(recipe):
         got = step(inside)
-    assert equal(got, step(own))
+    assert_same(got, step(own))
     by_name = network("rowwise")
     with ottava.autocast(recipe.name):
-        assert equal(step(by_name), got)
+        assert_same(step(by_name), got)
 
 
 def test_off_is_torchs_own_linear(recipe: Recipe) -> None:
@@ -75,12 +72,12 @@ def test_off_is_torchs_own_linear(recipe: Recipe) -> None:
     plain = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
     model = network(recipe)
     with ottava.autocast(enabled=False):
-        assert equal(step(model), step(plain))
+        assert_same(step(model), step(plain))
     with ottava.autocast("rowwise", enabled=False):
-        assert equal(step(model), step(plain))
+        assert_same(step(model), step(plain))
     with ottava.autocast("mxfp8"), ottava.autocast(enabled=False):
-        assert equal(step(model), step(plain))
-    assert equal(step(model), step(network(recipe)))
+        assert_same(step(model), step(plain))
+    assert_same(step(model), step(network(recipe)))
 
 
 def test_layers_keep_their_own_recipe_where_none_is_given() -> None:
@@ -88,9 +85,9 @@ def test_layers_keep_their_own_recipe_where_none_is_given() -> None:
     own = step(network("rowwise"))
     model = network("rowwise")
     with ottava.autocast():
-        assert equal(step(model), own)
+        assert_same(step(model), own)
     with ottava.autocast(enabled=False), ottava.autocast():
-        assert equal(step(model), own)
+        assert_same(step(model), own)
 
 
 def test_contexts_nest() -> None:
@@ -150,9 +147,9 @@ def test_an_accumulator_inside_of_a_recipe_changes_the_sums_only() -> None:
     with ottava.autocast("mxfp8", accumulator="hopper"):
         expected = step(network())
     with ottava.autocast("mxfp8"), ottava.autocast(accumulator="hopper"):
-        assert equal(step(network()), expected)
+        assert_same(step(network()), expected)
     with ottava.autocast(accumulator="hopper"), ottava.autocast("mxfp8"):
-        assert equal(step(network()), expected)
+        assert_same(step(network()), expected)
 
 
 def test_a_thread_sees_an_autocast_through_a_copied_context_only() -> None:
@@ -210,7 +207,7 @@ def test_backward_belongs_to_its_forward() -> None:
             with ottava.autocast(enabled=False) if around == "off" else ottava.autocast(around):
                 y.float().square().sum().backward()
         assert x.grad is not None
-        assert equal([y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)], expected)
+        assert_same([y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)], expected)
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -222,7 +219,7 @@ def test_one_gemm_of_one_layer_can_be_switched(gemm: str) -> None:
     operands = ran(model)
     assert [name for name, text in operands.items() if "bfloat16" in text] == [f"2.{gemm}"]
     plain = step(network())
-    assert not equal(got, plain)
+    assert not all(map(torch.equal, got, plain))
     if gemm == "wgrad":  # leaves everything else alone: y, dx, dw of layer 0, both db
         assert [torch.equal(a, b) for a, b in zip(got, plain, strict=True)] == [True, True, True, True, False, True]
 
@@ -249,7 +246,7 @@ def test_each_thread_sees_its_own() -> None:
     def work(name: str) -> None:
         with ottava.autocast(name) if name else contextlib.nullcontext():
             barrier.wait()
-            seen[name] = (names(), equal(step(models[name]), expected[name]))
+            seen[name] = (names(), all(map(torch.equal, step(models[name]), expected[name])))
             barrier.wait()
 
     with ottava.autocast("blockwise"):

@@ -12,7 +12,7 @@ import ottava
 from ottava.experiments.bisect import Ablation
 from ottava.experiments.casts import casts_of, only_without
 from ottava.experiments.program import AS_IT_RAN, Gradients, Operation, Player, Program, Recorder
-from ottava.experiments.snapshot import Kept, NotReplayableError, random_kept
+from ottava.experiments.snapshot import Kept, NotReplayableError, random_now
 
 CALLS = ["fc1", "fc2"]
 
@@ -176,6 +176,7 @@ def test_a_program_has_what_its_backwards_need_and_no_more() -> None:
 
 def test_random_states_come_back() -> None:
     torch.manual_seed(3)
-    with random_kept():
-        first = torch.rand(2)
+    set_back = random_now()
+    first = torch.rand(2)
+    set_back()
     assert torch.equal(torch.rand(2), first)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ottava
 from ottava.experiments.snapshot import Snapshot
+from same_tensors import assert_same
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -53,12 +54,6 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
     return tensors
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(v, other[k]) and v.dtype == other[k].dtype for k, v in one.items()
-    )
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 @pytest.mark.parametrize("before", [0, 3])
@@ -74,7 +69,7 @@ def test_training_goes_on_as_it_did(optimizer: str, recipe: str, before: int) ->
     for _ in range(2):
         snapshot.restore(model, opt, (scheduler,))
         assert train(model, opt, 4, scheduler) == want
-        assert same(state(model, opt), end)
+        assert_same(state(model, opt), end)
 
 
 def test_tensors_stay_the_ones_that_others_hold() -> None:
@@ -107,7 +102,7 @@ def test_moments_keep_their_dtype() -> None:
     for entries in optimizer.state.values():
         entries["exp_avg"] = torch.zeros(1)
     snapshot.restore(model, optimizer)
-    assert same(state(model, optimizer), want)
+    assert_same(state(model, optimizer), want)
 
 
 def test_a_recipe_that_changed_meanwhile_stays() -> None:

@@ -57,19 +57,15 @@ def frozen_evaluation(model: nn.Sequential, optimizer: torch.optim.Optimizer) ->
 
 
 def failing_forward(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    handle = model[2].register_forward_pre_hook(interrupt)
-    with pytest.raises(Interrupted):
+    with model[2].register_forward_pre_hook(interrupt), pytest.raises(Interrupted):
         model(LOUD)
-    handle.remove()
 
 
 def failing_backward(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     """The last layer has had its backward, and its gradient."""
     optimizer.zero_grad()
-    handle = model[0].register_full_backward_hook(interrupt)
-    with pytest.raises(Interrupted):
+    with model[0].register_full_backward_hook(interrupt), pytest.raises(Interrupted):
         loss_of(model, LOUD).backward()
-    handle.remove()
     assert model[2].weight.grad is not None
 
 

@@ -58,10 +58,6 @@ def model(**options: bool | int) -> Model:
     return Model(**options).bfloat16()  # type: ignore[arg-type]
 
 
-def everything(name: str, layer: nn.Linear) -> bool:
-    return True
-
-
 TOKENS = torch.arange(32).reshape(2, 16)
 NAMES = [f"layers.{i}.{name}" for i in range(3) for name in ("gate_proj", "up_proj", "down_proj")] + ["proj"]
 
@@ -162,7 +158,7 @@ def test_layers_that_would_not_listen_are_reported() -> None:
     net["replaced"].forward = lambda x: x  # as accelerate's hooks do
     net["integer"].weight = nn.Parameter(torch.ones(64, 64, dtype=torch.int8), requires_grad=False)
     kinds = {name: type(m) for name, m in net.named_modules() if name != "plain"}
-    report = ottava.convert(net, "tensorwise", filter=everything)
+    report = ottava.convert(net, "tensorwise", filter=lambda name, layer: True)
     assert report.converted == ("plain",)
     found = {name.split(".")[0]: reason for name, reason in report.skipped.items()}
     assert "read by an attention whose class has a forward of its own" in found["attention"]

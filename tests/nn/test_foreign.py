@@ -173,10 +173,6 @@ class Stacked(nn.Module):
         return total
 
 
-def everything(name: str, layer: nn.Linear) -> bool:
-    return True
-
-
 def test_conv1d_becomes_a_layer_and_stays_what_it_was(recipe: ottava.Recipe) -> None:
     """Parameters, keys, class and bits in high precision; in FP8 the bits of a Linear with the weight turned."""
     torch.manual_seed(0)
@@ -289,7 +285,7 @@ def test_a_head_tied_to_an_embedding_is_converted_if_its_filter_says_so() -> Non
     model = nn.ModuleDict({"embed": nn.Embedding(96, 64), "out": nn.Linear(64, 96, bias=False)}).bfloat16()
     model["out"].weight = model["embed"].weight
     assert ottava.convert(model, "bf16").skipped == {"out": "weight tied to an embedding"}
-    assert ottava.convert(model, "tensorwise", filter=everything).converted == ("out",)
+    assert ottava.convert(model, "tensorwise", filter=lambda name, layer: True).converted == ("out",)
     model["out"](model["embed"](torch.arange(5))).sum().backward()
     assert model["out"].weight is model["embed"].weight
     ottava.assert_fp8(model, 1.0)
@@ -322,7 +318,7 @@ def test_real_models(kind: str) -> None:
     tokens = torch.randint(0, 64, (2, 11))
     ours = copy.deepcopy(model)
     keys = list(ours.state_dict())
-    ottava.convert(ours, "bf16", filter=everything)
+    ottava.convert(ours, "bf16", filter=lambda name, layer: True)
     with torch.no_grad():
         assert torch.equal(ours(tokens).logits, model(tokens).logits)
     ours = copy.deepcopy(model).bfloat16()

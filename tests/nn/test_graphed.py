@@ -308,14 +308,11 @@ def test_samples_are_checked() -> None:
 def test_a_watch_is_refused_at_the_capture() -> None:
     """A replay runs no hooks: it would record nothing, and look as if nothing had happened."""
     _, step, _ = taped("tensorwise")
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
         step(noise(0))
         step(noise(1))
         with pytest.raises(RuntimeError, match=r"as ottava\.watch does.*watch with eager=True"):
             step(noise(2))
-    finally:
-        handle.remove()
     step(noise(2))
     assert step.captured
 

@@ -98,15 +98,15 @@ def test_the_picture_of_the_ends_has_every_run(usual_demo: DemoResult, all_recip
 def test_heat_shows_the_worse_direction_and_its_tooltip_both(usual_demo: DemoResult) -> None:
     """Columns of the last gradient underflow by 40 %, its rows by 0.02 %; weights are exact: infinite decibels."""
     sqnr, underflow = heat_grids(usual_demo.machinery["tensorwise"].numbers).values()
-    gradient = underflow[2]
-    assert gradient.columns == ["0", "1", "2", "3", "4"]
-    name, cells = gradient.rows[-1]
+    _, columns, rows = underflow[2]
+    assert columns == ["0", "1", "2", "3", "4"]
+    name, cells = rows[-1]
     assert name == "layers.*.mlp.down_proj"
     assert cells[-1] is not None
     assert (cells[-1].text, cells[-1].level) == ("40", 3)
     assert "row: E4M3 1x128, 0.02 %" in cells[-1].hint
     assert "col: E4M3 1x128, 40 %" in cells[-1].hint
     assert [(cell.text, cell.level) for cell in cells[:-1] if cell] == [("0.02", 0)] * 4
-    weight = sqnr[1].rows[0][1][0]
+    weight = sqnr[1][2][0][1][0]
     assert weight is not None
     assert (weight.text, weight.level) == ("exact", 0)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -320,8 +320,8 @@ def _build(settings: Settings) -> Iterator[Case]:
     yield Case("build", "libraries of the first step of a BF16 model, wall-clock time", timings)
     times = {name: build_time(library, few.rounds) for name, library in libraries().items()}
     figures = {
-        "CPU seconds": {name: t.cpu for name, t in times.items()},
-        "seconds by the clock": {name: t.wall for name, t in times.items()},
+        "CPU seconds": {name: cpu for name, (cpu, _) in times.items()},
+        "seconds by the clock": {name: wall for name, (_, wall) in times.items()},
     }
     yield Case("build", f"every library, empty cache, {compiled_by()}", (), figures)
 
@@ -353,7 +353,9 @@ def _smollm2(settings: Settings) -> Iterator[Case]:
     figures: dict[str, dict[str, float]] = {}
     if settings.checkpoint is not None and settings.text is not None:
         text = _token_ids(settings.checkpoint, settings.text)
-        figures["perplexity"] = {name: _perplexity(model, text) for name, model in models.items()}
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            losses = {name: [model(row[None]) for row in text] for name, model in models.items()}
+        figures["perplexity"] = {name: float(torch.stack(one).mean().exp()) for name, one in losses.items()}
     weights = "random weights" if settings.checkpoint is None else f"weights of {settings.checkpoint}"
     yield Case("smollm2", f"135M architecture, {weights}, 1 x {tokens} tokens, fwd+bwd", timings, figures)
 
@@ -368,12 +370,6 @@ def _token_ids(checkpoint: Path, text: Path) -> Tensor:
     if len(ids) < 8 * 512:
         raise ValueError(f"perplexity: {text} has {len(ids)} tokens; needs {8 * 512} or more")
     return torch.tensor(ids[: 8 * 512]).view(8, 512)
-
-
-@torch.no_grad()
-def _perplexity(model: nn.Module, ids: Tensor) -> float:
-    with torch.autocast("cpu", torch.bfloat16):
-        return float(torch.stack([model(row[None]) for row in ids]).mean().exp())
 
 
 def _models(
@@ -456,15 +452,6 @@ FIRST_STEP: tuple[Library, ...] = (("quantize", ""), ("gemm", ""), ("sums", ""),
 """The libraries of the first training step of a BF16 model."""
 
 
-class BuildTime(NamedTuple):
-    """Seconds of one library, medians."""
-
-    cpu: float
-    """CPU time of the compiler and its child processes."""
-    wall: float
-    """Wall-clock time until the library is loaded."""
-
-
 def libraries() -> dict[str, Library]:
     """Name in a table -> library, for all libraries."""
     names: dict[str, Library] = {}
@@ -475,8 +462,8 @@ def libraries() -> dict[str, Library]:
     return names
 
 
-def build_time(library: Library, rounds: int) -> BuildTime:
-    """Builds one library in an empty cache, `rounds` times.
+def build_time(library: Library, rounds: int) -> tuple[float, float]:
+    """Builds one library in an empty cache, `rounds` times; median seconds of CPU time, and by the clock.
 
     Raises:
         RuntimeError: the library cannot be built; the message gives the reason.
@@ -492,7 +479,8 @@ def build_time(library: Library, rounds: int) -> BuildTime:
         build_all([library], 1)
         wall, end = time.perf_counter() - started, os.times()
         times.append((end.children_user + end.children_system - start.children_user - start.children_system, wall))
-    return BuildTime(*map(statistics.median, zip(*times, strict=True)))
+    cpu, wall = map(statistics.median, zip(*times, strict=True))
+    return cpu, wall
 
 
 def build_all(libraries: Iterable[Library], at_once: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -440,8 +440,6 @@ def emulated(make: Callable[[], nn.Module], names: Iterable[str] = tuple(EMULATO
     """
     run, models = Run(torch.device("cpu"), smoke=False, rounds=1), {}
     for name in names:
-        try:
+        with suppress(ImportError):  # `bench.cpu.machine` names its version, or None
             models[name] = EMULATORS[name].change(make(), run)
-        except ImportError:  # `bench.cpu.machine` names its version, or None
-            continue
     return models

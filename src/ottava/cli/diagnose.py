@@ -29,15 +29,13 @@ SCHEMA_VERSION = 2
 
 def diagnose(
     run: Annotated[Path, Argument(metavar="RUN", help="Folder of a watched run.")],
-    baseline: Annotated[
-        Path | None, Option("--baseline", metavar="RUN", help="The same training in BF16, or a good run.")
-    ] = None,
+    baseline: Annotated[Path | None, Option(metavar="RUN", help="The same training in BF16, or a good run.")] = None,
     language: SpeaksOption = "en",
     framework: Annotated[
         str | None, Option("--for", metavar="NAME", help="Print changes for this framework, not for that which ran.")
     ] = None,
     fail_on: Annotated[
-        str, Option("--fail-on", metavar="NAME", help="Exit 1 from this severity on: critical, warning, never.")
+        str, Option(metavar="NAME", help="Exit 1 from this severity on: critical, warning, never.")
     ] = "critical",
     every: Annotated[bool, Option("--all", help="Show the triage tree, and each law that lacks data.")] = False,
     retrain: Annotated[
@@ -129,11 +127,11 @@ def _finding(number: int, finding: Finding) -> list[str]:
 def compare(
     good: Annotated[Path, Argument(metavar="GOOD", help="Folder of the run that went well.")],
     bad: Annotated[Path, Argument(metavar="BAD", help="Folder of the run that went wrong.")],
-    align: Annotated[str, Option("--align", metavar="AXIS", help="Pair looks by step, or by tokens.")] = "step",
+    align: Annotated[str, Option(metavar="AXIS", help="Pair looks by step, or by tokens.")] = "step",
     control: Annotated[
-        list[Path] | None, Option("--control", metavar="RUN", help="Another good run, of another seed; repeatable.")
+        list[Path] | None, Option(metavar="RUN", help="Another good run, of another seed; repeatable.")
     ] = None,
-    top: Annotated[int, Option("--top", metavar="N", min=1, help="Rows of the table.")] = 15,
+    top: Annotated[int, Option(metavar="N", min=1, help="Rows of the table.")] = 15,
     language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
@@ -189,19 +187,15 @@ def bisect(
         Path, Argument(metavar="RUN|CHECKPOINT|DUMP", help="Run folder or checkpoint of `ottava train`, or a dump.")
     ],
     step: Annotated[
-        int | None,
-        Option("--step", metavar="N", help="Replay this step's batch; default: the step after the checkpoint."),
+        int | None, Option(metavar="N", help="Replay this step's batch; default: the step after the checkpoint.")
     ] = None,
-    batch: Annotated[Path | None, Option("--batch", metavar="FILE", help="Replay this dumped batch.")] = None,
-    recipe: Annotated[
-        str | None, Option("--recipe", metavar="NAME", help="Recipe to bisect; default: the run's recipe.")
-    ] = None,
+    batch: Annotated[Path | None, Option(metavar="FILE", help="Replay this dumped batch.")] = None,
+    recipe: Annotated[str | None, Option(metavar="NAME", help="Recipe to bisect; default: the run's recipe.")] = None,
     accumulator: Annotated[
-        str | None,
-        Option("--accumulator", metavar="NAME", help="Emulate the sums of this tensor core, such as hopper."),
+        str | None, Option(metavar="NAME", help="Emulate the sums of this tensor core, such as hopper.")
     ] = None,
     target: Annotated[
-        str, Option("--target", metavar="gradient|loss", help="Quantity to compare with high precision.")
+        str, Option(metavar="gradient|loss", help="Quantity to compare with high precision.")
     ] = "gradient",
     language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,
@@ -342,12 +336,9 @@ def _table(dump: GemmDump, probes: list[Any]) -> str:
 
 def what_if(
     run: Annotated[Path, Argument(metavar="RUN", help="Folder of a watched run.")],
-    recipes: Annotated[
-        str | None, Option("--recipes", metavar="A,B", help="Recipes by name; default: every FP8 recipe.")
-    ] = None,
+    recipes: Annotated[str | None, Option(metavar="A,B", help="Recipes by name; default: every FP8 recipe.")] = None,
     layers: Annotated[
-        str | None,
-        Option("--layers", metavar="PATTERN", help="Only these layers, with numbers of every tensor: *.down_proj"),
+        str | None, Option(metavar="PATTERN", help="Only these layers, with numbers of every tensor: *.down_proj")
     ] = None,
     language: SpeaksOption = "en",
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object.")] = False,

@@ -10,7 +10,7 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Annotated, Any
@@ -248,12 +248,10 @@ def demo(
 def only_warnings() -> Iterator[None]:
     """Hides the trainers' log lines about checkpoints: those of five runs would bury the table."""
     logger = logging.getLogger("ottava.train")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
+    with ExitStack() as stack:
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.WARNING)
         yield
-    finally:
-        logger.setLevel(level)
 
 
 def _choices(

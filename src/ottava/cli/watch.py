@@ -386,10 +386,6 @@ def _as_text(table: pa.Table) -> bytes:
     return "\n".join([*columns(head, *rows), ""]).encode()
 
 
-def _as_json(table: pa.Table) -> bytes:
-    return (to_json({"schema_version": 1, "rows": table.to_pylist()}, indent=None) + "\n").encode()
-
-
 def _written(module: str, write: str, table: pa.Table) -> bytes:
     buffer = io.BytesIO()
     getattr(importlib.import_module(f"pyarrow.{module}"), write)(table, buffer)
@@ -400,7 +396,7 @@ _FORMS: Mapping[str, Callable[[pa.Table], bytes]] = MappingProxyType(
     {
         "text": _as_text,
         "csv": partial(_written, "csv", "write_csv"),
-        "json": _as_json,
+        "json": lambda table: f"{to_json({'schema_version': 1, 'rows': table.to_pylist()}, indent=None)}\n".encode(),
         "parquet": partial(_written, "parquet", "write_table"),
     }
 )

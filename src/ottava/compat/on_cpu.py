@@ -197,15 +197,12 @@ def on_cpu() -> Iterator[None]:
         (dist, "init_process_group", _gloo(dist.init_process_group, "gloo")),
         (dist, "new_group", _gloo(dist.new_group)),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    try:
+    with contextlib.ExitStack() as stack:
         for owner, name, answer in changes:
+            stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, answer)
-        with _ToCPU():
-            yield
-    finally:
-        for owner, name, real in before:
-            setattr(owner, name, real)
+        stack.enter_context(_ToCPU())
+        yield
 
 
 def missing(trace: TracebackType | None) -> str:

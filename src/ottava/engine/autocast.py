@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
@@ -76,15 +76,6 @@ class Session:
         return any(state.predicts for state in self._states.values())
 
 
-class Ear:
-    """Notes whether a layer has read an autocast."""
-
-    __slots__ = ("heard",)
-
-    def __init__(self) -> None:
-        self.heard = False
-
-
 @dataclass(frozen=True)
 class Ambient:
     """The settings of the innermost `autocast`."""
@@ -103,7 +94,7 @@ class Ambient:
     """Set if this autocast, or an autocast around it, makes boundaries."""
     batch_invariant: bool = False
     """Whether the bits of a row may not depend on the other rows."""
-    ear: Ear = field(default_factory=Ear, repr=False, compare=False)
+    ear: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(heard=False), repr=False, compare=False)
     """Notes that a layer has read these settings."""
 
     def recipe_for(self, layer: str, own: Recipe) -> Recipe:

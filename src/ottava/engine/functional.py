@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -65,71 +66,50 @@ class Exchange(Protocol):
         """The sum over all ranks of y or of dx, tensor: "y" or "dx"; (all M, features) -> this rank's tokens."""
 
 
+@dataclass(slots=True, eq=False)
 class Call:
-    """One forward of a quantized layer and its backward: its settings, and the record of the kernels that ran.
+    """One forward of a quantized layer and its backward: its settings, and the record of the kernels that ran."""
 
-    Args:
-        doors: the three doors of the layer.
-        recipe: resolved for this layer (no overrides left).
-        plans: the layer's plans of GEMMs.
-        produce: makes the rows for the input door; None: the rows are the input.
-        exchange: gathers operands between cast and GEMM; None: this rank has all of them.
-        training: whether this is a training forward: in grad mode, and no calibration.
-        before: the layer's previous call. This call keeps the last training call, so that evaluation does not hide it.
-    """
+    doors: LinearQuantizers
+    """The three doors of the layer."""
+    recipe: Recipe
+    """Resolved for this layer (no overrides left)."""
+    plans: dict[Any, GemmPlan] = field(default_factory=dict)
+    """The layer's plans of GEMMs."""
+    input_shape: tuple[int, ...] | None = None
+    """None: compiled code runs the call."""
+    produce: Producer | None = None
+    """Makes the rows for the input door; None: the rows are the input."""
+    exchange: Exchange | None = None
+    """Gathers operands between cast and GEMM; None: this rank has all of them."""
+    training: bool = False
+    """Whether this is a training forward: in grad mode, and no calibration."""
+    before: InitVar[Call | None] = None
+    """The layer's previous call. This call keeps the last training call, so that evaluation does not hide it."""
+    dtype: torch.dtype | None = None
+    records: dict[str, GemmRecord] = field(default_factory=dict)
+    """By "fprop", "dgrad", "wgrad"."""
+    saved_bytes: int = 0
+    high_precision_bytes: int = 0  # kept for backward; torch's linear would keep its input
+    cast_specs: tuple[QuantizationSpec | None, ...] = ()
+    """The specs of x and of x.T to which the forward has cast its input."""
+    remark: str = ""
+    """A remark of the receipt about these casts."""
+    gradient_remark: str = ""
+    """The same about the cast of dy."""
+    after_backward: Callable[[], None] | None = None
+    note: Callable[[Notes], None] | None = None
+    """Takes what the casts of a backward have seen, and those of its forward; None: their doors stage it."""
+    session_note: Callable[[Notes], None] | None = None
+    """Takes what a forward has seen in an autocast that makes boundaries: scales wait for no backward there."""
+    takes_dw: Callable[[Callable[[torch.dtype], Tensor]], Tensor | None] | None = None
+    """Takes the GEMM of dw, a function of its dtype, and returns what autograd gets; None: the GEMM's result."""
+    unlinked: Notes = field(default_factory=list)
+    """What a forward has seen that will have no backward, because nothing in it requires a gradient."""
+    trained: Call | None = None
 
-    __slots__ = (
-        *("after_backward", "cast_specs", "doors", "dtype", "exchange", "gradient_remark", "high_precision_bytes"),
-        *(
-            "input_shape",
-            "note",
-            "plans",
-            "produce",
-            "recipe",
-            "records",
-            "remark",
-            "saved_bytes",
-            "takes_dw",
-            "trained",
-            "training",
-        ),
-        *("session_note", "unlinked"),
-    )
-
-    def __init__(
-        self,
-        doors: LinearQuantizers,
-        recipe: Recipe,
-        plans: dict[Any, GemmPlan] | None = None,
-        input_shape: tuple[int, ...] | None = None,
-        produce: Producer | None = None,
-        exchange: Exchange | None = None,
-        *,
-        training: bool = False,
-        before: Call | None = None,
-    ) -> None:
-        self.doors, self.recipe, self.plans = doors, recipe, {} if plans is None else plans
-        self.input_shape = input_shape  # None: compiled code runs the call
-        self.produce, self.exchange = produce, exchange
-        self.dtype: torch.dtype | None = None
-        self.records: dict[str, GemmRecord] = {}  # by "fprop", "dgrad", "wgrad"
-        self.saved_bytes = self.high_precision_bytes = 0  # kept for backward; torch's linear would keep its input
-        self.cast_specs: tuple[QuantizationSpec | None, ...] = ()
-        """The specs of x and of x.T to which the forward has cast its input."""
-        self.remark = ""
-        """A remark of the receipt about these casts."""
-        self.gradient_remark = ""
-        """The same about the cast of dy."""
-        self.after_backward: Callable[[], None] | None = None
-        self.note: Callable[[Notes], None] | None = None
-        """Takes what the casts of a backward have seen, and those of its forward; None: their doors stage it."""
-        self.session_note: Callable[[Notes], None] | None = None
-        """Takes what a forward has seen in an autocast that makes boundaries: scales wait for no backward there."""
-        self.takes_dw: Callable[[Callable[[torch.dtype], Tensor]], Tensor | None] | None = None
-        """Takes the GEMM of dw, a function of its dtype, and returns what autograd gets; None: the GEMM's result."""
-        self.unlinked: Notes = []
-        """What a forward has seen that will have no backward, because nothing in it requires a gradient."""
-        self.training, self.trained = training, None if training or before is None else before.last_training
+    def __post_init__(self, before: Call | None) -> None:
+        self.trained = None if self.training or before is None else before.last_training
 
     @property
     def casts(self) -> int:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -232,7 +232,7 @@ class CollectiveRow:
         return f"{words} over {self.ranks} {'rank' if self.ranks == 1 else 'ranks'}{named} x {self.calls} ({size})"
 
 
-class Collectives:
+class Collectives(TorchDispatchMode):
     """Records the collectives of this rank inside a context; code outside of it pays nothing.
 
     `rows` has a row for each operation, dtype, reduction and group, in the order of their first calls; print the
@@ -250,18 +250,9 @@ class Collectives:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._calls: Counter[tuple[str, str, str, int, str]] = Counter()
         self._bytes: Counter[tuple[str, str, str, int, str]] = Counter()
-        self._mode = _Mode(self)
-
-    def __enter__(self) -> Self:
-        self._mode.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)
 
     @property
     def rows(self) -> tuple[CollectiveRow, ...]:
@@ -270,6 +261,14 @@ class Collectives:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.rows)) or "no collectives"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # DDP calls c10d from C++, so wrapping functions of torch.distributed would miss it; operators pass here,
+        # but not those inside a functional collective, which are its own affair
+        if func.namespace in ("c10d", "_c10d_functional"):
+            names = [argument.name for argument in func._schema.arguments]
+            self._note(func, {**dict(zip(names, args, strict=False)), **(kwargs or {})})
+        return func(*args, **(kwargs or {}))
 
     def _note(self, func: Any, arguments: dict[str, Any]) -> None:
         name = func._schema.name.partition("::")[2].strip("_")
@@ -288,21 +287,6 @@ class Collectives:
         key = kind, dtype_name((sent or tensors)[0].dtype), _reduction(arguments.get("reduce_op")), *named
         self._calls[key] += 1
         self._bytes[key] += sum(one.numel() * one.element_size() for one in sent)
-
-
-class _Mode(TorchDispatchMode):
-    """Sees the operators of c10d; those inside a functional collective are its own affair."""
-
-    def __init__(self, record: Collectives) -> None:
-        super().__init__()
-        self.record = record
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # DDP calls c10d from C++, so wrapping functions of torch.distributed would miss it; operators pass here
-        if func.namespace in ("c10d", "_c10d_functional"):
-            names = [argument.name for argument in func._schema.arguments]
-            self.record._note(func, {**dict(zip(names, args, strict=False)), **(kwargs or {})})
-        return func(*args, **(kwargs or {}))
 
 
 def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:

@@ -39,7 +39,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -666,10 +666,7 @@ class Ablation:
 
         @contextmanager
         def switched() -> Any:
-            with ExitStack() as stack:
-                stack.enter_context(way.switched())
-                if layer is not None:
-                    stack.enter_context(door_hooks(layer, one_operand(gemm, quantized)))
+            with way.switched(), nullcontext() if layer is None else door_hooks(layer, one_operand(gemm, quantized)):
                 yield
 
         found = self.player.run(replace(way, switched=switched), tail=self.tail)

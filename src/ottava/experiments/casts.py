@@ -131,10 +131,8 @@ def _granularity(module: Any) -> str:
 
 @contextmanager
 def _without(torchao: Sequence[nn.Module], engine: bool) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(_replaced({m: torchs_linear(m) for m in torchao}))
-        if engine:
-            stack.enter_context(sys.modules["transformer_engine.pytorch"].fp8_autocast(enabled=False))
+    theirs = sys.modules["transformer_engine.pytorch"].fp8_autocast(enabled=False) if engine else nullcontext()
+    with _replaced({m: torchs_linear(m) for m in torchao}), theirs:
         yield
 
 
@@ -146,15 +144,12 @@ def torchs_linear(module: Any) -> Callable[..., Any]:
 @contextmanager
 def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Modules with another forward."""
-    before = {module: {k: v for k, v in vars(module).items() if k == "forward"} for module in forwards}
-    for module, forward in forwards.items():
-        vars(module)["forward"] = forward
-    try:
+    with ExitStack() as stack:
+        for module, forward in forwards.items():
+            stack.callback(vars(module).update, {k: v for k, v in vars(module).items() if k == "forward"})
+            stack.callback(vars(module).pop, "forward", None)
+            vars(module)["forward"] = forward
         yield
-    finally:
-        for module, own in before.items():
-            vars(module).pop("forward", None)
-            vars(module).update(own)
 
 
 def _simulated(modules: Collection[nn.Module], name_of: Callable[[nn.Module], str], recipe: Recipe) -> Casts | None:

@@ -114,17 +114,15 @@ class Exact(TorchDispatchMode):
             site = self._site(sys._getframe(2)) if x.is_floating_point() else ""
             if site and numbers is None:
                 self._note(site, x, result)
-            if numbers is not None or (site and self._wanted(site)):
+            # in a replay the caller may be unknown
+            wanted = self.only is None or any(site == one or site.startswith(f"{one}, ") for one in self.only)
+            if numbers is not None or (site and wanted):
                 self._keep(result, x if numbers is None else numbers)
             else:
                 self._cast.pop(result.untyped_storage()._cdata, None)
         elif numbers is not None and x.dtype in NARROW and result.is_floating_point():
             result.copy_(numbers)
         return result
-
-    def _wanted(self, site: str) -> bool:
-        # in a replay the caller may be unknown
-        return self.only is None or any(site == one or site.startswith(f"{one}, ") for one in self.only)
 
     def _site(self, frame: FrameType | None) -> str:
         """FILE:LINE of the user's that converts, and of its caller in a replay; "" for layers with switches of their

@@ -31,7 +31,7 @@ from ottava.experiments.logic import reasons
 from ottava.experiments.nonfinite import first_nonfinite, nan_in_graph
 from ottava.experiments.program import AS_IT_RAN, Gradients, Player, Program, Recorder, Way, has_compiled
 from ottava.experiments.shadow import Shadow, nothing_changes, parameters_of, scaler_factor
-from ottava.experiments.snapshot import NotReplayableError, Snapshot, random_kept, stepped_by
+from ottava.experiments.snapshot import NotReplayableError, Snapshot, stepped_by
 from ottava.experiments.trace import Trace
 from ottava.experiments.twin import STEPS, OptimizerTwin, keeps_codes, narrow
 from ottava.measure.limits import LEAST, OVERSHOOTS, SUSPICIOUS, gradient_hurts, loss_taken, overshoots, robust_z
@@ -349,7 +349,7 @@ class Laboratory:
             self._recorder.backward(root, loss, gradient, retain)
         # to read a loss costs nothing on a CPU only; after this backward the weights are NaN and the graph is gone
         elif self._every and not self._found_nonfinite and root.device.type == "cpu" and not loss.isfinite().all():
-            with self._safely("nonfinite"), random_kept():
+            with self._safely("nonfinite"), nothing_changes(()):
                 self._tell_nonfinite(self._step, nan_in_graph(root, self._name_of))
 
     def learned(self) -> None:

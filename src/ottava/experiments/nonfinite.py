@@ -12,7 +12,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -36,7 +36,7 @@ def first_nonfinite(player: Player, name_of: Callable[[nn.Module], str], *, tail
     seer = _Seer()
     modules = [m for module in player.program.modules for m in module.modules()]
     with _named(modules, name_of, seer):
-        player.run(Way(AS_IT_RAN.ambient, lambda: seer.watching()), tail=tail)
+        player.run(Way(AS_IT_RAN.ambient, lambda: seer), tail=tail)
     return seer.found
 
 
@@ -47,11 +47,6 @@ class _Seer(TorchDispatchMode):
         self.path: list[str] = []
         self.backward, self.last = "", "the inputs"
         self.read_nan = False
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with self:
-            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -113,7 +108,6 @@ def _innocent(before: Sequence[tuple[float, bool]], wrong: Sequence[Tensor], arg
 @contextmanager
 def _named(modules: Sequence[nn.Module], name_of: Callable[[nn.Module], str], seer: _Seer) -> Iterator[None]:
     """Tells the seer which module runs."""
-    handles: list[Any] = []
 
     def enter(module: nn.Module, *_: Any) -> None:
         seer.path.append(name_of(module))
@@ -127,13 +121,11 @@ def _named(modules: Sequence[nn.Module], name_of: Callable[[nn.Module], str], se
             if isinstance(x, Tensor) and x.requires_grad and not module._modules:
                 x.register_hook(lambda g: setattr(seer, "backward", name))
 
-    for module in modules:
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_pre_hook(enter))
+            stack.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def nan_in_graph(root: Tensor, name_of: Callable[[Tensor], str]) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -721,28 +721,19 @@ def _first_half(gradient: Tensor) -> Tensor:
 @contextmanager
 def _bare(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Parameters without gradients and without the hooks that run when one has been accumulated."""
-    before = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
-    hooks = [(h, dict(h)) for _, _, h in before if h]
-    for p, _, _ in before:
-        p.grad = None
-    for live, _ in hooks:
-        live.clear()
-    try:
+    with ExitStack() as stack:
+        for p in parameters:
+            stack.callback(setattr, p, "grad", p.grad)
+            p.grad = None
+            if hooks := p._post_accumulate_grad_hooks:
+                stack.callback(hooks.update, dict(hooks))
+                hooks.clear()
         yield
-    finally:
-        for p, gradient, _ in before:
-            p.grad = gradient
-        for live, saved in hooks:
-            live.update(saved)
 
 
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    if "torch._dynamo" not in sys.modules:  # its import takes seconds
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+def _uncompiled() -> AbstractContextManager[Any]:
+    known = "torch._dynamo" in sys.modules  # its import takes seconds
+    return torch.compiler.set_stance("force_eager") if known else nullcontext()
 
 
 def without_casts(ambient: Ambient) -> Ambient:

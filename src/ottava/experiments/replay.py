@@ -16,7 +16,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import CellType, FunctionType, MethodType, NoneType
 from typing import Any
@@ -247,11 +247,6 @@ def _is_own(value: Any) -> bool:
     return not isinstance(value, others) and hasattr(value, "__dict__") and not _of_library(type(value).__module__)
 
 
-def _is_class(value: Any) -> bool:
-    """Whether this is a class of the script's."""
-    return isinstance(value, type) and not _of_library(value.__module__)
-
-
 def _inside(value: Any) -> Iterable[Any] | None:
     """What a collection holds, a class or an object of the script's, or a function's closure; None: another kind."""
     match value:
@@ -269,7 +264,7 @@ def _inside(value: Any) -> Iterable[Any] | None:
         return [*(value.values() if isinstance(value, dict) else value)] if len(value) <= _FEW else ()
     if _is_own(value):
         return *vars(value).values(), type(value)
-    return [*vars(value).values()] if _is_class(value) else None
+    return [*vars(value).values()] if isinstance(value, type) and not _of_library(value.__module__) else None
 
 
 def _behind(values: Iterable[Any], met: set[int]) -> list[Any]:
@@ -410,15 +405,11 @@ def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def door_hooks(layer: Any, hook: Callable[[str, Tensor, Any], Any]) -> Iterator[None]:
     """Calls hook(tensor, x, (row, col)) after every cast of a layer. If it returns something, that replaces the
     operands."""
-    handles = [
-        door.register_forward_hook(lambda _, args, output, name=name: hook(name, args[0], output))
-        for name, door in layer.quantizers.named_children()
-    ]
-    try:
+    with ExitStack() as stack:
+        for name, door in layer.quantizers.named_children():
+            told = functools.partial(lambda name, _, args, output: hook(name, args[0], output), name)
+            stack.enter_context(door.register_forward_hook(told))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def one_operand(gemm: str, quantized: str | None) -> Callable[[str, Tensor, Any], Any]:

@@ -22,7 +22,7 @@ from ottava.experiments.casts import Casts, with_sites
 from ottava.experiments.handmade import Exact, derivatives
 from ottava.experiments.program import AS_IT_RAN, Gradients, Pass, Player, Program, Way
 from ottava.experiments.replay import untouched
-from ottava.experiments.snapshot import random_kept
+from ottava.experiments.snapshot import random_now
 from ottava.weights.parameter import local
 
 _SHOWN = 5
@@ -36,7 +36,7 @@ _FLOOR = 1e-3
 def nothing_changes(models: Sequence[nn.Module]) -> Iterator[None]:
     """Restores all that a run of these models changes: see `replay.untouched`; and random generators."""
     with ExitStack() as stack:
-        stack.enter_context(random_kept())
+        stack.callback(random_now())
         for model in models:
             stack.enter_context(untouched(model))
         yield
@@ -146,15 +146,12 @@ class Shadow:
     @contextmanager
     def scaled(self, part: float) -> Iterator[None]:
         """The weights after a part, or a multiple, of the step that was made since."""
-        pairs = [(local(p.data), x) for p, x in zip(self.parameters, self.before, strict=True)]
-        made = [now.clone() for now, _ in pairs]
-        try:
-            for now, before in pairs:
+        with ExitStack() as stack:
+            for p, before in zip(self.parameters, self.before, strict=True):
+                now = local(p.data)
+                stack.callback(now.copy_, now.clone())
                 now.lerp_(before.to(now.device), 1 - part)
             yield
-        finally:
-            for (now, _), after in zip(pairs, made, strict=True):
-                now.copy_(after)
 
     def _values(self) -> list[Tensor]:
         return [entry.value.value() for entry in self.program.backwards]

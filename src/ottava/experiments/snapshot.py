@@ -163,11 +163,9 @@ def under_saved(hooks: Saved) -> AbstractContextManager[Any]:
 @contextmanager
 def under_ambient(ambient: Ambient) -> Iterator[None]:
     """ottava's autocast as it was; it makes no boundary and warns of nothing."""
-    token = AMBIENT.set(ambient)
-    try:
+    with ExitStack() as stack:
+        stack.callback(AMBIENT.reset, AMBIENT.set(ambient))
         yield
-    finally:
-        AMBIENT.reset(token)
 
 
 def random_now() -> Callable[[], None]:
@@ -183,16 +181,6 @@ def random_now() -> Callable[[], None]:
             numpy.random.set_state(state)
 
     return set_back
-
-
-@contextmanager
-def random_kept() -> Iterator[None]:
-    """Restores the generators of torch, Python and NumPy at the end of the context."""
-    set_back = random_now()
-    try:
-        yield
-    finally:
-        set_back()
 
 
 class Stateful(Protocol):

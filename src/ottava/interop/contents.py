@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -57,10 +58,8 @@ _OURS = re.compile(
 )
 _PARTS = ("amax_history", "scale", "nonfinite_count", "guard_count")
 _EXTRA_STATE = "_extra_state"
-_COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("fwd", ("input", "weight", "output")),
-    ("bwd", ("grad_output", "grad_input")),
-)
+COLUMNS = MappingProxyType({"fwd": ("input", "weight", "output"), "bwd": ("grad_output", "grad_input")})
+"""TransformerEngine's slots of a GEMM, by direction."""
 _TORCH_FILES = ("*.bin", "*.pt", "*.pth")
 _TORCH_MAGIC = (b"PK\x03\x04", b"\x80")
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -370,7 +369,7 @@ def _transformer_engine(path: Path, entries: Mapping[str, Any]) -> tuple[list[Te
             words += [f"largest numbers {maxima[0]} forward, {maxima[1]} backward"] if len(maxima) == 2 else []
             recipes.setdefault(f"{recipe.qualified_name.rpartition('.')[2]}({', '.join(words)})")
         layer = name.removesuffix(_EXTRA_STATE).removesuffix(".")
-        for direction, roles in _COLUMNS:
+        for direction, roles in COLUMNS.items():
             scale, history = state.get(f"scale_{direction}"), state.get(f"amax_history_{direction}")
             law = _law(settings, extra if isinstance(extra, dict) else {}, direction)
             if not isinstance(scale, Tensor) or not isinstance(history, Tensor) or not _fit(scale, history, roles):

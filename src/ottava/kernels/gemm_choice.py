@@ -34,7 +34,7 @@ from torch import Tensor
 from ottava.base.untrusted import parse_json, read_text
 from ottava.kernels.native import build as native_build
 from ottava.numerics.formats import E4M3, dtype_name
-from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
+from ottava.numerics.tensor import GemmCall, QuantizationSpec, QuantizedTensor
 
 _LOGGER = logging.getLogger(__name__)
 _ROUNDS = 9
@@ -129,9 +129,7 @@ class Store:
         return ""
 
 
-def call_name(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-) -> str:
+def call_name(*call: *GemmCall) -> str:
     """The facts of a call that decide its time, in words.
 
     Example:
@@ -140,20 +138,19 @@ def call_name(
         >>> call_name(x_q, x_q, torch.bfloat16, None, False)
         'E4M3[tensor] x E4M3[tensor] 2x2x4 bfloat16'
     """
+    a, b, out_dtype, bias, fast_accum = call
     sides = [f"{x.spec.format}[{x.spec.granularity}]" for x in (a, b)]
     sizes = f"{a.shape[0]}x{b.shape[0]}x{a.shape[1]}"
     extras = (f" bias {dtype_name(bias.dtype)}" if bias is not None else "") + (" fast" if fast_accum else "")
     return f"{sides[0]} x {sides[1]} {sizes} {dtype_name(out_dtype)}{extras}"
 
 
-def known(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-) -> Choice | None:
+def known(*call: *GemmCall) -> Choice | None:
     """The choice for a call on its device; None: there is none, or the device is no CUDA device."""
-    if a.device.type != "cuda":
+    if call[0].device.type != "cuda":
         return None
-    choices = store(a.device)
-    return choices.known(call_name(a, b, out_dtype, bias, fast_accum)) if len(choices) else None
+    choices = store(call[0].device)
+    return choices.known(call_name(*call)) if len(choices) else None
 
 
 @functools.cache

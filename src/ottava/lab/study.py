@@ -27,7 +27,7 @@ import re
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -177,11 +177,9 @@ class Study:
         """The finished measurements of these settings, by recipe and seed. A damaged file counts as unfinished."""
         found = {}
         for recipe, seed in self.tasks():
-            try:
+            with suppress(OSError, ValueError, TypeError, KeyError):
                 values = parse_json(read_text(self.path(recipe, seed)))
                 found[recipe.name, seed] = Measurement(**_numbers(values))
-            except (OSError, ValueError, TypeError, KeyError):
-                continue
         return found
 
     def run(self, stopping: Callable[[], object]) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -135,12 +135,10 @@ def observe(model: nn.Module, *, detail: Detail = "blocks") -> Iterator[Observat
     """
     seen = Observation()
     handles = watch_doors(model, lambda key, x, x_q: seen.add(key, measure_packed(x, x_q, detail=detail).tally()))
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield seen
-    finally:
+    with ExitStack() as stack, torch.compiler.set_stance("force_eager"):
         for handle in handles:
-            handle.remove()
+            stack.enter_context(handle)
+        yield seen
 
 
 def watch_doors(model: nn.Module, take: Take) -> list[RemovableHandle]:

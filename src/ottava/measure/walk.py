@@ -260,7 +260,10 @@ class _Walk:
         self.channels += torch.stack([x, error]).to(torch.float64).square_().sum(1)
         blocks = block_amaxes(magnitude, BLOCK_1X128)
         squares = self._sum(x, magnitude, error, _unit(blocks.amax(1, keepdim=True)))
-        self._extend(bits, error)
+        smallest = ((bits - 1) & _MAGNITUDE_BITS).amin() + 1  # zeros wrap around to the top
+        amin = torch.where(smallest > 0, smallest.view(torch.float32).to(torch.float64), math.inf)
+        for name, value in (("amin", -amin), ("max_error", error.abs().amax().to(torch.float64))):
+            self.extremes[name] = torch.maximum(self.extremes.get(name, value), value)
         self._histograms(magnitude, bits, zeros, blocks, squares, slice(start, stop))
 
     def _count(self, magnitude: Tensor, nonzero: Tensor, q: Tensor, numbers: Tensor, scale_inv: Tensor) -> None:
@@ -298,12 +301,6 @@ class _Walk:
         self._add("row_sqnr", _by_sqnr(signal, noise, alive))
         self._add("n_rows", alive.sum())
         return squares.to(torch.float64).mul_((self.unit / unit).square()) if self.detail == "blocks" else squares
-
-    def _extend(self, bits: Tensor, error: Tensor) -> None:
-        smallest = ((bits - 1) & _MAGNITUDE_BITS).amin() + 1  # zeros wrap around to the top
-        amin = torch.where(smallest > 0, smallest.view(torch.float32).to(torch.float64), math.inf)
-        for name, value in (("amin", -amin), ("max_error", error.abs().amax().to(torch.float64))):
-            self.extremes[name] = torch.maximum(self.extremes.get(name, value), value)
 
     def _histograms(
         self, magnitude: Tensor, bits: Tensor, zeros: Tensor, blocks: Tensor, squares: Tensor, rows: slice

@@ -567,17 +567,11 @@ def model_init(recipe: Recipe | str = "tensorwise", *, keep_high_precision: bool
         )
     check_weights(recipe, {"": None}, "fp8")
     maker = _Maker(recipe, keep_high_precision)
-    handles = (
-        register_module_module_registration_hook(maker),
-        register_module_parameter_registration_hook(maker),
-    )
-    hooks: Any = handles[0].hooks_dict_ref()
-    maker.active = lambda: [hook for hook in hooks.values() if isinstance(hook, _Maker)]
-    try:
+    register = register_module_parameter_registration_hook
+    with register_module_module_registration_hook(maker) as handle, register(maker):
+        hooks: Any = handle.hooks_dict_ref()
+        maker.active = lambda: [hook for hook in hooks.values() if isinstance(hook, _Maker)]
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     maker.finish()
 
 

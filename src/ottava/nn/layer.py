@@ -230,9 +230,8 @@ class Layer(QuantizedLayer):
         way passes views of it."""
         if torch.compiler.is_compiling():
             settings = ambient()
-            call = Call(
-                self.quantizers, settings.recipe_for(self.name, self.resolved), None, None, self.produce, self.exchange
-            )
+            recipe = settings.recipe_for(self.name, self.resolved)
+            call = Call(self.quantizers, recipe, produce=self.produce, exchange=self.exchange)
             lent = isinstance(weight, QuantizedWeight) and weight.lent is not None
             eager = lent or settings.session is not None or settings.batch_invariant
             eager = eager or (settings.recipe is None and settings.accumulator is not None)

@@ -227,7 +227,7 @@ def with_nan(scale: Scale, amax: Tensor, fmt: Format) -> Scale:
 
 def _scale_of_usable(amax: Tensor, fmt: Format, scale_format: ScaleFormat, margin: int) -> Scale:
     """The scales of `compute_scale`, 1 where amax is 0, infinite or NaN."""
-    usable = (amax > 0) & amax.isfinite()
+    usable = _usable(amax)
     amax = torch.where(usable, amax, 1.0)
     if scale_format in ("e8m0", "e8m0_floor"):
         scale_inv = _e8m0_scale_inv(amax, fmt, margin, round_up=scale_format == "e8m0")
@@ -258,15 +258,10 @@ def _e8m0_scale_inv(amax: Tensor, fmt: Format, margin: int, *, round_up: bool) -
 def _two_level_scale(amax: Tensor, fmt: Format, margin: int) -> Scale:
     """scale_inv = s * d: d for the tensor in fp32, s for the block in E4M3. amax: per block, unusable ones 0."""
     top = fmt.max * 2.0**-margin  # the tensor's scale takes the margin: E4M3 has no range to spare
-    tensor_amax = amax.amax().reshape(1, 1) if amax.numel() else amax.new_zeros(1, 1)
-    encode = torch.full_like(tensor_amax, E4M3.max * top).div_(tensor_amax).clamp_(max=_FP32_MAX)
-    encode = torch.where(tensor_amax > 0, encode, 1.0)
+    encode = _tensor_scale(amax, E4M3.max * top, None)
     per_block = encode * torch.full_like(encode, 1 / top)  # NVIDIA multiplies by fp32's 1/6, and does not divide
     block = round_to_format((amax * per_block).clamp(max=_FP32_MAX), E4M3)
-    scale_inv = block * encode.reciprocal()
-    scale = scale_inv.reciprocal().clamp(max=_FP32_MAX)  # a block scale that underflowed to 0: its codes decode to 0
-    empty = amax == 0
-    return Scale(torch.where(empty, 1.0, scale), torch.where(empty, 1.0, scale_inv))
+    return _scale_of(block, encode, amax)
 
 
 def exponent_bytes(scale_inv: Tensor) -> Tensor:
@@ -448,8 +443,8 @@ def _rounded(amax: Tensor, encode: Tensor, top: float) -> Tensor:
 
 def _scale_of(block: Tensor, encode: Tensor, amax: Tensor) -> Scale:
     """1 for blocks of zeros, NaN as the scale of blocks with an infinity or a NaN."""
-    scale_inv = block * encode.reciprocal()
-    scale, usable = scale_inv.reciprocal().clamp(max=_FP32_MAX), _usable(amax)
+    scale_inv, usable = block * encode.reciprocal(), _usable(amax)
+    scale = scale_inv.reciprocal().clamp(max=_FP32_MAX)  # a block scale that underflowed to 0: its codes decode to 0
     return with_nan(Scale(torch.where(usable, scale, 1.0), torch.where(usable, scale_inv, 1.0)), amax, E2M1)
 
 

@@ -439,6 +439,8 @@ Beside = tuple[Operand | None, Operand | None]
 """The operands that x and x.T meet in their GEMMs, where those were cast before."""
 RunGemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], Tensor]
 """(a (M, K), b (N, K), bias (N,) or None) -> y (M, N)."""
+GemmCall = tuple[QuantizedTensor, QuantizedTensor, torch.dtype, Tensor | None, bool]
+"""What decides who multiplies, and how: a (M, K), b (N, K), the dtype of y, the bias, and fast_accum of `ops.gemm`."""
 
 
 class Both(NamedTuple):

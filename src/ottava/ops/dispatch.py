@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,17 +23,29 @@ from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.build import Built
 from ottava.kernels.triton import gemm as triton_gemm
 from ottava.numerics.accumulator import Accumulator
-from ottava.numerics.tensor import QuantizedTensor, RunGemm
+from ottava.numerics.tensor import GemmCall, QuantizedTensor, RunGemm
 
 Kernel = TypeVar("Kernel")
 
 
 class GemmKernel(Protocol):
-    """The interface of a kernel file for GEMMs; see `kernels`. It has `gemm` or `plan_gemm`, and may have `padding`,
-    `ways`, `SOURCES` and `reads_scales`."""
+    """The interface of a kernel file for GEMMs. Beside what stands below it has one of
+
+        plan_gemm       (a, b, out_dtype, bias, fast_accum) -> (a, b, bias) -> Tensor, for all operands like these
+        gemm            (a, b, out_dtype, bias, fast_accum) -> Tensor
+
+    and may have
+
+        padding         (a, b) -> the zero-padded sizes, "" if none
+        ways            (a, b, out_dtype, bias, fast_accum) -> {its configurations: calls}, for `ops.gemm.tune_gemm`
+        SOURCES         names of its files, if it has more than one
+        reads_scales    (a, b) -> whether the answer of `supports_gemm` depends on numbers among the scales
+    """
 
     NAME: str
+    """Its name in receipts."""
     NATIVE: bool
+    """Whether FP8 operands stay FP8 inside the GEMM; False: emulated."""
 
     def supports_gemm(
         self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None
@@ -137,17 +149,6 @@ def explain_accumulating(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torc
     return "\n".join([*lines, f"accumulator: {profile}{'' if profile.confirmed else ', unconfirmed'}"])
 
 
-class Chosen(NamedTuple):
-    """The kernel of a call."""
-
-    kernel: GemmKernel
-    """The kernel."""
-    refusals: tuple[str, ...]
-    """Why those before it do not."""
-    lasting: bool
-    """Whether it runs all calls with such operands; False: the choice depends on numbers among the scales."""
-
-
 def gemm_kernels(device: torch.device) -> tuple[GemmKernel, ...]:
     """The kernels of a device, in the order in which dispatch asks them."""
     if device.type != "cpu":
@@ -249,19 +250,15 @@ def torch_is_beaten() -> bool:
     return dense_kernels(torch.device("cpu"), torch.bfloat16)[0] is not torch_mm
 
 
-def choose_gemm(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    fast_accum: bool,
-    backend: str | None = None,
-) -> Chosen:
-    """The kernel for a call; `backend` names one.
+def choose_gemm(*call: *GemmCall, backend: str | None = None) -> tuple[GemmKernel, tuple[str, ...], bool]:
+    """(The kernel for a call, why those before it do not run, whether it runs all such calls); `backend` names one.
+
+    The last is False where the choice depends on numbers among the scales.
 
     Raises:
         ValueError: an unknown backend, or one that does not take the call; or no kernel takes it.
     """
+    a, b, out_dtype, bias, _ = call
     kernels = gemm_kernels(a.device)
     if backend is not None:
         # the batch invariant kernel is in no table, because only who asks for it pays for it
@@ -271,15 +268,15 @@ def choose_gemm(
             raise ValueError(f"gemm: {unknown_name('backend', backend, [kernel.NAME for kernel in kernels])}")
         if reason := named[0].supports_gemm(a, b, out_dtype, bias):
             raise ValueError(f"gemm: backend {backend!r} was asked for, but {reason}")
-        return Chosen(named[0], (), False)
-    if (choice := measured(a, b, out_dtype, bias, fast_accum)) is not None:
+        return named[0], (), False
+    if (choice := measured(*call)) is not None:
         fastest = choice.kernel
         # stable: the others keep the order of capability
         kernels = tuple(sorted(kernels, key=lambda kernel: fastest != kernel.NAME))
     kernel, refusals = _first(kernels, lambda kernel: kernel.supports_gemm(a, b, out_dtype, bias))
     # a plan is kept by shapes: where a refusal read numbers, the next operands may get another kernel
     reads = [getattr(asked, "reads_scales", None) for asked in kernels[: len(refusals) + 1]]
-    return Chosen(kernel, refusals, not any(read is not None and read(a, b) for read in reads))
+    return kernel, refusals, not any(read is not None and read(a, b) for read in reads)
 
 
 def made_of(device: torch.device) -> dict[str, str]:
@@ -287,41 +284,33 @@ def made_of(device: torch.device) -> dict[str, str]:
     return {kernel.NAME: gemm_choice.hash_of_sources(cast(ModuleType, kernel)) for kernel in gemm_kernels(device)}
 
 
-def measured(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-) -> gemm_choice.Choice | None:
+def measured(*call: *GemmCall) -> gemm_choice.Choice | None:
     """The measurement of a call on its device; None: there is none, or a kernel has changed since."""
-    choice = gemm_choice.known(a, b, out_dtype, bias, fast_accum)
+    choice = gemm_choice.known(*call)
     # a changed kernel may be faster, slower or wrong now: its old measurement says nothing
-    if choice is not None and choice.made_of != made_of(a.device):
+    if choice is not None and choice.made_of != made_of(call[0].device):
         return None
     return choice
 
 
-def runner(
-    kernel: GemmKernel,
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    fast_accum: bool,
-) -> RunGemm:
+def runner(kernel: GemmKernel, *call: *GemmCall) -> RunGemm:
     """A function that runs a kernel on all operands like these: from its `plan_gemm`, else its `gemm`."""
     # a kernel without a plan decides anew in each call
     plan = getattr(kernel, "plan_gemm", None)
     if plan is not None:
-        run: RunGemm = plan(a, b, out_dtype, bias, fast_accum)
+        run: RunGemm = plan(*call)
         return run
 
     gemm: Callable[..., Tensor] = kernel.gemm  # type: ignore[attr-defined]  # a kernel has one of the two
+    _, _, out_dtype, _, fast_accum = call
 
-    def call(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    def anew(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
         if a.data.is_cpu and not torch.is_autocast_enabled("cpu"):  # the common case, without the price of a context
             return gemm(a, b, out_dtype, bias, fast_accum)
         with no_autocast(a.data.device):
             return gemm(a, b, out_dtype, bias, fast_accum)
 
-    return call
+    return anew
 
 
 def gemm_ways(

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -83,18 +84,13 @@ class GemmRecord:
 Log = Callable[[GemmRecord], None]
 
 
-@dataclass(slots=True)
-class Tap:
-    """What looks at every GEMM of the process."""
-
-    see: Callable[..., None] | None = None
-    """Called with (plan, a, b, bias, c, y, plans of the layer or None, name) after each GEMM; None: nobody looks."""
-
-
 @functools.cache
-def tap() -> Tap:
-    """The one of this process: an audit must see the GEMMs of backwards, which run in threads of their own."""
-    return Tap()
+def tap() -> Any:
+    """What looks at every GEMM of the process, in threads of backwards too.
+
+    `see` is called with (plan, a, b, bias, c, y, plans of the layer or None, name) after each; None: nobody looks.
+    """
+    return SimpleNamespace(see=None)
 
 
 def gemm(
@@ -282,16 +278,16 @@ def plan_gemm(
                 record = _record(a, b, emulates.NAME, emulates.NATIVE, "", why_not, out_dtype, accumulator)
                 return GemmPlan(emulate, record, (a.spec, b.spec, accumulator))
             backend = backend or (None if a.device.type == "cpu" else reference.NAME)  # tensor cores do not sum in fp32
-        chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
-        kernel, pads = chosen.kernel, getattr(chosen.kernel, "padding", None)
+        kernel, refusals, lasting = choose_gemm(a, b, out_dtype, bias, fast_accum, backend=backend)
+        pads = getattr(kernel, "padding", None)
         padded = "" if pads is None else pads(a, b)
         # on a CPU one measurement holds for all calls, and for the whole process
         known = gemm_choice.store(a.device).changes if a.device.type == "cuda" else 0
         return GemmPlan(
             runner(kernel, a, b, out_dtype, bias, fast_accum),
-            _record(a, b, kernel.NAME, kernel.NATIVE, padded, chosen.refusals, out_dtype, accumulator),
+            _record(a, b, kernel.NAME, kernel.NATIVE, padded, refusals, out_dtype, accumulator),
             (a.spec, b.spec, accumulator),
-            chosen.lasting,
+            lasting,
             known,
         )
     specs = (a.spec, b.spec) if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) else ()
@@ -343,7 +339,7 @@ def explain(
         return explain_accumulating(a, b, out_dtype, profile)
     # as in `plan_gemm`: a profile of fp32 sums
     named = reference.NAME if profile is not None and a.device.type != "cpu" else None
-    chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, named).kernel
+    chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, backend=named)[0]
     choice = measured(a, b, out_dtype, bias, fast_accum)
     fastest = choice is not None and choice.kernel == chosen.NAME
     why_first = "was measured to be the fastest" if fastest else f"comes first on {a.device.type}"

@@ -92,7 +92,11 @@ def _both_of(device: str, spec: str, spec_t: str) -> tuple[bool, bool]:
 
 
 class QuantizeKernel(Protocol):
-    """The interface of a kernel file for casts. It has `quantize` or `plan_quantize`; see `kernels`."""
+    """The interface of a kernel file for casts.
+
+    It also has `plan_quantize`, (x, spec) -> ((x, scale, staged) -> reference.Cast) for all x like this one, or
+    `quantize`, (x, spec, scale) -> reference.Cast: codes, scale_inv, amax.
+    """
 
     NAME: str
 

@@ -291,11 +291,8 @@ class Engine(Optimizer):
             return {**given, "state": {}}
 
         options = [{name: group[name] for name in STORAGE_OPTIONS if name in group} for group in self.param_groups]
-        handle = self.register_load_state_dict_pre_hook(take)
-        try:
+        with self.register_load_state_dict_pre_hook(take):
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
         for group, own in zip(self.param_groups, options, strict=True):
             for name, value in (self.defaults | own).items():
                 if name in own or name not in group:

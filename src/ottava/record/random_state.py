@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -37,10 +37,8 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
 @contextmanager
 def random_states_kept(states: Mapping[str, Tensor] | None = None) -> Iterator[None]:
     """Restores the generators at the end of the context, which begins with `states` where they are given."""
-    before = random_states()
-    if states is not None:
-        set_random_states(states)
-    try:
+    with ExitStack() as stack:
+        stack.callback(set_random_states, random_states())
+        if states is not None:
+            set_random_states(states)
         yield
-    finally:
-        set_random_states(before)

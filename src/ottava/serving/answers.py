@@ -7,7 +7,7 @@ known: intervals are bootstrapped over chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -368,18 +368,14 @@ def block_errors(a: View, b: View, ids: Tensor) -> list[BlockError]:
 def _seen(view: View) -> Iterator[dict[str, tuple[Tensor, Any, Any, Tensor]]]:
     """The stream that goes into each block, all its arguments, and what comes out."""
     seen: dict[str, tuple[Tensor, Any, Any, Tensor]] = {}
-    handles = []
-    for name in view.blocks:
+    with ExitStack() as stack:
+        for name in view.blocks:
 
-        def look(_: nn.Module, given: Any, keywords: Any, out: Any, name: str = name) -> None:
-            seen[name] = (given[0] if given else keywords["hidden_states"], given, keywords, _stream(out))
+            def look(_: nn.Module, given: Any, keywords: Any, out: Any, name: str = name) -> None:
+                seen[name] = (given[0] if given else keywords["hidden_states"], given, keywords, _stream(out))
 
-        handles.append(view.model.get_submodule(name).register_forward_hook(look, with_kwargs=True))
-    try:
+            stack.enter_context(view.model.get_submodule(name).register_forward_hook(look, with_kwargs=True))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _stream(out: Any) -> Tensor:

@@ -105,13 +105,10 @@ def quiet() -> Iterator[None]:
     """Without the progress bars and the advice of the libraries."""
     from transformers import logging
 
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(level)
+    with ExitStack() as stack, redirect_stderr(io.StringIO()):
+        stack.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity_error()
+        yield
 
 
 def _run(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Multiplied]]:

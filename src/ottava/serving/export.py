@@ -138,34 +138,20 @@ def export(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"export: {folder} exists and is not empty; give a new folder")
-    made = written_tensors(
+    source, layout, tree, parts, written = written_tensors(
         model, layout=layout, config=config, static=static, keep=keep, kv_scales=kv_scales, recast=recast, engine=engine
     )
     with replacing_folder(folder) as scratch:
-        nbytes = write_tensors(scratch, made.parts, shard_bytes)
-        bf16 = sum(2 * math.prod(weight.shape) for weight in made.source.weights)
-        report = ExportReport(str(folder), made.layout, tuple(made.written), nbytes, bf16)
-        for path in made.source.files:
+        nbytes = write_tensors(scratch, parts, shard_bytes)
+        bf16 = sum(2 * math.prod(weight.shape) for weight in source.weights)
+        report = ExportReport(str(folder), layout, tuple(written), nbytes, bf16)
+        for path in source.files:
             shutil.copy2(path, scratch / path.name)
-        (scratch / "config.json").write_text(json.dumps(made.config, indent=2) + "\n", encoding="utf-8")
-        for name, body in LAYOUTS[report.layout].beside(made.config.get("quantization_config") or {}).items():
+        (scratch / "config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        for name, body in LAYOUTS[layout].beside(tree.get("quantization_config") or {}).items():
             (scratch / name).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
         (scratch / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return report
-
-
-@dataclass(frozen=True)
-class Made:
-    """The tensors of a checkpoint, before anybody writes them."""
-
-    source: Source
-    layout: str
-    config: dict[str, Any]
-    """The content of config.json."""
-    parts: Iterator[dict[str, Tensor]]
-    """A weight with its scales at a time."""
-    written: list[Written]
-    """What was made of each linear; it fills while `parts` is read."""
 
 
 def written_tensors(
@@ -178,9 +164,12 @@ def written_tensors(
     kv_scales: Mapping[str, tuple[float, float]] | None = None,
     recast: bool = False,
     engine: str | None = None,
-) -> Made:
+) -> tuple[Source, str, dict[str, Any], Iterator[dict[str, Tensor]], list[Written]]:
     """What `export` writes, a weight at a time, and nothing of it before it is read. Arguments are those of `export`.
 
+    Returns:
+        The source, the layout, the content of config.json, and parts: a weight with its scales at a time. Last what was
+        made of each linear; it fills while the parts are read.
     Raises:
         ExportError: as `export`, at once; a tensor that is not finite when it is reached.
     """
@@ -210,7 +199,7 @@ def written_tensors(
     tree = _config(source, form, stays, engine, static=static, kv_cache=bool(kv_scales))
     written: list[Written] = []
     parts = chain(_cast_all(source, form, stays, written), ({name: one} for name, one in more.items()))
-    return Made(source, form.name, tree, map(_finite, parts), written)
+    return source, form.name, tree, map(_finite, parts), written
 
 
 def _config(

@@ -74,7 +74,7 @@ def refit(
         >>> [one.name for one in sent], missing({one.name: one.tensor for one in sent}, sent)
         (['0.weight', '0.weight_scale_inv'], [])
     """
-    made = written_tensors(
+    parts = written_tensors(
         model,
         layout=engine_layout,
         config=config,
@@ -83,8 +83,8 @@ def refit(
         kv_scales=kv_scales,
         recast=recast,
         engine=engine,
-    )
-    sent = (Sent(name, tensor, checksum(tensor)) for part in made.parts for name, tensor in part.items())
+    )[3]
+    sent = (Sent(name, tensor, checksum(tensor)) for part in parts for name, tensor in part.items())
     return sent if into is None else _copied(sent, into)
 
 

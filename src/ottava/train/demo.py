@@ -142,7 +142,9 @@ class Demo:
         while not self.done and not stopping():
             for run in self.runs:
                 run.advance()
-                display.show([run.view(reference) for run in self.runs], self._seconds_left())
+                left = [run.seconds_left for run in self.runs]
+                seconds = None if None in left else sum(filter(None, left))
+                display.show([run.view(reference) for run in self.runs], seconds)
                 if stopping():
                     break
         for run in self.runs:
@@ -173,11 +175,6 @@ class Demo:
         self.folder.write("loss.svg", render_picture(result))
         self.folder.write("summary.json", to_json(result.to_dict(), indent=1) + "\n")
         self.folder.mark(finished=True)
-
-    def _seconds_left(self) -> float | None:
-        times = [run.seconds_left for run in self.runs]
-        estimates = [seconds for seconds in times if seconds is not None]
-        return sum(estimates) if len(estimates) == len(times) else None
 
 
 def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -502,13 +499,8 @@ class Cell:
     hint: str
 
 
-@dataclass(frozen=True)
-class HeatGrid:
-    """One tensor: kinds of layer down, layer numbers across."""
-
-    title: str
-    columns: list[str]
-    rows: list[tuple[str, list[Cell | None]]]
+HeatGrid = tuple[str, list[str], list[tuple[str, list[Cell | None]]]]
+"""One tensor: its title, layer numbers across, and down a row of cells for each kind of layer."""
 
 
 def heat_grids(rows: Sequence[Mapping[str, object]]) -> dict[str, list[HeatGrid]]:
@@ -531,14 +523,10 @@ def _grid(rows: Sequence[Mapping[str, object]], tensor: str, metric: str) -> Hea
     # the order of the forward, also for gradients, which arrive in reverse order
     order = dict.fromkeys(starred(str(row["layer"]))[0] for row in rows)
     kinds = [kind for kind in order if any((kind, number) in cells for number in numbers)]
-    return HeatGrid(
-        title=_TENSORS[tensor],
-        columns=["" if number is None else str(number) for number in numbers],
-        rows=[
-            (kind, [_cell(cells[kind, number], metric) if (kind, number) in cells else None for number in numbers])
-            for kind in kinds
-        ],
-    )
+    columns = ["" if number is None else str(number) for number in numbers]
+    rows_of = {kind: [cells.get((kind, number)) for number in numbers] for kind in kinds}
+    shown = [(kind, [_cell(one, metric) if one else None for one in row]) for kind, row in rows_of.items()]
+    return _TENSORS[tensor], columns, shown
 
 
 def _cell(rows: Sequence[Mapping[str, object]], metric: str) -> Cell:

@@ -17,7 +17,6 @@ import platform
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -67,18 +66,6 @@ from ottava.weights.checkpoint import poisoned
 
 _CALIBRATION_BATCHES = 16  # a whole window of the registered recipes
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Start:
-    """The state that a run took from another run."""
-
-    step: int
-    """Optimizer steps that count as done."""
-    records: list[StepRecord]
-    """Records of these steps, if the other run's folder holds them all."""
-    facts: dict[str, Any]
-    """Entries for the manifest."""
 
 
 class Trainer:
@@ -153,18 +140,18 @@ class Trainer:
         self._first_step = 0
         self._amaxes: AmaxLog | None = None
         checkpoint = self._newest() if resume else None
-        start = Start(0, [], {})
+        first, records, started = 0, list[StepRecord](), dict[str, Any]()
         if config.init and not checkpoint:
-            start = self.ranks.together(self._start)
+            first, records, started = self.ranks.together(self._start)
         self._share(checkpoint)
-        self.step = checkpoint.step if checkpoint else start.step
-        self._first_step = int(checkpoint.metadata.get("start", "0")) if checkpoint else start.step
+        self.step = checkpoint.step if checkpoint else first
+        self._first_step = int(checkpoint.metadata.get("start", "0")) if checkpoint else first
         facts = {
             "parameters": parameters,
             "text": {"source": self.corpus.source, "sha256": self._text},
             "device": _device_name(self.device),
             "conversion": self.conversion.to_dict(),
-            "init": start.facts,
+            "init": started,
             "optimizer": f"{type(self._optimizer).__module__}.{type(self._optimizer).__name__}",
         }
         done = self.step if checkpoint else 0
@@ -176,8 +163,8 @@ class Trainer:
         self.diverged, self.poison = False, ""
         self._watch: Watch | None = None
         self.folder.begin(self.step, facts)
-        if start.facts:
-            for record in start.records:
+        if started:
+            for record in records:
                 self._keep_record(record)
             self._fill_records(self.step)
             self.save()  # a resumption must not need the other run again
@@ -190,8 +177,12 @@ class Trainer:
         self._scaling.listen()
         self._optimizer = make_optimizer(self.model, self.config.optimizer)
 
-    def _start(self) -> Start:
-        """Loads the parts of `config.init` that `config.carry` names, calibrates predicted scales, and logs both."""
+    def _start(self) -> tuple[int, list[StepRecord], dict[str, Any]]:
+        """Loads the parts of `config.init` that `config.carry` names, calibrates predicted scales, and logs both.
+
+        Returns:
+            Optimizer steps that count as done, their records if the other run has all, and facts for the manifest.
+        """
         config = self.config
         assert config.init is not None
         continues = config.carry == "optimizer"
@@ -235,7 +226,7 @@ class Trainer:
             _log.info("the learning rate rises to its schedule in %d steps", config.rewarm)
         facts = {"from": str(checkpoint.path), "step": checkpoint.step, "calibration_batches": batches}
         facts |= {"carried": ["weights", "optimizer", "step"] if continues else ["weights"]}
-        return Start(step, _records_of(checkpoint) if continues else [], facts)
+        return step, _records_of(checkpoint) if continues else [], facts
 
     def _share(self, checkpoint: Checkpoint | None) -> None:
         """Splits the model over the processes, and fills this process's part from the checkpoint."""

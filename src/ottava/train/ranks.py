@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -279,18 +279,14 @@ def _exchange(ranks: Ranks, note: dict[str, str]) -> list[dict[str, str] | None]
     notes: list[dict[str, str] | None] = [None] * ranks.size
     notes[ranks.rank] = note
     deadline = time.monotonic() + PATIENCE
-    try:
+    with suppress(RuntimeError):  # the process that held the store is gone
         store = dist.distributed_c10d._get_default_store()
         store.set(f"ottava/fault/{ranks.run}/{ranks.rank}", json.dumps(note))
         for rank in range(ranks.size):
             seconds = max(0.1, deadline - time.monotonic())
-            try:
+            with suppress(RuntimeError):
                 store.wait([f"ottava/fault/{ranks.run}/{rank}"], timedelta(seconds=seconds))
                 notes[rank] = json.loads(store.get(f"ottava/fault/{ranks.run}/{rank}"))
-            except RuntimeError:
-                continue
-    except RuntimeError:  # the process that held the store is gone
-        pass
     return notes
 
 
@@ -357,13 +353,11 @@ def first_not_finite(model: nn.Module, run: Callable[[], Any]) -> str:
         if not names and isinstance(output, Tensor) and not bool(output.isfinite().all()):
             names.append(name)
 
-    handles = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules() if name]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack, torch.no_grad():
+        for name, module in model.named_modules():
+            if name:
+                stack.enter_context(module.register_forward_hook(partial(look, name)))
+        run()
     return names[0] if names else ""
 
 

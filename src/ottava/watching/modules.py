@@ -201,15 +201,12 @@ def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for key, child in module._modules.items():
             if child is None:
                 continue
-            if key in TRANSPARENT or (key == "module" and _wraps(module)):
+            wraps = len(module._modules) == 1 or type(module).__name__ in WRAPPERS
+            if key in TRANSPARENT or (key == "module" and wraps):
                 inside.append((name, child))
             else:
                 inside.append((f"{name}.{key}" if name else key, child))
         stack += reversed(inside)
-
-
-def _wraps(module: nn.Module) -> bool:
-    return len(module._modules) == 1 or type(module).__name__ in WRAPPERS
 
 
 See = Callable[..., None]
@@ -378,7 +375,10 @@ class ModuleTap:
 
     def _found(self, name: str, module: nn.Module) -> None:
         adapter = adapter_of(module)
-        if getattr(module, "_is_replica", False) or _in_layers(module):
+        own = {id(p) for p in module._parameters.values() if p is not None}
+        # layers below a module may multiply its parameters: its attention, or its experts, under a recipe
+        below = quantized_layers(module) if own and not _has_doors(module) else []
+        if getattr(module, "_is_replica", False) or any(id(layer.parameter) in own for layer in below):
             return
         if adapter is None:
             if owns_a_matrix(module):
@@ -526,7 +526,8 @@ class ModuleTap:
         if linear is None:
             linear = self._linears.setdefault(layer, _Linear(layer, module, adapter, None, self._looks))
         weight, sizes = part.weight, linear.shape
-        arrange_weight = part.arrange_weight or _upright(weight, adapter)
+        turned = adapter is not None and adapter.transposed and weight is not None and weight.dim() == 2
+        arrange_weight = part.arrange_weight or (torch.Tensor.t if turned else torch.Tensor.detach)  # to (N, K)
         if weight is not None and weight.numel() and (linear.shape is None or len(linear.shape) > 2):
             sizes = linear.shape = list(arrange_weight(weight.detach()).shape)
         if sizes is not None and weight is not None and not weight.is_floating_point():
@@ -625,25 +626,12 @@ def _shape(weight: Tensor, adapter: Adapter | None) -> list[int]:
     return list(weight.shape)[::-1] if adapter is not None and adapter.transposed else list(weight.shape)
 
 
-def _upright(weight: Tensor | None, adapter: Adapter | None) -> Callable[[Tensor], Tensor]:
-    """A function from the stored weight to (N, K)."""
-    turned = adapter is not None and adapter.transposed and weight is not None and weight.dim() == 2
-    return torch.Tensor.t if turned else torch.Tensor.detach
-
-
 def _rows(x: Tensor) -> int:
     return x.numel() // x.shape[-1] if x.dim() and x.shape[-1] else 0
 
 
 def _has_doors(module: nn.Module) -> bool:
     return isinstance(module, QuantizedLayer)
-
-
-def _in_layers(module: nn.Module) -> bool:
-    """Whether layers below a module multiply its parameters: its attention, or its experts, under a recipe."""
-    own = {id(p) for p in module._parameters.values() if p is not None}
-    below = quantized_layers(module) if own and not _has_doors(module) else []
-    return any(id(layer.parameter) in own for layer in below)
 
 
 def _casts(layer: Any) -> bool:

@@ -147,7 +147,8 @@ class Watch:
         self.dumps = DumpPlan(config.dump, self.writer)
         self.collector = Collector(config, self.dumps, self._recipe_of)
         self.changes = Interventions(config.interventions, self._warn)
-        self.doors = DoorTap(self.collector, model, Checks(self._disagrees), self.changes.apply)
+        checks = Checks(lambda facts: self.writer.event(self.steps_done + 1, "check", **facts))
+        self.doors = DoorTap(self.collector, model, checks, self.changes.apply)
         self.modules = ModuleTap(
             self.collector.simulate,
             tensors=config.tensors,
@@ -348,9 +349,6 @@ class Watch:
     def _warn(self, text: str) -> None:
         _LOG.warning("watch: %s", text)
         self.writer.event(self.steps_done, "warning", text=text)
-
-    def _disagrees(self, facts: Mapping[str, Any]) -> None:
-        self.writer.event(self.steps_done + 1, "check", **facts)
 
     def _saw_loss(self, loss: Tensor, share: Share) -> None:
         self._active = True

@@ -211,10 +211,6 @@ def _select(func: Any, weight: QuantizedWeight, dim: int, index: int) -> Quantiz
     return weight.like(weight.codes[index], weight.scales[index], part_of=(weight, index))
 
 
-def _unbind(func: Any, weight: QuantizedWeight, dim: int = 0) -> list[QuantizedWeight]:
-    return [_select(func, weight, dim, index) for index in range(weight.shape[dim])]
-
-
 def each_part(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> QuantizedWeight:
     """The same operation on codes and scales: a copy, or another place."""
     dtype = settings.pop("dtype", None) or weight.dtype
@@ -358,7 +354,7 @@ OPERATIONS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "aten.new_zeros.default": _new_zeros,
         "aten.select.int": _select,
         "aten.slice.Tensor": _slice,
-        "aten.unbind.int": _unbind,
+        "aten.unbind.int": lambda func, x, dim=0: [_select(func, x, dim, i) for i in range(x.shape[dim])],
         "c10d.broadcast_.default": _broadcast_,
     }
 )

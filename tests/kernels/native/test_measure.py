@@ -216,10 +216,7 @@ def test_threads_change_no_bit() -> None:
 
     def run(x: Tensor, x_q: QuantizedTensor, detail: Detail, threads: int) -> Packed:
         torch.set_num_threads(threads)
-        try:
-            return measure_packed(x, x_q, detail=detail)
-        finally:
-            torch.set_num_threads(1)
+        return measure_packed(x, x_q, detail=detail)
 
     for rows, cols in ((128 * 37 + 5, 333), (100, 3000), (300, 1100)):  # of one band, its groups are shared
         x = tiles(rows, cols, torch.bfloat16)
@@ -329,22 +326,19 @@ def test_rows_that_are_taken_are_those_rows(dtype: torch.dtype, threads: int) ->
     xs = [make(dtype) for make in LAYOUTS.values()]
     xs += [tiles(300, 700, dtype), tiles(700, 300, dtype).t(), tiles(777, 133, dtype).t()]
     torch.set_num_threads(threads)
-    try:
-        for x in xs:
-            bands = [range(len(x) // 3), range(len(x) // 2, len(x))]
-            bands += [range(top, min(top + 128, len(x)), 4) for top in range(0, len(x), 256)]
-            for matrix in (x, quantize(x, QuantizationSpec(E5M2)).data.view(torch.uint8)):
-                if reason := native_sample.supports_take(matrix):
-                    assert reason == f"native_measure: takes a matrix in rows or columns; got strides {matrix.stride()}"
-                    continue
-                taken = native_sample.take(matrix, bands)
-                assert torch.equal(taken, torch.cat([matrix[b.start : b.stop : b.step] for b in bands]))
-                assert taken.is_contiguous()
-            if x.numel() and native_sample.supports_take(x) is None:
-                matrix = x.clone(memory_format=torch.preserve_format)
-                matrix[0, 0], matrix[-1, -1] = math.inf, math.nan
-                squares = torch.empty(len(bands) - 2, -(-x.shape[1] // 128))
-                native_sample.take(matrix, bands[2:], squares)
-                assert torch.equal(squares, squares_of(matrix, bands[2:]))
-    finally:
-        torch.set_num_threads(1)
+    for x in xs:
+        bands = [range(len(x) // 3), range(len(x) // 2, len(x))]
+        bands += [range(top, min(top + 128, len(x)), 4) for top in range(0, len(x), 256)]
+        for matrix in (x, quantize(x, QuantizationSpec(E5M2)).data.view(torch.uint8)):
+            if reason := native_sample.supports_take(matrix):
+                assert reason == f"native_measure: takes a matrix in rows or columns; got strides {matrix.stride()}"
+                continue
+            taken = native_sample.take(matrix, bands)
+            assert torch.equal(taken, torch.cat([matrix[b.start : b.stop : b.step] for b in bands]))
+            assert taken.is_contiguous()
+        if x.numel() and native_sample.supports_take(x) is None:
+            matrix = x.clone(memory_format=torch.preserve_format)
+            matrix[0, 0], matrix[-1, -1] = math.inf, math.nan
+            squares = torch.empty(len(bands) - 2, -(-x.shape[1] // 128))
+            native_sample.take(matrix, bands[2:], squares)
+            assert torch.equal(squares, squares_of(matrix, bands[2:]))

@@ -222,10 +222,7 @@ def test_threads_change_no_bit(spec: QuantizationSpec, dtype: torch.dtype) -> No
     for threads in (1, 2, 5):
         torch.manual_seed(0)
         torch.set_num_threads(threads)
-        try:
-            casts.append(native_quantize.plan_quantize(x, spec)(x, None, None))
-        finally:
-            torch.set_num_threads(1)
+        casts.append(native_quantize.plan_quantize(x, spec)(x, None, None))
     for other in casts[1:]:
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(casts[0], other, strict=True))
 
@@ -289,10 +286,8 @@ def test_both_casts_in_one_reading_are_the_references(
                 continue
             for threads in (1, 3):
                 torch.set_num_threads(threads)
-                try:
-                    both = native_quantize.plan_quantize_both(layout, *specs)(layout)
-                finally:
-                    torch.set_num_threads(1)
+                both = native_quantize.plan_quantize_both(layout, *specs)(layout)
+                torch.set_num_threads(1)
                 for cast, operand, spec in zip(both, (layout, layout.t()), specs, strict=True):
                     alone = reference.quantize(operand, spec)
                     if min(rows, cols) > 1:
@@ -361,10 +356,8 @@ def test_dequantizing_on_any_number_of_threads_gives_the_same_bits() -> None:
     for operand in x_q.values():
         alone = native_quantize.plan_dequantize(operand, torch.bfloat16)(operand)
         torch.set_num_threads(3)
-        try:
-            assert torch.equal(native_quantize.plan_dequantize(operand, torch.bfloat16)(operand), alone)
-        finally:
-            torch.set_num_threads(1)
+        assert torch.equal(native_quantize.plan_dequantize(operand, torch.bfloat16)(operand), alone)
+        torch.set_num_threads(1)
 
 
 def test_wide_formats_are_not_decoded() -> None:

@@ -37,6 +37,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -225,10 +226,8 @@ def _once(name: str, variant: str, settings: BuildSettings, process: int) -> Cal
 
 @functools.lru_cache(maxsize=64)
 def _in_background(built: Callable[[], Built]) -> None:
-    try:
+    with suppress(RuntimeError):  # the interpreter is ending, or there are too many threads: `load` will build
         threading.Thread(target=built, name="ottava builds").start()
-    except RuntimeError:  # the interpreter is ending, or there are too many threads: `load` will build
-        return
 
 
 def build(name: str, settings: BuildSettings, variant: str = "") -> Built:
@@ -408,11 +407,9 @@ def _failed(name: str, wrong: str) -> Built:
 
 def _failed_before(cache: Path, name: str, key: str) -> Built | None:
     for path in sorted(cache.glob(f"{name}-{key}-failed-*")):
-        try:
+        with suppress(OSError, UnicodeDecodeError):  # gone or unreadable
             if _only_ours(path) and _digest(path) == path.name.rsplit("-", 1)[1]:
                 return _failed(name, f"{path.read_text('utf-8')} (found before; delete {path} to try it again)")
-        except (OSError, UnicodeDecodeError):  # gone or unreadable
-            continue
     return None
 
 

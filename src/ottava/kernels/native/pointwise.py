@@ -15,7 +15,6 @@ import functools
 import struct
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,22 +80,16 @@ def _readable(x: Tensor) -> bool:
         return False
 
 
-class _SiluTables(NamedTuple):
-    values: Tensor
-    """silu of each bf16 number, in the order of their bits: bf16 (65536,)."""
-    slopes: Tensor
-    """sigmoid(x) and 1 + x (1 - sigmoid(x)): fp32 (65536, 2). dx = dy times both, from the left."""
-
-
 @functools.lru_cache(maxsize=1)
-def _silu_tables() -> _SiluTables | None:
-    """None if torch's kernels here give other bits than these tables."""
+def _silu_tables() -> tuple[Tensor, Tensor] | None:
+    """silu of all bf16 numbers in the order of their bits (65536,), and sigmoid(x) and 1 + x (1 - sigmoid(x)) in fp32
+    (65536, 2), by which dx is dy times both, from the left. None if torch's kernels here give other bits."""
     bits = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16)
     x = bits.view(torch.bfloat16)
     # as torch's silu_backward computes it; the check below decides whether this build of torch does
     sigmoid = 1 / (1 + x.float().neg().exp())
     slopes = torch.stack((sigmoid, 1 + x.float() * (1 - sigmoid)), 1)
-    tables = _SiluTables(F.silu(x), slopes)
+    tables = F.silu(x), slopes
     # a mantissa of bf16 has 7 bits; other exponents of dy change the exponent of dx
     mantissas = torch.linspace(1, 2 - 2**-7, _CHECKED, dtype=torch.float32, device="cpu").bfloat16()
     dy = mantissas[:, None].expand(_CHECKED, 1 << 16).contiguous()

@@ -208,7 +208,9 @@ def _plan_current(key: _Key, spec: QuantizationSpec | None, spec_t: Quantization
     looks = None if not modes else _bound(device_code.amax_kernel, sizes, (), amax_launch(modes), named)
     known = spec or spec_t  # one launch casts both sides, so either tells the format
     assert known is not None
-    constants = cast_launch(spec, spec_t, _converts(device), _roomy(device))
+    # the compiler fits a tile of 128 x 128 into 128 registers a thread: for sm_120 it spills some
+    roomy = device.type == "cuda" and torch.cuda.get_device_capability(device) < _CONSUMER_BLACKWELL
+    constants = cast_launch(spec, spec_t, _converts(device), roomy)
     casts = _bound(device_code.cast_kernel, sizes, (_top(known),), constants, named)
     finish = _finish(spec, spec_t, shared(spec, spec_t))
 
@@ -471,11 +473,6 @@ def _converts(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _HOPPER
-
-
-def _roomy(device: torch.device) -> bool:
-    """Whether the compiler fits a tile of 128 x 128 into 128 registers a thread: for sm_120 it spills some."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < _CONSUMER_BLACKWELL
 
 
 def refuse_device(device: torch.device, *read: Tensor) -> str | None:

@@ -151,11 +151,8 @@ def _stored_by(recipe: Recipe, keep_high_precision: bool) -> Iterator[None]:
         if isinstance(module, Layer) and name == "weight":
             made.append(module)
 
-    handle = register_module_parameter_registration_hook(note)
-    try:
+    with register_module_parameter_registration_hook(note):
         yield
-    finally:
-        handle.remove()
     for layer in made:
         old = layer.weight
         own = quantizer_of_weight(recipe, layer)

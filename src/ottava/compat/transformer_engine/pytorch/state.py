@@ -25,10 +25,9 @@ from ottava.compat.transformer_engine.common.recipe import GROUPED, DelayedScali
 from ottava.compat.transformer_engine.pytorch.quantization import debug_tool
 from ottava.compat.transformer_engine.pytorch.refused import ARGUMENTS
 from ottava.engine.functional import QuantizedLayer, quantized_layers
-from ottava.interop.contents import StateFileError, format_maxima, read_extra_state
+from ottava.interop.contents import COLUMNS, StateFileError, format_maxima, read_extra_state
 from ottava.numerics.formats import E4M3
 
-_SLOTS = MappingProxyType({"fwd": ("input", "weight", "output"), "bwd": ("grad_output", "grad_input")})
 _STATE = "_extra_state"
 _THEIR_RECIPES = b"ctransformer_engine.common.recipe\n"
 _RECIPE_FIELDS = tuple(one.name for one in fields(DelayedScaling) if one.name != "override_linear_precision")
@@ -305,7 +304,7 @@ class TEState(Advising):
             for door, spec in layer.quantizers.predicted(recipe):
                 assert spec is not None
                 door.prepare(spec, layer.weight.device)
-            for direction, slots in _SLOTS.items():
+            for direction, slots in COLUMNS.items():
                 _fill(layer, state, direction, slots, number)
 
     def give_history(self, layers: Sequence[str]) -> Tensor:
@@ -318,7 +317,7 @@ class TEState(Advising):
         if not state:
             return torch.empty(0, dtype=torch.uint8)  # as TransformerEngine writes for recipes without a history
         maxima = state["recipe"].fp8_format.value
-        highest = {f"fp8_max_{direction}": float(getattr(maxima, f"max_{direction}")) for direction in _SLOTS}
+        highest = {f"fp8_max_{direction}": float(getattr(maxima, f"max_{direction}")) for direction in COLUMNS}
         state["extra_fp8_variables"] = {"fp8_checkpoint": True, "num_gemms": len(layers), **highest}
         stream = io.BytesIO()
         _TheirPickler(stream, protocol=3).dump(state)  # the last protocol that writes a module's name as a line
@@ -335,7 +334,7 @@ class TEState(Advising):
         call, state = _layer(self, layers[0]).last_call, self._histories(layers)
         found: dict[str, Any] = {"fp8_checkpoint": bool(state), "num_gemms": len(layers)}
         found["recipe"] = next(iter(asked_as(None if call is None else call.recipe)), None)
-        for direction in _SLOTS if state else ():
+        for direction in COLUMNS if state else ():
             parts = {name: state[f"{name}_{direction}"] for name in ("scale", "amax_history")}
             found[f"scaling_{direction}"] = SimpleNamespace(**parts)
         return found
@@ -353,7 +352,7 @@ class TEState(Advising):
             settings["amax_compute_algo"] = "max"
         recipe = DelayedScaling(**settings, fp8_format=Format.E4M3 if formats == {E4M3} else Format.HYBRID)
         state: dict[str, Any] = {"recipe": recipe}
-        for direction, slots in _SLOTS.items():
+        for direction, slots in COLUMNS.items():
             columns = len(parts) * len(slots)
             scale, history = torch.ones(columns, dtype=torch.float32), torch.zeros(rows, columns, dtype=torch.float32)
             for column, (part, slot) in enumerate(product(parts, slots)):
