@@ -92,7 +92,7 @@ def record(
     *,
     move: Callable[[str, int], Mapping[str, float]] = lambda name, step: {},
     experiments: tuple[Mapping[str, Any], ...] = (),
-    sizes: Mapping[tuple[str, str], float] | None = None,
+    sizes: Mapping[tuple[str, str], Any] | None = None,
     casts: bool = False,
     ranks: Mapping[int, Mapping[str, Any]] | None = None,
     modes: tuple[Mapping[str, Any], ...] = (),

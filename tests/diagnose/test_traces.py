@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ FAULTS = {
     "labels": "the first value that differs is made outside of the calls that were seen",
     "load": "was changed outside of the calls that were seen in this run alone",
     "random state": "the output of `dropout` in the backward, where a forward is repeated",
-    "backward": "`tensor` at test_traces.py:45",
+    "backward": "`tensor` at test_traces.py:46",
     "clip": "calls `set grad(f32[8, 8], None)`",
 }
 
@@ -234,3 +235,18 @@ def test_a_cast_that_makes_infinities_of_finite_numbers_is_guilty(tmp_path: Path
         answer = diagnose(record(tmp_path / name, change, casts=True, experiments=lines))
         assert answer.fp8 == said, (name, answer.sentence)
         assert ("the cast at train.py:18 gets finite numbers, and 4 % of" in answer.sentence) == (said == "guilty")
+
+
+def test_a_recipe_whose_casts_lose_small_rows_is_guilty_beside_a_good_run(tmp_path: Path) -> None:
+    """Loss and gradient are those of the large rows, and show nothing."""
+    small = torch.ones(32, 1).index_fill(0, torch.arange(16), 1e-9)
+
+    def run(name: str, recipe: str, size: Any) -> Run:
+        more: dict[str, Any] = {"layers": [{"name": "fc", "recipe": recipe, "casts": {"input": {"format": "E4M3"}}}]}
+        more |= {"sizes": {("layers.0.fc2", "grad_output"): size}, "experiments": (shadow(5, 0.02),)}
+        return record(tmp_path / name, casts=True, **more)
+
+    good = run("good", "tensorwise", 1.0)
+    told = diagnose(run("bad", "tensorwise_e4m3", small), baseline=good)
+    assert (told.fp8, told.findings[0].layers) == ("guilty", ["layers.0.fc2"])
+    assert diagnose(run("as good", "tensorwise_e4m3", 1.0), baseline=good).fp8 == "innocent"

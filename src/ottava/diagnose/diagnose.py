@@ -29,7 +29,7 @@ from ottava.recipe import GEMMS, RECIPES
 from ottava.record.reader import Run, number_of
 
 CONFIDENCE: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
-    {"fp8": (212, 223), "difference": (153, 188), "law": (181, 244), "software": (12, 14)}
+    {"fp8": (223, 234), "difference": (161, 198), "law": (191, 254), "software": (14, 16)}
 )
 """Stage -> (right, asked): how often such a first answer was right at the first look at blind sets (docs/faults.md)."""
 _ALWAYS = frozenset({"O1", "O2", "D3", "D6"})
@@ -332,7 +332,14 @@ def _by_recipe(facts: Facts, good: Facts, happened: Event | None, differ: Sequen
     """The trial where two runs differ in their recipe alone: then the good run is an experiment that says who began."""
     recipe = next((d for d in differ if d.kind == "recipe"), None)
     lasting = happened is not None and happened.stays is not None
-    if trial.part != "unknown" or not lasting or recipe is None or len(differ) > 1:
+    if recipe is None or len(differ) > 1:
+        return trial
+    mine = damage(facts)
+    if trial.part == "innocent" and mine.kind and not damage(good, [mine.layer]).kind:  # a loss may hide small rows
+        said = f"{recipe.sentence} Nothing else does, and the good run's casts do not damage {mine.layer}."
+        place = ({"layer": mine.layer},)
+        return Trial("guilty", (said, *trial.tried), mine.step, place=place, hurts="tensor", sound=True)
+    if trial.part != "unknown" or not lasting:
         return trial
     hurts = judge(facts, None)
     if hurts.part not in ("guilty", "unknown") or not hurts.error > 0:
