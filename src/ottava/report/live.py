@@ -490,7 +490,7 @@ def _serve(
         late = over is not None and time.monotonic() - over > 3 * _LINGER
         if late and job is None:  # another run goes on in the folder: it is not ours to follow
             return
-        wanted = over or not made or (server.readers and time.monotonic() >= due)
+        wanted = over or ((server.readers or not server.page) and time.monotonic() >= due)
         if job is None and made != following.version and wanted:
             made = following.version
             job = renderer.submit(_render, following.run(), dict(following.earlier), page)
