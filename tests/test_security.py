@@ -35,6 +35,7 @@ ALLOWED = {
     ("serving/executed.py", "from_pretrained"): "from a folder, as below",
     ("serving/answers.py", "from_pretrained"): "from a folder, with local_files_only and without remote code",
     ("compat/on_cpu.py", "torch.load"): "wraps the user's own call",
+    ("prove/certificate.py", "torch.load"): "with weights_only: a case that a process of ours saved a moment ago",
     ("cli/prove.py", "torch.load"): "with weights_only: operators that a process of ours noted a moment ago",
     ("serving/rollout.py", "torch.load"): "with weights_only: a dump of a trainer",
 }
