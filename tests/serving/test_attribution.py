@@ -20,10 +20,11 @@ from ottava.numerics.scaling import PER_ROW
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.ops.quantize import quantize
 from ottava.recipe import RECIPES
-from ottava.serving.attribution import CAUSES, _real, attribute, kl_of, nats
+from ottava.serving.attribution import CAUSES, _kl, _Lab, _left, _real, attribute, kl_of
 from ottava.serving.rollout import Rollout, Sampler
-from ottava.serving.sides import Model, trained, under
-from ottava.serving.suspects import hypotheses
+from ottava.serving.search import Guess, misread, nats
+from ottava.serving.sides import Model, Side, trained, under
+from ottava.serving.suspects import hypotheses, in_part
 from ottava.serving.twin import ModelState, Twin
 
 pytest.importorskip("transformers")
@@ -101,7 +102,7 @@ def test_what_one_module_or_training_itself_does_is_found(bare: Model) -> None:
     own, half = logp(state, chunk=1), torch.arange(6).repeat_interleave(40) < 3
     found = attribute(rollout(logp(state.given(name, before.linears[name])), own), bare, before=[("step 3", before)])
     assert found.first is not None
-    assert found.first.said == f"{name} of step 3"
+    assert found.first.said == "mlp.up_proj of block 1 of step 3"
     found = attribute(rollout(logp(replace(state, cache=E4M3, cache_top=0.9)), own), bare)
     assert found.first is not None
     assert found.first.cause == "kv-cache"
@@ -250,7 +251,7 @@ def test_casts_are_searched(bare: Model) -> None:
     one = attribute(rollout(logp(replace(ModelState.of(bare), cache=E4M3, cached=1, cache_top=0.3)),
                             logp(ModelState.of(bare), chunk=1)), bare)  # fmt: skip
     assert one.first is not None
-    assert one.first.said.startswith("keys and values of layer 1 in E4M3, clipped at 0.")
+    assert one.first.said.startswith("keys and values of layer 1 in E4M3, by a scale that holds 0.")
 
 
 def test_a_limit_of_logits_is_no_temperature(bare: Model) -> None:
@@ -274,3 +275,62 @@ def test_few_tokens_may_have_most_of_a_kl() -> None:
     assert not _real(gap, left + noise, whole)
     assert _real(gap, left + noise, whole, alike=True)
     assert not _real(gap, gap - (gap - left).roll(7) + noise, whole, alike=True)
+
+
+def test_where_and_how_far_is_found(bare: Model) -> None:
+    """Stale prompts, lists elsewhere, tokens left out, one rank's share, and keys whose scale flushes."""
+    state, before = ModelState.of(bare), older(older(older(older(bare))))
+    own, lists = logp(state, chunk=1), logp(state).view(6, 40)
+    twin = Twin(state, torch.bfloat16)
+    cached = twin.logits(replace(state, prompt=ModelState.of(before)), IDS, None, torch.full((6,), 8))
+    allowed = torch.rand(256, generator=torch.Generator().manual_seed(2)) < 0.7
+    kept = twin.logits(state, IDS)[AT[0], AT[1] - 1]
+    cases: dict[str, tuple[str, Tensor]] = {
+        "cached keys and values of prompts by step 3": (
+            "stale",
+            Sampler().log_probabilities(cached[AT[0], AT[1] - 1], IDS, AT),
+        ),
+        "each list moved": ("shift", torch.stack([one.roll(3 * i + 3) for i, one in enumerate(lists)]).flatten()),
+        "the lists of sequences are exchanged": ("not-fp8", lists[[1, 0, 3, 2, 5, 4]].flatten()),
+        "no token became less likely": (
+            "processed",
+            kept.log_softmax(-1).gather(-1, IDS[AT][:, None])[:, 0] - kept.softmax(-1)[:, allowed].sum(-1).log(),
+        ),
+        "self_attn.o_proj of step 3, rank 1 of 2": (
+            "stale",
+            logp(replace(state, linears={**state.linears, **_half(bare, before, "o_proj")})),
+        ),
+        "keys in E4M3, by a scale that holds 5.73e+04": (
+            "kv-cache",
+            logp(replace(state, cache=E4M3, cache_top=57344.0, held="k")),
+        ),
+    }
+    for said, (cause, engine) in cases.items():
+        found = rollout(engine, own)
+        lab = _Lab(found, bare, 1.0)
+        gap = lab.gap(lab.start)
+        tried = [*hypotheses(found, bare, None, [("step 3", before)]), *in_part(found, bare, [("step 3", before)])]
+        none = torch.zeros_like(gap, dtype=torch.bool)
+        some = [one for one in tried if one.cause == cause]
+        best = min((x for one in some for x in lab.tries(lab.start, one, gap, none, True)), key=_left)
+        assert best.said.startswith(said), best.said
+        assert _left(best) < 0.1 * _kl(gap)
+
+
+def _half(new: Model, old: Model, end: str) -> dict[str, Side]:
+    """The second half of some linears' columns by an older model."""
+    return {n: replace(s, weight=torch.cat((s.weight[:, : s.weight.shape[1] // 2],
+                                            old.linears[n].weight[:, s.weight.shape[1] // 2 :]), 1))
+            for n, s in new.linears.items() if n.endswith(end)}  # fmt: skip
+
+
+def test_scales_that_a_kernel_reads_otherwise(bare: Model) -> None:
+    model = _sharp(trained(under(plain("llama", dtype=torch.bfloat16), RECIPES["blockwise_fp32"])))
+    state = ModelState.of(model)
+    own, moved = logp(state), {}
+    for suspect in misread({n: s for n, s in model.linears.items() if s.cast is not None}):
+        ((guess, said),) = suspect.settings(Guess(state), lambda _: 0.0)
+        assert guess.state is not None
+        moved[said] = float(kl_of(logp(guess.state), own).mean())
+    assert min(moved.values()) > 0
+    assert len(moved) > 15

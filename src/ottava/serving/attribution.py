@@ -20,8 +20,9 @@ from torch import Tensor
 from ottava.base.text import columns
 from ottava.numerics.scaling import PER_TENSOR
 from ottava.serving.rollout import Equality, Rollout, Sampler, batches, certify
+from ottava.serving.search import Guess, Hypothesis, groups, nats
 from ottava.serving.sides import Model, Side
-from ottava.serving.suspects import Guess, Hypothesis, groups, hypotheses, in_part, temperature
+from ottava.serving.suspects import hypotheses, in_part, temperature
 from ottava.serving.twin import ModelState, Twin
 
 SCHEMA_VERSION = 1
@@ -66,6 +67,12 @@ _ROUNDS = 8
 _FAR = 0.5
 _ALIKE, _CHANCE = 0.5, 8.0
 """Least cosine of what a cause does and what is measured, and least number of its standard errors under chance."""
+_INEXACT = 0.2
+"""Share of a KL that a cause with a fitted number may leave."""
+_ROUGH, _FEW = 0.5, 0.25
+"""The same of a cast, whose codes move with its scale's last digits; and the least share of tokens where it holds."""
+_OVERLAP = 8
+"""Least tokens of a list that must agree with a list elsewhere."""
 _EXPLAINED = 0.1  # of the distance that another temperature leaves: a broken recomputation has no temperature
 
 
@@ -190,18 +197,18 @@ def attribute(
     tried = list(hypotheses(found, ours, theirs, before))
     gap, parts, part, unwritten = lab.gap(state), list[Share](), False, ""
     done = torch.zeros_like(gap, dtype=torch.bool)  # sequences that have a cause of their own
-    while _kl(gap) > (lab.rounding(state)[0] if parts else 0.0) and len(parts) < _ROUNDS:
+    while _kl(gap) > (max(lab.rounding(state)[0], _SHARE * lab.whole) if parts else 0.0) and len(parts) < _ROUNDS:
         best = min((x for one in tried for x in lab.tries(state, one, gap, done, part)), key=_left, default=None)
+        if not part and (best is None or _left(best) > max(lab.noise, _EXPLAINED * _kl(gap))):
+            tried, part = [*tried, *in_part(found, ours, before)], True
+            continue
         if best is not None and best.cause == "trainer":  # a list that is wrong in some sequences needs no such cause
             some = [one for one in tried if one.cause in _LISTS]
             lists = [x for one in some for x in lab.tries(state, one, gap, done, True)]
             best = min((x for x in lists if _left(x) <= lab.noise), key=_left, default=best)
         alike = best is not None and best.cause not in _OF_LISTS and _real(gap, best.gap, lab.whole, alike=True)
-        if best is None or not ((part and alike) or _real(gap, best.gap, lab.whole, part=part)):
-            if part or not (alike or _kl(gap) > lab.rounding(state)[0]):
-                break
-            tried, part = [*tried, *in_part(ours, before)], True
-            continue
+        if best is None or not (alike or _real(gap, best.gap, lab.whole, part=part)):
+            break
         if lab.shared and _kl(gap) <= lab.noise and _left(best) > 0.5 * _kl(gap):
             break  # without casts nothing depends on what runs together, so leaving them out is nearer to any engine
         if best.cause in _REST:
@@ -276,11 +283,6 @@ def _real(before: Tensor, after: Tensor, whole: float, *, part: bool = False, al
         return True
     cosine = float(torch.cosine_similarity(before[here], did[here], 0))
     return alike and cosine > max(_ALIKE, _CHANCE / math.sqrt(int(here.sum())))
-
-
-def nats(gap: Tensor) -> Tensor:
-    """Each token's exp(d) - 1 - d of a difference d of log-probabilities."""
-    return torch.expm1(gap) - gap
 
 
 def _kl(gap: Tensor) -> float:
@@ -365,7 +367,7 @@ class _Lab:
         def away(setting: Guess) -> float:
             return float(kl_of(self.found.recomputed, self._logp(setting)).mean())
 
-        warm, said = next(temperature().settings(self.start, away))
+        warm, said = next(temperature().settings(self.start, away), (self.start, ""))
         if (here := away(self.start)) > self.noise and away(warm) < _EXPLAINED * here:
             self.start, self._own = warm, self._logp(warm)
             self.notes = (f"training's own log-probabilities are those of {said}",)
@@ -420,22 +422,33 @@ class _Lab:
         They hold everywhere but in sequences that are `done`; with `part`, where they halve the KL of a sequence.
         """
 
-        def under(other: Guess) -> tuple[Tensor, Tensor]:
+        def under(other: Guess, *, part: bool = part) -> tuple[Tensor, Tensor]:
             after, where = self.gap(other), ~done
             if part:
                 both = zip(nats(after).split(self.found.sequences), nats(gap).split(self.found.sequences), strict=True)
                 where = where & torch.cat([(a.mean() < 0.5 * b.mean()).expand(len(a)) for a, b in both])
             return torch.where(where, after, gap), where
 
+        def found(trial: _Trial) -> bool:
+            """Whether a number that was fitted explains most of what is there, and more than a few sequences."""
+            here = trial.where & (trial.gap != gap)
+            if not one.fitted or float((here | done).double().mean()) < _FEW:
+                return not one.fitted
+            left, before = (float(nats(x)[here].mean()) for x in (trial.gap, gap))
+            return left <= max(self.noise, (_ROUGH if one.cause in FP8 else _INEXACT) * before)
+
         for changed, said in one.settings(setting, lambda other: _kl(under(other)[0])):
             if changed.trainer and not setting.trainer and _kl(gap) <= self.noise:
                 continue  # one rounding less is no cause
-            yield _Trial(one.cause, changed, said, *under(changed))
+            for some in (False, True) if part else (False,):
+                if found(trial := _Trial(one.cause, changed, said, *under(changed, part=some))):
+                    yield trial
             if self._true and changed.state is not setting.state and not setting.trainer:
                 # Sums in another order move codes, in training's own numbers, too: the twin's have one such way less.
                 after, where = under(alone := replace(changed, trainer=True))
-                if _real(torch.where(done, gap, self._plain(setting)), after, self.whole, alike=True):
-                    yield _Trial(one.cause, alone, said, after, where)
+                trial = _Trial(one.cause, alone, said, after, where)
+                if _real(torch.where(done, gap, self._plain(setting)), after, self.whole, alike=True) and found(trial):
+                    yield trial
 
     def gap(self, setting: Guess) -> Tensor:
         """Each token's difference between training's log-probabilities under a setting and the rollout's."""
@@ -455,6 +468,10 @@ class _Lab:
             own = self._logp(setting) if moved else self._own
             values = own if setting.trainer else values + (own - self._own)
         values = values / setting.scale + setting.offset
+        if setting.matched:
+            values = _matched(values, self.found.rollout, self.found.sequences, setting.matched == "lists")
+        if setting.raised:
+            values = torch.maximum(values, self.found.rollout)
         if setting.shift:
             parts = zip(*(one.split(self.found.sequences) for one in (values, self.found.rollout)), strict=True)
             values = torch.cat([_shifted(part, setting.shift, told, setting.behind) for part, told in parts])
@@ -470,7 +487,8 @@ class _Lab:
         for i, (ids, at, routes) in enumerate(batches(self.found, state.config, 1) if alone else self._batches):
             if kept is None:
                 given = routes if state.replay else None
-                made.append(self._twin(state).logits(state, ids, given)[at[0], at[1] - 1])
+                prompts = torch.full((len(ids),), ids.shape[1]).scatter_reduce(0, *at, "amin")
+                made.append(self._twin(state).logits(state, ids, given, prompts)[at[0], at[1] - 1])
             logits = made[-1] if kept is None else kept[i]
             found.append(setting.sampler.log_probabilities(logits, ids, at))
         if kept is None and not alone:
@@ -489,7 +507,29 @@ def _shifted(values: Tensor, by: int, told: Tensor, behind: bool) -> Tensor:
     made = torch.cat((told[:by], values[:-by]) if by > 0 else (values[-by:], told[by:]))
     if not behind:
         return made
-    before, after = (kl_of(told, one).flip(0).cumsum(0).flip(0) for one in (values, made))  # of all from a place on
-    place = int((before - after).argmax())
+    known = slice(max(by, 0), len(values) + min(by, 0))  # elsewhere a place has no number but what was told
+    before, after = (
+        kl_of(told, one)[known].flip(0).cumsum(0).flip(0) for one in (values, made)
+    )  # of all from there on
+    if not len(gain := (before - after)[: 1 - _OVERLAP]):
+        return values
+    place = int(gain.argmax())
     found = bool(after[place] < _EXPLAINED * before[place])
+    place += known.start
     return torch.cat((values[:place], made[place:])) if found else values
+
+
+def _matched(values: Tensor, told: Tensor, sizes: Sequence[int], lists: bool) -> Tensor:
+    """Each sequence's list moved by the number of places that fits it best, or another sequence's list in its place."""
+    own, theirs = values.split(sizes), told.split(sizes)
+    made = []
+    for one, other in zip(own, theirs, strict=True):
+        size = len(one)
+        if lists:
+            tries = [x for x in own if len(x) == size]
+        else:
+            tries = [_shifted(one, by, other, False) for by in range(_OVERLAP - size, size - _OVERLAP + 1) if by]
+        here = nats(_gap(other, one)).mean()
+        near = min(tries, key=lambda x: float(nats(_gap(other, x)).mean()), default=one)
+        made.append(near if nats(_gap(other, near)).sum() <= _EXPLAINED * here * int((near != other).sum()) else one)
+    return torch.cat(made)

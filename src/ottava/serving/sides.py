@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,16 @@ from ottava.base.settings import flatten
 from ottava.base.untrusted import UntrustedError, file_digest
 from ottava.numerics.formats import E2M1, E4M3, E5M2, Format
 from ottava.numerics.rounding import round_to_format
-from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity, ScaleFormat, amax
+from ottava.numerics.scaling import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    PER_ROW,
+    PER_TENSOR,
+    Granularity,
+    ScaleFormat,
+    amax,
+)
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops.quantize import quantize
 from ottava.recipe import Recipe
@@ -63,6 +72,8 @@ class Side:
     """The cast in the file, where the engine rounds its scales anew."""
     inputs: QuantizationSpec | None = None
     """The cast of its input; None: that of `activations` and the weight's format."""
+    scales: Callable[[Tensor], Tensor] | None = None
+    """What a kernel makes of the scales of its input; None: what was written."""
 
     def operand(self) -> Tensor:
         """fp32 (N, K): the numbers that are multiplied. BF16, or what codes and scales stand for."""
@@ -83,7 +94,10 @@ class Side:
             return _in_bf16(near, cast, self.cast.spec.format)
         scale = torch.tensor(1 / cast.scale_inv) if cast.static and cast.scale_inv and not self.inputs else None
         given = near if cast.rounded else x
-        return quantize(given, self.inputs or spec_of(cast, self.cast.spec), scale=scale).dequantize(torch.float32)
+        made = quantize(given, self.inputs or spec_of(cast, self.cast.spec), scale=scale)
+        if self.scales is not None:
+            made = replace(made, scale_inv=self.scales(made.scale_inv).contiguous())
+        return made.dequantize(torch.float32)
 
     @property
     def digest(self) -> str:
@@ -392,6 +406,6 @@ def made_up(vocabulary: int, length: int = 128) -> Text:
 def spec_of(cast: InputCast, weight: QuantizationSpec) -> QuantizationSpec:
     """The spec by which activations are cast in front of a weight of this spec."""
     powers = "e8m0" if weight.scale_format in ("e8m0", "e8m0_floor") else "pow2"
-    numbers = "e4m3" if weight.scale_format == "e4m3" else "fp32"
+    numbers = "e4m3" if weight.scale_format == "e4m3" and cast.granularity == BLOCK_1X16 else "fp32"
     fmt = E4M3 if weight.format == E5M2 else weight.format  # no engine casts inputs to E5M2
     return QuantizationSpec(fmt, cast.granularity, powers if cast.powers else numbers)  # type: ignore[arg-type]

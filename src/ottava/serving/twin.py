@@ -8,7 +8,7 @@ does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from ottava.numerics.rounding import round_to_format
 from ottava.serving.executed import HALVES, in_model, quiet, stacked
 from ottava.serving.sides import Model, Side, Text
 
+_LEAST = 1e-12
 _MOST = 32
 """Linears that are measured; each costs a forward."""
 
@@ -38,9 +39,15 @@ class ModelState:
     cache: Format | None = None
     """Format of cached keys and values; None: as they are."""
     cache_top: float = math.inf
-    """The largest number that its scale lets it hold; infinity: scale 1."""
+    """The largest number that its scale lets it hold; infinity: scale 1; 0: a scale for each token and head."""
     cached: int | None = None
     """The one layer that has such a cache; None: all."""
+    held: str = "kv"
+    """Of keys, values, or both."""
+    prompt: ModelState | None = None
+    """Whose keys and values stand in the cache for prompts; None: its own."""
+    scores: Callable[[Tensor], Tensor] | None = None
+    """What becomes of attention's scores before their softmax; None: nothing."""
     clip: float = 1.0
     """Share of its largest input at which a linear that casts clips, as a scale of other data does."""
     replay: bool = False
@@ -89,28 +96,50 @@ class Twin:
         self._fused = {p: ends[n.replace("gate_proj", "up_proj")] for n, p in ends.items() if "gate_proj" in n}
         """Where a stack's gate begins -> where its up begins: one GEMM reads both."""
 
-    def logits(self, state: ModelState, ids: Tensor, routes: Tensor | None = None) -> Tensor:
+    def logits(
+        self, state: ModelState, ids: Tensor, routes: Tensor | None = None, prompts: Tensor | None = None
+    ) -> Tensor:
         """ids int64 (B, T) -> logits fp32 (B, T, V).
 
         routes, int64 (B, T, L, k), are the experts of each token in each layer that has some; None: the routers' own.
-        The state's tensors have the names and shapes of the first one's.
+        prompts, int64 (B,), are the tokens of each prompt. The state's tensors have the names and shapes of the first
+        one's.
         """
         from transformers import DynamicCache
 
-        class Rounded(DynamicCache):
-            """Keys and values as a cache in FP8 gives them back."""
+        past: list[tuple[Tensor, Tensor]] = []
+        before = (torch.arange(ids.shape[1]) < (0 if prompts is None else prompts[:, None]))[..., None, :, None]
+
+        class Changed(DynamicCache):
+            """Keys and values as a cache in FP8 gives them back, and of prompts as another state left them there."""
 
             def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **more: Any) -> Any:
                 fmt, pair = state.cache, [key_states, value_states]
+                if layer_idx < len(past):
+                    pair = [torch.where(before, old, new) for old, new in zip(past[layer_idx], pair, strict=True)]
                 if fmt is not None and state.cached in (None, layer_idx):
-                    by = state.cache_top / fmt.max if math.isfinite(state.cache_top) else 1.0
-                    pair = [(round_to_format((x / by).clamp(-fmt.max, fmt.max), fmt) * by).to(x.dtype) for x in pair]
+                    for i in ("kv".index(one) for one in state.held):
+                        top = state.cache_top or pair[i].abs().amax(-1, keepdim=True).clamp(min=_LEAST).float()
+                        by = top / fmt.max if state.cache_top < math.inf else 1.0
+                        near = round_to_format((pair[i] / by).clamp(-fmt.max, fmt.max), fmt) * by
+                        pair[i] = near.to(pair[i].dtype)
                 return super().update(*pair, layer_idx, *args, **more)
 
-        sides = self._fill(state)
-        cached = {} if state.cache is None else {"past_key_values": Rounded(), "use_cache": True}
-        with torch.no_grad(), _Switched(sides, routes, state):
-            out: Tensor = self.model(input_ids=ids, **(cached or {"use_cache": False})).logits
+        class Kept(DynamicCache):
+            """Keys and values, kept."""
+
+            def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **more: Any) -> Any:
+                past.append((key_states, value_states))
+                return super().update(key_states, value_states, layer_idx, *args, **more)
+
+        if state.prompt is not None:
+            self._run(state.prompt, ids, routes, Kept())
+        return self._run(state, ids, routes, None if state.cache is None and not past else Changed())
+
+    def _run(self, state: ModelState, ids: Tensor, routes: Tensor | None, cache: Any) -> Tensor:
+        with torch.no_grad(), _Switched(self._fill(state), routes, state):
+            cached = {} if cache is None else {"past_key_values": cache}
+            out: Tensor = self.model(input_ids=ids, use_cache=cache is not None, **cached).logits
         return out.float()
 
     def _fill(self, state: ModelState) -> dict[int, tuple[Side, Tensor]]:
@@ -192,6 +221,8 @@ class _Switched(TorchFunctionMode):
         if func is torch.addmm and (found := self.sides.get(args[2].data_ptr())) is not None:  # Conv1D: bias, x, W.T
             side, operand = found
             return self._linear(side, operand.t(), args[1], args[2], args[0])
+        if func is F.scaled_dot_product_attention and self.state.scores is not None:
+            return _attention(self.state.scores, *args, **kwargs)
         if getattr(func, "__name__", "") == "topk" and self.routes is not None:
             chosen = next(self.routes).reshape(*args[0].shape[:-1], -1)
             return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
@@ -208,6 +239,28 @@ class _Switched(TorchFunctionMode):
             y = y.bfloat16().float() + (rows[:, half:] @ operand[:, half:].t()).bfloat16().float()
         y = y if bias is None else y + bias.float()
         return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def _attention(
+    change: Callable[[Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's attention with changed scores."""
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = change((q.float() @ k.float().mT) * (scale or q.shape[-1] ** -0.5))
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return (scores.softmax(-1).to(v.dtype) @ v).to(q.dtype)
 
 
 def kl_alone(ours: Model, theirs: Model, changed: Sequence[str], text: Text | None) -> tuple[dict[str, float], str]:
