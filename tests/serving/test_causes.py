@@ -15,14 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import ottava
 from ottava.base.untrusted import UntrustedError
 from ottava.numerics.formats import E4M3, E4M3FNUZ, E5M2
 from ottava.numerics.rounding import code_values, encode
 from ottava.ops.quantize import quantize
-from ottava.serving.causes import activation_cause, weight_cause
-from ottava.serving.engines import Arithmetic
+from ottava.serving.causes import CAUSES, activation_cause, layer_set, number_cause, weight_cause
+from ottava.serving.engines import ENGINES, Arithmetic, decide
 from ottava.serving.formula import formula_causes, quantization_causes, sampling_causes, settings_causes
-from ottava.serving.sides import Model, Side
+from ottava.serving.parity import parity
+from ottava.serving.sides import Model, Side, under
+from ottava.serving.source import Source, Weight
 from ottava.weights.layouts import LAYOUTS, InputCast, read_config
 from sweep import sweep
 
@@ -43,7 +46,7 @@ class Pair:
         model = Model({NAME: self.ours, "other": other(self.ours)}, {}, {}, False)
         stored = replace(model, linears={**model.linears, NAME: self.theirs})
         causes = weight_cause(NAME, self.ours, self.theirs, model, stored), activation_cause(self.ours, self.theirs)
-        return next((cause[0] for cause in causes if cause), "")
+        return min((cause[0] for cause in causes if cause), key=[*CAUSES].index, default="")
 
 
 def other(side: Side) -> Side:
@@ -75,35 +78,35 @@ def stored(one: Pair, codes: Tensor | None = None, scale_inv: Tensor | None = No
     return replace(one, theirs=replace(one.theirs, cast=new, weight=new.dequantize(torch.float32)))
 
 
-def scaled(one: Pair, factor: float = 1.0) -> Tensor:
-    """The trained weight in units of its scales."""
+def scaled(one: Pair, factor: float = 1.0, bits: torch.dtype = torch.float32) -> Tensor:
+    """The trained weight in units of its scales, perhaps in fewer bits."""
     cast = one.ours.cast
     assert cast is not None
-    return one.ours.weight.bfloat16().double() / cast.spec.granularity.expand(factor * cast.scale_inv.double(), SHAPE)
+    grid = cast.spec.granularity.expand((factor * cast.scale_inv).to(bits).double(), SHAPE)
+    return one.ours.weight.bfloat16().double() / grid
 
 
-def truncated(x: Tensor) -> Tensor:
-    """Toward zero on E4M3's grid, by the definition: the largest magnitude that is not larger."""
-    grid = code_values(E4M3)[:127].double()
-    index = torch.searchsorted(grid, x.abs().clamp(max=448), right=True) - 1
-    return (grid[index] * x.sign()).float()
-
-
-def upward(x: Tensor) -> Tensor:
-    grid = code_values(E4M3)[:127].double()
-    index = torch.searchsorted(grid, x.abs().clamp(max=448)).clamp(max=126)
-    return (grid[index] * x.sign()).float()
+def cut(x: Tensor, *, up: bool = False) -> Tensor:
+    """Toward zero on E4M3's grid, by the definition: the largest magnitude that is not larger; or away from it."""
+    grid, size = code_values(E4M3)[:127].double(), x.abs().clamp(max=448)
+    index = torch.searchsorted(grid, size) if up else torch.searchsorted(grid, size, right=True) - 1
+    return (grid[index.clamp(max=126)] * x.sign()).float()
 
 
 def drawn(x: Tensor) -> Tensor:
     """Up with the probability of the distance."""
-    low, high = truncated(x).double(), upward(x).double()
+    low, high = cut(x).double(), cut(x, up=True).double()
     chance = torch.rand(SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return torch.where(chance * (high - low).abs() < (x - low).abs(), high, low).float()
 
 
 def bits(fmt: Any, factor: float = 1.0) -> Callable[[Pair], Pair]:
     return lambda one: stored(one, encode(scaled(one, factor).float(), fmt).view(torch.uint8).view(torch.float8_e4m3fn))
+
+
+def twice(quotient: torch.dtype, scale: torch.dtype = torch.float32, kept: torch.dtype = torch.float32) -> Any:
+    """Codes of a quotient in few bits, by a scale in few bits, which is stored in few bits."""
+    return lambda one: stored(one, scaled(one, bits=scale).to(quotient), one.ours.cast.scale_inv.to(kept).float())
 
 
 def recast(weight: Callable[[Tensor], Tensor], **spec: Any) -> Callable[[Pair], Pair]:
@@ -130,9 +133,12 @@ def inputs(**change: Any) -> Callable[[Pair], Pair]:
 MANY = ("block", "channel", "ue8m0", "mxfp8")  # layouts with many scales
 FP32 = ("block", "channel", "tensor", "modelopt")
 FAULTS: tuple[tuple[str, str, tuple[str, ...], Callable[[Pair], Pair]], ...] = (
-    ("rounding", "toward zero", (), lambda one: stored(one, truncated(scaled(one)))),
-    ("rounding", "away from zero", (), lambda one: stored(one, upward(scaled(one)))),
+    ("rounding", "toward zero", (), lambda one: stored(one, cut(scaled(one)))),
+    ("rounding", "away from zero", (), lambda one: stored(one, cut(scaled(one), up=True))),
     ("rounding", "by chance", (), lambda one: stored(one, drawn(scaled(one)))),
+    ("rounding", "through BF16", FP32, twice(torch.bfloat16)),
+    ("rounding", "through FP16", MANY[:2], twice(torch.float16)),
+    ("rounding", "through E5M2", (), twice(torch.float8_e5m2)),
     ("clamp", "codes at 240", FP32, lambda one: stored(one, one.ours.cast.data.float().clamp(-240, 240))),  # type: ignore[union-attr]
     ("misread", "E5M2", (), bits(E5M2)),
     ("misread", "FNUZ", (), bits(E4M3FNUZ, 448 / 240)),
@@ -140,6 +146,10 @@ FAULTS: tuple[tuple[str, str, tuple[str, ...], Callable[[Pair], Pair]], ...] = (
     ("scale-layout", "transposed", ("fp8-block",), scales(lambda x: x.t().contiguous())),
     ("scale-layout", "reversed", MANY, scales(lambda x: x.flip(0))),
     ("scale-format", "BF16", FP32, scales(lambda x: x.bfloat16().float())),
+    ("scale-format", "FP16", FP32, scales(lambda x: x.half().float())),
+    ("scale-format", "amax in BF16", FP32, scales(lambda x: (x * 448).bfloat16().float() / 448)),
+    ("scale-format", "inverse in BF16", FP32, scales(lambda x: 1 / (1 / x).bfloat16().float())),
+    ("scale-format", "all in BF16", FP32, twice(*[torch.bfloat16] * 3)),
     ("scale-format", "powers of two", ("fp8-block",), recast(Tensor.bfloat16, scale_format="pow2")),
     ("scales", "doubled", (), scales(lambda x: 2 * x)),
     ("master", "", (), recast(Tensor.float)),
@@ -149,6 +159,7 @@ FAULTS: tuple[tuple[str, str, tuple[str, ...], Callable[[Pair], Pair]], ...] = (
     ("stale", "another step", (), recast(lambda w: (w * 1.02 + 1e-3 * w.roll(1, 0)).bfloat16())),
     ("decoded", "", FP32, engine(weights="bf16-scales")),
     ("device", "", (), engine(inputs="none", device=True)),
+    ("device", "decoded", FP32, engine(weights="bf16", inputs="none", device=True)),
     ("activation-arithmetic", "", ("block", "channel", "compressed-tensors-tensor"), engine(inputs="bf16")),
     ("activation-format", "", FP32, inputs(powers=True)),
     ("activation-rounding", "", (), inputs(rounded=False)),
@@ -186,35 +197,69 @@ def test_equal_pairs_have_no_alarm() -> None:
     assert count >= 40
 
 
+W, NOISE = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+def test_a_step_in_high_precision_moves_all_a_little() -> None:
+    for x in (W, W[:4], W[0]):  # a matrix, a router, a bias
+        step, row = 0.03 * NOISE.reshape(-1)[: x.numel()].view_as(x), torch.cat([x[:1] + 1, x[1:]])
+        factors = (x * 1.02, (x.mT * torch.linspace(1, 1.1, len(x))).mT if x.ndim > 1 else -x)
+        for i, other in enumerate((x + step, x * (1 + step), *factors, x + 1, 0 * x, row, x.to(torch.float8_e4m3fn))):
+            assert (number_cause("a", x, other.bfloat16(), []) or [""])[0] == ("stale" if i < 2 else "plain"), i
+    for cause, other in (("swapped", NOISE), ("transposed", W.t()), ("rows", W.flip(0))):
+        assert (number_cause("a", W, other, [("b", NOISE)]) or [""])[0] == cause
+
+
+PATTERNS = (
+    *(r"vllm compressed-tensors gate re:.*mlp\.gate substring", "vllm compressed-tensors up re:.*mlp.gate.* substring"),
+    *("vllm compressed-tensors gate re:.*up_proj substring", "vllm compressed-tensors up re:.*up_proj ignored"),
+    *("vllm modelopt gate *mlp.gate* substring", "vllm modelopt up *.10.* ignored", "sglang modelopt up g* substring"),
+    *("transformers fp8 down proj substring", "trtllm fp8 down a.1* substring", "trtllm fp8 down a.10* ignored"),
+)
+
+
+def test_a_pattern_that_ends_in_the_middle_of_a_word() -> None:
+    names, side = [f"a.10.mlp.{part}_proj" for part in ("gate", "up", "down")], pair(CODED[0]).ours
+    for engine, method, part, pattern, cause in map(str.split, PATTERNS):
+        rule, name = ENGINES[engine].rules[method], f"a.10.mlp.{part}_proj"
+        decision = decide(rule, {rule.keys[0]: [pattern]}, names)[name]
+        assert (layer_set(name, side, side, decision) or [""])[0] == cause, pattern
+
+
+def test_all_that_a_receipt_says_counts(tmp_path: Path) -> None:
+    plain = Source((Weight("up.weight", W, True), Weight("down.weight", NOISE, True)), {"model_type": "own"})
+    source, cast = under(plain, ottava.RECIPES["blockwise"]), "E4M3[1x128, pow2] x E4M3[128x128, pow2]"
+    row = {"gemm": "fprop", "fp8": True, "kernel": "native_gemm", "operands": cast}
+    left = {"fp8": False, "kernel": "bf16_mm", "operands": "bfloat16 x bfloat16"}
+    for keep in ((), ("up",)):
+        ottava.export(source, tmp_path / str(len(keep)), layout="compressed-tensors-block", keep=keep, recast=True)
+    for folder, change, cause in (
+        *(("0", {"operands": f"{cast} under hopper"}, ""), ("0", left | {"kernel": "-"}, ""), ("1", left, "")),
+        *(("0", left, "not-fp8"), ("0", left | {"gemm": "all", "layer": "_orig_mod.up"}, "not-fp8")),
+        *(("0", left | {"kernel": "unknown"}, "unknown"), ("0", {"layer": "x"}, "unknown")),
+        *(("0", {"operands": "E4M3[row, pow2] x E4M3[row, pow2]"}, "granularity"), ("0", {"operands": "?"}, "unknown")),
+    ):  # fmt: skip
+        rows = [row | {"layer": "module.down"}, row | {"layer": "up"} | change]
+        assert getattr(parity(source, tmp_path / folder, ran={"rows": rows}).first, "cause", "") == cause, change
+
+
 TRAINED = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "num_key_value_heads": 2, "head_dim": 64}
 TRAINED |= {"rope_theta": 1e4, "dtype": "bfloat16", "vocab_size": 8, "sliding_window": None, "use_cache": True}
-FORMULA: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("formula", {"rms_norm_eps": 1e-5}),
-    ("formula", {"hidden_act": "gelu"}),
-    ("formula", {"num_key_value_heads": 1}),
-    ("formula", {"head_dim": 32}),
-    ("formula", {"rope_theta": 5e5}),
-    ("formula", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
-    ("formula", {"sliding_window": 128}),
-    ("formula", {"dtype": "float16"}),
-    ("formula", {"dtype": "float32"}),
-    ("unknown", {"rope_parameters": {"rope_theta": 5e5}}),  # beside rope_theta: libraries take either
-    ("unknown", {"logit_softcap": 30.0}),
-    ("unknown", {"attn_implementation": "sage"}),
+FORMULA: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (  # libraries take rope_theta of either place
+    ("formula", ({"rms_norm_eps": 1e-5}, {"hidden_act": "gelu"}, {"num_key_value_heads": 1}, {"head_dim": 32})),
+    ("formula", ({"rope_theta": 5e5}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"sliding_window": 128})),
+    ("formula", ({"dtype": "float16"}, {"dtype": "float32"})),
+    ("unknown", ({"rope_parameters": {"rope_theta": 5e5}}, {"logit_softcap": 30.0}, {"attn_implementation": "sage"})),
 )
-NEUTRAL: tuple[dict[str, Any], ...] = (
-    {},
-    {"use_cache": False},
-    {"transformers_version": "4.0"},
-    {"_name_or_path": "x", "initializer_range": 1.0},
-    {"rope_theta": 10_000},
-    {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
-    {"tie_word_embeddings": True},  # compared as tensors
+NEUTRAL: tuple[dict[str, Any], ...] = (  # ties are compared as tensors
+    *({"use_cache": False}, {"transformers_version": "4.0"}, {"_name_or_path": "x", "initializer_range": 1.0}, {}),
+    *({"rope_theta": 10_000}, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}),
+    {"tie_word_embeddings": True},
 )
 
 
 def test_a_field_of_the_formula_is_equal_neutral_or_named() -> None:
-    for cause, change in FORMULA:
+    for cause, change in ((cause, change) for cause, changes in FORMULA for change in changes):
         found = formula_causes(TRAINED, TRAINED | change)
         assert [one[0] for one in found][:1] == [cause], (change, found)
         assert next(iter(change)).split("_")[0] in found[0][1]
@@ -231,13 +276,8 @@ def test_what_no_rule_reads_is_unknown() -> None:
         if form.spec is not None:
             assert list(quantization_causes(form.config(ignored=["a"], static=form.static, kv_cache=True))) == []
     tree = LAYOUTS["compressed-tensors-block"].config()
-    for change in (
-        {"transform_config": {"u": 1}},
-        {"sparsity_config": {"format": "24"}},
-        {"format": "pack-quantized"},
-        {"quantization_status": "initialized"},
-        {"rotation": "hadamard"},
-    ):
+    more = ({"sparsity_config": {"format": "24"}}, {"quantization_status": "initialized"}, {"rotation": "hadamard"})
+    for change in ({"transform_config": {"u": 1}}, {"format": "pack-quantized"}, *more):
         assert [cause for cause, _ in quantization_causes(tree | change)] == ["unknown"], change
     for key, value in (("symmetric", False), ("actorder", "group"), ("zp_dtype", "torch.int8"), ("clip", 0.9)):
         changed = LAYOUTS["compressed-tensors-block"].config()

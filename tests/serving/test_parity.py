@@ -452,10 +452,10 @@ def test_what_a_linear_in_high_precision_is_called() -> None:
     plain = Side(torch.zeros(4, 4))
     there = Side(torch.zeros(4, 4), codes=True)
     for name, cause in (("l.0.mlp.gate", "router"), ("lm_head", "head"), ("l.0.mlp.up_proj", "extra")):
-        got = layer_set(name, plain, there, Decision(False), [name])
+        got = layer_set(name, plain, there, Decision(False))
         assert got is not None
         assert got[0] == cause
-    assert layer_set("up", plain, plain, Decision(False), []) is None
-    assert layer_set("up", plain, plain, Decision(True), []) is None  # a config without a cast of activations
-    got = layer_set("up", plain, there, Decision(False, refused="why"), [])
+    assert layer_set("up", plain, plain, Decision(False)) is None
+    assert layer_set("up", plain, plain, Decision(True)) is None  # a config without a cast of activations
+    got = layer_set("up", plain, there, Decision(False, refused="why"))
     assert got == ("parts", "why")

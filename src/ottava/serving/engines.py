@@ -209,6 +209,7 @@ JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+")
 _FUSED = re.compile(r"(?P<place>.*)\.(?:(?P<qkv>[qkv]_proj)|(?P<gate_up>gate_proj|up_proj|w1|w3))$")
 
+_MODELOPT_KEYS = ("ignore", "exclude_modules")
 _FP8_KEYS = ("ignored_layers", "modules_to_not_convert")
 _SGLANG_FP8 = IgnoreRule(_FP8_KEYS, (dotted,), joined=(within,))
 _HF_FP8 = IgnoreRule(("modules_to_not_convert",), (bounded,), partly="apart")
@@ -217,13 +218,9 @@ _DEEP_GEMM = (
     "on Hopper and Blackwell vllm 0.33.0 rounds scales of 128x128 blocks, and those of their inputs, to powers of two; "
     'an older GPU does not, and neither does --engine-config with {"env": {"VLLM_USE_DEEP_GEMM_E8M0": "0"}}'
 )
-_TRT = IgnoreRule(
-    ("exclude_modules", "ignore", "modules_to_not_convert"),
-    (shell, whole_regex),
-    joined=(shell, whole_regex),
-    parents=True,
-    partly="all",
-)
+_TRT_KEYS = ("exclude_modules", "ignore", "modules_to_not_convert")
+_TRT = IgnoreRule(_TRT_KEYS, (shell, whole_regex), joined=(shell, whole_regex), parents=True, partly="all")
+_OTHER_NAMES = "reads mxfp8 by ModelOpt's names, weight_scale and ignored_layers; take compressed-tensors-mxfp8"
 
 _ENTRIES = (
     InferenceEngine(
@@ -233,9 +230,7 @@ _ENTRIES = (
                 "compressed-tensors": IgnoreRule(("ignore",), (exact, regex), joined=(exact, regex)),
                 "fp8": IgnoreRule(_FP8_KEYS, (exact,), joined=(exact, within)),
                 "mxfp8": IgnoreRule(("ignored_layers",), (exact,), joined=(exact, within, contains, shell)),
-                "modelopt": IgnoreRule(
-                    ("ignore", "exclude_modules"), (exact,), joined=(exact, within, contains, shell)
-                ),
+                "modelopt": IgnoreRule(_MODELOPT_KEYS, (exact,), joined=(exact, within, contains, shell)),
             }
         ),
         tensor_dynamic=PER_ROW,
@@ -248,13 +243,7 @@ _ENTRIES = (
                 "kv_cache_dtype": "kv_cache_dtype",
             }
         ),
-        refuses=(
-            (
-                "mxfp8",
-                "",
-                "reads mxfp8 by ModelOpt's names, weight_scale and ignored_layers; take compressed-tensors-mxfp8",
-            ),
-        ),
+        refuses=(("mxfp8", "", _OTHER_NAMES),),
         on_gpus=MappingProxyType({"ue8m0": "1"}),
         note=_DEEP_GEMM,
         evidence=MappingProxyType(dict.fromkeys(RULES, "read in source 0.33.0")),
@@ -266,7 +255,7 @@ _ENTRIES = (
                 "compressed-tensors": IgnoreRule(("ignore",), (suffix, regex), joined=(exact,)),
                 "fp8": _SGLANG_FP8,
                 "mxfp8": _SGLANG_FP8,
-                "modelopt": IgnoreRule(("ignore", "exclude_modules"), (dotted,), joined=(shell_word, within)),
+                "modelopt": IgnoreRule(_MODELOPT_KEYS, (dotted,), joined=(shell_word, within)),
             }
         ),
         tensor_dynamic=PER_ROW,

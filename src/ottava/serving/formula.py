@@ -37,9 +37,7 @@ _ARGUMENTS = MappingProxyType(
 _KINDS = ("float-quantized", "mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
 _QUANTIZATION = MappingProxyType(
     dict.fromkeys(("quant_method", "ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules"), _READ)
-    | dict.fromkeys(
-        ("kv_cache_scheme", "kv_cache_quant_algo", "producer", "version", "global_compression_ratio"), _READ
-    )
+    | dict.fromkeys(("kv_cache_scheme", "kv_cache_quant_algo", "producer", "version"), _READ)
     | dict.fromkeys(("activation_scheme", "weight_block_size", "quant_algo", "global_compression_ratio"), _READ)
     | dict.fromkeys(("sparsity_config", "transform_config", "dequantize", "modules_to_convert"), _NONE)
     | {"config_groups": _READ, "format": _KINDS, "quantization_status": ("compressed", "frozen"), "fmt": ("e4m3",)}
@@ -88,18 +86,16 @@ def formula_causes(
     a, b = canonical(ours), canonical(theirs)
     if a.keys() - NEUTRAL != b.keys() - NEUTRAL:  # one side leaves defaults out
         a, b = _with_defaults(a), _with_defaults(b)
-    dtype = b.pop("dtype", None)
-    a.pop("dtype", None)
+    dtype, _ = b.pop("dtype", None), a.pop("dtype", None)
     if str(dtype) not in map(str, _BF16):
         found.append(("formula", f"dtype is {dtype} in config.json; operands in BF16 are certified only"))
     for key in sorted({*a, *b} - NEUTRAL):
         if key in a and key in b:
             if a[key] != b[key]:
                 found.append(("formula", f"{key} is {_short(a[key])} {here}, and {_short(b[key])} {there}"))
-        elif key in b:
-            found.append(("unknown", f"{key} is {_short(b[key])} {there}, and not {here}"))
         else:
-            found.append(("unknown", f"{key} is {_short(a[key])} {here}, and not {there}"))
+            value, one, other = (b[key], there, here) if key in b else (a[key], here, there)
+            found.append(("unknown", f"{key} is {_short(value)} {one}, and not {other}"))
     return found
 
 

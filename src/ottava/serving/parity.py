@@ -22,8 +22,9 @@ from torch import nn
 from ottava.base.text import columns, progress
 from ottava.base.untrusted import UntrustedError, misfit
 from ottava.nn.receipt import Receipt, receipt
-from ottava.recipe import Recipe, get_recipe
-from ottava.serving.causes import CAUSES, activation_cause, layer_set, plain_causes, weight_cause
+from ottava.ops.quantize import quantize
+from ottava.recipe import RECIPES, Recipe, get_recipe
+from ottava.serving.causes import CAUSES, activation_cause, gap, layer_set, number_cause, plain_causes, weight_cause
 from ottava.serving.engines import ENGINES
 from ottava.serving.formula import formula_causes, quantization_causes, sampling_causes, settings_causes
 from ottava.serving.sides import Model, Side, Text, default_device, digest, made_up, served, trained, under
@@ -32,6 +33,8 @@ from ottava.serving.trained import of_model
 from ottava.serving.twin import kl_alone
 
 _TOKENS = 32  # that an engine runs
+_WRAPPERS = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_OPEN = ("unknown", "executed")  # causes of what is not certified
 SCHEMA_VERSION = 2
 
 
@@ -95,14 +98,13 @@ class Certificate:
     @property
     def verdict(self) -> str:
         """ "equal", "different", or "not certified": what was understood is equal, and something was not understood."""
-        known = [one for one in self.findings if one.cause not in ("unknown", "executed")]
-        return "equal" if self.equal else "different" if known else "not certified"
+        first = self.first
+        return "equal" if first is None else "not certified" if first.cause in _OPEN else "different"
 
     @property
     def first(self) -> Mismatch | None:
         """The first difference in the order of execution; what was not understood comes after what was."""
-        known = (one for one in self.findings if one.cause not in ("unknown", "executed"))
-        return next(known, self.findings[0] if self.findings else None)
+        return min(self.findings, key=lambda one: one.cause in _OPEN, default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -116,10 +118,8 @@ class Certificate:
         seal = hashlib.sha256(body.encode()).hexdigest()
         return json.dumps({**self.to_dict(), "sha256": seal}, indent=2, sort_keys=True) + "\n"
 
-    @property
-    def good(self) -> bool:
-        """The same as `equal`, for a page of several results."""
-        return self.equal
+    good = equal
+    """The same, for a page of several results."""
 
     @property
     def headline(self) -> str:
@@ -196,9 +196,9 @@ def parity(
         >>> certificate.equal, certificate.rows[0].served
         (True, 'E4M3[128x128]')
     """
-    receipt_ = ran
     if isinstance(train, nn.Module):
-        receipt_ = receipt(train) if ran is None else ran
+        own = receipt(train)  # of a model that is not converted it says nothing about the recipe that is given
+        ran = own if ran is None and any(row.gemm == "fprop" for row in own.rows) else ran
         train = of_model(train)
     source = of_folder(Path(train)) if isinstance(train, (str, Path)) else train
     if recipe is not None:
@@ -206,6 +206,7 @@ def parity(
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"parity: device {device!r}; needs 'cpu' or 'cuda'")
     where, path = device or default_device(engine), Path(checkpoint)
+    source, left, unsaid = _by_receipt(source, ran)
     ours, theirs = trained(source), served(path, engine, settings, device=where)
     shown, why, wrong = _executed(path, engine, where, theirs, text, run)
     if theirs.unread or why:  # of what an engine does not read, nothing else can be said
@@ -213,14 +214,12 @@ def parity(
     else:
         quantization = theirs.config.get("quantization_config") or {}
         sampler = next((path for path in source.files if path.name == "generation_config.json"), None)
-        causes = [
-            *formula_causes(source.config, theirs.config),
-            *quantization_causes(quantization),
-            *settings_causes(settings or {}, ENGINES[engine].settings),
-            *sampling_causes(sampler, path),
-        ]
-        findings = [Mismatch("config.json", *cause) for cause in causes] + _findings(ours, theirs, engine)
-        findings += _not_fp8(ours, receipt_) + [Mismatch(name, "executed", said) for name, said in wrong.items()]
+        causes = [*formula_causes(source.config, theirs.config), *quantization_causes(quantization)]
+        causes += [*settings_causes(settings or {}, ENGINES[engine].settings), *sampling_causes(sampler, path)]
+        if where == "cpu" and quantization and engine != "transformers":
+            causes.append(("unknown", f"no rule says how {engine} multiplies codes on a CPU"))
+        findings = [Mismatch("config.json", *cause) for cause in causes] + _findings(ours, theirs, engine, left)
+        findings += unsaid + [Mismatch(name, "executed", said) for name, said in wrong.items()]
     ranks = {cause: i for i, cause in enumerate(CAUSES)}
     findings.sort(key=lambda one: (place(one.layer), ranks[one.cause]))
     both = ours.linears.keys() & theirs.linears.keys()
@@ -284,33 +283,29 @@ _ORDER = (
 )
 
 
-def _findings(ours: Model, theirs: Model, engine: str) -> list[Mismatch]:
+def _findings(ours: Model, theirs: Model, engine: str, left: Mapping[str, str]) -> list[Mismatch]:
     findings: list[Mismatch] = []
     names = list(ours.linears)
     for name, side in progress(ours.linears.items(), "comparing linears"):
         there = theirs.linears.get(name)
         if name == "lm_head" and ours.tied != theirs.tied:
             continue  # `plain_causes` compares the heads
-        if there is None:
-            findings.append(Mismatch(name, "missing", "the checkpoint lacks it"))
+        if there is None or there.weight.shape != side.weight.shape:
+            findings.append(Mismatch(name, *gap(side.weight, None if there is None else there.weight)))
             continue
-        if there.weight.shape != side.weight.shape:
-            shapes = f"trained as {tuple(side.weight.shape)}, the checkpoint has {tuple(there.weight.shape)}"
-            findings.append(Mismatch(name, "missing", shapes))
-            continue
-        if cause := layer_set(name, side, there, theirs.decisions[name], names):
-            findings.append(Mismatch(name, *cause))
+        if cause := layer_set(name, side, there, theirs.decisions[name]):
+            ran = name in left and cause[0] != "parts"
+            findings.append(Mismatch(name, "not-fp8", left[name]) if ran else Mismatch(name, *cause))
             continue
         if side.cast is None:
-            if not torch.equal(side.weight.bfloat16(), there.weight.bfloat16()):
-                findings.append(Mismatch(name, "plain", "in BF16 on both sides, with other numbers"))
+            others = ((n, one.weight) for n, one in ours.linears.items() if one.cast is None)
+            if cause := number_cause(name, side.weight, there.weight, others):
+                findings.append(Mismatch(name, *cause))
             continue
         file = there.stored  # what is wrong there is no deed of the engine's
         filed = there if file is None else replace(there, cast=file, weight=file.dequantize(torch.float32))
-        causes = (
-            weight_cause(name, side, filed, ours, theirs) or weight_cause(name, side, there, ours, theirs),
-            activation_cause(side, there),
-        )
+        weights = weight_cause(name, side, filed, ours, theirs) or weight_cause(name, side, there, ours, theirs)
+        causes = weights, activation_cause(side, there)
         findings += [Mismatch(name, *cause) for cause in causes if cause]
         if there.misfit and not causes[0]:
             findings.append(Mismatch(name, "formula", there.misfit))
@@ -323,21 +318,38 @@ def _findings(ours: Model, theirs: Model, engine: str) -> list[Mismatch]:
     return findings
 
 
-def _not_fp8(ours: Model, ran: Receipt | Mapping[str, Any] | None) -> list[Mismatch]:
-    """Layers that the recipe casts, and that the receipt says ran in high precision."""
+def _by_receipt(
+    source: Source, ran: Receipt | Mapping[str, Any] | None
+) -> tuple[Source, dict[str, str], list[Mismatch]]:
+    """The source with the casts that ran; linear -> why it ran in high precision; what the receipt leaves open."""
     rows = (ran.to_dict() if isinstance(ran, Receipt) else ran or {}).get("rows") or []
-    if wrong := misfit(rows, [{"layer!": str, "gemm": str, "kernel": str, "note": str}], "rows"):
+    shape = {"layer!": str, "gemm": str, "operands": str, "kernel": str, "note": str, "fp8": bool}
+    if wrong := misfit(rows, [shape], "rows"):
         raise UntrustedError(f"the receipt of the training: {wrong}")
-    plain = {
-        row["layer"]: row.get("note", "")
-        for row in rows
-        if row.get("gemm") == "fprop" and not row.get("fp8") and row.get("kernel", "-") != "-"
-    }
-    return [
-        Mismatch(name, "not-fp8", plain[side.layer] or "the receipt gives no reason")
-        for name, side in ours.linears.items()
-        if side.cast is not None and side.layer in plain
-    ]
+    if not rows:
+        return source, {}, []
+    told = {_WRAPPERS.sub("", row["layer"]): row for row in rows if row.get("gemm") in ("fprop", "all")}
+    known = {str(one): one for recipe in RECIPES.values() for one in (recipe.fprop.lhs, recipe.fprop.rhs) if one}
+    unsaid = {row["layer"]: f"training's attention ran in FP8, {row.get('operands')}"
+              for row in rows if row.get("gemm") == "attention" and row.get("fp8")}  # fmt: skip
+    left, weights = {}, []
+    for weight in source.weights:
+        row = told.get(weight.layer or weight.module, {"kernel": "unknown", "note": "no row has its name"})
+        cast, codes, inputs = weight.cast, weight.codes, weight.input_spec
+        said = row.get("operands", "")
+        lhs, _, rhs = re.sub(" under .*", "", said).partition(" x ")
+        rhs, own = re.sub(", (delayed|guarded)", "", rhs), cast and str(replace(cast.spec, scaling="current"))
+        if row.get("fp8") and {lhs, rhs} <= known.keys() | {str(inputs), own}:
+            codes = codes if rhs == own else quantize(weight.tensor, known[rhs])
+            inputs = inputs if lhs == str(inputs) else known[lhs]
+        elif (row.get("fp8") and said) or (own and row.get("kernel") == "unknown"):
+            unsaid[weight.module] = said if row.get("fp8") else row.get("note") or said
+        elif own and not row.get("fp8") and row.get("kernel", "-") != "-":
+            left[weight.module] = row.get("note") or "the receipt gives no reason"
+            codes = inputs = None
+        weights.append(replace(weight, codes=codes, input_spec=inputs))
+    unsure = [Mismatch(name, "unknown", f"by the receipt: {said}") for name, said in unsaid.items()]
+    return replace(source, weights=tuple(weights)), left, unsure
 
 
 def _row(name: str, ours: Model, theirs: Model, kl: float | None) -> LinearRow:

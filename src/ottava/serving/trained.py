@@ -72,8 +72,7 @@ def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Sourc
 
 
 def _of_layer(name: str, tensor: Tensor, layer: nn.Module, *, converted: bool) -> Weight:
-    stays = ""
-    cast, input_scale_inv, input_spec = None, None, None
+    stays, cast, input_scale_inv, input_spec = "", None, None, None
     if isinstance(layer, QuantizedLayer) and (converted or is_quantized_weight(layer.weight)):
         cast, input_scale_inv = cast_of(layer), input_scale_of(layer)
         input_spec = layer.resolved.fprop.lhs
