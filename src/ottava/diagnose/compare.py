@@ -448,7 +448,8 @@ def _verdict(
     elif loss["good"] is None:
         parts.append("No loss to compare.")
     else:
-        parts.append(f"The loss stays in the good run's band (last {loss['good']:.4g} and {_text(loss['bad'])}).")
+        bad = "not finite" if loss["bad"] is None else f"{loss['bad']:.4g}"
+        parts.append(f"The loss stays in the good run's band (last {loss['good']:.4g} and {bad}).")
     worst = next((entry for entry in ranked if entry["unit"] != "octaves"), None)
     if first is not None and worst is not None:
         parts.append(
@@ -456,10 +457,6 @@ def _verdict(
             f"instead of {worst['good']:.4g} at step {worst['step']}."
         )
     return " ".join(parts)
-
-
-def _text(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4g}"
 
 
 def said_of_lead(first: Mapping[str, Any]) -> str:

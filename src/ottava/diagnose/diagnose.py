@@ -487,17 +487,10 @@ def _cures(facts: Facts, trial: Trial, hurt: Damage, frameworks: Sequence[str]) 
     kinds += ["high_precision"] if layers else []
     kinds += ["finer"] if layers and (hurt.kind in ("coarse", "flushed", "") or not predicted) else []
     sites = [str(p["site"]) for p in trial.place if p.get("site")]
-    kinds = (
-        ["wire"]
-        if trial.place and "ranks" in trial.place[0]
-        else ["outside"]
-        if trial.place and "outside" in trial.place[0]
-        else ["site"]
-        if sites
-        else ["derivative"]
-        if any(p.get("function") for p in trial.place)
-        else kinds
-    )
+    first = trial.place[0] if trial.place else {}
+    places = {"wire": "ranks" in first, "outside": "outside" in first, "site": bool(sites)}
+    places["derivative"] = any(p.get("function") for p in trial.place)
+    kinds = next(([kind] for kind, holds in places.items() if holds), kinds)
     values["site"] = ", ".join(map(spoken, sites or [str(p["outside"]) for p in trial.place if p.get("outside")]))
     trials: dict[str, dict[str, Any]] = {
         "site": {"sites": sites}, "derivative": {"derivatives": True}, "current": {"recipe": "tensorwise"},

@@ -493,19 +493,14 @@ def named(place: Sequence[Mapping[str, str]]) -> str:
     words = []
     for part in place[:3]:
         layer, gemm, operand = (part.get(k) or "" for k in ("layer", "gemm", "operand"))
-        words.append(
-            f"the forward or the backward of {part['function']}"
-            if part.get("function")
-            else spoken(part.get("site") or part["outside"])
-            if part.get("site") or part.get("outside")
-            else f"{symbol(operand)} of {layer}'s {gemm}"
-            if operand and gemm
-            else f"{layer}'s {gemm}"
-            if gemm
-            else f"{symbol(operand)} of {layer}"
-            if operand
-            else layer
-        )
+        if part.get("function"):
+            words.append(f"the forward or the backward of {part['function']}")
+        elif site := part.get("site") or part.get("outside"):
+            words.append(spoken(site))
+        elif gemm:
+            words.append(f"{symbol(operand)} of {layer}'s {gemm}" if operand else f"{layer}'s {gemm}")
+        else:
+            words.append(f"{symbol(operand)} of {layer}" if operand else layer)
     more = f" and {len(place) - 3} more" if len(place) > 3 else ""
     return ", ".join(words) + more
 

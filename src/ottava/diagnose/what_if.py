@@ -65,23 +65,13 @@ def _share(part: Array, whole: Array) -> Array:
         return np.where(whole > 0, part / np.where(whole > 0, whole, 1.0), 0.0)
 
 
-def _underflow(e: Expected) -> Array:
-    return 100 * _share(e.flushed, e.elements)
-
-
-def _sqnr(e: Expected) -> Array:
-    return np.asarray(decibels(_share(e.noise, e.signal)))
-
-
-def _element_sqnr(e: Expected) -> Array:
-    return np.asarray(decibels(_share(e.relative_squared, e.elements)))
-
-
 FLOORS = (
-    Floor("underflow_pct", "%", lambda fmt: limits.PERCENT["underflow_pct"][0], above=False, of=_underflow),
-    Floor("sqnr_db", "dB", limits.warn_db, above=True, of=_sqnr),
-    Floor("element_sqnr_db", "dB", limits.element_db, above=True, of=_element_sqnr),
-)
+    Floor("underflow_pct", "%", lambda fmt: limits.PERCENT["underflow_pct"][0], above=False,
+          of=lambda e: 100 * _share(e.flushed, e.elements)),
+    Floor("sqnr_db", "dB", limits.warn_db, above=True, of=lambda e: np.asarray(decibels(_share(e.noise, e.signal)))),
+    Floor("element_sqnr_db", "dB", limits.element_db, above=True,
+          of=lambda e: np.asarray(decibels(_share(e.relative_squared, e.elements)))),
+)  # fmt: skip
 _IN_WORDS = MappingProxyType({"underflow_pct": "underflow", "sqnr_db": "SQNR", "element_sqnr_db": "element SQNR"})
 
 
@@ -375,10 +365,8 @@ def judged(
     return Prediction(
         *place,
         str(spec),
-        underflow_pct=float(_underflow(whole)[0]),
+        **{floor.metric: float(floor.of(whole)[0]) for floor in FLOORS},
         overflow_pct=float(100 * _share(whole.clipped, whole.elements)[0]),
-        sqnr_db=float(_sqnr(whole)[0]),
-        element_sqnr_db=float(_element_sqnr(whole)[0]),
         mean_relative_error=float(_share(whole.relative, whole.elements)[0]),
         steps=len(steps),
         clears=not failures,

@@ -260,8 +260,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            refuse_second_derivative("a quantized linear", "run that forward under ottava.autocast(enabled=False)")
+        refuse_second_derivative("a quantized linear", "run that forward under ottava.autocast(enabled=False)")
         (dy,), call = grads, ctx.call
         _, _, needs_x, needs_dw, needs_db, *needed = ctx.needs_input_grad
         needs_dx = needs_x or True in needed
@@ -280,12 +279,12 @@ class _Linear(torch.autograd.Function):
 
 
 def refuse_second_derivative(what: str, instead: str) -> None:
-    """For a backward in grad mode, which torch uses in eager code under create_graph=True only.
+    """For a backward, which torch runs in grad mode in eager code under create_graph=True only.
 
     Raises:
-        NotImplementedError: always, except while compiling.
+        NotImplementedError: in grad mode, except while compiling.
     """
-    if not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise NotImplementedError(
             f"ottava: {what} has no second derivative (backward was asked for create_graph=True); {instead}"
         )
@@ -380,8 +379,7 @@ class _Produced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            refuse_second_derivative(type(ctx.produce).__name__, "use torch's own module there")
+        refuse_second_derivative(type(ctx.produce).__name__, "use torch's own module there")
         dx, *d_parameters = _pulled_back(ctx, ctx.produce, grads[0], ctx.saved_tensors)
         return None, dx, *(d_parameters or [None] * (len(ctx.needs_input_grad) - 2))
 

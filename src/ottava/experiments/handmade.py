@@ -142,7 +142,8 @@ class Exact(TorchDispatchMode):
                 found.append(f"{Path(code.co_filename).name}:{frame.f_lineno}")
             frame = frame.f_back
         # autograd gives the gradient the dtype of the codes
-        return ", called at ".join(found) or ("the backward of a conversion" if _backwards() else "")
+        outside = "the backward of a conversion" if torch._C._current_graph_task_id() != -1 else ""
+        return ", called at ".join(found) or outside
 
     def _note(self, site: str, x: Tensor, codes: Tensor) -> None:
         if self._clamped is not None and x.is_set_to(self._clamped[0]):  # no view: that would be other numbers
@@ -203,10 +204,6 @@ class Exact(TorchDispatchMode):
         except Exception:  # an operation that floats do not have
             for x in made:
                 self._cast.pop(x.untyped_storage()._cdata, None)
-
-
-def _backwards() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _plain(x: Any) -> bool:

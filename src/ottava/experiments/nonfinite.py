@@ -109,9 +109,6 @@ def _innocent(before: Sequence[tuple[float, bool]], wrong: Sequence[Tensor], arg
 def _named(modules: Sequence[nn.Module], name_of: Callable[[nn.Module], str], seer: _Seer) -> Iterator[None]:
     """Tells the seer which module runs."""
 
-    def enter(module: nn.Module, *_: Any) -> None:
-        seer.path.append(name_of(module))
-
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if seer.path:
             seer.path.pop()
@@ -123,7 +120,7 @@ def _named(modules: Sequence[nn.Module], name_of: Callable[[nn.Module], str], se
 
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(module.register_forward_pre_hook(enter))
+            stack.enter_context(module.register_forward_pre_hook(lambda m, _: seer.path.append(name_of(m))))
             stack.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
 

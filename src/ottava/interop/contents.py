@@ -372,7 +372,8 @@ def _transformer_engine(path: Path, entries: Mapping[str, Any]) -> tuple[list[Te
         for direction, roles in COLUMNS.items():
             scale, history = state.get(f"scale_{direction}"), state.get(f"amax_history_{direction}")
             law = _law(settings, extra if isinstance(extra, dict) else {}, direction)
-            if not isinstance(scale, Tensor) or not isinstance(history, Tensor) or not _fit(scale, history, roles):
+            fits = isinstance(scale, Tensor) and isinstance(history, Tensor) and scale.dim() == 1 and history.dim() == 2
+            if not fits or history.shape[1:] != scale.shape or len(scale) % len(roles):
                 shapes = [tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for v in (scale, history)]
                 raise StateFileError(
                     f"{path}: {name}: {direction} scale and amax_history are {shapes}; need (n,) and (L, n) with "
@@ -409,12 +410,6 @@ def read_extra_state(path: Path | str, name: str, value: Any) -> Any:
         raise StateFileError(f"{path}: {name}: {error}; it was not read") from error
     except Exception as error:  # damaged bytes again
         raise StateFileError(f"{path}: {name}: is cut short or damaged ({_first_line(error)})") from error
-
-
-def _fit(scale: Tensor, history: Tensor, columns: tuple[str, ...]) -> bool:
-    return (
-        scale.dim() == 1 and history.dim() == 2 and history.shape[1:] == scale.shape and not len(scale) % len(columns)
-    )
 
 
 def _columns(layer: str, columns: tuple[str, ...], scale: Tensor, history: Tensor, law: _Law) -> Iterator[TensorState]:

@@ -320,7 +320,8 @@ def rank(
     """
     if len(ways) < 2:
         return Ranking(tuple(ways), None, None)
-    store = _store(key) if store is None else store
+    if store is None:
+        store = Store(_cache(), f"{native_build.cpu()}, torch {torch.__version__}, {key or 'nothing compiled'}")
     call = f"{what}: {', '.join(ways)}"
     note = ""
     if (choice := store.known(call)) is None:
@@ -414,7 +415,3 @@ def _measure(ways: Mapping[str, Way], make: Callable[[int, int, int], tuple[Any,
 
 def _judge(truth: Tensor, y: Tensor) -> str:
     return "" if torch.equal(y, truth) else f"{int((y != truth).sum())} of {truth.numel()} numbers are wrong"
-
-
-def _store(key: str) -> Store:
-    return Store(_cache(), f"{native_build.cpu()}, torch {torch.__version__}, {key or 'nothing compiled'}")

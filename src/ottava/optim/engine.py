@@ -222,7 +222,8 @@ class Engine(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         missing = [one for one in self.states(group) if one.name not in state]
         known = all(key in state for key in store.keys)
-        if missing or not known or len(state) > self._entries(group, store):
+        entries = 1 + len(store.keys) + sum(len(one.storage(group).groups) for one in self.states(group))
+        if missing or not known or len(state) > entries:
             shards = {name: local(value) for name, value in state.items()}
             store.prepare(own, shards)
             for one in missing:
@@ -249,9 +250,6 @@ class Engine(Optimizer):
                     "masters start from what was written. This is said once",
                     stacklevel=5,
                 )
-
-    def _entries(self, group: Mapping[str, Any], store: WeightStore) -> int:
-        return 1 + len(store.keys) + sum(len(one.storage(group).groups) for one in self.states(group))
 
     def _update(self, batch: Sequence[tuple[WeightStore, Piece]], group: Mapping[str, Any]) -> None:
         store, pieces = batch[0][0], [piece for _, piece in batch]

@@ -27,6 +27,7 @@ from ottava.base.text import progress
 from ottava.prove.adapters import KINDS, READ, KernelAdapter
 from ottava.prove.codes import Allowed, numbers_of
 from ottava.prove.explain import Failure, explain
+from ottava.prove.hypotheses import Asked
 from ottava.prove.judge import cast_spec, expect, result_format
 from ottava.prove.matrix import GUARD, Draws, KernelCase, buffer, cases, placed
 from ottava.recipe import get_recipe
@@ -159,7 +160,8 @@ def certify(
                     found.first = found.first or {"case": case.name, "said": f"raises {said}"}
                 continue
             begun = alike[0] if alike else None
-            failure = failure._replace(previous=previous, first=begun, latest=latest, largest=before)
+            seen = Asked(adapter.kind, case.inputs, adapter.what, case.before or previous, begun, latest, before)
+            failure = failure._replace(call=seen)
             if not failure.wrong:
                 if len(passed) < _KEPT and failure.size < _LARGE:
                     passed.append(failure)

@@ -385,18 +385,10 @@ class Failure(NamedTuple):
     """All results as float64."""
     wrong: Mapping[str, Tensor]
     """Where they are wrong; results without a wrong element are left out."""
-    previous: Mapping[str, Any] | None = None
-    """The inputs of the call before, of these shapes if there was one."""
-    first: Mapping[str, Any] | None = None
-    """The inputs of the first call of these shapes, if there was one."""
-    latest: Mapping[str, Any] | None = None
-    """The inputs of the call before, whatever its shapes."""
-    largest: float = 0.0
-    """The largest finite amax of x in all calls before."""
     allowed: Mapping[str, Allowed] | None = None
     """What the results may be."""
     call: Asked | None = None
-    """What a hypothesis may look at; `explain` fills it in."""
+    """What a hypothesis may look at; None: this case alone."""
 
     @property
     def size(self) -> int:
@@ -456,7 +448,7 @@ def explain(
         return None
 
     def known(one: Failure) -> Failure:
-        call = Asked(kind, one.case.inputs, what, one.case.before or one.previous, one.first, one.latest, one.largest)
+        call = one.call or Asked(kind, one.case.inputs, what, one.case.before)
         return one._replace(call=call, allowed=one.allowed or expect(kind, one.case.inputs, what))
 
     held, passed, larger = [*map(known, failures)], [*map(known, passed)], [*map(known, larger)]

@@ -791,10 +791,5 @@ _OPTIMIZERS = (
 
 def all_hypotheses() -> Iterator[Fault]:
     """Every way of being wrong, in the order in which they are preferred."""
-    yield from of_codes()
-    yield from of_casts()
-    yield from _of_operands()
-    yield from _of_results()
-    yield from _of_layers()
-    yield from _of_attention()
-    yield from _of_optimizers()
+    for faults in (of_codes, of_casts, _of_operands, _of_results, _of_layers, _of_attention, _of_optimizers):
+        yield from faults()

@@ -167,7 +167,8 @@ class SpikeGuard:
             context = autocast(enabled=False, calibrating=predicts)
         with context:
             answer = self.train_step(self._batches[step])
-        numbers = [float(v.detach()) if isinstance(v, Tensor) else float(v) for v in _several(answer) if v is not None]
+        several = answer if isinstance(answer, (tuple, list)) else (answer,)
+        numbers = [float(v.detach()) if isinstance(v, Tensor) else float(v) for v in several if v is not None]
         if not all(math.isfinite(number) for number in numbers):
             return numbers[0], math.inf
         z = robust_z(numbers[0], self._losses) if len(self._losses) >= min(LEAST, self.window) else 0.0
@@ -246,7 +247,3 @@ class SpikeGuard:
             if z > self.z:
                 return loss, True
         return loss, False
-
-
-def _several(answer: Any) -> tuple[Any, ...]:
-    return tuple(answer) if isinstance(answer, (tuple, list)) else (answer,)

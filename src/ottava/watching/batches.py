@@ -210,13 +210,9 @@ def _add(numbers: dict[str, Tensor], kind: str, new: Tensor) -> None:
     numbers[kind] = new
 
 
-def _strided(flat: Tensor, most: int) -> Tensor:
-    return flat[:: -(-flat.numel() // most)]
-
-
 def _batch(x: Tensor) -> Tensor:
     """[hash, infinities and NaN] of a tensor, fp32 (2,)."""
-    flat = _strided(x.reshape(-1), _HASHED)
+    flat = x.reshape(-1)[:: -(-x.numel() // _HASHED)]
     broken = _broken(x, flat.to(torch.float32)) if x.is_floating_point() else torch.zeros((), device=x.device)
     return torch.stack([_hashed(flat), broken.to(torch.float32)])
 

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -210,15 +211,11 @@ def _grouped(call: Product, y: Tensor, source: Origin, cast: bool) -> Iterator[P
         weight = partial(_matrix, labels="ekn", at={"e": index}, order=("n", "k"))
         suffix = f".{source.first + index}"
         if end > start:
-            take = partial(_rows, start=start, stop=end)
+            take = itemgetter(slice(start, end))
             yield Part(suffix, (call.a,), call.b, y, take, take, weight, cast)
         else:  # this expert got no token
             yield Part(suffix, (), call.b, None, None, None, weight, cast)
         start = max(start, end)
-
-
-def _rows(x: Tensor, start: int, stop: int) -> Tensor:
-    return x[start:stop]
 
 
 def _matrix(t: Tensor, labels: str, at: Mapping[str, int], order: tuple[str, str]) -> Tensor:

@@ -248,7 +248,8 @@ class _Linear:
         self.adapter = adapter
         """None: a parameter that a GEMM may use without a layer."""
         self.type = type(module).__name__
-        self.shape = None if weight is None or weight.numel() == 0 else _shape(weight, adapter)
+        turned = -1 if adapter is not None and adapter.transposed else 1  # [N, K]
+        self.shape = None if weight is None or weight.numel() == 0 else list(weight.shape)[::turned]
         self.found_at = looks
         self.seen: dict[str, int] = {}
         self.whys: dict[str, None] = {adapter.why: None} if adapter is not None and adapter.why else {}
@@ -619,11 +620,6 @@ def _layer_of(holder: tuple[nn.Module, str, str]) -> str:
     """The layer name of a GEMM, from (module, name of the module, name of its weight)."""
     _, name, key = holder
     return name if key == "weight" else f"{name}.{key}" if name else key
-
-
-def _shape(weight: Tensor, adapter: Adapter | None) -> list[int]:
-    """[N, K] of a weight."""
-    return list(weight.shape)[::-1] if adapter is not None and adapter.transposed else list(weight.shape)
 
 
 def _rows(x: Tensor) -> int:

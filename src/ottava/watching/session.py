@@ -38,7 +38,6 @@ from ottava.base.errors import need
 from ottava.base.settings import ConfigError
 from ottava.measure.layer_names import matches
 from ottava.measure.tally import Tallies, Tally
-from ottava.recipe import Recipe
 from ottava.record.reader import Run, Table
 from ottava.record.schema import MANIFEST, SlotKey
 from ottava.record.writer import RunWriter
@@ -145,7 +144,7 @@ class Watch:
         self.schedule = Schedule(config.every or EVERY, config.triggers, config.looks)
         self.jumps = Jumps()
         self.dumps = DumpPlan(config.dump, self.writer)
-        self.collector = Collector(config, self.dumps, self._recipe_of)
+        self.collector = Collector(config, self.dumps, lambda layer: self.modules.recipe_of(layer))
         self.changes = Interventions(config.interventions, self._warn)
         checks = Checks(lambda facts: self.writer.event(self.steps_done + 1, "check", **facts))
         self.doors = DoorTap(self.collector, model, checks, self.changes.apply)
@@ -342,9 +341,6 @@ class Watch:
         return self.collector.seconds / max(time.perf_counter() - self._started, 1e-9)
 
     # --- calls from the taps --------------------------------------------------------------------------------------
-
-    def _recipe_of(self, layer: str) -> Recipe | None:
-        return self.modules.recipe_of(layer)
 
     def _warn(self, text: str) -> None:
         _LOG.warning("watch: %s", text)

@@ -188,11 +188,8 @@ class _CodesAsBytes(Tensor):
     ) -> Any:
         sent = "c10d" in func.namespace
         dtype = next(one.dtype for one in tree_leaves((args, kwargs)) if isinstance(one, _CodesAsBytes))
-
-        def opened(one: _CodesAsBytes) -> Tensor:
-            return one.codes.view(torch.uint8) if sent else one.codes
-
-        args, kwargs = tree_map_only(_CodesAsBytes, opened, (args, kwargs or {}))
+        given = args, kwargs or {}
+        args, kwargs = tree_map_only(_CodesAsBytes, lambda x: x.codes.view(torch.uint8) if sent else x.codes, given)
         made = func(*args, **kwargs)
         if sent:
             return made.view(dtype)

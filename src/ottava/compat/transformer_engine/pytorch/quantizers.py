@@ -567,10 +567,7 @@ class HybridQuantizer(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         """As `Quantizer.is_requantization_safe`, of the casts that a call makes."""
-        row, column = (
-            self.rowwise_quantizer.is_requantization_safe(),
-            self.columnwise_quantizer.is_requantization_safe(),
-        )
+        row, column = (q.is_requantization_safe() for q in (self.rowwise_quantizer, self.columnwise_quantizer))
         rows_count = self.rowwise_usage or (self.columnwise_usage and self.columnwise_source != "original")
         return (row or not rows_count) and (column or not self.columnwise_usage)
 
@@ -578,8 +575,7 @@ class HybridQuantizer(Quantizer):
         """As `Quantizer.copy`, of both quantizers, too."""
         made = copy.copy(self)
         made.rowwise_quantizer, made.columnwise_quantizer = (
-            self.rowwise_quantizer.copy(),
-            self.columnwise_quantizer.copy(),
+            q.copy() for q in (self.rowwise_quantizer, self.columnwise_quantizer)
         )
         return made
 
