@@ -47,6 +47,16 @@ def network(recipe: Recipe | str = "delayed", seed: int = 0, layers: int = 2) ->
     return model
 
 
+def two_linears(
+    recipe: Recipe | str = "tensorwise", *, width: int = 64, hidden: int = 64, bias: bool = True
+) -> nn.Sequential:
+    """Two converted Linears with a GELU between them; the same bits each time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, hidden, bias), nn.GELU(), nn.Linear(hidden, width, bias)).bfloat16()
+    ottava.convert(model, recipe)
+    return model
+
+
 def noise(step: int, rows: int = 8) -> Tensor:
     """The batch of a step: random, and the same for every model that asks."""
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1000 + step)).bfloat16() * (1 + step % 3)

@@ -28,14 +28,6 @@ from ottava.record.schema import SlotKey
 from ottava.record.writer import RunWriter
 
 
-def receipt(folder: Path) -> Any:
-    return ottava.receipt(trained()[0])
-
-
-def observation(folder: Path) -> Any:
-    return trained()[1]
-
-
 def trained() -> tuple[nn.Module, Any]:
     """A model after a step, and what was observed."""
     model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
@@ -57,25 +49,17 @@ def watched(folder: Path) -> Any:
     return Run.open(folder / "run")
 
 
-def diagnosis(folder: Path) -> Any:
-    return diagnose(watched(folder))
-
-
-def lab(folder: Path) -> Any:
-    return study({"mxfp8": [0.1] * 4, "nvfp4": [0.2] * 4})
-
-
 WHATS: tuple[tuple[Callable[[Path], Any], int, str], ...] = (
-    (receipt, 3, "<Receipt: 3 GEMMs, 100.0% of the linear work in FP8, "),
-    (observation, 3, "<Observation: 3 casts of 1 layers"),
+    (lambda _: ottava.receipt(trained()[0]), 3, "<Receipt: 3 GEMMs, 100.0% of the linear work in FP8, "),
+    (lambda _: trained()[1], 3, "<Observation: 3 casts of 1 layers"),
     (recipe, 6, "<Recipe nvfp4: fprop E2M1[1x16, e4m3] x E2M1[16x16, e4m3], dgrad "),
     (watched, 1, "<Run "),
-    (diagnosis, 1, "<Diagnosis "),
-    (lab, 0, "<LabResult: "),
+    (lambda folder: diagnose(watched(folder)), 1, "<Diagnosis "),
+    (lambda _: study({"mxfp8": [0.1] * 4, "nvfp4": [0.2] * 4}), 0, "<LabResult: "),
 )
 
 
-@pytest.mark.parametrize(("make", "rows", "line"), WHATS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("make", "rows", "line"), WHATS, ids=[line.strip("<: ").split()[0] for *_, line in WHATS])
 def test_each_result_has_a_line_a_table_and_a_frame(
     make: Callable[[Path], Any], rows: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ def test_dtypes_of_every_row_and_the_notice_of_the_first(monkeypatch: pytest.Mon
         for row, (stream, parameters) in expected.items():
             for recipe in seed.RECIPES:
                 trapped = row == "FP32" and recipe != "bf16"
-                watching = pytest.warns(UserWarning, match=re.escape(NOTICE)) if trapped else no_warning()
-                with watching as seen:
+                asks, records = pytest.warns(UserWarning, match=re.escape(NOTICE)), warnings.catch_warnings(record=True)
+                with asks if trapped else records as seen:
                     step, facts = seed.measure(row, ours, recipe, torch.device("cpu"), 1.0)
                     step()
                 texts = [str(warning.message) for warning in seen or ()]
@@ -34,13 +34,6 @@ def test_dtypes_of_every_row_and_the_notice_of_the_first(monkeypatch: pytest.Mon
                 assert facts["activations"] == stream
                 assert {facts[name] for name in ("weights", "gradients", "optimizer")} == {parameters}
                 assert facts["bytes"] > 0
-
-
-def no_warning() -> Any:
-    """Records warnings without asking for one."""
-    import warnings
-
-    return warnings.catch_warnings(record=True)
 
 
 def test_both_ways_to_build_it_have_the_same_sizes() -> None:

@@ -51,11 +51,10 @@ def through_torch(state: State) -> State:
     return loaded
 
 
-def through_safetensors(state: State) -> State:
-    return safetensors.torch.load(safetensors.torch.save(state))
-
-
-THROUGH: dict[str, Callable[[State], State]] = {"torch.save": through_torch, "safetensors": through_safetensors}
+THROUGH: dict[str, Callable[[State], State]] = {
+    "torch.save": through_torch,
+    "safetensors": lambda state: safetensors.torch.load(safetensors.torch.save(state)),
+}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "guarded"])

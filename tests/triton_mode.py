@@ -4,6 +4,8 @@ Imported first of all, because Triton reads TRITON_INTERPRET when it is imported
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +14,17 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@contextmanager
+def never_waits() -> Iterator[None]:
+    """An error where the host waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def with_triton() -> list[pytest.MarkDecorator]:

@@ -87,7 +87,7 @@ def test_progress_is_for_terminals_and_for_long_work_alone(monkeypatch: pytest.M
         assert list(progress(range(10), "casting")) == [*range(10)]
         lines = [line.strip() for line in stream.getvalue().split("\r")]
         assert lines == (
-            ["", *(f"casting: {i} of 10, {_left(i)} left" for i in range(3, 11)), "", ""] if told else [""]
+            ["", *(f"casting: {i} of 10, {(10 - i) / 2:.0f} s left" for i in range(3, 11)), "", ""] if told else [""]
         )
     monkeypatch.setattr("sys.stderr", stream := Terminal())
     assert list(progress(iter("ab"), "fast")) == ["a", "b"]
@@ -119,7 +119,3 @@ def test_long_commands_tell_a_terminal_what_is_left(tmp_path: Path, monkeypatch:
         monkeypatch.setattr("sys.stderr", stream := Terminal())
         act()
         assert re.search(rf"{doing}: \d+ of \d+, .* left", stream.getvalue()), doing
-
-
-def _left(done: int) -> str:
-    return f"{round(0.5 * (10 - done))} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ottava
 from ottava.distributed import FP8ReduceScatter, each_gradient_hook, fp8_gradient_hook
+from scaling_samples import two_linears
 
 EPS = 2.0**-4
 """Half an ulp of E4M3 over the number, at most."""
@@ -127,11 +129,7 @@ def train(world: World, model: nn.Module, micro: int = 1) -> list[float]:
     return losses
 
 
-def network(recipe: str = "tensorwise") -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 333), nn.GELU(), nn.Linear(333, 128)).bfloat16()
-    ottava.convert(model, recipe)
-    return model
+network = partial(two_linears, width=128, hidden=333)
 
 
 def distributed_data_parallel(world: World) -> None:

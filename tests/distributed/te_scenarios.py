@@ -147,7 +147,10 @@ def a_layer_shares_its_heads(world: World) -> None:
         for sequence in (False, True):
             modes: dict[str, Any] = {"set_parallel_mode": True, "tp_group": group, "sequence_parallel": sequence}
             layer = te.TransformerLayer(HIDDEN, FFN, HEADS, **common, **modes)
-            load_heads(world, layer, whole, dims, bool(shared))
+            full = dict(whole.named_parameters())
+            with torch.no_grad():
+                for name, parameter in layer.named_parameters():
+                    parameter.copy_(split_heads(world, name, full[name], dims, bool(shared)))
             memory = {"encoder_output": x.flip(0)} if "layer_type" in settings else {}
             own = {k: own_tokens(world, v, sequence) for k, v in memory.items()}
             results = []
@@ -182,15 +185,6 @@ def split_heads(world: World, name: str, whole: Tensor, dims: Mapping[str, tuple
         return torch.cat([part.chunk(world.size)[world.rank] for part in parts])
     part = next((how for end, how in dims.items() if name.endswith(f".{end}")), (-1, 1))
     return shard(world, whole, *part)
-
-
-def load_heads(
-    world: World, layer: nn.Module, whole: nn.Module, dims: Mapping[str, tuple[int, int]], grouped: bool
-) -> None:
-    own = dict(whole.named_parameters())
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            parameter.copy_(split_heads(world, name, own[name], dims, grouped))
 
 
 def ranks_keep_their_amaxes_if_asked(world: World) -> None:

@@ -6,14 +6,16 @@ DeepSpeed compiles an extension once, which takes minutes; this file is for mach
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import ottava
+from scaling_samples import two_linears
 
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
@@ -31,11 +33,7 @@ def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         torch.distributed.destroy_process_group()
 
 
-def net(recipe: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).bfloat16()
-    ottava.convert(model, recipe)
-    return model
+net = partial(two_linears, hidden=256)
 
 
 def loss_of(model: Any) -> Tensor:

@@ -19,13 +19,7 @@ import ottava
 from ottava.engine.autocast import _COMPILED_VIEW, ambient, in_tiles, made_invariant
 from ottava.recipe import GEMMS, RECIPES, GemmRecipe, Recipe
 from same_tensors import assert_same
-
-
-def network(recipe: Recipe | str = "tensorwise") -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
-    ottava.convert(model, recipe)
-    return model
+from scaling_samples import two_linears as network
 
 
 def data() -> Tensor:

@@ -436,10 +436,6 @@ def _one_of(folder: Path, chance: Random) -> None:
     mutations.folder(chosen, chance)
 
 
-def _load_fp8(folder: Path) -> None:
-    ottava.load_fp8(Net().bfloat16(), folder)
-
-
 def _inspect(folder: Path) -> None:
     str(read_contents(folder).to_dict())
     for weight in of_folder(folder).weights:
@@ -712,7 +708,7 @@ PARSERS: tuple[Parser, ...] = (
     Parser("checkpoint", _one_checkpoint, _restore, _rehashed),
     Parser("sharded checkpoint", _shards, _join, _sized),
     Parser("demo folder", _demo, _read_demo),
-    Parser("load_fp8", _published, _read_all(_load_fp8), _one_of),
+    Parser("load_fp8", _published, _read_all(lambda here: ottava.load_fp8(Net().bfloat16(), here)), _one_of),
     Parser("inspect", _published, _read_all(_inspect), _one_of),
     Parser("export of a folder", _published, _export_again, _one_of),
     Parser("weights of a Llama", _llama, lambda folder, _: read_weights(folder, _config().model)),

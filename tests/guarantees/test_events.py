@@ -45,10 +45,6 @@ def evaluation(context: Callable[[], contextlib.AbstractContextManager[object]])
     return event
 
 
-def compiled_evaluation(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    torch.compile(model, backend="aot_eager")(LOUD)
-
-
 def frozen_evaluation(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     """Its last layer has no gradient, and so no backward."""
     model[2].requires_grad_(False)
@@ -135,7 +131,7 @@ OUTSIDE: dict[str, Event] = {
     "`eval()`, a forward with gradients": evaluation(contextlib.nullcontext),
     "`eval()`, a forward under `no_grad`": evaluation(torch.no_grad),
     "`eval()`, a forward under `inference_mode`": evaluation(torch.inference_mode),
-    "a compiled forward without a backward": compiled_evaluation,
+    "a compiled forward without a backward": lambda model, _: torch.compile(model, backend="aot_eager")(LOUD),
     "a forward of a frozen layer without a backward": frozen_evaluation,
     "a forward that raises": failing_forward,
     "a backward that raises": failing_backward,

@@ -104,10 +104,6 @@ def nested(payload: bytes) -> bytes:
     return made.getvalue()
 
 
-def _imported(path: Path) -> object:
-    return import_run(path, path.with_name("run"))
-
-
 DOORS: dict[str, tuple[Callable[[Path], object], Callable[[bytes], bytes]]] = {
     "load_pickle": (lambda path: load_pickle(path.read_bytes()), bytes),
     "load_torch": (load_torch, zipped),
@@ -116,7 +112,7 @@ DOORS: dict[str, tuple[Callable[[Path], object], Callable[[bytes], bytes]]] = {
     "scaling state, nested": (read_scaling_state, nested),
     "inspect": (read_contents, zipped),
     "import of a checkpoint": (read_state, legacy),
-    "import of dumps": (_imported, zipped),
+    "import of dumps": (lambda path: import_run(path, path.with_name("run")), zipped),
 }
 
 

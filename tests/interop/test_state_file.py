@@ -343,29 +343,16 @@ class RunsACommand:
         return os.system, (f"touch {self.marker}",)
 
 
-def hide_in_extra_state(attack: Any, path: Path) -> None:
-    torch.save({"fc._extra_state": as_uint8({"scale_fwd": attack})}, path)
+PLACES: dict[str, Callable[[Any, Path], None]] = {
+    "extra state": lambda attack, path: torch.save({"fc._extra_state": as_uint8({"scale_fwd": attack})}, path),
+    "old extra state": lambda attack, path: torch.save({"fc._extra_state": as_bytesio({"scale_fwd": attack})}, path),
+    "file": lambda attack, path: torch.save({"fc.weight": attack}, path),
+    "old file": lambda attack, path: torch.save({"fc.weight": attack}, path, _use_new_zipfile_serialization=False),
+    "safetensors": lambda attack, path: save_file({"fc._extra_state": as_uint8(attack)}, path),
+}
 
 
-def hide_in_old_extra_state(attack: Any, path: Path) -> None:
-    torch.save({"fc._extra_state": as_bytesio({"scale_fwd": attack})}, path)
-
-
-def hide_in_file(attack: Any, path: Path) -> None:
-    torch.save({"fc.weight": attack}, path)
-
-
-def hide_in_old_file(attack: Any, path: Path) -> None:
-    torch.save({"fc.weight": attack}, path, _use_new_zipfile_serialization=False)
-
-
-def hide_in_safetensors(attack: Any, path: Path) -> None:
-    save_file({"fc._extra_state": as_uint8(attack)}, path)
-
-
-@pytest.mark.parametrize(
-    "hide", [hide_in_extra_state, hide_in_old_extra_state, hide_in_file, hide_in_old_file, hide_in_safetensors]
-)
+@pytest.mark.parametrize("hide", PLACES.values(), ids=PLACES)
 def test_file_that_would_run_a_command_is_refused_and_runs_nothing(
     hide: Callable[[Any, Path], None], tmp_path: Path
 ) -> None:

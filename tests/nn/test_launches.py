@@ -22,7 +22,7 @@ from ottava.kernels import scaled_mm
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.ops import dispatch
 from ottava.ops import quantize as casts
-from triton_mode import ON_GPU, with_triton
+from triton_mode import ON_GPU, never_waits, with_triton
 
 with_triton()
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
@@ -195,14 +195,10 @@ def test_three_training_steps_never_wait_for_the_device(recipe: str) -> None:
     for _ in range(2):
         forward_backward(layer, x, dy)
         optimizer.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         for _ in range(3):
             forward_backward(layer, x, dy)
             optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @gpu

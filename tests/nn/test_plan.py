@@ -19,6 +19,7 @@ from ottava.nn.convert import plan_model
 from ottava.nn.plan import Device, plan_layer
 from ottava.ops import dispatch
 from ottava.recipe import RECIPES, Recipe, get_recipe
+from scaling_samples import two_linears
 
 H200 = Device()
 IDEAL = Device(launch=0.0, start=0.0, processors=1, bandwidth=1e30, transposing=1e30)
@@ -160,13 +161,6 @@ def test_wrong_sizes_are_refused() -> None:
         plan_layer("x", (0, 64, 64), RECIPES["tensorwise"], H200)
 
 
-def model(recipe: str, bias: bool = True) -> nn.Sequential:
-    torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(64, 64, bias=bias), nn.GELU(), nn.Linear(64, 64, bias=bias)).bfloat16()
-    ottava.convert(made, recipe)
-    return made
-
-
 def timer(run: Callable[[], Tensor]) -> float:
     return 1.0
 
@@ -177,7 +171,7 @@ def test_what_is_measured_is_what_is_looked_up(recipe: str, monkeypatch: pytest.
     monkeypatch.setattr(dispatch, "CPU_KERNELS", (native_gemm, scaled_mm, reference))
     asked: list[str] = []
     monkeypatch.setattr(gemm_choice, "known", lambda *call: asked.append(call_name(*call)))
-    net, store = model(recipe), Store(None, "this machine")
+    net, store = two_linears(recipe), Store(None, "this machine")
     net(torch.randn(16, 64, dtype=torch.bfloat16)).sum().backward()
     names = set(asked)
     assert bool(names) == ("bf16_gemm" not in recipe)
@@ -196,7 +190,7 @@ def test_what_is_measured_is_what_is_looked_up(recipe: str, monkeypatch: pytest.
 
 def test_a_model_that_has_not_run_is_refused() -> None:
     with pytest.raises(ValueError, match="convert the model and run a forward and a backward first"):
-        ottava.nn.tune(model("tensorwise"), timer=timer)
+        ottava.nn.tune(two_linears("tensorwise"), timer=timer)
     with pytest.raises(ValueError, match="no layer has run a quantized GEMM"):
         ottava.nn.tune(nn.Linear(4, 4), timer=timer)
 
@@ -206,7 +200,7 @@ def test_a_model_that_has_not_run_is_refused() -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_a_tuned_model_trains_on(recipe: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU: its GEMMs are measured, and the next step runs what won."""
-    net = model(recipe, bias=False).cuda()
+    net = two_linears(recipe, bias=False).cuda()
     x = torch.randn(256, 64, dtype=torch.bfloat16, device="cuda")
     net(x).sum().backward()
     choices = ottava.nn.tune(net, store=Store(None, "test"))

@@ -508,11 +508,6 @@ def test_blocks_without_an_amax_have_scale_1_or_nan() -> None:
             assert (x_q.data.shape[0], x_q.data.numel()) == (shape[0], 0), name
 
 
-def squared_error(spec: QuantizationSpec, x: Tensor) -> float:
-    x_q = quantize(x, spec)
-    return float((x_q.dequantize(torch.float32) - x_q.transformed(x)).double().square().mean())
-
-
 def test_squared_errors_are_those_of_the_field() -> None:
     """Of one million numbers N(0, 1), times 1000."""
     x = torch.randn(1000, 1024)
@@ -526,7 +521,9 @@ def test_squared_errors_are_those_of_the_field() -> None:
     }
     for name, (spec, error) in expected.items():
         assert spec is not None
-        assert squared_error(spec, x) * 1000 == pytest.approx(error, rel=0.01), name
+        x_q = quantize(x, spec)
+        found = (x_q.dequantize(torch.float32) - x_q.transformed(x)).double().square().mean().item()
+        assert found * 1000 == pytest.approx(error, rel=0.01), name
 
 
 def test_means_over_seeds_are_unbiased_where_that_is_claimed() -> None:

@@ -67,10 +67,11 @@ def test_every_layout_comes_back_as_codes_and_as_numbers() -> None:
         folder = exported(layout)
         source = of_folder(folder)
         casts = {weight.module: weight.cast for weight in source.weights}
+        tensors = {weight.name: weight.tensor for weight in source.weights}
         model, longest = model_of(source, folder, None)
         assert longest == LENGTH
         up = model.get_submodule("layers.1.mlp.gate_up_proj").weight
-        values = torch.cat([source_of(source, f"model.layers.1.mlp.{n}_proj.weight") for n in ("gate", "up")])
+        values = torch.cat([tensors[f"model.layers.1.mlp.{n}_proj.weight"] for n in ("gate", "up")])
         if form.spec is None:
             assert torch.equal(up, plain["layers.1.mlp.gate_up_proj.weight"].bfloat16().float())
         else:
@@ -82,10 +83,6 @@ def test_every_layout_comes_back_as_codes_and_as_numbers() -> None:
         read = read_weights(folder, CONFIG).tensors
         assert torch.equal(read["model.layers.1.mlp.gate_up_proj.weight"], values.float())
         assert torch.equal(read["model.lm_head.weight"], plain["lm_head.weight"].bfloat16().float())
-
-
-def source_of(source: object, name: str) -> torch.Tensor:
-    return next(one.tensor for one in source.weights if one.name == name)  # type: ignore[attr-defined,no-any-return]
 
 
 def test_other_models_are_refused_by_name(tmp_path: Path) -> None:

@@ -28,11 +28,6 @@ def build(config: ModelConfig = SMALL, length: int = 24) -> ByteTransformer:
     return ByteTransformer(config, length)
 
 
-def build_plain(config: ModelConfig = SMALL, length: int = 24) -> PlainByteTransformer:
-    torch.manual_seed(0)
-    return PlainByteTransformer(config, length)
-
-
 def test_state_dict_holds_parameters_only() -> None:
     model = build()
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
@@ -45,7 +40,9 @@ def test_it_is_the_same_model_as_in_plain_torch(autocast: bool) -> None:
 
     That is one of fp32, or of BF16 (2**-9 of a number) in front of a GEMM under autocast, in 2 blocks.
     """
-    model, plain = build(), build_plain()
+    model = build()
+    torch.manual_seed(0)
+    plain = PlainByteTransformer(SMALL, 24)
     ids = torch.randint(0, 256, (2, 25))
     moved = {_renamed(f".{name}")[1:]: name for name in plain.state_dict()}
     assert set(moved) == set(model.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,13 +17,9 @@ from ottava.record.schema import SlotKey
 from ottava.watching.collector import Collector
 from ottava.watching.config import WatchConfig
 from ottava.watching.doors import DoorTap
+from scaling_samples import two_linears
 
-
-def network(recipe: str = "tensorwise") -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).bfloat16()
-    ottava.convert(model, recipe)
-    return model
+network = partial(two_linears, hidden=96)
 
 
 def data() -> Tensor:

@@ -13,13 +13,7 @@ from ottava.base.settings import ConfigError
 from ottava.recipe import RECIPES, get_recipe
 from ottava.watching.config import Intervention
 from ottava.watching.doors import changed
-
-
-def model(recipe: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
-    ottava.convert(layers, recipe)
-    return layers
+from scaling_samples import two_linears as model
 
 
 def gradients(layers: nn.Module) -> list[torch.Tensor]:

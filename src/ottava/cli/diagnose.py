@@ -260,7 +260,7 @@ def _load(
 
     from ottava.nn.convert import convert
     from ottava.record.dumps import BatchDump, DumpError, read_dump
-    from ottava.train.checkpoint import CheckpointError
+    from ottava.train.checkpoint import fitting
     from ottava.train.data import ByteCorpus
     from ottava.train.model import ByteTransformer
     from ottava.train.model import loss as loss_of
@@ -275,11 +275,8 @@ def _load(
     with torch.random.fork_rng(devices=[]):
         model = ByteTransformer(config.model, config.sequence_length)
     convert(model, config.build_recipe())
-    tensors = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint.path}: does not fit the model of its run's config: {error}") from error
+    with fitting(checkpoint.path):
+        model.load_state_dict(checkpoint.part("model."))
     model.to(device)
     states = {n.removeprefix("random."): t for n, t in checkpoint.tensors.items() if n == "random.cpu"}
     position = checkpoint.step + 1 if step is None else step

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -176,9 +176,9 @@ def compare(good: Run, bad: Run, *, align: str = "step", controls: Sequence[Run]
     facts = Facts(good), Facts(bad)
     found = differences(*facts)
     data = compare_batches(*facts)
-    verdict = _verdict(config, [d.sentence for d in found], data, loss, first, ranked, compared)
     unmatched = sorted(layers[0] ^ layers[1])
-    return Comparison(config, loss, ranked, first, compared, unmatched, verdict, data, [asdict(d) for d in found])
+    answer = Comparison(config, loss, ranked, first, compared, unmatched, "", data, [asdict(d) for d in found])
+    return replace(answer, verdict=_verdict(answer))
 
 
 @dataclass(frozen=True)
@@ -417,22 +417,15 @@ def _config(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[dict[str, A
     return differences
 
 
-def _verdict(
-    config: Sequence[Mapping[str, Any]],
-    differ: Sequence[str],
-    data: Mapping[str, Any] | None,
-    loss: Mapping[str, Any],
-    first: Mapping[str, Any] | None,
-    ranked: Sequence[Mapping[str, Any]],
-    compared: int,
-) -> str:
-    settings = [f"{d['key']} ({d['good']} and {d['bad']})" for d in config if "." not in d["key"]][:3]
+def _verdict(of: Comparison) -> str:
+    loss, first = of.loss, of.first
+    settings = [f"{d['key']} ({d['good']} and {d['bad']})" for d in of.config if "." not in d["key"]][:3]
     parts = [f"The configurations differ in {', '.join(settings)}."] if settings else []
-    parts += differ[:4] or ([] if settings else ["No recorded fact differs."])
-    if data is not None and data["step"] is None:
+    parts += [d["sentence"] for d in of.differences[:4]] or ([] if settings else ["No recorded fact differs."])
+    if of.data is not None and of.data["step"] is None:
         parts.append("Both runs saw the same batches.")
     if first is None:
-        parts.append(f"In {compared} looks no cast leaves the good run's band.")
+        parts.append(f"In {of.steps_compared} looks no cast leaves the good run's band.")
     else:
         low, high = (f"{b:.4g}" for b in first["good_band"])
         parts.append(
@@ -450,7 +443,7 @@ def _verdict(
     else:
         bad = "not finite" if loss["bad"] is None else f"{loss['bad']:.4g}"
         parts.append(f"The loss stays in the good run's band (last {loss['good']:.4g} and {bad}).")
-    worst = next((entry for entry in ranked if entry["unit"] != "octaves"), None)
+    worst = next((entry for entry in of.ranked if entry["unit"] != "octaves"), None)
     if first is not None and worst is not None:
         parts.append(
             f"Most damaged: {worst['layer']}.{symbol(worst['tensor'])}, {worst['metric']} {worst['bad']:.4g} "

@@ -130,7 +130,7 @@ def _castings(good: Facts, bad: Facts) -> Iterator[Difference]:
     other = [n for n in formats[1] if n in formats[0] and formats[0][n] != formats[1][n]]
     if other and not apart:
         there, here = (side[other[0]] for side in formats)
-        said = f"{_some(other)}: operands are cast to {here or 'nothing'}, in the good run to {there or 'nothing'}."
+        said = f"{some(other)}: operands are cast to {here or 'nothing'}, in the good run to {there or 'nothing'}."
         yield Difference("casting", "layers", there, here, said, where=tuple(other))
 
 
@@ -195,7 +195,7 @@ def _groups(good: Facts, bad: Facts) -> Iterator[Difference]:
             if len(found) == len(pairs) and len({ratio for _, ratio, _ in found}) == 1:  # of no group alone
                 one = replace(one, where=(), group="")
             what = _SETTINGS.get(kind, f"Adam's {kind}" if kind.startswith("beta") else kind)
-            of = f" of {_some(one.where)}" if one.where else f" of group {one.group}" if one.group else ""
+            of = f" of {some(one.where)}" if one.where else f" of group {one.group}" if one.group else ""
             from_ = "" if one.step == common[0] else f", from step {one.step} on"
             yield replace(one, sentence=f"The {what}{of} differs: {one.good:.4g} and {one.bad:.4g}{from_}.")
     a_groups, b_groups = (len({n.partition("/")[2] for n in f.groups if "/" in n}) for f in (good, bad))
@@ -251,7 +251,7 @@ def _parameters(good: Facts, bad: Facts) -> Iterator[Difference]:
         apart = [n for n in both if value(a[n], key) != value(b[n], key)]
         values = [value(side[n], key) for n in apart[:1] for side in (a, b)]
         if apart:
-            said = f"The {what} of {_some(apart)} differs: {values[0]} and {values[1]}."
+            said = f"The {what} of {some(apart)} differs: {values[0]} and {values[1]}."
             yield Difference("parameter", key, values[0], values[1], said, where=tuple(apart))
     only = [n for n in a if n not in b], [n for n in b if n not in a]
     if any(only):
@@ -262,7 +262,7 @@ def _parameters(good: Facts, bad: Facts) -> Iterator[Difference]:
         held = steps(a, only[0]), steps(b, only[1])
         verb, only = ("trains", held) if any(held) else ("has", only)
         sides = zip(("good", "bad"), only, strict=True)
-        said = " and ".join(f"only the {w} run {verb} {_some(n)}" for w, n in sides if n)
+        said = " and ".join(f"only the {w} run {verb} {some(n)}" for w, n in sides if n)
         yield Difference(
             "parameter", "names", len(a), len(b), f"The models differ: {said}.", where=tuple(only[0] + only[1])
         )
@@ -275,7 +275,7 @@ def _weights(good: Facts, bad: Facts) -> list[Difference]:
     if not apart:
         return []
     share = f"{len(apart)} of {len(both)} parameters"
-    rest = "another seed or another checkpoint" if len(apart) > 0.5 * len(both) else _some(apart)
+    rest = "another seed or another checkpoint" if len(apart) > 0.5 * len(both) else some(apart)
     said = f"The weights differ before the first step, in {share} ({rest})."
     return [Difference("weights", "weights", len(both) - len(apart), len(both), said, where=tuple(apart))]
 
@@ -314,6 +314,6 @@ def compare_batches(good: Facts, bad: Facts) -> dict[str, Any] | None:
     return {"step": int(common[first]), "what": what, "share_pct": float(f"{share:.4g}")}
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

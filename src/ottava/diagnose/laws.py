@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,12 +19,11 @@ import numpy as np
 
 from ottava.base.text import progress
 from ottava.diagnose.calls import squared, starts_high
+from ottava.diagnose.difference import some
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event, LossCurve
 from ottava.diagnose.ranks import parted, same_batches
 from ottava.measure.limits import OVERSHOOTS, beyond_chance, overshoots
-
-_MOST_NAMES = 4
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ def broken(facts: Facts, event: Event | None) -> list[tuple[Law, Broken]]:
     return sorted(found, key=lambda pair: (not pair[0].exact, pair[1].since or 0))
 
 
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+_names = partial(some, most=4)
 
 
 def _counted(facts: Facts, name: str) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ottava.diagnose.calls import bare
-from ottava.diagnose.difference import Difference, settings_and_loop
+from ottava.diagnose.difference import Difference, settings_and_loop, some
 from ottava.diagnose.facts import Facts
 
 _ONE_RANK = frozenset({"eval_forwards_in_train_mode", "forwards"})
@@ -113,8 +113,7 @@ def _weights(facts: Facts, other: Facts, same: list[str]) -> Iterator[Difference
         apart = [n for n in both if _apart(mine[n]["weight"], theirs[n]["weight"])]
         if apart:
             now = "not" if unreduced is None and step == min(facts.moves) else "no longer"
-            names = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
-            said = f"{len(apart)} of {len(both)} copies ({names}) are {now} equal in the look at step {step}"
+            said = f"{len(apart)} of {len(both)} copies ({some(apart)}) are {now} equal in the look at step {step}"
             # some optimizers average the gradients themselves: then the weights stay equal
             since = "" if unreduced is None else _why(facts, other, unreduced)
             a, b = mine[apart[0]]["weight"], theirs[apart[0]]["weight"]

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ottava.diagnose.calls import overflowed, reads_codes
+from ottava.diagnose.difference import some
 from ottava.diagnose.facts import Facts
 from ottava.diagnose.loss import Event
 from ottava.diagnose.ranks import arrived
@@ -161,11 +162,7 @@ def _muted(facts: Facts, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
         return None
     last = tried[-1][1]
     sites = [{"site": str(s)} for s, what in (last.get("sites") or {}).items() if _number(what, "flushed") > _VANISHED]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    said = (
-        f"With casts the gradient of {', '.join(names[:3])}{more} is zero in each of {len(tried)} trials, without them "
-    )
-    said += "it is not."
+    said = f"With casts the gradient of {some(names)} is zero in each of {len(tried)} trials, without them it is not."
     place = sites or [{"layer": n.rpartition(".")[0]} for n in names]
     return Trial("guilty", (said,), int(last["step"]), 1.0, place=tuple(place), sound=True)
 
@@ -491,7 +488,7 @@ def named(place: Sequence[Mapping[str, str]]) -> str:
         "X of fc1's wgrad"
     """
     words = []
-    for part in place[:3]:
+    for part in place:
         layer, gemm, operand = (part.get(k) or "" for k in ("layer", "gemm", "operand"))
         if part.get("function"):
             words.append(f"the forward or the backward of {part['function']}")
@@ -501,8 +498,7 @@ def named(place: Sequence[Mapping[str, str]]) -> str:
             words.append(f"{symbol(operand)} of {layer}'s {gemm}" if operand else f"{layer}'s {gemm}")
         else:
             words.append(f"{symbol(operand)} of {layer}" if operand else layer)
-    more = f" and {len(place) - 3} more" if len(place) > 3 else ""
-    return ", ".join(words) + more
+    return some(words)
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,9 @@ def predict(
         for recipe in recipes:
             spec: QuantizationSpec | None = getattr(getattr(recipe.for_layer(key.layer), gemm), side)
             if spec is None:
-                predictions.append(_untouched(key, recipe.name, len(rows)))
+                cell = (key.layer, key.tensor, key.direction, recipe.name, HIGH_PRECISION)
+                sums = (0.0, 0.0, math.inf, math.inf, 0.0)
+                predictions.append(Prediction(*cell, *sums, len(rows), clears=True, why="", cost=cell_cost(None)))
                 continue
             worst = _at_worst(spec) if assumed else spec
             recorded = rows if worst.granularity == PER_TENSOR else in_blocks
@@ -329,11 +331,6 @@ def _recording(table: Table) -> Recording:
     return Recording(named, tuple(steps), torch.tensor(amaxes, dtype=torch.float32).reshape(len(steps), len(named)))
 
 
-def _untouched(key: SlotKey, recipe: str, steps: int) -> Prediction:
-    place = (key.layer, key.tensor, key.direction, recipe, HIGH_PRECISION)
-    return Prediction(*place, 0.0, 0.0, math.inf, math.inf, 0.0, steps, clears=True, why="", cost=cell_cost(None))
-
-
 def _unknown(place: tuple[str, str, str, str], spec: QuantizationSpec) -> Prediction:
     why = f'the run has no histograms for {spec}; watch with detail="blocks"'
     if spec.transform is not None or spec.block_scale != "amax":
@@ -362,10 +359,11 @@ def judged(
             side, unit = "below" if floor.above else "above", floor.unit
             found = f"{_IN_WORDS[floor.metric]} of {values[worst]:.1f} {unit} at step {int(steps[worst])}"
             failures.append(f"{found}, {side} {floor.limit(spec.format):g} {unit}")
+    judged_by: dict[str, Any] = {floor.metric: float(floor.of(whole)[0]) for floor in FLOORS}
     return Prediction(
         *place,
         str(spec),
-        **{floor.metric: float(floor.of(whole)[0]) for floor in FLOORS},
+        **judged_by,
         overflow_pct=float(100 * _share(whole.clipped, whole.elements)[0]),
         mean_relative_error=float(_share(whole.relative, whole.elements)[0]),
         steps=len(steps),

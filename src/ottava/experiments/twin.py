@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ottava.experiments.handmade import Exact
-from ottava.experiments.snapshot import NotReplayableError
+from ottava.experiments.snapshot import NotReplayableError, stepped_by
 from ottava.weights.parameter import local
 
 STEPS = 8
@@ -57,7 +57,7 @@ class OptimizerTwin:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._live = [p for group in optimizer.param_groups for p in group["params"]]
+        self._live = stepped_by(optimizer)
         if (count := sum(p.numel() for p in self._live)) > _MOST:
             raise NotReplayableError(f"a twin of an optimizer with {count} elements takes too much memory")
         self._start = [local(p.detach()).float().clone() for p in self._live]
@@ -108,8 +108,7 @@ class OptimizerTwin:
 
 def narrow(optimizer: Optimizer) -> bool:
     """Whether an optimizer keeps parameters or their state in fewer than 32 bits."""
-    kept = [p for group in optimizer.param_groups for p in group["params"]]
-    return any(x.is_floating_point() and x.itemsize < 4 for x in (*kept, *_states(optimizer)))
+    return any(x.is_floating_point() and x.itemsize < 4 for x in (*stepped_by(optimizer), *_states(optimizer)))
 
 
 def keeps_codes(optimizer: Optimizer) -> bool:
@@ -118,8 +117,7 @@ def keeps_codes(optimizer: Optimizer) -> bool:
 
 
 def _states(optimizer: Optimizer) -> list[Tensor]:
-    kept = [p for group in optimizer.param_groups for p in group["params"]]
-    return [x for p in kept[:64] for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
+    return [x for p in stepped_by(optimizer)[:64] for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
 
 
 def _codes(x: Tensor) -> bool:

@@ -372,8 +372,13 @@ def _transformer_engine(path: Path, entries: Mapping[str, Any]) -> tuple[list[Te
         for direction, roles in COLUMNS.items():
             scale, history = state.get(f"scale_{direction}"), state.get(f"amax_history_{direction}")
             law = _law(settings, extra if isinstance(extra, dict) else {}, direction)
-            fits = isinstance(scale, Tensor) and isinstance(history, Tensor) and scale.dim() == 1 and history.dim() == 2
-            if not fits or history.shape[1:] != scale.shape or len(scale) % len(roles):
+            if (
+                not isinstance(scale, Tensor)
+                or not isinstance(history, Tensor)
+                or scale.dim() != 1
+                or history.shape[1:] != scale.shape
+                or len(scale) % len(roles)
+            ):
                 shapes = [tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for v in (scale, history)]
                 raise StateFileError(
                     f"{path}: {name}: {direction} scale and amax_history are {shapes}; need (n,) and (L, n) with "

@@ -50,11 +50,7 @@ def plan_accumulate(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, accumulator: Accumulator
 ) -> Callable[..., Tensor]:
     """A function (a, b, bias, c=None) -> y (M, N) for all operands like these."""
-
-    def run(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, c: Tensor | None = None) -> Tensor:
-        return gemm(a, b, out_dtype, bias, accumulator, c)
-
-    return run
+    return lambda a, b, bias, c=None: gemm(a, b, out_dtype, bias, accumulator, c)
 
 
 @torch.no_grad()

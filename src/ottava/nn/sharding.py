@@ -214,7 +214,13 @@ class Sharding:
             ValueError: heads that the ranks cannot share.
         """
         if self.split == 0 and layer.projections:
-            self._check_units(layer)
+            for name, rows, unit in layer.projections:
+                if unit > 1 and rows % (unit * self.mesh.size()):
+                    raise ValueError(
+                        f"{layer.name or type(layer).__name__}: {name} has {rows // unit} heads, which "
+                        f"{self.mesh.size()} ranks cannot share; needs a multiple. Take fewer ranks, or a model whose "
+                        "keys and values have more heads"
+                    )
             split_projections(layer)
         layer.sharding = self
         for module in layer.modules():
@@ -235,15 +241,6 @@ class Sharding:
         if name.endswith("weight"):
             return Shard(self.split)
         return Replicate() if self.split else Shard(0)
-
-    def _check_units(self, layer: Any) -> None:
-        for name, rows, unit in layer.projections:
-            if unit > 1 and rows % (unit * self.mesh.size()):
-                raise ValueError(
-                    f"{layer.name or type(layer).__name__}: {name} has {rows // unit} heads, which "
-                    f"{self.mesh.size()} ranks cannot share; needs a multiple. Take fewer ranks, or a model whose keys "
-                    "and values have more heads"
-                )
 
     def _settle(self, layer: Any, tokens_place: Placement) -> None:
         """Lets the doors of a layer cast shards as the whole matrix would be cast."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.base.text import listed
 from ottava.prove.recorder import GRADIENTS, Key, StepRecording, TensorSeen
 from ottava.prove.tolerance import distance
 
@@ -74,7 +75,11 @@ def align(a: StepRecording, b: StepRecording) -> Aligned:
     )
     common = [k for k in mine if k in known]
     if len(common) * 10 < min(len(mine), len(known)) or not common:
-        raise UnlikeError(_unlike(a, b, mine, known))
+        shown = [listed(dict.fromkeys(k.path for k in keys if k.path), most=4) or "none" for keys in (mine, known)]
+        raise UnlikeError(
+            f"check: A and B have hardly a name in common. Modules and parameters of A: {shown[0]}; of B: {shown[1]}. "
+            "Give two programs of one model, or names={name in B: name in A}"
+        )
     maps = _row_maps(mine, theirs)
     cut = {
         k.path.rpartition(".")[0]
@@ -347,14 +352,3 @@ def _add_missing(
                 aligned.rows.append(JudgedTensor(key, call, entry.value, zero, *how, [], "is missing in B"))
             aligned.only_a.remove(key)
     aligned.rows.sort(key=lambda row: (row.key.step, row.order))
-
-
-def _unlike(a: StepRecording, b: StepRecording, mine: Any, known: Any) -> str:
-    def some(keys: Any) -> str:
-        names = list(dict.fromkeys(k.path for k in keys if k.path))
-        return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "") if names else "none"
-
-    return (
-        f"check: A and B have hardly a name in common. Modules and parameters of A: {some(mine)}; of B: {some(known)}. "
-        "Give two programs of one model, or names={name in B: name in A}"
-    )

@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -178,19 +178,14 @@ def certify(
         if everything and not found.wrong and not faults:
             kept += _every_float(adapter, found, torch.device(device))
         found.refusals, found.refused = dict(refusals.most_common(3)), sum(refusals.values())
-        _conclude(found, faults, within, adapter, kept, larger, passed)
+        cause = partial(explain, adapter.kind, adapter.what, kept, passed, partial(rerun, adapter), larger)
+        _conclude(found, faults, within, cause)
     found.seconds = time.perf_counter() - started
     return found
 
 
 def _conclude(
-    found: KernelCertificate,
-    faults: Counter[tuple[str, str]],
-    within: int,
-    adapter: KernelAdapter,
-    kept: Sequence[Failure],
-    larger: Sequence[Failure],
-    passed: Sequence[Failure],
+    found: KernelCertificate, faults: Counter[tuple[str, str]], within: int, cause: Callable[[], dict[str, Any]]
 ) -> None:
     """The verdict, and what explains it."""
     loud = [(name, said) for (name, said), _ in faults.most_common() if name != "raises"]
@@ -199,7 +194,7 @@ def _conclude(
     elif found.wrong:
         found.verdict = "wrong"
         try:
-            found.explained = explain(adapter.kind, adapter.what, kept, passed, partial(rerun, adapter), larger)
+            found.explained = cause()
         except Exception as error:  # of odd numbers; the verdict stands
             said = f"The search for a cause ended with {type(error).__name__}: {_short(error)}"
             found.explained = {"hypothesis": "not explained", "sentence": said}

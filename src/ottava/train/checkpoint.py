@@ -110,7 +110,7 @@ def _cause(error: BaseException) -> str:
 
 
 @contextmanager
-def _fitting(path: Path) -> Iterator[None]:
+def fitting(path: Path) -> Iterator[None]:
     """Turns an error in loading into a model or an optimizer into a CheckpointError."""
     try:
         yield
@@ -222,7 +222,7 @@ def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tenso
         CheckpointError: the checkpoint belongs to another model.
     """
     weights = high_precision_weights(checkpoint)
-    with _fitting(checkpoint.path):
+    with fitting(checkpoint.path):
         report = model.load_state_dict(weights, strict=False)
         states = (".quantizers.", "_scale_inv")  # no parameters: the run starts them anew
         absent = [name for name in report.missing_keys if not any(part in name for part in states)]
@@ -272,7 +272,7 @@ def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.opt
     Raises:
         CheckpointError: the checkpoint belongs to another model or optimizer.
     """
-    with _fitting(checkpoint.path):
+    with fitting(checkpoint.path):
         model.load_state_dict(checkpoint.part("model."))
     load_optimizer(checkpoint, model, optimizer, _optimizer_entries(checkpoint.tensors))
 
@@ -301,7 +301,7 @@ def load_optimizer(
         CheckpointError: the states are those of another optimizer.
     """
     state = {i: entries[name] for i, (_, name) in enumerate(_parameters(model, optimizer)) if name in entries}
-    with _fitting(checkpoint.path):
+    with fitting(checkpoint.path):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -521,7 +521,7 @@ def restore_shards(
         if (order := _order_of(name, orders)) is not None:
             _fill(_plain(wanted[name]), values[name][order.cpu()])
             values[name] = wanted[name]
-    with _fitting(source.path):
+    with fitting(source.path):
         model.load_state_dict({name.removeprefix("model."): values[name] for name in values if name[:6] == "model."})
     values |= {name.replace(f"{_OWN}{rank}", "optimizer", 1): values[name] for name in own}
     load_optimizer(source, model, optimizer, _optimizer_entries(values))

@@ -37,6 +37,7 @@ from ottava.serving.trained import cast_of, input_scale_of, numbers
 from ottava.train.checkpoint import (
     Checkpoint,
     CheckpointError,
+    fitting,
     high_precision_weights,
     restore_weights,
     whole_checkpoint,
@@ -76,10 +77,8 @@ def model_of_run(source: Path) -> tuple[ByteTransformer, TrainConfig, Checkpoint
     with torch.random.fork_rng(devices=[]):
         model = ByteTransformer(config.model, config.sequence_length)
     store(model, config.build_recipe(), config.optimizer)
-    try:
+    with fitting(checkpoint.path):
         model.load_state_dict(checkpoint.part("model."))
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.path}: does not fit the settings of its run: {error}") from error
     return model, config, checkpoint
 
 

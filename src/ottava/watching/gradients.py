@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from ottava.experiments.snapshot import stepped_by
 from ottava.watching.operands import plain
 
 
@@ -77,7 +78,8 @@ class Gradients:
             look: whether to read gradients whose versions have not moved.
         """
         self._last = id(optimizer)
-        own = [*usable, *self._of_together(optimizer)]
+        others = [other for ref in self._together.get(id(optimizer), ()) if (other := ref()) is not None]
+        own = [*usable, *(p for other in others for p in stepped_by(other) if p.grad is not None)]
         kept = [self._norms[self._place[id(p)]] for p in own] if self._told and all(map(self._is_as_found, own)) else []
         read = kept if kept and not look else _norms([g for p in own if (g := dense(p.grad)) is not None])
         if kept and look:
@@ -106,10 +108,6 @@ class Gradients:
             return False
         known, version = self._found[i]
         return known() is g and 0 <= version == _version(g)
-
-    def _of_together(self, optimizer: Optimizer) -> list[Tensor]:
-        others = [other for ref in self._together.get(id(optimizer), ()) if (other := ref()) is not None]
-        return [p for other in others for group in other.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _version(gradient: Tensor) -> int:

@@ -32,6 +32,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ottava.engine.functional import QuantizedLayer
+from ottava.experiments.snapshot import stepped_by
 from ottava.watching.batches import Batches
 from ottava.watching.gradients import Gradients, dense
 from ottava.watching.manifest import configured
@@ -259,7 +260,7 @@ class TrainingTap:
         self.outputs = []
         first = self._backwards - 1 in self._stepped_at.values()  # since an optimizer stepped
         if not first and self._backwards > 1:
-            self._accumulated += any(p.grad is not None for o in self._living() for p in _held(o))
+            self._accumulated += any(p.grad is not None for o in self._living() for p in stepped_by(o))
         if self.idle or capturing():
             return
         if first:
@@ -267,10 +268,10 @@ class TrainingTap:
             # and a flat copy of the parameters takes its gradient by assignment: nothing is added to it
             # what was left by a model of an earlier phase is nobody's
             recent = [o for o in self._living() if self._stepped_at.get(id(o), 0) > self._backwards - _RECENT]
-            held = [[p for p in _held(o) if p.grad is not None] for o in recent]
+            held = [[p for p in stepped_by(o) if p.grad is not None] for o in recent]
             if all(held):
                 mine = {id(p) for _, p in self._parameters()}
-                held = [[p for p in _held(o) if id(p) in mine] for o in recent]
+                held = [[p for p in stepped_by(o) if id(p) in mine] for o in recent]
             found = [_left(some) for some in held] if all(held) else []
             self._numbers["kept_gradient"] = torch.stack(found).amin().reshape(1) if found else torch.zeros(1)
         self.batches.backward(roots if self._hashes else ())
@@ -556,10 +557,6 @@ class TrainingTap:
                 if all(isinstance(w, Tensor) for w in weights) and weights[0] is not weights[1]:
                     ties.append({"names": ["input embeddings", "output embeddings"], "shared": False, "apart": True})
         return ties
-
-
-def _held(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _left(parameters: Sequence[Tensor]) -> Tensor:

@@ -73,7 +73,8 @@ class Fence:
 
     def empty(self, *shape: Any, dtype: torch.dtype, device: str = "cpu") -> Tensor:
         shape = tuple(shape[0]) if shape and not isinstance(shape[0], int) else shape
-        return self.empty_strided(shape, strides_of(shape), dtype=dtype)
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return self.empty_strided(shape, strides, dtype=dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
         return self.empty(*shape, dtype=dtype).zero_()
@@ -113,10 +114,6 @@ class Fence:
         for base, size in self.maps:
             self.libc.munmap(base, size)
         self.maps.clear()
-
-
-def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def extent(x: Tensor) -> int:

@@ -21,7 +21,7 @@ from ottava.numerics.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
 from ottava.ops import dispatch, quantize
 from ottava.ops import gemm as ops
-from triton_mode import DEVICE, ON_GPU, with_triton
+from triton_mode import DEVICE, ON_GPU, never_waits, with_triton
 
 HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [*with_triton(), *([pytest.mark.skipif(not HOPPER, reason="needs sm_90")] if ON_GPU else [])]
@@ -276,14 +276,10 @@ def test_it_can_be_captured_in_a_graph_and_never_waits() -> None:
     """Replayed on other codes it gives their product."""
     a, b = on_device(integers(256, 512, PER_ROW)), on_device(integers(128, 512, PER_ROW))
     run(a, b, torch.float32, None, CONFIGS[-1])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = run(a, b, torch.float32, None, CONFIGS[-1])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     other = on_device(integers(256, 512, PER_ROW))
     a.data.copy_(other.data)
     graph.replay()

@@ -18,7 +18,7 @@ from ottava.numerics.formats import E4M3, E5M2
 from ottava.numerics.tensor import QuantizationSpec
 from scaling_samples import BUFFERS
 from sweep import sweep
-from triton_mode import DEVICE, ON_GPU, with_triton
+from triton_mode import DEVICE, ON_GPU, never_waits, with_triton
 
 pytestmark = with_triton()
 
@@ -144,14 +144,10 @@ def test_a_boundary_can_be_captured_in_a_graph() -> None:
     doors = prepared([DELAYED] * 3)
     lanes = torch.ones(4, 3, device=DEVICE)
     roll_windows(doors, lanes)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             roll_windows(doors, lanes)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for amax in (2.0, 4.0, 8.0):
         lanes[0].fill_(amax)
         graph.replay()

@@ -19,7 +19,7 @@ from ottava.measure.walk import measure
 from ottava.numerics.formats import BF16, E2M1, E4M3, E5M2
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor
-from triton_mode import DEVICE, ON_GPU, with_triton
+from triton_mode import DEVICE, ON_GPU, never_waits, with_triton
 
 pytestmark = with_triton()
 
@@ -197,15 +197,11 @@ def test_a_graph_goes_on_rotating() -> None:
     slot, phase = new_slot(DEVICE, FIELDS), torch.zeros((), dtype=torch.int64, device="cuda")
     on = torch.ones((), dtype=torch.int32, device="cuda")
     fill_slot(slot, x, x_q, every=4, phase=phase, on=on)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             fill_slot(slot, x, x_q, every=4, phase=phase, on=on)
             phase.add_(1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     slot.copy_(new_slot(DEVICE, FIELDS))
     for _ in range(4):
         graph.replay()
