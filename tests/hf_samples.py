@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -73,12 +73,17 @@ def train(model: nn.Module, steps: int, first: int = 0) -> list[float]:
     optimizer: Any = (
         AdamW(model.parameters(), lr=1e-3, master="fp32") if coded else torch.optim.SGD(model.parameters(), 0.05)
     )
-    losses = []
     torch.manual_seed(first)  # some recipes round by chance
     model.train()
-    for step in range(first, first + steps):
-        loss = model(**batch(step)).loss
-        loss.backward()
+    return losses_of(model, optimizer, range(first, first + steps))
+
+
+def losses_of(model: Any, optimizer: Any, batches: Iterable[int], backward: Any = Tensor.backward) -> list[float]:
+    """Of a step on each of these batches."""
+    losses = []
+    for number in batches:
+        loss = model(**batch(number)).loss
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

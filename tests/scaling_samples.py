@@ -48,12 +48,18 @@ def network(recipe: Recipe | str = "delayed", seed: int = 0, layers: int = 2) ->
 
 
 def two_linears(
-    recipe: Recipe | str = "tensorwise", *, width: int = 64, hidden: int = 64, bias: bool = True
+    recipe: Recipe | str = "tensorwise",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    width: int = 64,
+    hidden: int = 64,
+    bias: bool = True,
+    **options: Any,
 ) -> nn.Sequential:
     """Two converted Linears with a GELU between them; the same bits each time."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, hidden, bias), nn.GELU(), nn.Linear(hidden, width, bias)).bfloat16()
-    ottava.convert(model, recipe)
+    model = nn.Sequential(nn.Linear(width, hidden, bias), nn.GELU(), nn.Linear(hidden, width, bias)).to(dtype)
+    ottava.convert(model, recipe, **options)
     return model
 
 

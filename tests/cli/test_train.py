@@ -50,11 +50,7 @@ Command = Callable[..., Finished]
 def ottava(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """The command, run in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str | Path) -> Finished:
-        return Finished(ended(*arguments), *capsys.readouterr())
-
-    return call
+    return lambda *arguments: Finished(ended(*arguments), *capsys.readouterr())
 
 
 def test_run_prints_progress_and_result_and_goes_into_its_folder(ottava: Command, tmp_path: Path) -> None:

@@ -28,15 +28,12 @@ import ottava
 from ottava.distributed import fully_shard
 from ottava.distributed.fsdp import ShardedWeight
 from ottava.recipe import RECIPES, Recipe
-from scaling_samples import state_of
+from scaling_samples import state_of, two_linears
 from sweep import FIXED
 
 
 def network(recipe: str | Recipe, hidden: int = 512, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, hidden), nn.GELU(), nn.Linear(hidden, 128)).to(dtype)
-    ottava.convert(model, recipe, filter=lambda name, layer: True)
-    return model
+    return two_linears(recipe, dtype, width=128, hidden=hidden, filter=lambda name, layer: True)
 
 
 def shard(way: Callable[..., Any], model: nn.Sequential, **settings: Any) -> nn.Sequential:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from expert_scenarios import moe
 from parallel_layers_scenarios import WIDTH, grads, noise
-from parallel_scenarios import EPS, mesh_of, mlp, nearest, tensors
+from parallel_scenarios import EPS, ends, mesh_of, mlp, nearest, tensors
 from parallel_scenarios import step as plain_step
 from state_scenarios import World, same_everywhere
 from torch import Tensor, nn
@@ -43,11 +43,8 @@ def in_context(mesh: Any, model: Any, x: Tensor, dy: Tensor) -> tuple[Tensor, Te
     """y and dx of all tokens; the gradients of weights are this rank's."""
     x, dy = x.clone(), dy.clone()
     with context_parallel(mesh, buffers=[x, dy], buffer_seq_dims=[1, 1], no_restore_buffers={x, dy}):
-        own = x.clone().requires_grad_()
-        y = model(own)
-        y.backward(dy)
-    assert own.grad is not None
-    whole_y, dx = context_parallel_unshard(mesh, [y.detach().contiguous(), own.grad.contiguous()], [1, 1])
+        y, dx = ends(model, x, dy)
+    whole_y, dx = context_parallel_unshard(mesh, [y.contiguous(), dx.contiguous()], [1, 1])
     return whole_y, dx
 
 
@@ -64,17 +61,14 @@ def sequences_split_over_ranks(world: World) -> None:
             scales.extend(one.scale_inv for one in made[:1] if isinstance(one, QuantizedTensor))
 
         handles = [m.attention.qkv.quantizers.input.register_forward_hook(note) for m in (whole, model)]
-        own = x.clone().requires_grad_()
-        wanted = whole(own)
-        wanted.backward(dy)
+        wanted, wanted_dx = ends(whole, x, dy)
         y, dx = in_context(mesh, model, x, dy)
         for handle in handles:
             handle.remove()
         if recipe == "tensorwise":
             assert torch.equal(scales[0], scales[1])
-        assert own.grad is not None
         assert near(y, wanted, bound), recipe
-        assert near(dx, own.grad, bound), recipe
+        assert near(dx, wanted_dx, bound), recipe
         references = grads(whole)
         for name, grad in grads(model).items():
             dist.all_reduce(grad)
@@ -93,15 +87,11 @@ def gathered_keys(world: World) -> None:
             own: dict[str, Any] = {"mask": mask, "window": window, "recipe": nearest(recipe), "dtype": torch.bfloat16}
             whole = ottava.nn.TransformerLayer(WIDTH, 256, 4, kv_heads=2, **own)
             model = parallelize_module(copy.deepcopy(whole), mesh, {"": ContextParallel(gather_keys=True)})
-            all_rows, rows = x.clone().requires_grad_(), x[:, mine].clone().requires_grad_()
-            wanted = whole(all_rows, rotary=rotary)
-            wanted.backward(dy)
-            y = model(rows, rotary=RotaryTable(rotary.cos[mine], rotary.sin[mine], rotary.interleaved))
-            y.backward(dy[:, mine])
-            assert all_rows.grad is not None
-            assert rows.grad is not None
+            wanted, wanted_dx = ends(whole, x, dy, rotary=rotary)
+            table = RotaryTable(rotary.cos[mine], rotary.sin[mine], rotary.interleaved)
+            y, dx = ends(model, x[:, mine], dy[:, mine], rotary=table)
             assert near(y, wanted[:, mine], bound), (recipe, mask)
-            assert near(rows.grad, all_rows.grad[:, mine], bound), (recipe, mask)
+            assert near(dx, wanted_dx[:, mine], bound), (recipe, mask)
             references = grads(whole)
             for name, grad in grads(model).items():
                 dist.all_reduce(grad)
@@ -161,16 +151,10 @@ def experts_beside_sharded_data(world: World) -> None:
         for experts in (model.up, model.down):
             fully_shard(experts, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp", "ep"]._flatten())
-        rows = own[0].clone().requires_grad_()
-        y = model(rows)
-        y.backward(own[1])
-        all_rows = x.clone().requires_grad_()
-        wanted = whole(all_rows)
-        wanted.backward(dy)
-        assert rows.grad is not None
-        assert all_rows.grad is not None
+        y, dx = ends(model, *own)
+        wanted, wanted_dx = ends(whole, x, dy)
         assert near(y, wanted.chunk(world.size)[world.rank], bound), recipe
-        assert near(rows.grad, all_rows.grad.chunk(world.size)[world.rank], bound), recipe
+        assert near(dx, wanted_dx.chunk(world.size)[world.rank], bound), recipe
         references = grads(whole)
         for name, grad in grads(model).items():
             averaged = world.size if name.startswith("router") else world.size // 2  # over the ranks of its mesh
@@ -191,12 +175,9 @@ def data_context_and_heads(world: World) -> None:
         parallelize_module(model, mesh["cp"], {"": ContextParallel()})
         fully_shard(model, mesh=mesh["dp", "cp"]._flatten())
         y, dx = in_context(mesh["cp"], model, x.chunk(dp)[mine], dy.chunk(dp)[mine])
-        all_x = x.clone().requires_grad_()
-        wanted = whole(all_x)
-        wanted.backward(dy)
-        assert all_x.grad is not None
+        wanted, wanted_dx = ends(whole, x, dy)
         assert near(y, wanted.chunk(dp)[mine], bound), recipe
-        assert near(dx, all_x.grad.chunk(dp)[mine], bound), recipe
+        assert near(dx, wanted_dx.chunk(dp)[mine], bound), recipe
         references = grads(whole)
         for name, grad in grads(model).items():
             assert near(grad * 2 * dp, references[name], 2 * bound), (recipe, name)

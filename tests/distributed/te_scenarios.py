@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_scenarios import close, nearest
+from parallel_scenarios import close, ends, nearest
 from state_scenarios import World
 from torch import Tensor, nn
 
@@ -158,11 +158,7 @@ def a_layer_shares_its_heads(world: World) -> None:
                 (whole, x, dy, memory),
                 (layer, own_tokens(world, x, sequence), own_tokens(world, dy, sequence), own),
             ):
-                module.zero_grad()
-                rows = rows.clone().requires_grad_()
-                y = module(rows, **more)
-                y.backward(grad)
-                results.append((y.detach(), rows.grad))
+                results.append(ends(module, rows, grad, **more))
             for got, expected in zip(results[1], results[0], strict=True):
                 expected = own_tokens(world, expected, sequence)
                 # some hundred roundings of fp32, in another order

@@ -458,11 +458,7 @@ def not_a_number_on_one_rank(world: World) -> None:
     trainer = Trainer(tiny(f"parallel.dp={world.size}"), Path(world.folder, "nan"))
     trainer.advance(1)
     if world.rank == 1:
-
-        def spoil(module: nn.Module, given: Any, made: Tensor) -> Tensor:
-            return made * float("nan")
-
-        trainer.model.layers[1].mlp.register_forward_hook(spoil)
+        trainer.model.layers[1].mlp.register_forward_hook(lambda module, given, made: made * float("nan"))
     kept = _Kept()
     logging.getLogger("ottava.train.loop").addHandler(kept)
     trainer.advance()

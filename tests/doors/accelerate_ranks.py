@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -17,7 +16,8 @@ from accelerate.utils import DistributedType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hf_samples import batch, made
+import ottava
+from hf_samples import losses_of, made
 from ottava.doors.accelerate import prepare
 from ottava.optim import AdamW
 
@@ -35,28 +35,15 @@ def main(folder: str, recipe: str, weights: str, on_meta: str) -> None:
     PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
     model = made()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     if weights == "fp8":  # its optimizer keeps masters of what is there: convert first
-        optimizer = None
-    settings = {"weights": "fp8"} if weights == "fp8" else {}
-    if optimizer is None:
-        import ottava
-
         ottava.convert(model, recipe, weights="fp8")
         model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=1e-3, master="fp32"))
     else:
-        model, optimizer = prepare(accelerator, model, optimizer, recipe=recipe, **settings)
-    losses: list[float] = []
+        model, optimizer = prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.05), recipe=recipe)
 
     def train(first: int) -> list[float]:
-        losses.clear()
-        for step in range(first, first + 3):
-            loss = model(**batch(2 * step + accelerator.process_index)).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return list(losses)
+        own = (2 * step + accelerator.process_index for step in range(first, first + 3))
+        return losses_of(model, optimizer, own, accelerator.backward)
 
     early = train(0)
     accelerator.save_state(folder)

@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from hf_samples import batch, copied, made, same
+from hf_samples import copied, losses_of, made, same
 from ottava.engine.functional import quantized_layers
 from ottava.optim import AdamW
 
@@ -27,14 +27,7 @@ def accelerator() -> Any:
 
 
 def train(accelerator: Any, model: Any, optimizer: Any, first: int) -> list[float]:
-    losses = []
-    for step in range(first, first + 3):
-        loss = model(**batch(step)).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return losses_of(model, optimizer, range(first, first + 3), accelerator.backward)
 
 
 @pytest.mark.parametrize("safe", [True, False])

@@ -95,10 +95,6 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def by_hand(config: Any) -> Any:
     """Megatron's GPT of its own layers, in which each linear hands its rows to an `ottava.nn.Linear`."""
     model = gpt(config, get_gpt_layer_local_spec())
-
-    def through(layer: Any) -> Any:
-        return lambda input, weight, bias, **_: layer(input)
-
     for name, module in model.decoder.named_modules():
         if type(module).__name__ in ("ColumnParallelLinear", "RowParallelLinear"):
             out, in_ = module.weight.shape
@@ -106,7 +102,7 @@ def by_hand(config: Any) -> Any:
             layer.weight = module.weight
             if name.endswith("qkv"):  # the others' bias is added by the caller
                 layer.bias = module.bias
-            module._forward_impl = through(layer)
+            module._forward_impl = lambda input, weight, bias, layer=layer, **_: layer(input)
     return model
 
 

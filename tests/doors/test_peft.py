@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ottava
-from hf_samples import batch, made
+from hf_samples import batch, losses_of, made
 from ottava.weights.parameter import is_quantized_weight
 
 peft = pytest.importorskip("peft")
@@ -30,13 +30,7 @@ def adapted(order: str, weights: Any = None, steps: int = 4, **settings: Any) ->
         assert len(report.converted) == 14
         assert sum("LoRA adapter" in why for why in report.skipped.values()) == 28
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=2.0)
-    losses = []
-    for step in range(steps):
-        loss = model(**batch(step)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of(model, optimizer, range(steps))
     return model.eval(), losses
 
 

@@ -72,11 +72,9 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
     def whole_first(folder: Path, out: Path) -> object:
         return read(folder, out) if (folder / "changed").exists() else None
 
-    def change(folder: Path, _: object) -> None:
-        (folder / "changed").touch()
-
     monkeypatch.setattr(campaign, "SECONDS", 1)
-    planted = Parser("planted", lambda folder: (folder / "a").touch(), whole_first, change)
+    first, second = (lambda folder, *_, name=name: (folder / name).touch() for name in ("a", "changed"))
+    planted = Parser("planted", first, whole_first, second)
     row = campaign.campaign(planted, 2, seed=0)
     assert (row[outcome], row["cases"]) == (2, 2), row
     assert bool(row["found"]) == (outcome in campaign.WRONG)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import ottava
 from ottava.measure import observer as slots_module
 from ottava.measure.observer import Slots, observe
 from ottava.measure.tally import Tally
+from scaling_samples import two_linears
 from triton_mode import DEVICE, ON_GPU, with_triton
 
 pytestmark = with_triton()
@@ -24,10 +24,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def network(recipe: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 32), nn.GELU(), nn.Linear(32, 40)).bfloat16()
-    ottava.convert(model, recipe)
-    return model.to(DEVICE)
+    return two_linears(recipe, width=40, hidden=32).to(DEVICE)
 
 
 def step(model: nn.Module, seed: int) -> Tensor:

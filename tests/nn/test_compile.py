@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -19,10 +20,8 @@ from ottava.bench.models import GPTBlock
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.ops import quantize as casts
-from ottava.ops import quantize as casts_in_graph
-from ottava.recipe import Recipe
 from same_tensors import assert_same
-from scaling_samples import with_cells
+from scaling_samples import two_linears, with_cells
 from sweep import FIXED
 
 KINDS = ("bf16", "rowwise_with_gw_hp", "blockwise", "delayed")
@@ -48,11 +47,7 @@ class Counter:
         return graph
 
 
-def network(recipe: Recipe | str = "tensorwise", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False)).to(dtype)
-    ottava.convert(model, recipe)
-    return model
+network = partial(two_linears, hidden=96)
 
 
 def data(seed: int, rows: int = 8, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -252,7 +247,7 @@ def test_a_delayed_recipe_entered_for_the_first_time_is_refused_or_right() -> No
 @pytest.mark.parametrize("recipe", ["blockwise", "delayed", "tensorwise", "rowwise"])
 def test_compiled_code_for_a_gpu_reads_each_tensor_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One operator casts x and x.T, as eager code does there; the bits and the histories stay those of eager code."""
-    monkeypatch.setattr(casts_in_graph, "_casts_as", lambda x: "cuda")
+    monkeypatch.setattr(casts, "_casts_as", lambda x: "cuda")
     monkeypatch.setattr(casts, "_CPU_CASTS", (reference,))
     called: list[str] = []
     monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *a: called.append("both") or "not on a CPU")

@@ -59,11 +59,7 @@ def each(reentrant: bool) -> Forward:
 
 def nested(outer: bool, inner: bool) -> Forward:
     """A checkpoint of all blocks around checkpoints of each."""
-
-    def forward(model: nn.Sequential, x: Tensor) -> Tensor:
-        return checkpoint(each(inner), model, x, use_reentrant=outer)
-
-    return forward
+    return lambda model, x: checkpoint(each(inner), model, x, use_reentrant=outer)
 
 
 def sequential(model: nn.Sequential, x: Tensor) -> Tensor:

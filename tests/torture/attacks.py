@@ -530,11 +530,8 @@ def read_only(case: Case) -> str:
     at = case.chance.choice((0, case.moment()))
     case.notes.append(f"read-only from event {at} on")
 
-    def folders() -> list[Path]:
-        return [case.folder, *(path for path in case.folder.rglob("*") if path.is_dir())]
-
     def change(mode: int) -> None:
-        for folder in folders():
+        for folder in [case.folder, *(path for path in case.folder.rglob("*") if path.is_dir())]:
             folder.chmod(mode)
 
     case.folder.chmod(0o777)

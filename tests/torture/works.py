@@ -290,27 +290,24 @@ def watching(place: Path) -> Work:
     return Work("watch a script", words, result, partial=frozenset({"rows"}))
 
 
-def files_of(folder: Path, skip: Sequence[str] = ()) -> Result:
-    """Every file of a folder by its name; safetensors by their tensors."""
+def files_of(folder: Path) -> Result:
+    """The hash of every file that a command wrote, by its name, but that of a report with times."""
     return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in skip
+        path.relative_to(folder / "out").as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted((folder / "out").rglob("*"))
+        if path.is_file() and path.name != "export.json"
     }
 
 
 def exporting(source: Path, shards: Path) -> Iterator[Work]:
     """`ottava export` of a run, and imports of a checkpoint, of a pickle and of TensorBoard's files."""
 
-    def made(folder: Path) -> Result:
-        return files_of(folder / "out", skip=("export.json",))
-
     def of(name: str, command: str, place: Path, hashed: bool = False) -> Work:
         def words(folder: Path) -> list[str]:
             own = folder / "source"
             return [command, str(own if own.exists() else place), str(folder / "out")]
 
-        return Work(name, words, made, source=place if hashed else None)
+        return Work(name, words, files_of, source=place if hashed else None)
 
     yield of("export a run", "export", source / "run", hashed=True)
     hf = source / "hf"
@@ -325,9 +322,7 @@ def exporting(source: Path, shards: Path) -> Iterator[Work]:
     for step in range(20):
         writer.scalars(step, {"loss": 1.0 / (step + 1), "layers.0.fc1_activation_cur_amax": 2.0 + step})
     writer.close()
-
-    def imported(folder: Path) -> Result:
-        return recorded(folder / "out")
-
     words = ["import", str(source / "events")]
-    yield Work("import TensorBoard", lambda folder: [*words, str(folder / "out")], imported)
+    yield Work(
+        "import TensorBoard", lambda folder: [*words, str(folder / "out")], lambda folder: recorded(folder / "out")
+    )

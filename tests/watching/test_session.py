@@ -400,11 +400,8 @@ def test_a_resumed_run_finishes_its_burst(tmp_path: Path) -> None:
     for name, stops in (("whole", (40,)), ("resumed", (32, 40))):
         model, done = build(), 0
         for stop in stops:
-
-            def late(step: int, start: int = done) -> Tensor:
-                return poisoned(step + 100 * start)
-
-            run = watched(tmp_path / name, stop - done, model, data=late, **settings, step=done, append=done > 0)
+            settings["data"] = lambda step, start=done: poisoned(step + 100 * start)
+            run = watched(tmp_path / name, stop - done, model, **settings, step=done, append=done > 0)
             done = stop
         looked.append(sorted(set(run.table()["step"].tolist())))
     assert looked[0] == looked[1] == [1, 2, 4, 8, 16, 31, 32, 33, 34, 35]

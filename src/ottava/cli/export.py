@@ -118,10 +118,8 @@ def export(
 def _source(folder: Path) -> tuple[Source, Path | None]:
     """The checkpoint in a folder of Hugging Face's, or that of a run and the receipt of the run."""
     if (run := _run_of(folder)) is not None:
-        from ottava.train.llama import of_run
-
         receipt = run / "receipt.json"
-        return of_run(folder), receipt if receipt.is_file() else None
+        return _of_run(folder), receipt if receipt.is_file() else None
     from ottava.serving.source import of_folder
 
     return of_folder(folder), None
@@ -131,6 +129,12 @@ def _run_of(folder: Path) -> Path | None:
     """The run of ottava train that a folder is, or is a checkpoint of."""
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     return run if (run / "config.yaml").is_file() else None
+
+
+def _of_run(folder: Path) -> Source:
+    from ottava.train.llama import of_run
+
+    return of_run(folder)
 
 
 def consolidate(

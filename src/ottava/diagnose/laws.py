@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -73,7 +72,8 @@ def broken(facts: Facts, event: Event | None) -> list[tuple[Law, Broken]]:
     return sorted(found, key=lambda pair: (not pair[0].exact, pair[1].since or 0))
 
 
-_names = partial(some, most=4)
+def _names(names: Sequence[str]) -> str:
+    return some(names, most=4)
 
 
 def _counted(facts: Facts, name: str) -> tuple[int, int] | None:

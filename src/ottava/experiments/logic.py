@@ -96,11 +96,7 @@ def _sees_later(forward: Forward, way: Way) -> bool | None:
 
 def _with(changed: Tensor, tokens: Tensor) -> Callable[[Tensor], Tensor]:
     """Puts `changed` in the place of an argument that is `tokens`."""
-
-    def other(x: Tensor) -> Tensor:
-        return changed if x.shape == tokens.shape and x.dtype == tokens.dtype and torch.equal(x, tokens) else x
-
-    return other
+    return lambda x: changed if x.shape == tokens.shape and x.dtype == tokens.dtype and torch.equal(x, tokens) else x
 
 
 def _tokens(forward: Forward) -> Tensor | None:
@@ -172,8 +168,7 @@ def _of_rows(forward: Forward, way: Way) -> dict[str, bool | None]:
         labels = next((x for name, x in each if name in _LABELS and not x.is_floating_point()), None)
         if labels is not None:
             found["taught"] = bool(((labels >= 0) & ~real).sum() > 0.2 * (labels >= 0).sum())
-        attends = {"attends": bool(seen.functions & _ATTENDS), "fused": bool(seen.functions & _ATTENTION)}
-        found |= _padding(forward, way, main, real, own, counted=places is not None, **attends)
+        found |= _padding(forward, way, main, real, own, places is not None, seen.functions)
     return found
 
 
@@ -222,18 +217,10 @@ def _reaches(forward: Forward, way: Way, tokens: Tensor, filled: Tensor, own: li
 
 
 def _padding(
-    forward: Forward,
-    way: Way,
-    main: Tensor,
-    real: Tensor,
-    own: list[Tensor],
-    *,
-    attends: bool,
-    fused: bool,
-    counted: bool,
+    forward: Forward, way: Way, main: Tensor, real: Tensor, own: list[Tensor], counted: bool, functions: set[str]
 ) -> dict[str, bool | None]:
     """Whether padding moves the outputs of a row's own tokens, and whether the mask hides these from each other."""
-    length, lengths = main.shape[1], real.sum(1)
+    length, lengths, attends = main.shape[1], real.sum(1), bool(functions & _ATTENDS)
     left = not bool(real[:, 0].all())
     rows = [int(i) for i in lengths.argsort()[:_ROWS] if 3 < lengths[i] < length]
     if len(main) == length or (left and not counted):
@@ -277,7 +264,7 @@ def _padding(
             break
     # without attention padding may be read on purpose, as by a recurrence from behind
     found: dict[str, bool | None] = {"padding": attends and sum(moves) > 0.5 * len(moves)} if moves else {}
-    return found | ({"hidden": fused and all(stays)} if stays else {})
+    return found | ({"hidden": bool(functions & _ATTENTION) and all(stays)} if stays else {})
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

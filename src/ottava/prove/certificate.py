@@ -185,7 +185,7 @@ def certify(
 
 
 def _conclude(
-    found: KernelCertificate, faults: Counter[tuple[str, str]], within: int, cause: Callable[[], dict[str, Any]]
+    found: KernelCertificate, faults: Counter[tuple[str, str]], within: int, cause: Callable[[], dict[str, str] | None]
 ) -> None:
     """The verdict, and what explains it."""
     loud = [(name, said) for (name, said), _ in faults.most_common() if name != "raises"]

@@ -66,11 +66,7 @@ def of_sum(function: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype = to
         4
     """
     high, low = _range(dtype, product=False)
-
-    def run(terms: Tensor) -> Tensor:
-        return torch.stack([function(row.to(dtype)).double().reshape(()) for row in terms])
-
-    return Probed(run, n, high, low)
+    return Probed(lambda x: torch.stack([function(row.to(dtype)).double().reshape(()) for row in x]), n, high, low)
 
 
 def of_gemm(

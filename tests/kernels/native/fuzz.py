@@ -28,7 +28,6 @@ from ottava.engine.quantizer import Quantizer
 from ottava.kernels import reference
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native import measure as native_measure
-from ottava.kernels.native import measure as native_sample
 from ottava.kernels.native import pointwise as native_sums
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.measure import Look
@@ -42,7 +41,7 @@ from ottava.numerics.scaling import BLOCK_1X16, TE_FOUR_OVER_SIX, Granularity, S
 from ottava.numerics.tensor import QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.numerics.transforms import Hadamard
 
-NATIVE = (native_quantize, native_gemm, native_measure, native_sample, native_sums)
+NATIVE = (native_quantize, native_gemm, native_measure, native_sums)
 SMALL = tuple(fmt for fmt in FORMATS.values() if fmt.bits <= 8 and fmt.signed)
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 EDGES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 96, 97, 127, 128, 129, 130, 191, 192, 255, 256, 257)
@@ -415,8 +414,8 @@ def look(case: Case) -> None:
     target = case.rng.choice((None, *DTYPES))
     case.threads()
     case.say(spec, case.layout, target)
-    with case.fence.around(native_sample):
-        ours = native_sample.survey(x, target)
+    with case.fence.around(native_measure):
+        ours = native_measure.survey(x, target)
     y = (x if target is None else x.to(target)).double()
     finite = y[y.isfinite()].abs()
     largest = float(finite.amax()) if finite.numel() else 0.0
@@ -440,11 +439,11 @@ def take(case: Case, *matrices: Tensor) -> None:
     first = case.rng.sample(range(rows), min(rows, case.rng.choice((1, 3))))
     bands = [range(start, min(start // 128 * 128 + 128, rows), step) for start in first]
     for matrix in matrices:
-        if native_sample.supports_take(matrix) is not None:
+        if native_measure.supports_take(matrix) is not None:
             continue
         squares = torch.empty(len(bands), -(-matrix.shape[1] // 128)) if matrix.dtype in DTYPES else None
-        with case.fence.around(native_sample):
-            taken = native_sample.take(matrix, bands, squares)
+        with case.fence.around(native_measure):
+            taken = native_measure.take(matrix, bands, squares)
         truth = torch.cat([matrix.view(bits_of(matrix.dtype))[list(band)] for band in bands])
         same(taken.view(bits_of(matrix.dtype)), truth, "take")
         if squares is not None:

@@ -16,7 +16,6 @@ from layout_samples import LAYOUTS, tiles
 from ottava import quantize
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import measure as native_measure
-from ottava.kernels.native import measure as native_sample
 from ottava.kernels.native.measure import Look
 from ottava.measure.sample import sampled, squares_of, take_bands
 from ottava.measure.tally import DETAIL_WIDTHS, DETAILS, Detail, Tally, tally_fields
@@ -278,7 +277,7 @@ def test_what_is_negated_when_it_is_read_is_not_read_from_memory() -> None:
     """Of conjugated numbers torch keeps the sign apart."""
     x = torch.randn(300, 1, dtype=torch.complex64).conj().imag
     for matrix in (x, torch._neg_view(torch.randn(300, 40))):
-        assert "takes plain tensors; got a tensor that is negated" in str(native_sample.supports_survey(matrix))
+        assert "takes plain tensors; got a tensor that is negated" in str(native_measure.supports_survey(matrix))
         assert torch.equal(take_bands(matrix, [range(128, 256)]), matrix[128:256])
         assert torch.equal(survey(matrix), survey(matrix + 0.0))
 
@@ -291,7 +290,7 @@ def test_a_survey_is_what_torch_says(dtype: torch.dtype) -> None:
             continue
         for spoiled in (x, x.where(torch.rand(x.shape) > 0.1, math.inf), x.where(torch.rand(x.shape) > 0.1, math.nan)):
             for target in (None, torch.float32, torch.bfloat16, torch.float16):
-                assert native_sample.supports_survey(spoiled) is None
+                assert native_measure.supports_survey(spoiled) is None
                 y = spoiled if target is None else spoiled.to(target)
                 finite = y.isfinite()
                 expected = [
@@ -300,7 +299,7 @@ def test_a_survey_is_what_torch_says(dtype: torch.dtype) -> None:
                     float((~finite).sum()),
                     y.numel(),
                 ]
-                got = native_sample.survey(spoiled, target)
+                got = native_measure.survey(spoiled, target)
                 assert torch.equal(got.nan_to_num(-1.0), torch.tensor(expected, dtype=torch.float64).nan_to_num(-1.0))
 
 
@@ -315,7 +314,7 @@ def test_an_amax_is_rounded_as_its_tensor_would_be(target: torch.dtype) -> None:
     x = x[x.isfinite()]
     for number in x:
         y = number.abs().to(target).double()
-        extent = native_sample.survey(number.reshape(1, 1), target)
+        extent = native_measure.survey(number.reshape(1, 1), target)
         assert float(extent[0]) == float(y)
         assert float(extent[1]) == (float(y) if y.isfinite() else 0.0)
 
@@ -330,15 +329,15 @@ def test_rows_that_are_taken_are_those_rows(dtype: torch.dtype, threads: int) ->
         bands = [range(len(x) // 3), range(len(x) // 2, len(x))]
         bands += [range(top, min(top + 128, len(x)), 4) for top in range(0, len(x), 256)]
         for matrix in (x, quantize(x, QuantizationSpec(E5M2)).data.view(torch.uint8)):
-            if reason := native_sample.supports_take(matrix):
+            if reason := native_measure.supports_take(matrix):
                 assert reason == f"native_measure: takes a matrix in rows or columns; got strides {matrix.stride()}"
                 continue
-            taken = native_sample.take(matrix, bands)
+            taken = native_measure.take(matrix, bands)
             assert torch.equal(taken, torch.cat([matrix[b.start : b.stop : b.step] for b in bands]))
             assert taken.is_contiguous()
-        if x.numel() and native_sample.supports_take(x) is None:
+        if x.numel() and native_measure.supports_take(x) is None:
             matrix = x.clone(memory_format=torch.preserve_format)
             matrix[0, 0], matrix[-1, -1] = math.inf, math.nan
             squares = torch.empty(len(bands) - 2, -(-x.shape[1] // 128))
-            native_sample.take(matrix, bands[2:], squares)
+            native_measure.take(matrix, bands[2:], squares)
             assert torch.equal(squares, squares_of(matrix, bands[2:]))

@@ -96,16 +96,13 @@ class Launch:
                 # the three None: no metadata for hooks, and no hook at entry or exit
                 run(self.programs, 1, 1, stream(device), function, metadata, None, None, None, *values)
                 return
-        self._normally(tensors, extra, self.floats if floats is None else floats, given)
+        self._normally(tensors, extra, self.floats if floats is None else floats)
 
     def _normally(
-        self,
-        tensors: tuple[Tensor, ...],
-        extra: tuple[Tensor | None, ...],
-        floats: tuple[float, ...],
-        given: tuple[Tensor, ...],
+        self, tensors: tuple[Tensor, ...], extra: tuple[Tensor | None, ...], floats: tuple[float, ...]
     ) -> None:
         """By Triton's own launch; keeps what that has compiled if all addresses are multiples of 16."""
+        given = (*tensors, *[x for x in extra if x is not None])
         launched(*given)
         named = dict(zip(_EXTRA, extra, strict=False))
         positional = (*tensors, *self.fixed, *floats)
