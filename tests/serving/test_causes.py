@@ -122,6 +122,25 @@ def scales(change: Callable[[Tensor], Tensor]) -> Callable[[Pair], Pair]:
     return lambda one: stored(one, scale_inv=change(one.ours.cast.scale_inv))  # type: ignore[union-attr]
 
 
+def flushed(codes: Tensor) -> Tensor:
+    return torch.where(codes.abs() < 2**-6, 0, codes)
+
+
+def negated(codes: Tensor) -> Tensor:
+    """Magnitudes with a sign, as int8 holds them."""
+    numbers = codes.view(torch.uint8).int()
+    signed = torch.where(numbers > 127, 128 - numbers, numbers).to(torch.int8)
+    return signed.view(torch.float8_e4m3fn)
+
+
+def pooled(one: Pair) -> Pair:
+    """One scale for a row of blocks, in the grid of the blocks."""
+    scale = one.ours.cast.scale_inv  # type: ignore[union-attr]
+    most = scale.amax(1, keepdim=True).expand_as(scale).contiguous()
+    moved = replace(one, ours=replace(one.ours, cast=replace(one.ours.cast, scale_inv=most)))  # type: ignore[type-var]
+    return stored(one, scaled(moved), most)
+
+
 def engine(**how: Any) -> Callable[[Pair], Pair]:
     return lambda one: replace(one, theirs=replace(one.theirs, arithmetic=Arithmetic(**how)))
 
@@ -154,6 +173,12 @@ FAULTS: tuple[tuple[str, str, tuple[str, ...], Callable[[Pair], Pair]], ...] = (
     ("scales", "doubled", (), scales(lambda x: 2 * x)),
     ("master", "", (), recast(Tensor.float)),
     ("transposed", "", (), lambda one: stored(one, one.ours.cast.data.t().contiguous())),  # type: ignore[union-attr]
+    ("transposed", "cast from W.T", (), recast(lambda w: w.t().bfloat16())),
+    ("rows", "interleaved", (), recast(lambda w: w.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).bfloat16())),
+    ("rounding", "subnormals are zeros", (), lambda one: stored(one, flushed(one.ours.cast.data.float()))),  # type: ignore[union-attr]
+    ("misread", "two's complement", (), lambda one: stored(one, negated(one.ours.cast.data))),  # type: ignore[union-attr]
+    ("granularity", "rows of blocks", ("fp8-block",), pooled),
+    ("scale-format", "rounded down", ("mxfp8",), recast(Tensor.bfloat16, scale_format="e8m0_floor")),
     ("rows", "", (), lambda one: stored(one, one.ours.cast.data.view(torch.uint8).flip(0).view(torch.float8_e4m3fn))),  # type: ignore[union-attr]
     ("swapped", "", (), lambda one: stored(one, other(one.ours).cast.data, other(one.ours).cast.scale_inv)),  # type: ignore[union-attr]
     ("stale", "another step", (), recast(lambda w: (w * 1.02 + 1e-3 * w.roll(1, 0)).bfloat16())),

@@ -8,9 +8,11 @@ The order matters: what explains codes and scales comes before what explains one
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import translate
+from functools import partial
+from itertools import product
 from types import MappingProxyType
 
 import torch
@@ -217,7 +219,11 @@ def _of_codes(name: str, side: Side, theirs: QuantizedTensor, model: Model, stor
             yield "scale-format", _formats(after)
     others = ((found, one.cast.data) for found, one in model.linears.items() if one.cast is not None)
     yield from _elsewhere(name, ours.data, theirs.data, others)
-    yield from _of_rounding(ours, theirs, [tensor for tensor, _ in masters])
+    heads = [int(model.config.get(key) or 1) for key in ("num_attention_heads", "num_key_value_heads")]
+    yield from _rearranged(ours, theirs, masters[0][0], heads)
+    joined = [one.cast.scale_inv for part in group if (one := model.linears[part]).cast is not None]
+    for found in _of_rounding(ours, theirs, [tensor for tensor, _ in masters]):
+        yield found if found[0] != "scales" else _pooled(ours, theirs, joined) or found
     if _of_master(theirs, side.weight):
         yield "master", "each code is that of a number which BF16 rounds to the trained weight, as its FP32 master is"
     own = _distance(ours, side.weight)
@@ -233,6 +239,79 @@ def _elsewhere(name: str, ours: Tensor, theirs: Tensor, others: Iterable[tuple[s
         yield "transposed", "those of W.T, and the matrix is square"
     if _bits(ours).sum() == _bits(theirs).sum() and _row_set(ours) == _row_set(theirs):
         yield "rows", "the same rows in another order"
+
+
+def _rearranged(
+    ours: QuantizedTensor, theirs: QuantizedTensor, weight: Tensor, heads: Sequence[int]
+) -> Iterator[Cause]:
+    """Whether the stored codes are those of the weight, or its codes, with rows, columns or blocks in other places."""
+    codes, values = theirs.data.view(torch.uint8).cpu(), code_values(theirs.spec.format)
+    if theirs.spec.format.bits != 8 or not bool((theirs.scale_inv > 0).all()):
+        return
+    grid = theirs.spec.granularity.expand(theirs.scale_inv.float().cpu(), (weight.shape[0], weight.shape[1]))
+    base = values[ours.data.view(torch.uint8).int().cpu()]
+    for cause, said, turn in _arrangements(weight.shape, heads):
+        if _equal(turn(ours.data.view(torch.uint8)), codes):
+            yield cause, said
+        if _made(round_to_format(turn(weight.float().cpu()) / grid, theirs.spec.format), values[codes.int()], base):
+            yield cause, f"{said}, and cast anew"
+
+
+def _arrangements(shape: Sequence[int], heads: Sequence[int]) -> Iterator[tuple[str, str, Callable[[Tensor], Tensor]]]:
+    """(cause, in words, how a matrix is rearranged)."""
+    rows, columns = shape
+    if rows == columns:
+        yield "transposed", "those of W.T, and the matrix is square", Tensor.t
+    for size in (128, 32):
+        if not rows % size and not columns % size:
+            tiles = partial(_in_tiles, size=size)
+            yield "transposed", f"each block of {size} x {size} is transposed", tiles
+    for n in dict.fromkeys((1, *heads)):
+        if not rows % (2 * n):
+            where = "rows of the matrix" if n == 1 else f"rows of each of {n} heads"
+            yield "rows", f"{where}: halves are exchanged", partial(_flipped, axis=0, sizes=(n, 2, -1), inner=1)
+            yield "rows", f"{where}: halves are interleaved", partial(_crossed, sizes=(n, 2, -1))
+            yield "rows", f"{where}: pairs are taken apart into halves", partial(_crossed, sizes=(n, -1, 2))
+    for n, (axis, name) in product((2, 4), ((1, "columns"), (0, "rows"))):
+        if not shape[axis] % n:
+            yield (
+                "rows",
+                f"{n} parts of the {name} are in reverse",
+                partial(_flipped, axis=axis, sizes=(n, -1), inner=0),
+            )
+
+
+def _flipped(x: Tensor, axis: int, sizes: tuple[int, ...], inner: int) -> Tensor:
+    made: Tensor = x.unflatten(axis, sizes).flip(axis + inner)
+    return made.flatten(axis, axis + len(sizes) - 1)
+
+
+def _crossed(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    made: Tensor = x.unflatten(0, sizes).transpose(1, 2)
+    return made.flatten(0, 2)
+
+
+def _in_tiles(x: Tensor, size: int) -> Tensor:
+    parts: Tensor = x.unflatten(1, (-1, size)).unflatten(0, (-1, size))  # rows / size, size, columns / size, size
+    return parts.transpose(1, 3).flatten(2).flatten(0, 1)
+
+
+def _pooled(ours: QuantizedTensor, theirs: QuantizedTensor, joined: Sequence[Tensor]) -> Cause | None:
+    """What scales are those of more elements, or of fewer octaves, than training's."""
+    a, b = (one.scale_inv.float().cpu() for one in (ours, theirs))
+    top = torch.stack([one.float().cpu().broadcast_to(a.shape) for one in joined if one.shape == a.shape]).amax(0)
+    if len(joined) > 1 and torch.allclose(b, top, rtol=_SAME, atol=0):
+        return "joined-scale", "each block has the largest scale of the linears that the engine joins"
+    for axes, said in (((0,), "a column of blocks"), ((1,), "a row of blocks"), ((0, 1), "the tensor")):
+        if a.ndim == 2 and torch.allclose(b, a.amax(axes, keepdim=True).expand_as(b), rtol=_SAME, atol=0):
+            return "granularity", f"one scale for {said}, in the grid of the blocks"
+    ratio = b / a
+    if powers_only(b) and set(ratio.unique().tolist()) <= {0.5, 1.0}:
+        return "scale-format", "powers of two are rounded down, and codes of large numbers clip"
+    share = float((ratio < 1 - _SAME).double().mean())
+    if share and bool(theirs.dequantize(torch.float32).abs().amax() < ours.dequantize(torch.float32).abs().amax()):
+        return "clamp", f"{share:.1%} of the scales are too small, and codes of large numbers clip"
+    return None
 
 
 def _of_master(theirs: QuantizedTensor, weight: Tensor) -> bool:
@@ -258,7 +337,9 @@ def _of_rounding(ours: QuantizedTensor, theirs: QuantizedTensor, masters: Sequen
     values = code_values(fmt)
     got, base = (values[cast.data.view(torch.uint8).int().cpu()] for cast in (theirs, ours))
     top = float(got.abs().nan_to_num(0).max())
-    some = slice(None, None, max(1, shape[0] // _ROWS))
+    changed = (got != base).any(1).nonzero()[:, 0]  # no sample of all rows: few may have changed
+    changed = changed if len(changed) else torch.arange(shape[0])
+    some = changed[:: max(1, len(changed) // _ROWS)]
     got, base = got[some], base[some]
     moved = not torch.equal(theirs.scale_inv, ours.scale_inv)
     grids = [size.expand(grid.double().cpu(), shape).broadcast_to(shape)[some]
@@ -282,6 +363,9 @@ def _of_rounding(ours: QuantizedTensor, theirs: QuantizedTensor, masters: Sequen
         ):
             if _made(torch.where(low, below, above), got, base):
                 yield "rounding", f"the codes are rounded {said}"
+        normal = torch.where(nearest.abs() < fmt.min_normal, 0, nearest)
+        if _made(normal, got, base):
+            yield "rounding", f"codes below {fmt.min_normal:g}, the least normal number, are zeros"
         for dtype, twice in _twice(exact, grid):
             if _made(round_to_format(twice.float(), fmt), got, base):
                 said = f"the codes are rounded twice, first to {str(dtype).removeprefix('torch.')}"
@@ -306,12 +390,29 @@ def _misread(ours: QuantizedTensor, theirs: QuantizedTensor, masters: Sequence[T
     if fmt.bits == 4 and _equal(theirs.data, ours.data.unflatten(1, (-1, 2)).flip(2).flatten(1)):
         yield "misread", "the two codes of each byte are swapped"
     bits, base = (cast.data.view(torch.uint8).cpu() for cast in (theirs, ours))
+    for said, change in _BYTES.items() if fmt.bits == 8 else ():
+        if bits.shape[1] % 2 == 0 and _made(change(base), bits, base):
+            yield "misread", said
     for other in (one for one in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ) if one != fmt and fmt.bits == 8):
         for grid in (theirs.scale_inv, ours.scale_inv, ours.scale_inv * fmt.max / other.max):
             for master in masters:
                 scaled = master.float().cpu() / size.expand(grid.float().cpu(), shape)
                 if _made(encode(scaled, other).view(torch.uint8), bits, base):
                     yield "misread", f"the bits are codes of {other.name}, and are read as {fmt.name}"
+
+
+_BYTES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "negative codes are in two's complement": lambda b: torch.where(b > 128, 128 - b, b),  # 384 - b, modulo 256
+        "codes have lost their signs": lambda b: b & 127,
+        "codes have the other sign": lambda b: b ^ 128,
+        "the halves of each byte are swapped": lambda b: (b << 4) | (b >> 4),
+        "each two bytes are swapped": lambda b: b.unflatten(1, (-1, 2)).flip(2).flatten(1),
+        "codes are one step too large": lambda b: b + 1,
+        "codes are one step too small": lambda b: b - 1,
+    }
+)
+"""What may become of a byte."""
 
 
 def _made(candidate: Tensor, got: Tensor, base: Tensor) -> bool:
