@@ -130,6 +130,7 @@ def gap(ours: Tensor, theirs: Tensor | None) -> Cause:
 
 _MATCH = 0.999  # of codes: ties of a quotient in fp32 may fall either way
 _ROWS = 64  # that are looked at, spread over the matrix
+_FAR, _CAST = 0.5, 0.25  # relative distance of another weight, and of a cast to at least four bits
 _CHANGED = 0.9  # of the codes that are not those of training
 _STEP = 0.5  # of its norm a weight moves at most, and of its lines at least that share moves both ways
 _DRAWN = 0.1  # stochastic rounding leaves 1/6 between a number and the midpoint; a small step of training far less
@@ -226,6 +227,9 @@ def _of_codes(name: str, side: Side, theirs: QuantizedTensor, model: Model, stor
         yield found if found[0] != "scales" else _pooled(ours, theirs, joined) or found
     if _of_master(theirs, side.weight):
         yield "master", "each code is that of a number which BF16 rounds to the trained weight, as its FP32 master is"
+    for found, one in model.linears.items() if away > _FAR else ():
+        if found != name and one.weight.shape == side.weight.shape and _distance(theirs, one.weight) < _CAST:
+            yield "swapped", f"the numbers of {found}"
     own = _distance(ours, side.weight)
     yield "stale", f"decoded, they are {away:.2%} away from the trained weight; its own cast is {own:.2%}"
 
@@ -246,7 +250,7 @@ def _rearranged(
 ) -> Iterator[Cause]:
     """Whether the stored codes are those of the weight, or its codes, with rows, columns or blocks in other places."""
     codes, values = theirs.data.view(torch.uint8).cpu(), code_values(theirs.spec.format)
-    if theirs.spec.format.bits != 8 or not bool((theirs.scale_inv > 0).all()):
+    if not bool((theirs.scale_inv > 0).all()):
         return
     grid = theirs.spec.granularity.expand(theirs.scale_inv.float().cpu(), (weight.shape[0], weight.shape[1]))
     base = values[ours.data.view(torch.uint8).int().cpu()]
@@ -387,12 +391,8 @@ def _twice(x: Tensor, grid: Tensor) -> Iterator[tuple[torch.dtype, Tensor]]:
 
 def _misread(ours: QuantizedTensor, theirs: QuantizedTensor, masters: Sequence[Tensor]) -> Iterator[Cause]:
     fmt, shape, size = ours.spec.format, (ours.shape[0], ours.shape[1]), ours.spec.granularity
-    if fmt.bits == 4 and _equal(theirs.data, ours.data.unflatten(1, (-1, 2)).flip(2).flatten(1)):
-        yield "misread", "the two codes of each byte are swapped"
     bits, base = (cast.data.view(torch.uint8).cpu() for cast in (theirs, ours))
-    for said, change in _BYTES.items() if fmt.bits == 8 else ():
-        if bits.shape[1] % 2 == 0 and _made(change(base), bits, base):
-            yield "misread", said
+    yield from (("misread", said) for said, one in _bytes(base, fmt.bits) if _made(one, bits, base))
     for other in (one for one in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ) if one != fmt and fmt.bits == 8):
         for grid in (theirs.scale_inv, ours.scale_inv, ours.scale_inv * fmt.max / other.max):
             for master in masters:
@@ -401,18 +401,22 @@ def _misread(ours: QuantizedTensor, theirs: QuantizedTensor, masters: Sequence[T
                     yield "misread", f"the bits are codes of {other.name}, and are read as {fmt.name}"
 
 
-_BYTES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "negative codes are in two's complement": lambda b: torch.where(b > 128, 128 - b, b),  # 384 - b, modulo 256
-        "codes have lost their signs": lambda b: b & 127,
-        "codes have the other sign": lambda b: b ^ 128,
-        "the halves of each byte are swapped": lambda b: (b << 4) | (b >> 4),
-        "each two bytes are swapped": lambda b: b.unflatten(1, (-1, 2)).flip(2).flatten(1),
-        "codes are one step too large": lambda b: b + 1,
-        "codes are one step too small": lambda b: b - 1,
-    }
-)
-"""What may become of a byte."""
+def _bytes(codes: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
+    """What may become of codes that are copied as bytes."""
+    sign = 1 << (bits - 1)
+    yield (
+        "negative codes are in two's complement",
+        torch.where(codes > sign, (3 * sign - codes.int()).to(torch.uint8), codes),
+    )
+    yield "codes have lost their signs", codes & (sign - 1)
+    yield "codes have the other sign", codes ^ sign
+    yield "codes are one step too large", codes + 1
+    yield "codes are one step too small", codes - 1
+    if bits == 8:
+        yield "the halves of each byte are swapped", (codes << 4) | (codes >> 4)
+    if codes.shape[1] % 2 == 0:
+        said = "each two bytes are swapped" if bits == 8 else "the two codes of each byte are swapped"
+        yield said, codes.unflatten(1, (-1, 2)).flip(2).flatten(1)
 
 
 def _made(candidate: Tensor, got: Tensor, base: Tensor) -> bool:
