@@ -227,9 +227,9 @@ def _of_codes(name: str, side: Side, theirs: QuantizedTensor, model: Model, stor
         yield found if found[0] != "scales" else _pooled(ours, theirs, joined) or found
     if _of_master(theirs, side.weight):
         yield "master", "each code is that of a number which BF16 rounds to the trained weight, as its FP32 master is"
-    for found, one in model.linears.items() if away > _FAR else ():
-        if found != name and one.weight.shape == side.weight.shape and _distance(theirs, one.weight) < _CAST:
-            yield "swapped", f"the numbers of {found}"
+    for where, one in model.linears.items() if away > _FAR else ():
+        if where != name and one.weight.shape == side.weight.shape and _distance(theirs, one.weight) < _CAST:
+            yield "swapped", f"the numbers of {where}"
     own = _distance(ours, side.weight)
     yield "stale", f"decoded, they are {away:.2%} away from the trained weight; its own cast is {own:.2%}"
 
