@@ -148,7 +148,7 @@ def as_e5m2(f: Any) -> None:
         recode(f, name, to=E5)
 
 
-def bias_126(f: Any) -> None:
+def biased_128(f: Any) -> None:
     for name in f.cast():
         f.tensors[f.scale(name)] = f.tensors[f.scale(name)] + 1
 
@@ -490,7 +490,7 @@ FAULTS = [
     Case("fb32", "phi3", reciprocals, "reciprocal", "weight_scale_inv holds 1 / scale, as its name says, for all linears"),
     Case("cb32", "mixtral", blocks_256, "granularity", "scales are those of 256x256 blocks, repeated in the 128x128 grid; codes are of these scales"),
     Case("fb32", "llama", as_e5m2, "format", "codes of all linears are E5M2, and stored as E5M2, with training's scales"),
-    Case("mx", "mistral", bias_126, "scales", "exponents of all scales are biased by 128 instead of 127: all scales are twice as large for equal codes"),
+    Case("mx", "mistral", biased_128, "scales", "exponents of all scales are biased by 128 instead of 127: all scales are twice as large for equal codes"),
     Case("mxs", "gemma2", ties_away, "rounding", "ties are rounded away from zero instead of to even, in all linears"),
     Case("fb32", "mistral", twice, "rounding", "numbers are rounded to BF16 after the division by the scale, and then to E4M3, in all linears"),
     Case("mx", "llama", three_sigma, "clamp", "weights of the MLPs are cut at three standard deviations of each tensor before the cast; scales are training's"),
