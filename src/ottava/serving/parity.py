@@ -103,8 +103,11 @@ class Certificate:
 
     @property
     def first(self) -> Mismatch | None:
-        """The first difference in the order of execution; what was not understood comes after what was."""
-        return min(self.findings, key=lambda one: one.cause in _OPEN, default=None)
+        """The first difference in the order of execution. What an engine's arithmetic does to every checkpoint comes
+        after what this one has, and what was not understood comes last."""
+        return min(
+            self.findings, key=lambda one: (one.cause in _OPEN, one.cause == "activation-arithmetic"), default=None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
