@@ -144,12 +144,7 @@ def gemm(
     # how the scales lie, where torch does not guess it from their shape
     swizzle: dict[str, Any] = {f"swizzle_{side}": SwizzleType.SWIZZLE_32_4_4 for side in "ab"} if _is_mx(a) else {}
     y = nn.functional.scaled_mm(
-        ready.a,
-        ready.b,
-        ready.scale_a,
-        ready.kind_a,
-        ready.scale_b,
-        ready.kind_b,
+        *ready,
         bias=None if blocks else bias,
         output_dtype=torch.float32 if own_bias is not None else out_dtype,
         use_fast_accum=fast_accum and not blocks and not _is_mx(a),
@@ -179,18 +174,8 @@ def plan_gemm(
                 return run(a, b, bias)
         if not direct:
             return gemm(a, b, out_dtype, bias, fast_accum)
-        codes, scale_b = b.data.t(), b.scale_inv.t()
-        return nn.functional.scaled_mm(
-            a.data,
-            codes,
-            a.scale_inv,
-            kind,
-            scale_b,
-            kind,
-            bias=bias,
-            output_dtype=out_dtype,
-            use_fast_accum=fast_accum,
-        )
+        ready = a.data, b.data.t(), a.scale_inv, kind, b.scale_inv.t(), kind
+        return nn.functional.scaled_mm(*ready, bias=bias, output_dtype=out_dtype, use_fast_accum=fast_accum)
 
     return run
 
