@@ -123,7 +123,7 @@ def nats(gap: Tensor) -> Tensor:
     return torch.expm1(gap) - gap
 
 
-def one(cause: str, said: str, **changed: object) -> Hypothesis:
+def guessed(cause: str, said: str, **changed: object) -> Hypothesis:
     """A guess with other fields."""
     return Hypothesis(cause, lambda setting, _: iter([(replace(setting, **changed), said)]))  # type: ignore[arg-type]
 

@@ -27,11 +27,11 @@ from ottava.serving.search import (
     cast,
     given,
     groups,
+    guessed,
     misread,
     nats,
     number,
     of_state,
-    one,
     placed,
     searched,
 )
@@ -63,14 +63,14 @@ def hypotheses(
 ) -> Iterator[Hypothesis]:
     """All that can be tried with what is given, cheap ones first."""
     for by in (1, -1, 2, -2):
-        yield one("shift", f"the list moved by {by:+d}", shift=by)
+        yield guessed("shift", f"the list moved by {by:+d}", shift=by)
     values, counts = found.rollout.unique(return_counts=True)
     if int(counts.max()) > 1:
         constant = float(values[counts.argmax()])
-        yield one("padded", f"{int(counts.max())} tokens have {constant:g}", padded=constant)
+        yield guessed("padded", f"{int(counts.max())} tokens have {constant:g}", padded=constant)
     slope, offset = _line(found.recomputed, found.rollout)
     if slope > 0:
-        line = one("scaled", f"log p divided by {1 / slope:.4g}", scale=1 / slope)
+        line = guessed("scaled", f"log p divided by {1 / slope:.4g}", scale=1 / slope)
         yield replace(line, fitted=ours is not None)
     if ours is None:
         yield from _of_lists(found, slope, offset)
@@ -83,7 +83,7 @@ def hypotheses(
     capped = "as if logits z were {0:.3g} tanh(z / {0:.3g}), which no config says"
     yield number("not-fp8", _CAPS, lambda s, top: _sampled(s, cap=top), capped)
     yield Hypothesis("processed", partial(_processed, int(ours.config.get("vocab_size") or 0)))
-    yield one("trainer", "the checkpoint's own log-probabilities", trainer=True)
+    yield guessed("trainer", "the checkpoint's own log-probabilities", trainer=True)
     if found.routes is not None:
         yield of_state("routes", "the experts of the dump", partial(replace, replay=True))
     for fmt in (E4M3, E5M2):
@@ -109,14 +109,16 @@ def _of_lists(found: Rollout, slope: float, offset: float) -> Iterator[Hypothesi
     """What two lists show without a model: averages."""
     gain = found.rollout - found.recomputed
     if float((gain > -_EXACTLY).double().mean()) > _MOSTLY and offset > 0:
-        yield one("processed", f"the rollout is never less likely, on average {offset:.3g} nats more", offset=offset)
+        yield guessed(
+            "processed", f"the rollout is never less likely, on average {offset:.3g} nats more", offset=offset
+        )
     x, y = found.recomputed.double(), found.rollout.double()
     spread = float(((x - x.mean()) ** 2).sum())
     if spread:
         steep = float(((x - x.mean()) * (y - y.mean())).sum()) / spread
         if steep > 0:
             said = f"log p is steeper by {steep:.3g}, as of logits divided by about {1 / steep:.3g}"
-            yield one("temperature", said, scale=1 / steep, offset=float(y.mean() - steep * x.mean()))
+            yield guessed("temperature", said, scale=1 / steep, offset=float(y.mean() - steep * x.mean()))
 
 
 def _sampled(setting: Guess, **changed: float) -> Guess:
@@ -269,14 +271,14 @@ def _of_engines(ours: Model) -> Iterator[Hypothesis]:
 def in_part(found: Rollout, ours: Model | None, before: Sequence[tuple[str, Model]]) -> Iterator[Hypothesis]:
     """What holds from a place on, in some linears, or beyond a limit: what holds everywhere does not explain."""
     for by in (1, -1, 2, -2):
-        yield one("shift", f"the list moved by {by:+d} from a place on", shift=by, behind=True)
-    yield one("shift", "each list moved by a number of its own", matched="places")
-    yield one("not-fp8", "the lists of sequences are exchanged", matched="lists")
+        yield guessed("shift", f"the list moved by {by:+d} from a place on", shift=by, behind=True)
+    yield guessed("shift", "each list moved by a number of its own", matched="places")
+    yield guessed("not-fp8", "the lists of sequences are exchanged", matched="lists")
     gain = found.rollout.double() - found.recomputed.double()
     fallen = float((gain.clamp(max=0) ** 2).sum() / (gain**2).sum().clamp_min(1e-30))
     if fallen < _LOWER and float(nats(-gain).mean()) < _MODEST:
         said = f"no token became less likely, {float(gain.mean()):.3g} nats more on average: some tokens were left out"
-        yield one("processed", said, raised=True)
+        yield guessed("processed", said, raised=True)
     if ours is None:
         return
     for said, change in _SCORES.items():
