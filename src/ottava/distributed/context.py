@@ -177,7 +177,8 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("ring attention", "run that forward on one rank")
+        if torch.is_grad_enabled():
+            refuse_second_derivative("ring attention", "run that forward on one rank")
         q, k, v, y, lse = ctx.saved_tensors
         _, scale, group, _ = ctx.rest
         ranks, (groups, dim), wide = dist.get_world_size(group), k.shape[1::2], v.shape[3]

@@ -260,7 +260,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("a quantized linear", "run that forward under ottava.autocast(enabled=False)")
+        if torch.is_grad_enabled():
+            refuse_second_derivative("a quantized linear", "run that forward under ottava.autocast(enabled=False)")
         (dy,), call = grads, ctx.call
         _, _, needs_x, needs_dw, needs_db, *needed = ctx.needs_input_grad
         needs_dx = needs_x or True in needed
@@ -279,12 +280,12 @@ class _Linear(torch.autograd.Function):
 
 
 def refuse_second_derivative(what: str, instead: str) -> None:
-    """For a backward, which torch runs in grad mode in eager code under create_graph=True only.
+    """For a backward in grad mode, which torch uses in eager code under create_graph=True only.
 
     Raises:
-        NotImplementedError: in grad mode, except while compiling.
+        NotImplementedError: always, except while compiling.
     """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         raise NotImplementedError(
             f"ottava: {what} has no second derivative (backward was asked for create_graph=True); {instead}"
         )
@@ -379,7 +380,8 @@ class _Produced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(type(ctx.produce).__name__, "use torch's own module there")
+        if torch.is_grad_enabled():
+            refuse_second_derivative(type(ctx.produce).__name__, "use torch's own module there")
         dx, *d_parameters = _pulled_back(ctx, ctx.produce, grads[0], ctx.saved_tensors)
         return None, dx, *(d_parameters or [None] * (len(ctx.needs_input_grad) - 2))
 

@@ -410,8 +410,9 @@ class WeightQuantizer(Quantizer):
         # bits on a CPU, promises on an accelerator: a checksum there would have to be read back
         witness = checksum(x) if on_cpu else self._steps
         scale = None if self.spec is None else _identity(self.scale)
+        version = 0 if x.is_inference() else x._version
         # all that the cast depends on; a changed recipe, or a moved scale, is another key
-        key = (*_identity(x), x.dtype, witness, row_spec, col_spec, self.spec, scale)
+        key = (x.data_ptr(), version, x.dtype, witness, row_spec, col_spec, self.spec, scale)
         seen, row, col = None, None, None
         if self.cached is not None and self.cached[0] == key:
             _, seen, row, col = self.cached

@@ -570,7 +570,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("batch invariant attention", "run that forward without batch_invariant")
+        if torch.is_grad_enabled():
+            refuse_second_derivative("batch invariant attention", "run that forward without batch_invariant")
         (dy,), (q, k, v, y, mask) = grads, ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         for b, g, heads, seen in _groups(q, k, mask):

@@ -327,7 +327,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("cross-entropy fused with its linear", "use a Linear and torch's cross_entropy there")
+        if torch.is_grad_enabled():
+            refuse_second_derivative(
+                "cross-entropy fused with its linear", "use a Linear and torch's cross_entropy there"
+            )
         (d_loss,), call = grad_outputs, ctx.call
         notes: Notes = [*ctx.notes]
         if ctx.later:

@@ -137,7 +137,8 @@ class _FP8Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("FP8 attention", "run that forward under a recipe without FP8 attention")
+        if torch.is_grad_enabled():
+            refuse_second_derivative("FP8 attention", "run that forward under a recipe without FP8 attention")
         (dy,), (scale, doors, recipe, dtype, qkv_shapes, s_shapes) = grads, ctx.rest
         mask, sink, y, qkv_data, qkv_scale, s_data, s_scale = ctx.saved_tensors
         qkv = _Codes(QuantizedTensor(qkv_data, qkv_scale, recipe.qkv, dtype), qkv_shapes)
@@ -215,7 +216,8 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("FP8 attention", "run that forward under a recipe without FP8 attention")
+        if torch.is_grad_enabled():
+            refuse_second_derivative("FP8 attention", "run that forward under a recipe without FP8 attention")
         (dy,), (scale, recipe), (q, k, v, mask, sink, y) = grads, ctx.rest, ctx.saved_tensors
         groups = k.shape[1]
         with no_autocast(dy.device):

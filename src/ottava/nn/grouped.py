@@ -456,7 +456,8 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("a grouped linear", "run that forward under ottava.autocast(enabled=False)")
+        if torch.is_grad_enabled():
+            refuse_second_derivative("a grouped linear", "run that forward under ottava.autocast(enabled=False)")
         (dy,), (x_shape, weight_shape), (x_dtype, weight_dtype, bias_dtype) = grads, ctx.shapes, ctx.dtypes
         codes, *w_cols = unflattened(ctx.saved_tensors, ctx.described)
         notes: Notes = [*ctx.notes]

@@ -244,7 +244,8 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor, None]:
-        refuse_second_derivative("parallel_cross_entropy", "use torch's cross_entropy there")
+        if torch.is_grad_enabled():
+            refuse_second_derivative("parallel_cross_entropy", "use torch's cross_entropy there")
         logits, target, lse = ctx.saved_tensors
         with no_autocast(logits.device):
             wide = logits.to(torch.float32, copy=True)
