@@ -107,6 +107,14 @@ def _dirty(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _paths() -> Iterator[None]:
+    """A script that runs in the test's process may put its folder in place of the tests', which a new process needs."""
+    kept = sys.path[:]
+    yield
+    sys.path[:] = kept
+
+
+@pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
 
