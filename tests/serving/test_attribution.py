@@ -317,6 +317,17 @@ def test_where_and_how_far_is_found(bare: Model) -> None:
         assert _left(best) < 0.1 * _kl(gap)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_noise_on_short_lists_is_no_cause(size: int) -> None:
+    """Among many short answers one has nearly the same numbers, and a moved one has hardly any of its own."""
+    noise = 0.3 * torch.randn(200 * size, generator=torch.Generator().manual_seed(1))
+    p = -2 * torch.rand(200 * size, generator=torch.Generator().manual_seed(0))
+    at = (torch.arange(1, size + 1),) * 200
+    found = attribute(Rollout("plain", (torch.arange(size + 1),) * 200, at, (p + noise).clamp(max=0), p))
+    assert found.first is None, str(found)
+    assert "exchanged" not in str(found)
+
+
 def _half(new: Model, old: Model, end: str) -> dict[str, Side]:
     """The second half of some linears' columns by an older model."""
     return {n: replace(s, weight=torch.cat((s.weight[:, : s.weight.shape[1] // 2],

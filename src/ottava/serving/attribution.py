@@ -430,7 +430,7 @@ class _Lab:
             return torch.where(where, after, gap), where
 
         def found(trial: _Trial) -> bool:
-            """Whether a number that was fitted explains most of what is there, and more than a few sequences."""
+            """Whether a fitted number explains most of the KL where it holds, and holds in enough tokens."""
             here = trial.where & (trial.gap != gap)
             if not one.fitted or float((here | done).double().mean()) < _FEW:
                 return not one.fitted
@@ -504,13 +504,14 @@ class _Lab:
 
 def _shifted(values: Tensor, by: int, told: Tensor, behind: bool) -> Tensor:
     """Moves a list by some places, and keeps what was told at its ends. `behind`: from the place on that fits best."""
+    if len(values) < abs(by) + _OVERLAP:  # by chance the rest fits somewhere
+        return values
     made = torch.cat((told[:by], values[:-by]) if by > 0 else (values[-by:], told[by:]))
     if not behind:
         return made
-    known = slice(max(by, 0), len(values) + min(by, 0))  # elsewhere a place has no number but what was told
-    before, after = (
-        kl_of(told, one)[known].flip(0).cumsum(0).flip(0) for one in (values, made)
-    )  # of all from there on
+    known = slice(max(by, 0), len(values) + min(by, 0))  # the other places keep the rollout's own numbers
+    # of all tokens from a place on
+    before, after = (kl_of(told, one)[known].flip(0).cumsum(0).flip(0) for one in (values, made))
     if not len(gain := (before - after)[: 1 - _OVERLAP]):
         return values
     place = int(gain.argmax())
@@ -526,7 +527,7 @@ def _matched(values: Tensor, told: Tensor, sizes: Sequence[int], lists: bool) ->
     for one, other in zip(own, theirs, strict=True):
         size = len(one)
         if lists:
-            tries = [x for x in own if len(x) == size]
+            tries = [x for x in own if len(x) == size >= _OVERLAP]  # a short list is near to some other by chance
         else:
             tries = [_shifted(one, by, other, False) for by in range(_OVERLAP - size, size - _OVERLAP + 1) if by]
         here = nats(_gap(other, one)).mean()
