@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 ROOT = Path(__file__).parents[3]
-MOST_CALLS = {"tensorwise": 245, "rowwise": 245, "delayed": 510}
+MOST_CALLS = {"tensorwise": 240, "rowwise": 240, "delayed": 323}
 """Python functions, torch's with them, that a warm forward and backward calls. Without an optimizer a delayed layer
 asks whether the weights have changed."""
 
@@ -36,10 +36,10 @@ def test_a_script_that_compiles_says_that_it_needs_triton(script: str) -> None:
 
 
 def test_a_kept_launch_is_tritons_own() -> None:
-    """Every kernel of the casts, two dtypes, odd shapes: kernel, grid, addresses, numbers. What another dtype, address,
+    """Every kernel of the casts, two dtypes, odd shapes and addresses: kernel, grid, addresses, numbers. What another
     device or a profiler would change takes Triton's way."""
     (found,) = ran("tests/kernels/triton/launch_ahead.py")
-    assert found["launches"] == found["kept"] > 30
+    assert found["launches"] == found["kept"] > 60
 
 
 @pytest.mark.skipif(not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"), reason="no GEMM")

@@ -1,15 +1,14 @@
 """Launches a Triton kernel with little Python: what its first launch has decided is kept, and checked before each use.
 
 `JITFunction.run` binds and specialises thirty arguments at every launch. That costs the host more than a small kernel
-costs the device. What it decides depends on constants and integers, which a `Launch` holds, and on the dtypes and the
-alignment of the tensors. A launch whose tensors have the dtypes of the first one, addresses that are multiples of 16 as
-there, and the current device, takes the kept kernel. Every other launch is Triton's own, with the same result: so are
-launches that a profiler's hook wants to hear of, and those of the interpreter.
+costs the device. What it decides depends on constants and integers, which a `Launch` holds, and on the dtypes, the
+devices and the alignment of the tensors: of each combination of these it keeps the kernel. A launch on the current
+device takes the kept one. Every other launch is Triton's own, with the same result: so are launches that a profiler's
+hook wants to hear of, and those of the interpreter.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import operator
 from collections.abc import Callable, Mapping
@@ -20,11 +19,12 @@ from torch import Tensor
 
 from ottava.kernels.gate import LOWEST, PLAIN, address, launched
 
-_ALIGNMENT = 16
-"""Triton compiles another kernel for a pointer that is no multiple of so many bytes."""
+_past: Callable[[int], int] = (16).__rmod__
+"""Bytes past a multiple of 16: where it is none, Triton compiles another kernel."""
 _PLAIN = frozenset(PLAIN)
 _EXTRA = ("beside_ptr", "gamma_ptr", "beta_ptr")
 _device: Callable[[Any], int] = Tensor.get_device
+_dtype = operator.attrgetter("dtype")
 _negated: Callable[[Any], bool] = Tensor.is_neg
 Named = tuple[tuple[str, Any], ...]
 
@@ -39,7 +39,7 @@ class Launch:
         named: further ones, which replace some of them, or integers by name.
     """
 
-    __slots__ = ("_dtypes", "_kept", "_places", "_values", "constants", "fixed", "floats", "kernel", "programs")
+    __slots__ = ("_kept", "constants", "fixed", "floats", "kernel", "programs")
 
     def __init__(
         self,
@@ -52,10 +52,7 @@ class Launch:
     ) -> None:
         self.kernel, self.programs, self.fixed, self.floats = kernel, programs, integers, floats
         self.constants = {**constants, **dict(named)} if named else constants
-        self._kept: tuple[Any, ...] | None = None  # what Triton has compiled, and for which device
-        self._dtypes: tuple[torch.dtype, ...] = ()
-        self._values: list[Any] = []
-        self._places: tuple[int, ...] = ()
+        self._kept: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # what Triton has compiled
 
     def __call__(
         self,
@@ -73,25 +70,24 @@ class Launch:
         """
         # this runs at every cast of a training: no function of ours is called, and nothing is built that is not needed
         given: tuple[Any, ...] = (*tensors, *[x for x in extra if x is not None]) if extra else tensors
-        kept = self._kept
-        if kept is not None and self._dtypes == tuple([x.dtype for x in given]):
-            device, current, stream, runtime, run, function, metadata = kept
+        if self._kept and {*map(type, given)} <= _PLAIN:  # the memory of a subclass may mean something else
             pointers = [*map(address, given)]
+            key = (*map(_dtype, given), *map(_device, given), *map(_past, pointers))
+            kept = self._kept.get(key, (None,) * 9)
+            device, current, stream, runtime, run, function, metadata, values, places = kept
             if (
-                functools.reduce(operator.or_, pointers) % _ALIGNMENT == 0  # all at once: a bit of any stays set
+                device is not None
                 and min(pointers) > LOWEST  # a tensor without memory has an address near 0
-                and {*map(type, given)} <= _PLAIN  # the memory of a subclass may mean something else
-                and {*map(_device, given)} == {device}
                 and current() == device  # a compiled function belongs to the context of one device
                 and True not in map(_negated, given)  # a lazy minus is not in the memory
                 and not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)  # no profiler listens
             ):
-                values = [*self._values]
+                values = [*values]
                 values[: len(tensors)] = pointers[: len(tensors)]
                 if floats is not None:
                     first = len(tensors) + len(self.fixed)
                     values[first : first + len(floats)] = floats
-                for place, pointer in zip(self._places, pointers[len(tensors) :], strict=True):
+                for place, pointer in zip(places, pointers[len(tensors) :], strict=True):
                     values[place] = pointer
                 # the three None: no metadata for hooks, and no hook at entry or exit
                 run(self.programs, 1, 1, stream(device), function, metadata, None, None, None, *values)
@@ -101,15 +97,14 @@ class Launch:
     def _normally(
         self, tensors: tuple[Tensor, ...], extra: tuple[Tensor | None, ...], floats: tuple[float, ...]
     ) -> None:
-        """By Triton's own launch; keeps what that has compiled if all addresses are multiples of 16."""
+        """By Triton's own launch; keeps what that has compiled."""
         given = (*tensors, *[x for x in extra if x is not None])
         launched(*given)
         named = dict(zip(_EXTRA, extra, strict=False))
         positional = (*tensors, *self.fixed, *floats)
         with torch.cuda.device_of(given[0]):  # Triton launches on the current device
             compiled = self.kernel[(self.programs,)](*positional, **self.constants, **named)
-        # the interpreter has compiled nothing
-        if compiled is None or functools.reduce(operator.or_, map(address, given)) % _ALIGNMENT:
+        if compiled is None:  # by the interpreter
             return
         triton = importlib.import_module("triton")
         driver, runtime = triton.runtime.driver.active, triton.knobs.runtime
@@ -120,9 +115,9 @@ class Launch:
         bound = self.kernel.signature.bind(*positional, **known, **named)
         bound.apply_defaults()
         order = {name: place for place, name in enumerate(bound.arguments)}
-        self._values = [*bound.arguments.values()]
         # of an optional tensor that is not given, the kernel was compiled with None as a constant
-        self._places = tuple(order[name] for name, x in named.items() if x is not None)
-        self._dtypes = tuple([x.dtype for x in given])
+        places = tuple(order[name] for name, x in named.items() if x is not None)
+        key = (*map(_dtype, given), *map(_device, given), *map(_past, map(address, given)))
         ask = driver.get_current_device, driver.get_current_stream, runtime
-        self._kept = (_device(given[0]), *ask, compiled.run, compiled.function, compiled.packed_metadata)
+        does = compiled.run, compiled.function, compiled.packed_metadata
+        self._kept[key] = (_device(given[0]), *ask, *does, [*bound.arguments.values()], places)
