@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
+from ottava.diagnose.diagnose import diagnose
 from ottava.record.reader import Run
 
 
@@ -164,6 +165,27 @@ def test_a_margin_that_makes_an_operand_underflow_is_seen(tmp_path: Path) -> Non
     assert found["set"] == [{"layer": "mid", "gemm": "fprop", "operand": "input"}]
     assert found["error_after"] < found["error_before"] / 2
     assert found["trials"] <= 40
+
+
+@pytest.mark.parametrize(
+    ("recipe", "optimizer", "lost"),
+    [
+        ("tensorwise_e4m3", torch.optim.Adam, True),
+        ("tensorwise", torch.optim.Adam, False),
+        ("tensorwise_e4m3", torch.optim.SGD, False),
+    ],
+)
+def test_small_elements_that_casts_make_zero_are_told_of_an_optimizer_that_moves_them(
+    recipe: str, optimizer: Callable[..., torch.optim.Optimizer], lost: bool, tmp_path: Path
+) -> None:
+    """Half of the outputs weigh a ten millionth: E4M3's gradients are zero there, and the gradient is as long."""
+    weigh = torch.where(torch.arange(32) < 16, 1.0, 1e-7)
+    _, lines = trained(
+        tmp_path, recipe=recipe, optimizer=optimizer, loss=lambda y, x: (weigh * (y - 2 * x).square()).mean()
+    )
+    shadows = [line for line in lines if line["kind"] == "shadow"]
+    assert all((line["lost"] > 0.05) == (recipe == "tensorwise_e4m3") and line["error"] < 0.15 for line in shadows)
+    assert [f.title for f in diagnose(Run.open(tmp_path)).findings] == ["FP8 casts lose a tensor: down"] * lost
 
 
 def test_a_learning_rate_that_is_too_high_is_not_the_casts(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ _MOST = 0.5  # of a tensor, as a norm
 WAY = 0.3
 """Distance of the weights' way from that of the optimizer's formula: twice the level of a gradient, for moments carry
 the errors of many steps."""
+_GONE = 0.05  # of a gradient's elements; healthy runs of four blind sets have at most 0.5 %
 _FEW = 64  # elements: a bias may be small
 _STILL = 1e-3  # of the largest gradient
 _BLOWN = 10.0  # times the gradient of before: the model has blown up, so an error says nothing about who began
@@ -155,16 +156,28 @@ def _spoils(facts: Facts, event: Event) -> Trial | None:
 
 
 def _muted(facts: Facts, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:
-    """Casts leave nothing of a matrix's gradient: its size beside the others says nothing about that."""
+    """Casts leave nothing of a matrix's gradient, or of small elements: the gradient's size says nothing about that."""
     tried = [({str(n) for n in e.get("muted") or ()}, e) for e in shadows]
     names = sorted(n for n in set.intersection(*(names for names, _ in tried)) if facts.size(n) > _FEW)
-    if not names:
-        return None
     last = tried[-1][1]
     sites = [{"site": str(s)} for s, what in (last.get("sites") or {}).items() if _number(what, "flushed") > _VANISHED]
-    said = f"With casts the gradient of {some(names)} is zero in each of {len(tried)} trials, without them it is not."
-    place = sites or [{"layer": n.rpartition(".")[0]} for n in names]
-    return Trial("guilty", (said,), int(last["step"]), 1.0, place=tuple(place), sound=True)
+    if names:
+        said = (
+            f"With casts the gradient of {some(names)} is zero in each of {len(tried)} trials, without them it is not."
+        )
+        place = sites or [{"layer": n.rpartition(".")[0]} for n in names]
+        return Trial("guilty", (said,), int(last["step"]), 1.0, place=tuple(place), sound=True)
+    lost, hurt = [_number(e, "lost") for e in shadows], damage(facts)
+    high, held = [x for x in lost if x > _GONE], [p.get("held") or {} for p in facts.parameters]
+    scaled = sorted({str(one["optimizer"]) for one in held if "betas" in one})
+    if not scaled or not (sites or hurt.layer) or len(high) < 2 or 2 * len(high) <= len(lost):
+        return None
+    said = (
+        f"In {len(high)} of {len(lost)} trials casts make zero of up to {100 * max(high):.2g} % of the gradient's "
+        f"elements. They are small, and {some(scaled)} would move them as far as others."
+    )
+    place = sites or [{"layer": hurt.layer}]
+    return Trial("guilty", (said,), int(last["step"]), place=tuple(place), hurts="tensor")
 
 
 def _lost(facts: Facts, event: Event | None, shadows: Sequence[Mapping[str, Any]]) -> Trial | None:

@@ -225,12 +225,16 @@ def compared(
     parameters: Sequence[Tensor],
     name_of: Callable[[Tensor], str],
 ) -> dict[str, Any]:
-    """error, noise, bias, norm and the worst parameters of two gradients."""
+    """error, noise, bias, norm and the worst parameters of two gradients.
+
+    lost: of the elements whose exact gradient is not zero, the share whose gradient is zero with casts."""
     rows: list[tuple[Tensor, list[float]]] = []
+    counts = torch.zeros(2, dtype=torch.float64)
     for i, (a, b) in enumerate(zip(cast, exact, strict=True)):
         if a is None or b is None:
             continue
         g, difference = local(b).float(), local(a).float() - local(b).float()
+        counts += torch.stack([((g != 0) & (local(a) == 0)).sum(), (g != 0).sum()]).cpu()
         spread = None if noise is None or noise[i] is None else noise[i]
         of_noise = math.nan if spread is None else _square(local(spread))
         rows.append((parameters[i], [_square(difference), _square(g), _dot(difference, g), of_noise]))
@@ -254,6 +258,7 @@ def compared(
         "error": _root(error2, norm2),
         "noise": _root(error2, whole),
         "bias": _over(dot, norm2),
+        "lost": _over(*counts.tolist()),
         "norm": math.sqrt(norm2) if norm2 >= 0 else math.nan,
         "worst": [entry(*row) for row in worst],
     }
