@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -340,16 +340,22 @@ def _walk(a: Sequence[Call], b: Sequence[Call], *, values: bool) -> tuple[str, C
         if one.key != other.key:
             return _aligned(a[i : i + _WINDOW], b[i : i + _WINDOW])
         if apart(one.results, other.results):
+            if one.sources != other.sources:  # calls of one name that get other tensors: one run has a call alone
+                found = _aligned(a[i : i + _WINDOW], b[i : i + _WINDOW], lambda c: (*c.key, c.place[3]))
+                if found[0] == "call":
+                    return found
             kind = one.name if one.name in ("given", "gradient") else "random" if one.name in _RANDOM else "value"
             return kind, one, other
     return None
 
 
-def _aligned(a: Sequence[Call], b: Sequence[Call]) -> tuple[str, Call | None, Call | None]:
+def _aligned(
+    a: Sequence[Call], b: Sequence[Call], key: Callable[[Call], tuple[Any, ...]] = lambda c: c.key
+) -> tuple[str, Call | None, Call | None]:
     """What the first calls of two lists are to each other: they differ."""
     if a[0].name == b[0].name and a[0].place[2:4] == b[0].place[2:4]:
         return "arguments", a[0], b[0]
-    matcher = difflib.SequenceMatcher(None, [c.key for c in a], [c.key for c in b], autojunk=False)
+    matcher = difflib.SequenceMatcher(None, [*map(key, a)], [*map(key, b)], autojunk=False)
     tag, *ends = next(code for code in matcher.get_opcodes() if code[0] != "equal")
     mine, theirs = a[ends[0] : ends[1]], b[ends[2] : ends[3]]
     if all(c.name == "given" for c in (*mine, *theirs)):  # one run alone changes the tensor where nobody sees it
@@ -447,7 +453,8 @@ def _sentence(kind: str, one: Call | None, other: Call | None) -> Iterator[str]:
         again = " in the backward, where a forward is repeated," if other.backward else ""
         yield f"the first value that differs is the output of `{other.name}`{again} at {other.where}, "
         drew = ": it drew other random numbers" if kind == "random" else ""
-        yield f"{_values(one, other)}, from the same input{drew}."
+        same = ", from the same input" if one.sources == other.sources else ""
+        yield f"{_values(one, other)}{same}{drew}."
 
 
 def _labels(call: Call) -> str:
