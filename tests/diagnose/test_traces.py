@@ -250,3 +250,43 @@ def test_a_recipe_whose_casts_lose_small_rows_is_guilty_beside_a_good_run(tmp_pa
     told = diagnose(run("bad", "tensorwise_e4m3", small), baseline=good)
     assert (told.fp8, told.findings[0].layers) == ("guilty", ["layers.0.fc2"])
     assert diagnose(run("as good", "tensorwise_e4m3", 1.0), baseline=good).fp8 == "innocent"
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(9, 16), nn.Linear(16, 9))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("", ""),
+        ("mask", "`labels` begins 1, 2, 3, -100 x 3, in the good run 1, 2, 3, 8, -100 x 2. It is made outside"),
+        ("late", "`labels` begins alike and goes on otherwise. It is made outside"),
+        ("step", "the good run calls `square(f32[4, 6])` at test_traces.py:"),
+    ],
+)
+def test_what_a_model_is_given_otherwise_is_told_by_name(word: str, said: str, tmp_path: Path) -> None:
+    def run(word: str, folder: Path) -> Facts:
+        torch.manual_seed(0)
+        model = Tagger()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        row, end = [1, 2, 3, 8, 0, 0], [1, 2, 3, -100 if word == "mask" else 8, -100, -100]
+        labels = torch.tensor([end, end, end, [1] * 6 if word == "late" else end])
+        noise, more = torch.randn(4, 6), torch.randn(4, 6)
+        with ottava.watch(model, folder):
+            for _ in range(2):
+                loss = model(torch.tensor([row] * 4), labels=labels)
+                penalty = noise if word == "step" else noise.square()
+                loss = loss + 1e-3 * (penalty + more.square()).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return Facts(Run.open(folder))
+
+    found = parting(run("", tmp_path / "good"), run(word, tmp_path / "bad"), values=True)
+    assert found is None if not said else said in getattr(found, "sentence", "")

@@ -42,6 +42,10 @@ _ORIGIN = re.compile("entry ([0-9]+) of the step before")
 _COLUMNS = ("loss", "grad_norm", "input_hash", "label_hash")
 
 
+DATA = "the data"
+"""The place of what a model is given."""
+
+
 class Call(NamedTuple):
     """One entry of a trace."""
 
@@ -109,8 +113,31 @@ def parting(good: Facts, bad: Facts, *, values: bool) -> Parting | None:
         )
         found = _walk(mine, theirs, values=values and not ignored and _equal_until(good, bad, step))
         if found is not None:
-            return _told(step, *found, casting)
+            told = _told(step, *found, casting)
+            data = _data(mine, theirs) if found[0] == "given" and None not in found else ""
+            return told._replace(sentence=f"Step {step}: {data}", place=DATA) if data else told
     return None
+
+
+def _data(a: Sequence[Call], b: Sequence[Call]) -> str:
+    """What a model is given otherwise in two steps, by the names of its arguments; "" if nothing is."""
+    one: dict[str, tuple[str, Any]] = {}
+    other: dict[str, tuple[str, Any]] = {}
+    for calls, named in ((a, one), (b, other)):
+        for call in calls:
+            for text in call.results[1:] if call.name == "given" and len(call.results) > 1 else ():
+                name, _, row = str(text).partition(" = ")
+                named.setdefault(name, (row, call.results[:1]))
+    said = [
+        f"`{name}` begins {there}, in the good run {here}"
+        if here != there
+        else f"`{name}` begins alike and goes on otherwise"
+        for name, (there, values) in other.items()
+        for here, theirs in [one.get(name, ("", ()))]
+        if here and apart(theirs, values)
+    ]
+    made = "It is made outside of the calls that were seen: in the data set, the collator or the loop."
+    return f"the model is given other numbers. {'; '.join(said)}. {made}" if said else ""
 
 
 class Stale(NamedTuple):
@@ -340,7 +367,8 @@ def _walk(a: Sequence[Call], b: Sequence[Call], *, values: bool) -> tuple[str, C
         if one.key != other.key:
             return _aligned(a[i : i + _WINDOW], b[i : i + _WINDOW])
         if apart(one.results, other.results):
-            if one.sources != other.sources:  # calls of one name that get other tensors: one run has a call alone
+            # of one name, but of another line or with other tensors: perhaps one run has a call alone
+            if one.sources != other.sources or one.place[2:4] != other.place[2:4]:
                 found = _aligned(a[i : i + _WINDOW], b[i : i + _WINDOW], lambda c: (*c.key, c.place[3]))
                 if found[0] == "call":
                     return found

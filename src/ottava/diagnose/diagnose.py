@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ottava.base.text import data_frame, finite, html_table, without_powers
-from ottava.diagnose.calls import stale
+from ottava.diagnose.calls import DATA, stale
 from ottava.diagnose.difference import Difference, differences
 from ottava.diagnose.facts import GROUP_SETTINGS, Facts
 from ottava.diagnose.laws import LAWS, NEEDS, Broken, Law, broken
@@ -587,7 +587,7 @@ def _undo(one: Difference, frameworks: Sequence[str]) -> dict[str, Any]:
     if one.kind in ("code", "cast") and one.good != one.bad:
         name = "missing_call" if one.bad == "nothing" else "own_call" if one.good == "nothing" else "good_call_here"
         return render(name, values | {"key": one.key}, frameworks)
-    return render(names.get(one.kind, "good_code"), values, frameworks)
+    return render(names.get(one.kind, "good_data" if one.key == DATA else "good_code"), values, frameworks)
 
 
 def _sentence(facts: Facts, findings: Sequence[Finding], happened: Event | None, trial: Trial, compared: bool) -> str:

@@ -93,6 +93,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             "Compare what makes the labels of both runs: the collator, masks, a shift, the index -100."
         ),
         "good_code": Remedy("Compare the code of the two runs at this place."),
+        "good_data": Remedy("Compare what makes these tensors in the two runs: data set, tokenizer, collator."),
         "good_call_here": Remedy("Make ${key} as it is in the good run, which calls ${good} there, not ${bad}."),
         "missing_call": Remedy("Make ${key} as it is in the good run, which calls ${good} there."),
         "own_call": Remedy("Make ${key} as it is in the good run, which does not call ${bad} there."),

@@ -15,6 +15,7 @@ conversions to FP8 only.
 from __future__ import annotations
 
 import inspect
+import itertools
 import linecache
 import math
 import sys
@@ -38,6 +39,7 @@ MOST = 4_000
 _SAMPLED = 1024
 _DEPTH = 96  # frames
 _GRADIENTS = 48  # parameters
+_SHOWN = 24  # numbers of a row
 _WRAPPERS = frozenset({"__torch_function__", "wrapped", "operation", "run", "_backward"})
 """Functions of a watch through which a call of the user's goes."""
 _FACTS = frozenset(
@@ -157,7 +159,7 @@ class Trace(Below):
         # what a call writes to may be memory without values; its result says what it wrote
         writes = name == "__setitem__" or (name[-1] == "_" != name[-2:-1])
         if not self.full and not collective and name not in _FACTS and "out" not in kwargs:
-            self._note_given(given[1:] if writes else given, place, module)
+            self._note_given(given[1:] if writes else given, place, module, frame)
         # before the call: it may write to them
         sources = [self._known[id(x)][2] for x in given[:8] if id(x) in self._known]
         arguments = [] if self.full else [_shown(x) for x in args] + [f"{k}={_shown(v)}" for k, v in kwargs.items()]
@@ -210,13 +212,13 @@ class Trace(Below):
             for name, gradient in held[:: -(-len(held) // _GRADIENTS)][::-1]:
                 self._add("gradient", found[0], None, [name], (gradient,))
 
-    def _note_given(self, given: Iterable[Tensor], place: _Place, module: nn.Module | None) -> None:
+    def _note_given(self, given: Iterable[Tensor], place: _Place, module: nn.Module | None, frame: FrameType) -> None:
         for number, x in enumerate(given):
             known = self._known.get(id(x))
             if known is None or not _is(known[0], x) or known[1] != _version(x):
                 old = self._before.get(id(x))
                 origin = [] if old is None or not _is(old[0], x) else [f"entry {old[3]} of the step before"]
-                self._add("given", place, module, [str(number + 1), *origin], (x,))
+                self._add("given", place, module, [str(number + 1), *origin], (x, *_argument(x, frame)))
 
     def _add(
         self,
@@ -331,6 +333,25 @@ def _tensors(tree: Any, depth: int = 0) -> Iterator[Tensor]:
         for value in [*tree][:16]:
             if depth < 3:
                 yield from _tensors(value, depth + 1)
+
+
+def _argument(x: Tensor, frame: FrameType | None) -> Iterator[str]:
+    """NAME = NUMBERS, where x is a whole number's tensor that a module is given: what the first row begins with."""
+    with torch._C.DisableTorchFunction():
+        if x.is_floating_point() or x.is_complex() or not 0 < x.dim() < 3 or x.device.type != "cpu" or not x.numel():
+            return
+        row = x.detach().reshape(-1, x.shape[-1])[0, :_SHOWN].tolist()
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        if kind_of(frame.f_code) == CALL and isinstance(given := frame.f_locals.get("kwargs"), dict):
+            places = inspect.signature(frame.f_locals["self"].forward).parameters
+            named = {**dict(zip(places, frame.f_locals.get("args", ()), strict=False)), **given}
+            if name := next((name for name, value in named.items() if value is x), ""):
+                runs = [(value, len([*same])) for value, same in itertools.groupby(row)]
+                yield f"{name} = {', '.join(f'{v} x {n}' if n > 1 else str(v) for v, n in runs)}"
+                return
+        frame = frame.f_back
 
 
 def _is(kept: weakref.ref[Tensor] | None, x: Tensor) -> bool:
