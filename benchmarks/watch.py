@@ -30,6 +30,7 @@ import torch
 import ottava
 import ottava.measure.walk
 from ottava.diagnose.diagnose import diagnose
+from ottava.kernels.memory import keep_freed_memory
 from ottava.measure.tally import Tallies, Tally
 from ottava.nn import convert
 from ottava.recipe import CELL_OF, get_recipe
@@ -64,6 +65,7 @@ def main() -> None:
         "--diagnose", type=Path, metavar="RUN", help="write such a run there, if it is not, and time diagnose"
     )
     parser.add_argument("--every", type=int, default=1, help="steps between the looks of that run")
+    parser.add_argument("--keep-memory", action="store_true", help="keep freed memory, so that no step has page faults")
     parser.add_argument("--set", action="append", default=[], help="of a training's configuration: model.layers=1")
     parser.add_argument("--trainer", type=Path, metavar="JSON", help="time a Trainer with and without the callback")
     arguments = parser.parse_args()
@@ -92,7 +94,7 @@ def measure(recipe: str, arguments: argparse.Namespace) -> dict[str, list[float]
     pipes = {}
     for mode in list(MODES)[: arguments.modes]:
         pipes[mode], there = context.Pipe()
-        given = (there, MODES[mode], recipe, arguments.batch_size, arguments.set)
+        given = (there, MODES[mode], recipe, arguments)
         context.Process(target=train, args=given, daemon=True).start()
     seconds: dict[str, list[float]] = {mode: [] for mode in pipes}
     for number in range(arguments.rounds):
@@ -104,10 +106,12 @@ def measure(recipe: str, arguments: argparse.Namespace) -> dict[str, list[float]
     return seconds
 
 
-def train(pipe: Connection, settings: dict[str, Any] | None, recipe: str, batch_size: int, more: list[str]) -> None:
+def train(pipe: Connection, settings: dict[str, Any] | None, recipe: str, arguments: argparse.Namespace) -> None:
     """Trains as many steps as are asked for, again and again, and answers with the CPU seconds of one."""
     torch.set_num_threads(1)
-    config = load_config(None, [f"batch_size={batch_size}", *more])
+    if arguments.keep_memory:
+        keep_freed_memory()
+    config = load_config(None, [f"batch_size={arguments.batch_size}", *arguments.set])
     corpus = ByteCorpus.load(config.data)
     torch.manual_seed(0)
     model = ByteTransformer(config.model, config.sequence_length)

@@ -148,7 +148,7 @@ def test_sentences_made_of_several_templates_are_found() -> None:
     assert say("Look at good_bad_run.py: Run a.py in BF16.") == "Look at good_bad_run.py: Run a.py in BF16."
     assert (
         say("Step 1: `f` at a.py:47 gets 1, in the good run 2.")
-        == "第 1 步：`f` at a.py:47 得到 1，在好的那次训练里是 2。"
+        == "第 1 步：`f` 在 a.py:47 得到 1，在好的那次训练里是 2。"
     )
     assert say("1. The learning rate is too high  (critical, step 3)") == "1. 学习率太高（严重，第 3 步）"
     assert Language("en")(answer) == answer
