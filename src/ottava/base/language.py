@@ -123,7 +123,11 @@ class Language:
                 yield _Said(first.text + rest.text, first.left + rest.left)
 
     def _filled(self, found: re.Match[str], other: str) -> _Said:
-        parts = [self._whole(part) or _Said(part, _letters(part)) for part in found.groups()]
+        code = [f"`{{{i}}}`" in other and "`" not in part for i, part in enumerate(found.groups())]  # names stay
+        parts = [
+            _Said(part, 0) if raw else self._whole(part) or _Said(part, _letters(part))
+            for part, raw in zip(found.groups(), code, strict=True)
+        ]
         return _Said(_HOLE.sub(lambda hole: parts[int(hole[0][1:-1])].text, other), sum(part.left for part in parts))
 
     def page(self, page: str) -> str:
