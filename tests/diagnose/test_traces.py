@@ -290,3 +290,24 @@ def test_what_a_model_is_given_otherwise_is_told_by_name(word: str, said: str, t
 
     found = parting(run("", tmp_path / "good"), run(word, tmp_path / "bad"), values=True)
     assert found is None if not said else said in getattr(found, "sentence", "")
+
+
+def test_a_layer_that_casts_in_neither_run_hides_no_call(tmp_path: Path) -> None:
+    """A GRU along the batch reads a bias of another shape; neither run casts there, so values are compared."""
+
+    def run(batch_first: bool) -> Facts:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.GRU(4, 4, batch_first=batch_first))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ottava.watch(model, tmp_path / str(batch_first)):
+            for _ in range(2):
+                model(torch.randn(6, 5, 4))[0].square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return Facts(Run.open(tmp_path / str(batch_first)))
+
+    good, bad = run(True), run(False)
+    bad.manifest["layers"] = [*(bad.manifest.get("layers") or ()), {"name": "0.bias", "casts": {}, "package": "torch"}]
+    found = parting(good, bad, values=True)
+    assert found is not None
+    assert "in module 0 gets 5, in the good run 6" in found.sentence

@@ -322,7 +322,7 @@ def bare(name: str) -> str:
 def _cast_layers(good: Facts, bad: Facts) -> set[str]:
     """Layers that cast otherwise in the two runs: another recipe is no fault of the code."""
     a, b = (
-        {bare(str(x["name"])): bool(x.get("casts") or x.get("package")) and str(x.get("recipe") or x.get("casts"))
+        {bare(str(x["name"])): str(x.get("recipe") or x.get("casts") or "")
          for x in f.manifest.get("layers") or () if isinstance(x, Mapping) and x.get("name")}
         for f in (good, bad)
     )  # fmt: skip

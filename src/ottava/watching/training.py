@@ -119,7 +119,7 @@ class TrainingTap:
         self._configured: dict[str, dict[str, Any]] = {}
         self._steppers: dict[int, tuple[weakref.ref[Optimizer], float]] = {}
         self._restarts = self._shared = 0
-        self._versions: list[int] | None = None
+        self._versions: list[Any] | None = None
         self._before: tuple[list[Tensor], Tensor] | None = None
         self._left: tuple[list[Tensor], Tensor] | None = None
         self._written: tuple[list[Tensor], Tensor] | None = None
@@ -207,8 +207,11 @@ class TrainingTap:
             self._versions = None
             self._by_hand()
 
-    def _counts(self) -> list[int]:
-        return [p._version for _, p in self._parameters() if not p.is_inference()]
+    def _counts(self) -> list[Any]:
+        held = [p for _, p in self._parameters() if not p.is_inference()]
+        # what is written through p.data has no version; to read numbers on a GPU would wait
+        read = [p.detach() for p in held if p.device.type == "cpu" and p.numel() and dense(p) is not None]
+        return [_samples(read, _GUARDED).numpy().tobytes() if read else b"", *(p._version for p in held)]
 
     def _forwarded(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or self.paused or torch._C._current_graph_task_id() != -1 or capturing():
