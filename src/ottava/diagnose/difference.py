@@ -29,7 +29,7 @@ _PROGRAM = MappingProxyType(
         "optimizer_steps": "steps of an optimizer",
         "extra_steps": "steps of an optimizer without a new backward",
         "restarts": "optimizers that began anew",
-        "eval_forwards_in_train_mode": "forwards of a validation in training mode",
+        "eval_forwards_in_train_mode": "forwards without a gradient in training mode",
         "kept_gradient": "gradients kept from the step before",
         "written": "weights that something else than an optimizer wrote",
     }
