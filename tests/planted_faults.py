@@ -270,7 +270,7 @@ def stepped(fault: str, parameter: Tensor, grad: Tensor, state: dict[str, Any], 
 
 def layers() -> Iterator[Planted]:
     tensorwise: dict[str, Any] = {"recipe": "tensorwise"}
-    yield "linear", tensorwise, "recipe bf16", partial(linear, "bf16")
+    yield "linear", tensorwise, "no cast of anything", partial(linear, "bf16")
     yield (
         "linear",
         tensorwise,

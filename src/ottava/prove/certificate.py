@@ -324,8 +324,9 @@ def rerun(
     around: str = "nan",
     plain: bool = False,
     fresh: bool = False,
-) -> Mapping[str, Tensor]:
-    """Where the results of another call are wrong, in other memory, or as the first call of a fresh process."""
+    whole: bool = False,
+) -> Mapping[str, Tensor] | Failure:
+    """Where the results of another call are wrong, in other memory, or in a fresh process; whole: all that is known."""
     if fresh:
         return {} if _alone(adapter, case) else {"": torch.ones(())}
     if plain or around != "nan":
@@ -333,7 +334,8 @@ def rerun(
         inputs = {name: placed(x.clone(), "contiguous", around) if isinstance(x, Tensor) else x for name, x in held}
         case = replace(case, inputs=inputs)
     try:
-        return judged(adapter, case, call(adapter, case, fill))[0].wrong
+        found = judged(adapter, case, call(adapter, case, fill))[0]
+        return found if whole else found.wrong
     except Exception:
         return {"": torch.ones(())}
 

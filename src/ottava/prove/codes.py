@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -192,19 +192,23 @@ def encode_allowed(x: Tensor, what: Values, **way: Any) -> Allowed:
     """The codes of x, by their values."""
     fmt, drawn = get_format(what.get("format", "e4m3")), None
     rounding, overflow = str(what.get("rounding", "nearest")), str(what.get("overflow", "saturate"))
+    carried: tuple[Tensor | float, ...] = ()
     if rounding == "stochastic" and "rounding" not in way:
-        low, high = on_grid(x, fmt, "down", overflow, **way), on_grid(x, fmt, "up", overflow, **way)
+        ends = ("down", "up") if "carry" not in way else ("truncate", "away")
+        low, high = (on_grid(x, fmt, end, overflow, **way) for end in ends)
         drawn = x.double()
+        if "carry" in way:
+            high, carried, drawn = low, (high,), None
     else:
         way = {"rounding": rounding.replace("_even", ""), "overflow": overflow} | way
         low = high = on_grid(x, fmt, **way)
-    also: tuple[Tensor | float, ...] = ()
+    also = carried
     infinite = x.isinf()
     if bool(infinite.any()):
         # OFP8's saturation mode keeps the largest number, ottava and others show NaN: all three are in use
         end = torch.where(x > 0, fmt.max, -fmt.max).double()
         low, high = low.clone(), high.clone()
-        also = (torch.where(infinite, end, low), torch.where(infinite, math.nan, low))
+        also += (torch.where(infinite, end, low), torch.where(infinite, math.nan, low))
     free = None if fmt.has_nan else x.isnan() | infinite
     dtypes = tuple(dict.fromkeys((fmt.storage_dtype, torch.uint8)))
     return Allowed(low, high, dtypes, also, free, rounding != "stochastic" and fmt.has_negative_zero, low, drawn)
@@ -280,13 +284,6 @@ def by_memory(x: Tensor) -> Tensor | None:
     return torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset())
 
 
-def cut_columns(x: Tensor, size: int) -> Tensor:
-    """Zeros in the columns beyond the last whole `size`."""
-    y = x.clone()
-    y[:, x.shape[1] // size * size :] = 0
-    return y
-
-
 def written_codes(x: Tensor, fmt: Format) -> Tensor:
     """Codes of x as bytes."""
     return encode(on_grid(x, fmt).float(), fmt).view(torch.uint8)
@@ -324,3 +321,34 @@ def without_subnormals(codes: Tensor) -> Tensor | None:
         return None
     held = codes.view(torch.uint8)
     return torch.where(numbers_of(codes, fmt).abs() < fmt.min_normal, held & 0x80, held).view(codes.dtype)
+
+
+def ends_of(k: int, count: int = 0, size: int = 0, low: bool = False) -> list[int]:
+    """The ends of parts of K: so many of them (low: each begins at K * i // count), or of that size each."""
+    if low:
+        return [k * i // count for i in range(1, count + 1)]
+    width = size or max(1, -(-k // count))
+    return [*range(width, k, width), k]
+
+
+def law_of(fmt: Format, cases: Sequence[Any]) -> tuple[str, str] | None:
+    """One number that all numbers between two magnitudes become: (a name, a sentence); of cases of a code."""
+    rows = []
+    for one in cases:
+        ((name, got),) = one.got.items()
+        right, wrong = one.allowed[name].right, one.wrong.get(name, torch.zeros_like(got))
+        x = one.case.inputs.get("x", right)
+        rows.append(torch.stack([t.double().abs().flatten() for t in (x, right, got, wrong * x.isfinite())]))
+    x, right, got, wrong = torch.cat(rows, 1)
+    bad = wrong > 0
+    if not bool(bad.any()) or bool(((x >= x[bad].min()) & (x <= x[bad].max()) & ~bad).any()):
+        return None
+    low, high, least, values = float(x[bad].min()), float(x[bad].max()), float(right[bad].min()), got[bad]
+    if bool((values == 0).all()) and fmt.min_subnormal / 2 <= low and high <= fmt.min_subnormal:
+        said = f"Numbers from half of the smallest number on, {fmt.min_subnormal / 2:g}, become zero, not the smallest"
+        return "smallest number flushed", said
+    finite = bool(values.isfinite().any())
+    if least >= fmt.max or (finite and not bool((values == fmt.max).all())):
+        return None
+    end = f"{fmt.max:g}, the largest: it saturates too early" if finite else "infinity or NaN: it ends too early"
+    return "ends too early", f"Numbers whose results are {least:g} or more become {end}"

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations, pairwise
+from dataclasses import replace
+from itertools import combinations, islice, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,9 @@ import torch
 from torch import Tensor
 
 from ottava.base.text import progress
-from ottava.prove.codes import Allowed, in_bad_tile
+from ottava.numerics.formats import get_format
+from ottava.prove.codes import Allowed, law_of
+from ottava.prove.factors import alone, factored
 from ottava.prove.hypotheses import Asked, Fault, all_hypotheses
 from ottava.prove.judge import expect
 from ottava.prove.matrix import KernelCase
@@ -75,26 +78,24 @@ def part_of(kind: str, parts: Sequence[Part]) -> str:
 def _tail(parts: Sequence[Part]) -> str:
     """The rows or columns at the end that hold all given numbers: from one on, so many, or behind whole multiples."""
     for dim, word in ((0, "row"), (1, "column")):
-        found: list[tuple[int, int]] = []
-        free: set[int] = set()
+        spans: list[tuple[int, int]] = []
         for part in (part for part in parts if part.given.numel()):
             given = part.given.reshape(-1, part.given.shape[-1] if part.given.dim() > 1 else part.given.numel())
             lines, size = given.all(1 - dim), given.shape[dim]
-            if not bool(given.any()):
-                free.add(size)
-                continue
-            first, mixed = size - int(lines.sum()), given.any(1 - dim) != lines
-            found.append((first if bool(lines[first:].all()) and not bool(mixed.any()) else -1, size))
+            first = size - int(lines.sum())
+            whole = bool(lines[first:].all()) and bool(given.any(1 - dim).eq(lines).all())
+            spans.append((first if whole else -1, size))
+        found, free = ([span for span in spans if (span[0] == span[1]) is none] for none in (False, True))
         firsts, counts = {first for first, _ in found}, {size - first for first, size in found}
         if not firsts or min(firsts) < 0:
             continue
         # a case without such numbers ends before that line
-        if len(firsts) == 1 and min(firsts) >= max(free, default=0):
+        if len(firsts) == 1 and min(firsts) >= max((size for _, size in free), default=0):
             return f"from {word} {firsts.pop()} on"
         if len(counts) == 1 and len(found) > 1 and not free:
             return f"in the last {counts.pop()} {word}s"
         for n in range(3, 257):
-            if all(first == size // n * n for first, size in (*found, *((size, size) for size in free))):
+            if all(first == size // n * n for first, size in spans):
                 return f"in {word}s beyond the last whole {n}"
     return ""
 
@@ -136,8 +137,6 @@ def _of_one(kind: str) -> Iterator[tuple[str, Where]]:
             yield text, on(lambda i, n, every=every, rest=rest: i % every == rest)
     if kind == "grouped":
         yield from _of_groups()
-    for size in _SIZES[1:] if kind in ("gemm", "grouped", "cast", "attention") else ():
-        yield f"in rows of a tile of {size} that holds NaN", lambda part, size=size: _beside_nan(part, size)
 
 
 def _lines(part: Part, kind: str, dim: int) -> tuple[Tensor, int]:
@@ -151,13 +150,6 @@ def _lines(part: Part, kind: str, dim: int) -> tuple[Tensor, int]:
     index = torch.arange((rows, shape[-1])[dim]).view((1, -1) if dim else (-1, 1)).expand(rows, shape[-1])
     same = index.numel() == part.given.numel()
     return (index.reshape if same else index.expand)(part.given.shape), (rows, shape[-1])[dim]
-
-
-def _beside_nan(part: Part, size: int) -> Tensor:
-    x = next(iter(part.case.inputs.values()))
-    near = in_bad_tile(x.float().isnan().reshape(-1, x.shape[-1]).any(1), size)
-    fits = part.given.dim() == 2 and len(near) == len(part.given)
-    return near.reshape(-1, 1).expand(part.given.shape) if fits else near.new_tensor(False)
 
 
 def _of_groups() -> Iterator[tuple[str, Where]]:
@@ -174,16 +166,8 @@ def _of_groups() -> Iterator[tuple[str, Where]]:
 
         return where
 
-    def in_last(part: Part) -> Tensor:
-        begins = int(part.case.inputs["ends"][-2:-1].sum())
-        return (torch.arange(part.given.shape[0]) >= begins)[:, None].expand(part.given.shape)
-
-    yield "behind an empty group", rows(lambda i, n, behind: behind > 0)
-    yield "in the last group", in_last
     yield "in the last row of a group", rows(lambda i, n, behind: i == n - 1)
     yield "in the first row of a group", rows(lambda i, n, behind: i == 0)
-    odd = "in the last row of a group with an odd number of rows"
-    yield odd, rows(lambda i, n, behind: (i == n - 1) & (n % 2 == 1))
     for size in reversed(_SIZES):
         text = f"in rows of a group beyond its last whole {size}"
         yield text, rows(lambda i, n, behind, size=size: i >= n // size * size)
@@ -214,6 +198,7 @@ def _of_cases(kind: str) -> Iterator[tuple[str, Where]]:
             yield f"where {name} is no multiple of {size}", lambda p, f=size_of, n=size: (f(p) or n) % n != 0
             yield f"where {name} is at most {size}", lambda p, f=size_of, n=size: (f(p) or n + 1) <= n
             yield f"where {name} is more than {size}", lambda p, f=size_of, n=size: (f(p) or 0) > n
+            yield f"where {name} is at least {size}", lambda p, f=size_of, n=size: (f(p) or 0) >= n
 
 
 def _sizes(kind: str) -> tuple[tuple[str, Callable[[Part], int]], ...]:
@@ -223,7 +208,7 @@ def _sizes(kind: str) -> tuple[tuple[str, Callable[[Part], int]], ...]:
     return {
         "gemm": (("K", of("a", 1)), ("M", of("a", 0)), ("N", of("b", 0))),
         "grouped": (("K", of("a", 1)), ("N", of("b", 1))),
-        "cast": (("M", of("x", 0)), ("K", of("x", 1))),
+        "cast": (("K", of("x", 1)), ("M", of("x", 0))),
         "linear": (("K", of("weight", 1)), ("N", of("weight", 0)), ("M", lambda p: p.case.inputs["x"][..., 0].numel())),
         "attention": (("S", of("q", 2)), ("D", of("q", 3)), ("the number of heads", of("q", 1)), ("B", of("q", 0))),
         "optimizer": (("the number of elements", lambda p: p.case.inputs["parameter"].numel()),),
@@ -312,8 +297,6 @@ def relation(parts: Sequence[Part]) -> tuple[str, str]:
         return "zeros", "is zero where other numbers belong"
     if len(got) > 1 and bool((got == got[0]).all()):
         return "one number", f"is {float(got[0]):g} wherever it is wrong"
-    if bool((got == -right).all()):
-        return "negated", "has the wrong sign"
     pairs = sorted({*zip(right.tolist(), got.tolist(), strict=True)} if len(got) < 1 << 16 else ())
     if 1 < len(pairs) < min(20, len(got) // 2) and len({of for of, _ in pairs}) == len(pairs):
         return "other codes", f"is {', '.join(f'{is_:g} for {of:g}' for of, is_ in pairs[:4])}"
@@ -345,36 +328,11 @@ def _chance(parts: Sequence[Part]) -> str:
     return f"goes away from zero in {taken:.3g} % of them, and chance asks for {asked:.3g} %"
 
 
-def copied(parts: Sequence[Part]) -> tuple[str, str] | None:
-    """Rows that hold what other rows should: (a name, a sentence)."""
-    offsets: list[set[int]] = []
-    for part in parts:
-        if part.allowed is None or part.given.dim() < 2 or part.given.shape[-1] < 2:
-            continue
-        width = part.given.shape[-1]
-        got, low, high = (x.reshape(-1, width) for x in (part.got[part.name], part.allowed.low, part.allowed.high))
-        wrong = part.given.reshape(-1, width).any(1).nonzero().flatten()[:64]
-        if len(got) > 512 or not len(wrong):
-            continue
-        varied = (low[:, :1] != low).any(1)
-        for row in wrong.tolist():
-            same = ((got[row] >= low) & (got[row] <= high)).all(1) & varied
-            same[row] = False
-            offsets.append({int(j) - row for j in same.nonzero().flatten()})
-    if len(offsets) < 2 or not all(offsets):
-        return None
-    common = set.intersection(*offsets)
-    if not common:
-        return "rows of others", "holds in each wrong row what another row should hold"
-    by = min(common, key=abs)
-    return "rows moved", f"holds in each wrong row what belongs {abs(by)} {'behind' if by > 0 else 'before'} it"
-
-
 _AFTER = ("times", "cut", "through", "clamp", "floor", "only", "keys", "plus", "wrap", "turned")
 _ALMOST = 0.99
 """A share that counts as all: a number may be right by chance."""
-_NEAR = 0.3
-"""A hypothesis that gives every wrong number is still told if it makes at most this share of right ones wrong."""
+_WORK = 8_000_000
+"""Numbers that two causes at once are tried on: some seconds."""
 
 
 class Failure(NamedTuple):
@@ -396,8 +354,8 @@ class Failure(NamedTuple):
         return sum(x.numel() for x in self.got.values())
 
 
-Rerun = Callable[..., Mapping[str, Tensor]]
-"""(case, fill=, around=, plain=, fresh=) -> where the results of another call are wrong."""
+Rerun = Callable[..., Any]
+"""(case, fill=, around=, plain=, fresh=, whole=) -> where the results of another call are wrong; see `certificate`."""
 
 
 class _Told(NamedTuple):
@@ -405,6 +363,8 @@ class _Told(NamedTuple):
 
     given: Tensor
     """Wrong numbers that it gives."""
+    refused: Tensor
+    """Wrong numbers that it does not allow."""
     against: Tensor
     """Right numbers that it makes wrong."""
     wide: float
@@ -458,10 +418,10 @@ def explain(
         return not larger or (fit is not None and fit.share >= _ALMOST and fit.against < 1 - _ALMOST)
 
     empty = all(bool(one.got[n][at].isnan().all()) for one in failures for n, at in one.wrong.items())
-    if empty and (probe := _probe(failures, rerun)) is not None:  # memory holds NaN, which fits many hypotheses
-        return probe
+    if empty and (probe := _unwritten(kind, held, passed, rerun) or _probe(kind, what, held, rerun)) is not None:
+        return probe  # memory holds NaN, which fits many hypotheses
     fits: list[_Fit] = []
-    for hypothesis in progress([one for one in all_hypotheses() if kind in one.kinds], "looking for the cause"):
+    for hypothesis in progress([*_known(kind)], "looking for the cause"):
         if (fit := _fit(hypothesis, held)) is None:
             continue
         whole = fit.share >= 0.995 and fit.against < 0.005 and fit.wide < 0.05 and not hypothesis.loose
@@ -470,12 +430,16 @@ def explain(
         fits.append(fit)
     fits.sort(key=lambda fit: fit.score)
     full = [fit for fit in fits if fit.share >= _ALMOST and not fit.fault.loose]
-    if not full:
-        full = [fit for fit in _merged(fits[:6], held) if fit.share >= _ALMOST]
     clean = [fit for fit in full if fit.against < 1 - _ALMOST]
     told = {id(fit): _contrary(fit.fault, passed) for fit in clean[:6]}
-    if fine := [fit for fit in clean[:6] if not any(told[id(fit)])]:
-        return _named(next((fit for fit in fine if holds(fit.fault)), fine[0]), len(failures), "")
+    fine = sorted((fit for fit in clean[:6] if not any(told[id(fit)])), key=lambda fit: not holds(fit.fault))
+    exact = None
+    if not fine or fine[0].solved < len(held):
+        exact = _exact(factored(kind), held, [*passed, *larger])
+    if exact is not None or fine:
+        return _named(exact or fine[0], len(failures), "")
+    if kind in ("encode", "decode") and (law := law_of(get_format(what.get("format", "e4m3")), [*held, *passed])):
+        return {"hypothesis": law[0], "sentence": law[1]}
     for fit in [*clean[:6], *full[:12]]:
         right = told.get(id(fit)) or _contrary(fit.fault, passed)
         both = zip([*held, *passed], [*fit.told, *right], strict=True)
@@ -486,16 +450,16 @@ def explain(
         ]
         if where := part_of(kind, parts):
             return _named(fit, len(failures), where)
-    if (probe := _probe(failures, rerun)) is not None:
+    if (probe := _probe(kind, what, held, rerun)) is not None:
         return probe
     if clean:
         return _named(clean[0], len(failures), "")
-    nearest = min(full, key=lambda fit: fit.against, default=None)
-    if nearest is not None and nearest.solved == len(failures) and nearest.against < _NEAR:
-        said = _named(nearest, len(failures), "")
-        more = "It would make right numbers wrong, too, so it is not all of it."
-        return said | {"sentence": f"{said['sentence']} {more}"}
     return _loose(fits, held, passed, kind) or _place(kind, held, passed)
+
+
+def _known(kind: str) -> Iterator[Fault]:
+    """The hypotheses of a kind."""
+    yield from (one for faults in (all_hypotheses(), alone()) for one in faults if kind in one.kinds)
 
 
 def _named(fit: _Fit, count: int, where: str) -> dict[str, str]:
@@ -515,7 +479,8 @@ def _loose(
             return _named(fit, len(held), "")
     for fit in fits:
         if not fit.fault.loose and fit.solved * 2 >= len(held) and fit.against < 0.05:
-            rest = [one for one, of in zip(held, fit.told, strict=True) if _share(one.wrong, of) < 1]
+            both = zip(held, fit.told, strict=True)
+            rest = [one for one, of in both if not of or any(bool(told.refused.any()) for told in of.values())]
             others = f" The others: {_place(kind, rest, passed)['sentence']}." if rest else ""
             said = _named(fit, len(held), "")
             return said | {"sentence": f"{said['sentence']}{others}"}
@@ -559,12 +524,29 @@ def _told(hypothesis: Fault, failure: Failure) -> dict[str, _Told]:
         if one.free is not None:
             given &= ~one.free
         if not hypothesis.loose:
-            parted = one.wrong(right.right)
+            parted = one.wrong(right.right) | (one.wrong(right.high) if right.drawn is not None else False)
             # a bound of sums is wide: it parts from the right numbers as a whole, not at each of them
             given &= parted if 4 * int((parted & wrong).sum()) < int(wrong.sum()) else True
         count = int(given.sum())
-        told[name] = _Told(given, ~wrong & refuses, float(((one.high > one.low) & given).sum()) / max(count, 1))
+        told[name] = _Told(
+            given, wrong & refuses, ~wrong & refuses, float(((one.high > one.low) & given).sum()) / max(count, 1)
+        )
     return told
+
+
+def _exact(faults: Iterator[Fault], held: Sequence[Failure], others: Sequence[Failure]) -> _Fit | None:
+    """The first hypothesis that gives all wrong numbers of all cases, and makes no right one wrong."""
+    for fault in progress([*islice(faults, max(400, _WORK // max(held[0].size, 1)))], "looking for two causes at once"):
+        told: list[dict[str, _Told]] = []
+        for one in held:
+            told.append(_told(fault, one))
+            if _share(one.wrong, told[-1]) < _ALMOST or any(bool(of.against.any()) for of in told[-1].values()):
+                break
+        else:
+            wide = sum(max(of.wide for of in one.values()) for one in told) / len(held)
+            if not any(_contrary(fault, others)):
+                return _Fit(fault, told, 1.0, len(held), 0.0, wide)
+    return None
 
 
 def _contrary(hypothesis: Fault, passed: Sequence[Failure]) -> list[dict[str, _Told]]:
@@ -573,24 +555,11 @@ def _contrary(hypothesis: Fault, passed: Sequence[Failure]) -> list[dict[str, _T
     return [{name: one for name, one in of.items() if bool(one.against.any())} for of in told]
 
 
-def _merged(fits: Sequence[_Fit], held: Sequence[Failure]) -> Iterator[_Fit]:
-    """Pairs of the best hypotheses, one on top of the other, where they turn different knobs."""
-    for one, two in combinations([fit.fault for fit in fits if not fit.fault.loose], 2):
-
-        def knobs(call: Asked, one: Fault = one, two: Fault = two) -> dict[str, Any] | None:
-            first, second = one.knobs(call), two.knobs(call)
-            return None if first is None or second is None or first.keys() & second.keys() else first | second
-
-        both = Fault(f"{one.name}; {two.name}", f"{one.sentence}. And {two.sentence}", one.kinds, knobs)
-        if (fit := _fit(both, held)) is not None:
-            yield fit
-
-
 def _supposed_of(hypothesis: Fault, failure: Failure) -> dict[str, Allowed] | None:
     assert failure.call is not None
     try:
         allowed = supposed(hypothesis, failure.call)
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError):
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError):
         return None  # the fault has no meaning for these shapes
     if allowed is None or any(n not in allowed or allowed[n].low.shape != x.shape for n, x in failure.got.items()):
         return None
@@ -614,7 +583,8 @@ def supposed(hypothesis: Fault, call: Asked) -> dict[str, Allowed] | None:
         name = "codes" if call.kind == "encode" else "data"
         free, known = allowed[name].free, call.inputs["x"].isfinite()  # codes of NaN and infinity are others' business
         free = ~known if free is None else free | ~known
-        allowed[name] = Allowed(values, values, allowed[name].dtypes, free=free)
+        low, high = values if isinstance(values, tuple) else (values, values)
+        allowed[name] = Allowed(low, high, allowed[name].dtypes, free=free)
     if "plus" in after:
         more = expect(call.kind, after["plus"], what, None, **knobs)
         for name, one in [(name, one) for name, one in allowed.items() if name in after.get("only", allowed)]:
@@ -655,7 +625,7 @@ _PROBES = (
     "not repeatable: The same call again gives the right numbers: it depends on earlier calls, or on chance",
     "kept between calls: It is right as the first call of a process: it keeps something of earlier calls",
     "strides or offset ignored: It is right with contiguous operands: it ignores strides, or a storage offset",
-    "reads what nobody wrote: It is right with buffers of zeros: it adds to a buffer, or leaves parts unwritten",
+    "reads what nobody wrote: It is right with buffers of zeros: it adds to what a buffer holds, or writes no zeros",
     "reads past its operands: It is right with zeros around the operands: it reads memory beyond them",
     "memory around the operands: It is right with contiguous operands in clean memory",
 )
@@ -664,7 +634,61 @@ _CONDITIONS = ((), ("fresh",), ("plain",), ("fill",), ("around",), tuple(_CHANGE
 """Of each probe: what is changed."""
 
 
-def _probe(failures: Sequence[Failure], rerun: Rerun) -> dict[str, str] | None:
+def _unwritten(
+    kind: str, failures: Sequence[Failure], passed: Sequence[Failure], rerun: Rerun
+) -> dict[str, str] | None:
+    """Whether numbers that are NaN follow what the buffer held before."""
+    parts: list[Part] = []
+    told = False  # whether some of them are no zeros
+    for one in failures if failures[0].case.buffers else ():
+        again, allowed = rerun(one.case, fill="zero", whole=True), one.allowed or {}
+        if not isinstance(again, Failure) or any(bool(again.got[n][mask].any()) for n, mask in one.wrong.items()):
+            return None
+        told |= any(bool(allowed[name].right[mask].any()) for name, mask in one.wrong.items())
+        for n, mask in one.wrong.items():
+            parts.append(Part(one.case, one.got, n, mask, one.got[n] == one.got[n], allowed[n]))
+    if not told:
+        return None
+    names, last = dict.fromkeys(part.name for part in parts), parts[-1].given
+    for one in passed:
+        of = {name: (one.got[name], (one.allowed or {})[name]) for name in names}
+        parts += [Part(one.case, one.got, n, x > math.inf, x == x, allowed) for n, (x, allowed) in of.items()]
+    where = part_of(kind, parts) or f"in {int(last.sum())} of {last.numel()} places"
+    said = f"{' and '.join(names)} is not written {where}: it keeps what the buffer held"
+    return {"hypothesis": "tail not written", "sentence": said}
+
+
+def _kept(kind: str, what: Mapping[str, Any], failure: Failure, rerun: Rerun) -> str:
+    """What a kernel keeps of a call whose inputs lay in the same memory; "" if nothing tells."""
+    assert failure.call is not None
+    now = {name: x.clone() for name, x in failure.case.inputs.items()}
+    before = {name: x.flip(0) * 3 if x.dtype in (torch.float32, torch.bfloat16) else x for name, x in now.items()}
+    held, results = {name: x.clone() for name, x in before.items()}, []
+    for numbers in (before, now):
+        for name, x in numbers.items():
+            held[name].copy_(x)
+        results.append(rerun(replace(failure.case, inputs=held, before=None), whole=True))
+    first, second = results
+    if not isinstance(first, Failure) or not isinstance(second, Failure) or not second.wrong:
+        return ""
+    if kind == "optimizer":
+        return " A parameter begins with what is kept of another, outside of the state that it is given."
+    call, allowed = failure.call._replace(inputs=now, before=before, latest=before), expect(kind, now, what)
+    one, none = second._replace(call=call, allowed=allowed), call._replace(before=None, first=None, latest=None)
+    for fault in _known(kind):
+        fit = _fit(fault, [one]) if not fault.loose and fault.knobs(none) is None else None
+        if fit is not None and fit.share >= _ALMOST:
+            parts = [Part(one.case, one.got, n, t.given, t.against, allowed[n]) for n, t in fit.told[0].items()]
+            if where := part_of(kind, parts):
+                return f" {fault.sentence}" + ("." if where == "everywhere" else f", but only {where}.")
+    for name in second.wrong:
+        added, slack = second.got[name] - first.got[name], 2.0**-7 * (second.got[name].abs() + first.got[name].abs())
+        if bool(((added >= allowed[name].low - slack) & (added <= allowed[name].high + slack)).all()):
+            return f" {name} is added to what the call before left."
+    return ""
+
+
+def _probe(kind: str, what: Mapping[str, Any], failures: Sequence[Failure], rerun: Rerun) -> dict[str, str] | None:
     """The change of conditions that makes most of the wrong cases right."""
     for changed, text in zip(_CONDITIONS, _PROBES, strict=True):
         conditions, (name, _, sentence) = {key: _CHANGES.get(key, True) for key in changed}, text.partition(": ")
@@ -674,7 +698,8 @@ def _probe(failures: Sequence[Failure], rerun: Rerun) -> dict[str, str] | None:
             wrong = {one for failure in failures for one in failure.wrong}
             if "fresh" in conditions and len(wrong) < len(failures[0].got):
                 sentence += f", which shows in {' and '.join(one for one in failures[0].got if one in wrong)}"
-            return {"hypothesis": name, "sentence": f"{sentence} ({right} of {len(tried)} wrong cases)."}
+            more = _kept(kind, what, failures[0], rerun) if "fresh" in conditions else ""
+            return {"hypothesis": name, "sentence": f"{sentence} ({right} of {len(tried)} wrong cases).{more}"}
     return None
 
 
@@ -685,7 +710,7 @@ def _place(kind: str, failures: Sequence[Failure], passed: Sequence[Failure]) ->
     names = dict.fromkeys(name for _, name, mask in masks if bool(mask.any()))
     every = [Part(one.case, one.got, n, m, ~m, (one.allowed or {}).get(n)) for one, n, m in masks if n in names]
     parts, met = ([part for part in every if bool(part.given.any()) is wrong] for wrong in (True, False))
-    name, said = copied(parts) or relation(parts)
+    name, said = relation(parts)
     where = part_of(kind, parts + met)
     if name == "NaN" and not where and all(bool(part.given.all()) for part in parts):
         name, where = "NaN everywhere", "everywhere in some cases"

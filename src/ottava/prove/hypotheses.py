@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from ottava.numerics.accumulator import ACCUMULATORS
-from ottava.numerics.formats import E4M3, Format, get_format
+from ottava.numerics.formats import Format, get_format
 from ottava.numerics.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
 from ottava.numerics.tensor import QuantizationSpec
 from ottava.prove.codes import (
     EIGHT,
     by_memory,
     bytewise,
-    cut_columns,
+    ends_of,
     fp4_as,
     grown_largest,
     in_bad_tile,
@@ -165,10 +165,6 @@ def _reads(change: Change) -> Knobs:
     return lambda call: None if (new := change(call.inputs["x"])) is None else {"x": new}
 
 
-def _amax(change: Callable[[Tensor], Tensor]) -> Knobs:
-    return lambda call: {"amax": call.amax(change(call.inputs["x"]))} if call.inputs["x"].numel() else None
-
-
 def _of_amax(change: Change) -> Knobs:
     return lambda call: None if (new := change(call.amax())) is None else {"amax": new}
 
@@ -207,33 +203,6 @@ def _equal_blocks(call: Asked) -> dict[str, Any] | None:
         return None
     cut = Granularity(*(-(-n // g) for n, g in zip(x.shape, own.grid_shape(x.shape), strict=True)))
     return None if cut.grid_shape(x.shape) != own.grid_shape(x.shape) else {"amax": block_amax(x, cut)}
-
-
-def _unrounded(call: Asked) -> dict[str, Any] | None:
-    spec, x = call.spec, call.inputs["x"]
-    if spec.scale_format == "fp32" or not x.numel():
-        return None
-    scale = spread(scale_inv_of(call.amax(), spec, exponent="none"), spec, x.shape)
-    return {"values": on_grid(x.double() / scale, spec.format)}
-
-
-def _one_level(call: Asked, block: bool) -> dict[str, Any] | None:
-    """Codes under one of the two factors of a two-level scale."""
-    amax, x = call.amax(), call.inputs["x"]
-    if call.spec.scale_format != "e4m3" or not bool(amax.isfinite().all()) or not bool(amax.any()):
-        return None
-    tensor = amax.amax() / (call.spec.format.max * E4M3.max)
-    scale = spread(scale_inv_of(amax, call.spec) / tensor, call.spec, x.shape) if block else tensor
-    return {"values": on_grid(x.double() / scale, call.spec.format)}
-
-
-def _multiplied(call: Asked, to: torch.dtype, inverse: bool = True) -> dict[str, Any] | None:
-    """Codes of x times the inverse of the scale, which is rounded first; or times the scale itself."""
-    x = call.inputs["x"]
-    if not x.numel():
-        return None
-    scale = spread(scale_inv_of(call.amax(), call.spec), call.spec, x.shape)
-    return {"values": on_grid(x.double() * (1 / scale if inverse else scale).to(to).double(), call.spec.format)}
 
 
 def _over_ends(call: Asked) -> dict[str, Any] | None:
@@ -457,39 +426,17 @@ def of_casts() -> Iterator[Fault]:
         ("cast",),
         ("amax never reset", "amax is the largest of all calls so far", lambda c: {"amax": c.amax().clamp(min=c.largest)} if bool(c.amax().isfinite().all()) else None),
         ("blocks over the ends of rows", "Blocks are cut from x as one list: they run on from the end of a row into the next", _over_ends),
-        ("codes without the tensor's scale", "Codes are made with the block's factor of the scale alone", partial(_one_level, block=True)),
-        ("codes without the block's scale", "Codes are made with the tensor's factor of the scale alone", partial(_one_level, block=False)),
         *((f"scale of {text}", f"The scale is that of {text}", partial(_other_blocks, blocks=blocks)) for text, blocks in _BLOCKS),
         *((f"scale of {text}", f"The scale is that of {text}, and no power of two", partial(_other_blocks, blocks=blocks, exponent="none")) for text, blocks in _BLOCKS),
-        ("OCP's floor for the scale", "The exponent of the scale is floor(log2(amax)) - emax, so the largest numbers saturate", always(exponent="floor")),
-        ("scale no power of two", "The scale is max / amax, not a power of two", always(exponent="none")),
-        *((f"scale rounded {text}", f"The multiplier is a power of two rounded {text}; the recipe asks for another rule", always(exponent=text)) for text in ("up", "down", "nearest", "ceil")),
-        *((f"scaled to {top:g}", f"The largest number of a block goes to {top:g}, not to the format's largest", always(scale_top=top)) for top in _TOPS),
         *((name, sentence, always(written=change)) for name, sentence, change in scale_faults()),
-        ("amax without the negative numbers", "amax looks at x, not at its magnitude", _amax(lambda x: x.clamp(min=0))),
-        ("amax without the last column", "amax leaves out the last columns", _amax(lambda x: torch.cat([x[:, :-1], 0 * x[:, -1:]], 1))),
-        *(("amax without the tail", f"amax leaves out columns beyond the last whole {n}", _amax(partial(cut_columns, size=n))) for n in _SIZES),
-        *(("amax without the tail of rows", f"amax leaves out rows beyond the last whole {n}", _amax(lambda x, n=n: cut_columns(x.t(), n).t())) for n in _SIZES),
-        *((f"amax in {text}", f"amax is rounded to {text}", _of_amax(lambda amax, to=to: amax.to(to).double())) for text, to in (("FP16", torch.float16), ("BF16", torch.bfloat16))),
-        *((name.replace("scale", "amax"), f"{sentence}, and codes are made with it", _of_amax(change)) for name, sentence, change in scale_faults()),
-        *((f"amax of every other {word}", f"amax skips every second {word}", _amax(lambda x, dim=dim: torch.where(torch.arange(x.shape[dim]).view((-1, 1) if dim == 0 else (1, -1)) % 2 == 0, x, 0 * x.nan_to_num()))) for dim, word in enumerate(("row", "column"))),
-        *((f"amax of the first {n}", f"amax looks at the first {n:,} numbers only", _amax(lambda x, n=n: torch.where(torch.arange(x.numel()).view(x.shape) < n, x, 0 * x.nan_to_num()))) for n in (1024, 2048, 4096, 8192, 16384)),
         *((f"zeros below {eps:g}", f"Blocks whose amax is below {eps:g} become zeros", lambda c, eps=eps: {"x": torch.where(c.spec.granularity.expand(c.amax(), tuple(c.inputs["x"].shape)) < eps, 0 * c.inputs["x"], c.inputs["x"])}) for eps in (2.0**-10, 1e-4, 1e-5, 2.0**-20, 1e-8, 1e-10, 2.0**-126)),
-        *((f"amax at least {eps:g}", f"amax ends at {eps:g}, so small numbers lose bits", _of_amax(lambda amax, eps=eps: amax.clamp(min=eps))) for eps in (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8)),
         ("amax a mean", "The scale comes from the mean magnitude", lambda c: {"amax": c.inputs["x"].abs().double().mean().reshape(1, 1)}),
-        ("amax of finite numbers", "amax leaves out infinity and NaN", _amax(lambda x: x.nan_to_num(0.0, 0.0, 0.0))),
         *((f"scale shared by {n} rows", f"Each {n} rows share the largest of their scales", _of_amax(lambda amax, n=n: torch.nn.functional.pad(amax, (0, 0, 0, -len(amax) % n)).reshape(-1, n, amax.shape[1]).amax(1).repeat_interleave(n, 0)[: len(amax)])) for n in (2, 4, 8, 16)),
         *((f"scale shared by {n} blocks", f"Each {n} blocks along K share the largest of their scales", _of_amax(lambda amax, n=n: torch.nn.functional.pad(amax, (0, -amax.shape[1] % n)).reshape(len(amax), -1, n).amax(2).repeat_interleave(n, 1)[:, : amax.shape[1]])) for n in (2, 4)),
         ("blocks of equal size", "A matrix is cut into equal blocks, ceil(size / number of blocks), not into whole blocks and a rest", _equal_blocks),
         ("an octave late", "Where amax is the largest number of a binade that fits, the scale is twice as large", always(exponent="open")),
         ("an octave at powers of two", "Where amax is a power of two, the scale is twice as large", _of_amax(lambda amax: torch.where(torch.frexp(amax)[0] == 0.5, 2 * amax, amax))),
         ("computes in BF16", "The scale and its product with x are rounded to BF16 before the cast", always(written=lambda s: s.float().bfloat16().double(), before=torch.bfloat16)),
-        *((f"multiplier in {text}", f"x is multiplied by 1 / scale_inv rounded to {text}", partial(_multiplied, to=to)) for text, to in _HALVES),
-        ("multiplied by scale_inv", "x is multiplied by scale_inv, not divided", partial(_multiplied, to=torch.float64, inverse=False)),
-        ("codes under the unrounded scale", "Codes are made with max / amax, and the scale that is written is a power of two", _unrounded),
-        ("scale without the format's exponent", "The exponent of the scale is floor(log2(amax)), without the format's largest exponent", always(exponent="bare")),
-        *((f"block scale rounded {way}", f"The block's E4M3 scale is rounded {text}, not to nearest", lambda c, way=way: {"exponent": way} if c.spec.scale_format == "e4m3" else None) for way, text in (("truncate", "toward zero"), ("away", "up"))),
-        *((f"tensor scale in {text}", f"The tensor's scale is rounded to {text}", lambda c, to=to: {"exponent": to} if c.spec.scale_format == "e4m3" else None) for text, to in _HALVES),
         ("operand transposed", "It reads x.T", _reads(lambda x: x.t().reshape(x.shape))),
         *((name, sentence, _reads(partial(in_order, order=order))) for name, sentence, order in along_k()),
         ("clamped before it is scaled", "x is clamped to the format's range before it is scaled", lambda c: {"x": c.inputs["x"].clamp(-c.format.max, c.format.max), "amax": c.amax()}),
@@ -508,7 +455,6 @@ _BLOCKS = (
     ("128 x 128", BLOCK_128X128), ("1 x 32", BLOCK_1X32), ("1 x 16", BLOCK_1X16), ("1 x 64", Granularity(1, 64)),
     ("32 x 1", Granularity(32, 1)), ("128 x 1", Granularity(128, 1)),
 )
-_TOPS = (240.0, 224.0, 256.0, 57344.0, 448.0, 127.0, 128.0, 1.0, 6.0, 4.0, 512.0, 896.0, 464.0, 416.0, 480.0)
 _SIZES = (16, 32, 64, 128)
 
 
@@ -607,8 +553,8 @@ def _of_results() -> Iterator[Fault]:
     yield from rows(
         _SUMS,
         *((f"accumulates like {name}", f"The sums are those of the accumulator {rule}", always(accumulator=name)) for name, rule in ACCUMULATORS.items()),
-        *((f"split in {n}", f"K is split in {n}, and the partial sums are rounded to {text} and added in {end}", always(split=(dtype, n, to))) for text, dtype in _HALVES for n in (2, 4, 8) for end, to in ((text, dtype), ("FP32", torch.float32))),
-        *((f"slices of {n} in {text}", f"Sums of each {n} products are rounded to {text}, and added in it", always(split=(dtype, -n, dtype))) for text, dtype in _HALVES for n in (16, 32, 64, 128, 256)),
+        *((f"split in {n}", f"K is split in {n}, and the partial sums are rounded to {text} and added in {end}", always(split=(dtype, partial(ends_of, count=n, low=low), to))) for text, dtype in _HALVES for n in (2, 4, 8) for low in (False, True) for end, to in ((text, dtype), ("FP32", torch.float32))),
+        *((f"slices of {n} in {text}", f"Sums of each {n} products are rounded to {text}, and added in it", always(split=(dtype, partial(ends_of, size=n), dtype))) for text, dtype in _HALVES for n in (16, 32, 64, 128, 256)),
         *((f"sums through {text}", f"Sums are rounded to {text} before they are scaled", always(steps=(dtype, 1 << 30), late=True)) for text, dtype in _HALVES),
         *((f"accumulates in {text}", f"Sums are kept in {text}, {n} products at a time{behind}", always(steps=(dtype, n), late=late)) for late, behind in ((False, ""), (True, ", and scaled at the end")) for text, dtype in _HALVES for n in (1, 2, 4, 8, 16, 32, 64, 128)),
     )
@@ -619,10 +565,6 @@ def _of_results() -> Iterator[Fault]:
 def _of_layers() -> Iterator[Fault]:
     cells = {"x": ("fprop.lhs", "wgrad.rhs"), "the weight": ("fprop.rhs", "dgrad.rhs"), "the gradient": ("dgrad.lhs", "wgrad.lhs")}
     operands = cells | {f"every {gemm} operand": (f"{gemm}.lhs", f"{gemm}.rhs") for gemm in GEMMS} | {"anything": CELLS}
-    yield from rows(
-        ("linear",),
-        *((f"recipe {name}", f"The numbers are those of recipe {name}", _told(recipe=lambda what, name=name: name)) for name, recipe in RECIPES.items() if not recipe.predicted),
-    )
     yield from _stale(("linear",), *((f"{side} of the step before", f"It uses the {side} of", _earlier(side)) for side in ("x", "weight", "grad")))
     other = {"fprop.lhs": "wgrad.rhs", "fprop.rhs": "dgrad.rhs", "dgrad.lhs": "wgrad.lhs"}
     turned = other | {b: a for a, b in other.items()}
@@ -658,6 +600,7 @@ def _of_layers() -> Iterator[Fault]:
         ("strides ignored", "The gradient is read row by row, whatever its strides are", changed(grad=by_memory)),
         *(("tail of rows dropped", f"Rows beyond the last whole {n} are left out", partial(_rows_kept, count=lambda shape, n=n: math.prod(shape[:-1]) // n * n)) for n in (16, 32, 64, 128)),
         ("mean over rows", "dw is the mean over rows, not the sum", lambda c: {"only": {"dw": 1 / max(1, c.inputs["x"][..., 0].numel())}}),
+        *((f"recipe {name}", f"The numbers are those of recipe {name}", _told(recipe=lambda what, name=name: name)) for name, recipe in RECIPES.items() if not recipe.predicted),
     )
 
 
@@ -671,16 +614,8 @@ def _casts(alone: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
         return
     yield from (
         *((f"in {fmt}", f"is cast to {fmt}, not to the recipe's format", {"format": fmt}) for fmt in EIGHT),
-        ("truncates", "is rounded toward zero", {"rounding": "truncate"}),
-        ("ties away", "is rounded with ties away from zero", {"rounding": "ties_away"}),
         ("rounded at random", "is rounded stochastically", {"rounding": "stochastic"}),
-        ("subnormals flushed", "loses numbers below the smallest normal one", {"flush": True}),
-        ("scaled to 240", "is scaled to 240", {"scale_top": 240.0}),
         ("scale of the whole tensor", "has the scale of the whole tensor", {"granularity": PER_TENSOR}),
-        ("OCP's floor for the scale", "has the exponent floor(log2(amax)) - emax, so its largest numbers saturate", {"exponent": "floor"}),
-        ("scale no power of two", "has max / amax as scale, no power of two", {"exponent": "none"}),
-        ("scale rounded up", "has its scale rounded up to a power of two", {"exponent": "up"}),
-        ("scale rounded down", "has its scale rounded down to a power of two", {"exponent": "down"}),
     )
 
 
@@ -696,8 +631,9 @@ def _of_attention() -> Iterator[Fault]:
         ("causal mask where none is", "A causal mask hides later keys", always(causal=True)),
         *((f"causal mask of tiles of {n}", f"The causal mask hides whole tiles of {n} keys only: in its own tile a query sees later keys", always(tile=n)) for n in (8, 16, 32, 64, 128)),
         *((f"sums not rescaled, {n}", f"The sum of values is not rescaled where a later tile of {n} keys has a larger score", always(rescaled=n)) for n in (8, 16, 32, 64, 128)),
+        *((f"sums not rescaled by little, {n}", f"The sum of values is rescaled behind a tile of {n} keys only where a score is larger by {by} octaves or more", always(rescaled=n, lazy=by)) for n in (8, 16, 32, 64, 128) for by in (8, 4)),
         *((f"backward under a causal mask of {n}", f"The backward leaves out queries before the tile of {n} of each key, the forward does not", lambda c, n=n: None if c.what.get("causal") else {"back": "masked", "tile": n}) for n in (1, 8, 16, 32, 64, 128)),
-        ("backward without the causal mask", "The backward sees all keys, the forward does not", always(back="seen")),
+        *(("backward without the causal mask", f"The backward sees all keys{text}, the forward does not", always(back=back)) for text, back in (("", "seen"), (" and makes its softmax of them", "again"))),
         *((f"last tile in the backward, {n}", f"The backward keeps only the last tile of {n} keys for dq, and of {n} queries for dk and dv", always(last=n)) for n in (8, 16, 32, 64, 128)),
         *((f"{text} as (B, S, H, D)", f"{text[0].upper()}{text[1:]} is read as (B, S, H, D), not (B, H, S, D)", changed(**dict.fromkeys(sides, lambda x: x.reshape(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)))) for text, sides in (("q", ("q",)), ("k", ("k",)), ("v", ("v",)), ("grad", ("grad",)), ("everything", ("q", "k", "v", "grad")))),
         ("dv of unnormalized probabilities", "dv is made of probabilities that are not divided by their sum", always(fault="dv not normalized")),
@@ -731,6 +667,7 @@ def _of_optimizers() -> Iterator[Fault]:
     settings = {"eps": (1e-6, 1e-5, 1e-10, 0.0, 1e-3), "lr": (0.0,), "weight_decay": (0.1, 0.01), "betas": ((0.9, 0.99), (0.9, 0.95), (0.9, 0.999), (0.95, 0.999), (0.0, 0.999))}
     yield from rows(
         ("optimizer",),
+        ("decay without effect", "Weight decay is missing, or BF16 rounds it away before the step is subtracted", lambda c: {"fault": "no decay"} if c.inputs["parameter"].dtype == torch.bfloat16 and c.what.get("lr", 1e-3) * c.what.get("weight_decay", 0.01) < 2.0**-9 else None),
         *((fault, sentence, always(fault=fault)) for fault, sentence in _OPTIMIZERS),
         *((f"{name} {value}", f"It uses {name} = {value}, whatever it is told", _told(**{name: lambda what, v=value: v})) for name, values in settings.items() for value in values),
         *((f"{name} in BF16", f"{name} is {text} to BF16", _told(**{name: lambda what, name=name, bits=bits: _short(what.get(name, _DEFAULTS[name]), bits)})) for text, bits in _TO_BF16 for name in _DEFAULTS),

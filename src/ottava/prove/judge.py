@@ -13,8 +13,9 @@ the other reference: its bits, where they are met, make a result "exact".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from ottava.prove.codes import (
     encode_allowed,
     numbers_of,
     on_grid,
+    significant,
 )  # fmt: skip
 from ottava.recipe import ATTENTION_TENSORS, AttentionRecipe, get_recipe
 
@@ -85,11 +87,12 @@ def scale_inv_of(
     top: float | None = None,
     exponent: str | torch.dtype | None = None,
     nudge: float = 1.0,
+    outer: Tensor | None = None,
 ) -> Tensor:
     """The multipliers that decode, float64: the recipe's rule, from its definition; 1 where amax has no scale.
 
     exponent: another rule; of a two-level scale the rounding of the block's, or a type that the tensor's is rounded to.
-    nudge: what the ratio is multiplied by before a two-level scale is rounded.
+    nudge: what the ratio is multiplied by before a two-level scale is rounded. outer: another scale of the tensor.
     """
     top, kind = top or spec.format.max, spec.scale_format
     usable = (amax > 0) & amax.isfinite()
@@ -97,7 +100,7 @@ def scale_inv_of(
     ratio = safe / top  # float64: 29 bits below those of fp32
     if kind == "e4m3" and exponent in _TWO_LEVELS and bool(usable.any()):
         # the block's scale is an E4M3 number, and the tensor's brings the largest of them to 448
-        tensor = torch.where(usable, amax, 0.0).amax() / (spec.format.max * E4M3.max)
+        tensor = torch.where(usable, amax, 0.0).amax() / (spec.format.max * E4M3.max) if outer is None else outer
         tensor = tensor.to(exponent).double() if isinstance(exponent, torch.dtype) else tensor
         how = exponent if isinstance(exponent, str) else "nearest"
         nudge *= 1 + 1e-13 * (how == "truncate") - 1e-13 * (how == "away")  # float64's own error steps over no code
@@ -134,16 +137,16 @@ def _slack(spec: QuantizationSpec) -> float:
 def _scales_asked(x: Tensor, spec: QuantizationSpec, way: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The amax of each block of x, its multiplier, and the ends of that where an E4M3 scale may round otherwise.
 
-    Takes amax, blocks, exponent and scale_top out of the knobs.
+    Takes amax (also a function of x), exponent, scale_top and outer out of the knobs.
     """
-    amax, blocks = way.pop("amax", None), way.pop("blocks", spec.granularity)
-    amax = block_amax(x, blocks) if amax is None else amax
+    amax = way.pop("amax", None)
+    amax = block_amax(x, spec.granularity) if amax is None else amax(x, spec) if callable(amax) else amax
     amax = amax.expand(spec.granularity.grid_shape((x.shape[0], x.shape[1]))) if amax.numel() == 1 else amax
-    asked = way.pop("scale_top", None), way.pop("exponent", None)
-    right = scale_inv_of(amax, spec, *asked)
+    asked, outer = (way.pop("scale_top", None), way.pop("exponent", None)), way.pop("outer", None)
+    right = scale_inv_of(amax, spec, *asked, outer=outer)
     if spec.scale_format != "e4m3":
         return amax, right, right, right
-    low, high = (scale_inv_of(amax, spec, *asked, nudge=by) for by in (1 - SCALE_SLACK, 1 + SCALE_SLACK))
+    low, high = (scale_inv_of(amax, spec, *asked, by, outer) for by in (1 - SCALE_SLACK, 1 + SCALE_SLACK))
     return amax, right, low, high
 
 
@@ -163,13 +166,16 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
     x, fmt = way.pop("x", inputs["x"]), spec.format
     shape = tuple(x.shape)
     slack = SCALE_SLACK if way.get("exponent") == "none" else _slack(spec)
+    told, hidden = "amax" in way, way.pop("unwritten", None)
     amax, right, *around = _scales_asked(x, spec, way)
     rule = way.pop("written", lambda scale: scale)
     written, low, high = (rule(one) for one in (right, *around))
-    known = (amax > 0) & amax.isfinite()
-    low, high = low * (1 - slack), torch.where(amax < _TINY, 1e30, high * (1 + slack))
+    # an amax of zero has no right scale, but a kernel that sees none of some numbers takes 1
+    unseen = (amax == 0) & (block_amax(x, spec.granularity) > 0) if told else amax != amax
+    known = (amax > 0) & amax.isfinite() | unseen
+    low, high = low * (1 - slack), torch.where((amax < _TINY) & ~unseen, 1e30, high * (1 + slack))
     # FP32's subnormal numbers: hardware may flush them; a block whose E4M3 scale is 0 decodes to 0 under any codes
-    flushed = (amax < 2.0**-126) | (around[0] == 0)
+    flushed = (amax < 2.0**-126) & ~unseen | (around[0] == 0)
     two_levels = spec.scale_format == "e4m3"
     right = torch.where(right == 0, 1.0, right)
     low, high = torch.where(known & ~flushed, low, 0.0), torch.where(known & ~flushed, high, math.inf)
@@ -194,11 +200,14 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
         rest = block_amax(x.nan_to_num(0.0, 0.0, 0.0), spec.granularity)
         theirs = scale_inv_of(rest, spec)
         of_rest = bad & (rest > 0) & (own != 1) & ((own - theirs).abs() <= theirs * slack)
-        hidden = x.isinf() & spread(of_rest, spec, shape)
-        data_low, data_high = (torch.where(hidden, math.nan, side) for side in (data_low, data_high))
-        also = (torch.where(hidden, x.double(), data_low),) if fmt.has_infinity else ()
-        poisoned = poisoned & ~hidden
+        passes = x.isinf() & spread(of_rest, spec, shape)
+        data_low, data_high = (torch.where(passes, math.nan, side) for side in (data_low, data_high))
+        also = (torch.where(passes, x.double(), data_low),) if fmt.has_infinity else ()
+        poisoned = poisoned & ~passes
     free = (poisoned & ~seen) | spread(flushed, spec, shape) & (x != 0)
+    if hidden is not None:  # what nobody writes holds NaN
+        free = free & ~hidden
+        data_low, data_high = (torch.where(hidden, math.nan, one) for one in (data_low, data_high))
     held = stored_shape(spec.granularity.grid_shape((x.shape[0], x.shape[1])), spec)
     low, high, scale, unsure = (one.reshape(held) for one in (low, high, written.float().double(), bad))
     kinds = (torch.uint8, torch.float8_e8m0fnu) if spec.scale_format.startswith("e8m0") else (torch.float32,)
@@ -234,27 +243,29 @@ def product(
     *,
     slack: tuple[Tensor, Tensor] | None = None,
     unit: float = U32,
-    steps: tuple[torch.dtype, int] | None = None,
-    split: tuple[torch.dtype, int, torch.dtype] | None = None,
+    steps: tuple[torch.dtype | int, int] | None = None,
+    split: tuple[torch.dtype, Callable[[int], Sequence[int]], torch.dtype] | None = None,
 ) -> Allowed:
     """a (M, K) @ b (N, K).T in fp32 sums of any order, rounded once.
 
     slack: how far each number of a and b may be off.
-    steps: a type, and how many products go into it at once, one step after the other; None: fp32.
-    split: a type that sums of parts of K are rounded to, the number of these parts (negative: the size of each), and
-        the type in which they are added, one after the other.
+    steps: a type (or bits, see `significant`), and how many products go into it at once, one step after the other.
+    split: a type that sums of parts of K are rounded to, the ends of these parts, and the type in which they are
+        added, one after the other.
     """
     k = a.shape[1]
     center, size = a @ b.t(), a.abs() @ b.abs().t()
     if steps is not None:
         center = torch.zeros_like(center)
         for x, y in zip(a.split(steps[1], 1), b.split(steps[1], 1), strict=True):
-            center = (center + x @ y.t()).float().to(steps[0]).double()
+            center = center + x @ y.t()
+            kind = steps[0]
+            center = significant(center, kind) if isinstance(kind, int) else center.float().to(kind).double()
     if split is not None:
-        kind, count, into = split
-        width = -count if count < 0 else max(1, -(-k // count))
+        kind, ends, into = split
         center = torch.zeros_like(center)
-        for x, y in zip(a.split(width, 1), b.split(width, 1), strict=True):
+        for begin, end in pairwise((0, *ends(k))):
+            x, y = a[:, begin:end], b[:, begin:end]
             center = (center + (x @ y.t()).float().to(kind).double()).float().to(into).double()
     error = (k + 4) * unit * size
     whole = size <= 2.0**24 * (_granule(a) * _granule(b).t())
@@ -388,6 +399,11 @@ def cast_interval(
         scale = spread(_scales_asked(x, spec, {})[1], spec, shape)
         center, far = (one / torch.where(scale == 0, 1.0, scale) for one in cast_interval(x, spec, off))
         return center, far
+    if (misread := way.pop("misread", None)) is not None:  # codes are right, and multiplied by another scale
+        grid = _scales_asked(x, spec, {})[1]
+        own, other = (spread(s.reshape(grid.shape), spec, shape) for s in (grid, misread(grid)))
+        center, far = (one * other / torch.where(own == 0, 1.0, own) for one in cast_interval(x, spec, off))
+        return center, far
     if (turned := way.pop("turned", None)) is not None:  # as it was cast along the other dimension
         center, far = cast_interval(x.t(), turned)
         return center.t(), far.t()
@@ -491,10 +507,13 @@ def _seen(queries: int, keys: int, offset: int, window: int, tile: int) -> Tenso
     return seen.triu(1 - window) if window else seen
 
 
-def _behind_tiles(scores: Tensor, total: Tensor, tile: int) -> Tensor:
-    """Weights of the running maximum behind each tile of keys, over the sum for the last one."""
+def _behind_tiles(scores: Tensor, total: Tensor, tile: int, lazy: float) -> Tensor:
+    """Weights of the running maximum behind each tile of keys, and of rises by `lazy` octaves, over the sum."""
     ends = [min(j // tile * tile + tile, scores.shape[-1]) - 1 for j in range(scores.shape[-1])]
-    return (scores - scores.cummax(-1).values[..., ends]).exp() * torch.where(total == 0, 0.0, 1 / total)
+    top = scores.cummax(-1).values[..., ends]
+    rise = top.diff(dim=-1, append=top[..., -1:])
+    later = torch.where(rise >= lazy * math.log(2), rise, 0.0).flip(-1).cumsum(-1).flip(-1)
+    return (scores - top - later).exp() * torch.where(total == 0, 0.0, 1 / total)
 
 
 def _attention_grads(
@@ -543,6 +562,7 @@ def attention_allowed(
     window: int = 0,
     tile: int = 0,
     rescaled: int = 0,
+    lazy: float = math.inf,
     back: str = "",
     last: int = 0,
     rounded: Mapping[str, torch.dtype] | None = None,
@@ -556,8 +576,9 @@ def attention_allowed(
         pad: keys are padded to a multiple of it, with zeros that count.
         window: keys that a query sees, itself among them; 0: all.
         tile: the causal mask hides whole tiles of so many keys.
-        rescaled: the tile of keys behind which the sum of values is not rescaled to a larger score.
-        back: the backward alone: "masked" hides what lies before the tile of a key, "seen" hides nothing.
+        rescaled: the tile of keys behind which the sum of values is not rescaled to a score larger by `lazy` octaves.
+        back: the backward alone: "masked" hides what lies before the tile of a key, "seen" hides nothing,
+            and "again" makes a softmax of all.
         last: the backward keeps only the last tile of so many keys (for dq) or queries (for dk and dv).
         rounded: "scores" or "p", and a type that they are rounded to.
         casts: tensor of `AttentionRecipe` -> a format in place of its own, or "skip".
@@ -590,18 +611,20 @@ def attention_allowed(
         total = total + (-keys % pad) * (-top).exp()
     share = raised / torch.where(total == 0, 1.0, total)
     p = raised if fault == "not normalized" else share
-    ep = p * (_moved_odds(share, off) + (keys + 16) * U32 + 2 * u)
+    moved = _moved_odds(share, off) + (keys + 16) * U32 + 2 * u
+    ep = p * moved
     p = p.to(rounded["p"]).double() if rounded and "p" in rounded else p
     (s,) = _cast_together(specs.get("s"), (p, ep))
-    summed = (_behind_tiles(scores, total, rescaled), ep) if rescaled else s
+    summed = (late := _behind_tiles(scores, total, rescaled, lazy), late * moved) if rescaled else s
     ((o, eo),) = _cast_together(specs.get("o"), _times(summed, v, (keys + 4) * U32))
     if fault == "dv not normalized":
         s = raised, ep
-    if back == "seen":
-        s = p, ep = (raw - top).exp() / torch.where(total == 0, 1.0, total), ep
+    if back in ("seen", "again"):
+        s = p, ep = (raw - top).exp() / torch.where(total == 0, 1.0, total) if back == "seen" else raw.softmax(-1), ep
     elif back == "masked":
         s = p, ep = p * _seen(queries, keys, 0, 0, tile or 1).to(p.device), ep
-    grads = _attention_grads((q, k, v, g), s, (p, ep), (o, eo), scale, u, specs, fault, last)
+    mine = p @ v[0] if back == "again" else o
+    grads = _attention_grads((q, k, v, g), s, (p, ep), (mine, eo), scale, u, specs, fault, last)
     # second order: the bounds above are of first order, and errors of a few percent multiply
     return {
         name: between(center, error * 1.1 + torch.finfo(torch.float32).tiny, dtype)

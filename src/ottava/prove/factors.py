@@ -1,0 +1,213 @@
+"""Casts and scales as factors: in which respects each may go wrong, one at a time, then two at once.
+
+What a cast does has factors: what its amax sees, how that becomes a scale, for which of two levels, how codes are made,
+and which part is written. A GEMM reads the scale of a row and a block of K at some place: a function of the row and one
+of the block, or one with a stride. `explain` tries these where the plain list of `hypotheses` finds nothing.
+"""
+
+# ruff: noqa: E501  (an entry is a line)
+# mypy: disable-error-code="misc"
+# (a lambda with a default has no type that mypy infers)
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.numerics.formats import E4M3
+from ottava.numerics.tensor import QuantizationSpec
+from ottava.prove.codes import SCALE_SLACK, on_grid
+from ottava.prove.hypotheses import Asked, Fault, always, changed, scale_faults
+from ottava.prove.judge import block_amax, scale_inv_of, spread
+
+# fmt: off
+_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
+_HALVES = (("BF16", torch.bfloat16), ("FP16", torch.float16))
+
+class Factor(NamedTuple):
+    """One respect in which a cast goes wrong."""
+
+    name: str
+    sentence: str
+    does: Mapping[str, Any]
+    """"sees" (x -> what amax sees), "grid" (amaxes -> amaxes), "level" and "side" (where these hold), "unwritten", and
+    knobs of `judge.cast_allowed`. Factors that share one exclude each other."""
+
+def _left_out() -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    """Parts of a matrix, and a rule of (row, column, rows and columns of a block, rows, columns) for what remains."""
+    for n in _SIZES:
+        yield f"columns beyond the last whole {n}", lambda i, j, h, w, r, c, n=n: j < c // n * n
+        yield f"rows beyond the last whole {n}", lambda i, j, h, w, r, c, n=n: i < r // n * n
+        yield f"numbers beyond the last whole {n}", lambda i, j, h, w, r, c, n=n: i * c + j < r * c // n * n
+    yield "the second half of the columns", lambda i, j, h, w, r, c: j < c // 2
+    yield "the second half of the rows", lambda i, j, h, w, r, c: i < r // 2
+    yield "the last column of each block", lambda i, j, h, w, r, c: (j % w < w - 1) & (j < c - 1)
+    yield "the last row of each block", lambda i, j, h, w, r, c: (i % h < h - 1) & (i < r - 1)
+    yield "the first column", lambda i, j, h, w, r, c: j > 0
+    yield "the first row", lambda i, j, h, w, r, c: i > 0
+    for n in (1, *_SIZES[2:], 512, 1024, 2048):
+        yield f"all columns of a block but the first {n}", lambda i, j, h, w, r, c, n=n: j % w < n
+        yield f"all rows of a block but the first {n}", lambda i, j, h, w, r, c, n=n: i % h < n
+        yield f"all columns but the first {n}", lambda i, j, h, w, r, c, n=n: j < n
+        yield f"all rows but the first {n}", lambda i, j, h, w, r, c, n=n: i < n
+    for n, rest in ((2, 1), (4, 0)):
+        yield f"all columns but number {rest} of each {n}", lambda i, j, h, w, r, c, n=n, rest=rest: j % n == rest
+        yield f"all rows but number {rest} of each {n}", lambda i, j, h, w, r, c, n=n, rest=rest: i % n == rest
+
+def _remains(rule: Callable[..., Tensor], x: Tensor, spec: QuantizationSpec) -> Tensor:
+    i, j = torch.arange(x.shape[0])[:, None], torch.arange(x.shape[1])[None]
+    return rule(i, j, *spec.granularity.block_shape((x.shape[0], x.shape[1])), *x.shape).expand(x.shape)
+
+def _amaxes() -> Iterator[Factor]:
+    for what, rule in _left_out():
+        yield Factor("amax leaves out numbers", f"amax leaves out {what}", {"sees": lambda x, spec, rule=rule: torch.where(_remains(rule, x, spec), x, 0 * x.nan_to_num(0.0, 0.0, 0.0))})
+    for sentence, sees in (
+        ("amax looks at x, not at its magnitude", lambda x, spec: x.clamp(min=0)),
+        ("amax looks at the negative numbers only", lambda x, spec: x.clamp(max=0)),
+        ("amax leaves out infinity and NaN", lambda x, spec: x.nan_to_num(0.0, 0.0, 0.0)),
+        ("amax leaves out NaN", lambda x, spec: x.nan_to_num(0.0, math.inf, -math.inf)),
+        *((f"amax is rounded to {to}", lambda x, spec, dtype=dtype: x.to(dtype)) for to, dtype in _HALVES),
+    ):
+        yield Factor("amax of other numbers", sentence, {"sees": sees})
+    yield from (Factor(name.replace("scale", "amax"), f"{sentence}, and codes are made with it", {"grid": change}) for name, sentence, change in scale_faults())
+    yield from (Factor(f"amax at least {eps:g}", f"amax ends at {eps:g}, so small numbers lose bits", {"grid": lambda a, eps=eps: a.clamp(min=eps)}) for eps in (1.0, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-10, 1e-12))
+
+def _rules() -> Iterator[Factor]:
+    yield Factor("OCP's floor for the scale", "The exponent of the scale is floor(log2(amax)) - emax, so the largest numbers saturate", {"exponent": "floor"})
+    yield Factor("scale no power of two", "The scale is max / amax, not a power of two", {"exponent": "none"})
+    yield from (Factor(f"scale rounded {text}", f"The multiplier is a power of two rounded {text}; the recipe asks for another rule", {"exponent": text}) for text in ("up", "down", "nearest", "ceil"))
+    yield Factor("scale without the format's exponent", "The exponent of the scale is floor(log2(amax)), without the format's largest exponent", {"exponent": "bare"})
+    for how, text in (("truncate", "toward zero"), ("away", "up")):
+        yield Factor(f"block scale rounded {how}", f"The block's E4M3 scale is rounded {text}, not to nearest", {"exponent": how, "needs": "e4m3"})
+    yield from (Factor(f"tensor scale in {text}", f"The tensor's scale is rounded to {text}", {"exponent": to, "needs": "e4m3"}) for text, to in _HALVES)
+    for top in (240.0, 224.0, 256.0, 57344.0, 448.0, 127.0, 128.0, 1.0, 6.0, 4.0, 512.0, 896.0, 464.0, 416.0, 480.0):
+        yield Factor(f"scaled to {top:g}", f"The largest number of a block goes to {top:g}, not to the format's largest", {"scale_top": top})
+        yield Factor(f"tensor scale for {top:g}", f"The tensor's factor of the scale brings the largest block's to {top:g}, not to 448", {"outer": top, "level": "tensor"})
+
+def _writes() -> Iterator[Factor]:
+    for name, sentence, divisor in (
+        ("codes without the tensor's scale", "Codes are made with the block's factor of the scale alone", lambda scale, outer, plain: scale / outer),
+        ("codes without the block's scale", "Codes are made with the tensor's factor of the scale alone", lambda scale, outer, plain: outer.expand(scale.shape)),
+        ("codes under the unrounded scale", "Codes are made with max / amax, before the scale is rounded", lambda scale, outer, plain: plain),
+        ("multiplied by scale_inv", "x is multiplied by scale_inv, not divided", lambda scale, outer, plain: 1 / scale),
+        *((f"multiplier in {text}", f"x is multiplied by 1 / scale_inv rounded to {text}", lambda scale, outer, plain, to=to: 1 / (1 / scale).to(to).double()) for text, to in _HALVES),
+    ):
+        yield Factor(name, sentence, {"divisor": divisor} | ({"needs": "e4m3"} if "factor" in sentence else {}))
+    for how, text in (("truncate", "toward zero"), ("ties_away", "with ties away from zero"), ("away", "away from zero")):
+        yield Factor("codes rounded otherwise", f"Codes are rounded {text}", {"rounding": how})
+    yield Factor("subnormals flushed", "Codes of subnormal numbers become zero", {"flush": True})
+    yield from (Factor("tail not written", f"It does not write {what}", {"unwritten": rule}) for what, rule in _left_out() if not what.startswith(("all", "the first")))
+
+def _together(call: Asked, does: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The knobs of a cast that does all this."""
+    way, spec, x, right = dict(does), call.spec, call.inputs["x"], call.amax()
+    sees, grid, level, side, divisor, needs = (way.pop(key, None) for key in ("sees", "grid", "level", "side", "divisor", "needs"))
+    if not x.numel() or ((level or needs) and spec.scale_format != "e4m3"):
+        return None
+    amax = right if sees is None else block_amax(sees(x, spec), spec.granularity)
+    amax = amax if grid is None else grid(amax)
+    if amax is None or amax.shape != right.shape:
+        return None
+    if level:
+        top = torch.where(right.isfinite(), amax if level == "tensor" else right, 0.0).amax()
+        way["outer"] = torch.where(top > 0, top, 1.0) / (spec.format.max * way.get("outer", E4M3.max))
+        amax = right if level == "tensor" else amax
+    if "unwritten" in way:
+        way["unwritten"] = ~_remains(way["unwritten"], x, spec)
+    if side or divisor is not None:
+        rule = way.get("scale_top"), way.get("exponent"), 1.0, way.get("outer")
+        scale = scale_inv_of(right, spec) if side == "written" else scale_inv_of(amax, spec, *rule)
+        if divisor is not None:
+            scale = divisor(scale, amax.amax() / (spec.format.max * E4M3.max), scale_inv_of(amax, spec, exponent="none"))
+        z, slack = x.double() / spread(scale, spec, x.shape), SCALE_SLACK * (spec.scale_format in ("fp32", "e4m3"))
+        ends = torch.stack([on_grid(z * by, spec.format) for by in (1 - slack, 1 + slack)])
+        way["values"] = (ends.amin(0), ends.amax(0))
+    if side == "codes":
+        return {"values": way["values"]}
+    return way if amax is right else way | {"amax": amax}
+
+def _fault(*factors: Factor) -> Fault:
+    does = {key: value for factor in factors for key, value in factor.does.items()}
+    apart = len(does) == sum(len(factor.does) for factor in factors)
+    return Fault(factors[0].name, ". ".join(one.sentence for one in factors), ("cast",), partial(_together, does=does) if apart else lambda call: None)
+
+def alone() -> Iterator[Fault]:
+    """Casts with one factor that is wrong."""
+    for names in (("data",), ("data", "scale_inv")):
+        yield Fault("strides of x for the result", f"{' and '.join(names)} is written with the strides of x", ("cast",), lambda c, names=names: {"turned": names} if c.inputs["x"].stride(0) == 1 and c.inputs["x"].stride(1) > 1 else {})
+    yield Fault("zeros divided by zero", "Zeros become NaN in a block of zeros: its scale divides by an amax of zero", ("cast",), lambda c: {"unwritten": spread(c.amax(), c.spec, c.inputs["x"].shape) == 0})
+    yield from (_fault(one) for one in (*_rules(), *_amaxes(), *_writes()) if "out all" not in one.sentence)
+
+def _casts() -> Iterator[Fault]:
+    """Rare factors, then two: where the first holds, the same part neither seen nor written, other pairs."""
+    amaxes, rules, writes = [*_amaxes()], [*_rules()], [*_writes()]
+    codes, unwritten = ([one for one in writes if ("unwritten" in one.does) is tail] for tail in (False, True))
+    places = [Factor("", f"It is so for the {level}'s factor of the scale alone", {"level": level}) for level in ("tensor", "block")]
+    places += [Factor("", f"It is so for {text}", {"side": side}) for side, text in (("codes", "the codes alone: the scale that is written is right"), ("written", "the scale that is written: codes are right"))]
+    yield from (_fault(one) for one in amaxes if "out all" in one.sentence)
+    yield from (_fault(one, two) for one, two in product(amaxes, unwritten) if one.sentence.split("out ")[-1] == two.sentence.split("write ")[-1])
+    floors = [one for one in amaxes if one.name.startswith("amax at least")]
+    for some, others in (((*amaxes, *rules), places), (amaxes, codes), (rules, codes), (amaxes, floors), (amaxes, rules)):
+        yield from (_fault(one, two) for one, two in product(some, others))
+
+
+# --- scales of GEMMs -------------------------------------------------------------------------------------------------
+
+def _index(what: str) -> Iterator[tuple[str, Callable[[Tensor, int], Tensor]]]:
+    """Which number of `what` is read where number i of n belongs."""
+    yield from (("", lambda i, n: i), (f"the first {what}", lambda i, n: 0 * i), (f"the last {what}", lambda i, n: 0 * i + n - 1), (f"the {what} before it", lambda i, n: i - 1))
+    yield from ((f"the {what} behind it", lambda i, n: i + 1), (f"its neighbour in a pair of {what}s", lambda i, n: i ^ 1), (f"the {what} counted from the end", lambda i, n: n - 1 - i))
+    for size in _SIZES[:-1]:
+        yield f"the first of each {size} {what}s", lambda i, n, size=size: i // size * size
+        yield f"its number within {size} {what}s", lambda i, n, size=size: i % size
+        yield f"its number over {size}, of {what}s", lambda i, n, size=size: i // size
+    yield f"the {what} in tiles of 4 x 32", lambda i, n: i // 128 * 128 + i % 4 * 32 + i // 4 % 32
+
+def _reads() -> Iterator[tuple[str, Callable[[Tensor], Tensor | None]]]:
+    """Which scale a row and a block of K get: a sentence, and the scales as they are read."""
+    for n in (1, 4, 8, 16, 32, 128):
+        yield f"Scales are read in the order of the transpose, its rows padded to a multiple of {n}", partial(_at, lambda i, j, m, k, n=n: j * (-(-m // n) * n) + i)
+        yield f"Scales are read with rows padded to a multiple of {n} blocks", partial(_at, lambda i, j, m, k, n=n: i * (-(-k // n) * n) + j)
+        for tile in (16, 32, 64, 128):
+            yield f"Each {tile} rows of scales are read as if those before had been padded to a multiple of {n} blocks", partial(_at, lambda i, j, m, k, n=n, tile=tile: i // tile * tile * (-(-k // n) * n) + i % tile * k + j)
+    for (of_row, row), (of_block, block) in product(_index("row"), _index("block of K")):
+        said = " and ".join(text for text in (of_row, of_block) if text)
+        if said:
+            yield f"The scale that is read is that of {said}", partial(_at, lambda i, j, m, k, row=row, block=block: row(i, m).clamp(0, m - 1) * k + block(j, k).clamp(0, k - 1))
+
+def _at(place: Callable[..., Tensor], s: Tensor) -> Tensor | None:
+    """Scales of other places of their memory; beyond its end the last."""
+    if s.dim() < 2 or not s.numel():
+        return None
+    m, k = s.shape[-2:]
+    return s.reshape(*s.shape[:-2], -1)[..., place(torch.arange(m)[:, None], torch.arange(k)[None], m, k).clamp(max=m * k - 1).expand(m, k)]
+
+def _grown(n: int, restart: int, rows: int, s: Tensor) -> Tensor | None:
+    """Each tile of n rows also has the scales of the tiles before it: of `rows` rows of these."""
+    if s.dim() != 2 or s.dtype == torch.uint8 or len(s) <= n:
+        return None
+    made = s.clone()
+    for start in (start for start in range(n, len(s), n) if start // n % restart):
+        made[start : start + n] *= made[start - n : start - n + rows][: len(made) - start]
+    return made
+
+def _scales() -> Iterator[Fault]:
+    """Scales of GEMMs that are multiplied into each other, or read at other places; sums of few bits."""
+    kinds, names = ("gemm", "grouped"), {"scale_inv_a": ("scale_inv_a",), "scale_inv_b": ("scale_inv_b",), "both scales": ("scale_inv_a", "scale_inv_b")}
+    for n, (anew, restart), first, sides in product((1, 16, 32, 64, 128, 256), (("", 1 << 30), (", anew after two tiles", 2), (", anew after four tiles", 4)), (False, True), ("ab", "ba")):
+        said = f"Scales of {sides[1]} are multiplied in place by those of {sides[0]}: a tile of {n} rows also has the scales of {'the first row' if first else 'the same place'} in the tiles before it{anew}"
+        yield Fault("scales multiplied in place", said, kinds, changed(**{f"scale_inv_{sides[0]}": partial(_grown, n, restart, 1 if first else n)}))
+    for (sentence, change), (text, of) in product(_reads(), names.items()):
+        yield Fault("scale of another place", f"{sentence}: {text}", kinds, changed(**dict.fromkeys(of, change)))
+    for bits, (how, sign), n, late in product((8, 10, 11, 12, 13, 14, 16, 18), (("cut off", -1), ("rounded", 1)), (16, 32, 64, 128, 256), (False, True)):
+        yield Fault(f"accumulates in {bits} bits", f"Sums are {how} to {bits} bits after each {n} products{', and scaled at the end' * late}", kinds, always(steps=(sign * bits, n), late=late))
+
+def factored(kind: str) -> Iterator[Fault]:
+    """What factors give for a kind of kernel where one alone gives nothing."""
+    made = _casts() if kind == "cast" else _scales() if kind in ("gemm", "grouped") else iter(())
+    yield from (one for one in made if kind in one.kinds)

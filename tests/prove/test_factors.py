@@ -1,0 +1,201 @@
+"""Kernels that are wrong in two respects at once, or that keep something: real ones, small, and what `certify` says."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ottava.kernels.reference import quantize
+from ottava.numerics import rounding
+from ottava.numerics.formats import E4M3, get_format
+from ottava.prove import judge
+from ottava.prove.adapters import KernelAdapter
+from ottava.prove.certificate import certify
+from ottava.prove.codes import on_grid, significant
+from ottava.prove.factors import alone, factored
+from ottava.prove.ready import load
+
+Pair = tuple[Tensor, Tensor]
+
+
+def said(kind: str, function: Any, count: int = 64, **what: Any) -> str:
+    found = certify(KernelAdapter("here", function, kind, what), count=count)
+    assert found.verdict == "wrong", str(found)
+    assert found.explained is not None
+    return found.explained["sentence"]
+
+
+def spec_of(recipe: str) -> Any:
+    return judge.cast_spec({"recipe": recipe, "operand": "x"})
+
+
+def signed_tensor(x: Tensor, data: Tensor, scale_inv: Tensor) -> Pair:
+    """NVFP4, whose tensor's factor looks at x, not at its magnitude."""
+    spec, fmt = spec_of("nvfp4"), get_format("e2m1")
+    amax = judge.block_amax(x, spec.granularity)
+    top = x.double().nan_to_num(0.0, 0.0, 0.0).amax() if x.numel() else torch.zeros(())
+    whole = torch.where(top > 0, top, 1.0) / (6 * 448)
+    scale = torch.where(amax.isfinite(), on_grid(amax / 6 / whole, E4M3) * whole, math.nan)
+    each = judge.spread(torch.where(scale > 0, scale, 1.0), spec, (x.shape[0], x.shape[1])) if x.numel() else 1.0
+    return rounding.encode(on_grid(x.double() / each, fmt).float(), fmt), scale.float()
+
+
+def tail_of_columns(x: Tensor, data: Tensor, scale_inv: Tensor) -> Pair:
+    """Columns beyond the last whole 16 are neither seen nor written."""
+    whole, seen = x.shape[1] // 16 * 16, x.clone()
+    seen[:, whole:] = 0
+    made = quantize(seen, spec_of("blockwise"))
+    data.view(torch.uint8)[:, :whole] = made.data.view(torch.uint8)[:, :whole]
+    return data, scale_inv.copy_(judge.stored(made.scale_inv, spec_of("blockwise")))
+
+
+def strides_of_x(x: Tensor, data: Tensor, scale_inv: Tensor) -> Pair:
+    made = quantize(x, spec_of("rowwise"))
+    turned = x.stride(0) == 1 and x.stride(1) > 1
+    codes = made.data.view(torch.uint8)
+    codes = codes.t().reshape(x.shape) if turned else codes
+    return codes.view(made.data.dtype), judge.stored(made.scale_inv, spec_of("rowwise"))
+
+
+def zeros_divided(x: Tensor, data: Tensor, scale_inv: Tensor) -> Pair:
+    made, spec = quantize(x, spec_of("blockwise")), spec_of("blockwise")
+    shape = (x.shape[0], x.shape[1])
+    zero = judge.spread(judge.block_amax(x, spec.granularity) == 0, spec, shape) if x.numel() else x.bool()
+    return torch.where(zero, 0x7F, made.data.view(torch.uint8)).view(made.data.dtype), judge.stored(
+        made.scale_inv, spec
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kernel", "expected"),
+    (
+        ("nvfp4", signed_tensor, "not at its magnitude. It is so for the tensor's factor of the scale alone"),
+        ("blockwise", tail_of_columns, "beyond the last whole 16. It does not write columns beyond the last whole 16"),
+        ("rowwise", strides_of_x, "data is written with the strides of x"),
+        ("blockwise", zeros_divided, "its scale divides by an amax of zero"),
+    ),
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_cast_is_wrong_in_one_respect_or_two(recipe: str, kernel: Any, expected: str) -> None:
+    assert expected in said("cast", kernel, recipe=recipe, operand="x")
+
+
+def gemm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
+    lhs, rhs = judge.gemm_specs({"recipe": "blockwise_fp32"})
+    return out.copy_(judge.decoded(a, scale_a, lhs) @ judge.decoded(b, scale_b, rhs).t())
+
+
+def in_place(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
+    """The second 128 rows of each 256 also have the scales of the first."""
+    scale = scale_a.clone()
+    for start in range(128, len(a), 256):
+        scale[start : start + 128] *= scale_a[start - 128 : start][: len(a) - start]
+    return gemm(a, b, scale, scale_b, out)
+
+
+def padded(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
+    m, k = scale_a.shape
+    place = torch.arange(m)[:, None] * (-(-k // 8) * 8) + torch.arange(k)
+    return gemm(a, b, scale_a.flatten()[place.clamp(max=max(m * k - 1, 0))] if m * k else scale_a, scale_b, out)
+
+
+def short_sums(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
+    lhs, rhs = judge.gemm_specs({"recipe": "blockwise_fp32"})
+    total = torch.zeros(out.shape, dtype=torch.float64)
+    x, y = judge.decoded(a, scale_a, lhs), judge.decoded(b, scale_b, rhs)
+    for left, right in zip(x.split(32, 1), y.split(32, 1), strict=True):
+        total = significant(total + left @ right.t(), -14)
+    return out.copy_(total)
+
+
+def added(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
+    out[: len(out) // 16 * 16] = 0
+    return out.add_(gemm(a, b, scale_a, scale_b, torch.empty_like(out)))
+
+
+def unwritten(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
+    whole = len(out) // 16 * 16
+    out[:whole] = gemm(a, b, scale_a, scale_b, torch.empty_like(out))[:whole]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    (
+        (in_place, "a tile of 128 rows also has the scales of the same place in the tiles before it, anew after two"),
+        (padded, "Scales are read with rows padded to a multiple of 8 blocks: scale_inv_a"),
+        (short_sums, "Sums are cut off to 14 bits after each 32 products"),
+        (added, "it adds to what a buffer holds"),
+        (unwritten, "out is not written in rows beyond the last whole 16"),
+    ),
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_gemm_reads_its_scales_elsewhere_or_its_sums_are_short(kernel: Any, expected: str) -> None:
+    assert expected in said("gemm", kernel, recipe="blockwise_fp32", out="float32")
+
+
+def test_a_code_that_ends_too_early_is_said_by_its_numbers() -> None:
+    """No exponent bias for magnitudes from 248 on, and no format that has no part in it."""
+
+    def early(x: Tensor) -> Tensor:
+        y = on_grid(x, E4M3)
+        return rounding.encode(torch.where(y.abs() >= 256, y.sign() * 448, y).float(), E4M3)
+
+    def flushed(x: Tensor) -> Tensor:
+        return rounding.encode(torch.where(x.abs().double() < 2.0**-9, 0 * x, x), E4M3)
+
+    assert "Numbers whose results are 256 or more become 448" in said("encode", early, format="e4m3")
+    assert "Numbers from half of the smallest number on" in said("encode", flushed, format="e4m3")
+
+
+def test_random_rounding_that_loses_the_carry() -> None:
+    def lost(x: Tensor) -> Tensor:
+        low, high = on_grid(x, E4M3, "truncate"), on_grid(x, E4M3, "away", carry="lost")
+        drawn = torch.where(torch.rand(x.shape) < 0.5, low, high)
+        return rounding.encode(torch.where(x.isfinite(), drawn, x.double()).float(), E4M3)
+
+    assert "begins at 0, and the exponent stays" in said("encode", lost, format="e4m3", rounding="stochastic")
+
+
+_KEEPS = """
+import torch
+from ottava.prove import adapter, judge
+KEPT = {}
+@adapter("linear", recipe="bf16", dtype="float32")
+def cached(x, weight, grad):
+    turned = KEPT.setdefault((weight.data_ptr(), weight.shape), weight.t().clone())
+    rows, dy = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    return (x @ weight.t()).view(*x.shape[:-1], -1), (dy @ turned.t()).view(x.shape), dy.t() @ rows
+@adapter("linear", recipe="bf16", dtype="float32")
+def added(x, weight, grad):
+    rows, dy = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    total = KEPT.setdefault(weight.shape, torch.zeros_like(weight))
+    total += dy.t() @ rows
+    return (x @ weight.t()).view(*x.shape[:-1], -1), (dy @ weight).view(x.shape), total.clone()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    (("cached", "It uses the weight of the call before, but only in dx"), ("added", "dw is added to")),
+    ids=("cached", "added"),
+)
+def test_what_a_layer_keeps_between_calls_is_named(tmp_path: Path, name: str, expected: str) -> None:
+    (tmp_path / "keeps.py").write_text(_KEEPS, "utf-8")
+    found = certify(load(f"{tmp_path / 'keeps.py'}:{name}"), count=40)
+    assert found.explained is not None
+    assert expected in found.explained["sentence"]
+
+
+def test_factors_that_turn_the_same_are_not_put_together() -> None:
+    """Every factor of a cast is one hypothesis, and a pair has the sentences of both."""
+    single, pairs = [*alone()], [*factored("cast")]
+    assert len({fault.sentence for fault in single}) == len(single)
+    assert all(fault.kinds == ("cast",) for fault in (*single, *pairs))
+    assert {*factored("gemm")}
+    assert not [*factored("attention")]
