@@ -85,6 +85,17 @@ def test_a_cast_is_wrong_in_one_respect_or_two(recipe: str, kernel: Any, expecte
     assert expected in said("cast", kernel, recipe=recipe, operand="x")
 
 
+def test_a_block_with_nan_has_no_right_scale() -> None:
+    """A cast whose amax leaves NaN out is right while NaN stays NaN: no knob is turned when a result is judged."""
+
+    def cast(x: Tensor, data: Tensor, scale_inv: Tensor) -> Pair:
+        made = quantize(x.nan_to_num(0.0, math.inf, -math.inf), spec_of("rowwise"))
+        codes = torch.where(x.isnan(), 0x7F, made.data.view(torch.uint8))
+        return codes.view(made.data.dtype), judge.stored(made.scale_inv, spec_of("rowwise"))
+
+    assert certify(KernelAdapter("here", cast, "cast", {"recipe": "rowwise", "operand": "x"}), count=64).good
+
+
 def gemm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
     lhs, rhs = judge.gemm_specs({"recipe": "blockwise_fp32"})
     return out.copy_(judge.decoded(a, scale_a, lhs) @ judge.decoded(b, scale_b, rhs).t())

@@ -325,10 +325,8 @@ def without_subnormals(codes: Tensor) -> Tensor | None:
 
 def ends_of(k: int, count: int = 0, size: int = 0, low: bool = False) -> list[int]:
     """The ends of parts of K: so many of them (low: each begins at K * i // count), or of that size each."""
-    if low:
-        return [k * i // count for i in range(1, count + 1)]
     width = size or max(1, -(-k // count))
-    return [*range(width, k, width), k]
+    return [k * i // count for i in range(1, count + 1)] if low else [*range(width, k, width), k]
 
 
 def law_of(fmt: Format, cases: Sequence[Any]) -> tuple[str, str] | None:
@@ -343,12 +341,11 @@ def law_of(fmt: Format, cases: Sequence[Any]) -> tuple[str, str] | None:
     bad = wrong > 0
     if not bool(bad.any()) or bool(((x >= x[bad].min()) & (x <= x[bad].max()) & ~bad).any()):
         return None
-    low, high, least, values = float(x[bad].min()), float(x[bad].max()), float(right[bad].min()), got[bad]
-    if bool((values == 0).all()) and fmt.min_subnormal / 2 <= low and high <= fmt.min_subnormal:
-        said = f"Numbers from half of the smallest number on, {fmt.min_subnormal / 2:g}, become zero, not the smallest"
+    (low, high), least, values, small = x[bad].aminmax(), float(right[bad].min()), got[bad], fmt.min_subnormal
+    if bool((values == 0).all()) and small / 2 <= low and high <= small:
+        said = f"Numbers from half of the smallest number on, {small / 2:g}, become zero, not the smallest"
         return "smallest number flushed", said
-    finite = bool(values.isfinite().any())
-    if least >= fmt.max or (finite and not bool((values == fmt.max).all())):
+    if least >= fmt.max or ((finite := bool(values.isfinite().any())) and not bool((values == fmt.max).all())):
         return None
     end = f"{fmt.max:g}, the largest: it saturates too early" if finite else "infinity or NaN: it ends too early"
     return "ends too early", f"Numbers whose results are {least:g} or more become {end}"

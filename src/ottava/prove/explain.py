@@ -331,8 +331,7 @@ def _chance(parts: Sequence[Part]) -> str:
 _AFTER = ("times", "cut", "through", "clamp", "floor", "only", "keys", "plus", "wrap", "turned")
 _ALMOST = 0.99
 """A share that counts as all: a number may be right by chance."""
-_WORK = 8_000_000
-"""Numbers that two causes at once are tried on: some seconds."""
+_WORK = 8_000_000  # numbers that two causes at once are tried on: some seconds
 
 
 class Failure(NamedTuple):
@@ -449,7 +448,8 @@ def explain(
             for name, t in of.items()
         ]
         if where := part_of(kind, parts):
-            return _named(fit, len(failures), where)
+            strided = where.startswith("for operands that are not")  # a contiguous call tells more
+            return (_probe(kind, what, held, rerun) if strided else None) or _named(fit, len(failures), where)
     if (probe := _probe(kind, what, held, rerun)) is not None:
         return probe
     if clean:
@@ -650,9 +650,8 @@ def _unwritten(
     if not told:
         return None
     names, last = dict.fromkeys(part.name for part in parts), parts[-1].given
-    for one in passed:
-        of = {name: (one.got[name], (one.allowed or {})[name]) for name in names}
-        parts += [Part(one.case, one.got, n, x > math.inf, x == x, allowed) for n, (x, allowed) in of.items()]
+    met = [(one, name, one.got[name]) for one in passed for name in names]
+    parts += [Part(one.case, one.got, n, x > math.inf, x == x, (one.allowed or {})[n]) for one, n, x in met]
     where = part_of(kind, parts) or f"in {int(last.sum())} of {last.numel()} places"
     said = f"{' and '.join(names)} is not written {where}: it keeps what the buffer held"
     return {"hypothesis": "tail not written", "sentence": said}
@@ -666,7 +665,7 @@ def _kept(kind: str, what: Mapping[str, Any], failure: Failure, rerun: Rerun) ->
     held, results = {name: x.clone() for name, x in before.items()}, []
     for numbers in (before, now):
         for name, x in numbers.items():
-            held[name].copy_(x)
+            held[name].data.copy_(x)  # as an optimizer does that tells nobody
         results.append(rerun(replace(failure.case, inputs=held, before=None), whole=True))
     first, second = results
     if not isinstance(first, Failure) or not isinstance(second, Failure) or not second.wrong:
@@ -698,6 +697,8 @@ def _probe(kind: str, what: Mapping[str, Any], failures: Sequence[Failure], reru
             wrong = {one for failure in failures for one in failure.wrong}
             if "fresh" in conditions and len(wrong) < len(failures[0].got):
                 sentence += f", which shows in {' and '.join(one for one in failures[0].got if one in wrong)}"
+            rights = [(one.allowed or {})[n].right[mask] for one in failures for n, mask in one.wrong.items()]
+            sentence = sentence.split(", or writes")[0] if any(bool(x.any()) for x in rights) else sentence
             more = _kept(kind, what, failures[0], rerun) if "fresh" in conditions else ""
             return {"hypothesis": name, "sentence": f"{sentence} ({right} of {len(tried)} wrong cases).{more}"}
     return None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ottava.numerics.formats import E4M3
 from ottava.numerics.tensor import QuantizationSpec
-from ottava.prove.codes import SCALE_SLACK, on_grid
+from ottava.prove.codes import SCALE_SLACK, by_memory, on_grid
 from ottava.prove.hypotheses import Asked, Fault, always, changed, scale_faults
 from ottava.prove.judge import block_amax, scale_inv_of, spread
 
@@ -35,33 +35,25 @@ class Factor(NamedTuple):
     name: str
     sentence: str
     does: Mapping[str, Any]
-    """"sees" (x -> what amax sees), "grid" (amaxes -> amaxes), "level" and "side" (where these hold), "unwritten", and
+    """"sees" (x -> what amax sees), "grid" (amaxes -> amaxes), "level" (which of two), "divisor", "unwritten", and
     knobs of `judge.cast_allowed`. Factors that share one exclude each other."""
 
-def _left_out() -> Iterator[tuple[str, Callable[..., Tensor]]]:
-    """Parts of a matrix, and a rule of (row, column, rows and columns of a block, rows, columns) for what remains."""
-    for n in _SIZES:
-        yield f"columns beyond the last whole {n}", lambda i, j, h, w, r, c, n=n: j < c // n * n
-        yield f"rows beyond the last whole {n}", lambda i, j, h, w, r, c, n=n: i < r // n * n
-        yield f"numbers beyond the last whole {n}", lambda i, j, h, w, r, c, n=n: i * c + j < r * c // n * n
-    yield "the second half of the columns", lambda i, j, h, w, r, c: j < c // 2
-    yield "the second half of the rows", lambda i, j, h, w, r, c: i < r // 2
-    yield "the last column of each block", lambda i, j, h, w, r, c: (j % w < w - 1) & (j < c - 1)
-    yield "the last row of each block", lambda i, j, h, w, r, c: (i % h < h - 1) & (i < r - 1)
-    yield "the first column", lambda i, j, h, w, r, c: j > 0
-    yield "the first row", lambda i, j, h, w, r, c: i > 0
-    for n in (1, *_SIZES[2:], 512, 1024, 2048):
-        yield f"all columns of a block but the first {n}", lambda i, j, h, w, r, c, n=n: j % w < n
-        yield f"all rows of a block but the first {n}", lambda i, j, h, w, r, c, n=n: i % h < n
-        yield f"all columns but the first {n}", lambda i, j, h, w, r, c, n=n: j < n
-        yield f"all rows but the first {n}", lambda i, j, h, w, r, c, n=n: i < n
-    for n, rest in ((2, 1), (4, 0)):
-        yield f"all columns but number {rest} of each {n}", lambda i, j, h, w, r, c, n=n, rest=rest: j % n == rest
-        yield f"all rows but number {rest} of each {n}", lambda i, j, h, w, r, c, n=n, rest=rest: i % n == rest
+def _left_out() -> Iterator[tuple[str, tuple[int, Callable[..., Tensor]]]]:
+    """Parts of a matrix; an axis (2: the matrix as a list), and a rule of (index, size of a block, size) for what remains."""
+    for axis, word in enumerate(("row", "column", "number")):
+        yield from ((f"{word}s beyond the last whole {n}", (axis, lambda k, block, size, n=n: k < size // n * n)) for n in _SIZES)
+        yield f"the second half of the {word}s", (axis, lambda k, block, size: k < size // 2)
+    for axis, word in enumerate(("row", "column")):
+        yield f"the last {word} of each block", (axis, lambda k, block, size: (k % block < block - 1) & (k < size - 1))
+        yield f"the first {word}", (axis, lambda k, block, size: k > 0)
+        for n in (1, *_SIZES[2:], 512, 1024, 2048):
+            yield f"all {word}s of a block but the first {n}", (axis, lambda k, block, size, n=n: k % block < n)
+            yield f"all {word}s but the first {n}", (axis, lambda k, block, size, n=n: k < n)
+        yield from ((f"all {word}s but number {rest} of each {n}", (axis, lambda k, block, size, n=n, rest=rest: k % n == rest)) for n, rest in ((2, 0), (2, 1), (4, 0)))
 
-def _remains(rule: Callable[..., Tensor], x: Tensor, spec: QuantizationSpec) -> Tensor:
-    i, j = torch.arange(x.shape[0])[:, None], torch.arange(x.shape[1])[None]
-    return rule(i, j, *spec.granularity.block_shape((x.shape[0], x.shape[1])), *x.shape).expand(x.shape)
+def _remains(rule: tuple[int, Callable[..., Tensor]], x: Tensor, spec: QuantizationSpec) -> Tensor:
+    size, block = (*x.shape, x.numel())[rule[0]], (*spec.granularity.block_shape((x.shape[0], x.shape[1])), 1)[rule[0]]
+    return rule[1](torch.arange(size).view(((-1, 1), (1, -1), x.shape)[rule[0]]), block, size).expand(x.shape)
 
 def _amaxes() -> Iterator[Factor]:
     for what, rule in _left_out():
@@ -71,6 +63,7 @@ def _amaxes() -> Iterator[Factor]:
         ("amax looks at the negative numbers only", lambda x, spec: x.clamp(max=0)),
         ("amax leaves out infinity and NaN", lambda x, spec: x.nan_to_num(0.0, 0.0, 0.0)),
         ("amax leaves out NaN", lambda x, spec: x.nan_to_num(0.0, math.inf, -math.inf)),
+        ("amax is taken of memory row by row, whatever the strides of x are", lambda x, spec: x if (seen := by_memory(x)) is None else seen),
         *((f"amax is rounded to {to}", lambda x, spec, dtype=dtype: x.to(dtype)) for to, dtype in _HALVES),
     ):
         yield Factor("amax of other numbers", sentence, {"sees": sees})
@@ -106,12 +99,11 @@ def _writes() -> Iterator[Factor]:
 def _together(call: Asked, does: Mapping[str, Any]) -> dict[str, Any] | None:
     """The knobs of a cast that does all this."""
     way, spec, x, right = dict(does), call.spec, call.inputs["x"], call.amax()
-    sees, grid, level, side, divisor, needs = (way.pop(key, None) for key in ("sees", "grid", "level", "side", "divisor", "needs"))
+    sees, grid, level, divisor, needs = (way.pop(key, None) for key in ("sees", "grid", "level", "divisor", "needs"))
     if not x.numel() or ((level or needs) and spec.scale_format != "e4m3"):
         return None
     amax = right if sees is None else block_amax(sees(x, spec), spec.granularity)
-    amax = amax if grid is None else grid(amax)
-    if amax is None or amax.shape != right.shape:
+    if (amax := amax if grid is None else grid(amax)) is None or amax.shape != right.shape:
         return None
     if level:
         top = torch.where(right.isfinite(), amax if level == "tensor" else right, 0.0).amax()
@@ -119,22 +111,17 @@ def _together(call: Asked, does: Mapping[str, Any]) -> dict[str, Any] | None:
         amax = right if level == "tensor" else amax
     if "unwritten" in way:
         way["unwritten"] = ~_remains(way["unwritten"], x, spec)
-    if side or divisor is not None:
-        rule = way.get("scale_top"), way.get("exponent"), 1.0, way.get("outer")
-        scale = scale_inv_of(right, spec) if side == "written" else scale_inv_of(amax, spec, *rule)
-        if divisor is not None:
-            scale = divisor(scale, amax.amax() / (spec.format.max * E4M3.max), scale_inv_of(amax, spec, exponent="none"))
-        z, slack = x.double() / spread(scale, spec, x.shape), SCALE_SLACK * (spec.scale_format in ("fp32", "e4m3"))
-        ends = torch.stack([on_grid(z * by, spec.format) for by in (1 - slack, 1 + slack)])
+    if divisor is not None:
+        scale = scale_inv_of(amax, spec, way.get("scale_top"), way.get("exponent"), 1.0, way.get("outer"))
+        scale = divisor(scale, amax.amax() / (spec.format.max * E4M3.max), scale_inv_of(amax, spec, exponent="none"))
+        slack = SCALE_SLACK * (spec.scale_format in ("fp32", "e4m3"))
+        ends = torch.stack([on_grid(x.double() / spread(scale, spec, x.shape) * by, spec.format) for by in (1 - slack, 1 + slack)])
         way["values"] = (ends.amin(0), ends.amax(0))
-    if side == "codes":
-        return {"values": way["values"]}
     return way if amax is right else way | {"amax": amax}
 
 def _fault(*factors: Factor) -> Fault:
-    does = {key: value for factor in factors for key, value in factor.does.items()}
-    apart = len(does) == sum(len(factor.does) for factor in factors)
-    return Fault(factors[0].name, ". ".join(one.sentence for one in factors), ("cast",), partial(_together, does=does) if apart else lambda call: None)
+    does, count = {key: value for one in factors for key, value in one.does.items()}, sum(len(one.does) for one in factors)
+    return Fault(factors[0].name, ". ".join(one.sentence for one in factors), ("cast",), partial(_together, does=does) if len(does) == count else lambda call: None)
 
 def alone() -> Iterator[Fault]:
     """Casts with one factor that is wrong."""
@@ -148,25 +135,17 @@ def _casts() -> Iterator[Fault]:
     amaxes, rules, writes = [*_amaxes()], [*_rules()], [*_writes()]
     codes, unwritten = ([one for one in writes if ("unwritten" in one.does) is tail] for tail in (False, True))
     places = [Factor("", f"It is so for the {level}'s factor of the scale alone", {"level": level}) for level in ("tensor", "block")]
-    places += [Factor("", f"It is so for {text}", {"side": side}) for side, text in (("codes", "the codes alone: the scale that is written is right"), ("written", "the scale that is written: codes are right"))]
     yield from (_fault(one) for one in amaxes if "out all" in one.sentence)
     yield from (_fault(one, two) for one, two in product(amaxes, unwritten) if one.sentence.split("out ")[-1] == two.sentence.split("write ")[-1])
-    floors = [one for one in amaxes if one.name.startswith("amax at least")]
-    for some, others in (((*amaxes, *rules), places), (amaxes, codes), (rules, codes), (amaxes, floors), (amaxes, rules)):
+    for some, others in (((*amaxes, *rules), places), (amaxes, codes), (rules, codes), (amaxes, [one for one in amaxes if one.name.startswith("amax at least")]), (amaxes, rules)):
         yield from (_fault(one, two) for one, two in product(some, others))
-
-
-# --- scales of GEMMs -------------------------------------------------------------------------------------------------
 
 def _index(what: str) -> Iterator[tuple[str, Callable[[Tensor, int], Tensor]]]:
     """Which number of `what` is read where number i of n belongs."""
-    yield from (("", lambda i, n: i), (f"the first {what}", lambda i, n: 0 * i), (f"the last {what}", lambda i, n: 0 * i + n - 1), (f"the {what} before it", lambda i, n: i - 1))
-    yield from ((f"the {what} behind it", lambda i, n: i + 1), (f"its neighbour in a pair of {what}s", lambda i, n: i ^ 1), (f"the {what} counted from the end", lambda i, n: n - 1 - i))
+    yield from (("", lambda i, n: i), (f"the first {what}", lambda i, n: 0 * i), (f"the last {what}", lambda i, n: 0 * i + n - 1), (f"the {what} before it", lambda i, n: i - 1), (f"the {what} behind it", lambda i, n: i + 1))
+    yield from ((f"its neighbour in a pair of {what}s", lambda i, n: i ^ 1), (f"the {what} counted from the end", lambda i, n: n - 1 - i), (f"the {what} in tiles of 4 x 32", lambda i, n: i // 128 * 128 + i % 4 * 32 + i // 4 % 32))
     for size in _SIZES[:-1]:
-        yield f"the first of each {size} {what}s", lambda i, n, size=size: i // size * size
-        yield f"its number within {size} {what}s", lambda i, n, size=size: i % size
-        yield f"its number over {size}, of {what}s", lambda i, n, size=size: i // size
-    yield f"the {what} in tiles of 4 x 32", lambda i, n: i // 128 * 128 + i % 4 * 32 + i // 4 % 32
+        yield from ((f"the first of each {size} {what}s", lambda i, n, size=size: i // size * size), (f"its number within {size} {what}s", lambda i, n, size=size: i % size), (f"its number over {size}, of {what}s", lambda i, n, size=size: i // size))
 
 def _reads() -> Iterator[tuple[str, Callable[[Tensor], Tensor | None]]]:
     """Which scale a row and a block of K get: a sentence, and the scales as they are read."""
@@ -176,8 +155,7 @@ def _reads() -> Iterator[tuple[str, Callable[[Tensor], Tensor | None]]]:
         for tile in (16, 32, 64, 128):
             yield f"Each {tile} rows of scales are read as if those before had been padded to a multiple of {n} blocks", partial(_at, lambda i, j, m, k, n=n, tile=tile: i // tile * tile * (-(-k // n) * n) + i % tile * k + j)
     for (of_row, row), (of_block, block) in product(_index("row"), _index("block of K")):
-        said = " and ".join(text for text in (of_row, of_block) if text)
-        if said:
+        if said := " and ".join(text for text in (of_row, of_block) if text):
             yield f"The scale that is read is that of {said}", partial(_at, lambda i, j, m, k, row=row, block=block: row(i, m).clamp(0, m - 1) * k + block(j, k).clamp(0, k - 1))
 
 def _at(place: Callable[..., Tensor], s: Tensor) -> Tensor | None:

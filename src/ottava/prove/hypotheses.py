@@ -609,7 +609,8 @@ def _casts(alone: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield from ((f"read as {fmt}", f"has codes that are read as {fmt}", {"read": fmt}) for fmt in EIGHT if fmt.bits == 8)
     if alone:
         yield from ((f"scale of {name}", f"has the scale of {name}", {"granularity": blocks}) for name, blocks in _BLOCKS)
-        yield "without its scale", "is multiplied without its scale", {"unscaled": True}
+        yield "without its scale", "is multiplied without its scale", {"misread": torch.ones_like}
+        yield from ((name, f"is multiplied with other scales. {sentence}", {"misread": change}) for name, sentence, change in scale_faults()[:9])
         yield "scale of 448", "is read with the scale of a cast to 448, E4M3's largest", {"other_top": 448.0}
         return
     yield from (

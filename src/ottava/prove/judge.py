@@ -137,10 +137,10 @@ def _slack(spec: QuantizationSpec) -> float:
 def _scales_asked(x: Tensor, spec: QuantizationSpec, way: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The amax of each block of x, its multiplier, and the ends of that where an E4M3 scale may round otherwise.
 
-    Takes amax (also a function of x), exponent, scale_top and outer out of the knobs.
+    Takes amax, exponent, scale_top and outer out of the knobs.
     """
     amax = way.pop("amax", None)
-    amax = block_amax(x, spec.granularity) if amax is None else amax(x, spec) if callable(amax) else amax
+    amax = block_amax(x, spec.granularity) if amax is None else amax
     amax = amax.expand(spec.granularity.grid_shape((x.shape[0], x.shape[1]))) if amax.numel() == 1 else amax
     asked, outer = (way.pop("scale_top", None), way.pop("exponent", None)), way.pop("outer", None)
     right = scale_inv_of(amax, spec, *asked, outer=outer)
@@ -171,7 +171,7 @@ def cast_allowed(inputs: Values, what: Values, got: Values | None = None, **way:
     rule = way.pop("written", lambda scale: scale)
     written, low, high = (rule(one) for one in (right, *around))
     # an amax of zero has no right scale, but a kernel that sees none of some numbers takes 1
-    unseen = (amax == 0) & (block_amax(x, spec.granularity) > 0) if told else amax != amax
+    unseen = (amax == 0) & (block_amax(x, spec.granularity) > 0) & torch.tensor(told)
     known = (amax > 0) & amax.isfinite() | unseen
     low, high = low * (1 - slack), torch.where((amax < _TINY) & ~unseen, 1e30, high * (1 + slack))
     # FP32's subnormal numbers: hardware may flush them; a block whose E4M3 scale is 0 decodes to 0 under any codes
@@ -395,10 +395,6 @@ def cast_interval(
     if other is not None:
         center, far = cast_interval(x, spec, off)
         return center * (spec.format.max / other), far * (spec.format.max / other)
-    if way.pop("unscaled", False):
-        scale = spread(_scales_asked(x, spec, {})[1], spec, shape)
-        center, far = (one / torch.where(scale == 0, 1.0, scale) for one in cast_interval(x, spec, off))
-        return center, far
     if (misread := way.pop("misread", None)) is not None:  # codes are right, and multiplied by another scale
         grid = _scales_asked(x, spec, {})[1]
         own, other = (spread(s.reshape(grid.shape), spec, shape) for s in (grid, misread(grid)))
