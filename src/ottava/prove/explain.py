@@ -432,9 +432,8 @@ def explain(
     clean = [fit for fit in full if fit.against < 1 - _ALMOST]
     told = {id(fit): _contrary(fit.fault, passed) for fit in clean[:6]}
     fine = sorted((fit for fit in clean[:6] if not any(told[id(fit)])), key=lambda fit: not holds(fit.fault))
-    exact = None
-    if not fine or fine[0].solved < len(held):
-        exact = _exact(factored(kind), held, [*passed, *larger])
+    whole = bool(fine) and fine[0].solved == len(held)
+    exact = None if whole else _exact(factored(kind), held, [*passed, *larger])
     if exact is not None or fine:
         return _named(exact or fine[0], len(failures), "")
     if kind in ("encode", "decode") and (law := law_of(get_format(what.get("format", "e4m3")), [*held, *passed])):
@@ -497,17 +496,17 @@ def _fit(hypothesis: Fault, held: Sequence[Failure]) -> _Fit | None:
     """None: it gives next to nothing."""
     told: list[dict[str, _Told]] = []
     share = against = wide = 0.0
-    solved = 0
+    solved = missed = 0
     for number, failure in enumerate(held):
         told.append(_told(hypothesis, failure))
         mine = _share(failure.wrong, told[-1])
-        share, solved = share + mine, solved + (mine == 1.0)
+        share, solved, missed = share + mine, solved + (mine == 1.0), missed + (mine < 0.9)
         given = sum(int(one.given.sum()) for one in told[-1].values())
         spoken = sum(int(one.against.sum()) for one in told[-1].values())
         against += spoken / max(given + spoken, 1)
         wide += max((one.wide for one in told[-1].values()), default=0.0)
-        if share == 0 if number == 1 else number > 1 and share < 0.05:
-            return None
+        if 2 * missed > len(held) or (share == 0 if number == 1 else number > 1 and share < 0.05):
+            return None  # nobody asks for one that gives less than half of the cases
     count = len(held)
     return _Fit(hypothesis, told, share / count, solved, against / count, wide / count) if share else None
 
