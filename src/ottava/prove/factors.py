@@ -44,12 +44,12 @@ def _left_out() -> Iterator[tuple[str, tuple[int, Callable[..., Tensor]]]]:
         yield from ((f"{word}s beyond the last whole {n}", (axis, lambda k, block, size, n=n: k < size // n * n)) for n in _SIZES)
         yield f"the second half of the {word}s", (axis, lambda k, block, size: k < size // 2)
     for axis, word in enumerate(("row", "column")):
-        yield f"the last {word} of each block", (axis, lambda k, block, size: (k % block < block - 1) & (k < size - 1))
-        yield f"the first {word}", (axis, lambda k, block, size: k > 0)
+        yield from ((f"the last {word} of each block", (axis, lambda k, block, size: (k % block < block - 1) & (k < size - 1))), (f"the first {word}", (axis, lambda k, block, size: k > 0)))
         for n in (1, *_SIZES[2:], 512, 1024, 2048):
             yield f"all {word}s of a block but the first {n}", (axis, lambda k, block, size, n=n: k % block < n)
             yield f"all {word}s but the first {n}", (axis, lambda k, block, size, n=n: k < n)
-        yield from ((f"all {word}s but number {rest} of each {n}", (axis, lambda k, block, size, n=n, rest=rest: k % n == rest)) for n, rest in ((2, 0), (2, 1), (4, 0)))
+        yield from ((f"every second {word}, from number {1 - rest} on" if n == 2 else f"all {word}s but number {rest} of each {n}", (axis, lambda k, block, size, n=n, rest=rest: k % n == rest)) for n, rest in ((2, 0), (2, 1), (4, 0)))
+    yield from ((f"numbers behind the first {n:,}", (2, lambda k, block, size, n=n: k < n)) for n in (1024, 2048, 4096, 8192, 16384))
 
 def _remains(rule: tuple[int, Callable[..., Tensor]], x: Tensor, spec: QuantizationSpec) -> Tensor:
     size, block = (*x.shape, x.numel())[rule[0]], (*spec.granularity.block_shape((x.shape[0], x.shape[1])), 1)[rule[0]]
