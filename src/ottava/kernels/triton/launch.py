@@ -10,7 +10,6 @@ hook wants to hear of, and those of the interpreter.
 from __future__ import annotations
 
 import importlib
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ _past: Callable[[int], int] = (16).__rmod__
 _PLAIN = frozenset(PLAIN)
 _EXTRA = ("beside_ptr", "gamma_ptr", "beta_ptr")
 _device: Callable[[Any], int] = Tensor.get_device
-_dtype = operator.attrgetter("dtype")
+_dtype: Callable[[Any], torch.dtype] = vars(torch._C.TensorBase)["dtype"].__get__
 _negated: Callable[[Any], bool] = Tensor.is_neg
 Named = tuple[tuple[str, Any], ...]
 
