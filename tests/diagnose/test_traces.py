@@ -187,17 +187,17 @@ def test_a_cast_layer_s_backward_is_the_layer_s(parts: bool) -> None:
 def test_a_rounding_is_told_from_another_number() -> None:
     """Witness: the sums of the elements themselves."""
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    from ottava.experiments.trace import _fingerprint
+    from ottava.experiments.trace import fingerprint
 
     noisy, moved, other = x * (1 + 1e-6), x.flip(0), x.clone()
     other[::4] += 0.5
-    same = _fingerprint(x)
+    same = fingerprint(x)
     assert same[2:4] == pytest.approx([x[::4].mean().item(), x[::4].square().mean().sqrt().item()], rel=1e-4)
-    assert not apart([same], [_fingerprint(noisy)])
-    assert apart([same], [_fingerprint(moved)])
-    assert apart([same], [_fingerprint(other)])
+    assert not apart([same], [fingerprint(noisy)])
+    assert apart([same], [fingerprint(moved)])
+    assert apart([same], [fingerprint(other)])
     integers = torch.arange(64)
-    assert apart([_fingerprint(integers)], [_fingerprint(integers.flip(0))])
+    assert apart([fingerprint(integers)], [fingerprint(integers.flip(0))])
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
@@ -311,3 +311,30 @@ def test_a_layer_that_casts_in_neither_run_hides_no_call(tmp_path: Path) -> None
     found = parting(good, bad, values=True)
     assert found is not None
     assert "in module 0 gets 5, in the good run 6" in found.sentence
+
+
+def test_an_evaluation_that_is_given_other_numbers_is_told(tmp_path: Path) -> None:
+    """No loss of the training shows it."""
+
+    def run(word: str) -> Run:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with ottava.watch(model, tmp_path / word):
+            for step in range(12):
+                x = torch.randn(16, 8)
+                (model((x - 3) / 2 if word == "moved" else x) - x[:, :1]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 5:
+                    with torch.no_grad():
+                        model.eval()(torch.randn(64, 8) * (2 if word == "scaled" else 1))
+                        model.train()
+        return Run.open(tmp_path / word)
+
+    good = run("good")
+    said = "At step 7 a forward without gradients is given other numbers: `0` is f32[64, 8] of mean"
+    assert said in diagnose(run("scaled"), baseline=good).sentence
+    # other numbers of the training come first, and a healthy run has nothing
+    assert said not in diagnose(run("moved"), baseline=good).sentence
+    assert not diagnose(run("again"), baseline=good).findings

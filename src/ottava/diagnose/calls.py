@@ -111,7 +111,7 @@ def parting(good: Facts, bad: Facts, *, values: bool) -> Parting | None:
             [c for c in calls if c.module not in ignored and not (c.backward and c.place[:3:2] in inside)]
             for calls in (a[step], b[step])
         )
-        found = _walk(mine, theirs, values=values and not ignored and _equal_until(good, bad, step))
+        found = _walk(mine, theirs, values=values and not ignored and equal_until(good, bad, step))
         if found is not None:
             told = _told(step, *found, casting)
             data = _data(mine, theirs) if found[0] == "given" and None not in found else ""
@@ -348,7 +348,7 @@ def reads_codes(facts: Facts) -> Call | None:
     return next((c for c in calls if c.module and any(map(_NARROW.match, c.arguments))), None)
 
 
-def _equal_until(good: Facts, bad: Facts, step: int) -> bool:
+def equal_until(good: Facts, bad: Facts, step: int) -> bool:
     """Whether all steps before have the same losses, gradients and batches, to the bit."""
     for name in _COLUMNS:
         a, b = (f.column(name) for f in (good, bad))

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ottava.diagnose.calls import bare, parting
+from ottava.diagnose.calls import apart, bare, equal_until, parting
 from ottava.diagnose.facts import Facts
 
 _SETTINGS = MappingProxyType({"lr": "learning rate", "weight_decay": "weight decay"})
@@ -61,6 +61,7 @@ def differences(good: Facts, bad: Facts) -> list[Difference]:
     found = [*_recipes(good, bad), *_optimizers(good, bad), *_groups(good, bad)]
     weights, batch = _weights(good, bad), _batch(good, bad)
     found += [*_configured(good, bad), *_parameters(good, bad), *_arguments(good, bad), *_calls(good, bad, weights)]
+    found += _evaluations(good, bad)
     found += [*sorted(_program(good, bad), key=lambda d: d.step or 0), *weights, *batch]
     return found
 
@@ -85,6 +86,27 @@ def _arguments(good: Facts, bad: Facts) -> Iterator[Difference]:
     said = [f"without {', '.join(without)}, which the good run gives"] if without else []
     said += [f"with {', '.join(more)}, which the good run does not give"] if more else []
     yield Difference("arguments", "arguments", sorted(a), sorted(b), f"The model is called {', and '.join(said)}.", 1)
+
+
+def _evaluations(good: Facts, bad: Facts) -> Iterator[Difference]:
+    """What forwards without a gradient are given, where the training of both runs is equal until then."""
+
+    def of(facts: Facts) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+        modes = [e for e in facts.run.training if e.get("kind") == "mode" and not e.get("gradients")]
+        return {(e.get("step"), e.get("training")): e.get("given") or {} for e in modes}
+
+    a, b = of(good), of(bad)
+    for step, training in a.keys() & b.keys():
+        given = [(n, a[step, training][n], b[step, training][n]) for n in a[step, training].keys() & b[step, training]]
+        said = [
+            f"`{name}` is {there[0]} of mean {there[2]:.4g} and rms {there[3]:.4g}, in the good run {here[0]} of mean "
+            f"{here[2]:.4g} and rms {here[3]:.4g}"
+            for name, here, there in given
+            if len(here) == len(there) == 6 and (here[0] != there[0] or apart([here], [there]))
+        ]
+        if said and equal_until(good, bad, step):
+            text = f"At step {step} a forward without gradients is given other numbers: {'; '.join(said)}."
+            yield Difference("arguments", "evaluation", "", "", text, step)
 
 
 def _calls(good: Facts, bad: Facts, weights: Sequence[Difference]) -> Iterator[Difference]:

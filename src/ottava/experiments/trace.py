@@ -232,7 +232,7 @@ class Trace(Below):
         if len(self._calls) >= self._room:
             self.full = True
             return
-        results = [_empty(x) if self._blank(name, x) else _fingerprint(x) for x in made]
+        results = [_empty(x) if self._blank(name, x) else fingerprint(x) for x in made]
         for x in made:
             if isinstance(x, Tensor):
                 old, now = self._known.get(id(x)), len(self._calls)
@@ -397,7 +397,7 @@ def _shown(x: Any, depth: int = 0) -> str:
     )
 
 
-def _fingerprint(x: Any) -> Any:
+def fingerprint(x: Any) -> Any:
     """[label, hash, mean, rms, projection]; (label, sample) on another device; a number; [label] if it has none."""
     if not isinstance(x, Tensor):
         return x if not isinstance(x, float) or math.isfinite(x) else str(x)

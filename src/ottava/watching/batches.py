@@ -75,7 +75,7 @@ class Batches:
     def forward(self, args: Any, kwargs: Mapping[str, Any], *, training: bool) -> None:
         """A model was called with these."""
         seen = _Forward(training, {}, [], {})
-        for name, x in _named(args, kwargs):
+        for name, x in arguments_of(args, kwargs):
             if x.requires_grad or x.dim() == 0 or not x.numel() or x.layout != torch.strided or name in _NO_BATCH:
                 continue
             self.dtypes.add(str(x.dtype).removeprefix("torch."))
@@ -88,7 +88,7 @@ class Batches:
                 if kind == "input":
                     seen.ids.extend([] if x.is_floating_point() else [x])
         if training and not self.arguments:
-            self.arguments = sorted(name for name, _ in _named(args, kwargs))
+            self.arguments = sorted(name for name, _ in arguments_of(args, kwargs))
         self._pending.append(seen)
 
     def backward(self, roots: Sequence[Tensor]) -> None:
@@ -190,7 +190,7 @@ class Batches:
         return {}
 
 
-def _named(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def arguments_of(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a call with their names, also those in a batch that is one mapping, list or tuple."""
     for name, value in [*((str(i), x) for i, x in enumerate(args)), *kwargs.items()]:
         if isinstance(value, Tensor):

@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_leaves
 
 from ottava.engine.functional import QuantizedLayer
 from ottava.experiments.snapshot import stepped_by
-from ottava.watching.batches import Batches
+from ottava.experiments.trace import fingerprint
+from ottava.watching.batches import Batches, arguments_of
 from ottava.watching.gradients import Gradients, dense
 from ottava.watching.manifest import configured
 from ottava.watching.operands import SHARD, capturing, plain
@@ -223,14 +224,14 @@ class TrainingTap:
             self.batches.forwards += 1
             return
         with self._timed():
-            self._note_mode(module, trains)
+            self._note_mode(module, trains, args, kwargs)
             if trains:
                 given = (args, kwargs) if self._hashes else ((), {})
                 self.batches.forward(*given, training=module.training)
             elif module.training and any(p.requires_grad for p in module.parameters()):
                 self._evaluations += 1
 
-    def _note_mode(self, module: nn.Module, trains: bool) -> None:
+    def _note_mode(self, module: nn.Module, trains: bool, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Reports each combination of modes once: whether gradients are on, `training`, and the recipe that ran."""
         if self.looking or module not in self._casting:  # it may have been converted since
             layers = (x for x in module.modules() if isinstance(x, QuantizedLayer) and x.resolved.casts)
@@ -253,6 +254,9 @@ class TrainingTap:
         norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
         counts = [m.num_batches_tracked for m in norms if m.num_batches_tracked is not None]
         facts |= {"fresh": not any(int(count) for count in counts)} if counts else {}
+        if not trains and self._hashes:  # what an evaluation is given no loss shows
+            seen = {name: fingerprint(x) for name, x in arguments_of(args, kwargs)}
+            facts["given"] = {name: of for name, of in seen.items() if isinstance(of, list)}
         self._report("mode", **facts)
 
     # --- the backward and the step ----------------------------------------------------------------------------------
