@@ -91,6 +91,8 @@ def _writes() -> Iterator[Factor]:
         *((f"multiplier in {text}", f"x is multiplied by 1 / scale_inv rounded to {text}", lambda scale, outer, plain, to=to: 1 / (1 / scale).to(to).double()) for text, to in _HALVES),
     ):
         yield Factor(name, sentence, {"divisor": divisor} | ({"needs": "e4m3"} if "factor" in sentence else {}))
+    for level, stored in (("block's", lambda scale, outer: scale / outer), ("tensor's", lambda scale, outer: outer.expand(scale.shape))):
+        yield Factor(f"the {level} factor alone is stored", f"The {level} factor of the scale is stored alone; codes are right", {"stored": stored, "needs": "e4m3"})
     for how, text in (("truncate", "toward zero"), ("ties_away", "with ties away from zero"), ("away", "away from zero")):
         yield Factor("codes rounded otherwise", f"Codes are rounded {text}", {"rounding": how})
     yield Factor("subnormals flushed", "Codes of subnormal numbers become zero", {"flush": True})
@@ -99,7 +101,7 @@ def _writes() -> Iterator[Factor]:
 def _together(call: Asked, does: Mapping[str, Any]) -> dict[str, Any] | None:
     """The knobs of a cast that does all this."""
     way, spec, x, right = dict(does), call.spec, call.inputs["x"], call.amax()
-    sees, grid, level, divisor, needs = (way.pop(key, None) for key in ("sees", "grid", "level", "divisor", "needs"))
+    sees, grid, level, divisor, needs, stored = (way.pop(key, None) for key in ("sees", "grid", "level", "divisor", "needs", "stored"))
     if not x.numel() or ((level or needs) and spec.scale_format != "e4m3"):
         return None
     amax = right if sees is None else block_amax(sees(x, spec), spec.granularity)
@@ -109,6 +111,8 @@ def _together(call: Asked, does: Mapping[str, Any]) -> dict[str, Any] | None:
         top = torch.where(right.isfinite(), amax if level == "tensor" else right, 0.0).amax()
         way["outer"] = torch.where(top > 0, top, 1.0) / (spec.format.max * way.get("outer", E4M3.max))
         amax = right if level == "tensor" else amax
+    if stored is not None:
+        way["written"] = lambda scale: stored(scale, torch.where(right.isfinite(), right, 0.0).amax() / (spec.format.max * E4M3.max))
     if "unwritten" in way:
         way["unwritten"] = ~_remains(way["unwritten"], x, spec)
     if divisor is not None:
@@ -180,6 +184,8 @@ def _scales() -> Iterator[Fault]:
     for n, (anew, restart), first, sides in product((1, 16, 32, 64, 128, 256), (("", 1 << 30), (", anew after two tiles", 2), (", anew after four tiles", 4)), (False, True), ("ab", "ba")):
         said = f"Scales of {sides[1]} are multiplied in place by those of {sides[0]}: a tile of {n} rows also has the scales of {'the first row' if first else 'the same place'} in the tiles before it{anew}"
         yield Fault("scales multiplied in place", said, kinds, changed(**{f"scale_inv_{sides[0]}": partial(_grown, n, restart, 1 if first else n)}))
+    for (one, said, change), (two, other, more) in product(scale_faults(), repeat=2):
+        yield Fault(f"{one} (a), {two} (b)", f"{said}: scale_inv_a. {other}: scale_inv_b", kinds, changed(scale_inv_a=change, scale_inv_b=more))
     for (sentence, change), (text, of) in product(_reads(), names.items()):
         yield Fault("scale of another place", f"{sentence}: {text}", kinds, changed(**dict.fromkeys(of, change)))
     for bits, (how, sign), n, late in product((8, 10, 11, 12, 13, 14, 16, 18), (("cut off", -1), ("rounded", 1)), (16, 32, 64, 128, 256), (False, True)):

@@ -205,6 +205,37 @@ def _equal_blocks(call: Asked) -> dict[str, Any] | None:
     return None if cut.grid_shape(x.shape) != own.grid_shape(x.shape) else {"amax": block_amax(x, cut)}
 
 
+def _exchanged(call: Asked) -> dict[str, Any] | None:
+    """Each side has the scales of the other; where these are fewer rows, from the first again."""
+    a, b = call.inputs["scale_inv_a"], call.inputs["scale_inv_b"]
+    if a.shape[1:] != b.shape[1:] or not (a.numel() and b.numel()):
+        return None
+    if a.dim():
+        a, b = (y[torch.arange(len(x)) % len(y)] for x, y in ((a, b), (b, a)))
+    else:
+        a, b = b, a
+    return {"inputs": {**call.inputs, "scale_inv_a": a, "scale_inv_b": b}}
+
+
+def _carried(call: Asked) -> dict[str, Any]:
+    """Codes that round up past the largest one, into the sign bit or NaN."""
+    x, fmt = call.inputs["x"].double(), call.format
+    codes, last = written_codes(call.inputs["x"], fmt).int(), written_codes(torch.tensor([fmt.max]), fmt)
+    top, below = float(numbers_of(last, fmt)), float(numbers_of(last - 1, fmt))
+    over = x.abs() >= top + (top - below) / 2
+    return {"values": numbers_of((torch.where(over, codes + 1, codes) & ((1 << fmt.bits) - 1)).to(torch.uint8), fmt)}
+
+
+def _shared(call: Asked) -> dict[str, Any] | None:
+    """Stochastic rounding whose share of a step is added before rounding to nearest."""
+    x, fmt = call.inputs["x"].double(), call.format
+    if "stochastic" not in (call.what.get("rounding"), call.kind == "cast" and call.spec.rounding):
+        return None
+    near = on_grid(x, fmt)
+    ends = torch.stack([near, torch.copysign(on_grid((near.abs() * (1 + 2.0**-20)).clamp(min=1e-30), fmt, "away"), x)])
+    return {"values": (ends.amin(0), ends.amax(0))}
+
+
 def _over_ends(call: Asked) -> dict[str, Any] | None:
     """Blocks of x as one list, which run on from row to row."""
     x, (height, width) = call.inputs["x"].double(), call.spec.granularity.block_shape(call.inputs["x"].shape)
@@ -380,8 +411,10 @@ def of_codes() -> Iterator[Fault]:
         *((f"clamps at {top:g}", f"Larger numbers become {top:g}, below the format's largest", always(top=top)) for top in (240.0, 448.0, 416.0, 256.0, 224.0, 120.0, 49152.0, 4.0, 3.0)),
     )
     yield Fault("rounds at random", "Each result is a neighbour of the input, not always the nearest: stochastic rounding", _CODES, lambda c: {"rounding": "stochastic"} if c.kind == "cast" else {"what": {**c.what, "rounding": "stochastic"}}, True)
+    yield Fault("rounded twice at random", "A random share of a step is added, and the sum is rounded to nearest, not down", ("encode",), _shared, True)
     yield from rows(
         ("encode",),
+        ("carry into the sign", "A number beyond the largest gets the code behind it, whose bits mean something else", _carried),
         ("infinity lost", "An infinity becomes zero", changed(x=lambda x: torch.where(x.isinf(), 0.0, x))),
         ("sign lost", "The sign is dropped", changed(x=torch.abs)),
         ("sign flipped", "The sign is inverted", changed(x=torch.neg)),
@@ -481,7 +514,7 @@ def _of_operands() -> Iterator[Fault]:
         *((f"{name} ({side})", f"{sentence}: scale_inv_{side}", changed(**{f"scale_inv_{side}": change})) for side in "ab" for name, sentence, change in scale_faults()),
         *((f"{name} (both)", f"{sentence}: both scales", changed(scale_inv_a=change, scale_inv_b=change)) for name, sentence, change in scale_faults()),
         ("scales inverted", "Both scales divide instead of multiplying", changed(scale_inv_a=_inverse, scale_inv_b=_inverse)),
-        ("scales exchanged", "a gets the scale of b, and b that of a", lambda c: {"inputs": {**c.inputs, "scale_inv_a": c.inputs["scale_inv_b"], "scale_inv_b": c.inputs["scale_inv_a"]}} if c.inputs["scale_inv_a"].shape == c.inputs["scale_inv_b"].shape else None),
+        ("scales exchanged", "a gets the scale of b, and b that of a", _exchanged),
         ("b transposed", "b is read as (K, N), not (N, K)", changed(b=turned)),
         ("a transposed", "a is read as (K, M), not (M, K)", changed(a=turned)),
         ("strides of a ignored", "a is read row by row, whatever its strides are", changed(a=flat)),
@@ -550,9 +583,9 @@ def _of_results() -> Iterator[Fault]:
         ("weight of the first group", "All groups take the weight of the first", always(experts=lambda g, sizes: 0)),
         *((f"{part} of the first group", f"All groups take {part} of the first", changed(**{part: partial(bytewise, lambda y: y[:1].expand(y.shape))})) for part in ("b", "scale_inv_b")),
     )
+    yield from rows(_SUMS, *((f"accumulates like {name}", f"The sums are those of the accumulator {rule}", always(accumulator=name)) for name, rule in ACCUMULATORS.items()))
     yield from rows(
-        _SUMS,
-        *((f"accumulates like {name}", f"The sums are those of the accumulator {rule}", always(accumulator=name)) for name, rule in ACCUMULATORS.items()),
+        (*_SUMS, "linear"),
         *((f"split in {n}", f"K is split in {n}, and the partial sums are rounded to {text} and added in {end}", always(split=(dtype, partial(ends_of, count=n, low=low), to))) for text, dtype in _HALVES for n in (2, 4, 8) for low in (False, True) for end, to in ((text, dtype), ("FP32", torch.float32))),
         *((f"slices of {n} in {text}", f"Sums of each {n} products are rounded to {text}, and added in it", always(split=(dtype, partial(ends_of, size=n), dtype))) for text, dtype in _HALVES for n in (16, 32, 64, 128, 256)),
         *((f"sums through {text}", f"Sums are rounded to {text} before they are scaled", always(steps=(dtype, 1 << 30), late=True)) for text, dtype in _HALVES),
