@@ -211,7 +211,7 @@ class TrainingTap:
     def _counts(self) -> list[Any]:
         held = [p for _, p in self._parameters() if not p.is_inference()]
         # what is written through p.data has no version; to read numbers on a GPU would wait
-        read = [p.detach() for p in held if p.device.type == "cpu" and p.numel() and dense(p) is not None]
+        read = [x for p in held if p.device.type == "cpu" and (x := plain(p)[0]) is not None]
         return [_samples(read, _GUARDED).numpy().tobytes() if read else b"", *(p._version for p in held)]
 
     def _forwarded(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
