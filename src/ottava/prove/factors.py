@@ -78,7 +78,7 @@ def _rules() -> Iterator[Factor]:
     for how, text in (("truncate", "toward zero"), ("away", "up")):
         yield Factor(f"block scale rounded {how}", f"The block's E4M3 scale is rounded {text}, not to nearest", {"exponent": how, "needs": "e4m3"})
     yield from (Factor(f"tensor scale in {text}", f"The tensor's scale is rounded to {text}", {"exponent": to, "needs": "e4m3"}) for text, to in _HALVES)
-    for top in (240.0, 224.0, 256.0, 57344.0, 448.0, 127.0, 128.0, 1.0, 6.0, 4.0, 512.0, 896.0, 464.0, 416.0, 480.0):
+    for top in (240.0, 224.0, 256.0, 57344.0, 448.0, 127.0, 128.0, 1.0, 6.0, 7.0, 4.0, 512.0, 896.0, 464.0, 416.0, 480.0):
         yield Factor(f"scaled to {top:g}", f"The largest number of a block goes to {top:g}, not to the format's largest", {"scale_top": top})
         yield Factor(f"tensor scale for {top:g}", f"The tensor's factor of the scale brings the largest block's to {top:g}, not to 448", {"outer": top, "level": "tensor"})
 
@@ -146,7 +146,7 @@ def _casts() -> Iterator[Fault]:
 
 def _index(what: str) -> Iterator[tuple[str, Callable[[Tensor, int], Tensor]]]:
     """Which number of `what` is read where number i of n belongs."""
-    yield from (("", lambda i, n: i), (f"the first {what}", lambda i, n: 0 * i), (f"the last {what}", lambda i, n: 0 * i + n - 1), (f"the {what} before it", lambda i, n: i - 1), (f"the {what} behind it", lambda i, n: i + 1))
+    yield from (("", lambda i, n: i), (f"the first {what}", lambda i, n: 0 * i), (f"the last {what}", lambda i, n: 0 * i + n - 1), (f"the {what} before it", lambda i, n: i - 1), (f"the {what} behind it", lambda i, n: i + 1), (f"the {what} at the same place of the first half", lambda i, n: i % -(-n // 2)))
     yield from ((f"its neighbour in a pair of {what}s", lambda i, n: i ^ 1), (f"the {what} counted from the end", lambda i, n: n - 1 - i), (f"the {what} in tiles of 4 x 32", lambda i, n: i // 128 * 128 + i % 4 * 32 + i // 4 % 32))
     for size in _SIZES[:-1]:
         yield from ((f"the first of each {size} {what}s", lambda i, n, size=size: i // size * size), (f"its number within {size} {what}s", lambda i, n, size=size: i % size), (f"its number over {size}, of {what}s", lambda i, n, size=size: i // size))

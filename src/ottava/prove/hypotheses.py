@@ -689,6 +689,7 @@ def _of_attention() -> Iterator[Fault]:
         *((f"softmax scale of a padded D, {n}", f"Scores are divided by the root of D padded to a multiple of {n}", scaled(lambda d, dv, n=n: (-(-d // n) * n) ** -0.5)) for n in (8, 16, 32, 64, 128)),
         *((f"scale of {said} left out", f"o is not multiplied by the inverse scale of {said}", lambda c, of=of: {"only": {"o": 448.0 / max(float(c.inputs[i].float().abs().max()) for i in of)}} if all(c.inputs[i].numel() and bool(c.inputs[i].any()) for i in of) else None) for said, of in (("v", "v"), ("q, k and v", "qkv"))),
         *((f"{side} of the first head", f"All heads read {side} of the first", changed(**{side: lambda x: x[:, :1].expand(x.shape)})) for side in ("q", "k", "v", "grad")),
+        *((f"{n} heads share k and v", f"Each {n} heads read k and v of the same, head h // {n}", changed(**dict.fromkeys("kv", lambda x, n=n: x[:, torch.arange(x.shape[1]) // n]))) for n in (2, 4)),
         *((f"{side} of the first batch", f"All batches read {side} of the first", changed(**{side: lambda x: x[:1].expand(x.shape)})) for side in ("q", "k", "v", "grad")),
         *(("tail of keys dropped", f"Keys beyond the last whole {n} are not seen", lambda c, n=n: {"keys": c.inputs["k"].shape[2] // n * n}) for n in (8, 16, 32, 64, 128)),
     )
