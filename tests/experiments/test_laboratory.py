@@ -6,10 +6,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import ottava
+from ottava.diagnose.diagnose import diagnose
 from ottava.experiments.laboratory import EARLY, Laboratory
 from ottava.record.reader import Run
 from ottava.watching.session import watch
@@ -201,3 +203,21 @@ def test_what_cannot_be_tried_is_said_once() -> None:
     wrapped = type("DataParallel", (nn.Sequential,), {})(network("tensorwise"))
     (line,) = lines_of(wrapped, 12, every=12)
     assert line["why"] == "DataParallel shards or copies the model by itself"
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_loss_that_no_step_can_change_is_no_optimizer_that_moves_nothing(moves: bool, tmp_path: Path) -> None:
+    """GRPO's loss is zero whatever the weights are; they move."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD([*(model if moves else nn.Linear(8, 8)).parameters()], lr=0.1)
+    with ottava.watch(model, tmp_path / "run"):
+        for _ in range(12):
+            y = model(torch.randn(16, 8))
+            (torch.randn(16, 8) * (y - y.detach())).mean().backward()
+            if not moves:
+                for p in optimizer.param_groups[0]["params"]:
+                    p.grad = torch.ones_like(p)
+            optimizer.step()
+            model.zero_grad()
+    assert [f.id for f in diagnose(Run.open(tmp_path / "run")).findings] == ["O1"] * (not moves)

@@ -155,3 +155,18 @@ def test_a_run_is_trained_again_with_its_remedy(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise RuntimeError('no data')", encoding="utf-8")
     with pytest.raises(ValueError, match="ended before its first step: RuntimeError: no data"):
         retrain(bad, {"trial": {"lr": 1e6}}, tmp_path / "fails")
+
+
+def test_a_schedule_goes_on_in_the_optimizer_of_a_resume(tmp_path: Path) -> None:
+    model, rates, seen = nn.Linear(4, 4), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], []
+    with ottava.watch(model, tmp_path, shadow=0, cure={"schedule": rates}):
+        for _ in range(2):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for _ in range(3):
+                before = model.bias.detach().clone()
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                seen.append(float((before - model.bias)[0].detach()) / 2)
+            del optimizer
+    assert seen == pytest.approx(rates, rel=1e-5)

@@ -50,6 +50,7 @@ class Cures:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._furthest = 0
         self._before: list[dict[str, Any]] = []
         self._exact: Exact | None = None
         if cure["sites"] or cure["derivatives"]:
@@ -83,7 +84,10 @@ class Cures:
         wanted: Any = None
         factor = cure["lr"]
         if cure["schedule"]:
-            self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
+            # a new optimizer goes on where one has stepped before, as behind a resume; two that begin together do not
+            first = self._furthest if self._furthest > 1 else 0
+            self._steps[optimizer] = step = self._steps.get(optimizer, first) + 1
+            self._furthest = max(self._furthest, step)
             wanted, largest = cure["schedule"][min(step, len(cure["schedule"])) - 1], max(g["lr"] for g in groups)
             factor = wanted / largest if largest > 0 and isinstance(wanted, float) else None
         for i, group in enumerate(groups):
